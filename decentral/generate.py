@@ -70,10 +70,10 @@ def _main(flags: argparse.Namespace) -> None:
     for token in prompt:  # the decoder has to know what comes before, and the text is shown as it was given
         decode(token)
     _show(flags.text)
-    for token in decoding.generate(model.layers, prompt, sampling, device):
-        if token in model.codec.ends:
+    for generated in decoding.generate(model.layers, prompt, sampling, device):
+        if generated in model.codec.ends:
             break
-        _show(decode(token))
+        _show("" if generated is None else decode(generated))
     _show("\n")
 
 

@@ -35,11 +35,14 @@ class Completion:
             self._decode(token)
 
     def step(self) -> str:
-        """Generates a token, and gives the text that is certain now; sets `finish` where it is the last.
+        """Reads a part of a long prompt, or generates a token, and gives the text that is certain now; sets `finish`
+        where it is the last.
 
         Raises UserError where the weights give numbers that are not finite.
         """
         token = next(self._tokens)
+        if token is None:
+            return ""
         self.generated += 1
         if token in self._ends:
             return self.cut("stop")

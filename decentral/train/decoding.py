@@ -37,8 +37,12 @@ class Sampling:
     below: int | None = None  # only tokens below this: a vocabulary may have more than there are texts for
 
 
-def generate(layers: Sequence[nn.Module], prompt: Sequence[int], sampling: Sampling, device: Device) -> Iterator[int]:
+def generate(
+    layers: Sequence[nn.Module], prompt: Sequence[int], sampling: Sampling, device: Device
+) -> Iterator[int | None]:
     """Tokens that go on from `prompt` (one at least), until so many are there. The layers are moved to the device.
+
+    None comes before a token wherever a part of a long text was read, so that whoever waits can give it up.
 
     Raises UserError where the weights give numbers that are not finite.
     """
@@ -51,6 +55,10 @@ def generate(layers: Sequence[nn.Module], prompt: Sequence[int], sampling: Sampl
         if reader.length + len(unread) > len(seen) - begin or len(seen) - begin > reader.reach:
             reader.clear(len(seen) - begin)
             unread = seen[begin:]
+        while len(unread) > READ_AT_ONCE:
+            reader.read(unread[:READ_AT_ONCE])
+            unread = unread[READ_AT_ONCE:]
+            yield None
         token = draw(reader.read(unread)[: sampling.below], sampling, chance)
         unread = [token]
         seen.append(token)
@@ -114,9 +122,7 @@ class CachedReader:
         """Reads the next positions' tokens. Gives logits_V of the one after them, fp32 on the CPU."""
         tokens_BT = torch.tensor([tokens], device=self.device.device)
         with self.device.autocast():
-            for part_BT in torch.split(tokens_BT, READ_AT_ONCE, dim=1):
-                hidden_BTD = self._through(part_BT)
-            logits_BTV: Tensor = self.head(hidden_BTD[:, -1:])
+            logits_BTV: Tensor = self.head(self._through(tokens_BT)[:, -1:])
         return logits_BTV[0, 0].float().cpu()
 
     def _through(self, tokens_BT: Tensor) -> Tensor:

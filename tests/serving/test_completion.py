@@ -56,7 +56,8 @@ def test_it_is_what_the_model_generates() -> None:
     completion = Completion(model(), list(b"the"), sampling, (), CPU)
     text = "".join(completion.step() for _ in range(12))
     decode = ByteCodec().decoder()
-    assert text == "".join(map(decode, decoding.generate(gpt.build(TINY, 0), list(b"the"), sampling, CPU)))
+    found = decoding.generate(gpt.build(TINY, 0), list(b"the"), sampling, CPU)
+    assert text == "".join(decode(token) for token in found if token is not None)
     assert (completion.finish, completion.generated, completion.prompt_tokens) == ("length", 12, 3)
 
 
@@ -90,6 +91,15 @@ def test_a_token_that_ends_a_text_ends_it_and_is_not_shown(says: Callable[[str],
 def test_a_character_of_several_tokens_comes_whole(says: Callable[[str], None]) -> None:
     says("aé…b")
     assert parts(tokens=7)[0] == ["a", "é", "…", "b"]
+
+
+def test_a_long_prompt_is_read_in_steps_that_give_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "READ_AT_ONCE", 4)
+    completion = Completion(model(), list(b"the swarm"), Sampling(tokens=1), (), CPU)
+    found = [(completion.step(), completion.generated) for _ in range(2)]
+    assert found == [("", 0), ("", 0)]
+    completion.step()
+    assert (completion.generated, completion.finish) == (1, "length")
 
 
 def test_an_empty_prompt_begins_a_text() -> None:
