@@ -196,7 +196,8 @@ class StreamReader:
 
 
 class TokenPacker:
-    """Tokens of pieces one after another; a separator stands wherever the text does not go on.
+    """Tokens of pieces one after another; a separator stands wherever the text does not go on, and what the tokenizer
+    puts before a text stands where a document begins.
 
     With `context` a document that fits into a window of so many targets is in one, and the last window is whole.
     """

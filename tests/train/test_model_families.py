@@ -165,6 +165,22 @@ def test_the_same_weights_in_other_files_have_the_same_digest(tmp_path: Path) ->
     assert torch.equal(ours(runs[0]), ours(runs[1]))
 
 
+def test_one_file_counts_before_an_index_as_it_does_for_transformers(tmp_path: Path) -> None:
+    made(tmp_path / "old", shard="50kB"), made(tmp_path / "new", num_hidden_layers=2, rms_norm_eps=1e-3)
+    weights = loaded(tmp_path / "new")
+    weights.model.norm.weight.data.mul_(2)
+    weights.save_pretrained(tmp_path / "new")
+    for file in (tmp_path / "new").glob("*.safetensors"):
+        file.rename(tmp_path / "old" / file.name)
+    assert torch.allclose(ours(run_from(tmp_path / "old")), logits(loaded(tmp_path / "old"), TOKENS), atol=1e-4)
+
+
+def test_an_adapter_beside_a_model_is_not_passed_over(tmp_path: Path) -> None:
+    made(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "has adapter_config.json, and no adapter is read; PeftModel.from_pretrained" in refusal(tmp_path)
+
+
 def test_other_weights_have_another_digest_and_are_refused(tmp_path: Path) -> None:
     made(tmp_path / "one")
     other = made(tmp_path / "other")
