@@ -57,16 +57,26 @@ def _main(flags: argparse.Namespace) -> None:
     decoding.check_memory(model.config, len(prompt), flags.max_tokens, measure.memory_bytes(device.device))
     seed = secrets.randbits(SEED_BITS) if flags.seed is None else flags.seed
     print(printable(f"{model.source}; seed {seed}", command.ERROR_CHARS), file=sys.stderr, flush=True)
+    _say_what_is_forgotten(model.config.most_positions, len(prompt), flags.max_tokens)
     sampling = Sampling(flags.temperature, flags.top_p, seed, flags.max_tokens, model.codec.size)
     decode = model.codec.decoder()
     for token in prompt:  # the decoder has to know what comes before, and the text is shown as it was given
         decode(token)
     _show(flags.text)
-    for token in decoding.generate(model.layers, prompt, sampling, device):
-        if token == model.codec.end:
+    for generated in decoding.generate(model.layers, prompt, sampling, device):
+        if generated in model.codec.ends:
             break
-        _show(decode(token))
+        _show("" if generated is None else decode(generated))
     _show("\n")
+
+
+def _say_what_is_forgotten(most: int, prompt: int, tokens: int) -> None:
+    if prompt > most:
+        print(f"the text has {prompt} tokens, and the model reads {most} at once: of the text it reads the last "
+              f"{max(1, most // 2)}", file=sys.stderr, flush=True)  # fmt: skip
+    elif prompt + tokens > most:
+        print(f"the model reads {most} tokens at once: what is generated after these goes on from the last "
+              f"{max(1, most // 2)} alone", file=sys.stderr, flush=True)  # fmt: skip
 
 
 def _show(text: str) -> None:

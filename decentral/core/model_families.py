@@ -129,7 +129,7 @@ def model_keys(folder: Path) -> dict[str, Any]:
     found = read(folder)
     try:
         return _keys(folder, found)
-    except (TypeError, ValueError, OverflowError):  # such as a list for a number
+    except (TypeError, ValueError, ArithmeticError, LookupError):  # such as a list for a number
         raise UserError(f"{folder / CONFIG_FILE} has a value of another kind than transformers writes") from None
 
 

@@ -18,8 +18,8 @@ from decentral.core.errors import UserError
 from decentral.core.own_inputs import OwnInputs, agreed_code
 from decentral.core.plain_text import plain_text
 
-MAX_SECTIONS = 16  # objects and lists in a config from a peer; a Config has seven
-MAX_VALUES = 256  # keys and members of lists; a Config has about sixty
+MAX_SECTIONS = 16  # objects and lists in a config from a peer; a Config has up to twelve
+MAX_VALUES = 256  # keys and members of lists; a Config has about eighty, and a model's lists
 
 
 @dataclass(frozen=True, slots=True)

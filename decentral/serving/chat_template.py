@@ -16,10 +16,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from decentral.core import strict_json
 from decentral.core.errors import UserError
 from decentral.serving.openai_requests import ApiError, ChatMessage
+from decentral.train import tokenizer
 from decentral.train.tokenizer import TOKENIZER_SETTINGS
 
 TEMPLATE_FILE = "chat_template.jinja"
-SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")  # that a template may name
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,11 @@ def of_tokenizer(path: str | None) -> ChatTemplate | None:
     if path is None:
         return None
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    settings = folder / TOKENIZER_SETTINGS
+    named, special = tokenizer.settings(folder / TOKENIZER_SETTINGS), tokenizer.special_tokens(folder)
     try:
-        found = strict_json.loads(settings.read_text()) if settings.is_file() else {}
         own = folder / TEMPLATE_FILE
-        text = own.read_text() if own.is_file() else _named(found.get("chat_template"))
-        return ChatTemplate(_environment().from_string(text), _special(found)) if text else None
+        text = own.read_text() if own.is_file() else _named(named.get("chat_template"))
+        return ChatTemplate(_environment().from_string(text), special) if text else None
     except (OSError, ValueError, AttributeError, TemplateError) as error:
         raise UserError(f"the chat template of {folder}: {error}; mend it, or remove it") from None
 
@@ -57,12 +56,6 @@ def _named(found: Any) -> str | None:
     if isinstance(found, list):
         return next((str(one["template"]) for one in found if one.get("name") == "default"), None)
     return found if isinstance(found, str) else None
-
-
-def _special(settings: dict[str, Any]) -> dict[str, str]:
-    tokens = {name: settings.get(name) for name in SPECIAL}
-    texts = {name: one.get("content") if isinstance(one, dict) else one for name, one in tokens.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -20,28 +20,31 @@ class Completion:
     ) -> None:
         """`prompt`: tokens; an empty one begins a text. Raises ApiError if the model cannot read them."""
         prompt = prompt or [model.codec.start]
-        if len(prompt) > model.config.context:
-            longest = f"this model's context has {model.config.context} tokens, and the prompt has {len(prompt)}"
+        if len(prompt) > model.config.most_positions:
+            longest = f"this model reads {model.config.most_positions} tokens at once, and the prompt has {len(prompt)}"
             raise ApiError(400, longest, "context_length_exceeded", "prompt")
         if max(prompt) >= model.config.vocabulary:
             raise ApiError(400, f"the prompt has token {max(prompt)}; the model knows those below "
                            f"{model.config.vocabulary}", "invalid_value", "prompt")  # fmt: skip
         self.prompt_tokens, self.generated = len(prompt), 0
         self.finish: str | None = None  # why it is over: "stop" or "length"
-        self._end, self._most, self._stops, self._held = model.codec.end, sampling.tokens, stops, ""
+        self._ends, self._most, self._stops, self._held = model.codec.ends, sampling.tokens, stops, ""
         self._tokens = decoding.generate(model.layers, prompt, sampling, device)
         self._decode = model.codec.decoder()
         for token in prompt:
             self._decode(token)
 
     def step(self) -> str:
-        """Generates a token, and gives the text that is certain now; sets `finish` where it is the last.
+        """Reads a part of a long prompt, or generates a token, and gives the text that is certain now; sets `finish`
+        where it is the last.
 
         Raises UserError where the weights give numbers that are not finite.
         """
         token = next(self._tokens)
+        if token is None:
+            return ""
         self.generated += 1
-        if token == self._end:
+        if token in self._ends:
             return self.cut("stop")
         self._held += self._decode(token)
         found = [place for place in (self._held.find(stop) for stop in self._stops) if place >= 0]

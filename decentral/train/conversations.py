@@ -77,6 +77,8 @@ def template(path: str) -> Any:
         found = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises what it likes
         raise UserError(f"--tokenizer {path}: {' '.join(str(error).split())[:200]}") from None
+    if isinstance(found.chat_template, dict):  # several by their names
+        found.chat_template = found.chat_template.get("default")
     if not isinstance(found.chat_template, str):
         raise UserError(f"--tokenizer {path}: it has no chat template; put chat_template.jinja into the folder")
     return found

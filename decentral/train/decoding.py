@@ -37,8 +37,12 @@ class Sampling:
     below: int | None = None  # only tokens below this: a vocabulary may have more than there are texts for
 
 
-def generate(layers: Sequence[nn.Module], prompt: Sequence[int], sampling: Sampling, device: Device) -> Iterator[int]:
+def generate(
+    layers: Sequence[nn.Module], prompt: Sequence[int], sampling: Sampling, device: Device
+) -> Iterator[int | None]:
     """Tokens that go on from `prompt` (one at least), until so many are there. The layers are moved to the device.
+
+    None comes before a token wherever a part of a long text was read, so that whoever waits can give it up.
 
     Raises UserError where the weights give numbers that are not finite.
     """
@@ -51,6 +55,10 @@ def generate(layers: Sequence[nn.Module], prompt: Sequence[int], sampling: Sampl
         if reader.length + len(unread) > len(seen) - begin or len(seen) - begin > reader.reach:
             reader.clear(len(seen) - begin)
             unread = seen[begin:]
+        while len(unread) > READ_AT_ONCE:
+            reader.read(unread[:READ_AT_ONCE])
+            unread = unread[READ_AT_ONCE:]
+            yield None
         token = draw(reader.read(unread)[: sampling.below], sampling, chance)
         unread = [token]
         seen.append(token)
@@ -67,7 +75,7 @@ def check_memory(model: ModelConfig, prompt: int, tokens: int, memory_bytes: int
     A model from a stranger may be small and have very wide heads. This is arithmetic: nothing is made yet."""
     kept, at_once = min(prompt + tokens, model.most_positions), min(prompt, READ_AT_ONCE)
     passing = max(memory.activation_bytes(model)[1:-1]) + memory.WEIGHT_BYTES * model.n_heads * kept
-    keys_and_values = 2 * model.depth * model.d_keys * kept * readers
+    keys_and_values = 2 * (model.depth * model.d_keys + model.d_rotary) * kept * readers
     needed = memory.WEIGHT_BYTES * (sum(model.layer_parameters) + keys_and_values) + at_once * passing
     if needed > memory_bytes:
         size = f"{sum(model.layer_parameters)} parameters and {kept} positions"
@@ -114,9 +122,7 @@ class CachedReader:
         """Reads the next positions' tokens. Gives logits_V of the one after them, fp32 on the CPU."""
         tokens_BT = torch.tensor([tokens], device=self.device.device)
         with self.device.autocast():
-            for part_BT in torch.split(tokens_BT, READ_AT_ONCE, dim=1):
-                hidden_BTD = self._through(part_BT)
-            logits_BTV: Tensor = self.head(hidden_BTD[:, -1:])
+            logits_BTV: Tensor = self.head(self._through(tokens_BT)[:, -1:])
         return logits_BTV[0, 0].float().cpu()
 
     def _through(self, tokens_BT: Tensor) -> Tensor:

@@ -191,13 +191,14 @@ class Attention(nn.Module):
         super().__init__()
         self.model, self.rotated = model, rotated
         self.heads, self.kv_heads, self.channels = model.n_heads, model.n_kv_heads, model.d_head
-        self.window = model.window
+        self.window, self.scale = model.window, model.block.attention_multiplier
         bias = model.options.query_bias or model.block.attention_bias
         self.q_proj = _linear(model.d_model, model.d_queries, bias)
         self.k_proj = _linear(model.d_model, model.d_keys, bias)
         self.v_proj = _linear(model.d_model, model.d_keys, bias)
         self.o_proj = _linear(model.d_queries, model.d_model, model.block.attention_bias)
         normed = {"heads": (model.d_head, model.d_head), "all": (model.d_queries, model.d_keys)}
+        self.norms_all = model.options.query_norm == "all"
         queries, keys = normed.get(model.options.query_norm, (0, 0))
         self.q_norm = nn.RMSNorm(queries, eps=model.norm_eps) if queries else nn.Identity()
         self.k_norm = nn.RMSNorm(keys, eps=model.norm_eps) if keys else nn.Identity()
@@ -222,10 +223,9 @@ class Attention(nn.Module):
 
     def _split(self, x_BTC: Tensor, norm: nn.Module) -> Tensor:
         """x_BHTE of C = H * E channels, normed all together, or in each head."""
-        whole = self.model.options.query_norm == "all"
-        x_BTC = norm(x_BTC) if whole else x_BTC
+        x_BTC = norm(x_BTC) if self.norms_all else x_BTC
         x_BTHE = x_BTC.view(*x_BTC.shape[:2], -1, self.channels)
-        x_BTHE = x_BTHE if whole else norm(x_BTHE)
+        x_BTHE = x_BTHE if self.norms_all else norm(x_BTHE)
         return x_BTHE.transpose(1, 2)
 
     def attend(self, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask_TS: Tensor | None) -> Tensor:
@@ -239,7 +239,7 @@ class Attention(nn.Module):
             v_BKSE,
             attn_mask=mask_TS,
             is_causal=mask_TS is None,
-            scale=self.model.block.attention_multiplier,
+            scale=self.scale,
             enable_gqa=self.heads != self.kv_heads,
         )
         out_BTD: Tensor = self.o_proj(out_BHTE.transpose(1, 2).flatten(2))

@@ -32,6 +32,7 @@ FUSED = {  # the matrices that files of Phi-3 have as one, its outputs one after
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 PICKLES = "*.bin", "*.pt", "*.pth"
+ADAPTER = "adapter_config.json"
 MAX_INDEX_BYTES = 64 << 20
 PIECE_ELEMENTS = 1 << 22  # of a tensor, digested at once
 
@@ -126,13 +127,18 @@ class Folder:
         return torch.split(found, rows)[parts.index(module)]
 
     def _places(self) -> dict[str, str]:
-        """The file of each tensor."""
+        """The file of each tensor: of one file where it is there, as transformers prefers it to an index."""
+        if (self.path / ADAPTER).exists():
+            merge = "PeftModel.from_pretrained(MODEL, DIR).merge_and_unload().save_pretrained(NEW) of peft merges it"
+            raise StartWeightsError(f"{self.path} has {ADAPTER}, and no adapter is read; {merge}, or take it away")
         index = self.path / INDEX
-        pickles = [path.name for kind in PICKLES for path in sorted(self.path.glob(kind))]
-        if pickles and not index.exists() and not (self.path / WHOLE).exists():
-            convert = "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR) of transformers writes that file"
-            raise StartWeightsError(f"{self.path}: expected {WHOLE}, and there is only {pickles[0]}; {convert}")
-        if not index.exists():
+        if (self.path / WHOLE).exists() or not index.exists():
+            pickles = [path.name for kind in PICKLES for path in sorted(self.path.glob(kind))]
+            if pickles and not (self.path / WHOLE).exists():
+                write = (
+                    "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR) of transformers writes that file"
+                )
+                raise StartWeightsError(f"{self.path}: expected {WHOLE}, and there is only {pickles[0]}; {write}")
             return dict.fromkeys(self._file(WHOLE).keys(), WHOLE)
         if index.stat().st_size > MAX_INDEX_BYTES:
             raise ValueError(f"{INDEX} is larger than {MAX_INDEX_BYTES} bytes")

@@ -5,7 +5,7 @@ A decoder takes one token after another and gives the text that has become whole
 
 import codecs
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -31,8 +31,8 @@ class TextCodec(Protocol):
         """The token before a text of which nothing is there yet."""
 
     @property
-    def end(self) -> int | None:
-        """The token after a text; None: texts have no end."""
+    def ends(self) -> frozenset[int]:
+        """The tokens with each of which a text ends; none: texts have no end."""
 
     def encode(self, text: str) -> list[int]:
         """The text's tokens."""
@@ -44,7 +44,7 @@ class TextCodec(Protocol):
 class ByteCodec:
     """Token k is byte k of UTF-8, and a file that was trained on begins after a line end (train/data.py)."""
 
-    size, start, end = BYTES, ord("\n"), None
+    size, start, ends = BYTES, ord("\n"), frozenset[int]()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode(errors="replace"))
@@ -56,10 +56,10 @@ class ByteCodec:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerCodec:
-    """A Hugging Face tokenizer. `special`: it puts before a text what it is made to, as transformers does."""
+    """A Hugging Face tokenizer. `special`: it puts before a text what it is made to, as before what is trained on."""
 
     tokenizer: TextTokenizer
-    special: bool = False
+    special: bool = True
 
     @property
     def size(self) -> int:
@@ -70,12 +70,12 @@ class TokenizerCodec:
         return self.tokenizer.separator
 
     @property
-    def end(self) -> int | None:
-        return self.tokenizer.separator
+    def ends(self) -> frozenset[int]:
+        return self.tokenizer.ends
 
     def encode(self, text: str) -> list[int]:
-        ids: Sequence[int] = self.tokenizer.tokenizer.encode(text, add_special_tokens=self.special).ids
-        return list(ids)
+        ids: Sequence[int] = self.tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
+        return [*(self.tokenizer.before if self.special else ()), *ids]
 
     def decoder(self) -> TextDecoder:
         library, stream = self.tokenizer.tokenizer, tokenizer.library().decoders.DecodeStream(skip_special_tokens=True)
@@ -104,7 +104,8 @@ def of_folder(folder: Path, path: str | None) -> TextCodec:
     """The codec of a Hugging Face model's folder, where `path` names no other tokenizer. Raises UserError."""
     if path is None and _is_of_bytes(folder / TOKENIZER_FILE):
         return ByteCodec()
-    return TokenizerCodec(tokenizer.load(path or str(folder)), special=True)
+    known = tokenizer.load(path or str(folder))
+    return TokenizerCodec(replace(known, ends=known.ends | tokenizer.ends_of(folder)))
 
 
 def _is_of_bytes(file: Path) -> bool:

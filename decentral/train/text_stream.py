@@ -21,7 +21,7 @@ import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,10 @@ class TextStream:
         self.digest = conversations.digest(data, path, self.tokenizer.digest)
         if self.tokenizer.size > model.vocabulary:
             fits = f"--set model.vocabulary={self.tokenizer.size} would fit"
-            raise UserError(f"data: {self.tokenizer.size} tokens, but model.vocabulary is {model.vocabulary}; {fits}")
+            if model.start_from is not None or model.weights is not None:
+                fits = "give the model's own, or make the model larger with resize_token_embeddings of transformers"
+            tokens = f"--tokenizer {path} has {self.tokenizer.size} tokens"
+            raise UserError(f"data: {tokens}, but model.vocabulary is {model.vocabulary}; {fits}")
         ours, shares = data.part.split("/") if data.part else (1, 1)
         self.share = int(ours), int(shares)
 
@@ -107,7 +110,9 @@ class TextStream:
         return batch_of(np.stack([tokens[start : start + self.context + 1] for start in starts]))
 
     def packer(self) -> "TokenPacker":
-        return TokenPacker(self.tokenizer, self.context if self.data.format != "text" else None)
+        """A packer of this data's documents; a chat's template writes the tokens before it itself."""
+        tokenizer = replace(self.tokenizer, before=()) if self.data.format == "chat" else self.tokenizer
+        return TokenPacker(tokenizer, self.context if self.data.format != "text" else None)
 
     def documents(self, readers: int = 1) -> Documents:
         """The data set, divided among so many readers."""
@@ -191,7 +196,8 @@ class StreamReader:
 
 
 class TokenPacker:
-    """Tokens of pieces one after another; a separator stands wherever the text does not go on.
+    """Tokens of pieces one after another; a separator stands wherever the text does not go on, and what the tokenizer
+    puts before a text stands where a document begins.
 
     With `context` a document that fits into a window of so many targets is in one, and the last window is whole.
     """
@@ -212,7 +218,9 @@ class TokenPacker:
             if self._next is not None and (piece.begins or piece.at != self._next):
                 self._put_separators(1, learned=not self.pads)
             if piece.begins:
-                self._make_room(len(tokens) + 1)
+                before = self.tokenizer.before
+                self._make_room(len(before) + len(tokens) + 1)
+                self._put(np.array(before, np.uint32), np.full(len(before), not self.pads))
             self._put(tokens, learned)
             if piece.ends:
                 last = piece.learned is None or any(high > len(piece.text) for _, high in piece.learned)

@@ -1,13 +1,16 @@
 """A Hugging Face tokenizer from a file or a folder of this peer: text to tokens, and a digest that all peers share.
 
-Read with the `tokenizers` library from `tokenizer.json`; nothing is downloaded and no code of the folder is run.
+Read with the `tokenizers` library from `tokenizer.json`; nothing is downloaded and no code of the folder is run. Which
+tokens begin and end a text, the files beside it say, as transformers reads them.
 """
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +19,28 @@ import numpy.typing as npt
 
 from decentral.core import strict_json
 from decentral.core.errors import UserError
+from decentral.core.model_families import CONFIG_FILE
 
 TOKENIZER_FILE, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
+SPECIAL_TOKENS_FILE, GENERATION_FILE = "special_tokens_map.json", "generation_config.json"
+MAX_SETTINGS_BYTES = 16 << 20  # a vocabulary's added tokens may stand among them
 USUAL_SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 OF_ONE_TEXT = ("padding", "truncation")  # parts of a tokenizer.json that say nothing of the tokens
 
 
 @dataclass(frozen=True, slots=True)
 class TextTokenizer:
-    """Text to token numbers, and the token that stands between two documents."""
+    """Text to token numbers, and the tokens that stand around a document."""
 
     tokenizer: Any  # tokenizers.Tokenizer
-    separator: int
+    separator: int  # between two documents
     size: int  # every token is below it
     digest: str
+    before: tuple[int, ...] = ()  # what it puts before a document, such as a token for the beginning
+    ends: frozenset[int] = frozenset()  # with each of these a generated text ends
 
     def tokens(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
-        """The tokens of each text, without any that the tokenizer would put before or after it."""
+        """The tokens of each text, without those `before` it."""
         found = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=np.uint32) for one in found]
 
@@ -55,19 +63,19 @@ def load(path: str, separator: str | None = None) -> TextTokenizer:
     try:
         text = file.read_text()
         tokenizer = library().Tokenizer.from_str(text)
-        settings = _settings(file.parent)
     except Exception as error:  # the library raises plain Exception
         raise UserError(f"--tokenizer {path}: {' '.join(str(error).split())[:200]}") from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    wanted = [separator] if separator is not None else [settings, *USUAL_SEPARATORS]
-    known = [name for name in wanted if name in vocabulary]
+    named = separator if separator is not None else special_tokens(file.parent).get("eos_token")
+    known = [name for name in (USUAL_SEPARATORS if named is None else [named]) if name in vocabulary]
     if not known:
-        named = f"has no token {separator!r}" if separator is not None else "names no token for the end of a text"
-        raise UserError(f"--tokenizer {path}: it {named}; set eos_token in {TOKENIZER_SETTINGS} beside it")
-    number = vocabulary[known[0]]
-    return TextTokenizer(tokenizer, number, max(vocabulary.values()) + 1, _digest(text, number))
+        said = "names no token for the end of a text" if named is None else f"has no token {named!r}"
+        raise UserError(f"--tokenizer {path}: it {said}; set eos_token in {TOKENIZER_SETTINGS} beside it")
+    number, size = vocabulary[known[0]], max(vocabulary.values()) + 1
+    ends = ends_of(file.parent) | {number}
+    return TextTokenizer(tokenizer, number, size, _digest(text, number), _before(tokenizer, known[0]), ends)
 
 
 def library() -> Any:
@@ -79,13 +87,44 @@ def library() -> Any:
     return tokenizers
 
 
-def _settings(folder: Path) -> str | None:
-    """The token for the end of a text that the folder names."""
-    if not (folder / TOKENIZER_SETTINGS).is_file():
-        return None
-    found = strict_json.loads((folder / TOKENIZER_SETTINGS).read_text()).get("eos_token")
-    name = found.get("content") if isinstance(found, dict) else found  # as an AddedToken, or as its text
-    return name if isinstance(name, str) else None
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Return the texts of the folder's special tokens, such as `eos_token`, by their roles. Raises UserError."""
+    found = settings(folder / TOKENIZER_SETTINGS)
+    if "added_tokens_decoder" not in found:  # transformers reads the older file where the newer one has no such field
+        found = found | settings(folder / SPECIAL_TOKENS_FILE)
+    texts = {role: one.get("content") if isinstance(one, dict) else one for role, one in found.items()}
+    return {role: text for role, text in texts.items() if role.endswith("_token") and isinstance(text, str)}
+
+
+def ends_of(folder: Path) -> frozenset[int]:
+    """Return the tokens that end a text, as the model's files in this folder say; maybe none. Raises UserError."""
+    found: set[int] = set()
+    for name in (CONFIG_FILE, GENERATION_FILE):
+        ends = settings(folder / name).get("eos_token_id")
+        found |= {one for one in (ends if isinstance(ends, list) else [ends]) if type(one) is int}
+    return frozenset(found)
+
+
+def settings(file: Path) -> dict[str, Any]:
+    """Return the fields of a JSON file beside a tokenizer, none if it is not there. Raises UserError."""
+    try:
+        if not file.is_file():
+            return {}
+        if file.stat().st_size > MAX_SETTINGS_BYTES:
+            raise UserError(f"{file} is larger than {MAX_SETTINGS_BYTES} bytes; is it a tokenizer's or a model's?")
+        found = strict_json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read ({' '.join(str(error).split())[:200]})") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{file} must be an object; it is a {type(found).__name__}")
+    return found
+
+
+def _before(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """What it puts before a text, such as this one, whose tokens it has."""
+    found = tokenizer.encode(text, add_special_tokens=True)
+    marked = zip(found.ids, found.special_tokens_mask, strict=True)
+    return tuple(token for token, _ in itertools.takewhile(itemgetter(1), marked))
 
 
 def _digest(text: str, separator: int) -> str:

@@ -1,5 +1,6 @@
 """python -m decentral.generate: text on standard output, its source on standard error, and errors of one line."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,10 +10,12 @@ import torch
 from decentral import export, gather_weights, generate
 from decentral.core import jobs
 from decentral.core.ids import RunId
+from decentral.core.plain_text import printable_lines
 from decentral.gather_weights import HolderWeights
 from decentral.state import StateFolder
-from decentral.train import decoding
+from decentral.train import decoding, huggingface
 from decentral.train.compute import Compute, ComputeSetup
+from decentral.train.text_codec import ByteCodec
 
 
 @pytest.fixture
@@ -36,7 +39,7 @@ def test_the_text_is_the_prompt_and_what_follows_and_the_source_is_apart(
     said = capfd.readouterr()
     assert said.out.startswith("the swarm")
     assert len(said.out) > len("the swarm") + 8
-    assert said.err == f"run words-3fa2c1: weights of {folder} at step 0; seed 5\n"
+    assert said.err.splitlines()[0] == f"run words-3fa2c1: weights of {folder} at step 0; seed 5"
 
 
 def test_an_exported_folder_says_the_same(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -44,6 +47,35 @@ def test_an_exported_folder_says_the_same(folder: Path, tmp_path: Path, capfd: p
     capfd.readouterr()
     ours = text(capfd, "--state-dir", str(folder), "nobody")
     assert text(capfd, "--model", str(tmp_path / "model"), "nobody") == ours
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (8, "the text has 200 tokens, and the model reads 16 at once: of the text it reads the last 8\n"),
+        (9, "the model reads 16 tokens at once: what is generated after these goes on from the last 8 alone\n"),
+    ],
+)
+def test_what_is_forgotten_is_said(folder: Path, capfd: pytest.CaptureFixture[str], tokens: int, said: str) -> None:
+    prompt = "x" * (200 if tokens == 8 else 8)
+    flags = ["--state-dir", str(folder), "--seed", "5", "--max-tokens"]
+    assert generate.main([*flags, str(tokens), prompt]) == 0
+    assert capfd.readouterr().err.endswith(said)
+    assert generate.main([*flags, "8", "x" * 8]) == 0
+    assert capfd.readouterr().err.endswith("seed 5\n")
+
+
+def test_a_folder_s_model_reads_all_its_positions(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    hf_folders = pytest.importorskip("tests.train.hf_folders")
+    hf_folders.made(tmp_path / "in", max_position_embeddings=8192)
+    (tmp_path / "in" / "tokenizer.json").write_text(json.dumps(huggingface.tokenizer()))
+    theirs, prompt = hf_folders.loaded(tmp_path / "in"), "x" * 2400 + "the swarm"
+    assert generate.main(["--model", str(tmp_path / "in"), "--temperature", "0", "--max-tokens", "6", prompt]) == 0
+    tokens = torch.tensor([list(prompt.encode())])
+    found = theirs.generate(tokens, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    decode = ByteCodec().decoder()
+    expected = "".join(decode(int(token)) for token in found[0, tokens.shape[1] :])
+    assert printable_lines(capfd.readouterr().out.removeprefix(prompt)) == printable_lines(expected) + "\n"
 
 
 def test_an_empty_text_begins_one(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -46,6 +46,11 @@ def test_a_tokenizer_s_file_names_its_folder(tmp_path: Path) -> None:
     assert rendered(str(tmp_path / "tokenizer.json")) == SAID
 
 
+def test_special_tokens_may_stand_in_the_older_file(tmp_path: Path) -> None:
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<s>"}}))
+    assert rendered(settings(tmp_path, chat_template="{{ bos_token }}" + QWEN)) == "<s>" + SAID
+
+
 def test_transformers_writes_the_same(tmp_path: Path) -> None:
     utils = pytest.importorskip("transformers.utils.chat_template_utils", reason="needs pip install 'decentral[hf]'")
     turns = [{"role": one.role, "content": one.text} for one in HELLO]
@@ -71,5 +76,5 @@ def test_a_template_does_not_leave_its_sandbox(tmp_path: Path, text: str) -> Non
 @pytest.mark.parametrize("text", ["[", '{"chat_template": "{% for %}"}', "[1]"])
 def test_settings_that_cannot_be_read_are_the_user_s_to_mend(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text(text)
-    with pytest.raises(UserError, match="the chat template of"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json|the chat template of"):
         chat_template.of_tokenizer(str(tmp_path))

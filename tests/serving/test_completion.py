@@ -23,7 +23,7 @@ TINY = ModelConfig(depth=1, width=32, heads=2, context=16)
 class EndingCodec(ByteCodec):
     """Bytes, and a token that ends a text."""
 
-    end: int = ord("$")  # type: ignore[assignment]
+    ends: frozenset[int] = frozenset({ord("$"), ord("&")})
 
 
 def model(codec: ByteCodec | None = None) -> LoadedModel:
@@ -56,7 +56,8 @@ def test_it_is_what_the_model_generates() -> None:
     completion = Completion(model(), list(b"the"), sampling, (), CPU)
     text = "".join(completion.step() for _ in range(12))
     decode = ByteCodec().decoder()
-    assert text == "".join(map(decode, decoding.generate(gpt.build(TINY, 0), list(b"the"), sampling, CPU)))
+    found = decoding.generate(gpt.build(TINY, 0), list(b"the"), sampling, CPU)
+    assert text == "".join(decode(token) for token in found if token is not None)
     assert (completion.finish, completion.generated, completion.prompt_tokens) == ("length", 12, 3)
 
 
@@ -79,8 +80,9 @@ def test_what_was_held_back_is_given_at_the_end(says: Callable[[str], None]) -> 
     assert "".join(parts(["END"], tokens=5)[0]) == "abcEN"
 
 
-def test_the_token_that_ends_a_text_ends_it_and_is_not_shown(says: Callable[[str], None]) -> None:
-    says("abc$def")
+@pytest.mark.parametrize("end", "$&")
+def test_a_token_that_ends_a_text_ends_it_and_is_not_shown(says: Callable[[str], None], end: str) -> None:
+    says(f"abc{end}def")
     found, completion = parts(codec=EndingCodec())
     assert "".join(found) == "abc"
     assert (completion.finish, completion.generated) == ("stop", 4)
@@ -91,8 +93,25 @@ def test_a_character_of_several_tokens_comes_whole(says: Callable[[str], None]) 
     assert parts(tokens=7)[0] == ["a", "é", "…", "b"]
 
 
+def test_a_long_prompt_is_read_in_steps_that_give_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "READ_AT_ONCE", 4)
+    completion = Completion(model(), list(b"the swarm"), Sampling(tokens=1), (), CPU)
+    found = [(completion.step(), completion.generated) for _ in range(2)]
+    assert found == [("", 0), ("", 0)]
+    completion.step()
+    assert (completion.generated, completion.finish) == (1, "length")
+
+
 def test_an_empty_prompt_begins_a_text() -> None:
     assert Completion(model(), [], Sampling(), (), CPU).prompt_tokens == 1
+
+
+def test_a_prompt_may_be_as_long_as_the_model_s_positions() -> None:
+    wide = TINY.model_copy(update={"positions": 64})
+    loaded = LoadedModel(wide, gpt.build(wide, 0), ByteCodec(), "weights of A at step 3")
+    assert Completion(loaded, [1] * 60, Sampling(tokens=1), (), CPU).prompt_tokens == 60
+    with pytest.raises(ApiError, match="reads 64 tokens at once, and the prompt has 65"):
+        Completion(loaded, [1] * 65, Sampling(), (), CPU)
 
 
 @pytest.mark.parametrize(("prompt", "code"), [([1] * 17, "context_length_exceeded"), ([256], "invalid_value")])

@@ -71,7 +71,8 @@ def generated(prompt: str, **values: Any) -> str:
     decode = ByteCodec().decoder()
     for byte in prompt.encode():
         decode(byte)
-    return "".join(map(decode, decoding.generate(gpt.build(TINY, 0), list(prompt.encode()), sampling, CPU)))
+    found = decoding.generate(gpt.build(TINY, 0), list(prompt.encode()), sampling, CPU)
+    return "".join(decode(token) for token in found if token is not None)
 
 
 def events(text: str) -> list[Any]:

@@ -186,6 +186,30 @@ def test_a_tokenizer_without_a_chat_template(stream: Callable[..., TextStream]) 
         stream(chats(CHAT), "chat", None)
 
 
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "additional_chat_templates"])
+def test_of_several_templates_the_default_one_renders(stream: Callable[..., TextStream], place: str) -> None:
+    folder = Path(stream(chats(CHAT), "chat").path)
+    conversations.template.cache_clear()
+    if place == "additional_chat_templates":
+        (folder / place).mkdir()
+        (folder / place / "tools.jinja").write_text("others")
+    else:
+        (folder / "chat_template.jinja").unlink()
+        several = [{"name": "default", "template": TEMPLATE}, {"name": "tools", "template": "others"}]
+        fields = json.loads((folder / place).read_text()) | {"chat_template": several}
+        (folder / place).write_text(json.dumps(fields))
+    assert conversations.template(str(folder)).chat_template == TEMPLATE
+
+
+def test_a_chat_s_template_writes_what_begins_it(tmp_path: Path, stream: Callable[..., TextStream]) -> None:
+    made = stream(chats(CHAT), "chat")
+    begins = dataclasses.replace(made.tokenizer, before=(7,))
+    made.tokenizer = begins
+    assert made.packer().tokenizer.before == ()
+    made.data = made.data.model_copy(update={"format": "completion"})
+    assert made.packer().tokenizer.before == (7,)
+
+
 def test_a_template_that_refuses_a_chat(stream: Callable[..., TextStream]) -> None:
     with pytest.raises(UserError, match=r"the chat template refuses a chat .*no users here"):
         epoch(stream(chats(CHAT), "chat", "{{ raise_exception('no users here') }}"), 1)

@@ -233,6 +233,17 @@ def test_transformers_loads_the_merged_model_with_the_same_logits(member: MakeSe
     assert merged.config.tie_word_embeddings is ("tied" in name)
 
 
+def test_an_adapter_and_a_whole_model_are_never_in_one_folder(
+    member: MakeSetup, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--state-dir", str(saved(Compute(member("A")), 1)), "--out", str(tmp_path / "out")]
+    assert export.main(flags) == export.main(flags) == 0
+    assert export.main([*flags, "--format", "huggingface"]) == 2
+    assert "adapter_config.json and 1 more of another model, which would be read along" in capfd.readouterr().err
+    assert export.main([*flags[:3], str(tmp_path / "model")]) == 2
+    assert "config.json and 1 more of another model" in capfd.readouterr().err
+
+
 def test_an_adapter_is_written_without_its_folder_and_a_merged_model_is_not(
     member: MakeSetup, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,7 @@ from tests.train.hf_folders import MODELS, SMALL, edited, loaded, logits, made
 from tests.train.test_memory import really_kept
 
 SCALING = ["rope_type", "factor", "original_max_position_embeddings", "rope_theta", "truncate", "beta_fast"]
+SCALING += ["mscale", "mscale_all_dim", "attention_factor", "partial_rotary_factor", "short_factor", "long_factor"]
 TOKENS = torch.randint(256, (3, 48), generator=torch.Generator().manual_seed(0))
 
 
@@ -105,6 +106,54 @@ def test_a_head_that_was_tied_is_trained_by_itself_from_then_on(tmp_path: Path) 
     assert weights["lm_head.weight"].data_ptr() != weights["model.embed_tokens.weight"].data_ptr()
 
 
+# Folders that have files already
+
+
+def test_an_export_may_be_written_again_in_its_folder(tmp_path: Path) -> None:
+    made(tmp_path / "in")
+    run = run_from(tmp_path / "in")
+    for seed in (1, 2):
+        layers = gpt.build(run.model.model_copy(update={"start_from": None}), seed)
+        huggingface.write(tmp_path / "out", run, layers)
+    with torch.no_grad():
+        assert torch.allclose(logits(loaded(tmp_path / "out"), TOKENS), Chain(layers)(TOKENS), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors",
+        "pytorch_model.bin",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ],
+)
+def test_weights_of_another_model_are_left_and_the_export_is_refused(tmp_path: Path, name: str) -> None:
+    made(tmp_path / "in")
+    run, out = run_from(tmp_path / "in"), tmp_path / "out"
+    out.mkdir()
+    (out / name).write_text("old")
+    with pytest.raises(UserError, match=f"has {name} of another model, .* choose another folder, or remove it"):
+        huggingface.write(out, run, gpt.build(run.model, run.seed))
+    assert [path.name for path in out.iterdir()] == [name]
+    assert (out / name).read_text() == "old"
+
+
+def test_a_chat_template_of_another_tokenizer_is_not_mixed_with_an_export(tmp_path: Path) -> None:
+    made(tmp_path / "in")
+    (tmp_path / "in" / "tokenizer.json").write_text("{}")
+    run = run_from(tmp_path / "in")
+    layers = gpt.build(run.model, run.seed)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "chat_template.jinja").write_text("old")
+    with pytest.raises(UserError, match=r"has chat_template\.jinja of another model"):
+        huggingface.write(tmp_path / "out", run, layers, tmp_path / "in")
+    (tmp_path / "in" / "chat_template.jinja").write_text("new")
+    huggingface.write(tmp_path / "out", run, layers, tmp_path / "in")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "new"
+
+
 # What all members of a run must have alike
 
 
@@ -114,6 +163,22 @@ def test_the_same_weights_in_other_files_have_the_same_digest(tmp_path: Path) ->
     runs = [run_from(tmp_path / name) for name in ("one", "several")]
     assert start_weights.digest(runs[0].model) == start_weights.digest(runs[1].model)
     assert torch.equal(ours(runs[0]), ours(runs[1]))
+
+
+def test_one_file_counts_before_an_index_as_it_does_for_transformers(tmp_path: Path) -> None:
+    made(tmp_path / "old", shard="50kB"), made(tmp_path / "new", num_hidden_layers=2, rms_norm_eps=1e-3)
+    weights = loaded(tmp_path / "new")
+    weights.model.norm.weight.data.mul_(2)
+    weights.save_pretrained(tmp_path / "new")
+    for file in (tmp_path / "new").glob("*.safetensors"):
+        file.rename(tmp_path / "old" / file.name)
+    assert torch.allclose(ours(run_from(tmp_path / "old")), logits(loaded(tmp_path / "old"), TOKENS), atol=1e-4)
+
+
+def test_an_adapter_beside_a_model_is_not_passed_over(tmp_path: Path) -> None:
+    made(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "has adapter_config.json, and no adapter is read; PeftModel.from_pretrained" in refusal(tmp_path)
 
 
 def test_other_weights_have_another_digest_and_are_refused(tmp_path: Path) -> None:
@@ -199,6 +264,9 @@ def test_a_folder_that_lacks_a_tensor_or_all_of_them_is_refused(tmp_path: Path) 
     assert "its weights cannot be read" in refusal(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     assert "expected model.safetensors" in refusal(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"a pickle")
+    said = refusal(tmp_path)
+    assert "there is only pytorch_model.bin; AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR)" in said
 
 
 def test_a_key_that_contradicts_the_folder_is_refused(tmp_path: Path) -> None:
@@ -209,13 +277,22 @@ def test_a_key_that_contradicts_the_folder_is_refused(tmp_path: Path) -> None:
 
 WRONG = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just([8, 8])
 READ = [*model_families.THEIR_NAMES, "model_type", "rope_theta", "rms_norm_eps", "layer_types", "rope_scaling"]
+READ += [*model_families.BIASES, *model_families.MULTIPLIERS, "no_rope_layers", "no_rope_layer_interval"]
+READ += ["partial_rotary_factor", "original_max_position_embeddings", "tie_word_embeddings"]
+KINDS = st.sampled_from(list(model_families.FAMILIES))
+ROPES = st.sampled_from(["yarn", "longrope", "llama3", "dynamic"])
 
 
-@given(st.dictionaries(st.sampled_from(READ), WRONG | st.dictionaries(st.sampled_from(SCALING), WRONG), min_size=1))
+@given(
+    KINDS,
+    ROPES,
+    st.dictionaries(st.sampled_from(READ), WRONG | st.dictionaries(st.sampled_from(SCALING), WRONG), min_size=1),
+)
 def test_any_value_of_a_field_is_taken_or_refused_in_one_line(
-    tmp_path_factory: pytest.TempPathFactory, changes: dict[str, object]
+    tmp_path_factory: pytest.TempPathFactory, kind: str, rope: str, changes: dict[str, object]
 ) -> None:
-    fields = {"model_type": "llama", **SMALL, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}} | changes
+    divisors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8} if rope == "longrope" else {}
+    fields = {"model_type": kind, **SMALL, "rope_scaling": {"rope_type": rope, "factor": 2.0, **divisors}} | changes
     (tmp_path_factory.getbasetemp() / "config.json").write_text(json.dumps(fields))
     try:
         run = run_from(tmp_path_factory.getbasetemp())

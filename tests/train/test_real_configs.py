@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from decentral.core import config, model_families
+from decentral.core.own_inputs import OwnInputs
+from decentral.core.swarm_config import received
 from decentral.train import decoding, gpt, huggingface, start_weights
 from decentral.train.decoding import Sampling
 from decentral.train.step import Chain, Device
@@ -235,6 +237,16 @@ def test_a_real_model_gives_transformers_logits_there_and_back(tmp_path: Path, n
     huggingface.write(tmp_path / "out", run, gpt.build(run.model, run.seed))
     assert apart(logits(loaded(tmp_path / "out"), TOKENS), theirs) < 1e-4
     assert apart(ours(tmp_path / "out"), theirs) < 1e-4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_real_model_s_config_travels_to_who_joins(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
+    run = run_from(tmp_path, "model.lora.rank=4", "data.kind=tokens", "data.path=x")
+    run = run.model_copy(update={"model": run.model.model_copy(update={"weights": "0" * 32})})
+    found = received(run.canonical())
+    joined = found.adopt(OwnInputs(data="x", model_folder=str(tmp_path)))
+    assert joined.digest() == run.digest()
 
 
 @pytest.mark.parametrize("name", MODELS)

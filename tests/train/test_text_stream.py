@@ -304,6 +304,15 @@ def test_a_vocabulary_that_is_too_small_is_refused_with_one_that_fits(stream: Ca
     assert f"--set model.vocabulary={size} would fit" in refusal(lambda: stream(model=small))
 
 
+def test_a_vocabulary_of_a_folder_is_not_the_user_s_to_enlarge(stream: Callable[..., TextStream]) -> None:
+    small = MODEL.model_copy(update={"vocabulary": 100, "weights": "0" * 32})
+    said = refusal(lambda: stream(model=small))
+    assert (
+        "model.vocabulary is 100; give the model's own, or make the model larger with resize_token_embeddings" in said
+    )
+    assert "--set" not in said
+
+
 def test_text_of_which_too_little_is_held_out_is_refused(stream: Callable[..., TextStream]) -> None:
     with pytest.raises(UserError, match=r"0 tokens of it are held out, and 18 are needed; raise data\.held_out"):
         stream(held_out=1e-9).evaluation(4)
