@@ -87,7 +87,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a peer of the swarm")
     parser.add_argument("--invite", metavar="FILE", help="the invitation, where the swarm is private")
     parser.add_argument("--state-dir", metavar="DIR", help="of a peer that runs, or ran; or where one shall run")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N, as the peer's")
+    parser.add_argument("--device", help="auto, cpu, cuda or cuda:N, as the peer's")
     parser.add_argument("--listen", action="append", default=[], metavar="MULTIADDR", help="as the peer's")
     parser.add_argument("--announce", action="append", default=[], metavar="MULTIADDR", help="as the peer's")
     parser.add_argument("--json", action="store_true", help="print all findings as JSON, for tools")

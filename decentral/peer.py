@@ -17,7 +17,9 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # while the libraries below load, which takes seconds, there is nothing to save
     from decentral.command import ending_signals
@@ -32,6 +34,7 @@ from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.identity import Identity
 from decentral.copied_identity import refuse_copy
 from decentral.core.errors import UserError
+from decentral.core.own_inputs import NOTHING_NAMED
 from decentral.core.plain_text import SHOWN_CHARS, plain_text
 from decentral.core.units import Amount
 from decentral.dashboard.address import add_dashboard_flag
@@ -40,7 +43,7 @@ from decentral.lifeline import heed
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
-from decentral.reach_swarm import reach_swarm
+from decentral.reach_swarm import named_by, reach_swarm, settle
 from decentral.train.island import Island
 
 MAX_JOIN_WAIT_S = 7 * 86400.0
@@ -63,6 +66,8 @@ def _start(arguments: Sequence[str]) -> None:
         devices = launch.devices(flags.device, place)
         if place and not flags.state_dir:
             raise UserError("a peer of several ranks needs --state-dir, so that it finds its checkpoint again")
+        if flags.state_dir and launch.ATTEMPT not in os.environ:  # ranks of our own launcher: it has looked
+            state.require_meant(flags.state_dir, _says_run(flags))
     except UserError:
         if place is None or place.rank == 0:
             raise
@@ -103,9 +108,15 @@ async def _main(flags: argparse.Namespace, island: Island | None = None) -> None
 
             request, claimed = await prepare.claim_layers(flags, folder, access.signer(own), transport, access)
             host = await prepare.prepare(flags, folder, transport, access, request, claimed)
+            settle(flags, folder, access)
             await prepare.train(flags, folder, host)
         finally:
             await transport.close()
+
+
+def _says_run(flags: argparse.Namespace) -> bool:
+    """Return whether the flags say which run to begin or to join."""
+    return bool(flags.config or flags.set or flags.join or flags.private or named_by(flags) != NOTHING_NAMED)
 
 
 def _raise_file_limit() -> None:
@@ -148,21 +159,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     code = "package.module:function of the model, which is imported and called here"
     parser.add_argument("--trust-model-code", metavar="NAME", help=code)
     parser.add_argument("--state-dir", metavar="DIR", help="identity, journal, checkpoints; default: a new one")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N, or several: cuda:0,cuda:1")
+    parser.add_argument("--device", help="auto, cpu, cuda, cuda:N, or several: cuda:0,cuda:1")
     parser.add_argument("--memory", type=command.size, metavar="BYTES", help="for the model; default: the device's")
-    parser.add_argument("--listen", action="append", default=[], metavar="MULTIADDR", help="where to listen")
-    parser.add_argument("--announce", action="append", default=[], metavar="MULTIADDR", help="where others reach us")
-    parser.add_argument("--region", default="", help="a name for where this peer is, for the planner")
-    parser.add_argument("--throttle", type=float, default=1.0, metavar="F", help="be F times slower than the device is")
+    parser.add_argument("--listen", action="append", metavar="MULTIADDR", help="where to listen")
+    parser.add_argument("--announce", action="append", metavar="MULTIADDR", help="where others reach us")
+    parser.add_argument("--region", help="a name for where this peer is, for the planner")
+    parser.add_argument("--throttle", type=float, metavar="F", help="be F times slower than the device is")
     parser.add_argument("--stop-after", metavar="AMOUNT", help="500steps, 90s or 2e6tokens of this peer")
     parser.add_argument("--plain", action="store_true", help="a line every few seconds instead of the live view")
     add_dashboard_flag(parser)
     parser.add_argument("--metrics", type=command.host_port, metavar="[HOST:]PORT", help="serve metrics for Prometheus")
     parser.add_argument(
-        "--log", type=command.log_names, default=[], metavar="NAMES", help="curves for tensorboard, wandb (offline)"
+        "--log", type=command.log_names, metavar="NAMES", help="curves for tensorboard, wandb (offline)"
     )
     parser.set_defaults(restarted=False, island=None)
     flags = parser.parse_args(argv)
+    flags.of_peer = _of_peer(flags)
+    for one in fields(flags.of_peer):
+        setattr(flags, one.name, getattr(flags.of_peer, one.name))
     if not 1 <= flags.throttle <= 1e4:
         raise UserError(f"--throttle expects a factor of 1 to 10000; got {flags.throttle:g}")
     if not 0 <= flags.join_wait <= MAX_JOIN_WAIT_S:
@@ -177,12 +191,22 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return flags
 
 
+def _of_peer(flags: argparse.Namespace) -> state.PeerFlags:
+    """Return the flags that say what the peer is: those given, else those that its folder keeps. Raises UserError."""
+    kept = state.StateFolder(Path(flags.state_dir)).read_flags() if flags.state_dir else state.PeerFlags()
+    named = ((one.name, getattr(flags, one.name)) for one in fields(kept))
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in named if value is not None
+    }
+    return replace(kept, **given)
+
+
 def _check_record(flags: argparse.Namespace) -> None:
     """Raises UserError where these flags would make a record that all other peers refuse, so that none sees us."""
     if flags.region != plain_text(flags.region):
         raise UserError(f"--region expects at most {SHOWN_CHARS} printable characters, no brackets; {flags.region!r}")
     for name in ("announce", "listen"):
-        given: list[str] = getattr(flags, name)
+        given: tuple[str, ...] = getattr(flags, name)
         if len(given) > records.MOST_ADDRESSES or any(len(one) > records.ADDRESS_CHARS for one in given):
             most = f"{records.MOST_ADDRESSES} addresses of at most {records.ADDRESS_CHARS} characters"
             raise UserError(f"--{name} expects {most}; it has {len(given)}, the longest of {max(map(len, given))}")

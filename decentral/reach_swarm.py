@@ -82,11 +82,7 @@ async def reach_swarm(
         command.stage("looking for the peers that this one knows")
         contacts += await _reconnect(folder, transport, private)
     run, settings = known
-    folder.write_run(run, settings)
-    if private:
-        invitation_files.write_holding(invitation_files.kept_path(folder.path), private.holding)
     addresses = records.publishable(await transport.addresses())
-    folder.write_listen(addresses)
     keys = [
         *records.keys(run, settings.swarm.shards),
         swarm_plans.key_of(run),
@@ -101,6 +97,18 @@ async def reach_swarm(
     if private and (over := private.over()):
         raise UserError(ENDINGS[over])
     return SwarmAccess(run, settings, tuple(contacts), directory, addresses, clock, private)
+
+
+def settle(flags: argparse.Namespace, folder: state.StateFolder, access: SwarmAccess) -> None:
+    """Keep in the folder what this start has settled: `--state-dir` alone goes on from it. Raises UserError.
+
+    Only a start that has succeeded is settled, so that a wrong setting can be mended by another start.
+    """
+    folder.write_flags(flags.of_peer)
+    if access.private:
+        invitation_files.write_holding(invitation_files.kept_path(folder.path), access.private.holding)
+    folder.write_listen(access.addresses, flags.listen)
+    folder.write_run(access.run, access.config)
 
 
 def named_by(flags: argparse.Namespace) -> OwnInputs:

@@ -1,16 +1,20 @@
-"""A peer's state folder: identity.key, run.json, listen.json, profile.json, peers.json, journal.jsonl, checkpoint.
+"""A peer's state folder: identity.key, run.json, flags.json, listen.json, profile.json, peers.json, journal.jsonl,
+checkpoint.
 
-One process at a time may use it; the lock goes with the process, however that ends.
+One process at a time may use it; the lock goes with the process, however that ends. A start that fails before the peer
+trains settles nothing, and leaves no folder behind where there was none.
 """
 
 import fcntl
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from decentral.comm.net import ports
 from decentral.core import config, strict_json, swarm_config
@@ -20,7 +24,38 @@ from decentral.core.ids import RunId
 from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
 from decentral.train.measure import Measured
 
+MADE_BY_A_START = (  # files of a start that has not got as far as training
+    *(
+        "lock",
+        "identity.key",
+        "listen.json",
+        "profile.json",
+        "flags.json",
+        "journal.jsonl",
+        "position.json",
+        "names.key",
+    ),
+    *("invitation.json", "founder.json", "founder.lock", "revoked", "data-position0.json"),
+)
+PEERS_NAMED = 8  # in an error
 DISK_REMEDY = "make room there, or use another --state-dir"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFlags:
+    """The flags that say what a peer is, and not how one life of it goes. Its folder keeps them beside OwnInputs."""
+
+    device: str = "auto"
+    memory: int | None = None  # bytes
+    listen: tuple[str, ...] = ()
+    announce: tuple[str, ...] = ()
+    region: str = ""
+    throttle: float = 1.0
+    metrics: tuple[str, int] | None = None  # host and port
+    log: tuple[str, ...] = ()
+
+
+_PEER_FLAGS = TypeAdapter(PeerFlags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +67,13 @@ class StateFolder:
     @classmethod
     @contextmanager
     def claim(cls, wanted: str | None) -> Iterator["StateFolder"]:
-        """Locks the folder, and makes it if need be; if none is named, it is a new swarm/peer-N. Raises UserError."""
+        """Lock the folder, and make it if need be; if none is named, it is a new swarm/peer-N.
+
+        Unless a run is written into it meanwhile, what this start has made is removed again. Raises UserError.
+        """
         path = Path(wanted) if wanted else new_path()
+        made = [one for one in (path, *path.parents) if not one.exists()]
+        before = {name for name in MADE_BY_A_START if (path / name).exists()}
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock = (path / "lock").open("w")
@@ -44,7 +84,12 @@ class StateFolder:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise UserError(f"--state-dir {path} is in use by another peer; choose another folder") from None
-            yield cls(path.absolute())
+            claimed = cls(path.absolute())
+            try:
+                yield claimed
+            finally:
+                if not (claimed.path / "run.json").exists():
+                    _remove(claimed.path, set(MADE_BY_A_START) - before, [one.absolute() for one in made])
 
     def read_run(self, own: OwnInputs = NOTHING_NAMED) -> tuple[RunId, config.Config] | None:
         """The run that this folder belongs to; None for a new folder. Raises UserError if the file is damaged.
@@ -74,6 +119,19 @@ class StateFolder:
                 named[key] = str(Path(named[key]).absolute())
         self._write("run.json", {"run": run, "config": settings.canonical(), "own": named})
 
+    def read_flags(self) -> PeerFlags:
+        """Return the flags that the folder keeps, or the defaults. Raises UserError if the file is damaged."""
+        try:
+            return _PEER_FLAGS.validate_python(self._read("flags.json") or {})
+        except ValidationError:
+            raise UserError(
+                f"{self.path / 'flags.json'} is damaged; move it away, and give this peer's flags"
+            ) from None
+
+    def write_flags(self, flags: PeerFlags) -> None:
+        """Keep these flags. Raises UserError if the disk refuses."""
+        self._write("flags.json", asdict(flags))
+
     def listen(self, wanted: Sequence[str]) -> list[str]:
         """The addresses to listen at: `wanted`, else where this peer listened before, so that others find it again."""
         kept = self._hints("listen.json")
@@ -86,12 +144,12 @@ class StateFolder:
         known = self._hints("listen.json").get(ports.LOOPBACK)
         return [known] if isinstance(known, str) else []
 
-    def write_listen(self, addresses: Sequence[str]) -> None:
-        """Keeps the port that `tcp/0` became."""
+    def write_listen(self, addresses: Sequence[str], wanted: Sequence[str] = ()) -> None:
+        """Keep the port that `tcp/0` became, of the addresses that were `wanted` too."""
         numbers = {address.split("/tcp/")[1].split("/")[0] for address in addresses if "/tcp/" in address}
         if len(numbers) == 1:
-            port = numbers.pop()
-            places = (ports.ALL_IPV4, ports.ALL_IPV6, ports.LOOPBACK)
+            port, usual = numbers.pop(), (ports.ALL_IPV4, ports.ALL_IPV6, ports.LOOPBACK)
+            places = (*usual, *(one for one in wanted if one.endswith("/tcp/0")))
             with suppress(UserError):  # another port is found by the records that others read
                 self._write("listen.json", {place: place.removesuffix("0") + port for place in places})
 
@@ -140,6 +198,41 @@ def _own_inputs(named: dict[str, Any]) -> OwnInputs:
     """What run.json says that the user has named."""
     known = {one.name for one in fields(OwnInputs)}
     return OwnInputs(**{key: text for key, text in named.items() if key in known and isinstance(text, str)})
+
+
+def require_meant(wanted: str, says_run: bool) -> None:
+    """Raise UserError where `--state-dir` is probably mistyped: a new swarm would begin where a user means to go on.
+
+    A folder that is not there begins something only if the command says what (`says_run`). One that has peers' folders
+    in it is no peer's own.
+    """
+    path = Path(wanted)
+    if (path / "run.json").exists():
+        return
+    if inside := _peers_in(path):
+        raise UserError(f"--state-dir {path} has the folders of peers in it; name one of them: {inside}")
+    if not says_run and not path.exists():
+        beside = _peers_in(path.parent)
+        known = f" (peers beside it: {beside})" if beside else ""
+        remedy = (
+            "mend the name to go on with a peer, or say what to begin there: CONFIG, such as default, or --join ADDR"
+        )
+        raise UserError(f"--state-dir {path} is not there{known}; {remedy}")
+
+
+def _peers_in(folder: Path) -> str:
+    """Return the names of the peers' folders in this one, some of them if there are many; "" if there are none."""
+    found = sorted(run.parent.name for run in folder.glob("*/run.json"))
+    return ", ".join(found[:PEERS_NAMED]) + (f" and {len(found) - PEERS_NAMED} more" if found[PEERS_NAMED:] else "")
+
+
+def _remove(folder: Path, names: Iterable[str], made: Sequence[Path]) -> None:
+    """Remove these files of the folder, and those of `made` that are empty then; the innermost comes first."""
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        for one in made:
+            one.rmdir()
 
 
 def new_path() -> Path:

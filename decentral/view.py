@@ -96,7 +96,7 @@ def introduction(node: Node, folder: Path) -> str:
     return (
         f"run {setup.run}: {parameters / 1e6:.2f} M parameters in {len(setup.fragments)} fragments\n"
         f"peer {setup.own.peer} on {profile.device}: {speed} tokens/s\n"
-        f"state in {folder}; go on later with: python -m decentral.peer --state-dir {folder}\n"
+        f"state in {folder}; go on later with: python -m decentral.peer --state-dir {shlex.quote(str(folder))}\n"
         f"others join with:\n    {' '.join(['python -m decentral.peer --join', setup.addresses[0], *_needed(setup)])}"
     )
 
@@ -114,11 +114,18 @@ def openness(setup: NodeSetup, folder: Path) -> str:
 
 
 def _needed(setup: NodeSetup) -> list[str]:
-    """The flags without which nobody can join: no peer takes code or paths from another."""
-    code = setup.config.model.layers
-    named = ["--trust-model-code", shlex.quote(code)] if code is not None else []
-    named += ["--invite", "FILE"] if setup.private else []
-    return named if setup.config.data.kind == "python-stdlib" else [*named, "--data", "PATH"]
+    """Return the flags without which nobody can join, in the sense of ReceivedConfig.adopt: no peer takes code or paths
+    from another."""
+    model, data = setup.config.model, setup.config.data
+    reads_folder = model.lora is not None and model.weights is not None
+    needed = {
+        f"--trust-model-code {shlex.quote(model.layers or '')}": model.layers is not None,
+        "--invite FILE": setup.private is not None,
+        "--data PATH": data.kind != "python-stdlib",
+        "--model-from DIR": reads_folder,
+        "--tokenizer PATH": data.kind == "huggingface" and (data.tokenizer is not None or not reads_folder),
+    }
+    return [flag for flag, is_needed in needed.items() if is_needed]
 
 
 def farewell(node: Node, folder: Path, reason: str, unsaved: str = "") -> None:

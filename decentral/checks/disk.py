@@ -70,6 +70,7 @@ def belongs_to(folder: Path) -> Finding:
     """Which run the folder belongs to, and whether a peer uses it now."""
     try:
         kept, key = StateFolder(folder).read_run(), folder / "identity.key"
+        StateFolder(folder).read_flags()
         if key.exists():
             Identity.load_or_create(key)
     except UserError as error:

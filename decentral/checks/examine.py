@@ -20,7 +20,7 @@ from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.temporary import temporary_folder
 from decentral.peers.hosts.clock import SwarmClock
-from decentral.state import StateFolder
+from decentral.state import PeerFlags, StateFolder
 from decentral.visit import known_addresses
 
 
@@ -45,6 +45,9 @@ class PeerPlace:
         if flags.state_dir and Path(flags.state_dir).is_dir() and not os.access(flags.state_dir, os.R_OK | os.X_OK):
             raise UserError(f"--state-dir {flags.state_dir} cannot be read; run this as the user whose peer it is")
         folder = Path(flags.state_dir) if flags.state_dir and Path(flags.state_dir).is_dir() else None
+        kept = _kept_flags(folder)
+        flags.device, flags.announce = flags.device or kept.device.split(",")[0], flags.announce or list(kept.announce)
+        flags.listen = flags.listen or list(kept.listen)
         running = folder is not None and disk.in_use(folder)
         listen = ports.anywhere() if running else flags.listen or ports.anywhere()
         if folder is not None and not running:
@@ -60,6 +63,14 @@ class PeerPlace:
             _own_peer(folder),
             holding,
         )
+
+
+def _kept_flags(folder: Path | None) -> PeerFlags:
+    """Return the flags that the folder keeps; the defaults where it keeps none, or they cannot be read."""
+    try:
+        return StateFolder(folder).read_flags() if folder else PeerFlags()
+    except UserError:  # the check of the folder says it
+        return PeerFlags()
 
 
 def _holding(invite: str | None, folder: Path | None) -> Holding | None:

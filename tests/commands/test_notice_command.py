@@ -38,8 +38,7 @@ def address(folder: Path) -> str:
     """Where the first peer will be, who has never run."""
     folder.mkdir(exist_ok=True)
     own = Identity.load_or_create(folder / "identity.key")
-    with state.StateFolder.claim(str(folder)) as claimed:
-        claimed.write_listen([f"/ip4/127.0.0.1/tcp/{PORT}"])
+    state.StateFolder(folder).write_listen([f"/ip4/127.0.0.1/tcp/{PORT}"])
     return f"/ip4/127.0.0.1/tcp/{PORT}/p2p/{own.peer}"
 
 

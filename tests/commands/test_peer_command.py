@@ -17,7 +17,7 @@ from decentral.core import config
 from decentral.core.ids import RunId
 from decentral.core.own_inputs import OwnInputs
 from decentral.invitation_files import FounderFile
-from decentral.state import StateFolder
+from decentral.state import PeerFlags, StateFolder
 from tests.commands.played_swarm import PlayedSwarm
 from tests.commands.refusals import LOOPBACK, refusal
 
@@ -89,6 +89,56 @@ def test_a_damaged_identity(folder: Path) -> None:
     folder.mkdir()
     (folder / "identity.key").write_bytes(b"garbage")
     assert "move it away to get a new one" in refusal(folder)
+
+
+def test_a_folder_that_is_not_there_begins_nothing_unless_the_line_says_what(folder: Path) -> None:
+    beside = folder.parent / "peer-1"
+    beside.mkdir()
+    StateFolder(beside).write_run(RunId("gpt-3fa2c1"), config.Config())
+    said = refusal(folder, "--throttle", "2")
+    assert said.startswith(f"--state-dir {folder} is not there (peers beside it: peer-1); mend the name to go on")
+    assert not folder.exists()
+    inside = refusal(folder.parent, "small")
+    assert inside == f"--state-dir {folder.parent} has the folders of peers in it; name one of them: peer-1"
+
+
+@pytest.mark.swarm
+def test_a_first_start_that_fails_leaves_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets as far as the data, so that its identity, its run and the founder's keys are made."""
+    monkeypatch.chdir(folder.parent)
+    refusal(Path("swarm") / "peer-1", "--private", "--set", "data.kind=text", "--data", "gone")
+    assert list(folder.parent.iterdir()) == []
+
+
+@pytest.mark.swarm
+def test_a_start_that_fails_settles_no_flag(folder: Path) -> None:
+    folder.mkdir()
+    StateFolder(folder).write_run(RunId("gpt-3fa2c1"), config.Config())
+    StateFolder(folder).write_flags(PeerFlags(region="lab"))
+    assert "smallest part of this model" in refusal(folder, "--region", "home", "--memory", "1KB")
+    assert StateFolder(folder).read_flags() == PeerFlags(region="lab")
+
+
+def test_a_peer_comes_back_with_the_flags_of_its_folder_and_one_that_is_given_again_wins(folder: Path) -> None:
+    listen, announce = ["/ip4/127.0.0.1/tcp/0", "/ip4/10.0.0.1/tcp/4001"], ["/ip4/203.0.113.7/tcp/4001"]
+    line = [*(part for one in listen for part in ("--listen", one)), "--announce", announce[0], "--region", "lab"]
+    line += ["--device", "cpu,cpu", "--throttle", "3", "--memory", "2GB", "--metrics", "9100", "--plain"]
+    folder.mkdir()
+    first = peer.parse(["--state-dir", str(folder), *line])
+    StateFolder(folder).write_flags(first.of_peer)
+    again = peer.parse(["--state-dir", str(folder)])
+    kept = ("listen", "announce", "region", "device", "throttle", "memory", "metrics", "log")
+    assert {name: getattr(again, name) for name in kept} == {name: getattr(first, name) for name in kept}
+    assert not again.plain
+    other = peer.parse(["--state-dir", str(folder), "--listen", "/ip4/0.0.0.0/tcp/4002", "--throttle", "1"])
+    assert (other.listen, other.throttle, other.region) == (("/ip4/0.0.0.0/tcp/4002",), 1.0, "lab")
+
+
+@pytest.mark.parametrize("content", ["[]", '{"throttle": "fast"}', '{"listen": 7}', "{"])
+def test_flags_that_cannot_be_read_are_not_taken_for_none(folder: Path, content: str) -> None:
+    folder.mkdir()
+    (folder / "flags.json").write_text(content)
+    assert "flags.json is damaged; move it away" in refusal(folder, "small")
 
 
 @pytest.mark.swarm
@@ -258,14 +308,14 @@ def test_an_error_is_said_before_the_rest_of_the_program_has_loaded(
 ) -> None:
     may_end, had_ended = threading.Event(), []
     monkeypatch.setattr(peer, "_load", lambda _: had_ended.append(may_end.wait(20)))
-    assert "cannot listen on" in refusal(folder, "--listen", "here")
+    assert "cannot listen on" in refusal(folder, "small", "--listen", "here")
     assert not had_ended
     may_end.set()
 
 
 @pytest.mark.swarm
 def test_a_place_where_it_cannot_listen(folder: Path) -> None:
-    said = refusal(folder, "--listen", "here")
+    said = refusal(folder, "small", "--listen", "here")
     assert said.startswith("cannot listen on ")
     assert "here" in said
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,35 @@ def test_a_damaged_profile_is_measured_again(folder: StateFolder, content: str) 
 def test_a_damaged_port_is_a_new_one(folder: StateFolder, content: str) -> None:
     (folder.path / "listen.json").write_text(content)
     assert folder.listen([]) == ports.anywhere()
+
+
+def fail_to_start(path: Path, *made: str) -> None:
+    with suppress(UserError), StateFolder.claim(str(path)) as folder:
+        for name in made:
+            (folder.path / name).write_text("made by this start")
+        raise UserError("a mistake")
+
+
+def test_a_start_that_fails_leaves_no_folder_where_there_was_none(tmp_path: Path) -> None:
+    fail_to_start(tmp_path / "swarm" / "peer-1", "identity.key", "journal.jsonl", "founder.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_start_that_fails_leaves_what_was_in_the_folder(tmp_path: Path) -> None:
+    for name in ("identity.key", "notes.txt"):
+        (tmp_path / name).write_text("mine")
+    fail_to_start(tmp_path, "listen.json")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["identity.key", "notes.txt"]
+
+
+def test_a_peer_that_was_in_a_run_loses_nothing_by_a_start_that_fails(tmp_path: Path) -> None:
+    StateFolder(tmp_path).write_run(RUN, config.Config())
+    fail_to_start(tmp_path, "identity.key", "journal.jsonl")
+    assert {"identity.key", "journal.jsonl", "run.json"} < {one.name for one in tmp_path.iterdir()}
+
+
+def test_the_port_of_any_address_is_kept_that_was_asked_for_without_one(folder: StateFolder) -> None:
+    wanted = ["/ip4/192.168.1.5/tcp/0"]
+    folder.write_listen(LISTENED, wanted)
+    assert folder.listen(wanted) == ["/ip4/192.168.1.5/tcp/4001"]
+    assert folder.listen([]) == [one.removesuffix("0") + "4001" for one in ports.anywhere()]

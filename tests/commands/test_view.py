@@ -14,6 +14,7 @@ from decentral.core.config import Config, DataConfig, GossipConfig, ModelConfig
 from decentral.core.ids import RunId
 from decentral.core.jobs import Section
 from decentral.core.machine import Log
+from decentral.core.model_config import LoraConfig
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.peers.node.node import Node, NodePhase
@@ -102,6 +103,20 @@ def test_the_line_for_others_names_the_flags_without_which_they_cannot_join(tmp_
     own = Config(model=ModelConfig(layers="mine:layers"), data=DataConfig(kind="text", path="/home/me/text"))
     needed = view.introduction(node(tmp_path, own), tmp_path)
     assert needed.endswith("--join /ip4/127.0.0.1/tcp/1 --trust-model-code mine:layers --data PATH")
+    text = DataConfig(kind="huggingface", path="/home/me/text")
+    own = Config(model=ModelConfig(weights=32 * "a"), data=text)
+    assert view.introduction(node(tmp_path, own), tmp_path).endswith("/tcp/1 --data PATH --tokenizer PATH")
+    lora = LoraConfig(rank=8)
+    own = Config(model=ModelConfig(weights=32 * "a", lora=lora), data=text)
+    assert view.introduction(node(tmp_path, own), tmp_path).endswith("/tcp/1 --data PATH --model-from DIR")
+    named = text.model_copy(update={"tokenizer": "/home/me/tokenizer"})
+    needed = view.introduction(node(tmp_path, own.model_copy(update={"data": named})), tmp_path)
+    assert needed.endswith("/tcp/1 --data PATH --model-from DIR --tokenizer PATH")
+
+
+def test_the_line_to_go_on_with_can_be_given_to_a_shell(tmp_path: Path) -> None:
+    said = view.introduction(node(tmp_path, Config()), Path("/home/my peers/one"))
+    assert "go on later with: python -m decentral.peer --state-dir '/home/my peers/one'\n" in said
 
 
 @pytest.mark.parametrize("algorithm", ["pull", "symmetric", "push_sum", "allreduce"])
