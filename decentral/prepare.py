@@ -103,6 +103,7 @@ async def prepare(
     computing = ComputeSetup(run, own.peer, corpus, compress, device, folder.path, claimed.span)
     kernels, flags.kernels = flags.proven
     compute = Compute(replace(computing, state_expected=expected, kernels=kernels, report_s=STEPS_REPORTED_S))
+    flags.warnings += corpus.warnings
     try:
         restored = compute.resume()
     except DamagedCheckpoint as error:
