@@ -298,7 +298,8 @@ class Documents:
             "Json(" in str(features.get(name)) for name in names
         )  # columns of several types
         rows = table.select(names).take(own).to_pylist() if own else []
-        return [_without_nulls(features.decode_example(row) if mixed else row) for row in rows]
+        rows = [features.decode_example(row) for row in rows] if mixed else rows
+        return [{name: _without_nulls(value) for name, value in row.items()} for row in rows]
 
     def _tables(self, shard: int, state: State | None, size: int) -> Iterator[tuple[Any, State]]:
         """The shard as tables of so many rows, each with where reading goes on. Raises UserError."""

@@ -267,6 +267,41 @@ def test_a_position_of_other_data_or_a_damaged_one_counts_as_none(
     assert drawn(reader(stream(), folder=tmp_path), 3) == first
 
 
+def test_data_that_were_moved_or_are_named_otherwise_go_on_where_they_were(
+    stream: Callable[..., TextStream], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = drawn(reader(stream()), 20)
+    first = drawn(reader(stream(), folder=tmp_path), 5)
+    monkeypatch.chdir(tmp_path)
+    relative = stream(path="json_lines")
+    second = drawn(reader(relative, folder=tmp_path), 5)
+    (tmp_path / "json_lines").rename(tmp_path / "elsewhere")
+    moved = stream(path=str(tmp_path / "elsewhere" / "a.jsonl"))
+    third = drawn(reader(moved, folder=tmp_path), 5)
+    assert first == every[:20]
+    assert not set(first) & set(second)
+    assert not {*first, *second} & set(third)
+    assert relative.warnings == moved.warnings == []
+
+
+@pytest.mark.parametrize("change", ["the data", "an older release"])
+def test_a_position_that_does_not_count_is_said(stream: Callable[..., TextStream], tmp_path: Path, change: str) -> None:
+    drawn(reader(stream(), folder=tmp_path), 3)
+    place, file = tmp_path / "data-position.json", tmp_path / "json_lines" / "a.jsonl"
+    if change == "the data":
+        file.write_text(file.read_text().replace("w3x0", "w3x1"))
+    else:
+        found = json.loads(place.read_text())
+        place.write_text(json.dumps({**found, "key": json.dumps(["json_lines", None, "text", 0.2])}))
+    found = stream()
+    drawn(reader(found, folder=tmp_path), 3)
+    (said,) = found.warnings
+    assert said.startswith(f"{place} is no position in ")
+    assert said.endswith("reading begins anew, and repeats what was read")
+    drawn(reader(again := stream(), folder=tmp_path), 3)
+    assert again.warnings == []
+
+
 def test_a_full_disk_does_not_stop_the_stream(stream: Callable[..., TextStream], tmp_path: Path) -> None:
     (tmp_path / "data-position.json.new").mkdir()
     assert len(drawn(reader(stream(), folder=tmp_path), 3)) == 12
