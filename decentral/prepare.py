@@ -107,6 +107,7 @@ async def prepare(
     kernels, flags.kernels = flags.proven
     command.stage("building the model")
     compute = Compute(replace(computing, state_expected=expected, kernels=kernels, report_s=STEPS_REPORTED_S))
+    flags.warnings += corpus.warnings
     try:
         restored = compute.resume()
     except DamagedCheckpoint as error:

@@ -25,6 +25,7 @@ from decentral.core.errors import UserError
 from decentral.train import tokenizer
 from decentral.train.documents import Documents, TextPiece
 from decentral.train.text_stream import TokenPacker
+from decentral.train.token_file import Description, describe
 
 SEPARATOR = "<|endoftext|>"  # of a tokenizer that is trained here
 PIECES_AT_ONCE = 256
@@ -93,7 +94,7 @@ def _first(pieces: Iterator[TextPiece], most_bytes: int) -> Iterator[str]:
 
 
 def write(pieces: Iterator[TextPiece], found: tokenizer.TextTokenizer, out: Path, width: int) -> int:
-    """Writes the tokens; gives how many they are. Raises UserError, and leaves an old file as it was."""
+    """Write the tokens and their description; return how many. Raises UserError, and leaves an old file then."""
     packer, part, count = TokenPacker(found), out.with_name(out.name + ".new"), 0
     dtype = np.uint16 if width == 2 else np.uint32
     try:
@@ -106,6 +107,7 @@ def write(pieces: Iterator[TextPiece], found: tokenizer.TextTokenizer, out: Path
             file.flush()
             os.fsync(file.fileno())
         part.replace(out)
+        describe(out, Description(found.digest, width, found.size, count))
     except OSError as error:
         raise UserError(f"--out {out}: {error.strerror}; choose a file that can be written") from None
     finally:

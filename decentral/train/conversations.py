@@ -1,16 +1,15 @@
-"""Rows of chats and completions as text, with the stretches of it that are learned: `data.format`.
-
-    chat        {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}
-    completion  {"prompt": ..., "completion": ...}
+"""Chats and completions as text, with the stretches of it that are learned: `data.format`.
 
 A chat becomes text by the tokenizer's own chat template, a Jinja file of this peer's folder, which transformers renders
 in a sandbox; a swarm never sends one. What a turn of the assistant adds to the text behind its prompt is learned.
 Some templates write earlier turns otherwise once others follow: such a turn is left out of what is learned.
+
+train/chat_rows.py has the shapes of rows that are read.
 """
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,9 +17,12 @@ from typing import Any
 
 from decentral.core import config
 from decentral.core.errors import UserError
+from decentral.train import chat_rows
+from decentral.train.chat_rows import Chat, Message, PromptedText
 
-COLUMNS = {"text": ("text",), "chat": ("messages",), "completion": ("prompt", "completion")}
 Ranges = tuple[tuple[int, int], ...]
+Example = str | Chat | PromptedText
+"""What a row has: a text, or what becomes one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +35,56 @@ class Document:
 
 
 def columns(data: config.DataConfig) -> tuple[str, ...]:
-    """The columns of a row that are read."""
-    given = data.column != config.DataConfig().column and data.format != "completion"
-    return (data.column,) if given else COLUMNS[data.format]
-
-
-def document(data: config.DataConfig, row: Sequence[Any], path: str | None) -> Document | None:
-    """What a row's `columns` hold; None where nothing of it is learned. `path`: of the tokenizer.
-
-    Raises UserError where a row is no chat or completion, or the tokenizer has no chat template.
-    """
+    """Return the columns that are read where a row has them."""
     if data.format == "text":
-        found = Document(row[0])
-    elif data.format == "completion":
-        if not all(isinstance(one, str) for one in row):
-            raise UserError(f"data.format: completion expects texts in {' and '.join(COLUMNS['completion'])}")
-        text = "".join(row)
-        found = Document(text, ((len(row[0]), len(text) + 1),) if row[1] else ())
-    else:
-        assert path is not None
-        found = _chat(row[0], template(path))
-    return None if found.learned == () else found
+        return (data.column,)
+    named = _named_column(data)
+    return chat_rows.COLUMNS[data.format] if named is None else (named, *chat_rows.COLUMNS[data.format])
+
+
+def needed_columns(data: config.DataConfig) -> tuple[str, ...]:
+    """Return the columns of which a row has to have one."""
+    named = _named_column(data)
+    if data.format == "text" or named is not None:
+        return (data.column,)
+    return chat_rows.ONE_OF[data.format]
+
+
+def format_of(names: Container[str]) -> str | None:
+    """Return the format of rows that have these columns; None if it is not known."""
+    found = (form for form, needed in chat_rows.ONE_OF.items() if any(name in names for name in needed))
+    return next(found, "text" if "text" in names else None)
+
+
+def read(data: config.DataConfig, row: Mapping[str, Any]) -> Example | None:
+    """Return what a row has in the run's format; None if it has nothing. Raises ValueError for another kind."""
+    if data.format == "chat":
+        return chat_rows.chat(row, _named_column(data))
+    if data.format == "completion":
+        return chat_rows.completion(row)
+    return chat_rows.text(row, data.column) if row.get(data.column) is not None else None
+
+
+def document(found: Chat | PromptedText, path: str | None) -> Document | None:
+    """Return the text of a chat or completion; None if nothing of it is learned.
+
+    Args:
+        found: What was read of a row.
+        path: Of the tokenizer, whose folder has the chat template.
+
+    Raises:
+        UserError: If the tokenizer has no chat template.
+        ValueError: If the template refuses the chat.
+    """
+    if isinstance(found, PromptedText):
+        text = found.prompt + found.completion
+        return Document(text, ((len(found.prompt), len(text) + 1),)) if found.completion else None
+    assert path is not None
+    return _rendered(found, template(path)) if found.learned else None
+
+
+def _named_column(data: config.DataConfig) -> str | None:
+    return data.column if data.column != config.DataConfig().column else None
 
 
 def digest(data: config.DataConfig, path: str, tokenizer: str) -> str:
@@ -84,31 +115,43 @@ def template(path: str) -> Any:
     return found
 
 
-def _chat(messages: Any, tokenizer: Any) -> Document:
-    if not isinstance(messages, list) or not all(_is_message(one) for one in messages):
-        raise UserError('data.format: chat expects lists of {"role": ..., "content": ...}, as text')
-    messages = [{key: value for key, value in one.items() if value is not None} for one in messages]
-    text = _rendered(tokenizer, messages)
-    learned = []
-    for at, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = _rendered(tokenizer, messages[:at], add_generation_prompt=True) if at else ""
-        until = _rendered(tokenizer, messages[: at + 1])
-        if until.startswith(before) and text.startswith(until) and len(until) > len(before):
-            learned.append((len(before), len(until)))
-    return Document(text, tuple(learned))
+def _rendered(chat: Chat, tokenizer: Any) -> Document | None:
+    messages = chat.messages
+    text = _text(tokenizer, chat, len(messages))
+    ranges = []
+    for at in chat.learned:
+        until = text if at + 1 == len(messages) else _text(tokenizer, chat, at + 1)
+        if text.startswith(until) and (begin := _turn_begins(tokenizer, chat, at, until)) is not None:
+            ranges.append((begin, len(until)))
+    return Document(text, tuple(ranges)) if ranges else None
 
 
-def _is_message(one: Any) -> bool:
-    return isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
+def _turn_begins(tokenizer: Any, chat: Chat, at: int, until: str) -> int | None:
+    """Where the assistant's turn `at` begins in the text up to its end, behind what prompts for it; None: not known.
+
+    A template may end its prompt with what it does not write into a chat, such as <think>. Then the turn begins where
+    the two texts part, or with its content if that begins with the same characters.
+    """
+    content = chat.messages[at]["content"].strip()
+    if not at:  # what stands before is the template's own, such as a default system prompt
+        place = until.rfind(content) if content else -1
+        return place if place >= 0 else None
+    prompt = _text(tokenizer, chat, at, add_generation_prompt=True)
+    if until.startswith(prompt):
+        return len(prompt) if len(prompt) < len(until) else None
+    before = _text(tokenizer, chat, at)
+    place = until.find(content, len(before)) if content else -1
+    parting = next((at for at, (one, other) in enumerate(zip(prompt, until, strict=False)) if one != other), len(until))
+    begin = min(parting, place) if place >= 0 else parting
+    return begin if begin > len(before) else None
 
 
-def _rendered(tokenizer: Any, messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
-    """Raises UserError where the template refuses them."""
+def _text(tokenizer: Any, chat: Chat, count: int, add_generation_prompt: bool = False) -> str:
+    """The first `count` messages. Raises ValueError where the template refuses them."""
+    messages: Sequence[Message] = list(chat.messages[:count])
+    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
     try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        text: str = tokenizer.apply_chat_template(messages, tools=chat.tools, **options)
         return text
     except Exception as error:  # jinja's errors, and those that a template raises itself
-        why = " ".join(str(error).split())[:200]
-        raise UserError(f"data.format: the chat template refuses a chat ({why})") from None
+        raise ValueError(f"the chat template refuses a chat ({' '.join(str(error).split())[:200]})") from None

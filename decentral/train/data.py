@@ -2,46 +2,53 @@
 
 `load` also opens what train/text_stream.py streams; the rest is about tokens that are all at hand.
 
-The tokens are cut into stretches of 16 Ki, and a fixed share of the stretches is held out, chosen by their number, so
-that every peer holds out the same ones. Micro-batch number k of a peer is a pure function of (seed, peer, k): the
+A fixed share of the tokens is held out, chosen by the tokens themselves (train/held_out.py), so that peers with
+different files hold out the same text. Micro-batch number k of a peer is a pure function of (seed, peer, k): the
 position in the data is one integer, and each peer has its own random stream.
 
 Shapes: B sequences, T positions (`context`).
 """
 
+import codecs
 import os
 import sysconfig
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from decentral.core import config, rng
 from decentral.core.errors import UserError
+from decentral.train import token_file
+from decentral.train.data_files import visible
 from decentral.train.data_source import MicroBatches, Reading, TrainingData, batch_of
+from decentral.train.held_out import Runs, divide
 from decentral.train.text_stream import TextStream
+from decentral.train.token_file import Tokens
 
-STRETCH_TOKENS = 16 * 1024
+LEAST_WINDOWS = 20  # in the shortest text, each a token apart from the next
 TEXT = "**/*.txt"
 CHUNK_TOKENS = 1 << 24  # how many mapped tokens are read at once
-Tokens = npt.NDArray[np.generic]
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """All tokens, and the stretches of them that are trained on and held out. Targets are the inputs one token on."""
+    """All tokens, and where windows of them that are trained on and held out begin. Targets are the inputs one on."""
 
     tokens: Tokens
     context: int
-    train: npt.NDArray[np.int64]  # where each stretch begins that is trained on
-    held_out: npt.NDArray[np.int64]  # where each stretch begins that is held out
-    stretch: int  # tokens of a stretch
+    train: Runs
+    held_out: Runs
+
+    @property
+    def warnings(self) -> list[str]:
+        """Nothing: a position in these data is a number, and cannot be lost."""
+        return []
 
     def micro_batch(self, generator: np.random.Generator, sequences: int) -> tuple[Tensor, Tensor]:
-        """inputs_BT and targets_BT, int64 on the CPU: windows drawn at random from the training stretches."""
+        """inputs_BT and targets_BT, int64 on the CPU: windows drawn at random from the training text."""
         return self._draw(self.train, generator, sequences)
 
     def micro_batches(self, reading: Reading) -> MicroBatches:
@@ -56,11 +63,8 @@ class Corpus:
         """inputs_BT and targets_BT, int64 on the CPU: the same held-out windows on every peer and every time."""
         return self._draw(self.held_out, rng.arrays(0, "held-out"), sequences)
 
-    def _draw(
-        self, stretches: npt.NDArray[np.int64], generator: np.random.Generator, sequences: int
-    ) -> tuple[Tensor, Tensor]:
-        starts = stretches[generator.integers(len(stretches), size=sequences)]
-        starts = starts + generator.integers(self.stretch - self.context, size=sequences)
+    def _draw(self, runs: Runs, generator: np.random.Generator, sequences: int) -> tuple[Tensor, Tensor]:
+        starts = runs.sample(generator, sequences)
         return batch_of(np.stack([self.tokens[start : start + self.context + 1] for start in starts]))
 
 
@@ -71,54 +75,34 @@ def load(data: config.DataConfig, model: config.ModelConfig) -> TrainingData:
 
 def corpus(data: config.DataConfig, model: config.ModelConfig) -> Corpus:
     """Reads or maps all tokens. Raises UserError, as `load` does."""
-    tokens = _read(data)
-    stretch = min(STRETCH_TOKENS, len(tokens) // 20)
-    if stretch <= model.context + 1:
-        need = 20 * (model.context + 2)
+    tokens = _read(data, model.vocabulary)
+    need = LEAST_WINDOWS * (model.context + 2)
+    if len(tokens) < need:
         raise UserError(f"data: {data.path or data.kind} has {len(tokens)} tokens; at least {need} are needed")
-    chunks = range(0, len(tokens), CHUNK_TOKENS)  # a byte may have any value: the vocabulary must have all of them
-    highest = 255 if tokens.dtype == np.uint8 else max(int(tokens[at : at + CHUNK_TOKENS].max()) for at in chunks)
+    chunks = [tokens[at : at + CHUNK_TOKENS] for at in range(0, len(tokens), CHUNK_TOKENS)]
+    # a byte may have any value: the vocabulary must have all of them
+    highest = config.BYTES - 1 if tokens.dtype == np.uint8 else max(int(chunk.max()) for chunk in chunks)
     if highest >= model.vocabulary:
         raise UserError(f"data: token {highest} does not fit model.vocabulary {model.vocabulary}")
-    starts = np.arange(len(tokens) // stretch, dtype=np.int64) * stretch
-    held = _held_out(len(starts), data.held_out)
-    return Corpus(tokens, model.context, starts[~held], starts[held], stretch)
+    if tokens.dtype.kind == "i" and (lowest := min(int(chunk.min()) for chunk in chunks)) < 0:
+        raise UserError(f"data: {data.path} has the token {lowest}; a token is at least 0")
+    return Corpus(tokens, model.context, *divide(tokens, data.held_out, model.context + 1))
 
 
-def _held_out(stretches: int, share: float) -> npt.NDArray[np.bool_]:
-    """Which stretches are held out: this share of them as nearly as it can be, spread evenly, and at least one of each
-    kind. All peers agree on them, so they follow from whole numbers."""
-    part = Fraction(share).limit_denominator(1_000_000)
-    marks = [number * part.numerator // part.denominator for number in range(stretches + 1)]
-    held = np.diff(marks).astype(bool)
-    held[-1] |= not held.any()
-    held[0] &= not held.all()
-    return held
-
-
-def _read(data: config.DataConfig) -> Tokens:
+def _read(data: config.DataConfig, vocabulary: int) -> Tokens:
     if data.kind == "tokens":
-        return _map(data)
+        return token_file.mapped(data, vocabulary)
     if data.kind == "python-stdlib":
         return _bytes_of(_stdlib_files())
     assert data.path is not None
     root = Path(data.path)
     try:
-        found = sorted(path for path in root.glob(data.glob or TEXT) if path.is_file()) if root.is_dir() else [root]
+        found = visible(root, data.glob or TEXT) if root.is_dir() else [root]
     except (ValueError, NotImplementedError, OSError) as error:
         raise UserError(f"data.glob: {data.glob!r} is no pattern below {root} ({error})") from None
     if not found or not found[0].exists():
         raise UserError(f"data: no text at {root}" + (f" that matches {data.glob or TEXT}" if root.is_dir() else ""))
     return _bytes_of(found)
-
-
-def _map(data: config.DataConfig) -> Tokens:
-    assert data.path is not None
-    dtype = np.uint16 if data.token_bytes == 2 else np.uint32
-    try:
-        return np.memmap(data.path, dtype=dtype, mode="r")
-    except (OSError, ValueError) as error:
-        raise UserError(f"data: cannot map {data.path} as {dtype.__name__}: {error}") from None
 
 
 def _stdlib_files() -> list[Path]:
@@ -133,7 +117,14 @@ def _stdlib_files() -> list[Path]:
 
 
 def _bytes_of(paths: list[Path]) -> Tokens:
-    try:
-        return np.frombuffer(b"\n".join(path.read_bytes() for path in paths), dtype=np.uint8)
-    except OSError as error:
-        raise UserError(f"data: cannot read {error.filename}: {error.strerror}") from None
+    """All bytes of the files, without a mark that a file is UTF-8. Raises UserError."""
+    texts = []
+    for path in paths:
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise UserError(f"data: cannot read {path}: {error.strerror}") from None
+        if text.startswith(UTF_16):
+            raise UserError(f"data: {path} is UTF-16; save it as UTF-8")
+        texts.append(text.removeprefix(codecs.BOM_UTF8))
+    return np.frombuffer(b"\n".join(texts), dtype=np.uint8)

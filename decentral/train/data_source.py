@@ -33,6 +33,10 @@ class Reading:
 class TrainingData(Protocol):
     """Data: train/data.py has those in memory, train/text_stream.py those that are streamed."""
 
+    @property
+    def warnings(self) -> list[str]:
+        """What the user is told of the data once their reading has begun."""
+
     def evaluation(self, sequences: int) -> tuple[Tensor, Tensor]:
         """inputs_BT and targets_BT, int64 on the CPU: held out on every peer, the same ones every time."""
 

@@ -1,53 +1,48 @@
-"""Text of a data set, streamed with Hugging Face's `datasets`: Parquet, JSON, Arrow, text files, or a name on the hub.
+"""Text of a data set, streamed: pieces of documents, in parts that are read one after another.
 
-    files or a name -> shards (row groups, files) -> parts of a shard -> pieces of documents
+    files or a name -> shards (row groups, files) -> parts of a shard -> rows -> pieces of documents
 
 A row's column of text is a document; of a text file, all of it is; of chats and completions, train/conversations.py
-makes one of each row. Documents are cut into pieces of PIECE_CHARS, which
-are held out or trained on as a whole. Which pieces are held out follows from their text alone, so that no peer trains
-on what another one holds out, whatever files each has, and copies of a text are on one side.
+makes one of each row. Only documents of text that are very long are cut (train/pieces.py). What is held out follows
+from a document's text alone, or that of the piece, so that no peer trains on what another one holds out, whatever files
+each has, and copies of a text are on one side.
 
-Where there are few shards, each is read in several parts, of which part p of P has the pieces p, P + p, 2 P + p and so
-on. A part is what one peer reads at a time: train/text_stream.py says in which order.
+Where there are few shards, each is read in several parts, of which part p of P has the rows p, P + p, 2 P + p and so
+on; of a text file, such pieces. Rows of other parts are neither parsed nor rendered. A part is what one peer reads at a
+time: train/text_stream.py says in which order.
 """
 
 import hashlib
 import itertools
-import os
+import json
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 from decentral.core import config
 from decentral.core.errors import UserError
-from decentral.train import conversations
-from decentral.train.conversations import Document, Ranges
+from decentral.train import conversations, data_files, pieces
+from decentral.train.conversations import Ranges
+from decentral.train.data_files import LEAST_PARTS
 
-PIECE_CHARS = 16 * 1024
-PIECES_OF_SHARD = 1 << 40  # of a shard
-LEAST_PARTS = 32  # of a data set
+PIECE_CHARS = 16 * 1024  # of a long document, usually; the first of these sizes that gives enough pieces
+FINER = (PIECE_CHARS, PIECE_CHARS // 4, PIECE_CHARS // 16, PIECE_CHARS // 64)
+ENOUGH_PIECES = 32  # of a data set, to hold a share of them out
+PIECES_OF_SHARD, PIECES_OF_ROW = 1 << 60, 1 << 20
 ROWS_AT_ONCE, LINES_AT_ONCE = 64, 4096
-READERS = {  # of files, by the ends of their names; the packed modules of datasets that read them
-    ".parquet": "parquet",
-    ".jsonl": "json",
-    ".json": "json",
-    ".ndjson": "json",
-    ".arrow": "arrow",
-    ".txt": "text",
-    ".text": "text",
-    ".md": "text",
-}
-PACKED = (".gz", ".zst", ".bz2", ".xz")
-HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+)?$")  # owner/name, or owner/name:subset
+HASHES = 1 << 64
+_SPACE = re.compile(r"\s*")
 State = dict[str, Any]
-"""Where `datasets` is in a shard: plain JSON."""
+"""Where reading is in a shard: plain JSON. That of `datasets`, or as the reader of the kind of files writes it."""
+END_OF_ONE_VALUE: State = {}  # of a file that is read as a whole
 
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """A stretch of one document."""
+    """A document, or a stretch of one."""
 
     text: str
     at: int  # the piece before it in its document has one less
@@ -62,7 +57,28 @@ class Batch:
 
     pieces: tuple[TextPiece, ...]
     state: State
-    read: int  # pieces of the shard so far, of all parts
+    read: int  # rows of the shard so far, or pieces of a text file, of all parts
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows that were read together, numbered in their shard, and where reading goes on."""
+
+    rows: list[tuple[int, Any]]
+    state: State
+    read: int
+
+
+@dataclass(frozen=True, slots=True)
+class HoldingOut:
+    """How long documents are cut, and which pieces are held out: those whose hash is below `below`."""
+
+    piece_chars: int
+    below: int
+
+    def holds(self, text: str) -> bool:
+        """Return whether the piece, or what identifies it, is held out."""
+        return _hash(text) < self.below
 
 
 class Documents:
@@ -74,73 +90,287 @@ class Documents:
         least_parts: int = LEAST_PARTS,
         readers: int = 1,
         tokenizer: str | None = None,
+        least_held_out: int = 1,
     ) -> None:
-        """`readers`: among so many the parts are divided. `tokenizer`: the folder whose chat template renders chats.
+        """Open the data set.
 
-        Raises UserError if the set cannot be opened.
+        Args:
+            data: Names it, and says what its rows are.
+            least_parts: In how many parts it is read.
+            readers: Among so many the parts are divided.
+            tokenizer: The folder whose chat template renders chats.
+            least_held_out: Characters. Where `data.held_out` is less, more is held out, up to half of the documents.
+
+        Raises:
+            UserError: If the set cannot be opened.
         """
-        assert data.path is not None
-        self.data, self.tokenizer = data, tokenizer
-        self.kind, self.set = _opened(data, data.path)
-        shards = int(self.set.num_shards)
-        self.per_shard = parts_of_a_shard(shards, least_parts, readers)
-        self.parts = shards * self.per_shard
-        self.shards = shards
+        self.data, self.tokenizer, self.least_held_out = data, tokenizer, least_held_out
+        self.opened = data_files.opened(data)
+        self.shards = int(self.opened.set.num_shards)
+        self.per_shard = parts_of_a_shard(self.shards, least_parts, readers)
+        self.parts = self.shards * self.per_shard
+        self.unlearned = 0  # chats that were read, and of which nothing is learned
+        self._parsed: tuple[int, list[Any]] = (-1, [])  # the shard that was parsed as a whole, and its rows
+
+    @cached_property
+    def holding_out(self) -> HoldingOut:
+        """What is held out. Little of the data is read for it, unless they are few."""
+        share, enough = self.data.held_out, min(ENOUGH_PIECES, math.ceil(1 / self.data.held_out))
+        below, hashes = int(share * HASHES), dict[int, int]()
+        for piece_chars in FINER:
+            hashes, held_out, trained = {}, 0, False
+            for text in self._identities(piece_chars):
+                number = _hash(text)
+                held_out += len(text) if number < below and number not in hashes else 0
+                hashes[number] = len(text)
+                trained = trained or number >= below
+                if len(hashes) >= enough and held_out >= self.least_held_out and trained:
+                    return HoldingOut(piece_chars, below)
+            if len(hashes) >= enough:
+                break
+        held_out = 0
+        for number in sorted(hashes)[: len(hashes) // 2]:
+            if number >= below and held_out >= self.least_held_out:
+                break
+            held_out, below = held_out + hashes[number], max(below, number + 1)
+        below = min(below, max(hashes, default=0))  # one at least is trained on
+        return HoldingOut(piece_chars, below)
 
     def read(self, part: int, state: State | None = None, read: int = 0) -> Iterator[Batch]:
         """The training pieces of a part, from its beginning or from a batch's `state` and `read` on.
 
         Raises UserError where the data cannot be read.
         """
-        for batch in self._batches(part // self.per_shard, state, read):
-            lane = part % self.per_shard
-            first = batch.read - len(batch.pieces)
-            ours = [one for at, one in enumerate(batch.pieces, first) if at % self.per_shard == lane]
-            yield Batch(tuple(one for one in ours if not self.is_held_out(one)), batch.state, batch.read)
+        lane, holding_out = part % self.per_shard, self.holding_out
+
+        def ours(number: int) -> bool:
+            return number % self.per_shard == lane
+
+        def trained(text: str) -> bool:
+            return not holding_out.holds(text)
+
+        yield from self._batches(part // self.per_shard, state, read, ours, trained, holding_out.piece_chars)
 
     def held_out(self) -> Iterator[TextPiece]:
         """All pieces that are held out, in the order of the data."""
-        return filter(self.is_held_out, self.all_pieces())
+        return self._all(self.holding_out.holds, self.holding_out.piece_chars)
 
     def all_pieces(self) -> Iterator[TextPiece]:
         """All pieces, in the order of the data."""
+        return self._all(_every, PIECE_CHARS)
+
+    def _all(self, wanted: Callable[[str], bool], piece_chars: int) -> Iterator[TextPiece]:
         for shard in range(self.shards):
-            for batch in self._batches(shard, None, 0):
+            for batch in self._batches(shard, None, 0, _every, wanted, piece_chars):
                 yield from batch.pieces
 
-    def is_held_out(self, piece: TextPiece) -> bool:
-        found = hashlib.blake2b(piece.text.encode(errors="surrogatepass"), digest_size=8).digest()
-        return int.from_bytes(found) < self.data.held_out * 2**64
+    def _identities(self, piece_chars: int) -> Iterator[str]:
+        """What each document or piece is held out by, in the order of the data."""
+        for shard in range(self.shards):
+            if self.opened.kind == "text":
+                for batch in self._pieces_of_file(shard, None, 0, _every, _every, piece_chars):
+                    yield from (piece.text for piece in batch.pieces)
+                continue
+            for rows in self._rows(shard, None, 0, _every):
+                for number, row in rows.rows:
+                    found = self._read(shard, number, row)
+                    if isinstance(found, str):
+                        yield from pieces.cut(found, piece_chars)
+                    elif found is not None:
+                        yield found.identity
 
-    def _batches(self, shard: int, state: State | None, read: int) -> Iterator[Batch]:
-        rows = self.set.shard(num_shards=self.shards, index=shard).with_format("arrow")
-        size = LINES_AT_ONCE if self.kind == "text" else ROWS_AT_ONCE
+    def _batches(
+        self,
+        shard: int,
+        state: State | None,
+        read: int,
+        ours: Callable[[int], bool],
+        wanted: Callable[[str], bool],
+        piece_chars: int,
+    ) -> Iterator[Batch]:
+        """Pieces of those rows of a shard that are `ours` by their number, and `wanted` by their text."""
+        if self.opened.kind == "text":
+            yield from self._pieces_of_file(shard, state, read, ours, wanted, piece_chars)
+            return
+        for rows in self._rows(shard, state, read, ours):
+            found = (self._pieces_of_row(shard, number, row, wanted, piece_chars) for number, row in rows.rows)
+            yield Batch(tuple(itertools.chain.from_iterable(found)), rows.state, rows.read)
+
+    def _pieces_of_row(
+        self, shard: int, number: int, row: Any, wanted: Callable[[str], bool], piece_chars: int
+    ) -> Iterator[TextPiece]:
+        found, at = self._read(shard, number, row), shard * PIECES_OF_SHARD + number * PIECES_OF_ROW
+        if isinstance(found, str):
+            texts = pieces.cut(found, piece_chars)
+            for place, text in enumerate(texts):
+                if wanted(text):
+                    yield TextPiece(text, at + place, not place, place + 1 == len(texts))
+        elif found is not None and wanted(found.identity):
+            try:
+                made = conversations.document(found, self.tokenizer)
+            except ValueError as error:
+                raise UserError(f"data: {self._place(shard, number)}: {error}") from None
+            self.unlearned += made is None
+            if made is not None:
+                yield TextPiece(_encodable(made.text), at, True, True, made.learned)
+
+    def _read(self, shard: int, number: int, row: Any) -> conversations.Example | None:
+        """What a row has. Raises UserError, which names the row, where it is of another kind than `data.format`."""
+        row = {"text": row} if isinstance(row, str) else row
+        try:
+            if not isinstance(row, Mapping):
+                raise ValueError("it is no object; expected one with a column " + self.data.column)
+            if not number:
+                self._check_columns(row)
+            found = conversations.read(self.data, row)
+        except ValueError as error:
+            raise UserError(f"data: {self._place(shard, number)}: {error}") from None
+        return _encodable(found) or None if isinstance(found, str) else found
+
+    def _check_columns(self, names: Mapping[str, Any]) -> None:
+        """Raises ValueError where none of the columns that are read is there."""
+        needed = conversations.needed_columns(self.data)
+        if any(name in names for name in needed):
+            return
+        fits = conversations.format_of(names)
+        right = "name the right one with --data-column" if len(needed) == 1 else f"expected {' or '.join(needed)}"
+        remedy = f"set data.format={fits}" if fits not in (None, self.data.format) else right
+        raise ValueError(f"it has no column {needed[0]}; it has {', '.join(map(str, names))}; {remedy}")
+
+    def _place(self, shard: int, number: int) -> str:
+        """A row as the user knows it."""
+        if len(self.opened.files) == self.shards:
+            lines = self.opened.kind == "json" and self._parsed[0] != shard
+            return f"{'line' if lines else 'row'} {number + 1} of {self.opened.files[shard]}"
+        return f"row {number + 1} of part {shard + 1} of {self.shards} of {self.data.path}"
+
+    # Rows
+
+    def _rows(self, shard: int, state: State | None, read: int, ours: Callable[[int], bool]) -> Iterator[Rows]:
+        """The rows of a shard that are `ours`."""
+        if state == END_OF_ONE_VALUE:
+            return
+        json_rows = self.opened.kind == "json"
+        for table, after in self._tables(shard, state, ROWS_AT_ONCE):
+            if json_rows:
+                lines = table.column("text")
+                if not read and state is None and _is_one_value(lines.to_pylist()):
+                    yield from self._rows_of_one_value(shard, ours)
+                    return
+                yield Rows(list(self._parsed_lines(shard, lines, read, ours)), after, read := read + len(lines))
+            else:
+                own = [place for place in range(len(table)) if ours(read + place)]
+                rows = self._rows_of_table(table, own)
+                yield Rows(
+                    [(read + place, row) for place, row in zip(own, rows, strict=True)],
+                    after,
+                    read := read + len(table),
+                )
+
+    def _parsed_lines(
+        self, shard: int, lines: Any, read: int, ours: Callable[[int], bool]
+    ) -> Iterator[tuple[int, Any]]:
+        own = [place for place in range(len(lines)) if ours(read + place)]
+        for place, line in zip(own, lines.take(own).to_pylist() if own else (), strict=True):
+            if line.strip():
+                try:
+                    yield read + place, json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise UserError(f"data: {self._place(shard, read + place)} is no JSON ({error})") from None
+
+    def _rows_of_one_value(self, shard: int, ours: Callable[[int], bool]) -> Iterator[Rows]:
+        """Of a file that is a list of rows, or rows over several lines. It is read as a whole."""
+        if self._parsed[0] != shard:
+            lines = (table.column("text").to_pylist() for table, _ in self._tables(shard, None, LINES_AT_ONCE))
+            try:
+                self._parsed = shard, list(_values("\n".join(itertools.chain.from_iterable(lines))))
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"data: {self.opened.files[shard]} is no JSON ({error})") from None
+        rows = self._parsed[1]
+        yield Rows([(number, row) for number, row in enumerate(rows) if ours(number)], END_OF_ONE_VALUE, len(rows))
+
+    def _rows_of_table(self, table: Any, own: Sequence[int]) -> list[dict[str, Any]]:
+        names = [name for name in table.column_names if name in conversations.columns(self.data)]
+        if not names:
+            return [dict.fromkeys(table.column_names)] * len(own)
+        features = self.opened.set.features
+        mixed = features is not None and any(
+            "Json(" in str(features.get(name)) for name in names
+        )  # columns of several types
+        rows = table.select(names).take(own).to_pylist() if own else []
+        rows = [features.decode_example(row) for row in rows] if mixed else rows
+        return [{name: _without_nulls(value) for name, value in row.items()} for row in rows]
+
+    def _tables(self, shard: int, state: State | None, size: int) -> Iterator[tuple[Any, State]]:
+        """The shard as tables of so many rows, each with where reading goes on. Raises UserError."""
+        rows = self.opened.set.shard(num_shards=self.shards, index=shard).with_format("arrow")
+        files = self.opened.files
         try:
             if state is not None:
                 rows.load_state_dict(state)
             for table in rows.iter(batch_size=size):
-                found = self._documents(table)
-                at = shard * PIECES_OF_SHARD + read
-                pieces = tuple(_joined(found, at) if self.kind == "text" else _cut(found, at))
-                read += len(pieces)
-                yield Batch(pieces, rows.state_dict(), read)
+                yield table, rows.state_dict()
         except UserError:
             raise
         except Exception as error:  # the readers of the formats raise what they like
-            raise _unreadable(self.data, error) from None
+            raise data_files.unreadable(files[shard] if len(files) == self.shards else self.data.path, error) from None
 
-    def _documents(self, table: Any) -> list[Document]:
-        """One of each row that has something to learn. Raises UserError where a row is not what `data.format` says."""
-        names = conversations.columns(self.data)
-        if missing := [name for name in names if name not in table.column_names]:
-            there = ", ".join(table.column_names)
-            raise UserError(f"data.column: {self.data.path} has no column {missing[0]}; it has {there}")
-        rows = [row for row in zip(*(table.column(name).to_pylist() for name in names), strict=True) if row[-1]]
-        if self.data.format == "text" and not all(isinstance(text, str) for (text,) in rows):
-            kind = table.schema.field(names[0]).type
-            raise UserError(f"data.column: {names[0]} of {self.data.path} is {kind}; expected text")
-        made = (conversations.document(self.data, row, self.tokenizer) for row in rows)
-        return [one for one in made if one is not None]
+    # Files of text
+
+    def _pieces_of_file(
+        self,
+        shard: int,
+        state: State | None,
+        read: int,
+        ours: Callable[[int], bool],
+        wanted: Callable[[str], bool],
+        piece_chars: int,
+    ) -> Iterator[Batch]:
+        """Pieces of a file, which is one document. `state` is that of the lines that the next piece begins in."""
+        at, skip = (state["at"], state["skip"]) if state else (None, 0)
+        open_lines: list[str] = []  # of the piece whose end is not known yet
+        origins: list[
+            tuple[State | None, int, int]
+        ] = []  # of these lines: of their table the state, and from where to where
+        before, whole = at, not read
+
+        def batch(texts: Sequence[str], ends: bool) -> Batch:
+            numbered = list(enumerate(map(_encodable, texts), read))
+            last = numbered[-1][0] if numbered and ends else None
+            own = [(number, text) for number, text in numbered if ours(number) and wanted(text)]
+            first = shard * PIECES_OF_SHARD
+            made = (TextPiece(text, first + number, not number, number == last) for number, text in own)
+            begin, skipped, _ = origins[0] if origins else (before, 0, 0)
+            return Batch(tuple(made), {"at": begin, "skip": skipped}, read + len(texts))
+
+        for table, after in self._tables(shard, at, LINES_AT_ONCE):
+            lines = table.column("text").to_pylist()
+            open_lines += lines[skip:]
+            origins.append((before, skip, len(lines)))
+            before, skip = after, 0
+            if whole and sum(map(len, open_lines)) <= pieces.UNCUT * piece_chars:
+                continue
+            whole = False
+            texts, open_lines = pieces.cut_lines(open_lines, piece_chars)
+            origins = _last(origins, len(open_lines))
+            made = batch(texts, ends=False)
+            read = made.read
+            yield made
+        if open_lines:
+            texts, origins = ["".join(open_lines)], []
+            yield batch(texts, ends=True)
+
+
+def _last(origins: Sequence[tuple[State | None, int, int]], lines: int) -> list[tuple[State | None, int, int]]:
+    """Where the last so many of the lines come from."""
+    found: list[tuple[State | None, int, int]] = []
+    for state, begin, end in reversed(origins):
+        if lines <= 0:
+            break
+        begin = max(begin, end - lines)
+        lines -= end - begin
+        found.insert(0, (state, begin, end))
+    return found
 
 
 def parts_of_a_shard(shards: int, least_parts: int, readers: int) -> int:
@@ -152,76 +382,45 @@ def parts_of_a_shard(shards: int, least_parts: int, readers: int) -> int:
     return next(n for n in enough if shards * n % readers == 0 or shards * n >= LEAST_PARTS * readers)
 
 
-def library() -> Any:
-    """The module `datasets`, silent and without telemetry. Raises UserError where it is not installed."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest())
+
+
+def _every(_: object) -> bool:
+    return True
+
+
+def _encodable(text: str) -> str:
+    """The text without halves of characters, which JSON can have and UTF-8 cannot."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if not _is_utf8(text) else text
+
+
+def _is_utf8(text: str) -> bool:
     try:
-        import datasets
-    except ImportError:
-        raise UserError("data.kind huggingface needs the package datasets: pip install 'decentral[hf]'") from None
-    datasets.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    return datasets
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
-def files_of(path: str, glob: str | None) -> tuple[str, list[str]]:
-    """The kind of a file, or of all files of a folder (that match `glob`), and their sorted paths. Raises UserError."""
-    root = Path(path)
-    try:
-        found = sorted(one for one in root.glob(glob or "**/*") if one.is_file()) if root.is_dir() else [root]
-    except (ValueError, NotImplementedError, OSError) as error:
-        raise UserError(f"data.glob: {glob!r} is no pattern below {root} ({error})") from None
-    kinds = {one: kind for one in found if (kind := _kind(one))}
-    if not kinds:
-        matching = f" and matches {glob}" if glob else ""
-        raise UserError(f"data: no file at {root} is one of {', '.join(READERS)}{matching}")
-    if len(set(kinds.values())) > 1:
-        there = ", ".join(sorted(set(kinds.values())))
-        raise UserError(f"data: {root} has files of several kinds ({there}); choose with data.glob")
-    return next(iter(kinds.values())), [str(one) for one in kinds]
+def _is_one_value(lines: Sequence[str]) -> bool:
+    """Whether a file that begins with these lines has no row in each."""
+    first = next((line.strip() for line in lines if line.strip()), "")
+    return first.startswith("[") or first == "{"
 
 
-def _kind(path: Path) -> str | None:
-    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in PACKED]
-    return READERS.get(suffixes[-1]) if suffixes else None
+def _values(text: str) -> Iterator[Any]:
+    """The values that stand in a text one after another, and those of its lists. Raises ValueError."""
+    decoder, at, end = json.JSONDecoder(), 0, len(text.rstrip())
+    while at < end:
+        value, at = decoder.raw_decode(text, _SPACE.match(text, at).end())  # type: ignore[union-attr]
+        yield from value if isinstance(value, list) else [value]
 
 
-def _opened(data: config.DataConfig, path: str) -> tuple[str, Any]:
-    """The kind of the files, and the set as shards: `datasets` reads it as it is asked for rows."""
-    load = library().load_dataset
-    if Path(path).exists():
-        kind, files = files_of(path, data.glob)
-        options: dict[str, Any] = {"keep_linebreaks": True} if kind == "text" else {}
-        name, where = kind, {"data_files": files, **options}
-    elif HUB_NAME.match(path):
-        name, _, subset = path.partition(":")
-        kind, where = "hub", {"name": subset or None, "data_files": data.glob}
-    else:
-        raise UserError(f"data: {path} is not here, nor is it a name of the hub, such as owner/name")
-    try:
-        found = load(name, split="train", streaming=True, **where)
-        return kind, found.reshard() if found.num_shards < LEAST_PARTS else found
-    except Exception as error:  # of the network, of the hub, of the formats
-        raise _unreadable(data, error) from None
-
-
-def _unreadable(data: config.DataConfig, error: Exception) -> UserError:
-    said = " ".join(f"{type(error).__name__}: {error}".split())
-    return UserError(f"data: {data.path} cannot be read ({said[:200]})")
-
-
-def _cut(documents: list[Document], at: int) -> Iterator[TextPiece]:
-    """Documents as pieces, the first of which is number `at`."""
-    for one in documents:
-        for begin in range(0, len(one.text), PIECE_CHARS):
-            end = begin + PIECE_CHARS
-            learned = None if one.learned is None else tuple((low - begin, high - begin) for low, high in one.learned)
-            yield TextPiece(one.text[begin:end], at, begin == 0, end >= len(one.text), learned)
-            at += 1
-
-
-def _joined(lines: list[Document], at: int) -> Iterator[TextPiece]:
-    """Lines of one file as pieces: the file is the document, and its end is not known here."""
-    whole = "".join(line.text for line in lines)
-    for number, begin in enumerate(range(0, len(whole), PIECE_CHARS), at):
-        yield TextPiece(whole[begin : begin + PIECE_CHARS], number, begins=number % PIECES_OF_SHARD == 0)
+def _without_nulls(value: Any) -> Any:
+    """The value without keys that are null: a table has in each row the keys of all."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [_without_nulls(one) for one in value]
+    return value

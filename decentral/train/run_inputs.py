@@ -5,7 +5,7 @@ The founder's digests go into the run's config; the others compare their own fil
 
 from decentral.core.config import Config
 from decentral.core.errors import UserError
-from decentral.train import conversations, start_weights, tokenizer
+from decentral.train import conversations, start_weights, token_file, tokenizer
 
 
 def sealed(run: Config) -> Config:
@@ -13,7 +13,7 @@ def sealed(run: Config) -> Config:
     update: dict[str, object] = {}
     if run.model.start_from is not None:
         update["model"] = run.model.model_copy(update={"weights": start_weights.digest(run.model)})
-    if run.data.kind == "huggingface":
+    if not run.reads_bytes:
         update["data"] = run.data.model_copy(update={"tokenizer_digest": _tokenizer_digest(run)})
     return run.model_copy(update=update)
 
@@ -24,14 +24,22 @@ def check(run: Config, begun: bool) -> None:
     if run.model.start_from is not None and not begun:
         start_weights.compare(run.model)
     known = run.data.tokenizer_digest
-    if run.data.kind == "huggingface" and known is not None and _tokenizer_digest(run) != known:
-        also = ", or its chat template," if run.data.format == "chat" else ","
-        raise UserError(
-            f"--tokenizer {run.tokenizer}: this run's tokenizer, or the token between its texts{also} is another"
-        )
+    if known is None or (own := _tokenizer_digest(run)) == known:
+        return
+    if own is None:
+        compare = f"{run.data.path} does not say which tokenizer made its tokens; name it with --tokenizer PATH"
+        raise UserError(f"data: {compare}, so that it can be compared with this run's")
+    if run.data.kind == "tokens":
+        raise UserError(f"data: {run.data.path}: another tokenizer than this run's made its tokens")
+    also = ", or its chat template," if run.data.format == "chat" else ","
+    raise UserError(
+        f"--tokenizer {run.tokenizer}: this run's tokenizer, or the token between its texts{also} is another"
+    )
 
 
-def _tokenizer_digest(run: Config) -> str:
-    """Of the tokenizer, and with chats of its template."""
+def _tokenizer_digest(run: Config) -> str | None:
+    """Of the tokenizer, and with chats of its template; None: nobody has said which made a file of tokens."""
+    if run.data.kind == "tokens":
+        return token_file.digest(run)
     assert run.tokenizer is not None
     return conversations.digest(run.data, run.tokenizer, tokenizer.load(run.tokenizer).digest)

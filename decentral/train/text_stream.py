@@ -37,6 +37,8 @@ from decentral.train.data_source import Reading, batch_of
 from decentral.train.documents import Documents, State, TextPiece
 from decentral.train.tokenizer import TextTokenizer
 
+MOST_TOKEN_CHARS = 8  # of a token of text, on average
+POSITION_FORMAT = 2  # of data-position.json: another one was written by another release, whose parts are others
 TOKENS_AT_ONCE = 1 << 18  # that are read together, or all of an epoch; but at least one window
 MARKS = 8  # in which the windows that were read together are marked as drawn
 Tokens = npt.NDArray[np.uint32]
@@ -83,6 +85,7 @@ class TextStream:
             raise UserError(f"data: {tokens}, but model.vocabulary is {model.vocabulary}; {fits}")
         ours, shares = data.part.split("/") if data.part else (1, 1)
         self.share = int(ours), int(shares)
+        self.warnings: list[str] = []
 
     def evaluation(self, sequences: int) -> tuple[Tensor, Tensor]:
         """inputs_BT and targets_BT, int64 on the CPU: the first windows of the held-out text, every time the same.
@@ -98,12 +101,12 @@ class TextStream:
         if packer.pads:
             tokens_NT, learned_NT = _windows(tokens, learned, self.context)
             if not len(tokens_NT):
-                raise UserError(f"data: {self.data.path}: no document is held out; raise data.held_out, or give more")
+                raise UserError(f"data: {self.data.path} has one document with something to learn; give two or more")
             again = np.arange(sequences) % len(tokens_NT)
             return batch_of(tokens_NT[again], learned_NT[again])
         if len(tokens) <= self.context + 1:
             need = f"{len(tokens)} tokens of it are held out, and {self.context + 2} are needed"
-            raise UserError(f"data: {self.data.path}: {need}; raise data.held_out, or give more text")
+            raise UserError(f"data: {self.data.path}: {need}; lower model.context, or give more text")
         starts = np.arange(sequences) * self.context
         if len(tokens) < wanted:
             starts = rng.arrays(0, "held-out").integers(len(tokens) - self.context, size=sequences)
@@ -116,7 +119,8 @@ class TextStream:
 
     def documents(self, readers: int = 1) -> Documents:
         """The data set, divided among so many readers."""
-        return Documents(self.data, readers=readers, tokenizer=self.path)
+        least = 1 if self.data.format != "text" else MOST_TOKEN_CHARS * (self.context + 2)  # for one window at least
+        return Documents(self.data, readers=readers, tokenizer=self.path, least_held_out=least)
 
     def micro_batches(self, reading: Reading) -> "StreamReader":
         """This peer's micro-batches, from where it was."""
@@ -129,7 +133,9 @@ class StreamReader:
     def __init__(self, stream: TextStream, reading: Reading) -> None:
         self.stream, self.reading = stream, reading
         self.documents = stream.documents(stream.share[1] * reading.ranks)
-        self.mark = PositionFile.of(stream, reading)
+        self.mark = PositionFile.of(stream, reading, self.documents.opened.fingerprint)
+        if self.mark.warning:
+            stream.warnings.append(self.mark.warning)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="text")
         self._next: Future[Windows] = self._thread.submit(self._read, self.mark.position)
         self._drawn = 0
@@ -183,9 +189,15 @@ class StreamReader:
                     yield batch.pieces, Position(epoch, number, batch.state, batch.read)
                 state, read = None, 0
             if not some and part == 0:
-                raise UserError(f"data: {self.stream.data.path} has no text to train on for this peer")
+                raise self._nothing_to_train_on()
             epoch, part = epoch + 1, 0
             yield (), Position(epoch)
+
+    def _nothing_to_train_on(self) -> UserError:
+        none = f"data: {self.stream.data.path} has no text to train on for this peer"
+        chats = self.documents.unlearned
+        why = f"; of its {chats} chats none has a turn of the assistant that the chat template writes behind its prompt"
+        return UserError(none + (why if chats else ""))
 
     def _order(self, epoch: int) -> list[int]:
         """This rank's parts in their order for one epoch."""
@@ -271,21 +283,30 @@ class PositionFile:
 
     path: Path | None
     key: str  # of the data and the order in which they are read: another one begins anew
+    warning: str | None = None  # why a position that is there does not count
     position: Position = field(default_factory=Position)
     drawn: int = 0  # of the windows there, at most
 
     @classmethod
-    def of(cls, stream: TextStream, reading: Reading) -> "PositionFile":
-        """What the folder has, or the beginning if it has none that counts."""
+    def of(cls, stream: TextStream, reading: Reading, fingerprint: str) -> "PositionFile":
+        """What the folder has, or the beginning if it has none that counts. `fingerprint`: of the data's content."""
         data, rank = stream.data, f"-{reading.rank}" if reading.rank else ""
-        facts = [data.path, data.glob, data.column, data.held_out, data.part, stream.context, stream.digest]
-        facts += [data.format] if data.format != "text" else []
-        key = json.dumps([*facts, reading.seed, reading.peer, reading.ranks])
+        facts = [fingerprint, data.column, data.format, data.held_out, data.part, stream.context, stream.digest]
+        key = json.dumps([POSITION_FORMAT, *facts, reading.seed, reading.peer, reading.ranks])
         made = cls(reading.folder / f"data-position{rank}.json" if reading.folder else None, key)
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            found = strict_json.loads(made.path.read_text()) if made.path else {}
+        if made.path is None or not made.path.exists():
+            return made
+        again = (
+            f"{made.path} is no position in {data.path} as it is now; reading begins anew, and repeats what was read"
+        )
+        try:
+            found = strict_json.loads(made.path.read_text())
             if found["key"] == key:
                 made.position, made.drawn = Position(**found["position"]), int(found["drawn"])
+            else:
+                made.warning = again
+        except (OSError, ValueError, TypeError, KeyError):
+            made.warning = again
         return made
 
     def drawn_of(self, windows: Windows) -> int:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -134,9 +135,12 @@ def test_every_completion_is_learned_once_an_epoch(stream: Callable[..., TextStr
         {"prompt": " ".join(words[: n % 7 + 1]), "completion": " " + " ".join(words[: n * n % 6 + 1])}
         for n in range(60)
     ]
-    reader = stream(rows, "completion").micro_batches(Reading(0, PeerId("A")))
+    opened = stream(rows, "completion")
+    reader = opened.micro_batches(Reading(0, PeerId("A")))
     found = reader._here or reader._next.result()
-    expected = sum(n * n % 6 + 2 for n in range(60))
+    kept = [(piece.text, piece.learned) for piece in opened.documents().held_out()]
+    held_out = sum(len(text[learned[0][0] :].split()) + 1 for text, learned in kept if learned)
+    expected = sum(n * n % 6 + 2 for n in range(60)) - held_out
     assert int(found.learned_NT[:, 1:].sum()) == expected
     assert bool(found.learned_NT[:, 1:].any(axis=1).all())
 
@@ -145,7 +149,7 @@ def test_rows_with_nothing_to_learn_are_left_out(stream: Callable[..., TextStrea
     rows = chats([{"role": "user", "content": "hello"}], CHAT[:2])
     _, targets_BT = epoch(stream(rows, "chat"), 1)
     assert learned(targets_BT) == ["how", "are", "you", "<stop>"]
-    with pytest.raises(UserError, match="has no text to train on"):
+    with pytest.raises(UserError, match="has no text to train on for this peer; of its 1 chats none has a turn"):
         epoch(stream(rows[:1], "chat"), 1)
 
 
@@ -158,8 +162,8 @@ def test_what_is_held_out_is_masked_likewise(stream: Callable[..., TextStream]) 
     assert torch.equal(targets_BT, opened.evaluation(8)[1])
 
 
-def test_nothing_held_out_is_said(stream: Callable[..., TextStream]) -> None:
-    with pytest.raises(UserError, match=r"no document is held out; raise data\.held_out"):
+def test_one_document_is_too_few_to_hold_one_out(stream: Callable[..., TextStream]) -> None:
+    with pytest.raises(UserError, match="has one document with something to learn; give two or more"):
         stream(chats(CHAT), "chat").evaluation(4)
 
 
@@ -171,9 +175,13 @@ def test_nothing_held_out_is_said(stream: Callable[..., TextStream]) -> None:
     [
         ([{"text": "hello"}], "chat", "has no column messages; it has text"),
         ([{"prompt": "hello"}], "completion", "has no column completion; it has prompt"),
-        ([{"prompt": 3, "completion": "x"}], "completion", "completion expects texts in prompt and completion"),
-        ([{"messages": "hello"}], "chat", "chat expects lists of"),
-        ([{"messages": [{"role": "user", "content": 3}]}], "chat", "chat expects lists of"),
+        (
+            [{"prompt": 3, "completion": "x"}],
+            "completion",
+            r"line 1 of .*rows.jsonl: prompt is a number \(3\); expected text",
+        ),
+        ([{"messages": "hello"}], "chat", "a chat is text; expected a list of"),
+        ([{"messages": [{"role": "user", "content": 3}]}], "chat", r"content of a message of user is a number \(3\)"),
     ],
 )
 def test_a_row_of_another_kind(stream: Callable[..., TextStream], rows: list[object], form: str, said: str) -> None:
@@ -218,6 +226,26 @@ def test_a_template_that_refuses_a_chat(stream: Callable[..., TextStream]) -> No
 def test_a_format_needs_rows() -> None:
     with pytest.raises(UserError, match=r"data: format chat needs data\.kind huggingface; it is text"):
         config.load(None, ["data.kind=text", "data.path=x", "data.format=chat"])
+
+
+def test_a_chat_is_rendered_only_by_the_part_that_has_it(
+    stream: Callable[..., TextStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 40 chats with two turns of the assistant: four texts each, and none of those that are held out."""
+    asked = [[{"role": "user", "content": word} for word in (WORDS[5 + n % 9], WORDS[5 + n // 9])] for n in range(40)]
+    opened = stream(chats(*([first, CHAT[1], second, CHAT[3]] for first, second in asked)), "chat")
+    rendered: list[str] = []
+
+    def text(*given: Any, **keys: Any) -> str:
+        rendered.append(written(*given, **keys))
+        return rendered[-1]
+
+    written = conversations._text
+    monkeypatch.setattr(conversations, "_text", text)
+    source = opened.documents()
+    pieces = [piece for part in range(source.parts) for batch in source.read(part) for piece in batch.pieces]
+    assert len(pieces) == 39
+    assert len(rendered) == 4 * len(pieces)
 
 
 def test_all_peers_of_a_run_have_one_chat_template(stream: Callable[..., TextStream], tmp_path: Path) -> None:

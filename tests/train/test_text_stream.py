@@ -16,9 +16,8 @@ from pyarrow import parquet
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
-from decentral.train import data, documents, run_inputs, text_stream
+from decentral.train import data, data_files, documents, run_inputs, text_stream
 from decentral.train import tokenizer as ours
-from decentral.train.conversations import Document
 from decentral.train.data_source import Reading
 from decentral.train.text_stream import StreamReader, TextStream
 
@@ -189,16 +188,15 @@ def test_a_document_goes_on_over_its_pieces_but_not_over_a_gap(stream: Callable[
     assert packer.take()[0].tolist() == [1, 2, 3, 0, 4, 0, WORDS_OF_A_DOCUMENT + 1, 0]
 
 
-def test_documents_are_cut_into_pieces_that_are_all_of_them() -> None:
-    long = "".join(map(str, range(10_000)))
-    pieces = list(documents._cut([Document("short"), Document(long)], 3))
-    assert "".join(piece.text for piece in pieces) == "short" + long
-    assert [(piece.at, piece.begins, piece.ends) for piece in pieces] == [
-        (3, True, True),
-        (4, True, False),
-        (5, False, False),
-        (6, False, True),
-    ]
+def test_a_document_in_pieces_is_all_there_in_their_order(stream: Callable[..., TextStream], tmp_path: Path) -> None:
+    long = "".join(f"line {number} of many\n" for number in range(40_000))
+    (tmp_path / "long.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in ("short", long)))
+    first, *pieces = documents.Documents(stream(path=str(tmp_path / "long.jsonl")).data).all_pieces()
+    assert (first.text, first.begins, first.ends) == ("short", True, True)
+    assert "".join(piece.text for piece in pieces) == long
+    assert [piece.at - pieces[0].at for piece in pieces] == list(range(len(pieces)))
+    assert [piece.begins for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+    assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
 # Peers, ranks and shares
@@ -218,15 +216,15 @@ def test_a_file_is_read_no_oftener_than_its_readers_need(
     stream: Callable[..., TextStream], shares: int, ranks: int
 ) -> None:
     made = reader(stream(json_lines, part=f"1/{shares}"), ranks=ranks)
-    assert documents.LEAST_PARTS <= made.documents.parts < documents.LEAST_PARTS + shares * ranks
+    assert data_files.LEAST_PARTS <= made.documents.parts < data_files.LEAST_PARTS + shares * ranks
 
 
 @pytest.mark.parametrize("shards", [1, 2, 5, 60, 1000])
 @pytest.mark.parametrize("readers", [1, 3, 10, 100])
 def test_each_reader_has_as_many_parts_as_the_others_or_nearly(shards: int, readers: int) -> None:
-    parts = shards * documents.parts_of_a_shard(shards, documents.LEAST_PARTS, readers)
+    parts = shards * documents.parts_of_a_shard(shards, data_files.LEAST_PARTS, readers)
     own = [len(range(reader, parts, readers)) for reader in range(readers)]
-    assert max(own) == min(own) or max(own) <= min(own) * (1 + 1 / documents.LEAST_PARTS)
+    assert max(own) == min(own) or max(own) <= min(own) * (1 + 1 / data_files.LEAST_PARTS)
     assert min(own) >= 1
 
 
@@ -267,6 +265,41 @@ def test_a_position_of_other_data_or_a_damaged_one_counts_as_none(
     assert drawn(reader(stream(held_out=0.1), folder=tmp_path), 3)
     place.write_text("{")
     assert drawn(reader(stream(), folder=tmp_path), 3) == first
+
+
+def test_data_that_were_moved_or_are_named_otherwise_go_on_where_they_were(
+    stream: Callable[..., TextStream], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = drawn(reader(stream()), 20)
+    first = drawn(reader(stream(), folder=tmp_path), 5)
+    monkeypatch.chdir(tmp_path)
+    relative = stream(path="json_lines")
+    second = drawn(reader(relative, folder=tmp_path), 5)
+    (tmp_path / "json_lines").rename(tmp_path / "elsewhere")
+    moved = stream(path=str(tmp_path / "elsewhere" / "a.jsonl"))
+    third = drawn(reader(moved, folder=tmp_path), 5)
+    assert first == every[:20]
+    assert not set(first) & set(second)
+    assert not {*first, *second} & set(third)
+    assert relative.warnings == moved.warnings == []
+
+
+@pytest.mark.parametrize("change", ["the data", "an older release"])
+def test_a_position_that_does_not_count_is_said(stream: Callable[..., TextStream], tmp_path: Path, change: str) -> None:
+    drawn(reader(stream(), folder=tmp_path), 3)
+    place, file = tmp_path / "data-position.json", tmp_path / "json_lines" / "a.jsonl"
+    if change == "the data":
+        file.write_text(file.read_text().replace("w3x0", "w3x1"))
+    else:
+        found = json.loads(place.read_text())
+        place.write_text(json.dumps({**found, "key": json.dumps(["json_lines", None, "text", 0.2])}))
+    found = stream()
+    drawn(reader(found, folder=tmp_path), 3)
+    (said,) = found.warnings
+    assert said.startswith(f"{place} is no position in ")
+    assert said.endswith("reading begins anew, and repeats what was read")
+    drawn(reader(again := stream(), folder=tmp_path), 3)
+    assert again.warnings == []
 
 
 def test_a_full_disk_does_not_stop_the_stream(stream: Callable[..., TextStream], tmp_path: Path) -> None:
@@ -313,9 +346,35 @@ def test_a_vocabulary_of_a_folder_is_not_the_user_s_to_enlarge(stream: Callable[
     assert "--set" not in said
 
 
-def test_text_of_which_too_little_is_held_out_is_refused(stream: Callable[..., TextStream]) -> None:
-    with pytest.raises(UserError, match=r"0 tokens of it are held out, and 18 are needed; raise data\.held_out"):
-        stream(held_out=1e-9).evaluation(4)
+def test_text_too_short_for_a_held_out_window_is_refused(stream: Callable[..., TextStream], tmp_path: Path) -> None:
+    short = tmp_path / "short.jsonl"
+    short.write_text("\n".join(json.dumps({"text": f"w{number}x0"}) for number in range(9)))
+    with pytest.raises(UserError, match=r"\d+ tokens of it are held out, and 18 are needed; lower model\.context"):
+        stream(path=str(short)).evaluation(4)
+
+
+@pytest.mark.parametrize("share", [1e-9, 0.05, 0.9])
+@pytest.mark.parametrize("count", [2, 3, 9])
+def test_of_few_documents_some_are_held_out_and_some_are_not(
+    stream: Callable[..., TextStream], tmp_path: Path, count: int, share: float
+) -> None:
+    few = tmp_path / "few.jsonl"
+    few.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS[:count]))
+    found = stream(path=str(few), held_out=share)
+    assert found.evaluation(4)[0].shape == (4, CONTEXT)
+    assert words(epoch(reader(found)))
+    assert not words(epoch(reader(found))) & held_out(found)
+
+
+@pytest.mark.parametrize("end", ["\n", " "])
+def test_a_short_file_of_text_is_cut_finely_enough_to_hold_some_out(
+    stream: Callable[..., TextStream], tmp_path: Path, end: str
+) -> None:
+    (tmp_path / "one.txt").write_text(end.join(TEXTS))
+    found = stream(path=str(tmp_path / "one.txt"), held_out=0.05)
+    trained, kept = words(epoch(reader(found))), held_out(found)
+    assert not trained & kept
+    assert 0.01 < len(kept) / (len(kept) + len(trained)) < 0.2
 
 
 def test_a_missing_package_is_named_with_how_to_get_it(

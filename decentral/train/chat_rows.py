@@ -1,0 +1,230 @@
+"""Rows of chats and of prompts with completions, in the shapes in which people have them, as one kind of value.
+
+    {"messages": [{"role": "user", "content": ...}, ...], "tools": [...]}      OpenAI's and Hugging Face's
+    {"conversations": [{"from": "human", "value": ...}, ...], "system": ...}   ShareGPT's
+    {"prompt": [message, ...], "completion": [message, ...]}                   conversational prompts
+    {"prompt": "...", "completion": "..."}                                     format completion
+    {"instruction": ..., "input": ..., "output": ...}                          Alpaca's, in both formats
+
+A message may have a `weight` of 0, as in OpenAI's fine-tuning files: it is shown, and not learned.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MESSAGES = ("messages", "conversations", "conversation")
+COLUMNS = {  # that are read of a row, in each format; of `text` it is data.column
+    "chat": (*MESSAGES, "prompt", "completion", "instruction", "input", "output", "system", "tools", "functions"),
+    "completion": ("prompt", "completion", "instruction", "input", "output", "system", "tools", "functions"),
+}
+ONE_OF = {"completion": ("completion", "instruction"), "chat": (*MESSAGES, "completion", "instruction")}  # one of them
+ROLES = {  # of ShareGPT
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+CALLS = "function_call"  # ShareGPT's name for an assistant that calls a tool
+ALPACA = (  # of Stanford's alpaca, without and with an input
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:",
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:",
+)
+Message = dict[str, Any]
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages as chat templates expect them."""
+
+    messages: tuple[Message, ...]
+    learned: tuple[int, ...]  # numbers of the messages that are learned
+    tools: list[Any] | None = None
+
+    @property
+    def identity(self) -> str:
+        """What is the same for the same chat, in whichever shape it was."""
+        return json.dumps([self.messages, self.tools], sort_keys=True, default=str)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptedText:
+    """A prompt, and the text that is to follow it."""
+
+    prompt: str
+    completion: str
+
+    @property
+    def identity(self) -> str:
+        return self.prompt + self.completion
+
+
+def chat(row: Row, column: str | None = None) -> Chat | None:
+    """Return the chat of a row; None if it has none, as where all columns are null.
+
+    Args:
+        row: By column.
+        column: Where the messages are; None: in the first of MESSAGES that the row has.
+
+    Raises:
+        ValueError: If the row is no chat.
+    """
+    tools = _tools(row)
+    names = (column,) if column is not None else MESSAGES
+    found = next((row[name] for name in names if row.get(name)), None)
+    if found is not None:
+        return _chat(_with_system(row, _messages(found)), 0, tools)
+    if isinstance(row.get("prompt"), str) and row.get("completion"):
+        raise ValueError("prompt and completion are texts: set data.format=completion")
+    if row.get("prompt") and row.get("completion"):
+        return _prompted(row, tools)
+    if row.get("instruction") and row.get("output"):
+        asked = "\n\n".join(text(row, name) for name in ("instruction", "input") if row.get(name))
+        answer = {"role": "assistant", "content": text(row, "output")}
+        return _chat(_with_system(row, [{"role": "user", "content": asked}, answer]), 0, None)
+    return None
+
+
+def completion(row: Row) -> Chat | PromptedText | None:
+    """Return the prompt and completion of a row; None if it has none. Raises ValueError, as `chat` does."""
+    if row.get("instruction") and row.get("output"):
+        given = {"instruction": text(row, "instruction"), "input": text(row, "input") if row.get("input") else ""}
+        return PromptedText(ALPACA[bool(given["input"])].format(**given), text(row, "output"))
+    if not row.get("completion"):
+        return None
+    if isinstance(row["completion"], list):
+        return _prompted(row, _tools(row))
+    return PromptedText(text(row, "prompt"), text(row, "completion"))
+
+
+def _prompted(row: Row, tools: list[Any] | None) -> Chat:
+    prompt = row.get("prompt")
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt)
+    before = _with_system(row, before)
+    return _chat([*before, *_messages(row["completion"])], len(before), tools)
+
+
+def _chat(messages: Sequence[Message], first: int, tools: list[Any] | None) -> Chat:
+    """`first`: the messages before it are a prompt."""
+    learned = [at for at, one in enumerate(messages) if at >= first and one["role"] == "assistant" and _weighs(one)]
+    bare = ({key: value for key, value in one.items() if key != "weight"} for one in messages)
+    return Chat(tuple(bare), tuple(learned), tools)
+
+
+def _weighs(message: Message) -> bool:
+    weight = message.get("weight", 1)
+    if weight not in (0, 1):
+        raise ValueError(f"a message has the weight {weight!r}; expected 0 (not learned) or 1")
+    return bool(weight)
+
+
+def _with_system(row: Row, messages: list[Message]) -> list[Message]:
+    if not row.get("system") or any(one["role"] == "system" for one in messages):
+        return messages
+    return [{"role": "system", "content": text(row, "system")}, *messages]
+
+
+def _messages(found: Any) -> list[Message]:
+    found = _parsed(found)
+    if not isinstance(found, list):
+        raise ValueError(f'a chat is {_kind(found)}; expected a list of {{"role": ..., "content": ...}}')
+    return [_message(one) for one in found]
+
+
+def _message(one: Any) -> Message:
+    if not isinstance(one, dict):
+        raise ValueError(f'a message is {_kind(one)}; expected {{"role": ..., "content": ...}}')
+    made = {key: value for key, value in one.items() if value is not None and key not in ("from", "value")}
+    role, content = one.get("role") or one.get("from"), one.get("content", one.get("value"))
+    if not isinstance(role, str):
+        raise ValueError(
+            'a message has no role: expected {"role": ..., "content": ...}, or {"from": ..., "value": ...}'
+        )
+    if "from" in one and "role" not in one:
+        if role == CALLS:
+            role, content, made["tool_calls"] = "assistant", None, _as_list(_parsed(content))
+        role = ROLES.get(role, role)
+    if CALLS in made:
+        made["tool_calls"] = [made.pop(CALLS)]
+    if "tool_calls" in made:
+        made["tool_calls"] = [_call(call) for call in _as_list(made["tool_calls"])]
+    made["role"], made["content"] = role, _content(role, content, bool(made.get("tool_calls")))
+    return made
+
+
+def _content(role: str, content: Any, calls: bool) -> str:
+    if content is None and calls:
+        return ""
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        kinds = [part.get("type") for part in content if not isinstance(part.get("text"), str)]
+        if kinds:
+            raise ValueError(f"a message of {role} has a part of type {kinds[0]!r}; expected texts alone")
+        return "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise ValueError(f"the content of a message of {role} is {_kind(content)}; expected text")
+    return content
+
+
+def _call(call: Any) -> Message:
+    """A tool's call with its arguments as values: templates write them as JSON themselves."""
+    inner = call.get("function", call) if isinstance(call, dict) else call
+    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+        raise ValueError('a tool is not called by {"name": ..., "arguments": ...}')
+    outer = call if "function" in call else {}
+    return {"type": "function", **outer, "function": {**inner, "arguments": _parsed(inner.get("arguments"))}}
+
+
+def _tools(row: Row) -> list[Any] | None:
+    """Definitions of tools, from the row's `tools`, or `functions` as OpenAI's files had them before."""
+    tools, functions = _parsed(row.get("tools")), _parsed(row.get("functions"))
+    if not tools and functions:
+        tools = [{"type": "function", "function": one} for one in _as_list(functions)]
+    if tools and not isinstance(tools, list):
+        raise ValueError(f"tools is {_kind(tools)}; expected a list")
+    return tools or None
+
+
+def _parsed(value: Any) -> Any:
+    """The value that a text of JSON has; other texts and values as they are."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+def text(row: Row, name: str) -> str:
+    """Return a column's text. Raises ValueError if it is none."""
+    value = row.get(name)
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {_kind(value)}; expected text")
+    return value
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _kind(value: Any) -> str:
+    """How JSON calls such a value, and a short one itself."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return f"a truth value ({value})"
+        case int() | float():
+            return f"a number ({value})"
+        case str():
+            return "text"
+        case list():
+            return "a list"
+    return "an object"

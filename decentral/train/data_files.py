@@ -1,0 +1,156 @@
+"""Which files a data set is, opened with Hugging Face's `datasets`, and what tells one data set from another.
+
+    a file, a folder, or a name on the hub -> files of one kind -> shards (row groups, files)
+
+JSON is opened as lines of text: `datasets` would give each column one type, and where rows differ turn their text into
+JSON once more.
+"""
+
+import glob as patterns
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from decentral.core import config
+from decentral.core.errors import UserError
+
+READERS = {  # of files, by the ends of their names; the packed modules of datasets that read them
+    ".parquet": "parquet",
+    ".jsonl": "json",
+    ".json": "json",
+    ".ndjson": "json",
+    ".arrow": "arrow",
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+}
+PACKED = (".gz", ".zst", ".bz2", ".xz")
+HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+)?$")  # owner/name, or owner/name:subset
+LEAST_PARTS = 32  # of a data set
+TRAIN = {"train", "training"}  # words in a path that name a split, as the hub has them
+OTHER_SPLITS = {"test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev"}
+BETWEEN_WORDS = re.compile(r"[\W\d_]+")
+SAMPLED, SAMPLE_BYTES = 16, 4096  # places in a file that tell it from others, and how much is read at each
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedData:
+    """A data set that is open for reading."""
+
+    kind: str  # of READERS, or hub
+    set: Any  # datasets.IterableDataset
+    files: tuple[Path, ...]  # none of a set on the hub
+    fingerprint: str  # of its content: the same wherever the files are
+
+
+def opened(data: config.DataConfig) -> OpenedData:
+    """Return the data set that `data.path` names. Raises UserError if there is none, or it cannot be read."""
+    assert data.path is not None
+    load = _library().load_dataset
+    if Path(data.path).exists():
+        kind, files = files_of(data.path, data.glob)
+        where: dict[str, Any] = {"data_files": [patterns.escape(str(one)) for one in files]}
+        if kind in ("text", "json"):
+            where |= {"keep_linebreaks": kind == "text", "encoding": "utf-8-sig"}
+        name, fingerprint = "text" if kind == "json" else kind, _fingerprint(files)
+    elif HUB_NAME.match(data.path):
+        kind, files = "hub", []
+        name, _, subset = data.path.partition(":")
+        where, fingerprint = {"name": subset or None, "data_files": data.glob}, json.dumps([data.path, data.glob])
+    else:
+        raise UserError(f"data: {data.path} is not here, nor is it a name of the hub, such as owner/name")
+    try:
+        found = load(name, split="train", streaming=True, **where)
+        found = found.reshard() if found.num_shards < LEAST_PARTS else found
+    except Exception as error:  # of the network, of the hub, of the formats
+        raise unreadable(data.path, error) from None
+    return OpenedData(kind, found, tuple(files), fingerprint)
+
+
+def unreadable(path: object, error: Exception) -> UserError:
+    """Return what the user is told of an error that a reader has raised."""
+    said = " ".join(f"{type(error).__name__}: {error}".split())
+    return UserError(f"data: {path} cannot be read ({said[:200]})")
+
+
+def files_of(path: str, glob: str | None) -> tuple[str, list[Path]]:
+    """Return the kind of a file, or of all files of a folder (that match `glob`), and their sorted paths.
+
+    Without `glob` a folder's files for tests are left out where others are named for training. Raises UserError.
+    """
+    root = Path(path)
+    try:
+        found = visible(root, glob or "**/*") if root.is_dir() else [root]
+    except (ValueError, NotImplementedError, OSError) as error:
+        raise UserError(f"data.glob: {glob!r} is no pattern below {root} ({error})") from None
+    kinds = {one: kind for one in found if (kind := _kind(one))}
+    if not kinds:
+        matching = f" and matches {glob}" if glob else ""
+        raise UserError(f"data: no file at {root} is one of {', '.join(READERS)}{matching}")
+    if len(set(kinds.values())) > 1:
+        there = ", ".join(sorted(set(kinds.values())))
+        raise UserError(f"data: {root} has files of several kinds ({there}); choose with data.glob")
+    files = [one for one in kinds if one.stat().st_size]
+    if not files:
+        raise UserError(f"data: {root} is empty")
+    return next(iter(kinds.values())), files if glob else _for_training(root, files)
+
+
+def visible(root: Path, glob: str) -> list[Path]:
+    """Return the sorted files below a folder that match, without those that programs hide (.ipynb_checkpoints)."""
+
+    def hidden(path: Path) -> bool:
+        return any(part.startswith((".", "__")) for part in path.relative_to(root).parts)
+
+    return sorted(one for one in root.glob(glob) if one.is_file() and not hidden(one))
+
+
+def _for_training(root: Path, files: list[Path]) -> list[Path]:
+    """The files without those of other splits, where some are named as those of the training split."""
+    words = {one: set(BETWEEN_WORDS.split(str(one.relative_to(root)).lower())) for one in files if one != root}
+    if not any(TRAIN & found for found in words.values()):
+        return files
+    return [one for one in files if TRAIN & words[one] or not OTHER_SPLITS & words[one]]
+
+
+def _kind(path: Path) -> str | None:
+    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in PACKED]
+    return READERS.get(suffixes[-1]) if suffixes else None
+
+
+def _fingerprint(files: Iterable[Path]) -> str:
+    """Of the files' sizes and a sample of each one's bytes. Raises UserError."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                digest.update(size.to_bytes(8))
+                for place in range(SAMPLED):
+                    file.seek(max(0, size - SAMPLE_BYTES) * place // (SAMPLED - 1))
+                    digest.update(file.read(SAMPLE_BYTES))
+        except OSError as error:
+            raise UserError(f"data: cannot read {path}: {error.strerror}") from None
+    return digest.hexdigest()
+
+
+def _library() -> Any:
+    """The module `datasets`, silent, without telemetry, and with Zstandard. Raises UserError if it is missing."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    try:
+        import datasets
+        import fsspec.compression
+        import pyarrow
+    except ImportError:
+        raise UserError("data.kind huggingface needs the package datasets: pip install 'decentral[hf]'") from None
+    datasets.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    if "zstd" not in fsspec.compression.available_compressions():  # else it would need one more package
+        unpack = lambda file, mode: pyarrow.CompressedInputStream(file, "zstd")  # noqa: E731
+        fsspec.compression.register_compression("zstd", unpack, "zst")
+    return datasets

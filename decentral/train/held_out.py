@@ -1,0 +1,118 @@
+"""Choose which tokens are held out, by the tokens themselves, so that peers with different files choose the same ones.
+
+    tokens -> cuts where the 32 tokens before hash to a small number -> stretches -> their signatures -> held out or not
+
+An inserted file moves every later token, and no cut: cuts depend on the text around them alone (content-defined
+chunking, LBFS, Muthitacharoen et al., SOSP 2001). A stretch's signature is the smallest hash in it (MinHash, Broder
+1997): a stretch of which a share s was edited keeps its signature with a probability of about 1 - s.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+_WINDOW = 32  # tokens that a hash is of
+_USUAL, _LONGEST = 4, 8  # of a stretch, in units of the shortest
+_SAMPLES = 2  # hashes in a stretch of the shortest length from which the signature is chosen
+BLOCK_TOKENS = 1 << 16  # hashed at once: what fits into a core's cache
+_ALL = 1 << 32  # a hash is below it
+_UNKNOWN = _ALL - 1  # the signature of a stretch that has no sample
+_FACTOR = 0x9E3779B1
+Hashes = npt.NDArray[np.uint32]
+Positions = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Stretches of tokens in which a window may begin: run r at `starts[r]` and behind it, up to `counts[r]` places."""
+
+    starts: Positions
+    counts: Positions
+    ends: Positions  # sums of the counts up to each run's own
+
+    @classmethod
+    def of(cls, starts: Positions, counts: Positions) -> "Runs":
+        return cls(starts, counts, np.cumsum(counts))
+
+    def sample(self, generator: np.random.Generator, windows: int) -> Positions:
+        """Return so many places, each as likely as any other."""
+        drawn = generator.integers(self.ends[-1], size=windows)
+        run = np.searchsorted(self.ends, drawn, side="right")
+        return self.starts[run] + drawn - self.ends[run] + self.counts[run]
+
+
+def divide(tokens: npt.NDArray[np.generic], share: float, window: int) -> tuple[Runs, Runs]:
+    """Return where windows to train on may begin, and where those that are held out.
+
+    At least one stretch is of each kind; of a text with few stretches that is more than `share`.
+
+    Args:
+        tokens: All of them; at least 20 (`window` + 1).
+        share: Of the stretches, how many are held out; exclusive of 0 and 1.
+        window: Tokens of a window.
+
+    Returns:
+        The training runs and the held-out runs. No window of one has a token of the other.
+    """
+    starts, signatures = _stretches(tokens, window + 1)
+    chosen = _mixed(~signatures)  # another number than the one by which hashes were sampled
+    held = (chosen < share * _ALL) & (signatures != _UNKNOWN)
+    held[chosen.argmin()] |= not held.any()
+    held[chosen.argmax()] &= not held.all()
+    begins = np.flatnonzero(np.diff(held, prepend=not held[0]))  # of each run of stretches that are of one kind
+    run_starts, kinds = starts[begins], held[begins]
+    counts = np.diff(run_starts, append=len(tokens)) - window + 1
+    train, out = (Runs.of(run_starts[kinds == kind], counts[kinds == kind]) for kind in (False, True))
+    return train, out
+
+
+def _stretches(tokens: npt.NDArray[np.generic], shortest: int) -> tuple[Positions, Hashes]:
+    """Where each stretch begins, and its signature."""
+    cuts, places, values = _candidates(tokens, shortest)
+    starts = [0]
+    while starts[-1] + 2 * shortest <= len(tokens):
+        found = int(np.searchsorted(cuts, starts[-1] + shortest))
+        longest = starts[-1] + _LONGEST * shortest
+        cut = int(cuts[found]) if found < len(cuts) and cuts[found] < longest else longest
+        if cut + shortest > len(tokens):
+            break
+        starts.append(cut)
+    begins = np.array(starts, np.int64)
+    signatures = np.full(len(begins), _UNKNOWN, np.uint32)
+    np.minimum.at(signatures, np.searchsorted(begins, places, side="right") - 1, values)
+    return begins, signatures
+
+
+def _candidates(tokens: npt.NDArray[np.generic], shortest: int) -> tuple[Positions, Positions, Hashes]:
+    """Where a stretch may begin, and a sample of all hashes: their places, and what they are."""
+    cuts, places, values = [], [], []
+    for begin in range(0, len(tokens), BLOCK_TOKENS):
+        before = min(begin, _WINDOW - 1)
+        hashes = _hashes(tokens[begin - before : begin + BLOCK_TOKENS].astype(np.uint32))[_WINDOW - 1 :]
+        first = begin - before + _WINDOW  # behind the window of the first hash
+        cuts.append(first + np.flatnonzero(hashes < _ALL // ((_USUAL - 1) * shortest)))
+        sampled = np.flatnonzero(_mixed(hashes) < min(_UNKNOWN, _SAMPLES * _ALL // shortest))
+        places.append(first - 1 + sampled)
+        values.append(hashes[sampled])
+    return np.concatenate(cuts), np.concatenate(places), np.concatenate(values)
+
+
+def _hashes(tokens: Hashes) -> Hashes:
+    """Of each token with the 31 before it."""
+    hashes, factor = _mixed(tokens + np.uint32(1)), _FACTOR
+    for width in (1, 2, 4, 8, 16):
+        longer = hashes.copy()
+        longer[width:] += hashes[:-width] * np.uint32(factor)
+        hashes, factor = longer, factor * factor % _ALL
+    return _mixed(hashes)
+
+
+def _mixed(numbers: Hashes) -> Hashes:
+    """Other numbers, one for each, in which every bit depends on all bits (the finaliser of MurmurHash3)."""
+    mixed = numbers ^ (numbers >> np.uint32(16))
+    mixed *= np.uint32(0x85EBCA6B)
+    mixed ^= mixed >> np.uint32(13)
+    mixed *= np.uint32(0xC2B2AE35)
+    mixed ^= mixed >> np.uint32(16)
+    return mixed

@@ -1,0 +1,117 @@
+"""Files of tokens, and what `decentral.tokenize` writes beside them: the tokenizer's digest, so that peers can compare.
+
+    words.bin         uint16 or uint32, in this machine's order of bytes
+    words.bin.json    {"tokenizer": digest, "token_bytes": 2, "vocabulary": 8192, "tokens": 1234567}
+
+A file of another program has no description, and `.npy` describes its width itself.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from decentral.core import config, strict_json
+from decentral.core.atomic_file import write_atomically
+from decentral.core.errors import UserError
+from decentral.train import tokenizer
+
+MOST_DESCRIPTION_BYTES = 4096
+LOOKED_AT = 1 << 20  # tokens at the beginning that tell whether the width is right
+Tokens = npt.NDArray[np.generic]
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What the file beside a file of tokens says of it."""
+
+    tokenizer: str  # its digest, as train/tokenizer.py makes it
+    token_bytes: int
+    vocabulary: int  # every token is below it
+    tokens: int
+
+
+def describe(path: Path, description: Description) -> None:
+    """Write the description beside a file of tokens. Raises OSError."""
+    write_atomically(_beside(path), (json.dumps(asdict(description), indent=1) + "\n").encode())
+
+
+def described(path: Path) -> Description | None:
+    """Return what is written beside a file of tokens; None if nothing is.
+
+    Raises:
+        UserError: If the description is damaged, or is that of another file.
+    """
+    beside = _beside(path)
+    try:
+        with beside.open("rb") as file:
+            found = Description(**strict_json.loads(file.read(MOST_DESCRIPTION_BYTES)))
+        size, expected = path.stat().st_size, found.tokens * found.token_bytes
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"data: {beside} is no description of a file of tokens ({error}); write both again") from None
+    if found.token_bytes not in (2, 4) or size != expected:
+        says = f"{beside} says {found.tokens} tokens of {found.token_bytes} bytes, and {path} has {size} bytes"
+        raise UserError(f"data: {says}; write both again, or remove {beside.name}")
+    return found
+
+
+def digest(run: config.Config) -> str | None:
+    """Return the digest of the tokenizer that made this peer's file of tokens; None if nobody has said which it was.
+
+    Raises:
+        UserError: If the user's --tokenizer is another one than the file's.
+    """
+    assert run.data.path is not None
+    found = described(Path(run.data.path))
+    if run.data.tokenizer is None:
+        return found.tokenizer if found else None
+    named = tokenizer.load(run.data.tokenizer).digest
+    if found and found.tokenizer != named:
+        raise UserError(f"--tokenizer {run.data.tokenizer}: {run.data.path} was made by another tokenizer")
+    return named
+
+
+def mapped(data: config.DataConfig, vocabulary: int) -> Tokens:
+    """Return the tokens, mapped and not read.
+
+    Raises:
+        UserError: If the file cannot be mapped, or its entries have another width than `data.token_bytes`.
+    """
+    assert data.path is not None
+    path = Path(data.path)
+    if path.suffix == ".npy":
+        return _array(path)
+    description = described(path)
+    width = description.token_bytes if description else data.token_bytes
+    dtype = np.uint16 if width == 2 else np.uint32
+    try:
+        tokens = np.memmap(path, dtype=dtype, mode="r")
+    except (OSError, ValueError) as error:
+        raise UserError(f"data: cannot map {path} as {dtype.__name__}: {error}") from None
+    if bytes(tokens[:3].tobytes()[:6]) == b"\x93NUMPY":
+        raise UserError(f"data: {path} is an array that NumPy saved; give it a name that ends in .npy")
+    first = tokens[:LOOKED_AT]
+    high = (vocabulary - 1) >> 16  # the largest upper half of a token
+    if description is None and width == 2 and first.any() and int(first[1::2].max(initial=0)) <= high:
+        looks = f"in {path} every second entry of two bytes is at most {high}, as in a file of four bytes a token"
+        raise UserError(f"data: {looks}; set data.token_bytes=4")
+    return tokens
+
+
+def _array(path: Path) -> Tokens:
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"data: cannot map {path} as an array of NumPy: {error}") from None
+    if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "ui":
+        shape = f"{tokens.dtype} of shape {tokens.shape}" if isinstance(tokens, np.ndarray) else "several arrays"
+        raise UserError(f"data: {path} has {shape}; expected one row of whole numbers")
+    return tokens
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(path.name + ".json")
