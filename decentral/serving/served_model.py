@@ -29,7 +29,7 @@ REFRESH_S = 600.0  # between two gatherings of a swarm's weights, which its peer
 FOLDER_LOOK_S = 20.0  # between two looks at a folder
 AGAIN_S = 20.0  # until the next try, where one has failed
 GATHERING_SHARE = 0.05  # of the time, at most
-WEIGHTS_FILE = "*.safetensors"
+WEIGHT_FILES = "*.safetensors"
 
 Load = Callable[[], Coroutine[Any, Any, LoadedModel | None]]
 """The newest weights; None: they are those that it gave last. Raises UserError."""
@@ -121,7 +121,7 @@ class WhenChanged:
     def _newest(self) -> LoadedModel | None:
         """Raises UserError where a folder cannot be read, or is being replaced: the next look finds it whole."""
         try:
-            files = [path for pattern in (WEIGHTS_FILE, f"*/{WEIGHTS_FILE}") for path in self._folder.glob(pattern)]
+            files = [path for pattern in (WEIGHT_FILES, f"*/{WEIGHT_FILES}") for path in self._folder.glob(pattern)]
             found = [(path, path.stat().st_mtime_ns) for path in sorted(files)]
             if self._known and found == self._known:
                 return None
