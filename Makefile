@@ -8,8 +8,9 @@
 # And for a long night:
 #   make soak SECONDS=3600    real peers, one of which is killed, frozen, cut off or out of disk every 20 s; with root
 #                             each in a network of its own. soak-report.json has what was found
-#   make night SECONDS=3600   plays the tests that are too many for `make test` (ways in which commands end), then
-#                             goes on with simulated swarms that nobody has simulated yet; night-report.json says how
+#   make night SECONDS=3600   plays the tests that are too many for `make test` (ways in which commands end), rehearses
+#                             the check of a GPU, benchmarks/gpu, on the CPU in a few minutes; then goes on with
+#                             simulated swarms that nobody has simulated yet; night-report.json says how
 #                             many, and for each that was violated its seed and the line that replays it
 #   make fuzz SECONDS=600     looks for bytes that crash a decoder, by coverage; what it finds stays in
 #                             tests/fuzz/corpus/
@@ -35,6 +36,7 @@ soak: install
 
 night: install
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m night
+	OMP_NUM_THREADS=1 $(RUN) -m benchmarks.gpu --rehearse --out build/gpu-rehearsal
 	OMP_NUM_THREADS=1 $(RUN) -m decentral.simulate --sweep 100000000 --seed $$(date +%s) --for-seconds $(SECONDS) \
 		--shrink --report night-report.json
 

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -57,11 +57,32 @@ def train(
     interval: Sequence[float],
 ) -> list[Mark]:
     """Trains until the interval is over. Returns when steps ended."""
+    marks: list[Mark] = []
+    loop = steps(run, forward, model, device, dtype)
+    taken = 0
+    while time.time() < interval[0] + interval[1]:
+        next(loop)
+        taken += 1
+        if device.type == "cpu" or not marks or time.time() - marks[-1][0] >= SYNC_S:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            marks.append((time.time(), taken))
+        if taken == 1:
+            print("training", flush=True)
+    return marks
+
+
+def steps(
+    run: config.Config,
+    forward: Callable[[Tensor], Tensor],
+    model: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Iterator[int]:
+    """Yield the tokens of each training step once it is in the device's queue; the loop never ends by itself."""
     corpus, draw = data.corpus(run.data, run.model), rng.arrays(run.seed, "bare loop")
     optimizers, schedules = _optimizers(model, run.train)
-    marks: list[Mark] = []
-    steps = 0
-    while time.time() < interval[0] + interval[1]:
+    while True:
         for _ in range(run.train.accumulate):
             inputs_BT, targets_BT = corpus.micro_batch(draw, int(run.train.micro_batch))
             inputs_BT, targets_BT = inputs_BT.to(device, non_blocking=True), targets_BT.to(device, non_blocking=True)
@@ -75,14 +96,7 @@ def train(
                 optimizer.step()
             schedule.step()
             optimizer.zero_grad(set_to_none=True)
-        steps += 1
-        if device.type == "cpu" or not marks or time.time() - marks[-1][0] >= SYNC_S:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            marks.append((time.time(), steps))
-        if steps == 1:
-            print("training", flush=True)
-    return marks
+        yield int(run.train.micro_batch) * run.train.accumulate * run.model.context
 
 
 def _optimizers(

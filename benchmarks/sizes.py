@@ -35,6 +35,7 @@ from rich.console import Console
 from benchmarks import processes
 from benchmarks.kernels import kernel_rates
 from benchmarks.processes import CpuSeconds
+from benchmarks.shapes import SIZES, utilisation
 from benchmarks.straggler import Child
 from decentral.core import config
 from decentral.core.journal import read
@@ -48,19 +49,10 @@ START_S = 300.0  # for a process to begin training
 POLL_S = 0.1
 HEAD_START_S = 0.5  # between saying when an interval begins and its beginning
 CHECKPOINT_S = 2.0  # before a checkpoint's line in the journal: steps in this time may have been held up by it
-SIZES = {  # shapes of byte-level models, and the micro-batch
-    "0.5M": ["model.depth=2"],
-    "10M": ["model.depth=6", "model.width=384"],
-    "85M": ["model.depth=12", "model.width=768", "train.micro_batch=1"],
-    "125M": ["model.depth=18", "model.width=768", "model.context=1024", "train.micro_batch=32"],
-    "350M": ["model.depth=28", "model.width=1024", "model.context=1024", "train.micro_batch=16"],
-    "1B": ["model.depth=20", "model.width=2048", "model.context=1024", "train.micro_batch=8"],
-}
 ON_CPU, ON_CUDA = ("0.5M", "10M", "85M"), ("125M", "350M", "1B")
 COMPILED = ["train.compile=true", "train.dtype=bfloat16"]
 ONE_EVALUATION = ["train.eval_every_s=1e6", "train.eval_sequences=8"]
 TINY = ["model.depth=1", "model.width=32", "model.context=32"]
-PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12, "3090": 71e12}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,18 +156,26 @@ def _peers(case: Case, seconds: float) -> Measured:
 def _training_swarm(case: Case) -> Iterator[LocalSwarm]:
     """A swarm of real peers of which each has taken a step."""
     flags = parse_local(["--peers", f"{case.peers}", "--device", case.args.device, "--stop-after", "1e6s", *case.flags])
-    with tempfile.TemporaryDirectory(prefix="sizes-") as folder:
-        swarm = LocalSwarm(flags, Path(folder))
-        try:
-            swarm.start(Console(file=sys.stderr, quiet=True))
-            deadline = time.time() + START_S
-            while not all(member.happened("step", swarm.began) for member in swarm.members):
-                if time.time() > deadline:
-                    raise SystemExit(f"{case.size}: not all of {case.peers} peers train after {START_S:.0f} s")
-                time.sleep(POLL_S)
-            yield swarm  # and no last checkpoints: they would take a large model's swarm a minute
-        finally:
-            swarm.kill()
+    with tempfile.TemporaryDirectory(prefix="sizes-") as folder, training(LocalSwarm(flags, Path(folder))) as swarm:
+        yield swarm
+
+
+@contextmanager
+def training(swarm: LocalSwarm, start_s: float = START_S) -> Iterator[LocalSwarm]:
+    """Start a swarm, and give it once each peer has taken a step. At the end kill its peers.
+
+    Raises SystemExit if they do not all train within `start_s`, and UserError if one does not start.
+    """
+    try:
+        swarm.start(Console(file=sys.stderr, quiet=True))
+        deadline = time.time() + start_s
+        while not all(member.happened("step", swarm.began) for member in swarm.members):
+            if time.time() > deadline:
+                raise SystemExit(f"not all of {len(swarm.members)} peers train after {start_s:.0f} s")
+            time.sleep(POLL_S)
+        yield swarm  # and no last checkpoints: they would take a large model's swarm a minute
+    finally:
+        swarm.kill()
 
 
 def rate(steps: Sequence[Line]) -> float:
@@ -234,21 +234,13 @@ def summarised(case: Case, turns: Sequence[dict[str, Measured]], empty: dict[str
         "newcomer_s": [one.newcomer_s for one in ours],
         "checkpoint_s": max((one.checkpoint_s for one in ours if one.checkpoint_s is not None), default=None),
         "stall_s": max((one.stall_s for one in ours if one.stall_s is not None), default=None),
-        "flop_utilisation": _utilisation(run, means["peers"]) if case.args.device.startswith("cuda") else None,
+        "flop_utilisation": _utilisation(run, means["peers"], case.args.device),
         "repetitions": [{kind: asdict(one) for kind, one in turn.items()} for turn in turns],
     }
 
 
-def _utilisation(run: config.Config, tokens_per_s: float) -> float | None:
-    """FLOP/s of training over the dense bf16 peak of this GPU; None for a GPU whose peak is not known here.
-
-    A token takes 6 FLOP for each parameter that multiplies it (all but the embedding's), and 6 T D for each block's
-    causal attention (Chowdhery et al., arXiv 2204.02311, appendix B, halved for the mask).
-    """
-    peak = next((flops for name, flops in PEAKS.items() if name in torch.cuda.get_device_name()), None)
-    layers = gpt.parameters(run.model)
-    attention = 6 * run.model.depth * run.model.context * run.model.d_model
-    return tokens_per_s * (6 * sum(layers[1:]) + attention) / peak if peak else None
+def _utilisation(run: config.Config, tokens_per_s: float, device: str) -> float | None:
+    return utilisation(run, tokens_per_s, torch.cuda.get_device_name()) if device.startswith("cuda") else None
 
 
 COLUMNS = {  # heading: width

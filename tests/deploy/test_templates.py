@@ -14,7 +14,8 @@ from decentral import identity, peer
 from decentral.comm.wire.identity import Identity
 from decentral.peers.hosts.host import FAREWELL_S, FINISH_S
 
-DEPLOY = Path(__file__).parent.parent.parent / "deploy"
+ROOT = Path(__file__).parent.parent.parent
+DEPLOY = ROOT / "deploy"
 OVERLAYS = ("base", "private", "cuda")
 LEAVES_IN_S = FAREWELL_S + FINISH_S
 
@@ -62,9 +63,9 @@ def test_the_image_passes_hadolint() -> None:
     run("hadolint", DEPLOY / "Containerfile")
 
 
-@pytest.mark.parametrize("script", ["slurm/peers.sbatch"])
+@pytest.mark.parametrize("script", ["deploy/slurm/peers.sbatch", "benchmarks/gpu/offline.sh"])
 def test_a_script_passes_shellcheck(script: str) -> None:
-    run("shellcheck", DEPLOY / script)
+    run("shellcheck", ROOT / script)
 
 
 def test_the_shell_in_templates_passes_shellcheck(tmp_path: Path) -> None:

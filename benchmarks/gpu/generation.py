@@ -1,0 +1,35 @@
+"""Generation: tokens/s of one sequence, with keys and values kept."""
+
+from collections.abc import Sequence
+from functools import partial
+from time import perf_counter
+
+from torch import nn
+
+from benchmarks.gpu.notes import Notes
+from benchmarks.gpu.scale import Scale
+from decentral.train import decoding, gpt
+from decentral.train.measure import choose
+from decentral.train.step import Device
+
+PROMPT = range(32)
+WARM_TOKENS = 4
+DTYPES = ("float32", "bfloat16")
+
+
+def measure(scale: Scale, notes: Notes, size: str) -> None:
+    """Note tokens/s in each dtype; the prompt's reading is counted."""
+    run = scale.run(size)
+    layers = gpt.build(run.model, run.seed)
+    for dtype in DTYPES:
+        device = choose(scale.device, dtype, 1.0, 0.0)
+        notes.attempt(f"{dtype}, tokens/s", partial(rate, layers, device, scale.generated))
+
+
+def rate(layers: Sequence[nn.Module], device: Device, tokens: int) -> float:
+    """Return tokens/s of so many tokens, after a few that are not counted."""
+    for count in (WARM_TOKENS, tokens):
+        began = perf_counter()
+        for _ in decoding.generate(layers, PROMPT, decoding.Sampling(tokens=count, seed=0), device):
+            pass
+    return tokens / (perf_counter() - began)

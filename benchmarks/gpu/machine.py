@@ -1,0 +1,51 @@
+"""The machine: versions of what is installed, what the doctor says, and the memory that peers claim."""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+
+from benchmarks.gpu.notes import Notes
+from benchmarks.gpu.scale import Scale
+from decentral.train import memory
+
+PACKAGES = ("torch", "numpy", "numba", "triton", "cupy-cuda12x", "cupy-cuda13x", "hivemind", "pydantic", "protobuf")
+CHECKS = ("python", "packages", "device")  # of the doctor; the others are about a network
+CLAIMS = (("125M", 8), ("125M", 16), ("125M", 32), ("350M", 16), ("1B", 8))  # size and sequences in a micro-batch
+DOCTOR_S = 60.0
+
+
+def measure(scale: Scale, notes: Notes) -> None:
+    """Note what this machine is. The GPU may be busy meanwhile."""
+    notes.put("device", scale.name)
+    notes.put("python", platform.python_version())
+    notes.put("cores", os.cpu_count())
+    notes.put("compiler", shutil.which("gcc") or shutil.which("cc"))
+    notes.put("packages", {name: version(name) for name in PACKAGES})
+    notes.attempt("claimed bytes", lambda: {f"{size}, {n}": claimed(scale, size, n) for size, n in CLAIMS})
+    notes.attempt("doctor", doctor)
+
+
+def version(package: str) -> str | None:
+    """Return the installed version; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def claimed(scale: Scale, size: str, sequences: int) -> int:
+    """Return the bytes that a peer with a GPU counts for the whole model."""
+    needs = memory.needs(scale.run(size, f"train.micro_batch={sequences}"), gossip_apart=True)
+    return needs.span_bytes(0, len(needs.fragments))
+
+
+def doctor() -> dict[str, str]:
+    """Return what the doctor sees of this machine, by check."""
+    command = [sys.executable, "-m", "decentral.doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DOCTOR_S)
+    findings = json.loads(done.stdout)["findings"]
+    return {one["check"]: f"{one['state']}: {one['seen']}" for one in findings if one["check"] in CHECKS}
