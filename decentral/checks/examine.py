@@ -189,8 +189,8 @@ def _excused(refusals: list[Finding], answered: bool, given: bool) -> list[Findi
 
 
 async def _links(flags: argparse.Namespace, place: PeerPlace, visit: Visit) -> AsyncIterator[Finding]:
-    transport, others = visit.transport, [peer for peer in visit.reached if peer != place.peer] or visit.reached
-    addresses, seen = await transport.addresses(), await network.seen_by(transport, others)
+    transport, others = visit.transport, [peer for peer in visit.reached if peer != place.peer]
+    addresses, seen = await transport.addresses(), await network.seen_by(transport, others or visit.reached)
     yield network.address_translation(addresses, seen)
     came = await network.dialled_back(transport, seen, flags.announce)
     reachable = network.reachability(addresses, seen, came)
@@ -198,8 +198,11 @@ async def _links(flags: argparse.Namespace, place: PeerPlace, visit: Visit) -> A
         there = "from another machine: python -m decentral.doctor --join, with this peer's address"
         reachable = unknown("reachability", f"{reachable.seen} (a port of this check, not the peer's)", there)
     yield reachable
+    if not others:  # the way to this machine's own peer tells nothing of the ways to others
+        yield unknown("latency", "no other peer can be reached from here")
+        return
     yield await network.latency(transport, others)
     own = visit.known.get(place.peer) if place.peer else None
-    rates = network.measured(own.profile) if own else []
-    for finding in rates or [await network.download(transport, others, visit.run)]:
+    rates, fetched = network.measured(own.profile) if own else [], await network.download(transport, others, visit.run)
+    for finding in [fetched] if fetched.state == FindingState.WRONG or not rates else rates:
         yield finding

@@ -19,6 +19,7 @@ from decentral.comm.wire.messages import MAX_CHUNK_BYTES, Ping, Pong, Refused, S
 from decentral.comm.wire.transport import Answer, AskError
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
+from decentral.core.reasons import Reason
 from decentral.core.units import KiB, Seconds, readable_bytes
 from decentral.peers.membership.records import Profile
 
@@ -35,6 +36,8 @@ FORWARD = "forward TCP port {port} on the router to this machine, and start the 
 FORWARD += "{everywhere}/tcp/{port} --announce {outside}/tcp/{port}"
 OPEN = "open TCP port {port} in this machine's firewall (and the cloud's security group), and start the peer with "
 OPEN += "--listen {everywhere}/tcp/{port}"
+SMALLER_PACKETS = "make this machine's packets smaller: ip link set dev INTERFACE mtu 1280; if that helps, mend the "
+SMALLER_PACKETS += "tunnel, VPN or router on the way (its MTU, or the ICMP messages that it drops)"
 ALL_OF_THEM = "--listen takes this machine's addresses; /ip4/0.0.0.0/tcp/PORT is all of IPv4, /ip6/::/tcp/PORT of IPv6"
 UNTIL_THEN = "until then it exchanges with peers that can be reached, and with others through their relays"
 
@@ -169,8 +172,8 @@ async def _round_trip_s(transport: Libp2p, peer: PeerId) -> Seconds | None:
 
 async def download(transport: Libp2p, peers: Sequence[PeerId], run: RunId) -> Finding:
     """Bytes/s of a piece of state, which is what a newcomer fetches first. Strangers may not upload to measure."""
-    refusals = []
-    for peer in peers:
+    refusals: list[str] = []
+    for peer in peers[:ASKED]:
         try:
             answer = await _piece(transport, peer, run, FIRST_PIECE_BYTES)
             if isinstance(answer.envelope.message, StateChunk) and answer.seconds < QUICK_S:
@@ -186,7 +189,16 @@ async def download(transport: Libp2p, peers: Sequence[PeerId], run: RunId) -> Fi
             return unknown("download", f"the model's fragments have {size}: too little to measure a link with")
         else:
             return rate("download", answer.received_bytes / max(1e-6, answer.seconds - answer.first_byte_s))
+    if refusals and set(refusals) <= {Reason.DEADLINE, Reason.CUT} and await _answers_small(transport, peers[:ASKED]):
+        size = readable_bytes(FIRST_PIECE_BYTES)
+        seen = f"small answers come, and none of {size}: the path drops large packets (MTU)"
+        return wrong("download", seen, SMALLER_PACKETS)
     return unknown("download", f"no peer gives state now ({', '.join(refusals) or 'nobody asked'})", "try again later")
+
+
+async def _answers_small(transport: Libp2p, peers: Sequence[PeerId]) -> bool:
+    """Whether one of these peers answers a question whose packets are small."""
+    return any(await asyncio.gather(*(_round_trip_s(transport, peer) for peer in peers)))
 
 
 async def _piece(transport: Libp2p, peer: PeerId, run: RunId, length: int) -> Answer:

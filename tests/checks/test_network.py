@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,11 @@ from decentral.checks.network import Seen
 from decentral.comm.net import libp2p_services
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.net.libp2p_services import AUTONAT, DialBack, DialStatus, Identified
-from decentral.comm.wire.transport import AskError
-from decentral.core.ids import PeerId
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import Ping, Pong
+from decentral.comm.wire.transport import Answer, AskError
+from decentral.core.ids import PeerId, RunId
+from decentral.core.reasons import Reason
 
 OWN = ["/ip4/192.168.0.7/tcp/4001/p2p/QmA", "/ip4/127.0.0.1/tcp/4001/p2p/QmA"]
 
@@ -113,3 +117,30 @@ def test_a_clock_is_judged_by_the_median_of_the_others(ahead_s: list[float], sta
 
 def test_the_remedy_of_a_wrong_clock_says_which_one_to_set() -> None:
     assert "3600 s behind 3 peers'" in clock.clock([3600.0] * 3).seen
+
+
+class Path1400:
+    """A transport over a path that drops packets of more than 1,400 bytes: only small answers arrive."""
+
+    def __init__(self, small: bool = True) -> None:
+        self.small = small
+
+    async def ask(self, to: PeerId, envelope: Envelope, deadline_s: float, max_blob_bytes: int) -> Answer:
+        if isinstance(envelope.message, Ping) and self.small:
+            return Answer(Envelope(Pong(envelope.message.nonce)), 0.02, 0.02, 40, 40)
+        raise AskError(Reason.DEADLINE, f"{deadline_s:.1f} s")
+
+
+def downloaded(transport: Any) -> Finding:
+    return asyncio.run(network.download(transport, [PeerId("A"), PeerId("B")], RunId("gpt-3fa2c1")))
+
+
+def test_a_path_that_drops_large_packets_is_wrong_and_the_remedy_names_the_mtu() -> None:
+    found = downloaded(Path1400())
+    assert found.state == FindingState.WRONG
+    assert "the path drops large packets (MTU)" in found.seen
+    assert "mtu 1280" in found.remedy
+
+
+def test_peers_that_answer_nothing_do_not_tell_of_a_path_that_drops_large_packets() -> None:
+    assert downloaded(Path1400(small=False)).state == FindingState.UNKNOWN

@@ -25,6 +25,7 @@ STEPS = 100  # of each honest peer
 STEP_S = 0.05
 MET = 6  # windows of the liar that each of them has pulled and looked at
 REFUSED = 3  # of those, at least
+EXCHANGED = 20  # windows that each of them has merged: what their average has learned does not hang on their speed
 
 
 class RealSwarm(Swarm):
@@ -50,7 +51,7 @@ class RealSwarm(Swarm):
 
     async def connect(self, lie: str) -> None:
         kinds = {name: lying(lie) if name == LIAR else Libp2p for name in self.identities}
-        started = (kind.start(self.keys / f"{name}.key", LISTEN, ()) for name, kind in kinds.items())
+        started = (kind.start(self.keys / f"{name}.key", LISTEN, (), self.clock) for name, kind in kinds.items())
         self.transports = dict(zip(kinds, await asyncio.gather(*started), strict=True))
         for name, transport in self.transports.items():
             self.places[name] = await transport.addresses()
@@ -91,6 +92,7 @@ def play(swarm: RealSwarm, lie: str) -> None:
             honest = [swarm.hosts[name].node for name in HONEST]
             await swarm.until(lambda: all(node.progress.step >= STEPS for node in honest))
             await swarm.until(lambda: all(len(swarm.met(name)) >= MET for name in HONEST))
+            await swarm.until(lambda: all(node.traffic.exchanges["done"] >= EXCHANGED for node in honest))
             for host in swarm.hosts.values():
                 host.stop("enough")
             assert await asyncio.gather(*running) == ["enough"] * len(running)

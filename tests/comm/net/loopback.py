@@ -26,6 +26,7 @@ class Loopback:
 
     peers: dict[PeerId, "LoopbackTransport"] = field(default_factory=dict)
     records: dict[tuple[str, str], tuple[bytes, float]] = field(default_factory=dict)
+    now: Callable[[], float] = time.time  # by which records expire
 
     def transport(self, peer: PeerId) -> "LoopbackTransport":
         self.peers[peer] = LoopbackTransport(peer, self)
@@ -110,7 +111,7 @@ class LoopbackDirectory:
         return True
 
     async def fetch(self, key: str) -> Mapping[str, bytes]:
-        now = time.time()
+        now = self._network.now()
         return {
             subkey: value
             for (held, subkey), (value, expires) in self._network.records.items()

@@ -23,12 +23,13 @@ from decentral.peers.placement.span_move import MemoryBudget
 from decentral.train import memory
 from decentral.train.compute import Compute, ComputeSetup
 from tests.comm.net.loopback import Loopback, LoopbackDirectory
+from tests.patient_time import PatientLoop
 
 MakeSetup = Callable[..., ComputeSetup]
 RUN = RunId("words-3fa2c1")
 FEW = config.RoutesConfig(holders=1)  # with three peers not every layer can keep two other holders
 LOOKING_OFTEN = config.SwarmConfig(refresh_s=0.05)  # a lookup in a directory in memory costs nothing
-LIMIT_S = 60.0  # deadline of a whole test against hanging, not a measurement
+LIMIT_S = 60.0  # deadline of a whole test against hanging, in the loop's time
 
 
 class Swarm:
@@ -39,7 +40,9 @@ class Swarm:
     gossip: Mapping[str, float] = MappingProxyType({"window_s": 0.05})
 
     def __init__(self, setup_of: MakeSetup, identities: dict[str, Identity], algorithm: str) -> None:
-        self.network = Loopback()
+        self.loop = PatientLoop()
+        self.clock = SwarmClock(steady=self.loop.time)
+        self.network = Loopback(now=self.clock)
         self.identities = identities
         self.setup_of, self.algorithm = setup_of, algorithm
         self.hosts: dict[str, Host] = {}
@@ -67,9 +70,9 @@ class Swarm:
                 memory_budget=self.memory_budget(compute),
             )
         )
-        lines = journal.Journal(setup.folder / "journal.jsonl", SwarmClock())
+        lines = journal.Journal(setup.folder / "journal.jsonl", self.clock)
         book = AddressBook(setup.folder / "peers.json")
-        self.hosts[name] = Host(node, *self.network_of(name), compute, lines, book, SwarmClock())
+        self.hosts[name] = Host(node, *self.network_of(name), compute, lines, book, self.clock, wall=self.clock)
         return self.hosts[name]
 
     def addresses(self, name: str) -> tuple[str, ...]:
@@ -117,12 +120,8 @@ class Swarm:
     def play(self, story: Coroutine[Any, Any, None]) -> None:
         """Runs the story; whatever comes of it, no compute thread is left."""
 
-        async def limited() -> None:
-            async with asyncio.timeout(self.limit_s):
-                await story
-
         try:
-            asyncio.run(limited())
+            self.loop.play(story, self.limit_s)
         finally:
             for host in self.hosts.values():
                 host.compute.submit(jobs.Finish())
