@@ -47,7 +47,8 @@ def write(folder: Path, run: config.Config, layers: Sequence[nn.Module]) -> list
     }
     if run.model.options.fused:
         _fuse(weights, settings, run.model)
-    files = {ADAPTER: (json.dumps(settings, indent=1) + "\n").encode(), ADAPTER_WEIGHTS: save(weights, {"format": "pt"})}
+    described = (json.dumps(settings, indent=1) + "\n").encode()
+    files = {ADAPTER: described, ADAPTER_WEIGHTS: save(weights, {"format": "pt"})}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
