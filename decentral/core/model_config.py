@@ -24,9 +24,7 @@ class RopeScaling(Strict):
     low: PositiveFloat = 1.0  # turns within these positions up to which an angle is stretched in full
     # The turns from which on an angle is left as it was: the papers' values, which transformers takes as well.
     high: PositiveFloat = Field(default_factory=lambda given: 32.0 if given.get("kind") == "yarn" else 4.0)
-    attention: PositiveFloat | None = (
-        None  # factor of queries and keys (yarn, longrope); None: it follows from `factor`
-    )
+    attention: PositiveFloat | None = None  # of queries and keys (yarn, longrope); None: it follows from `factor`
     truncate: bool = True  # yarn: whole numbers of channels between the two
     short: Divisors = ()  # longrope: what each rate is divided by, in a sequence of at most `positions` ...
     long: Divisors = ()  # ... and in a longer one

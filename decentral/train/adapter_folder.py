@@ -18,7 +18,7 @@ from decentral.core.errors import UserError
 from decentral.train import gpt, huggingface
 from decentral.train.start_weights import ADAPTER, FUSED, WHOLE
 
-WEIGHTS_FILE = "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of a tensor's name: peft's wrapper, and within it transformers' model
 
 
@@ -47,7 +47,8 @@ def write(folder: Path, run: config.Config, layers: Sequence[nn.Module]) -> list
     }
     if run.model.options.fused:
         _fuse(weights, settings, run.model)
-    files = {ADAPTER: (json.dumps(settings, indent=1) + "\n").encode(), WEIGHTS_FILE: save(weights, {"format": "pt"})}
+    described = (json.dumps(settings, indent=1) + "\n").encode()
+    files = {ADAPTER: described, ADAPTER_WEIGHTS: save(weights, {"format": "pt"})}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
