@@ -13,13 +13,14 @@ import secrets
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 
 from decentral import __version__, command, invitation_files, launch, state, view
 from decentral.claim_span import ClaimedSpan, RealClock, RoutedModel, SpanRequest, claim, silent_peers, stage_config
 from decentral.comm.net.libp2p import Libp2p
+from decentral.comm.net.libp2p_directory import NETWORK_ERRORS
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.private_swarm import may_train
 from decentral.core.errors import UserError
@@ -48,6 +49,7 @@ from decentral.train.kernel_choice import best_kernels
 from decentral.train.outer_kernels import OuterKernels
 from decentral.train.step import ALONE
 
+ADDRESSES_S = 15.0  # between two looks at this machine's addresses
 STEPS_REPORTED_S = 0.2  # how often, at most
 
 
@@ -202,7 +204,8 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
         if name != signal.SIGTERM or not flags.island:  # by which a launcher ends ranks that start again
             loop.add_signal_handler(name, host.stop, "interrupted")
     tasks = [
-        asyncio.create_task(work) for work in (_show(host, shown), look_for_the_lost(host, flags.join), _revive(host))
+        asyncio.create_task(work)
+        for work in (_show(host, shown), look_for_the_lost(host, flags.join), _revive(host), _watch_addresses(host))
     ]
     if flags.page:
         tasks += [asyncio.create_task(work(host, flags.page)) for work in (feed_page, watch_for_page)]
@@ -243,6 +246,20 @@ async def _show(host: Host, shown: view.Display) -> None:
     while True:
         await asyncio.sleep(shown.interval_s)
         shown.update(host.node, host.now(), host.troubles())
+
+
+async def _watch_addresses(host: Host) -> None:
+    """Tell the others when this machine has other addresses: another network, a new lease, a relay that was found."""
+    transport, known = host.transport, host.node.setup.addresses
+    assert isinstance(transport, Libp2p)
+    while True:
+        await asyncio.sleep(ADDRESSES_S)
+        with suppress(*NETWORK_ERRORS):  # the daemon may be starting again
+            found = records.publishable(await transport.addresses())
+            if records.has_moved(known, found):
+                known = found
+                told = host.node.own_record.move_to(found)
+                host.journal.write(told.event, **told.fields)
 
 
 async def _revive(host: Host) -> None:

@@ -6,19 +6,25 @@ A peer that has stopped is read as well: its journal's last line says why it sto
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from decentral.checks.finding import Finding, ok, unknown, warn, wrong
 from decentral.checks.reason_remedies import remedy_of
 from decentral.core import journal
+from decentral.core.errors import UserError
+from decentral.core.ids import PeerId, short
 from decentral.core.line_fields import Line, count, finite_value, number
+from decentral.core.plain_text import plain_text
 from decentral.core.units import MiB, Seconds
+from decentral.state import StateFolder
 
 RECENT_S = 600.0  # of the journal, that count
 RECENT_BYTES = 8 * MiB  # of the journal, that are read
 SILENT_S = 60.0  # a peer that trains writes a line at least every 10 s
 GOOD_SHARE = 0.5  # of exchanges, those that should be done
+PEERS_NAMED = 8
 FEW_FILES = 16  # left to open
 
 
@@ -66,8 +72,18 @@ def checks(folder: Path, swarm_now: Seconds) -> Iterator[Finding]:
         yield warn("journal", "the peer ended without a last line: it was killed", _AGAIN)
     else:
         yield training(tail, swarm_now)
-    yield exchanges(tail)
+    if not _takes_rounds(folder):
+        yield exchanges(tail)
+    yield from missed(tail)
     yield from troubles(tail)
+
+
+def _takes_rounds(folder: Path) -> bool:
+    """Return whether the folder's run is synchronous: then nothing is exchanged but gradients, in each step."""
+    with suppress(UserError):  # of a damaged file; the check of the folder says it
+        kept = StateFolder(folder).read_run()
+        return kept is not None and kept[1].synchronous
+    return False
 
 
 _AGAIN = "start it again: python -m decentral.peer --state-dir DIR; dmesg says whether the system killed it (memory)"
@@ -152,11 +168,22 @@ def exchanges(tail: JournalTail) -> Finding:
     return warn("exchanges", seen, remedy) if outcomes["done"] else wrong("exchanges", seen, remedy)
 
 
+def missed(tail: JournalTail) -> Iterator[Finding]:
+    """Return which peers have gone without a farewell in the last minutes, and have not come back."""
+    last = {str(line.get("peer")): line for line in tail.of_event("peer_left", "peer_joined")}
+    gone = [peer for peer, line in last.items() if line["event"] == "peer_left" and line.get("reason") != "left"]
+    if gone:
+        named = ", ".join(plain_text(short(PeerId(peer))) for peer in gone[:PEERS_NAMED])
+        more = f" and {len(gone) - PEERS_NAMED} more" if gone[PEERS_NAMED:] else ""
+        remedy = "look at the output of those that should run, and start them again from their state folders"
+        yield warn("peers", f"gone without a farewell in the last minutes: {named}{more}", remedy)
+
+
 def troubles(tail: JournalTail) -> Iterator[Finding]:
     """What the peer itself has said is wrong, in the last minutes."""
     for line in _last_of_each(tail.of_event("error")):
         yield warn("error", _reason(line), "what it says; docs/results/host-faults.md has what each means")
-    for line in tail.of_event("unheld")[-1:]:
+    for line in (line for line in tail.of_event("unheld", "held")[-1:] if line["event"] == "unheld"):
         yield wrong("layers", _reason(line), "start a peer with memory for them, or those that held them")
     for line in tail.of_event("lost")[-1:]:
         seen = f"{line.get('lines')} journal lines were lost: {line.get('reason')}"

@@ -32,6 +32,8 @@ def told(line: Line) -> tuple[str, str] | None:
             return WARNING, f"could not move to {_layers(line)}: {_said(line)}"
         case "error" | "unheld" | "behind":
             return BAD, _said(line)
+        case "held":
+            return GOOD, "all layers have a holder again"
         case "donor_failed":
             return WARNING, f"a donor failed: {_said(line)}"
         case "revoked":

@@ -19,7 +19,7 @@ OUTCOMES = ("done", "solo", "failed")
 ROW = (  # what a peer's row has, in this order
     *("number", "peer", "state", "why", "since", "heard", "device", "region", "software", "throttle", "first", "last"),
     *("memory_bytes", "step", "tokens", "tokens_per_s", "loss", "held_out", "shares", "exchanges", "reasons"),
-    *("sent_bytes", "received_bytes", "up", "down", "latency_s", "window_s"),
+    *("sent_bytes", "received_bytes", "up", "down", "latency_s", "window_s", "evaluated"),
 )
 
 
@@ -57,7 +57,7 @@ class WorkView:
     tokens_per_s: float = 0.0
     loss: float | None = None
     held_out: float | None = None
-    evaluated: Seconds = 0.0  # when
+    evaluated: Seconds = 0.0  # when; 0.0: not known, as a record does not say it
     shares: dict[str, float] = field(default_factory=dict)  # of its training thread's time, by kind
     spent: TimeSpent = NO_TIME
     exchanges: Counter[str] = field(default_factory=Counter)  # by outcome
@@ -140,7 +140,8 @@ class PeerView:
         work = self.work
         news = held_out is not None and held_out != work.held_out
         fresh = news and (self.own or work.held_out is not None)
-        work.held_out, work.evaluated = held_out, t if news else work.evaluated
+        again = held_out is not None and self.own  # its journal has a line for each evaluation
+        work.held_out, work.evaluated = held_out, t if fresh or again else work.evaluated
         return fresh
 
     def exchanged(self, line: Line) -> None:
@@ -185,7 +186,7 @@ class PeerView:
             *(_short(work.held_out), [round(work.shares.get(kind, 0.0), 3) for kind in KINDS] if work.shares else None),
             *([work.exchanges[outcome] for outcome in OUTCOMES], dict(work.reasons.most_common(REASONS_SHOWN))),
             *(network.sent_bytes, network.received_bytes, round(network.up), round(network.down)),
-            *(round(network.latency_s, 4), round(network.window_s, 2)),
+            *(round(network.latency_s, 4), round(network.window_s, 2), round(work.evaluated, 1)),
         ]
 
 

@@ -10,14 +10,27 @@ from decentral.dashboard.peer_view import PeerView, gone_words
 from decentral.peers.node.traffic import known_reason
 
 TROUBLED_S = 120.0  # after which what went wrong is history
+STILL_MISSED_S = 3600.0  # a peer that has gone without a farewell is missed for so long
 EXCHANGES_SEEN = 300  # the last ones, by which failing ones are judged
 MOST_FAILED = 0.25  # of them, before it is a problem
 FEW_EXCHANGES = 20  # exchanges say nothing yet
 PROBLEMS_SHOWN = 8
-ALONE_S = 30.0  # a peer that trains beside others for so long has exchanged something
+ALONE_S = 30.0  # a peer that trains beside others for so long, and for ALONE_WINDOWS, has exchanged something
+ALONE_WINDOWS = 3
 LEAST_TRAINING = 0.5  # of the time: a peer that trains less is held up by something
 
 Problem = tuple[str, int, str]  # how serious, the peer's number or -1 for the swarm, words
+
+
+@dataclass(frozen=True, slots=True)
+class RunKind:
+    """What of a run decides whether peers wait for each other."""
+
+    layers: int = 0  # of the model; 0: not known
+    synchronous: bool = False
+
+
+USUAL_RUN = RunKind()
 
 
 @dataclass(slots=True)
@@ -26,6 +39,7 @@ class RecentTroubles:
 
     _exchanges: deque[tuple[Seconds, str, str]] = field(default_factory=lambda: deque(maxlen=EXCHANGES_SEEN))
     _told: deque[tuple[Seconds, Problem]] = field(default_factory=lambda: deque(maxlen=EXCHANGES_SEEN))
+    _unheld: dict[int, tuple[range, str]] = field(default_factory=dict)  # by the peer that says it: layers, words
 
     def exchanged(self, t: Seconds, outcome: str, reason: str) -> None:
         self._exchanges.append((t, outcome, known_reason(reason)))
@@ -34,14 +48,32 @@ class RecentTroubles:
         if level in (BAD, WARNING):
             self._told.append((t, (level, peer, words)))
 
-    def problems(self, peers: Iterable[PeerView], now: Seconds) -> list[Problem]:
-        """At most PROBLEMS_SHOWN, none twice."""
+    def unheld(self, peer: int, span: tuple[int, int], words: str) -> None:
+        """A peer says that nobody holds these layers [first, last)."""
+        self._unheld[peer] = range(*span), words
+
+    def held(self, peer: int) -> None:
+        """The same peer says that all layers have a holder again, or is there no more."""
+        self._unheld.pop(peer, None)
+
+    def problems(self, peers: Iterable[PeerView], now: Seconds, run: RunKind = USUAL_RUN) -> list[Problem]:
+        """Return what is wrong now, the most serious first: at most PROBLEMS_SHOWN, none twice."""
         known = list(peers)
-        found = [*_silent(known, now), *self._serious(now), *self._failing(now), *_alone(known, now), *_idle(known)]
+        found = [*_silent(known, now), *self._without_holder(known), *self._serious(now), *self._failing(now)]
+        found += [] if run.synchronous else _alone(known, now)
+        found += _idle(known, run)
         return sorted(dict.fromkeys(found), key=lambda one: one[0] != BAD)[:PROBLEMS_SHOWN]
 
     def _serious(self, now: Seconds) -> list[Problem]:
         return [problem for t, problem in reversed(self._told) if t > now - TROUBLED_S]
+
+    def _without_holder(self, known: list[PeerView]) -> list[Problem]:
+        """What peers say of layers that nobody holds, unless the table of peers shows a holder: rosters lag behind."""
+        if not self._unheld:
+            return []
+        spans = {(peer.device.first, peer.device.last) for peer in known if peer.state == "training"}
+        held = {layer for span in spans for layer in range(*span)}
+        return [(BAD, -1, words) for layers, words in self._unheld.values() if not held.issuperset(layers)]
 
     def _failing(self, now: Seconds) -> list[Problem]:
         recent = [(outcome, reason) for t, outcome, reason in self._exchanges if t > now - TROUBLED_S]
@@ -54,16 +86,27 @@ class RecentTroubles:
 
 
 def _silent(peers: Iterable[PeerView], now: Seconds) -> list[Problem]:
-    lost = [peer for peer in peers if peer.state in ("silent", "ended") and peer.since > now - TROUBLED_S]
+    """Peers that have gone without a farewell: those of the last minutes are serious, the others are still missed."""
+    gone = [peer for peer in peers if peer.state in ("silent", "ended") and peer.since > now - STILL_MISSED_S]
+    lost = [peer for peer in gone if peer.since > now - TROUBLED_S]
+    missed = [peer for peer in gone if peer not in lost]
+    found = [(BAD, peer.number, gone_words(peer)) for peer in lost]
     if len(lost) > PROBLEMS_SHOWN // 2:
-        return [(BAD, -1, f"{len(lost)} peers have fallen silent or ended in the last two minutes")]
-    return [(BAD, peer.number, gone_words(peer)) for peer in lost]
+        found = [(BAD, -1, f"{len(lost)} peers have fallen silent or ended in the last two minutes")]
+    if len(missed) > PROBLEMS_SHOWN // 2:
+        return [
+            *found,
+            (WARNING, -1, f"{len(missed)} peers have fallen silent or ended in the last hour, and not come back"),
+        ]
+    ago = ((peer, f"{gone_words(peer)}, for {(now - peer.since) / 60:.0f} min") for peer in missed)
+    return [*found, *((WARNING, peer.number, words) for peer, words in ago)]
 
 
 def _alone(peers: list[PeerView], now: Seconds) -> list[Problem]:
     training = [peer for peer in peers if peer.state == "training"]
-    waited = (peer for peer in training if peer.own and peer.since < now - ALONE_S)
-    alone = [peer for peer in waited if not peer.work.exchanges["done"]] if len(training) > 1 else []
+    waited = [peer for peer in training if peer.own and now > peer.since + _alone_s(peer)]
+    beside = (peer for peer in waited if any(_share_layers(peer, other) for other in training if other is not peer))
+    alone = [peer for peer in beside if not peer.work.exchanges["done"]]
     if len(alone) > PROBLEMS_SHOWN // 2:
         return [(WARNING, -1, f"{len(alone)} peers have not exchanged anything since they joined")]
     reasons = {peer.number: ", ".join(name for name, _ in peer.work.reasons.most_common(2)) for peer in alone}
@@ -77,20 +120,34 @@ def _alone(peers: list[PeerView], now: Seconds) -> list[Problem]:
     ]
 
 
-def _idle(peers: Iterable[PeerView]) -> list[Problem]:
-    """Peers whose training thread does something else most of the time."""
-    idle = [(peer, peer.work.shares) for peer in peers if peer.state == "training" and peer.work.spent.total > ALONE_S]
-    slow = [(peer, shares) for peer, shares in idle if shares["training"] < LEAST_TRAINING]
-    if len(slow) > PROBLEMS_SHOWN // 2:
-        return [(WARNING, -1, f"{len(slow)} peers train less than half of the time")]
-    worst = {
-        peer.number: max((share, kind) for kind, share in shares.items() if kind != "training") for peer, shares in slow
-    }
-    return [
-        (
-            WARNING,
-            peer.number,
-            f"trains {shares['training']:.0%} of the time; {worst[peer.number][1]} takes most of the rest",
-        )
-        for peer, shares in slow
-    ]
+def _alone_s(peer: PeerView) -> Seconds:
+    """Return how long a peer beside others may train without an exchange."""
+    return max(ALONE_S, ALONE_WINDOWS * peer.network.window_s)
+
+
+def _share_layers(one: PeerView, other: PeerView) -> bool:
+    """Return whether two peers have anything to exchange. A peer whose layers are not known may hold any."""
+    unknown = not one.device.last or not other.device.last
+    return unknown or (one.device.first < other.device.last and other.device.first < one.device.last)
+
+
+def _waits_by_design(peer: PeerView, run: RunKind) -> bool:
+    """Return whether a peer's training thread waits for other peers: for micro-batches of routes, or for a round."""
+    part = 0 < peer.device.last - peer.device.first < run.layers
+    return run.synchronous or part
+
+
+def _idle(peers: Iterable[PeerView], run: RunKind) -> list[Problem]:
+    """Peers whose training thread does something else most of the time, though nothing in the run's design says so."""
+    found = []
+    for peer in peers:
+        if peer.state != "training" or peer.work.spent.total <= ALONE_S:
+            continue
+        designed = {"waiting"} if _waits_by_design(peer, run) else set()
+        aside = {kind: share for kind, share in peer.work.shares.items() if kind not in {"training", *designed}}
+        training, worst = peer.work.shares["training"], max(aside, key=aside.__getitem__)
+        if training < LEAST_TRAINING * (training + sum(aside.values())):
+            found.append((WARNING, peer.number, f"trains {training:.0%} of the time; {worst} takes most of the rest"))
+    if len(found) > PROBLEMS_SHOWN // 2:
+        return [(WARNING, -1, f"{len(found)} peers train less than half of the time")]
+    return found

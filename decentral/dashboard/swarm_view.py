@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from decentral.core.ids import PeerId, suffix
-from decentral.core.line_fields import Line, count, finite, finite_value, listed, number, text, time_of
+from decentral.core.line_fields import Line, count, finite, finite_value, layers, listed, number, text, time_of
 from decentral.core.time_spent import KINDS
 from decentral.core.units import Seconds
 from decentral.dashboard.events import BAD, GOOD, PLAIN, EventLog, told
 from decentral.dashboard.link_view import LINK_ROW, LinkTable
 from decentral.dashboard.peer_view import LIVE, OUTCOMES, ROW, PeerView, gone_words
-from decentral.dashboard.problems import Problem, RecentTroubles
+from decentral.dashboard.problems import Problem, RecentTroubles, RunKind
 from decentral.dashboard.timeline import Timeline
 from decentral.dashboard.totals import TOTAL_SERIES, Totals, totals_of
 
@@ -81,7 +81,7 @@ class SwarmView:
         self.totals = totals_of(self.peers.values(), self.totals, self.now)
         for name, value in self.totals.series().items() if self.totals.live else ():
             self.timeline.put(name, self.now, value, total=name in TOTAL_SERIES)
-        self.problems = self.troubles.problems(self.peers.values(), self.now)
+        self.problems = self.troubles.problems(self.peers.values(), self.now, self._run_kind())
 
     # What a page gets
 
@@ -153,10 +153,18 @@ class SwarmView:
                 self._missed({**line, "reason": "left"}, t)
             case "stopped":
                 view.become("left", t, text(line, "reason"))
+        if event in ("held", "started", "stopped"):
+            self.troubles.held(view.number)
         if (words := told(line)) is not None:
             self.events.add(t, view.number, *words)
-            self.troubles.told(t, view.number, *words)
+            if event == "unheld":
+                self.troubles.unheld(view.number, layers(line), words[1])
+            else:
+                self.troubles.told(t, view.number, *words)
         view.heard = max(view.heard, t)
+
+    def _run_kind(self) -> RunKind:
+        return RunKind(count(self.facts, "layers"), self.facts.get("algorithm") == "synchronous")
 
     def _step(self, view: PeerView, t: Seconds, line: Line) -> None:
         if view.state != "training":
@@ -251,6 +259,7 @@ class SwarmView:
 
     def _gone(self, view: PeerView, t: Seconds, state: str, why: str) -> None:
         if view.become(state, t, why):
+            self.troubles.held(view.number)
             self._changed[view.number] = view
             self.events.add(t, view.number, PLAIN if state == "left" else BAD, gone_words(view))
 

@@ -27,6 +27,7 @@ class Totals:
     low: float | None = None
     high: float | None = None
     held_out: float | None = None  # the latest evaluation of a peer; older ones say less
+    evaluated: Seconds = 0.0  # when that was, Unix time; 0.0: not known
     trend: float | None = None  # of the loss: its relative change in the last minute
     exchanges: list[int] = field(default_factory=lambda: [0] * len(OUTCOMES))
     reasons: dict[str, int] = field(default_factory=dict)
@@ -55,7 +56,8 @@ def totals_of(peers: Iterable[PeerView], before: Totals, now: Seconds) -> Totals
     training = [view for view in live if view.state == "training"]
     judged = training or known  # of a swarm that is over, what it came to
     losses = sorted(view.work.loss for view in judged if view.work.loss is not None)
-    evaluated = max(judged, key=lambda view: view.work.evaluated, default=None)
+    known_losses = [view.work for view in judged if view.work.held_out is not None]
+    evaluated = max(known_losses, key=lambda work: work.evaluated, default=None)
     reasons, exchanges = Counter[str](), [0] * len(OUTCOMES)
     for view in known:
         for at, outcome in enumerate(OUTCOMES):
@@ -76,7 +78,8 @@ def totals_of(peers: Iterable[PeerView], before: Totals, now: Seconds) -> Totals
         loss=middle,
         low=tenths[0],
         high=tenths[-1],
-        held_out=evaluated.work.held_out if evaluated else None,
+        held_out=evaluated.held_out if evaluated else None,
+        evaluated=evaluated.evaluated if evaluated else 0.0,
         trend=kept[-1][1] / kept[0][1] - 1 if kept and kept[-1][0] > kept[0][0] + TREND_S / 3 else None,
         exchanges=exchanges,
         reasons=dict(reasons.most_common(2 * REASONS_SHOWN)),

@@ -165,6 +165,14 @@ def publishable(addresses: Sequence[str]) -> tuple[str, ...]:
     return tuple(address for address in addresses if len(address) <= ADDRESS_CHARS)[:MOST_ADDRESSES]
 
 
+def has_moved(before: Sequence[str], now: Sequence[str]) -> bool:
+    """Return whether a peer should publish its addresses `now` in the place of those `before`.
+
+    A machine that is cut off has none but its loopback's for a while, which are of no use to others.
+    """
+    return set(now) != set(before) and not all("/127.0.0.1/" in one or "/::1/" in one for one in now)
+
+
 def first_record(run: RunId, addresses: tuple[str, ...], profile: Profile) -> PeerRecord:
     """What a peer tells of itself before it holds anything."""
     return PeerRecord(run, 0.0, addresses, profile, 0, 0, 0, 0, 0)

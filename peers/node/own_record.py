@@ -44,6 +44,7 @@ class OwnRecord:
     routes: Router | None
     published: Profile | None = None  # in our last record; None: there was none yet
     window_s: Seconds = 0.0  # likewise
+    moved_to: tuple[str, ...] = ()  # the addresses that took the place of those of the start; (): none has
 
     @property
     def windows_outdated(self) -> bool:
@@ -63,7 +64,7 @@ class OwnRecord:
         return PeerRecord(
             run=setup.run,
             time=now,
-            addresses=setup.addresses,
+            addresses=self.moved_to or setup.addresses,
             profile=profile,
             first=setup.fragments[0].first,
             last=setup.fragments[-1].last,
@@ -76,6 +77,11 @@ class OwnRecord:
             kept=self.donor.retained[:MOST_KEPT],
             standing=self._standing(),
         )
+
+    def move_to(self, addresses: tuple[str, ...]) -> Log:
+        """Tell these addresses from the next record on, which is due in `swarm.renew_s` at the latest."""
+        self.moved_to = addresses
+        return log("addresses", addresses=addresses)
 
     def status(self) -> Log:
         """The journal's line about what this peer holds, how long its windows are and why, and its latest links."""

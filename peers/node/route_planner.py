@@ -17,6 +17,7 @@ from decentral.comm.routes.router import Router
 from decentral.comm.wire.meter import Meter
 from decentral.core.fragments import share
 from decentral.core.ids import PeerId
+from decentral.core.jobs import Fragment
 from decentral.core.machine import Effect, log
 from decentral.core.units import Seconds
 from decentral.peers.membership.roster import Roster
@@ -87,14 +88,17 @@ class RoutePlanner:
 
     def refresh(self, now: Seconds) -> list[Effect]:
         """Takes over the speeds in the roster, and solves the flow again if they have changed enough. The journal says
-        when no micro-batch can get through, because some layer has no holder."""
+        when no micro-batch can get through, because some layer has no holder, and when all have one again."""
         holders = self.roster.holders
         beyond = max(0, self.routes.forwarding.weights.size - routing_weights.SOLVED_AT_ONCE)
         self._check_at = now + FLOW_CHECK_S + routing_weights.FLOW_PAUSE_S * beyond
         self.routes.load.usual_speed = sum(holders.speeds.values()) / holders.count if holders.count else 0.0
         self.solve()
-        before, self.unheld = self.unheld, self._look_for_unheld(now)
-        return [log("unheld", reason=self.unheld)] if self.unheld not in ("", before) else []
+        before, worst = self.unheld, self._look_for_unheld(now)
+        self.unheld = self._without_holder(worst) if worst else ""
+        if self.unheld == before:
+            return []
+        return [log("unheld", reason=self.unheld, first=worst.first, last=worst.last)] if worst else [log("held")]
 
     def look_for_lost(self, now: Seconds) -> list[Effect]:
         """What was under way at peers that have left the roster goes to others. Where records are spread over several
@@ -107,19 +111,23 @@ class RoutePlanner:
         self._changes = self.roster.changes
         return self.routes.look_for_lost(self.roster.live.__contains__, now)
 
-    def _look_for_unheld(self, now: Seconds) -> str:
-        """What to say of layers that no peer that trains has held for UNHELD_S: of those that take the most memory."""
+    def _look_for_unheld(self, now: Seconds) -> Fragment | None:
+        """Return the layers that no peer that trains has held for UNHELD_S; of several, those that take most memory."""
         setup, near = self.setup(), self.roster.holders.near
         missing = [cut for cut in setup.cuts if cut.index not in setup.held and not near(cut.first)]
         self._unheld_since = {cut.index: self._unheld_since.get(cut.index, now) for cut in missing}
-        missing = [cut for cut in missing if now >= self._unheld_since[cut.index] + UNHELD_S]
-        if not missing:
-            return ""
-        needs = setup.memory_budget.needs if setup.memory_budget else None
-        bytes_of = {cut: needs.span_bytes(cut.index, cut.index + 1) if needs else 0 for cut in missing}
-        worst = max(missing, key=bytes_of.__getitem__)
-        least = f" with --memory {bytes_of[worst]} or more" if needs else ""
-        what = f"no peer that trains holds layers {worst.first} to {worst.last - 1}"
+        lasting = [cut for cut in missing if now >= self._unheld_since[cut.index] + UNHELD_S]
+        return max(lasting, key=self._bytes_of, default=None)
+
+    def _bytes_of(self, cut: Fragment) -> int:
+        """Return the memory that these layers take; 0 if it is not known."""
+        budget = self.setup().memory_budget
+        return budget.needs.span_bytes(cut.index, cut.index + 1) if budget else 0
+
+    def _without_holder(self, cut: Fragment) -> str:
+        """Return what to say of layers without a holder."""
+        least = f" with --memory {self._bytes_of(cut)} or more" if self.setup().memory_budget else ""
+        what = f"no peer that trains holds layers {cut.first} to {cut.last - 1}"
         remedy = f"start a peer{least}, or begin a run with a smaller train.micro_batch"
         return f"{what}, so no micro-batch gets through the model: {remedy}"
 

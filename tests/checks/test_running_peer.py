@@ -12,6 +12,8 @@ import pytest
 from decentral.checks import running_peer
 from decentral.checks.finding import Finding, FindingState
 from decentral.checks.reason_remedies import REMEDIES
+from decentral.core import config
+from decentral.core.ids import RunId
 from decentral.core.journal import Journal
 from decentral.state import StateFolder
 
@@ -135,6 +137,29 @@ def test_a_process_that_holds_the_folder_and_is_stopped(tmp_path: Path) -> None:
             assert f"kill -CONT {peer.pid}" in stopped.remedy
         finally:
             peer.kill()
+
+
+def test_layers_that_are_held_again_are_no_trouble(tmp_path: Path) -> None:
+    unheld = (60.0, "unheld", {"reason": "no peer that trains holds layers 4 to 5", "first": 4, "last": 6})
+    assert found(written(tmp_path, unheld, STEP))["layers"].state == FindingState.WRONG
+    again = tmp_path / "again"
+    again.mkdir()
+    assert "layers" not in found(written(again, unheld, (40.0, "held", {}), STEP))
+
+
+def test_peers_that_went_without_a_farewell_are_missed_until_they_are_back(tmp_path: Path) -> None:
+    left = [(90.0, "peer_left", {"peer": f"QmPeer{n}", "reason": why}) for n, why in enumerate(("expired", "left"))]
+    one = found(written(tmp_path, *left, STEP))["peers"]
+    assert (one.state, one.seen) == (FindingState.WARN, "gone without a farewell in the last minutes: mPeer0")
+    back = tmp_path / "back"
+    back.mkdir()
+    assert "peers" not in found(written(back, *left, (40.0, "peer_joined", {"peer": "QmPeer0"}), STEP))
+
+
+def test_a_peer_of_synchronous_rounds_exchanges_nothing_else(tmp_path: Path) -> None:
+    assert "exchanges" in found(written(tmp_path, STEP))
+    StateFolder(tmp_path).write_run(RunId("gpt-3fa2c1"), config.load(None, ["gossip.algorithm=synchronous"]))
+    assert "exchanges" not in found(written(tmp_path, STEP))
 
 
 def test_nobody_holds_a_folder_that_was_let_go(tmp_path: Path) -> None:

@@ -175,6 +175,29 @@ def test_a_journal_knows_better_than_a_record(told: Told) -> None:
     assert told.row(A)["region"] == "home"
 
 
+def test_a_held_out_loss_has_the_time_of_its_measurement(told: Told) -> None:
+    told.training(A)
+    told.line(A, 10.0, "eval", tokens=1, loss=2.5, seconds=0.1)
+    told.line("", 20.0, "record", **record(B, held_out=3.0))
+    told.view.tick(21.0)
+    assert (told.row(A)["evaluated"], told.row(B)["evaluated"]) == (10.0, 0.0)
+    assert (told.view.totals.held_out, told.view.totals.evaluated) == (2.5, 10.0)
+    told.line(A, 95.0, "eval", tokens=1, loss=2.5, seconds=0.1)
+    assert told.row(A)["evaluated"] == 95.0
+
+
+def test_layers_that_are_held_again_are_no_problem_any_more(told: Told) -> None:
+    told.training(A)
+    told.line(A, 2.0, "status", first=0, last=4, window_s=2.0, bound="", links=[])
+    told.line(A, 3.0, "unheld", reason="no peer that trains holds layers 4 to 5", first=4, last=6)
+    told.step(A, 4.0)
+    told.view.tick(5.0)
+    assert [words for _, _, words in told.view.problems] == ["no peer that trains holds layers 4 to 5"]
+    told.line(A, 6.0, "held")
+    told.view.tick(7.0)
+    assert told.view.problems == []
+
+
 def test_a_held_out_loss_that_records_repeat_is_drawn_once(told: Told) -> None:
     for t, held_out in ((1.0, 3.0), (2.0, 3.0), (3.0, 2.5), (4.0, 2.5)):
         told.line("", t, "record", **record(B, held_out=held_out))

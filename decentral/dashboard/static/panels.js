@@ -36,6 +36,11 @@ function heading() {
   if ($("verdict").textContent !== words) $("verdict").textContent = words;
 }
 
+// How long ago a loss was measured: beside a fresh one an old one misleads.
+function ago(measured) {
+  return measured ? `, ${span(swarm.now - measured)} ago` : "";
+}
+
 function trend(change) {
   if (change === null || change === undefined) return "too early for a trend";
   if (Math.abs(change) < 0.005) return "level";
@@ -50,7 +55,7 @@ function tiles() {
   const level = totals.trend > 0.02 ? "bad" : totals.trend < -0.005 ? "good" : "";
   const entries = [
     ["Loss", number(totals.loss), trend(totals.trend), level],
-    ["Held-out loss", number(totals.held_out), "the latest of a peer"],
+    ["Held-out loss", number(totals.held_out), `the latest of a peer${ago(totals.evaluated)}`],
     ["Tokens", large(totals.tokens), `${large(totals.tokens_per_s)}/s`],
     ["Peers", `${totals.training ?? 0}`, [totals.live - totals.training ? `${totals.live - totals.training} joining` : "training", totals.gone ? `${totals.gone} gone` : ""].filter(Boolean).join(", ")],
     ["Time in training", percent(training), "of the training threads"],
@@ -92,7 +97,7 @@ function chosen() {
     make("div", { class: "columns" },
       pairs([["state", [peer.state, peer.why].filter(Boolean).join(": ")], ["for", span(swarm.now - peer.since)], ["device", place(peer) || "–"], ["software", peer.software || "–"],
         ["memory for the model", peer.memory_bytes ? bytes(peer.memory_bytes) : "–"], ["layers", peer.last ? `${peer.first} to ${peer.last - 1}` : "–"]]),
-      pairs([["step", large(peer.step)], ["tokens", large(peer.tokens)], ["tokens/s", large(peer.tokens_per_s)], ["loss", number(peer.loss)], ["held-out loss", number(peer.held_out)], ["window", peer.window_s ? `${peer.window_s} s` : "–"]]),
+      pairs([["step", large(peer.step)], ["tokens", large(peer.tokens)], ["tokens/s", large(peer.tokens_per_s)], ["loss", number(peer.loss)], ["held-out loss", `${number(peer.held_out)}${ago(peer.evaluated)}`], ["window", peer.window_s ? `${peer.window_s} s` : "–"]]),
       pairs(peer.shares ? times(peer).map(([kind, share, shade]) => [kind, percent(share, 1), shade]) : [["time", "not known"]]),
       pairs([["exchanges", `${peer.exchanges.join("/")} done/solo/failed`], ...Object.entries(peer.reasons), ["sent", bytes(peer.sent_bytes)], ["received", bytes(peer.received_bytes)], ["up, down", `${rate(peer.up)}, ${rate(peer.down)}`]]),
       beside.length ? pairs(beside) : null));

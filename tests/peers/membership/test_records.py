@@ -162,3 +162,17 @@ def test_of_many_addresses_the_first_that_fit_are_published() -> None:
     kept = records.publishable(found)
     assert kept == tuple(found[1:17])
     records.require_valid(dataclasses.replace(RECORD, addresses=kept))
+
+
+@pytest.mark.parametrize(
+    ("now", "moved"),
+    [
+        (["/ip4/127.0.0.1/tcp/1", "/ip4/10.0.0.1/tcp/1"], False),
+        (["/ip4/10.0.0.2/tcp/1", "/ip4/127.0.0.1/tcp/1"], True),
+        (["/ip4/10.0.0.1/tcp/1", "/ip4/203.0.113.7/tcp/9/p2p/Qm/p2p-circuit", "/ip4/127.0.0.1/tcp/1"], True),
+        (["/ip4/127.0.0.1/tcp/1", "/ip6/::1/tcp/1"], False),
+        ([], False),
+    ],
+)
+def test_a_peer_has_moved_when_others_would_reach_it_elsewhere(now: list[str], moved: bool) -> None:
+    assert records.has_moved(["/ip4/10.0.0.1/tcp/1", "/ip4/127.0.0.1/tcp/1"], now) == moved

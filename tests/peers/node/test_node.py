@@ -35,7 +35,7 @@ from decentral.core import jobs
 from decentral.core.config import Config, GossipConfig
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Section
-from decentral.core.machine import Effect, Log, Woke
+from decentral.core.machine import Effect, Log, Woke, log
 from decentral.core.time_spent import TimeSpent
 from decentral.peers.membership import records
 from decentral.peers.membership.prober import ProbeTag, UploadTag
@@ -530,6 +530,13 @@ def test_a_speed_that_was_not_measured_is_told_by_the_first_steps_and_published(
     played.pass_time(0.1)
     assert played.node.setup.profile.tokens_per_s == pytest.approx(1000.0)
     assert any(isinstance(effect, Announce) for effect in played.effects)
+
+
+def test_a_record_has_the_addresses_of_now_and_not_of_the_start() -> None:
+    played, now = Played("pull", "training"), ("/ip4/10.0.0.2/tcp/1",)
+    assert played.node.own_record.compose("training", played.now).addresses == ("/ip4/127.0.0.1/tcp/1",)
+    assert played.node.own_record.move_to(now) == log("addresses", addresses=now)
+    assert played.node.own_record.compose("training", played.now).addresses == now
 
 
 def test_a_node_s_record_and_its_journal_say_how_its_training_goes() -> None:

@@ -52,17 +52,18 @@ def planner(tmp_path: Path) -> RoutePlanner:
 def test_layers_without_a_holder_are_said_after_a_while_and_once(planner: RoutePlanner) -> None:
     assert planner.refresh(0.0) == planner.refresh(UNHELD_S - 1) == []
     assert planner.unheld == ""
-    assert planner.refresh(UNHELD_S) == [log("unheld", reason=SAID)]
+    assert planner.refresh(UNHELD_S) == [log("unheld", reason=SAID, first=1, last=3)]
     assert planner.refresh(UNHELD_S + 1) == []
     assert planner.unheld == SAID
 
 
-def test_nothing_is_said_any_more_once_a_peer_that_trains_holds_them(planner: RoutePlanner) -> None:
+def test_that_all_layers_are_held_again_is_said_once(planner: RoutePlanner) -> None:
     planner.refresh(0.0)
     planner.refresh(UNHELD_S)
     planner.roster.holders.put(PeerId("QmOther"), OTHER)
-    assert planner.refresh(UNHELD_S + 1) == []
+    assert planner.refresh(UNHELD_S + 1) == [log("held")]
     assert planner.unheld == ""
+    assert planner.refresh(UNHELD_S + 2) == []
 
 
 def test_a_holder_that_is_away_for_a_short_time_is_no_trouble(planner: RoutePlanner) -> None:
