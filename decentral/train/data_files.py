@@ -35,6 +35,7 @@ LEAST_PARTS = 32  # of a data set
 TRAIN = {"train", "training"}  # words in a path that name a split, as the hub has them
 OTHER_SPLITS = {"test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev"}
 BETWEEN_WORDS = re.compile(r"[\W\d_]+")
+HIDDEN_FOLDERS = {"__pycache__", "__MACOSX"}  # and what begins with a dot
 SAMPLED, SAMPLE_BYTES = 16, 4096  # places in a file that tell it from others, and how much is read at each
 
 
@@ -102,12 +103,16 @@ def files_of(path: str, glob: str | None) -> tuple[str, list[Path]]:
 
 
 def visible(root: Path, glob: str) -> list[Path]:
-    """Return the sorted files below a folder that match, without those that programs hide (.ipynb_checkpoints)."""
+    """Return the sorted files below a folder that match, without those that programs hide (.ipynb_checkpoints).
+
+    A pattern that names a hidden folder finds what is in it.
+    """
 
     def hidden(path: Path) -> bool:
-        return any(part.startswith((".", "__")) for part in path.relative_to(root).parts)
+        return any(part.startswith(".") or part in HIDDEN_FOLDERS for part in path.relative_to(root).parts)
 
-    return sorted(one for one in root.glob(glob) if one.is_file() and not hidden(one))
+    asked = any(part.startswith(".") for part in Path(glob).parts)
+    return sorted(one for one in root.glob(glob) if one.is_file() and (asked or not hidden(one)))
 
 
 def _for_training(root: Path, files: list[Path]) -> list[Path]:

@@ -109,12 +109,12 @@ class Documents:
         self.shards = int(self.opened.set.num_shards)
         self.per_shard = parts_of_a_shard(self.shards, least_parts, readers)
         self.parts = self.shards * self.per_shard
-        self.unlearned = 0  # chats that were read, and of which nothing is learned
+        self.unlearned = 0  # chats, or prompts, that were read, and of which nothing is learned
         self._parsed: tuple[int, list[Any]] = (-1, [])  # the shard that was parsed as a whole, and its rows
 
     @cached_property
     def holding_out(self) -> HoldingOut:
-        """What is held out. Little of the data is read for it, unless they are few."""
+        """Decide what is held out, from the beginning of the data; a small data set is read to its end."""
         share, enough = self.data.held_out, min(ENOUGH_PIECES, math.ceil(1 / self.data.held_out))
         below, hashes = int(share * HASHES), dict[int, int]()
         for piece_chars in FINER:

@@ -92,8 +92,8 @@ class TextStream:
 
         Where there is less text, some are drawn from it again, at other places. Raises UserError if it is too short.
         """
-        wanted, packer = sequences * self.context + 1, self.packer()
-        for piece in self.documents().held_out():
+        wanted, packer, documents = sequences * self.context + 1, self.packer(), self.documents()
+        for piece in documents.held_out():
             packer.add([piece])
             if packer.count >= wanted:
                 break
@@ -101,7 +101,8 @@ class TextStream:
         if packer.pads:
             tokens_NT, learned_NT = _windows(tokens, learned, self.context)
             if not len(tokens_NT):
-                raise UserError(f"data: {self.data.path} has one document with something to learn; give two or more")
+                few = "needs two documents at least, so that one can be held out"
+                raise UserError(f"data: {self.data.path} {few}{self.why_nothing(documents)}")
             again = np.arange(sequences) % len(tokens_NT)
             return batch_of(tokens_NT[again], learned_NT[again])
         if len(tokens) <= self.context + 1:
@@ -111,6 +112,12 @@ class TextStream:
         if len(tokens) < wanted:
             starts = rng.arrays(0, "held-out").integers(len(tokens) - self.context, size=sequences)
         return batch_of(np.stack([tokens[start : start + self.context + 1] for start in starts]))
+
+    @staticmethod
+    def why_nothing(documents: Documents) -> str:
+        """Return why chats that were read have nothing to learn; empty if there are none."""
+        chats, turn = documents.unlearned, "a turn of the assistant that the template writes behind its prompt for one"
+        return f"; of {chats} chats that were read none has {turn}" if chats else ""
 
     def packer(self) -> "TokenPacker":
         """A packer of this data's documents; a chat's template writes the tokens before it itself."""
@@ -195,9 +202,7 @@ class StreamReader:
 
     def _nothing_to_train_on(self) -> UserError:
         none = f"data: {self.stream.data.path} has no text to train on for this peer"
-        chats = self.documents.unlearned
-        why = f"; of its {chats} chats none has a turn of the assistant that the chat template writes behind its prompt"
-        return UserError(none + (why if chats else ""))
+        return UserError(none + self.stream.why_nothing(self.documents))
 
     def _order(self, epoch: int) -> list[int]:
         """This rank's parts in their order for one epoch."""

@@ -149,7 +149,9 @@ def test_rows_with_nothing_to_learn_are_left_out(stream: Callable[..., TextStrea
     rows = chats([{"role": "user", "content": "hello"}], CHAT[:2])
     _, targets_BT = epoch(stream(rows, "chat"), 1)
     assert learned(targets_BT) == ["how", "are", "you", "<stop>"]
-    with pytest.raises(UserError, match="has no text to train on for this peer; of its 1 chats none has a turn"):
+    with pytest.raises(
+        UserError, match="has no text to train on for this peer; of 1 chats that were read none has a turn"
+    ):
         epoch(stream(rows[:1], "chat"), 1)
 
 
@@ -163,7 +165,7 @@ def test_what_is_held_out_is_masked_likewise(stream: Callable[..., TextStream]) 
 
 
 def test_one_document_is_too_few_to_hold_one_out(stream: Callable[..., TextStream]) -> None:
-    with pytest.raises(UserError, match="has one document with something to learn; give two or more"):
+    with pytest.raises(UserError, match=r"needs two documents at least, so that one can be held out$"):
         stream(chats(CHAT), "chat").evaluation(4)
 
 
@@ -221,6 +223,13 @@ def test_a_chat_s_template_writes_what_begins_it(tmp_path: Path, stream: Callabl
 def test_a_template_that_refuses_a_chat(stream: Callable[..., TextStream]) -> None:
     with pytest.raises(UserError, match=r"the chat template refuses a chat .*no users here"):
         epoch(stream(chats(CHAT), "chat", "{{ raise_exception('no users here') }}"), 1)
+
+
+def test_chats_of_which_the_template_writes_no_turn_say_so(stream: Callable[..., TextStream]) -> None:
+    silent = "{% for m in messages if m.role == 'user' %}<user> {{ m.content }} {% endfor %}"
+    opened = stream(chats(CHAT, CHAT[:2]), "chat", silent)
+    with pytest.raises(UserError, match="of 1 chats that were read none has a turn of the assistant"):
+        opened.evaluation(4)
 
 
 def test_a_format_needs_rows() -> None:

@@ -116,6 +116,21 @@ def test_a_folder_of_text_is_read_in_order_through_its_glob(tmp_path: Path) -> N
     assert bytes(corpus.tokens.astype(np.uint8)) == b"a" * 300 + b"\n" + b"b" * 300 + b"\n" + b"c" * 300
 
 
+def test_hidden_files_are_no_text_and_modules_with_underscores_are(tmp_path: Path) -> None:
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    (tmp_path / ".ipynb_checkpoints" / "a.py").write_text("a" * 1000)
+    (tmp_path / "__init__.py").write_text("b" * 1000)
+    corpus = load(config.DataConfig(kind="text", path=str(tmp_path), glob="**/*.py"), MODEL)
+    assert bytes(corpus.tokens.astype(np.uint8)) == b"b" * 1000
+
+
+def test_the_mark_of_utf_8_is_no_text(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("a" * 500, encoding="utf-8-sig")
+    corpus = load(config.DataConfig(kind="text", path=str(tmp_path)), MODEL)
+    assert bytes(corpus.tokens.astype(np.uint8)) == b"a" * 500 + b"\n" + b"a" * 500
+
+
 @pytest.mark.parametrize(("dtype", "token_bytes"), [(np.uint16, 2), (np.uint32, 4)])
 def test_tokens_are_mapped_and_not_read(tmp_path: Path, dtype: type[np.generic], token_bytes: int) -> None:
     path = tmp_path / "tokens.bin"
@@ -158,6 +173,11 @@ def test_a_folder_without_a_matching_file_is_named_with_its_glob(tmp_path: Path)
 @pytest.mark.parametrize("glob", ["", "/etc/*", "**x/["])
 def test_a_glob_that_is_none_is_refused(tmp_path: Path, glob: str) -> None:
     refusal(kind="text", path=str(tmp_path), glob=glob)
+
+
+def test_utf_16_is_refused_as_it_is_twice_as_many_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a" * 1000, encoding="utf-16")
+    assert refusal(kind="text", path=str(tmp_path)).endswith("a.txt is UTF-16; save it as UTF-8")
 
 
 def test_too_few_tokens_are_refused_with_how_many_are_needed(tmp_path: Path) -> None:

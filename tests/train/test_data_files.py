@@ -62,6 +62,11 @@ def test_hidden_files_are_left_out(tmp_path: Path, hidden: str) -> None:
     assert touched(tmp_path, "a.jsonl", hidden) == ["a.jsonl"]
 
 
+def test_a_pattern_that_names_a_hidden_folder_finds_its_files(tmp_path: Path) -> None:
+    touched(tmp_path, ".notes/a.md", "b.md")
+    assert [one.name for one in files_of(str(tmp_path), ".notes/*.md")[1]] == ["a.md"]
+
+
 def test_a_folder_below_a_hidden_one_is_read(tmp_path: Path) -> None:
     (tmp_path / ".cache").mkdir()
     assert touched(tmp_path / ".cache", "a.jsonl") == ["a.jsonl"]
