@@ -46,6 +46,7 @@ OWN_KEYS = {  # they name a peer's own files, or what is in them, and do not tra
     "model": ("from",),
     "data": ("path", "glob", "column", "part", "tokenizer"),
 }
+LATER_KEYS = (("model", "block"),)  # sections and keys that came after runs with a digest had begun
 MAX_ROUND = 256  # micro-batches of a synchronous round, because one peer's report names them all
 LEARNING_RATES = {"adamw": 4e-3, "muon": 8e-3}  # the best of those that docs/results/convergence.md compares
 _BRANCHES = {"int", "float", "constrained-int", "constrained-float", "literal['auto']"}  # of a key with several types
@@ -278,9 +279,14 @@ class Config(Strict):
     def canonical(self) -> str:
         """JSON with every key that the peers of a run share, sorted: runs that are equal give equal text.
 
-        The keys that name files of one peer are left out.
+        The keys that name files of one peer are left out, and so are `LATER_KEYS` at their defaults: a run that began
+        before a key existed keeps its digest, by which its checkpoints are known.
         """
         tree = self.model_dump(mode="json", by_alias=True)
+        for section, key in LATER_KEYS:
+            field = type(getattr(self, section)).model_fields[key]
+            if getattr(getattr(self, section), key) == field.get_default(call_default_factory=True):
+                del tree[section][key]
         for section, keys in OWN_KEYS.items():
             for key in keys:
                 del tree[section][key]

@@ -1,5 +1,6 @@
 """Configs: what is refused is refused with one line that helps; what is accepted has one canonical text."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,15 @@ def test_the_digest_does_not_depend_on_how_the_file_is_written(tmp_path: Path) -
     one = load(file(tmp_path, "seed: 3\nmodel:\n  depth: 3\n  context: 64\n")).digest()
     other = load(file(tmp_path, "# mine\nmodel: {context: 64, depth: 3}\nseed: 3\n")).digest()
     assert one == other
+
+
+def test_a_key_that_came_later_changes_the_digest_only_where_it_is_set() -> None:
+    """Checkpoints name the digest of their run, and a run may be older than the key."""
+    plain = load(None, ["model.family=granite"])
+    assert "block" not in json.loads(plain.canonical())["model"]
+    scaled = load(None, ["model.family=granite", "model.block={residual_multiplier: 0.5}"])
+    assert json.loads(scaled.canonical())["model"]["block"]["residual_multiplier"] == 0.5
+    assert Config.model_validate(json.loads(plain.canonical())) == plain
 
 
 def test_the_digest_changes_with_any_value() -> None:
