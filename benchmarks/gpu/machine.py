@@ -10,7 +10,7 @@ from importlib import metadata
 
 from benchmarks.gpu.notes import Notes
 from benchmarks.gpu.scale import Scale
-from decentral.train import memory
+from benchmarks.gpu.training import whole_claim
 
 PACKAGES = ("torch", "numpy", "numba", "triton", "cupy-cuda12x", "cupy-cuda13x", "hivemind", "pydantic", "protobuf")
 CHECKS = ("python", "packages", "device")  # of the doctor; the others are about a network
@@ -25,7 +25,8 @@ def measure(scale: Scale, notes: Notes) -> None:
     notes.put("cores", os.cpu_count())
     notes.put("compiler", shutil.which("gcc") or shutil.which("cc"))
     notes.put("packages", {name: version(name) for name in PACKAGES})
-    notes.attempt("claimed bytes", lambda: {f"{size}, {n}": claimed(scale, size, n) for size, n in CLAIMS})
+    runs = {f"{size}, {count}": scale.run(size, f"train.micro_batch={count}") for size, count in CLAIMS}
+    notes.attempt("claimed bytes", lambda: {name: whole_claim(run) for name, run in runs.items()})
     notes.attempt("doctor", doctor)
 
 
@@ -35,12 +36,6 @@ def version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def claimed(scale: Scale, size: str, sequences: int) -> int:
-    """Return the bytes that a peer with a GPU counts for the whole model."""
-    needs = memory.needs(scale.run(size, f"train.micro_batch={sequences}"), gossip_apart=True)
-    return needs.span_bytes(0, len(needs.fragments))
 
 
 def doctor() -> dict[str, str]:

@@ -16,9 +16,6 @@ from decentral.core.journal import read
 from decentral.local import LocalSwarm
 from decentral.local import parse as parse_local
 
-MEMORY = "2TB"
-"""What each peer is told that its device has. A peer with the whole model counts four micro-batches in fp32, several
-times what it takes; with the card's true memory it would hold a part of the model, and train nothing by itself."""
 SILENT = ("gossip.window_s=3600", "gossip.start_window_s=3600")
 CPU_THREADS = "8"
 
@@ -27,7 +24,7 @@ class DeviceSwarm(LocalSwarm):
     """A local swarm whose peers have a device each."""
 
     def __init__(self, settings: Sequence[str], devices: Sequence[str], folder: Path) -> None:
-        flags = ["--peers", str(len(devices)), "--memory", MEMORY, "--stop-after", "1e6s"]
+        flags = ["--peers", str(len(devices)), "--stop-after", "1e6s"]
         super().__init__(parse_local([*flags, *(part for one in settings for part in ("--set", one))]), folder)
         self.devices = devices
 

@@ -23,6 +23,7 @@ from decentral.core import config
 from decentral.core.ids import PeerId
 from decentral.train import compress, data, gpt, memory
 from decentral.train.compute import Compute, ComputeSetup
+from decentral.train.step import Device
 
 OPTIMIZERS = ("adamw", "muon")
 COMPILED = ("train.optimizer=adamw", "train.compile=true")
@@ -71,7 +72,7 @@ def drawn(scale: Scale, notes: Notes, size: str) -> list[nn.Module]:
 
 def whole_claim(run: config.Config) -> int:
     """Return the bytes of a GPU that a peer claims if it is to hold the whole model."""
-    needs = memory.needs(run, gossip_apart=True)
+    needs = memory.needs_on(run, Device(torch.device("cuda"), torch.bfloat16))
     return needs.span_bytes(0, len(needs.fragments))
 
 

@@ -13,8 +13,6 @@ from benchmarks.gpu import __main__ as command_line
 from benchmarks.gpu import plan, swarm
 from benchmarks.gpu.notes import read
 from benchmarks.gpu.scale import CARD, REHEARSAL
-from benchmarks.gpu.training import whole_claim
-from decentral.core import config
 
 LOOPS = {"tokens_per_s", "step_ms", "mfu", "peak_bytes"}
 PARTS = {"passes_ms", "clip_ms", "optimizer_ms", "fetch_ms"}
@@ -89,8 +87,6 @@ def test_every_step_of_the_plan_names_a_function_and_a_size(tmp_path: Path) -> N
             assert on_card > rehearsed
 
 
-def test_a_swarm_has_a_device_and_the_memory_for_the_whole_model_for_each_peer(tmp_path: Path) -> None:
+def test_each_peer_of_a_swarm_has_a_device_of_its_own(tmp_path: Path) -> None:
     peers = swarm.DeviceSwarm(CARD.settings("125M"), ["cuda", "cpu"], tmp_path)
-    run = config.load(None, peers.flags.set)
-    assert whole_claim(run) < min(peers.flags.memory)
-    assert len(peers.throttles) == len(peers.flags.memory) == 2
+    assert len(peers.throttles) == len(peers.devices) == 2
