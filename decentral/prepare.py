@@ -32,7 +32,7 @@ from decentral.core.units import Amount
 from decentral.dashboard.record_lines import feed_page, watch_for_page
 from decentral.keep_daemon import keep_daemon
 from decentral.lost_peers import look_for_the_lost
-from decentral.peers.hosts.host import Host
+from decentral.peers.hosts.host import NOTHING_TO_SAVE, Host
 from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.records import Profile
@@ -222,7 +222,7 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
         raise UserError(reason.removeprefix(f"{NO_MEMBER}: "))
     if reason.startswith(DIVERGED):
         raise SystemExit(2)  # the user can mend it; whatever starts peers again would let this one diverge again
-    if reason.startswith("error") or host.unsaved:
+    if reason.startswith("error") or host.unsaved not in ("", NOTHING_TO_SAVE):
         raise SystemExit(1)
 
 

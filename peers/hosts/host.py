@@ -39,6 +39,7 @@ from decentral.peers.node.node import Node
 from decentral.peers.node.progress import Stop
 from decentral.peers.planning.plan_evaluation import EvaluatePlans, evaluate_plans
 
+NOTHING_TO_SAVE = "no peer has given this one the run's weights yet"
 FAREWELL_S = 5.0  # time to tell others that we leave
 CORES_S = 5.0  # between two reports of what the processor did
 CLOCK_S = 5.0  # between two looks at the machine's clock
@@ -317,6 +318,8 @@ class Host:
         self.unsaved = "the thread that computes has ended" if not thread.is_alive() else "it took too long"
         if diverged := self.node.progress.divergence.trouble:
             self.unsaved = diverged
+        elif not self.node.join.has_state:
+            self.unsaved = NOTHING_TO_SAVE
         else:
             self.compute.submit(jobs.Save())
         self.compute.submit(jobs.Finish())

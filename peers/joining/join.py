@@ -65,6 +65,11 @@ class Join:
     def __post_init__(self) -> None:
         self.fetch = Fetch(self.run, JoinTag, self.chance, self._can_donate, self.exact)
 
+    @property
+    def has_state(self) -> bool:
+        """Whether this peer's weights are worth keeping: its own, its donors', or those that it begins the run with."""
+        return self.has_weights or self.phase is JoinPhase.DONE or not self.contacts
+
     def taken(self) -> dict[int, tuple[int, bytes]]:
         """Step and version of each fragment that came from donors."""
         return {index: (one.step, one.version) for index, one in self.fetch.incoming.items() if self.imported}

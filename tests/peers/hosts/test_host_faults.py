@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from decentral.core import jobs
+from decentral.peers.hosts.host import NOTHING_TO_SAVE
 from decentral.peers.node.route_planner import UNHELD_S
 from decentral.train import checkpoint, tensor_file
 from decentral.train.compute import MEMORY_REMEDY, Compute
@@ -107,6 +108,21 @@ def test_a_peer_that_has_saved_says_nothing_of_unsaved_work(swarm_of: SwarmOf) -
     swarm.play(stopped())
     assert swarm.hosts["A"].unsaved == ""
     assert "unsaved" not in swarm.journal("A", "stopped")[-1]
+
+
+def test_a_newcomer_that_has_no_weights_yet_leaves_no_checkpoint(swarm_of: SwarmOf) -> None:
+    """With initial weights in a checkpoint its next start would train alone, beside the swarm that it had joined."""
+    swarm = swarm_of("pull")
+
+    async def stopped() -> None:
+        await swarm.start("A")
+        host = swarm.add("B", "A")
+        host.stop("interrupted")
+        assert await host.run() == "interrupted"
+
+    swarm.play(stopped())
+    assert not (swarm.folder("B") / checkpoint.FILE).exists()
+    assert swarm.journal("B", "stopped")[-1]["unsaved"] == NOTHING_TO_SAVE
 
 
 def test_a_peer_that_saves_its_last_checkpoint_is_in_no_trouble(
