@@ -242,9 +242,27 @@ def test_training_that_does_not_recover_stops_after_a_while_with_one_line() -> N
     progress = training()
     reasons: list[str] = []
     for number in range(1, 1000):
-        reasons += stops(progress.handle(step(number, loss=200.0), 100.0 + number / 2))
-    assert reasons[0].startswith("training has diverged: the loss has risen from 5.545 to 200.000")
-    assert len(reasons) == 1000 - 121, "60 s after the first step"
+        reasons += stops(progress.handle(step(number, loss=200.0 if number > 1 else 5.0), 100.0 + number / 2))
+    assert reasons[0].startswith("training has diverged: the loss has risen from 5.545 to 199.9")
+    assert len(reasons) == 1000 - 122, "60 s after the second step"
+
+
+def test_a_loss_that_falls_from_above_a_guess_s_is_no_divergence() -> None:
+    """PyTorch's own embeddings begin with a standard deviation of 1, and a loss far above that of a guess."""
+    progress = training()
+    for number in range(1, 400):
+        progress.handle(step(number, loss=52.0 - number / 12), 100.0 + number)
+        assert progress.divergence.trouble == ""
+
+
+def test_a_loss_that_stays_higher_but_below_a_guess_s_becomes_usual() -> None:
+    progress = training()
+    for number in range(1, 60):
+        progress.handle(step(number, loss=0.3), 100.0 + number)
+    for number in range(60, 260):
+        assert stops(progress.handle(step(number, loss=3.6), 100.0 + number)) == []
+    assert progress.divergence.trouble == ""
+    assert Save() in progress.handle(Woke(), 400.0)
 
 
 def test_a_peer_that_the_others_bring_back_goes_on() -> None:
