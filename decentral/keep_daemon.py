@@ -19,7 +19,7 @@ async def keep_daemon(transport: Libp2p, now: Callable[[], Seconds], say: Callab
         if len(restarts) == DAEMON_RESTARTS and now() < restarts[0] + DAEMON_RESTARTS_S:
             return f"{trouble}, {DAEMON_RESTARTS} times in {DAEMON_RESTARTS_S:g} s"
         restarts.append(now())
-        say(f"{trouble}; it was started again")
+        say(f"{trouble}; starting it again")
         try:
             await transport.revive()
         except (UserError, OSError) as error:

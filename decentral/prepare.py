@@ -62,7 +62,7 @@ async def claim_layers(
     flags: argparse.Namespace, folder: state.StateFolder, own: Signer, transport: Libp2p, access: SwarmAccess
 ) -> tuple[SpanRequest, ClaimedSpan]:
     """Claims this peer's layers. A peer that comes back keeps those of its checkpoint. Raises UserError."""
-    command.stage("choosing its layers")
+    command.stage("choosing which layers this peer holds")
     device = measure.choose(flags.device, access.config.train.dtype, 1.0, 0.0)
     try:
         kept = checkpoint.span(folder.path)

@@ -133,7 +133,7 @@ def farewell(node: Node, folder: Path, reason: str, unsaved: str = "") -> None:
     progress = node.progress
     done = f"after {progress.tokens:,} tokens, loss {progress.losses}"
     why, said = printable(unsaved, REASON_CHARS), printable(reason, REASON_CHARS)
-    before = f"{folder} has the checkpoint before it, if any"
+    before = f"{folder} keeps the previous checkpoint, if there is one"
     saved = (
         f"saved in {folder}"
         if not unsaved

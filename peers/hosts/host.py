@@ -110,7 +110,7 @@ class Host:
         apart = [clock] if abs(ahead_s) > CLOCKS_AGREE_S else []
         unheld = self.node.route_planner.unheld if self.node.route_planner else ""
         progress, roster = self.node.progress, self.node.roster
-        of_node = (self.node.join.waits, unheld, progress.divergence.trouble, roster.copy(self.now()))
+        of_node = (self.node.join.waits, unheld, progress.divergence.trouble, roster.copy_warning(self.now()))
         return [one for one in (self.journal.trouble, unsaved, *of_node, *apart, *self.watch.present()) if one]
 
     def stop(self, reason: str) -> None:

@@ -223,7 +223,7 @@ def is_lost(world: World, name: str, end: Callable[[Running], None]) -> None:
 def gets_a_new_daemon(world: World, name: str, end: Callable[[Running], None]) -> None:
     """The peer goes on with another libp2p daemon, and nobody hears of a goodbye."""
     end(world.commands[name])
-    said = "the libp2p daemon has ended (signal 9); it was started again"
+    said = "the libp2p daemon has ended (signal 9); starting it again"
     world.peers.until("it says so", lambda: said in [line["reason"] for line in world.peers.lines(name, "error")])
     world.exchanges_again(name)
     world.peers.until("A's page shows it", lambda: world.seen(name) == "training")
@@ -258,7 +258,7 @@ def shows_on(world: World, name: str, end: Callable[[Running], None]) -> None:
     """The page goes on with another libp2p daemon."""
     running = world.commands[name]
     end(running)
-    world.peers.until("it says so", lambda: "(signal 9); it was started again" in running.output())
+    world.peers.until("it says so", lambda: "(signal 9); starting it again" in running.output())
     assert "training" in {row["state"] for row in rows(running.output())}
 
 
@@ -301,7 +301,7 @@ def counts_its_dead(world: World, name: str, end: Callable[[Running], None]) -> 
     second = running.peers().lines("peer-1", "started")[0]["peer"]
     victim = next(pid for pid in everything.pids if str(running.folder / "peer-1") in command_line(pid))
     os.kill(victim, signal.SIGKILL)
-    said = "warning: peer 1 killed by signal 9"
+    said = "warning: peer 1 has ended (killed by signal 9)"
     world.peers.until("the user reads it", lambda: said in running.output())
     world.peers.until("its page says so", lambda: ("ended", second) in states(running.output()))
     end(running)
