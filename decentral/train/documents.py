@@ -24,7 +24,7 @@ from typing import Any
 
 from decentral.core import config
 from decentral.core.errors import UserError
-from decentral.train import conversations, data_files, pieces
+from decentral.train import chat_rows, conversations, data_files, pieces
 from decentral.train.conversations import Ranges
 from decentral.train.data_files import LEAST_PARTS
 
@@ -219,7 +219,8 @@ class Documents:
         row = {"text": row} if isinstance(row, str) else row
         try:
             if not isinstance(row, Mapping):
-                raise ValueError("it is no object; expected one with a column " + self.data.column)
+                keys = " or ".join(conversations.needed_columns(self.data))
+                raise ValueError(f"expected a JSON object with the key {keys}; got {chat_rows.kind(row)}")
             if not number:
                 self._check_columns(row)
             found = conversations.read(self.data, row)

@@ -79,8 +79,8 @@ def refuse_mixture(folder: Path, patterns: Iterable[str]) -> None:
     """Raise UserError if files of another model in the folder would be read in the place of an export, or with it."""
     if found := sorted(path.name for pattern in patterns for path in folder.glob(pattern)):
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        which = f"{found[0]}{more} of another model"
-        raise UserError(f"--out {folder} has {which}, which would be read along; choose another folder, or remove it")
+        which = f"files of another model ({found[0]}{more}), which programs would load with the export"
+        raise UserError(f"--out {folder} holds {which}; choose another folder, or remove those files")
 
 
 def _fuse(weights: dict[str, Tensor]) -> None:

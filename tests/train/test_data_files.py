@@ -144,7 +144,7 @@ def test_half_a_character_is_replaced(tmp_path: Path) -> None:
         ('{"text": ["a"]}', "text is a list; expected text"),
         ('{"text": "a"', "is no JSON"),
         ("[" * 100_000, "is no JSON"),
-        ("7", "it is no object"),
+        ("7", "expected a JSON object with the key text; got a number (7)"),
     ],
 )
 def test_a_bad_row_is_named_by_its_line_and_file(tmp_path: Path, line: str, said: str) -> None:
