@@ -75,7 +75,7 @@ def whose(holders: Sequence[HolderWeights]) -> str:
 
 
 def _steps(holder: HolderWeights) -> str:
-    """A peer trains on while its weights are fetched, so its fragments may be some steps apart."""
+    """Return the steps of a peer's fragments as text; they differ where it trained while they were fetched."""
     first, last = min(holder.steps.values()), max(holder.steps.values())
     return f"step {first}" if first == last else f"steps {first} to {last}"
 

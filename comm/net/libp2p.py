@@ -128,7 +128,7 @@ class Libp2p:
         return {peer: places for peer, places in found.items() if self._private is None or self._private.admits(peer)}
 
     async def has_connection_to(self, peer: PeerId) -> bool:
-        """Whether this peer, member or not, has a connection to our daemon."""
+        """Return whether this peer, member of the swarm or not, is connected to our daemon."""
         return peer in await self._connections()
 
     async def _connections(self) -> dict[PeerId, tuple[str, ...]]:

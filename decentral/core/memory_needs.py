@@ -62,7 +62,8 @@ class MemoryNeeds:
     def capacity(self, begin: int, end: int, memory_bytes: int) -> int:
         """Return the number of routed micro-batches that fit beside the span.
 
-        It is at least what the span must have memory for, so that some is left for others where memory is just enough.
+        At least `min(LEAST_IN_FLIGHT, required_in_flight(end - begin))`, even where memory just holds the span, so that
+        the peer still takes micro-batches of routes.
         """
         free_bytes = memory_bytes - self.span_bytes(begin, end, 0)
         fitting = free_bytes // max(1, sum(self.activations[begin:end]))

@@ -64,6 +64,7 @@ class PromptedText:
 
     @property
     def identity(self) -> str:
+        """The text whose hash decides whether this example is held out."""
         return self.prompt + self.completion
 
 

@@ -84,7 +84,7 @@ def refuse_mixture(folder: Path, patterns: Iterable[str]) -> None:
 
 
 def _fuse(weights: dict[str, Tensor]) -> None:
-    """Makes one matrix of those that the family's files have as one."""
+    """Concatenate, in place, matrices that the family's files store as one."""
     for whole, (first, *others) in FUSED.items():
         for name in [name for name in weights if f".{first}." in name]:
             parts = [weights.pop(name.replace(first, part)) for part in (first, *others)]
@@ -92,7 +92,7 @@ def _fuse(weights: dict[str, Tensor]) -> None:
 
 
 def _tie(weights: dict[str, Tensor]) -> bool:
-    """Leaves the head out if it has the embedding's weights; whether it has."""
+    """Remove the head if it equals the embedding; return whether it did."""
     tied = torch.equal(weights[HEAD], weights[EMBEDDING])
     if tied:
         del weights[HEAD]

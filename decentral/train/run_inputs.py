@@ -40,7 +40,7 @@ def check(run: Config, begun: bool) -> None:
 
 
 def _tokenizer_digest(run: Config) -> str | None:
-    """Of the tokenizer, and with chats of its template; None: nobody has said which made a file of tokens."""
+    """Return the tokenizer's digest, for chats with the template's; None if a token file's tokenizer is unknown."""
     if run.data.kind == "tokens":
         return token_file.digest(run)
     assert run.tokenizer is not None

@@ -127,7 +127,7 @@ class Folder:
         return torch.split(found, rows)[parts.index(module)]
 
     def _places(self) -> dict[str, str]:
-        """The file of each tensor: of one file where it is there, as transformers prefers it to an index."""
+        """Return the file of each tensor; `model.safetensors` wins over an index, as in transformers."""
         if (self.path / ADAPTER).exists():
             merge = "merge it with peft's PeftModel.from_pretrained(MODEL, DIR).merge_and_unload().save_pretrained(NEW)"
             adapter = f"{self.path} is an adapter ({ADAPTER}); expected a whole model"

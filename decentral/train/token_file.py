@@ -81,10 +81,11 @@ def digest(run: config.Config) -> str | None:
 
 
 def mapped(data: config.DataConfig, vocabulary: int) -> Tokens:
-    """Return the tokens, mapped and not read.
+    """Return the tokens of the file as a memory map [tokens]: uint16, uint32, or the type of an `.npy` array.
 
     Raises:
-        UserError: If the file cannot be mapped, or its entries have another width than `data.token_bytes`.
+        UserError: If the file cannot be mapped, its description is damaged, its entries have another width than
+            `data.token_bytes`, or it is a NumPy array without the suffix .npy.
     """
     assert data.path is not None
     path = Path(data.path)

@@ -114,7 +114,7 @@ class Host:
         return [one for one in (self.journal.trouble, unsaved, *of_node, *apart, *self.watch.present()) if one]
 
     def stop(self, reason: str) -> None:
-        """Makes `run` save and leave, also before it has begun. To be called in the loop's thread."""
+        """Make `run` save and leave, even before it has begun; call it in the loop's thread."""
         if not self._stopping.is_set():
             self._reason = reason
             self._stopping.set()

@@ -116,7 +116,7 @@ class Join:
         return said + self.fetch.ask()
 
     def _waits_for_silent_holders(self, known: Sequence[PeerId]) -> bool:
-        """Whether this peer has no weights, and one that is silent now may have them.
+        """Return whether this peer has no weights and a peer that is silent now may have them.
 
         Peers that say that they have none yet are not waited for: a whole swarm may be at its beginning.
         """

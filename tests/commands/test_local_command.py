@@ -304,7 +304,7 @@ def test_a_peer_says_what_it_does_before_it_trains(finished: tuple[Path, dict[st
             line.removeprefix(command.STAGE)
             for line in (folder / f"peer-{number}" / "output.txt").read_text().splitlines()
             if line.startswith(command.STAGE)
-            and not line.startswith(("joining;", "loading torch", "--join "))  # on a fast or a slow machine only
+            and not any(words in line for words in ("joining;", "loading torch", "trying for"))  # as fast as it is
         ]
         for number in (0, 1)
     }
