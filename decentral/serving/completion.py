@@ -35,7 +35,7 @@ class Completion:
             self._decode(token)
 
     def step(self) -> str:
-        """Read a part of the prompt or generate a token; return the text that is final. Set `finish` after the last one.
+        """Read a part of the prompt or generate a token; return the text that is final. Set `finish` after the last.
 
         Raises:
             UserError: If the weights give numbers that are not finite.

@@ -122,8 +122,11 @@ def test_a_text_stays_as_it_is_where_other_rows_or_columns_have_other_types(tmp_
 def test_a_list_of_rows_is_read_as_lines_are(tmp_path: Path, value: list[object], indent: int | None) -> None:
     (tmp_path / "a.json").write_text(json.dumps(value, indent=indent))
     assert read(tmp_path / "a.json") == TEXTS
-    (tmp_path / "a.json").write_text("\n".join(json.dumps(one, indent=2) for one in value if isinstance(one, dict)))
-    assert not isinstance(value[0], dict) or read(tmp_path / "a.json") == TEXTS
+
+
+def test_rows_over_several_lines_are_read_as_lines_are(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("\n".join(json.dumps({"text": text}, indent=2) for text in TEXTS))
+    assert read(tmp_path / "a.json") == TEXTS
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])

@@ -112,7 +112,7 @@ def test_a_peer_that_has_saved_says_nothing_of_unsaved_work(swarm_of: SwarmOf) -
 def test_a_peer_that_saves_its_last_checkpoint_is_in_no_trouble(
     swarm_of: SwarmOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    swarm, said = swarm_of("pull"), list[str]()
+    swarm, said, submitted = swarm_of("pull"), list[str](), list[jobs.Job]()
 
     async def stopped() -> None:
         running = await swarm.start("A")
@@ -120,6 +120,7 @@ def test_a_peer_that_saves_its_last_checkpoint_is_in_no_trouble(
 
         def watched(job: jobs.Job) -> None:
             submit(job)
+            submitted.append(job)
             said.extend(host.troubles())
 
         monkeypatch.setattr(swarm.computes["A"], "submit", watched)
@@ -127,6 +128,7 @@ def test_a_peer_that_saves_its_last_checkpoint_is_in_no_trouble(
         await running
 
     swarm.play(stopped())
+    assert any(isinstance(job, jobs.Save) for job in submitted)
     assert said == []
 
 
