@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from decentral.core.jobs import MOST_UNDER_WAY, Fragment
 
-LEAST_IN_FLIGHT = 4  # micro-batches that any span must have memory for: with fewer its device waits for the links
+LEAST_IN_FLIGHT = 4  # micro-batches that a part of the model must have memory for; with fewer, links idle its device
 IN_FLIGHT_PER_STAGE = 5  # micro-batches that a span should have memory for, for each stage from it to the model's end
 MOST_REQUIRED = 32  # no span must have memory for more micro-batches than that, however long its routes are
 

@@ -86,7 +86,7 @@ class PeerView:
         return self.state in LIVE
 
     def is_gone_since(self, t: Seconds) -> bool:
-        """Return whether the peer was gone at `t` or left later, so that a line of time `t` must not revive it."""
+        """Return whether the peer left at `t` or later, so that a line of time `t` must not revive it."""
         return not self.live and t <= self.since
 
     @property

@@ -92,7 +92,7 @@ def _named_column(data: config.DataConfig) -> str | None:
 
 
 def digest(data: config.DataConfig, path: str, tokenizer: str) -> str:
-    """What all peers must have alike beside the tokenizer, and that one's digest, as one."""
+    """Return a digest of the tokenizer, and for chats of its template too: all peers must have it alike."""
     if data.format != "chat":
         return tokenizer
     content = json.dumps([tokenizer, template(path).chat_template])
@@ -101,7 +101,7 @@ def digest(data: config.DataConfig, path: str, tokenizer: str) -> str:
 
 @lru_cache(maxsize=2)
 def template(path: str) -> Any:
-    """transformers' tokenizer of this folder. Raises UserError unless it has a chat template."""
+    """Return transformers' tokenizer of this folder. Raises UserError unless it has a chat template."""
     try:
         import transformers
     except ImportError:

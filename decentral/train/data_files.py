@@ -129,7 +129,7 @@ def _kind(path: Path) -> str | None:
 
 
 def _fingerprint(files: Iterable[Path]) -> str:
-    """Return a hash of the files' sizes and of samples of SAMPLE_BYTES from each. Raises UserError."""
+    """Return a hash of the files' sizes and of SAMPLED samples from each. Raises UserError."""
     digest = hashlib.blake2b(digest_size=16)
     for path in files:
         try:

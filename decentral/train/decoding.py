@@ -1,4 +1,4 @@
-"""Generates tokens one at a time: a layer's keys and values are kept, so that a new token costs one position's work.
+"""Generate tokens one at a time: a layer's keys and values are kept, so that a new token costs one position's work.
 
     prompt -> read -> logits -> drawn token -> read -> ...
 

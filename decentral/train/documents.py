@@ -328,7 +328,10 @@ class Documents:
         wanted: Callable[[str], bool],
         piece_chars: int,
     ) -> Iterator[Batch]:
-        """Pieces of a file, which is one document. `state` is that of the lines that the next piece begins in."""
+        """Yield the pieces of a text file, which is one document, from `state` on.
+
+        `state`: of the lines in which the next piece begins.
+        """
         at, skip = (state["at"], state["skip"]) if state else (None, 0)
         open_lines: list[str] = []  # of the piece whose end is not known yet
         origins: list[

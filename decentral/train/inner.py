@@ -199,7 +199,7 @@ class Live:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A stretch of a fragment, what its step works on, and its weights: in fp32, and as the fragment keeps them."""
+    """A stretch of a fragment, the operands of its step, and its weights: in fp32, and as the fragment keeps them."""
 
     live: Live
     stretch: StretchOptimizer

@@ -26,7 +26,7 @@ Tokens = npt.NDArray[np.generic]
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What the file beside a file of tokens says of it."""
+    """The description of a file of tokens, kept in the file PATH.json beside it."""
 
     tokenizer: str  # its digest, as train/tokenizer.py makes it
     token_bytes: int
