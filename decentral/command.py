@@ -105,8 +105,8 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 def _end_as_ctrl_c_does() -> None:
     """Make the first notice of an end (`kill`, a closed terminal) raise KeyboardInterrupt, and the next do nothing.
 
-    A session that ends sends several at once, and the second must not keep a command from leaving in order. A second
-    Ctrl-C does.
+    A closing session sends several signals at once; the later ones are ignored, so that the command can still clean up.
+    A second Ctrl-C interrupts the clean-up.
     """
     notices = [each for each in ending_signals() if each != signal.SIGINT]
 
@@ -121,14 +121,15 @@ def _end_as_ctrl_c_does() -> None:
 
 
 def run(main: Callable[[], None], interrupted: int = 0, lasting: bool = False) -> int:
-    """Run a command. An error of our own is raised as it is.
+    """Run a command and return its exit code.
 
-    SIGTERM and SIGHUP end it as Ctrl-C does, so that it ends what it has started and leaves nothing behind.
+    SIGTERM and SIGHUP end the command as Ctrl-C does, so that it ends the processes that it started. Any exception
+    other than UserError, KeyboardInterrupt and OutputGone is raised unchanged.
 
     Args:
         main: The command.
         interrupted: Exit code after Ctrl-C.
-        lasting: Whether the command goes on where its output cannot be written, since its work is what counts.
+        lasting: Whether to go on when stdout cannot be written.
 
     Returns:
         The exit code; 0 also if whoever read the output has ended.

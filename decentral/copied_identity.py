@@ -1,7 +1,8 @@
-"""Whether a peer already runs with this peer's identity: a state folder was copied to another machine, or beside it.
+"""Refuse to start a peer whose identity another peer uses already: its state folder was copied.
 
-Libp2p dials no peer of its own name, so the address in our record is dialled under a name that is thrown away. A record
-of a peer that was killed, which lives in the DHT for a minute, mostly names the very addresses that this start has.
+libp2p never dials its own peer id, so the addresses in this peer's DHT record are dialled from a temporary identity.
+After a kill the record stays in the DHT for `swarm.record_ttl_s`; its addresses are usually those of the new start, and
+those are not dialled.
 """
 
 import asyncio
@@ -20,9 +21,16 @@ ANSWERS_S = 5.0  # from the dial to the answer of a peer that runs; a start wait
 
 
 async def refuse_copy(access: SwarmAccess, own: Signer, transport: Libp2p, named: Sequence[str]) -> None:
-    """Raise UserError if a peer with this identity runs elsewhere.
+    """Check that no peer with this identity runs elsewhere.
 
-    `named`: addresses of --join, of which one with this peer's name may be another place than ours.
+    Args:
+        access: The run, its DHT, and the addresses of this start.
+        own: This peer's identity.
+        transport: This peer's own libp2p node.
+        named: Addresses given by --join; those that end in this peer's id are tried too.
+
+    Raises:
+        UserError: If such a peer answers within ANSWERS_S.
     """
     places = [*await _in_record(access, own), *(address for address in named if address.endswith(f"/p2p/{own.peer}"))]
     places = [address for address in dict.fromkeys(places) if address not in access.addresses]
@@ -34,8 +42,9 @@ async def refuse_copy(access: SwarmAccess, own: Signer, transport: Libp2p, named
             async with asyncio.timeout(ANSWERS_S):
                 reached = await connect(caller, places)
             if reached == own.peer and not await transport.has_connection_to(caller.peer):  # a router may lead to us
-                remedy = "stop that one, or give this one another --state-dir: a copied folder cannot be a second peer"
-                raise UserError(f"a peer with this folder's identity runs already, at {', '.join(places)}; {remedy}")
+                remedy = "stop it, or start this one with a new --state-dir, since a copied folder is the same peer"
+                where = f"a peer with the identity in this --state-dir already runs at {', '.join(places)}"
+                raise UserError(f"{where}; {remedy}")
         except TimeoutError:
             return
         finally:
@@ -43,7 +52,7 @@ async def refuse_copy(access: SwarmAccess, own: Signer, transport: Libp2p, named
 
 
 async def _in_record(access: SwarmAccess, own: Signer) -> list[str]:
-    """The addresses in the swarm's record of this peer; none if it has left, or has no record."""
+    """Return the addresses in this peer's DHT record, relays left out; none if it has left, or has no record."""
     key = records.key_of(access.run, own.peer, access.config.swarm.shards)
     sealed = (await access.directory.fetch(key)).get(own.peer)
     if sealed is None:

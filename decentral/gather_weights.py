@@ -61,12 +61,12 @@ class GatheredRun:
     left_out: tuple[str, ...] = ()
 
     def average(self) -> Weights:
-        """The mean of each fragment over those that gave it."""
+        """Return the mean of each fragment over the peers that gave it."""
         return replicas.average([one.weights for one in self.holders])
 
 
 def whose(holders: Sequence[HolderWeights]) -> str:
-    """Whose weights these are, and at which of the swarm's steps, as the holders say."""
+    """Return whose weights these are, and at which of the swarm's steps, as the holders say."""
     named = [f"{one.name} at {_steps(one)}" for one in holders[:NAMED_HOLDERS]]
     more = f" and {len(holders) - NAMED_HOLDERS} more" if len(holders) > NAMED_HOLDERS else ""
     copies = max(Counter(index for one in holders for index in one.weights).values())
@@ -75,7 +75,7 @@ def whose(holders: Sequence[HolderWeights]) -> str:
 
 
 def _steps(holder: HolderWeights) -> str:
-    """A peer trains on while its weights are fetched, so its fragments may be some steps apart."""
+    """Return the steps of a peer's fragments as text; they differ where it trained while they were fetched."""
     first, last = min(holder.steps.values()), max(holder.steps.values())
     return f"step {first}" if first == last else f"steps {first} to {last}"
 

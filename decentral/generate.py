@@ -53,7 +53,7 @@ def _main(flags: argparse.Namespace) -> None:
     prompt = model.codec.encode(flags.text) or [model.codec.start]
     if max(prompt) >= model.config.vocabulary:
         known = f"the model knows those below {model.config.vocabulary}"
-        raise UserError(f"the text has token {max(prompt)}, and {known}; give the model's own tokenizer")
+        raise UserError(f"the prompt has token {max(prompt)}, and {known}; use the model's own tokenizer")
     decoding.check_memory(model.config, len(prompt), flags.max_tokens, measure.memory_bytes(device.device))
     seed = secrets.randbits(SEED_BITS) if flags.seed is None else flags.seed
     print(printable(f"{model.source}; seed {seed}", command.ERROR_CHARS), file=sys.stderr, flush=True)
@@ -72,11 +72,11 @@ def _main(flags: argparse.Namespace) -> None:
 
 def _say_what_is_forgotten(most: int, prompt: int, tokens: int) -> None:
     if prompt > most:
-        print(f"the text has {prompt} tokens, and the model reads {most} at once: of the text it reads the last "
-              f"{max(1, most // 2)}", file=sys.stderr, flush=True)  # fmt: skip
+        print(f"the prompt has {prompt} tokens and the model reads at most {most}; only the last {max(1, most // 2)} "
+              "of the prompt are used", file=sys.stderr, flush=True)  # fmt: skip
     elif prompt + tokens > most:
-        print(f"the model reads {most} tokens at once: what is generated after these goes on from the last "
-              f"{max(1, most // 2)} alone", file=sys.stderr, flush=True)  # fmt: skip
+        print(f"the model reads at most {most} tokens; beyond them, generation continues from the last "
+              f"{max(1, most // 2)} tokens only", file=sys.stderr, flush=True)  # fmt: skip
 
 
 def _show(text: str) -> None:

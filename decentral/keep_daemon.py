@@ -1,4 +1,4 @@
-"""Starts the libp2p daemon again when it has ended: without it a peer or a visitor would be alone and never know."""
+"""Start the libp2p daemon again when it has ended: without it a peer or a visitor would be alone and never know."""
 
 from collections import deque
 from collections.abc import Callable
@@ -7,7 +7,10 @@ from decentral.comm.net.libp2p import Libp2p
 from decentral.core.errors import UserError
 from decentral.core.units import Seconds
 
-DAEMON_RESTARTS, DAEMON_RESTARTS_S = 5, 600.0  # so many restarts of the libp2p daemon in so many seconds are enough
+DAEMON_RESTARTS, DAEMON_RESTARTS_S = (
+    5,
+    600.0,
+)  # restarts of the libp2p daemon, and the seconds in which so many are too many
 
 
 async def keep_daemon(transport: Libp2p, now: Callable[[], Seconds], say: Callable[[str], None]) -> str:
@@ -19,7 +22,7 @@ async def keep_daemon(transport: Libp2p, now: Callable[[], Seconds], say: Callab
         if len(restarts) == DAEMON_RESTARTS and now() < restarts[0] + DAEMON_RESTARTS_S:
             return f"{trouble}, {DAEMON_RESTARTS} times in {DAEMON_RESTARTS_S:g} s"
         restarts.append(now())
-        say(f"{trouble}; it was started again")
+        say(f"{trouble}; starting it again")
         try:
             await transport.revive()
         except (UserError, OSError) as error:

@@ -1,8 +1,8 @@
-"""Ties the processes that a command starts to its own life: they leave in order when it has ended, however it ended.
+"""Make child processes stop in order when the command that started them ends, even by SIGKILL.
 
-The command holds the writing end of a pipe, of which nothing is ever written; the system closes it with the process. A
-process that was given the other end gets SIGTERM then, as a notice from its host. This works on every system, and also
-for a process that is still loading its libraries when the command ends.
+The command holds the writing end of a pipe to which nothing is ever written; the system closes it with the process. A
+child that has the reading end then sends itself SIGTERM, which a peer takes as a notice from its host. This works on
+every POSIX system, and also for a child that is still loading its libraries when the command ends.
 """
 
 import os
@@ -26,7 +26,10 @@ def tied(environment: dict[str, str]) -> dict[str, Any]:
 
 
 def heed() -> None:
-    """Send this process SIGTERM once the process that has started it has ended, if that one wants it so."""
+    """Watch for the end of the parent and then send this process SIGTERM, if the parent used `tied`.
+
+    Starts a daemon thread, and returns at once. A second call does nothing.
+    """
     reading = os.environ.pop(VARIABLE, None)  # what this process starts has no such descriptor
     if reading is not None:
         os.set_inheritable(int(reading), False)

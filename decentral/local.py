@@ -112,7 +112,7 @@ class LocalPeer:
         status = self.process.poll() or 0
         if status == -signal.SIGINT:  # Ctrl-C came before it could say what that means
             return ""
-        return f"killed by signal {-status}" if status < 0 else f"ended with exit code {status}" if status else ""
+        return f"killed by signal {-status}" if status < 0 else f"exit code {status}" if status else ""
 
     def happened(self, event: str, since: float) -> summary.Line | None:
         """The first line of this event at or after `since` (Unix time)."""
@@ -139,7 +139,7 @@ class LocalPeer:
         return bool(done >= goal.value)
 
     def progress(self, since: float) -> str:
-        """Its last loss and step, if its journal has any from `since` on. A peer that has died has no loss any more."""
+        """Return its last loss and step since `since` (Unix time), "-" if none; a dead peer has the loss "dead"."""
         self.follow()
         last = self.steps[-1] if self.steps and self.steps[-1]["t"] >= since else None
         loss = "dead" if self.death() else _number(last["loss"]) if last else "-"
@@ -212,14 +212,14 @@ class LocalSwarm:
         self.tell_deaths()
 
     def tell_deaths(self) -> None:
-        """Tells the user, and the page, of each peer that has died: the page would have to conclude it from silence."""
+        """Print a warning for each peer that died since the last call, and tell the page."""
         for member in self.members:
             death = member.death()
             if not death or member.number in self.known_dead:
                 continue
             self.known_dead.add(member.number)
-            last = f": {_last_output(member.folder)}" if member.process.returncode > 0 else ""
-            self.say(printable(f"warning: peer {member.number} {death}{last}", REASON_CHARS))
+            last = f"; its last line: {_last_output(member.folder)}" if member.process.returncode > 0 else ""
+            self.say(printable(f"warning: peer {member.number} has ended ({death}){last}", REASON_CHARS))
             started = member.happened("started", self.began - 1)
             if self.page and started:
                 said = {"t": self.now(), "event": "missed", "peer": started["peer"], "reason": death, "certain": True}

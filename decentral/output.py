@@ -12,7 +12,7 @@ GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader, and a terminal that 
 
 
 class OutputGone(Exception):
-    """What the command is for cannot be written."""
+    """The output that is a command's result cannot be written; `nobody_reads`: its reader has closed the pipe."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(f"the output cannot be written ({error.strerror})")
@@ -69,10 +69,13 @@ class Output:
 
 @contextmanager
 def outputs(lasting: bool) -> Iterator[None]:
-    """Make stdout and stderr such streams for a while, and write what waits in them at its end. Raises OutputGone.
+    """Replace stdout and stderr by `Output` streams within the block, and flush them at its end.
 
     Args:
-        lasting: Whether the command goes on without its output, since its work is what counts: training, files.
+        lasting: Whether to go on when stdout cannot be written.
+
+    Raises:
+        OutputGone: If stdout cannot be written and not lasting.
     """
     own = sys.stdout, sys.stderr
     streams = [Output(own[0], lasting), Output(own[1], lasting=True)]

@@ -43,7 +43,7 @@ from decentral.lifeline import heed
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
-from decentral.reach_swarm import named_by, reach_swarm, settle
+from decentral.reach_swarm import commit_start, named_by, reach_swarm
 from decentral.train.island import Island
 
 MAX_JOIN_WAIT_S = 7 * 86400.0
@@ -95,20 +95,20 @@ async def _main(flags: argparse.Namespace, island: Island | None = None) -> None
         # On threads of its own: asyncio waits for those of its executor before a user who is refused would hear of it.
         loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1, LOADING), _load, flags)
         key, clock = folder.path / "identity.key", SwarmClock()
-        command.stage("the network (libp2p)")
+        command.stage("opening the network (libp2p)")
         transport = await Libp2p.start(key, folder.listen(flags.listen), flags.announce, clock)
         try:
             named = flags.join
             access = await reach_swarm(flags, folder, transport, clock)
             await refuse_copy(access, access.signer(own), transport, named)
             if not loading.done():
-                command.stage("loading the program")
+                command.stage("loading torch and the training code")
             await loading
             from decentral import prepare
 
             request, claimed = await prepare.claim_layers(flags, folder, access.signer(own), transport, access)
             host = await prepare.prepare(flags, folder, transport, access, request, claimed)
-            settle(flags, folder, access)
+            commit_start(flags, folder, access)
             await prepare.train(flags, folder, host)
         finally:
             await transport.close()

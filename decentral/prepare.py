@@ -62,7 +62,7 @@ async def claim_layers(
     flags: argparse.Namespace, folder: state.StateFolder, own: Signer, transport: Libp2p, access: SwarmAccess
 ) -> tuple[SpanRequest, ClaimedSpan]:
     """Claims this peer's layers. A peer that comes back keeps those of its checkpoint. Raises UserError."""
-    command.stage("choosing its layers")
+    command.stage("choosing which layers this peer holds")
     device = measure.choose(flags.device, access.config.train.dtype, 1.0, 0.0)
     try:
         kept = checkpoint.span(folder.path)
@@ -181,8 +181,12 @@ def _profile(flags: argparse.Namespace, folder: state.StateFolder, compute: Comp
 
 
 async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host) -> None:
-    """Runs the host until it stops, and shows what it does. Exits with 1 after an error, or where it could not save,
-    and with 2 where training has diverged."""
+    """Run the host until it stops, and show its progress.
+
+    Raises:
+        SystemExit: 1 after an error or a failed save, 2 after divergence.
+        UserError: If this peer is no member of the swarm any more.
+    """
     node, setup = host.node, host.node.setup
     shown: view.Display = view.LiveDisplay() if sys.stdout.isatty() and not flags.plain else view.LineDisplay()
     view.say(f"kernels of gossip: {flags.kernels}")
@@ -263,7 +267,7 @@ async def _watch_addresses(host: Host) -> None:
 
 
 async def _revive(host: Host) -> None:
-    """Keeps the libp2p daemon running, and stops the peer where that is not possible."""
+    """Keep the libp2p daemon running; stop the peer if it cannot be restarted."""
     transport = host.transport
     assert isinstance(transport, Libp2p)
     host.stop(f"error: {await keep_daemon(transport, host.now, partial(host.watch.note, 'libp2p'))}")

@@ -88,7 +88,7 @@ async def reach_swarm(
         swarm_plans.key_of(run),
         *([revoked_key(run)] if private else ()),
     ]
-    command.stage("the directory of peers (DHT)")
+    command.stage("joining the DHT")
     directory = await transport.directory(keys, contacts)
     contacts = list(dict.fromkeys(contacts))
     if set_s := clock.agree(await directory.clocks_ahead_s(contacts)):
@@ -99,10 +99,13 @@ async def reach_swarm(
     return SwarmAccess(run, settings, tuple(contacts), directory, addresses, clock, private)
 
 
-def settle(flags: argparse.Namespace, folder: state.StateFolder, access: SwarmAccess) -> None:
-    """Keep in the folder what this start has settled: `--state-dir` alone goes on from it. Raises UserError.
+def commit_start(flags: argparse.Namespace, folder: state.StateFolder, access: SwarmAccess) -> None:
+    """Write flags, invitation, port and run to the state folder, so that `--state-dir` alone resumes the peer.
 
-    Only a start that has succeeded is settled, so that a wrong setting can be mended by another start.
+    To be called once the start has succeeded, so that a user can correct a wrong setting by another start.
+
+    Raises:
+        UserError: If the disk refuses.
     """
     folder.write_flags(flags.of_peer)
     if access.private:

@@ -43,7 +43,7 @@ DISK_REMEDY = "make room there, or use another --state-dir"
 
 @dataclass(frozen=True, slots=True)
 class PeerFlags:
-    """The flags that say what a peer is, and not how one life of it goes. Its folder keeps them beside OwnInputs."""
+    """Flags that stay the same across restarts of a peer, kept in `flags.json`; `OwnInputs` are kept in `run.json`."""
 
     device: str = "auto"
     memory: int | None = None  # bytes
@@ -121,12 +121,11 @@ class StateFolder:
 
     def read_flags(self) -> PeerFlags:
         """Return the flags that the folder keeps, or the defaults. Raises UserError if the file is damaged."""
+        repeat = "remove it, and repeat the flags of this peer (--listen, --device, ...) on the command line"
         try:
-            return _PEER_FLAGS.validate_python(self._read("flags.json") or {})
+            return _PEER_FLAGS.validate_python(self._read("flags.json", repeat) or {})
         except ValidationError:
-            raise UserError(
-                f"{self.path / 'flags.json'} is damaged; move it away, and give this peer's flags"
-            ) from None
+            raise UserError(f"{self.path / 'flags.json'} is damaged; {repeat}") from None
 
     def write_flags(self, flags: PeerFlags) -> None:
         """Keep these flags. Raises UserError if the disk refuses."""
@@ -165,7 +164,7 @@ class StateFolder:
         with suppress(UserError):  # it is measured again
             self._write("profile.json", {"key": key, "measured": asdict(measured)})
 
-    def _read(self, name: str) -> dict[str, Any] | None:
+    def _read(self, name: str, remedy: str = "move it away, or use another --state-dir") -> dict[str, Any] | None:
         path = self.path / name
         if not path.exists():
             return None
@@ -175,7 +174,7 @@ class StateFolder:
                 raise ValueError("not a mapping")
             return content
         except (OSError, ValueError):
-            raise UserError(f"{path} is damaged; move it away, or use another --state-dir") from None
+            raise UserError(f"{path} is damaged; {remedy}") from None
 
     def _hints(self, name: str) -> dict[str, Any]:
         """The content of a file that the peer can do without; nothing, if it is damaged."""
@@ -201,23 +200,23 @@ def _own_inputs(named: dict[str, Any]) -> OwnInputs:
 
 
 def require_meant(wanted: str, says_run: bool) -> None:
-    """Raise UserError where `--state-dir` is probably mistyped: a new swarm would begin where a user means to go on.
+    """Raise UserError if `--state-dir` is probably mistyped, so that no new swarm starts by mistake.
 
-    A folder that is not there begins something only if the command says what (`says_run`). One that has peers' folders
-    in it is no peer's own.
+    A missing folder is accepted only if the command names a run (`says_run`). A folder that holds the folders of peers
+    is not the folder of one peer.
     """
     path = Path(wanted)
     if (path / "run.json").exists():
         return
     if inside := _peers_in(path):
-        raise UserError(f"--state-dir {path} has the folders of peers in it; name one of them: {inside}")
+        raise UserError(
+            f"--state-dir expects the folder of one peer; {path} holds folders of peers: name one: {inside}"
+        )
     if not says_run and not path.exists():
         beside = _peers_in(path.parent)
         known = f" (peers beside it: {beside})" if beside else ""
-        remedy = (
-            "mend the name to go on with a peer, or say what to begin there: CONFIG, such as default, or --join ADDR"
-        )
-        raise UserError(f"--state-dir {path} is not there{known}; {remedy}")
+        start = "to start one there, add a CONFIG, such as default, or --join ADDR"
+        raise UserError(f"--state-dir {path} does not exist{known}; to resume a peer, correct the path; {start}")
 
 
 def _peers_in(folder: Path) -> str:

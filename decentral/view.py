@@ -133,7 +133,7 @@ def farewell(node: Node, folder: Path, reason: str, unsaved: str = "") -> None:
     progress = node.progress
     done = f"after {progress.tokens:,} tokens, loss {progress.losses}"
     why, said = printable(unsaved, REASON_CHARS), printable(reason, REASON_CHARS)
-    before = f"{folder} has the checkpoint before it, if any"
+    before = f"{folder} keeps the previous checkpoint, if there is one"
     saved = (
         f"saved in {folder}"
         if not unsaved
@@ -162,7 +162,7 @@ def figures(node: Node, now: Seconds) -> dict[str, str]:
 
 
 def _held_out(known: Evaluations, now: Seconds) -> str:
-    """The last held-out loss, and how long ago it was measured: where it takes long, that may be minutes."""
+    """Return the last held-out loss and its age in seconds; "-" before the first evaluation."""
     return "-" if known.held_out is None else f"{known.held_out:.3f} ({now - known.measured_at:.0f} s ago)"
 
 

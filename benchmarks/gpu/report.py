@@ -1,4 +1,4 @@
-"""The figures as a short table: what they are beside the ceiling or the rival of each."""
+"""Format the results as a short table, each figure as a ratio to its bound or to the bare loop."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -116,7 +116,7 @@ def _ratio(part: float | None, whole: float | None) -> str:
 
 
 def _number(value: Any) -> str:
-    """A figure with three digits or more; what is no number as it is."""
+    """Return a figure with at least three significant digits; "-" for None, and other values as text."""
     if value is None:
         return "-"
     if not isinstance(value, float | int):

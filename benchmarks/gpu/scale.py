@@ -14,7 +14,7 @@ from decentral.train import measure
 from decentral.train.step import Device
 
 TINY = ("model.depth=2", "model.width=32", "model.context=32", "train.micro_batch=2")
-MICRO_BATCH = {"125M": ("train.micro_batch=16",), "10M": ("train.micro_batch=16",)}  # where it is another than there
+MICRO_BATCH = {"125M": ("train.micro_batch=16",), "10M": ("train.micro_batch=16",)}  # overrides benchmarks.shapes.SIZES
 WARM_CALLS = 3
 MOST_QUEUED = 20  # calls between two events
 
@@ -49,6 +49,7 @@ class Scale:
 
     @property
     def on_gpu(self) -> bool:
+        """Whether the device is a GPU."""
         return self.computing.device.type == "cuda"
 
     @property

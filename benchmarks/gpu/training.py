@@ -71,7 +71,7 @@ def drawn(scale: Scale, notes: Notes, size: str) -> list[nn.Module]:
 
 
 def whole_claim(run: config.Config) -> int:
-    """Return the bytes of a GPU that a peer claims if it is to hold the whole model."""
+    """Return the bytes of memory that a peer with a GPU claims for the whole model, in bf16."""
     needs = memory.needs_on(run, Device(torch.device("cuda"), torch.bfloat16))
     return needs.span_bytes(0, len(needs.fragments))
 

@@ -155,7 +155,7 @@ def daemons(pid: int) -> list[int]:
 
 
 def signal_all(pid: int, what: signal.Signals) -> None:
-    """To a peer and its daemon, as to a machine."""
+    """Send a signal to a peer and its daemon, as if it hit the whole machine."""
     for each in (*daemons(pid), pid):
         with suppress(ProcessLookupError):
             os.kill(each, what)

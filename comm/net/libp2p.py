@@ -128,7 +128,7 @@ class Libp2p:
         return {peer: places for peer, places in found.items() if self._private is None or self._private.admits(peer)}
 
     async def has_connection_to(self, peer: PeerId) -> bool:
-        """Whether this peer, member or not, has a connection to our daemon."""
+        """Return whether this peer, member of the swarm or not, is connected to our daemon."""
         return peer in await self._connections()
 
     async def _connections(self) -> dict[PeerId, tuple[str, ...]]:
@@ -286,7 +286,8 @@ class DaemonPlace:
     announce: tuple[str, ...]
 
     async def start(self) -> P2P:
-        """Raises UserError if it cannot listen there."""
+        """Start the daemon. Raises UserError if it cannot listen there, or if others cannot dial `announce`."""
+        _require_dialled(self.announce)
         end = time.monotonic() + OLD_DAEMON_S
         while True:
             try:
@@ -299,10 +300,8 @@ class DaemonPlace:
 
     async def _start_at(self, listen: Sequence[str]) -> P2P:
         try:
-            for address in (*listen, *self.announce):
+            for address in listen:
                 Multiaddr(address)
-            if any(address.endswith("/tcp/0") for address in self.announce):
-                raise ValueError("--announce needs the port by which others reach this peer; it is 0")
             daemon = await OwnDaemon.begin(self.key, listen, self.announce)
         except (P2PDaemonError, ValueError) as error:
             raise UserError(f"cannot listen on {', '.join(self.listen)}: {_last_line(error)}") from None
@@ -315,6 +314,17 @@ class DaemonPlace:
         ports = {address["tcp"] for address in daemon._visible_maddrs or () if "tcp" in address}
         port = ports.pop() if len(ports) == 1 else "0"
         return replace(self, listen=tuple(re.sub("/tcp/0$", f"/tcp/{port}", address) for address in self.listen))
+
+
+def _require_dialled(announced: Iterable[str]) -> None:
+    """Raise UserError for an address of --announce that others cannot dial."""
+    for address in announced:
+        try:
+            Multiaddr(address)
+        except ValueError as error:
+            raise UserError(f"--announce {address} is no address: {_last_line(error)}") from None
+        if address.endswith("/tcp/0"):
+            raise UserError(f"--announce expects the port at which others reach this peer; got {address}")
 
 
 def _without_traceback(task: "asyncio.Task[None]") -> None:

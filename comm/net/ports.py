@@ -74,7 +74,7 @@ def held(addresses: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _parts(address: str) -> tuple[int, str, int]:
-    """The IP version, the address and the port. Raises ValueError."""
+    """Return IP version, address and port. Raises ValueError if it is no TCP address."""
     found = TCP_ADDRESS.fullmatch(address)
     if found is None or int(found[3]) > MOST_PORT:
         raise ValueError(address)

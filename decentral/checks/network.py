@@ -131,7 +131,7 @@ def _nobody_dials(observed: Sequence[str], came: Sequence[DialBack]) -> Finding:
 
 
 def _version(address: str) -> int:
-    """4 or 6; what is no address counts as the usual kind."""
+    """Return the IP version of an address, 4 or 6; 4 for a placeholder that is no address."""
     try:
         return ipaddress.ip_address(address).version
     except ValueError:
@@ -139,7 +139,7 @@ def _version(address: str) -> int:
 
 
 def _everywhere(address: str) -> str:
-    """All of this machine's addresses of the same kind."""
+    """Return the multiaddress of all interfaces, in the IP version of this address."""
     return "/ip6/::" if _version(address) == 6 else "/ip4/0.0.0.0"
 
 
@@ -197,7 +197,7 @@ async def download(transport: Libp2p, peers: Sequence[PeerId], run: RunId) -> Fi
 
 
 async def _answers_small(transport: Libp2p, peers: Sequence[PeerId]) -> bool:
-    """Whether one of these peers answers a question whose packets are small."""
+    """Return whether one of these peers answers a ping, which fits one small packet."""
     return any(await asyncio.gather(*(_round_trip_s(transport, peer) for peer in peers)))
 
 

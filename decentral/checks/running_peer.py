@@ -169,14 +169,15 @@ def exchanges(tail: JournalTail) -> Finding:
 
 
 def missed(tail: JournalTail) -> Iterator[Finding]:
-    """Return which peers have gone without a farewell in the last minutes, and have not come back."""
+    """Yield a warning that names the peers that disappeared without a goodbye and have not come back."""
     last = {str(line.get("peer")): line for line in tail.of_event("peer_left", "peer_joined")}
     gone = [peer for peer, line in last.items() if line["event"] == "peer_left" and line.get("reason") != "left"]
     if gone:
         named = ", ".join(plain_text(short(PeerId(peer))) for peer in gone[:PEERS_NAMED])
         more = f" and {len(gone) - PEERS_NAMED} more" if gone[PEERS_NAMED:] else ""
-        remedy = "look at the output of those that should run, and start them again from their state folders"
-        yield warn("peers", f"gone without a farewell in the last minutes: {named}{more}", remedy)
+        remedy = "read the last output of these peers, and start each again with --state-dir"
+        lately = f"in the last {RECENT_S / 60:.0f} minutes"
+        yield warn("peers", f"disappeared without a goodbye {lately}: {named}{more}", remedy)
 
 
 def troubles(tail: JournalTail) -> Iterator[Finding]:

@@ -46,7 +46,7 @@ OWN_KEYS = {  # they name a peer's own files, or what is in them, and do not tra
     "model": ("from",),
     "data": ("path", "glob", "column", "part", "tokenizer"),
 }
-LATER_KEYS = (("model", "block"),)  # sections and keys that came after runs with a digest had begun
+LATER_KEYS = (("model", "block"),)  # (section, key) added later; left out of the digest while at their defaults
 MAX_ROUND = 256  # micro-batches of a synchronous round, because one peer's report names them all
 LEARNING_RATES = {"adamw": 4e-3, "muon": 8e-3}  # the best of those that docs/results/convergence.md compares
 _BRANCHES = {"int", "float", "constrained-int", "constrained-float", "literal['auto']"}  # of a key with several types
@@ -232,11 +232,11 @@ class Config(Strict):
 
     @model_validator(mode="after")
     def tokens_fit_their_file(self) -> "Config":
-        """A file of wider tokens would be read as twice as many narrow ones, every second of them a wrong one."""
+        """Refuse a vocabulary too large for `data.token_bytes`: a wide token would be read as two narrow ones."""
         width, vocabulary = self.data.token_bytes, self.model.vocabulary
         if self.data.kind == "tokens" and vocabulary > 1 << 8 * width:
-            most = f"data.token_bytes {width} has room for {1 << 8 * width} tokens"
-            raise ValueError(f"{most}; model.vocabulary is {vocabulary}: write the file with 4 bytes, and set it to 4")
+            most = f"data.token_bytes {width} allows a vocabulary of {1 << 8 * width}; model.vocabulary is {vocabulary}"
+            raise ValueError(f"{most}: write 4 bytes a token and set data.token_bytes=4")
         return self
 
     @property

@@ -1,4 +1,4 @@
-"""Ends a process when its parent has ended, however that happened. Linux only: elsewhere the process lives on.
+"""End a process when the thread that started it ends, even by SIGKILL. Linux only: elsewhere the process goes on.
 
     python end_with_parent.py PID PROGRAM ARGUMENTS...     becomes this program, which is killed when process PID ends
 
@@ -14,7 +14,7 @@ PR_SET_PDEATHSIG = 1  # Linux's name for it, in sys/prctl.h
 
 
 def end_with_parent(by: signal.Signals) -> None:
-    """Make the system send this process a signal when the thread that has started it ends."""
+    """Make the kernel send this process a signal when the thread that started it ends (Linux; else nothing)."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(PR_SET_PDEATHSIG, int(by))

@@ -19,6 +19,7 @@ class _Cache(FunctionCache):
     """numba's cache on disk; a disk that refuses a file costs the next process time, and this one nothing."""
 
     def save_overload(self, sig: object, data: object) -> None:
+        """Write the machine code to the cache, unless the disk refuses it."""
         with suppress(OSError):
             super().save_overload(sig, data)  # type: ignore[no-untyped-call]
 

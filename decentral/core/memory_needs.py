@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from decentral.core.jobs import MOST_UNDER_WAY, Fragment
 
-LEAST_IN_FLIGHT = 4  # micro-batches that any span must have memory for: with fewer its device waits for the links
+LEAST_IN_FLIGHT = 4  # micro-batches that a part of the model must have memory for; with fewer, links idle its device
 IN_FLIGHT_PER_STAGE = 5  # micro-batches that a span should have memory for, for each stage from it to the model's end
 MOST_REQUIRED = 32  # no span must have memory for more micro-batches than that, however long its routes are
 
@@ -62,7 +62,8 @@ class MemoryNeeds:
     def capacity(self, begin: int, end: int, memory_bytes: int) -> int:
         """Return the number of routed micro-batches that fit beside the span.
 
-        It is at least what the span must have memory for, so that some is left for others where memory is just enough.
+        At least `min(LEAST_IN_FLIGHT, required_in_flight(end - begin))`, even where memory just holds the span, so that
+        the peer still takes micro-batches of routes.
         """
         free_bytes = memory_bytes - self.span_bytes(begin, end, 0)
         fitting = free_bytes // max(1, sum(self.activations[begin:end]))

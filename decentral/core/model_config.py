@@ -25,12 +25,13 @@ class RopeScaling(Strict):
     # The turns from which on an angle is left as it was: the papers' values, which transformers takes as well.
     high: PositiveFloat = Field(default_factory=lambda given: 32.0 if given.get("kind") == "yarn" else 4.0)
     attention: PositiveFloat | None = None  # of queries and keys (yarn, longrope); None: it follows from `factor`
-    truncate: bool = True  # yarn: whole numbers of channels between the two
+    truncate: bool = True  # yarn: round the two ends of the ramp to whole channel pairs
     short: Divisors = ()  # longrope: what each rate is divided by, in a sequence of at most `positions` ...
     long: Divisors = ()  # ... and in a longer one
 
     @model_validator(mode="after")
     def is_complete(self) -> "RopeScaling":
+        """Refuse bounds that are too close, and divisors of other kinds than longrope."""
         if self.high < self.low * (1 + LEAST_APART):
             raise ValueError(f"low, {self.low}, must be below high, {self.high}")
         if (self.kind == "longrope") != bool(self.short and self.long) or len(self.short) != len(self.long):

@@ -162,7 +162,7 @@ def _keys(folder: Path, found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _block(family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of `model.block`."""
+    """Return the keys of `model.block` that this config.json sets."""
     found = {name: fields[name] for name in family.block if fields.get(name) is not None}
     if "unrotated" in family.block:
         kept, every = fields.get("no_rope_layers"), fields["no_rope_layer_interval"]
@@ -182,13 +182,12 @@ def is_tied(folder: Path) -> bool:
 
 
 def _rope_given(fields: Mapping[str, Any]) -> Any:
-    """transformers 4 has `rope_scaling`, transformers 5 one mapping for it and theta, and reads the first where both
-    are there."""
+    """Return the mapping of rotary settings: `rope_scaling` (transformers 4), else `rope_parameters` (5), else {}."""
     return fields.get("rope_scaling") or fields.get("rope_parameters") or {}
 
 
 def _rope(folder: Path, family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of `rope_scaling`, none where nothing is scaled, and `theta`."""
+    """Return the keys of `rope_scaling`, if any, and `theta`. Raises UserError."""
     given = _rope_given(fields)
     if not isinstance(given, dict):
         raise _refusal(folder, "rope_scaling", given, "a mapping")

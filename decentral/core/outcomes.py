@@ -13,7 +13,7 @@ from decentral.core.ids import PeerId
 from decentral.core.time_spent import TimeSpent
 from decentral.core.units import Seconds
 
-DIVERGED = "training has diverged"  # how the reason begins for which such a peer stops
+DIVERGED = "training has diverged"  # the prefix of a stop reason that `prepare.train` turns into exit code 2
 AppliedTokens = tuple[tuple[int, int, int], ...]
 """What a step took into the weights: the layers [first, last) of each fragment, and its tokens."""
 

@@ -10,10 +10,10 @@ KEY = "identity.key"
 
 
 def newest_of_each_peer(progress: Mapping[Path, float]) -> dict[Path, Path]:
-    """Return, for each folder, the newest folder of the same peer: itself unless it is an older copy.
+    """Map each folder to the newest folder with the same identity key; the newest maps to itself.
 
     Args:
-        progress: How far each folder has got: a step, or the time of its last change.
+        progress: How far each folder has got, all in steps or all in times of the last change.
     """
     newest: dict[bytes, Path] = {}
     for folder in sorted(progress, key=lambda folder: -progress[folder]):

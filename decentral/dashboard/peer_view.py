@@ -70,7 +70,7 @@ class PeerView:
 
     number: int
     peer: str
-    state: str = "joining"  # joining, training; left, silent, ended (its process has, without a farewell)
+    state: str = "joining"  # joining, training; left, silent, ended (its process has, without a goodbye)
     why: str = ""  # of the state
     since: Seconds = 0.0  # when the state began
     heard: Seconds = 0.0
@@ -86,7 +86,7 @@ class PeerView:
         return self.state in LIVE
 
     def is_gone_since(self, t: Seconds) -> bool:
-        """Return whether it has gone at or after this time: what is read late, from another source, is no news then."""
+        """Return whether the peer left at `t` or later, so that a line of time `t` must not revive it."""
         return not self.live and t <= self.since
 
     @property

@@ -10,7 +10,7 @@ from decentral.dashboard.peer_view import PeerView, gone_words
 from decentral.peers.node.traffic import known_reason
 
 TROUBLED_S = 120.0  # after which what went wrong is history
-STILL_MISSED_S = 3600.0  # a peer that has gone without a farewell is missed for so long
+STILL_MISSED_S = 3600.0  # how long a peer that ended without a goodbye is shown as missed
 EXCHANGES_SEEN = 300  # the last ones, by which failing ones are judged
 MOST_FAILED = 0.25  # of them, before it is a problem
 FEW_EXCHANGES = 20  # exchanges say nothing yet
@@ -49,11 +49,11 @@ class RecentTroubles:
             self._told.append((t, (level, peer, words)))
 
     def unheld(self, peer: int, span: tuple[int, int], words: str) -> None:
-        """A peer says that nobody holds these layers [first, last)."""
+        """Record that a peer reports layers [first, last) without a holder."""
         self._unheld[peer] = range(*span), words
 
     def held(self, peer: int) -> None:
-        """The same peer says that all layers have a holder again, or is there no more."""
+        """Forget that peer's report, since it reports holders again, or has gone."""
         self._unheld.pop(peer, None)
 
     def problems(self, peers: Iterable[PeerView], now: Seconds, run: RunKind = USUAL_RUN) -> list[Problem]:
@@ -68,7 +68,7 @@ class RecentTroubles:
         return [problem for t, problem in reversed(self._told) if t > now - TROUBLED_S]
 
     def _without_holder(self, known: list[PeerView]) -> list[Problem]:
-        """What peers say of layers that nobody holds, unless the table of peers shows a holder: rosters lag behind."""
+        """Return reports of layers without a holder, unless the table of peers shows a holder: rosters lag behind."""
         if not self._unheld:
             return []
         spans = {(peer.device.first, peer.device.last) for peer in known if peer.state == "training"}
@@ -86,7 +86,7 @@ class RecentTroubles:
 
 
 def _silent(peers: Iterable[PeerView], now: Seconds) -> list[Problem]:
-    """Peers that have gone without a farewell: those of the last minutes are serious, the others are still missed."""
+    """Return peers that ended without a goodbye: BAD in the last 2 minutes, then WARNING for an hour."""
     gone = [peer for peer in peers if peer.state in ("silent", "ended") and peer.since > now - STILL_MISSED_S]
     lost = [peer for peer in gone if peer.since > now - TROUBLED_S]
     missed = [peer for peer in gone if peer not in lost]
@@ -138,7 +138,7 @@ def _waits_by_design(peer: PeerView, run: RunKind) -> bool:
 
 
 def _idle(peers: Iterable[PeerView], run: RunKind) -> list[Problem]:
-    """Peers whose training thread does something else most of the time, though nothing in the run's design says so."""
+    """Return peers that train less than half of the time, time that they wait by design left out."""
     found = []
     for peer in peers:
         if peer.state != "training" or peer.work.spent.total <= ALONE_S:

@@ -102,7 +102,7 @@ class JournalFolder:
         return {}
 
     def _follow_new(self, found: Sequence[Path]) -> None:
-        """Follows these journals, but for those of a peer's backup beside its own."""
+        """Follow these journals, except those in copies of a peer's folder that are older than its own."""
         if not found:
             return
         known = {journal.parent: math.inf for journal in self._followed}

@@ -72,7 +72,7 @@ class Visitor:
             self._say("missed", peer=peer, reason=reason)
 
     def _why_gone(self, peer: PeerId) -> str:
-        """A record that is gone before its time was replaced by a goodbye."""
+        """Return "expired" if the record outlived its term and the peer failed to answer, else "left"."""
         over = self.swarm.clock() > self._known[peer].time + self.swarm.config.swarm.record_ttl_s
         return "expired" if over and self._signs.failures.get(peer) else "left"
 

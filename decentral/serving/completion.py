@@ -35,10 +35,10 @@ class Completion:
             self._decode(token)
 
     def step(self) -> str:
-        """Reads a part of a long prompt, or generates a token, and gives the text that is certain now; sets `finish`
-        where it is the last.
+        """Read a part of the prompt or generate a token; return the text that is final. Set `finish` after the last.
 
-        Raises UserError where the weights give numbers that are not finite.
+        Raises:
+            UserError: If the weights give numbers that are not finite.
         """
         token = next(self._tokens)
         if token is None:

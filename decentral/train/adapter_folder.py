@@ -59,7 +59,7 @@ def write(folder: Path, run: config.Config, layers: Sequence[nn.Module]) -> list
 
 
 def _fuse(weights: dict[str, Tensor], settings: dict[str, Any], model: config.ModelConfig) -> None:
-    """Makes one adapter of those of the matrices that the family's files have as one.
+    """Fuse the adapters of matrices that the family stores as one, in place.
 
     The factors A of n matrices stand one below the other, and the factors B on a diagonal: n times the rank, and the
     same product.

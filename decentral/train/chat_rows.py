@@ -1,4 +1,4 @@
-"""Rows of chats and of prompts with completions, in the shapes in which people have them, as one kind of value.
+"""Convert rows of public chat and completion data sets to `Chat` or `PromptedText`.
 
     {"messages": [{"role": "user", "content": ...}, ...], "tools": [...]}      OpenAI's and Hugging Face's
     {"conversations": [{"from": "human", "value": ...}, ...], "system": ...}   ShareGPT's
@@ -51,7 +51,7 @@ class Chat:
 
     @property
     def identity(self) -> str:
-        """What is the same for the same chat, in whichever shape it was."""
+        """A text that is the same for equal chats, whichever shape their rows had; it decides what is held out."""
         return json.dumps([self.messages, self.tools], sort_keys=True, default=str)
 
 
@@ -64,6 +64,7 @@ class PromptedText:
 
     @property
     def identity(self) -> str:
+        """The text whose hash decides whether this example is held out."""
         return self.prompt + self.completion
 
 
@@ -135,13 +136,15 @@ def _with_system(row: Row, messages: list[Message]) -> list[Message]:
 def _messages(found: Any) -> list[Message]:
     found = _parsed(found)
     if not isinstance(found, list):
-        raise ValueError(f'a chat is {_kind(found)}; expected a list of {{"role": ..., "content": ...}}')
+        raise ValueError(
+            f'the messages of a chat are {kind(found)}; expected a list of {{"role": ..., "content": ...}}'
+        )
     return [_message(one) for one in found]
 
 
 def _message(one: Any) -> Message:
     if not isinstance(one, dict):
-        raise ValueError(f'a message is {_kind(one)}; expected {{"role": ..., "content": ...}}')
+        raise ValueError(f'a message is {kind(one)}; expected {{"role": ..., "content": ...}}')
     made = {key: value for key, value in one.items() if value is not None and key not in ("from", "value")}
     role, content = one.get("role") or one.get("from"), one.get("content", one.get("value"))
     if not isinstance(role, str):
@@ -169,31 +172,32 @@ def _content(role: str, content: Any, calls: bool) -> str:
             raise ValueError(f"a message of {role} has a part of type {kinds[0]!r}; expected texts alone")
         return "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise ValueError(f"the content of a message of {role} is {_kind(content)}; expected text")
+        raise ValueError(f"the content of a message of {role} is {kind(content)}; expected text")
     return content
 
 
 def _call(call: Any) -> Message:
-    """A tool's call with its arguments as values: templates write them as JSON themselves."""
+    """Return a tool call with its arguments parsed, since templates write them as JSON themselves."""
     inner = call.get("function", call) if isinstance(call, dict) else call
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
-        raise ValueError('a tool is not called by {"name": ..., "arguments": ...}')
+        got = "has no name" if isinstance(inner, dict) else f"is {kind(inner)}"
+        raise ValueError(f'a tool call {got}; expected {{"name": ..., "arguments": ...}}')
     outer = call if "function" in call else {}
     return {"type": "function", **outer, "function": {**inner, "arguments": _parsed(inner.get("arguments"))}}
 
 
 def _tools(row: Row) -> list[Any] | None:
-    """Definitions of tools, from the row's `tools`, or `functions` as OpenAI's files had them before."""
+    """Return tool definitions from the row's `tools`, or from OpenAI's older `functions`; None if it has none."""
     tools, functions = _parsed(row.get("tools")), _parsed(row.get("functions"))
     if not tools and functions:
         tools = [{"type": "function", "function": one} for one in _as_list(functions)]
     if tools and not isinstance(tools, list):
-        raise ValueError(f"tools is {_kind(tools)}; expected a list")
+        raise ValueError(f"tools is {kind(tools)}; expected a list")
     return tools or None
 
 
 def _parsed(value: Any) -> Any:
-    """The value that a text of JSON has; other texts and values as they are."""
+    """Return the value of a text that is a JSON list or object; anything else unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
@@ -206,7 +210,7 @@ def text(row: Row, name: str) -> str:
     """Return a column's text. Raises ValueError if it is none."""
     value = row.get(name)
     if not isinstance(value, str):
-        raise ValueError(f"{name} is {_kind(value)}; expected text")
+        raise ValueError(f"{name} is {kind(value)}; expected text")
     return value
 
 
@@ -214,8 +218,8 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _kind(value: Any) -> str:
-    """How JSON calls such a value, and a short one itself."""
+def kind(value: Any) -> str:
+    """Return what JSON calls the type of a value, with the value if it is short, for errors."""
     match value:
         case None:
             return "null"

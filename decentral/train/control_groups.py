@@ -37,7 +37,7 @@ def resident_bytes(process: Path = SELF) -> int:
 
 
 def _files(groups: str, mounts: str) -> Iterator[Path]:
-    """The files that hold the limits of our groups and of those around them."""
+    """Yield the limit files of this process's control groups and of all groups around them."""
     own = {}
     for line in groups.splitlines():
         number, controllers, path = line.split(":", 2)
@@ -58,7 +58,7 @@ def _files(groups: str, mounts: str) -> Iterator[Path]:
 
 
 def _number(file: Path) -> int | None:
-    """The limit in this file; None if it has none, which it says by `max`, or if there is no such file."""
+    """Return the limit in this file, in bytes; None if it says `max` or does not exist."""
     try:
         text = file.read_text().strip()
     except OSError:

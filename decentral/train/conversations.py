@@ -1,8 +1,8 @@
-"""Chats and completions as text, with the stretches of it that are learned: `data.format`.
+"""Render chats and completions as text, and mark the characters that the loss counts (`data.format`).
 
 A chat becomes text by the tokenizer's own chat template, a Jinja file of this peer's folder, which transformers renders
-in a sandbox; a swarm never sends one. What a turn of the assistant adds to the text behind its prompt is learned.
-Some templates write earlier turns otherwise once others follow: such a turn is left out of what is learned.
+in a sandbox; a swarm never sends one. The loss counts the text that a turn of the assistant adds after its prompt.
+Some templates rewrite earlier turns once later ones follow; the loss leaves such turns out.
 
 train/chat_rows.py has the shapes of rows that are read.
 """
@@ -57,7 +57,11 @@ def format_of(names: Container[str]) -> str | None:
 
 
 def read(data: config.DataConfig, row: Mapping[str, Any]) -> Example | None:
-    """Return what a row has in the run's format; None if it has nothing. Raises ValueError for another kind."""
+    """Parse a row as `data.format` says; None if its columns are empty.
+
+    Raises:
+        ValueError: If the row has another format, with what to do.
+    """
     if data.format == "chat":
         return chat_rows.chat(row, _named_column(data))
     if data.format == "completion":
@@ -88,7 +92,7 @@ def _named_column(data: config.DataConfig) -> str | None:
 
 
 def digest(data: config.DataConfig, path: str, tokenizer: str) -> str:
-    """What all peers must have alike beside the tokenizer, and that one's digest, as one."""
+    """Return a digest of the tokenizer, and for chats of its template too: all peers must have it alike."""
     if data.format != "chat":
         return tokenizer
     content = json.dumps([tokenizer, template(path).chat_template])
@@ -97,7 +101,7 @@ def digest(data: config.DataConfig, path: str, tokenizer: str) -> str:
 
 @lru_cache(maxsize=2)
 def template(path: str) -> Any:
-    """transformers' tokenizer of this folder. Raises UserError unless it has a chat template."""
+    """Return transformers' tokenizer of this folder. Raises UserError unless it has a chat template."""
     try:
         import transformers
     except ImportError:
@@ -127,10 +131,10 @@ def _rendered(chat: Chat, tokenizer: Any) -> Document | None:
 
 
 def _turn_begins(tokenizer: Any, chat: Chat, at: int, until: str) -> int | None:
-    """Where the assistant's turn `at` begins in the text up to its end, behind what prompts for it; None: not known.
+    """Return the character at which the loss of assistant turn `at` starts; None if it cannot be located.
 
-    A template may end its prompt with what it does not write into a chat, such as <think>. Then the turn begins where
-    the two texts part, or with its content if that begins with the same characters.
+    A template may end its prompt with text that it omits from finished chats, such as <think>. Then the loss starts
+    where the two texts first differ, or at the turn's content if that begins with the same characters.
     """
     content = chat.messages[at]["content"].strip()
     if not at:  # what stands before is the template's own, such as a default system prompt
@@ -147,7 +151,7 @@ def _turn_begins(tokenizer: Any, chat: Chat, at: int, until: str) -> int | None:
 
 
 def _text(tokenizer: Any, chat: Chat, count: int, add_generation_prompt: bool = False) -> str:
-    """The first `count` messages. Raises ValueError where the template refuses them."""
+    """Render the first `count` messages. Raises ValueError if the template refuses them."""
     messages: Sequence[Message] = list(chat.messages[:count])
     options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
     try:

@@ -117,7 +117,7 @@ def _stdlib_files() -> list[Path]:
 
 
 def _bytes_of(paths: list[Path]) -> Tokens:
-    """All bytes of the files, without a mark that a file is UTF-8. Raises UserError."""
+    """Return the bytes of all files, joined by newlines, without UTF-8 byte-order marks. Raises UserError."""
     texts = []
     for path in paths:
         try:

@@ -116,7 +116,7 @@ def visible(root: Path, glob: str) -> list[Path]:
 
 
 def _for_training(root: Path, files: list[Path]) -> list[Path]:
-    """The files without those of other splits, where some are named as those of the training split."""
+    """Drop files of test and validation splits if any file is named for training."""
     words = {one: set(BETWEEN_WORDS.split(str(one.relative_to(root)).lower())) for one in files if one != root}
     if not any(TRAIN & found for found in words.values()):
         return files
@@ -129,7 +129,7 @@ def _kind(path: Path) -> str | None:
 
 
 def _fingerprint(files: Iterable[Path]) -> str:
-    """Of the files' sizes and a sample of each one's bytes. Raises UserError."""
+    """Return a hash of the files' sizes and of SAMPLED samples from each. Raises UserError."""
     digest = hashlib.blake2b(digest_size=16)
     for path in files:
         try:
@@ -145,7 +145,7 @@ def _fingerprint(files: Iterable[Path]) -> str:
 
 
 def _library() -> Any:
-    """The module `datasets`, silent, without telemetry, and with Zstandard. Raises UserError if it is missing."""
+    """Return the module `datasets`, set up: silent, no telemetry, Zstandard readable. Raises UserError."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         import datasets

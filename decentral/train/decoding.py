@@ -1,11 +1,11 @@
-"""Generates tokens one at a time: a layer's keys and values are kept, so that a new token costs one position's work.
+"""Generate tokens one at a time: a layer's keys and values are kept, so that a new token costs one position's work.
 
     prompt -> read -> logits -> drawn token -> read -> ...
 
 A model reads `most_positions` at once: those that its folder names, or those that it is trained with. When they are all
 taken, the last half of them is read again from position 0 on, and what was before it is forgotten. (Angles are fixed to
-positions, so kept keys cannot be moved.) Where a long text has other angles, as with longrope, all of it is read again
-when it becomes one.
+positions, so kept keys cannot be moved.) With `dynamic` and `longrope` scaling the angles change when a text grows
+beyond the positions of the first training; then the whole text is read again.
 
 Shapes: B = 1 sequence, T positions that are read, S positions that are kept, K key-value heads, E channels of a head,
 D width, V vocabulary.
@@ -40,11 +40,12 @@ class Sampling:
 def generate(
     layers: Sequence[nn.Module], prompt: Sequence[int], sampling: Sampling, device: Device
 ) -> Iterator[int | None]:
-    """Tokens that go on from `prompt` (one at least), until so many are there. The layers are moved to the device.
+    """Yield `sampling.tokens` tokens that continue `prompt` (at least one token); move the layers to the device.
 
-    None comes before a token wherever a part of a long text was read, so that whoever waits can give it up.
+    Yields None after each part of READ_AT_ONCE tokens of a long prompt, so that the caller can stop in between.
 
-    Raises UserError where the weights give numbers that are not finite.
+    Raises:
+        UserError: If the weights give numbers that are not finite.
     """
     reader = CachedReader(layers, len(prompt) + sampling.tokens, device)
     chance = torch.Generator().manual_seed(sampling.seed)
@@ -102,7 +103,7 @@ class CachedReader:
     """The built-in model's layers, and the keys and values of the positions that they have read."""
 
     def __init__(self, layers: Sequence[nn.Module], positions: int, device: Device) -> None:
-        """`positions`: no more than these are ever read; those that the model can read at once bound them, too."""
+        """Move the layers to the device. `positions`: tokens to read at most, within `model.most_positions`."""
         self.embedding, *blocks, self.head = (layer.to(device.device).eval() for layer in layers)
         self.blocks = [block for block in blocks if isinstance(block, gpt.Block)]
         assert len(self.blocks) == len(blocks), "these are the built-in model's layers"
@@ -126,7 +127,7 @@ class CachedReader:
         return logits_BTV[0, 0].float().cpu()
 
     def _through(self, tokens_BT: Tensor) -> Tensor:
-        """What the last block makes of these positions."""
+        """Return the last block's output for these tokens, and keep their keys and values."""
         first, last = self.length, self.length + tokens_BT.shape[1]
         angles = self.cos_TE[first:last], self.sin_TE[first:last]
         hidden_BTD: Tensor = self.embedding(tokens_BT)

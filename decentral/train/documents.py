@@ -24,7 +24,7 @@ from typing import Any
 
 from decentral.core import config
 from decentral.core.errors import UserError
-from decentral.train import conversations, data_files, pieces
+from decentral.train import chat_rows, conversations, data_files, pieces
 from decentral.train.conversations import Ranges
 from decentral.train.data_files import LEAST_PARTS
 
@@ -71,7 +71,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class HoldingOut:
-    """How long documents are cut, and which pieces are held out: those whose hash is below `below`."""
+    """The usual length of a piece in characters, and the 64-bit hash below which a piece is held out."""
 
     piece_chars: int
     below: int
@@ -96,10 +96,11 @@ class Documents:
 
         Args:
             data: Names it, and says what its rows are.
-            least_parts: In how many parts it is read.
-            readers: Among so many the parts are divided.
+            least_parts: Parts to read the data set in, at least.
+            readers: Readers among which the parts are divided.
             tokenizer: The folder whose chat template renders chats.
-            least_held_out: Characters. Where `data.held_out` is less, more is held out, up to half of the documents.
+            least_held_out: Characters to hold out at least, even if that exceeds `data.held_out`; never more than half
+                of the documents.
 
         Raises:
             UserError: If the set cannot be opened.
@@ -165,7 +166,7 @@ class Documents:
                 yield from batch.pieces
 
     def _identities(self, piece_chars: int) -> Iterator[str]:
-        """What each document or piece is held out by, in the order of the data."""
+        """Yield the texts whose hashes decide what is held out, in the order of the data."""
         for shard in range(self.shards):
             if self.opened.kind == "text":
                 for batch in self._pieces_of_file(shard, None, 0, _every, _every, piece_chars):
@@ -188,7 +189,7 @@ class Documents:
         wanted: Callable[[str], bool],
         piece_chars: int,
     ) -> Iterator[Batch]:
-        """Pieces of those rows of a shard that are `ours` by their number, and `wanted` by their text."""
+        """Yield the pieces of a shard's rows whose number is `ours` and whose text is `wanted`."""
         if self.opened.kind == "text":
             yield from self._pieces_of_file(shard, state, read, ours, wanted, piece_chars)
             return
@@ -215,11 +216,12 @@ class Documents:
                 yield TextPiece(_encodable(made.text), at, True, True, made.learned)
 
     def _read(self, shard: int, number: int, row: Any) -> conversations.Example | None:
-        """What a row has. Raises UserError, which names the row, where it is of another kind than `data.format`."""
+        """Parse a row. Raises UserError, naming line and file, if it is not in `data.format`."""
         row = {"text": row} if isinstance(row, str) else row
         try:
             if not isinstance(row, Mapping):
-                raise ValueError("it is no object; expected one with a column " + self.data.column)
+                keys = " or ".join(conversations.needed_columns(self.data))
+                raise ValueError(f"expected a JSON object with the key {keys}; got {chat_rows.kind(row)}")
             if not number:
                 self._check_columns(row)
             found = conversations.read(self.data, row)
@@ -228,7 +230,7 @@ class Documents:
         return _encodable(found) or None if isinstance(found, str) else found
 
     def _check_columns(self, names: Mapping[str, Any]) -> None:
-        """Raises ValueError where none of the columns that are read is there."""
+        """Raise ValueError if a row has none of the columns that `data.format` needs."""
         needed = conversations.needed_columns(self.data)
         if any(name in names for name in needed):
             return
@@ -238,7 +240,7 @@ class Documents:
         raise ValueError(f"it has no column {needed[0]}; it has {', '.join(map(str, names))}; {remedy}")
 
     def _place(self, shard: int, number: int) -> str:
-        """A row as the user knows it."""
+        """Return where the user finds a row: line or row number, and file or part."""
         if len(self.opened.files) == self.shards:
             lines = self.opened.kind == "json" and self._parsed[0] != shard
             return f"{'line' if lines else 'row'} {number + 1} of {self.opened.files[shard]}"
@@ -247,7 +249,7 @@ class Documents:
     # Rows
 
     def _rows(self, shard: int, state: State | None, read: int, ours: Callable[[int], bool]) -> Iterator[Rows]:
-        """The rows of a shard that are `ours`."""
+        """Yield the rows of a shard whose number is `ours`, in batches."""
         if state == END_OF_ONE_VALUE:
             return
         json_rows = self.opened.kind == "json"
@@ -279,7 +281,7 @@ class Documents:
                     raise UserError(f"data: {self._place(shard, read + place)} is no JSON ({error})") from None
 
     def _rows_of_one_value(self, shard: int, ours: Callable[[int], bool]) -> Iterator[Rows]:
-        """Of a file that is a list of rows, or rows over several lines. It is read as a whole."""
+        """Yield the rows of a file that is one JSON list, or objects over several lines; it is read whole."""
         if self._parsed[0] != shard:
             lines = (table.column("text").to_pylist() for table, _ in self._tables(shard, None, LINES_AT_ONCE))
             try:
@@ -302,7 +304,7 @@ class Documents:
         return [{name: _without_nulls(value) for name, value in row.items()} for row in rows]
 
     def _tables(self, shard: int, state: State | None, size: int) -> Iterator[tuple[Any, State]]:
-        """The shard as tables of so many rows, each with where reading goes on. Raises UserError."""
+        """Yield the shard as tables of at most `size` rows, each with the state after it. Raises UserError."""
         rows = self.opened.set.shard(num_shards=self.shards, index=shard).with_format("arrow")
         files = self.opened.files
         try:
@@ -326,7 +328,10 @@ class Documents:
         wanted: Callable[[str], bool],
         piece_chars: int,
     ) -> Iterator[Batch]:
-        """Pieces of a file, which is one document. `state` is that of the lines that the next piece begins in."""
+        """Yield the pieces of a text file, which is one document, from `state` on.
+
+        `state`: of the lines in which the next piece begins.
+        """
         at, skip = (state["at"], state["skip"]) if state else (None, 0)
         open_lines: list[str] = []  # of the piece whose end is not known yet
         origins: list[
@@ -362,7 +367,7 @@ class Documents:
 
 
 def _last(origins: Sequence[tuple[State | None, int, int]], lines: int) -> list[tuple[State | None, int, int]]:
-    """Where the last so many of the lines come from."""
+    """Return the origins that cover the last `lines` lines."""
     found: list[tuple[State | None, int, int]] = []
     for state, begin, end in reversed(origins):
         if lines <= 0:
@@ -391,7 +396,7 @@ def _every(_: object) -> bool:
 
 
 def _encodable(text: str) -> str:
-    """The text without halves of characters, which JSON can have and UTF-8 cannot."""
+    """Return the text with lone surrogates replaced: JSON can contain them, UTF-8 cannot."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if not _is_utf8(text) else text
 
 
@@ -404,13 +409,13 @@ def _is_utf8(text: str) -> bool:
 
 
 def _is_one_value(lines: Sequence[str]) -> bool:
-    """Whether a file that begins with these lines has no row in each."""
+    """Return whether these first lines begin a JSON list or a multi-line object, not one row a line."""
     first = next((line.strip() for line in lines if line.strip()), "")
     return first.startswith("[") or first == "{"
 
 
 def _values(text: str) -> Iterator[Any]:
-    """The values that stand in a text one after another, and those of its lists. Raises ValueError."""
+    """Yield the JSON values of a text one after another, with lists unpacked. Raises ValueError."""
     decoder, at, end = json.JSONDecoder(), 0, len(text.rstrip())
     while at < end:
         value, at = decoder.raw_decode(text, _SPACE.match(text, at).end())  # type: ignore[union-attr]
@@ -418,7 +423,7 @@ def _values(text: str) -> Iterator[Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """The value without keys that are null: a table has in each row the keys of all."""
+    """Drop keys whose value is null: a table gives each row the keys of all rows."""
     if isinstance(value, dict):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     if isinstance(value, list):

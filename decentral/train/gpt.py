@@ -213,7 +213,7 @@ class Attention(nn.Module):
         return self.attend(*self.heads_of(hidden_BTD, self.cos_TE[:T], self.sin_TE[:T]), mask_TT)
 
     def heads_of(self, hidden_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries q_BHTE, keys k_BKTE and values v_BKTE of positions that are turned by these tables' angles."""
+        """Return queries q_BHTE, keys k_BKTE and values v_BKTE, rotated by the angles of these tables."""
         q_BHTE = self._split(self.q_proj(hidden_BTD), self.q_norm)
         k_BKTE = self._split(self.k_proj(hidden_BTD), self.k_norm)
         v_BKTE = self._split(self.v_proj(hidden_BTD), nn.Identity())
@@ -222,7 +222,7 @@ class Attention(nn.Module):
         return q_BHTE, k_BKTE, v_BKTE
 
     def _split(self, x_BTC: Tensor, norm: nn.Module) -> Tensor:
-        """x_BHTE of C = H * E channels, normed all together, or in each head."""
+        """Return x_BHTE of x_BTC (C = H * E), normalised over all channels or within each head."""
         x_BTC = norm(x_BTC) if self.norms_all else x_BTC
         x_BTHE = x_BTC.view(*x_BTC.shape[:2], -1, self.channels)
         x_BTHE = x_BTHE if self.norms_all else norm(x_BTHE)
@@ -247,7 +247,7 @@ class Attention(nn.Module):
 
 
 def _rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """Turns the channels that the tables have, a head's first ones."""
+    """Rotate the first channels of each head, as many as the tables have; the rest stay."""
     dtype, channels = x_BHTE.dtype, cos_TE.shape[-1]
     turned_BHTE, rest_BHTE = x_BHTE[..., :channels], x_BHTE[..., channels:]
     left_BHTF, right_BHTF = turned_BHTE.chunk(2, dim=-1)  # F: half of E

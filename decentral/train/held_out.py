@@ -2,9 +2,10 @@
 
     tokens -> cuts where the 32 tokens before hash to a small number -> stretches -> their signatures -> held out or not
 
-An inserted file moves every later token, and no cut: cuts depend on the text around them alone (content-defined
-chunking, LBFS, Muthitacharoen et al., SOSP 2001). A stretch's signature is the smallest hash in it (MinHash, Broder
-1997): a stretch of which a share s was edited keeps its signature with a probability of about 1 - s.
+Each cut depends only on the 32 tokens before it, so an inserted file shifts later tokens but leaves most cuts between
+the same tokens (content-defined chunking, LBFS, Muthitacharoen et al., SOSP 2001). A stretch's signature is the
+smallest hash in it (MinHash, Broder 1997): a stretch of which a share s was edited keeps its signature with a
+probability of about 1 - s.
 """
 
 from dataclasses import dataclass
@@ -33,19 +34,20 @@ class Runs:
 
     @classmethod
     def of(cls, starts: Positions, counts: Positions) -> "Runs":
+        """Return the runs that begin at `starts` and have `counts` places each."""
         return cls(starts, counts, np.cumsum(counts))
 
     def sample(self, generator: np.random.Generator, windows: int) -> Positions:
-        """Return so many places, each as likely as any other."""
+        """Return `windows` start positions [windows], int64, sampled uniformly with replacement from all runs."""
         drawn = generator.integers(self.ends[-1], size=windows)
         run = np.searchsorted(self.ends, drawn, side="right")
         return self.starts[run] + drawn - self.ends[run] + self.counts[run]
 
 
 def divide(tokens: npt.NDArray[np.generic], share: float, window: int) -> tuple[Runs, Runs]:
-    """Return where windows to train on may begin, and where those that are held out.
+    """Return where windows to train on may begin, and where held-out windows may begin.
 
-    At least one stretch is of each kind; of a text with few stretches that is more than `share`.
+    At least one stretch is held out and one trained on, so a short text may hold out more than `share`.
 
     Args:
         tokens: All of them; at least 20 (`window` + 1).
@@ -68,7 +70,7 @@ def divide(tokens: npt.NDArray[np.generic], share: float, window: int) -> tuple[
 
 
 def _stretches(tokens: npt.NDArray[np.generic], shortest: int) -> tuple[Positions, Hashes]:
-    """Where each stretch begins, and its signature."""
+    """Return the start of each stretch, and its signature."""
     cuts, places, values = _candidates(tokens, shortest)
     starts = [0]
     while starts[-1] + 2 * shortest <= len(tokens):
@@ -85,7 +87,7 @@ def _stretches(tokens: npt.NDArray[np.generic], shortest: int) -> tuple[Position
 
 
 def _candidates(tokens: npt.NDArray[np.generic], shortest: int) -> tuple[Positions, Positions, Hashes]:
-    """Where a stretch may begin, and a sample of all hashes: their places, and what they are."""
+    """Return possible cuts, and a sample of all hashes: their places and values."""
     cuts, places, values = [], [], []
     for begin in range(0, len(tokens), BLOCK_TOKENS):
         before = min(begin, _WINDOW - 1)
@@ -99,7 +101,7 @@ def _candidates(tokens: npt.NDArray[np.generic], shortest: int) -> tuple[Positio
 
 
 def _hashes(tokens: Hashes) -> Hashes:
-    """Of each token with the 31 before it."""
+    """Return a 32-bit hash of each token together with the 31 before it."""
     hashes, factor = _mixed(tokens + np.uint32(1)), _FACTOR
     for width in (1, 2, 4, 8, 16):
         longer = hashes.copy()
@@ -109,7 +111,7 @@ def _hashes(tokens: Hashes) -> Hashes:
 
 
 def _mixed(numbers: Hashes) -> Hashes:
-    """Other numbers, one for each, in which every bit depends on all bits (the finaliser of MurmurHash3)."""
+    """Mix the bits of 32-bit numbers, one to one (the finaliser of MurmurHash3)."""
     mixed = numbers ^ (numbers >> np.uint32(16))
     mixed *= np.uint32(0x85EBCA6B)
     mixed ^= mixed >> np.uint32(13)

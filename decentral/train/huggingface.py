@@ -79,12 +79,12 @@ def refuse_mixture(folder: Path, patterns: Iterable[str]) -> None:
     """Raise UserError if files of another model in the folder would be read in the place of an export, or with it."""
     if found := sorted(path.name for pattern in patterns for path in folder.glob(pattern)):
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        which = f"{found[0]}{more} of another model"
-        raise UserError(f"--out {folder} has {which}, which would be read along; choose another folder, or remove it")
+        which = f"files of another model ({found[0]}{more}), which programs would load with the export"
+        raise UserError(f"--out {folder} holds {which}; choose another folder, or remove those files")
 
 
 def _fuse(weights: dict[str, Tensor]) -> None:
-    """Makes one matrix of those that the family's files have as one."""
+    """Concatenate, in place, matrices that the family's files store as one."""
     for whole, (first, *others) in FUSED.items():
         for name in [name for name in weights if f".{first}." in name]:
             parts = [weights.pop(name.replace(first, part)) for part in (first, *others)]
@@ -92,7 +92,7 @@ def _fuse(weights: dict[str, Tensor]) -> None:
 
 
 def _tie(weights: dict[str, Tensor]) -> bool:
-    """Leaves the head out if it has the embedding's weights; whether it has."""
+    """Remove the head if it equals the embedding; return whether it did."""
     tied = torch.equal(weights[HEAD], weights[EMBEDDING])
     if tied:
         del weights[HEAD]

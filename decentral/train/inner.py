@@ -199,7 +199,7 @@ class Live:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A stretch of a fragment, what its step works on, and its weights: in fp32, and as the fragment keeps them."""
+    """A stretch of a fragment, the operands of its step, and its weights: in fp32, and as the fragment keeps them."""
 
     live: Live
     stretch: StretchOptimizer
@@ -208,8 +208,8 @@ class Work:
     theta: Tensor
 
 
-def train_lives(lives: Sequence[tuple[Live, Sequence[Tensor]]], steps: int, rate: float) -> None:
-    """Train fragments with their gradients, all in as few calls of the optimizers as can be.
+def step_fragments(lives: Sequence[tuple[Live, Sequence[Tensor]]], steps: int, rate: float) -> None:
+    """Take one optimizer step of several fragments, with one call for each kind of optimizer (see `step_together`).
 
     Args:
         lives: Fragments with gradients as `Live.gradients` gives them, or one flat vector each.
@@ -252,10 +252,10 @@ class Inner:
         """A step with the present gradients; `rate` is the learning rate, `tokens` what the gradients are of."""
         steps, pairs = self.steps, [(live, live.gradients()) for live in self.lives]
         if self.train.weights == "float32":
-            train_lives(pairs, steps, rate)
+            step_fragments(pairs, steps, rate)
         else:  # one fragment's weights in fp32 at a time
             for pair in pairs:
-                train_lives([pair], steps, rate)
+                step_fragments([pair], steps, rate)
         for live in self.lives:
             live.count(tokens, rate)
 
@@ -273,7 +273,7 @@ def step_clipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> boo
         return False
     gradient *= (train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
     rate = rate_at(train, lr_step, live.steps)
-    train_lives([(live, [gradient])], live.steps, rate)
+    step_fragments([(live, [gradient])], live.steps, rate)
     live.count(tokens, rate)
     live.touch()
     return True

@@ -145,16 +145,16 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The memory of the GPU, or what this process may take of this machine's."""
+    """Return the bytes of the GPU's memory, or those that this process may use of the machine's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return machine_bytes()
 
 
 def machine_bytes() -> int:
-    """The memory of this machine; in a container with a limit, what that leaves beside what this process has taken.
+    """Return the bytes that the model may use: the machine's, or a container's limit less what this process uses.
 
-    torch and its like take a third of a gigabyte, which a small container cannot give the model as well.
+    Libraries such as torch occupy about 0.3 GB, which matters in a small container.
     """
     limit = control_groups.limit_bytes()
     return control_groups.host_bytes() if limit is None else max(0, limit - control_groups.resident_bytes())

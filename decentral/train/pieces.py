@@ -1,7 +1,7 @@
 """Cut long documents at ends of lines that their own text chooses, so that peers whose files differ cut alike.
 
-A line ends a piece if the hash of the line is small, the longer the line the more often; never before a line that is
-indented, so that the pieces' tokens are those of the whole. A line that is as long as a piece is cut between words.
+A line ends a piece if its CRC-32 is below a threshold proportional to its length. No piece starts with an indented
+line, since tokenizers merge a line break with the indentation. Lines of `usual_chars` or more are cut between words.
 """
 
 import io
@@ -17,7 +17,12 @@ _HASHES = 1 << 32
 
 
 def cut(text: str, usual_chars: int) -> list[str]:
-    """Return the document as pieces, which are all of it."""
+    """Return the pieces of a document; joined they are the document.
+
+    Args:
+        text: The document.
+        usual_chars: Usual length of a piece; a document of at most `UNCUT` times that is one piece.
+    """
     if len(text) <= UNCUT * usual_chars:
         return [text]
     pieces, rest = cut_lines(io.StringIO(text).readlines(), usual_chars)
@@ -49,7 +54,7 @@ def cut_lines(lines: Sequence[str], usual_chars: int) -> tuple[list[str], list[s
 
 
 def _of_long_line(line: str, usual_chars: int) -> Iterator[str]:
-    """A line as pieces that end where words do; a word that is longer than a piece is cut too."""
+    """Yield a long line as pieces that end at word ends; a word longer than a piece is cut."""
     longest, most_hash = _LONGEST * usual_chars, _HASHES // usual_chars
     begin = end = 0
     for found in _WORDS.finditer(line):

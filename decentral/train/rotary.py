@@ -8,8 +8,8 @@ Pair f of a head's channels turns by theta^(-2 f / E) from one position to the n
     yarn       the same with a ramp over the channels, and queries and keys grow (Peng et al., arXiv 2309.00071)
     longrope   each rate has a divisor, one in short and one in long texts; both grow (Ding et al., arXiv 2402.13753)
 
-"Slow" counts turns within the first training's positions. The formulas are those of transformers' modeling_rope_utils,
-rounding included: large angles show a last bit.
+"Slow" counts turns within the first training's positions. The formulas, and their order of operations, are those of
+transformers' modeling_rope_utils: at large positions one rounding error in a rate changes the angle visibly.
 
 Shapes: T positions, E channels of a head that are rotated, F = E / 2 pairs.
 """
@@ -26,14 +26,14 @@ from decentral.core.model_config import ModelConfig, RopeScaling
 def tables(model: ModelConfig, positions: int) -> tuple[Tensor, Tensor]:
     """Return cos_TE and sin_TE of the angles by which each of so many positions turns each pair of channels.
 
-    Whoever asks for the same tables again gets the same tensors: all blocks of a model have them.
+    The last two results are cached and shared by all blocks of a model; do not change them in place.
     """
     most = model.positions or model.context
     return _tables(model.rope_theta, model.d_rotary, positions, model.rope_scaling, most, torch.get_default_device())
 
 
 def reach(model: ModelConfig, positions: int, most: int) -> int:
-    """Return up to how many positions, of at most so many, a text of `positions` can grow with the same angles."""
+    """Return the longest length, at most `most`, that a text of `positions` tokens reaches with unchanged angles."""
     scaling = model.rope_scaling
     if scaling is None or scaling.kind not in ("dynamic", "longrope"):
         return most

@@ -27,10 +27,12 @@ def check(run: Config, begun: bool) -> None:
     if known is None or (own := _tokenizer_digest(run)) == known:
         return
     if own is None:
-        compare = f"{run.data.path} does not say which tokenizer made its tokens; name it with --tokenizer PATH"
-        raise UserError(f"data: {compare}, so that it can be compared with this run's")
+        unknown = f"{run.data.path} has no description ({run.data.path}.json) of the tokenizer that made it"
+        raise UserError(f"data: {unknown}, and this run compares tokenizers; name it with --tokenizer PATH")
     if run.data.kind == "tokens":
-        raise UserError(f"data: {run.data.path}: another tokenizer than this run's made its tokens")
+        raise UserError(
+            f"data: {run.data.path} was made by another tokenizer than this run's; make it again with that one"
+        )
     also = ", or its chat template," if run.data.format == "chat" else ","
     raise UserError(
         f"--tokenizer {run.tokenizer}: this run's tokenizer, or the token between its texts{also} is another"
@@ -38,7 +40,7 @@ def check(run: Config, begun: bool) -> None:
 
 
 def _tokenizer_digest(run: Config) -> str | None:
-    """Of the tokenizer, and with chats of its template; None: nobody has said which made a file of tokens."""
+    """Return the tokenizer's digest, for chats with the template's; None if a token file's tokenizer is unknown."""
     if run.data.kind == "tokens":
         return token_file.digest(run)
     assert run.tokenizer is not None

@@ -127,18 +127,18 @@ class Folder:
         return torch.split(found, rows)[parts.index(module)]
 
     def _places(self) -> dict[str, str]:
-        """The file of each tensor: of one file where it is there, as transformers prefers it to an index."""
+        """Return the file of each tensor; `model.safetensors` wins over an index, as in transformers."""
         if (self.path / ADAPTER).exists():
-            merge = "PeftModel.from_pretrained(MODEL, DIR).merge_and_unload().save_pretrained(NEW) of peft merges it"
-            raise StartWeightsError(f"{self.path} has {ADAPTER}, and no adapter is read; {merge}, or take it away")
+            merge = "merge it with peft's PeftModel.from_pretrained(MODEL, DIR).merge_and_unload().save_pretrained(NEW)"
+            adapter = f"{self.path} is an adapter ({ADAPTER}); expected a whole model"
+            raise StartWeightsError(f"{adapter}: {merge}, or remove {ADAPTER}")
         index = self.path / INDEX
         if (self.path / WHOLE).exists() or not index.exists():
             pickles = [path.name for kind in PICKLES for path in sorted(self.path.glob(kind))]
             if pickles and not (self.path / WHOLE).exists():
-                write = (
-                    "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR) of transformers writes that file"
-                )
-                raise StartWeightsError(f"{self.path}: expected {WHOLE}, and there is only {pickles[0]}; {write}")
+                convert = "convert it with transformers' AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR)"
+                found = f"found only the pickle {pickles[0]}"
+                raise StartWeightsError(f"{self.path}: expected {WHOLE}; {found}: {convert}")
             return dict.fromkeys(self._file(WHOLE).keys(), WHOLE)
         if index.stat().st_size > MAX_INDEX_BYTES:
             raise ValueError(f"{INDEX} is larger than {MAX_INDEX_BYTES} bytes")

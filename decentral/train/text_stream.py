@@ -80,7 +80,7 @@ class TextStream:
         if self.tokenizer.size > model.vocabulary:
             fits = f"--set model.vocabulary={self.tokenizer.size} would fit"
             if model.start_from is not None or model.weights is not None:
-                fits = "give the model's own, or make the model larger with resize_token_embeddings of transformers"
+                fits = "use the model's own tokenizer, or enlarge the model with transformers' resize_token_embeddings"
             tokens = f"--tokenizer {path} has {self.tokenizer.size} tokens"
             raise UserError(f"data: {tokens}, but model.vocabulary is {model.vocabulary}; {fits}")
         ours, shares = data.part.split("/") if data.part else (1, 1)
@@ -101,7 +101,7 @@ class TextStream:
         if packer.pads:
             tokens_NT, learned_NT = _windows(tokens, learned, self.context)
             if not len(tokens_NT):
-                few = "needs two documents at least, so that one can be held out"
+                few = "must have at least two documents to train on, one of them to hold out; it has fewer"
                 raise UserError(f"data: {self.data.path} {few}{self.why_nothing(documents)}")
             again = np.arange(sequences) % len(tokens_NT)
             return batch_of(tokens_NT[again], learned_NT[again])
@@ -115,12 +115,13 @@ class TextStream:
 
     @staticmethod
     def why_nothing(documents: Documents) -> str:
-        """Return why chats that were read have nothing to learn; empty if there are none."""
-        chats, turn = documents.unlearned, "a turn of the assistant that the template writes behind its prompt for one"
-        return f"; of {chats} chats that were read none has {turn}" if chats else ""
+        """Return why no chat that was read can be trained on; "" if there was none."""
+        writes = "the chat template must write such a turn after the prompt that add_generation_prompt=True produces"
+        none = f"; none of the {documents.unlearned} chats read has a trainable assistant turn: {writes}"
+        return none if documents.unlearned else ""
 
     def packer(self) -> "TokenPacker":
-        """A packer of this data's documents; a chat's template writes the tokens before it itself."""
+        """Return a packer for this data; for chats it adds no leading tokens, since the template writes them."""
         tokenizer = replace(self.tokenizer, before=()) if self.data.format == "chat" else self.tokenizer
         return TokenPacker(tokenizer, self.context if self.data.format != "text" else None)
 
@@ -294,7 +295,10 @@ class PositionFile:
 
     @classmethod
     def of(cls, stream: TextStream, reading: Reading, fingerprint: str) -> "PositionFile":
-        """What the folder has, or the beginning if it has none that counts. `fingerprint`: of the data's content."""
+        """Return the folder's position if it belongs to these data, else the beginning.
+
+        `fingerprint`: of the content of the data.
+        """
         data, rank = stream.data, f"-{reading.rank}" if reading.rank else ""
         facts = [fingerprint, data.column, data.format, data.held_out, data.part, stream.context, stream.digest]
         key = json.dumps([POSITION_FORMAT, *facts, reading.seed, reading.peer, reading.ranks])
@@ -302,7 +306,8 @@ class PositionFile:
         if made.path is None or not made.path.exists():
             return made
         again = (
-            f"{made.path} is no position in {data.path} as it is now; reading begins anew, and repeats what was read"
+            f"{made.path} belongs to other contents or settings of {data.path}, or to another release; reading starts "
+            "over and repeats text that this peer has trained on"
         )
         try:
             found = strict_json.loads(made.path.read_text())

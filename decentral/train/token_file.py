@@ -20,12 +20,13 @@ from decentral.train import tokenizer
 
 MOST_DESCRIPTION_BYTES = 4096
 LOOKED_AT = 1 << 20  # tokens at the beginning that tell whether the width is right
+AGAIN = "run python -m decentral.tokenize again"
 Tokens = npt.NDArray[np.generic]
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What the file beside a file of tokens says of it."""
+    """The description of a file of tokens, kept in the file PATH.json beside it."""
 
     tokenizer: str  # its digest, as train/tokenizer.py makes it
     token_bytes: int
@@ -52,10 +53,11 @@ def described(path: Path) -> Description | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"data: {beside} is no description of a file of tokens ({error}); write both again") from None
+        damaged = f"{beside} is no description of a file of tokens ({error})"
+        raise UserError(f"data: {damaged}; {AGAIN}, or remove {beside.name}") from None
     if found.token_bytes not in (2, 4) or size != expected:
-        says = f"{beside} says {found.tokens} tokens of {found.token_bytes} bytes, and {path} has {size} bytes"
-        raise UserError(f"data: {says}; write both again, or remove {beside.name}")
+        says = f"{beside} expects {found.tokens} tokens of {found.token_bytes} bytes, but {path} has {size} bytes"
+        raise UserError(f"data: {says}; {AGAIN}, or remove {beside.name}")
     return found
 
 
@@ -71,15 +73,19 @@ def digest(run: config.Config) -> str | None:
         return found.tokenizer if found else None
     named = tokenizer.load(run.data.tokenizer).digest
     if found and found.tokenizer != named:
-        raise UserError(f"--tokenizer {run.data.tokenizer}: {run.data.path} was made by another tokenizer")
+        other = (
+            f"--tokenizer {run.data.tokenizer} is not the tokenizer that made {run.data.path} (their digests differ)"
+        )
+        raise UserError(f"{other}; name that one, or leave --tokenizer out")
     return named
 
 
 def mapped(data: config.DataConfig, vocabulary: int) -> Tokens:
-    """Return the tokens, mapped and not read.
+    """Return the tokens of the file as a memory map [tokens]: uint16, uint32, or the type of an `.npy` array.
 
     Raises:
-        UserError: If the file cannot be mapped, or its entries have another width than `data.token_bytes`.
+        UserError: If the file cannot be mapped, its description is damaged, its entries have another width than
+            `data.token_bytes`, or it is a NumPy array without the suffix .npy.
     """
     assert data.path is not None
     path = Path(data.path)
@@ -97,7 +103,7 @@ def mapped(data: config.DataConfig, vocabulary: int) -> Tokens:
     first = tokens[:LOOKED_AT]
     high = (vocabulary - 1) >> 16  # the largest upper half of a token
     if description is None and width == 2 and first.any() and int(first[1::2].max(initial=0)) <= high:
-        looks = f"in {path} every second entry of two bytes is at most {high}, as in a file of four bytes a token"
+        looks = f"{path} looks like 4 bytes a token (every second 16-bit word is at most {high})"
         raise UserError(f"data: {looks}; set data.token_bytes=4")
     return tokens
 

@@ -40,12 +40,12 @@ class TextTokenizer:
     ends: frozenset[int] = frozenset()  # with each of these a generated text ends
 
     def tokens(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
-        """The tokens of each text, without those `before` it."""
+        """Return the tokens of each text, without the special tokens in `before`."""
         found = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=np.uint32) for one in found]
 
     def tokens_and_offsets(self, text: str) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
-        """The same of one text, and [n, 2]: where each token's characters begin and end in it."""
+        """Return the tokens [n] of one text, and the characters [n, 2] at which each begins and ends."""
         found = self.tokenizer.encode(text, add_special_tokens=False)
         return np.array(found.ids, dtype=np.uint32), np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
 
@@ -121,7 +121,7 @@ def settings(file: Path) -> dict[str, Any]:
 
 
 def _before(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """What it puts before a text, such as this one, whose tokens it has."""
+    """Return the special tokens that the tokenizer adds at the start of a text, found by encoding `text`."""
     found = tokenizer.encode(text, add_special_tokens=True)
     marked = zip(found.ids, found.special_tokens_mask, strict=True)
     return tuple(token for token, _ in itertools.takewhile(itemgetter(1), marked))

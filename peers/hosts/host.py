@@ -111,11 +111,11 @@ class Host:
         apart = [clock] if abs(ahead_s) > CLOCKS_AGREE_S else []
         unheld = self.node.route_planner.unheld if self.node.route_planner else ""
         progress, roster = self.node.progress, self.node.roster
-        of_node = (self.node.join.waits, unheld, progress.divergence.trouble, roster.copy(self.now()))
+        of_node = (self.node.join.waits, unheld, progress.divergence.trouble, roster.copy_warning(self.now()))
         return [one for one in (self.journal.trouble, unsaved, *of_node, *apart, *self.watch.present()) if one]
 
     def stop(self, reason: str) -> None:
-        """Makes `run` save and leave, also before it has begun. To be called in the loop's thread."""
+        """Make `run` save and leave, even before it has begun; call it in the loop's thread."""
         if not self._stopping.is_set():
             self._reason = reason
             self._stopping.set()

@@ -134,7 +134,7 @@ class Fetch:
     last_piece_at: Seconds = 0.0
     busy: int = 0  # times that a donor served others and refused us
     failures: Counter[PeerId] = field(default_factory=Counter)
-    unready: dict[PeerId, bool] = field(default_factory=dict)  # by peer asked: whether it said last that it has none
+    unready: dict[PeerId, bool] = field(default_factory=dict)  # by peer asked: whether its last answer was NOT_READY
     accused: set[PeerId] = field(default_factory=set)  # donors whose samples differed from others'
     known: Sequence[PeerId] = ()  # peers that may be asked
     samples: dict[tuple[int, int, PeerId], DonorSample] = field(default_factory=dict)  # by fragment, offset and donor

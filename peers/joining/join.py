@@ -121,7 +121,7 @@ class Join:
         return said + self.fetch.ask()
 
     def _waits_for_silent_holders(self, known: Sequence[PeerId]) -> bool:
-        """Whether this peer has no weights, and one that is silent now may have them.
+        """Return whether this peer has no weights and a peer that is silent now may have them.
 
         Peers that say that they have none yet are not waited for: a whole swarm may be at its beginning.
         """
@@ -136,7 +136,7 @@ class Join:
     def _say_that_it_waits(self) -> list[Effect]:
         if self.waits:
             return []
-        self.waits = "no peer gives this one the run's weights; it keeps asking, and does not train without them"
+        self.waits = "no peer has sent the run's weights yet; this peer keeps asking and does not train until one does"
         return [log("error", reason=self.waits)]
 
     def _prefer_retained(self, known: Sequence[PeerId]) -> None:
@@ -173,7 +173,9 @@ class Join:
                 continue
             if may_wait:
                 layers = f"layers {one.fragment.first} to {one.fragment.last - 1}"
-                effects.append(log("error", reason=f"{layers} start from initial weights: their last holder has gone"))
+                lost = "their last holder is gone, and with it what was trained in them"
+                remedy = "to keep that, start a peer that has them first"
+                effects.append(log("error", reason=f"{layers} start from the run's initial weights: {lost}; {remedy}"))
             del self.fetch.incoming[index]
         return effects
 

@@ -40,7 +40,7 @@ MOST_SOUGHT = 1024  # unknown peers whose lookups are counted; beyond them, the 
 PEERS_PER_REFRESH_S = 25  # a large swarm is looked up less often, as a lookup costs in proportion to its size
 EXPIRY_STEP_S = 1e-3  # each record of ours expires so much later than the one before
 FORGET_TTLS = 10  # lifetimes of a record after which a dropped peer is forgotten
-RECORDS_OF_COPY = 2  # under our name and of our time tell of a copy; one may be of a start with a clock that was ahead
+RECORDS_OF_COPY = 2  # foreign records under our id that prove a copy; one may be from a start with a fast clock
 DEAD_AFTER = 2  # unanswered questions in a row
 MOST_DROPPED = 8192  # dropped peers whose last record's time is remembered; beyond them, the first ones are forgotten
 NEIGHBOURS = 24  # holders of a layer that a peer knows
@@ -342,18 +342,21 @@ class Roster:
             effects += self._heard(peer, record, min(expires, now + self.limits.record_ttl_s), now)
         return effects
 
-    def copy(self, now: Seconds) -> str:
-        """Return what the user has to know of a peer that runs with a copy of our identity; "" where there is none."""
+    def copy_warning(self, now: Seconds) -> str:
+        """Return a warning for the user if another peer runs with our identity; "" if none was seen lately.
+
+        Lately means within the last two lifetimes of a record (`record_ttl_s`).
+        """
         if now >= self._published.copy_seen_at + 2 * self.limits.record_ttl_s:
             return ""
-        remedy = "both train on the same data and count as one: stop one of them, and give it a new --state-dir"
-        return f"another peer runs with a copy of this peer's identity, at {self._published.copy_address}; {remedy}"
+        remedy = "so the swarm counts both as one: stop one, and start it again with --join and a new --state-dir"
+        return f"another peer at {self._published.copy_address} uses a copy of this peer's identity, {remedy}"
 
     def _found_own(self, key: str, value: bytes, now: Seconds) -> list[Effect]:
-        known = self.copy(now)
+        known = self.copy_warning(now)
         if self._published.read(self.own, key, value, now):
             self.renew_soon(now)
-        said = self.copy(now)
+        said = self.copy_warning(now)
         return [log("error", reason=said)] if said and not known else []
 
     def _heard(self, peer: PeerId, record: PeerRecord, expires: float, now: Seconds) -> list[Effect]:

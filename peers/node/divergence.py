@@ -13,26 +13,26 @@ from decentral.core.units import Seconds
 SETTLED_STEPS = 20  # a mean over fewer steps is noise
 MOST_STEPS_DROPPED = 0.25  # of the last steps; a large model in bf16 drops one now and then
 LEAST_RISE = 1.0  # nats of the mean loss above its best: noise and harder text raise it by less
-BEST_FORGOTTEN = 1e-4  # at each step, of the way to the present loss: some day harder text is what is usual
-HOPELESS = 2.0  # times the starting loss; below it, steps may bring it down again
-LEARNED = 0.85  # times the starting loss; below it, a loss that stays where it is comes from harder text
-STOP_STEPS, STOP_S = 100, 60.0  # after both, without recovery, a peer stops, or takes the loss as usual
+BEST_FORGOTTEN = 1e-4  # share by which the best mean drifts to the present mean each step, since text may get harder
+HOPELESS = 2.0  # times the starting loss; below this, training may still recover by itself
+LEARNED = 0.85  # times the starting loss; below this, a loss that stays risen comes from harder text
+STOP_STEPS, STOP_S = 100, 60.0  # after both, without recovery, a peer stops, or takes the present loss as usual
 SAID_EVERY_S = 60.0
 
 
 @dataclass(slots=True)
 class Divergence:
-    """Judges each step by its gradient, and by the mean loss of the last steps."""
+    """A detector of divergence, fed with each step's gradient and loss."""
 
-    guess: float  # nats; the loss of a model that gives each token the same chance
+    guess: float  # nats: the loss of uniform guesses, which give each token the same probability
     dropped: int = 0  # steps that trained nothing, as their gradients were not finite
-    hopeless: bool = False  # it has lasted, and waiting longer would not help
+    hopeless: bool = False  # whether training has diverged for STOP_STEPS and STOP_S and shows no sign of recovery
     _steps: int = 0
     _dropped_share: float = 0.0
     _mean: float = 0.0
     _best: float = 0.0  # of the means
-    _start: float = 0.0  # the first step's loss, or that of a guess if it is larger; 0: no loss is known
-    _since: tuple[int, Seconds] | None = None  # the step and the time at which it began; None: training is well
+    _start: float = 0.0  # the first step's loss, or that of uniform guesses if it is larger; 0: no loss is known
+    _since: tuple[int, Seconds] | None = None  # step and time at which divergence began; None: training is well
     _said_at: Seconds = 0.0
 
     def stepped(self, dropped: bool, loss: float | None, now: Seconds) -> list[Effect]:
@@ -68,14 +68,14 @@ class Divergence:
 
     @property
     def trouble(self) -> str:
-        """What the user reads while training has diverged; "" while it has not."""
+        """Why training has diverged, and what the user can do; "" while it has not."""
         if self._drops:
-            why = f"many steps trained nothing ({self._dropped_share:.0%}), as their gradients are not finite"
+            why = f"{self._dropped_share:.0%} of recent steps were skipped, since their gradients were not finite"
         elif self._mean > self._best + max(LEAST_RISE, (self._start - self._best) / 2):
-            why = f"the loss has risen from {self._best:.3f} to {self._mean:.3f}"
+            why = f"the mean loss has risen from {self._best:.3f} (best) to {self._mean:.3f} nats per token"
         else:
             return ""
-        return f"{DIVERGED}: {why}; the last good checkpoint stays. A lower train.learning_rate may help"
+        return f"{DIVERGED}: {why}; the last good checkpoint is kept. A lower train.learning_rate may help"
 
     @property
     def _drops(self) -> bool:

@@ -43,8 +43,8 @@ class OwnRecord:
     traffic: TrafficCounter
     routes: Router | None
     published: Profile | None = None  # in our last record; None: there was none yet
-    window_s: Seconds = 0.0  # likewise
-    moved_to: tuple[str, ...] = ()  # the addresses that took the place of those of the start; (): none has
+    window_s: Seconds = 0.0  # in our last record
+    moved_to: tuple[str, ...] = ()  # current addresses, if they changed since the start; (): those of the start hold
 
     @property
     def windows_outdated(self) -> bool:

@@ -150,7 +150,7 @@ def test_layers_that_are_held_again_are_no_trouble(tmp_path: Path) -> None:
 def test_peers_that_went_without_a_farewell_are_missed_until_they_are_back(tmp_path: Path) -> None:
     left = [(90.0, "peer_left", {"peer": f"QmPeer{n}", "reason": why}) for n, why in enumerate(("expired", "left"))]
     one = found(written(tmp_path, *left, STEP))["peers"]
-    assert (one.state, one.seen) == (FindingState.WARN, "gone without a farewell in the last minutes: mPeer0")
+    assert (one.state, one.seen) == (FindingState.WARN, "disappeared without a goodbye in the last 10 minutes: mPeer0")
     back = tmp_path / "back"
     back.mkdir()
     assert "peers" not in found(written(back, *left, (40.0, "peer_joined", {"peer": "QmPeer0"}), STEP))

@@ -55,7 +55,7 @@ def test_a_copy_does_not_start_while_the_original_runs_and_starts_once_it_has_st
         swarm = Swarm(own, there if by == "record" else (), here, "training")
         named = there if by == "--join" else ()
         try:
-            with pytest.raises(UserError, match="a peer with this folder's identity runs already, at /ip4"):
+            with pytest.raises(UserError, match="a peer with the identity in this --state-dir already runs at /ip4"):
                 await refuse_copy(swarm.access, own, copy, named)
             await original.close()
             await refuse_copy(swarm.access, own, copy, named)

@@ -20,6 +20,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from decentral.core.config import SwarmConfig
 from tests.commands.peer_processes import LIMIT_S, TINY, Peers, exchanged
 from tests.commands.terminal import Processes, Terminal, daemon_of, python
 
@@ -142,7 +143,7 @@ class World:
         for running in self.commands.values():
             running.terminal.process.send_signal(signal.SIGTERM)
         for running in self.commands.values():
-            running.terminal.process.wait()
+            running.terminal.process.wait(LIMIT_S)
             running.terminal.close()
         self.peers.end()
 
@@ -158,6 +159,11 @@ def page(output: str) -> dict[str, Any]:
 def rows(output: str) -> list[dict[str, Any]]:
     found = page(output)
     return [dict(zip(found["row"], row, strict=True)) for row in found["peers"]]
+
+
+def last_heard(running: Running) -> float:
+    """When the command's page has last heard of a peer that trains, Unix time; 0.0 if it shows none."""
+    return max((row["heard"] for row in rows(running.output()) if row["state"] == "training"), default=0.0)
 
 
 def states(output: str) -> set[tuple[str, str]]:
@@ -200,7 +206,7 @@ def leaves(world: World, name: str, end: Callable[[Running], None], code: int | 
     everything = Processes(running.pid)
     end(running)
     assert everything.have_ended()
-    assert code in (None, running.terminal.process.wait()), running.output()
+    assert code in (None, running.terminal.process.wait(LIMIT_S)), running.output()
     stopped = world.peers.lines(name, "stopped")[-1]
     assert (stopped["reason"], stopped.get("unsaved")) == ("interrupted", None)
     world.peers.until("A has heard it", lambda: world.goodbyes(name)[-1:] == ["left"])
@@ -214,7 +220,7 @@ def is_lost(world: World, name: str, end: Callable[[Running], None]) -> None:
     everything = Processes(running.pid)
     end(running)
     assert everything.have_ended()
-    running.terminal.process.wait()
+    running.terminal.process.wait(LIMIT_S)
     world.peers.until("A misses it", lambda: world.goodbyes(name)[-1:] not in ([], ["left"]))
     world.peers.until("A's page says so", lambda: world.seen(name) == "silent")
     assert world.problems(name) != []
@@ -223,7 +229,7 @@ def is_lost(world: World, name: str, end: Callable[[Running], None]) -> None:
 def gets_a_new_daemon(world: World, name: str, end: Callable[[Running], None]) -> None:
     """The peer goes on with another libp2p daemon, and nobody hears of a goodbye."""
     end(world.commands[name])
-    said = "the libp2p daemon has ended (signal 9); it was started again"
+    said = "the libp2p daemon has ended (signal 9); starting it again"
     world.peers.until("it says so", lambda: said in [line["reason"] for line in world.peers.lines(name, "error")])
     world.exchanges_again(name)
     world.peers.until("A's page shows it", lambda: world.seen(name) == "training")
@@ -251,25 +257,30 @@ def closes(world: World, name: str, end: Callable[[Running], None], code: int = 
     assert len(everything.pids) == 2
     end(running)
     assert everything.have_ended()
-    assert running.terminal.process.wait() == code, running.output()
+    assert running.terminal.process.wait(LIMIT_S) == code, running.output()
 
 
 def shows_on(world: World, name: str, end: Callable[[Running], None]) -> None:
-    """The page goes on with another libp2p daemon."""
+    """The page goes on with another libp2p daemon, and hears of the swarm again."""
     running = world.commands[name]
     end(running)
-    world.peers.until("it says so", lambda: "(signal 9); it was started again" in running.output())
-    assert "training" in {row["state"] for row in rows(running.output())}
+    world.peers.until("it says so", lambda: "(signal 9); starting it again" in running.output())
+    before = last_heard(running)
+    world.peers.until("it hears of the swarm again", lambda: last_heard(running) > before)
 
 
 def shows_again(world: World, name: str, end: Callable[[Running], None]) -> None:
-    """The page of a machine that was asleep shows the swarm again."""
+    """The page of a machine that was asleep, while a record expired, hears of the swarm again."""
     running = world.commands[name]
-    asleep = Processes(running.pid).pids
-    for which in (signal.SIGSTOP, signal.SIGCONT):
-        for pid in asleep:
-            os.kill(pid, which)
-    world.peers.until("it shows the swarm", lambda: "training" in {row["state"] for row in rows(running.output())})
+    asleep, before = Processes(running.pid).pids, last_heard(running)
+    for pid in asleep:
+        os.kill(pid, signal.SIGSTOP)
+    wakes_at = before + SwarmConfig().record_ttl_s
+    world.peers.until("a record has expired", lambda: world.peers.lines("A", "step")[-1]["t"] > wakes_at)
+    for pid in asleep:
+        os.kill(pid, signal.SIGCONT)
+    world.peers.until("it hears of the swarm again", lambda: last_heard(running) > before)
+    assert "training" in {row["state"] for row in rows(running.output())}
 
 
 def sums_up(world: World, name: str, end: Callable[[Running], None]) -> None:
@@ -278,7 +289,7 @@ def sums_up(world: World, name: str, end: Callable[[Running], None]) -> None:
     everything = Processes(running.pid)
     end(running)
     assert everything.have_ended()
-    assert running.terminal.process.wait() == 0, running.output()
+    assert running.terminal.process.wait(LIMIT_S) == 0, running.output()
     assert [peer["death"] for peer in running.summary()["peers"]] == [""]
     assert running.peers().lines("peer-0", "stopped")[-1]["reason"] == "interrupted"
 
@@ -289,7 +300,7 @@ def leaves_no_peers(world: World, name: str, end: Callable[[Running], None]) -> 
     everything = Processes(running.pid)
     end(running)
     assert everything.have_ended()
-    running.terminal.process.wait()
+    running.terminal.process.wait(LIMIT_S)
     stopped = running.peers().lines("peer-0", "stopped")[-1]
     assert (stopped["reason"], stopped.get("unsaved")) == ("interrupted", None)
 
@@ -301,12 +312,12 @@ def counts_its_dead(world: World, name: str, end: Callable[[Running], None]) -> 
     second = running.peers().lines("peer-1", "started")[0]["peer"]
     victim = next(pid for pid in everything.pids if str(running.folder / "peer-1") in command_line(pid))
     os.kill(victim, signal.SIGKILL)
-    said = "warning: peer 1 killed by signal 9"
+    said = "warning: peer 1 has ended (killed by signal 9)"
     world.peers.until("the user reads it", lambda: said in running.output())
     world.peers.until("its page says so", lambda: ("ended", second) in states(running.output()))
     end(running)
     assert everything.have_ended()
-    assert running.terminal.process.wait() == 1, running.output()
+    assert running.terminal.process.wait(LIMIT_S) == 1, running.output()
     found = running.summary()
     (living, dead) = found["peers"]
     assert (living["death"], dead["death"]) == ("", "killed by signal 9")

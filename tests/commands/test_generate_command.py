@@ -52,8 +52,8 @@ def test_an_exported_folder_says_the_same(folder: Path, tmp_path: Path, capfd: p
 @pytest.mark.parametrize(
     ("tokens", "said"),
     [
-        (8, "the text has 200 tokens, and the model reads 16 at once: of the text it reads the last 8\n"),
-        (9, "the model reads 16 tokens at once: what is generated after these goes on from the last 8 alone\n"),
+        (8, "the prompt has 200 tokens and the model reads at most 16; only the last 8 of the prompt are used\n"),
+        (9, "the model reads at most 16 tokens; beyond them, generation continues from the last 8 tokens only\n"),
     ],
 )
 def test_what_is_forgotten_is_said(folder: Path, capfd: pytest.CaptureFixture[str], tokens: int, said: str) -> None:

@@ -38,7 +38,7 @@ def test_children_get_notice_when_their_parent_has_ended(end: signal.Signals) ->
         assert parent.stdout is not None
         assert [parent.stdout.readline() for _ in range(2)] == ["False\n"] * 2
         parent.send_signal(end)
-        assert parent.stdout.read() == "notice\n" * 2  # to the end of the pipe: both have ended
+        assert parent.communicate(timeout=60)[0] == "notice\n" * 2  # to the end of the pipe: both have ended
 
 
 def test_a_process_that_nobody_has_tied_is_left_alone() -> None:

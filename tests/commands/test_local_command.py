@@ -148,8 +148,8 @@ def test_peers_that_have_died_are_said_once_and_a_peer_that_has_left_is_not(
     mortal.wait(Console(highlight=False))
     mortal.tell_deaths()
     assert capsys.readouterr().out.splitlines() == [
-        "warning: peer 1 killed by signal 9",
-        "warning: peer 2 ended with exit code 1: RuntimeError: the device is gone",
+        "warning: peer 1 has ended (killed by signal 9)",
+        "warning: peer 2 has ended (exit code 1); its last line: RuntimeError: the device is gone",
     ]
 
 
@@ -166,7 +166,7 @@ def test_the_page_is_told_of_peers_that_have_died(mortal: local.LocalSwarm) -> N
     mortal.page = cast(DashboardProcess, page)
     mortal.tell_deaths()
     told = [(line["event"], line["peer"], line["reason"], line["certain"]) for _, line in page.lines]
-    assert told == [("missed", "P1", "killed by signal 9", True), ("missed", "P2", "ended with exit code 1", True)]
+    assert told == [("missed", "P1", "killed by signal 9", True), ("missed", "P2", "exit code 1", True)]
 
 
 def test_a_dead_peer_has_no_loss_any_more(mortal: local.LocalSwarm) -> None:
@@ -178,7 +178,7 @@ def test_a_dead_peers_loss_and_replica_do_not_count(mortal: local.LocalSwarm, mo
     asked: list[Path] = []
     monkeypatch.setattr(replicas, "read", asked.append)
     result = summary.summarise(mortal.folders(), mortal.throttles, 1.0, mortal.deaths())
-    assert [peer["death"] for peer in result["peers"]] == ["", "killed by signal 9", "ended with exit code 1"]
+    assert [peer["death"] for peer in result["peers"]] == ["", "killed by signal 9", "exit code 1"]
     assert (result["swarm"]["loss_last"], result["swarm"]["tokens"]) == (0.0, 24)
     assert asked == mortal.folders()[:1]
 
@@ -304,13 +304,12 @@ def test_a_peer_says_what_it_does_before_it_trains(finished: tuple[Path, dict[st
             line.removeprefix(command.STAGE)
             for line in (folder / f"peer-{number}" / "output.txt").read_text().splitlines()
             if line.startswith(command.STAGE)
-            and "joining" not in line
-            and "the program" not in line  # it may be loaded
+            and not any(words in line for words in ("joining;", "loading torch", "trying for"))  # as fast as it is
         ]
         for number in (0, 1)
     }
-    begins = ["choosing its layers", "loading the data (python-stdlib)", "building the model"]
-    network, directory = "the network (libp2p)", "the directory of peers (DHT)"
+    begins = ["choosing which layers this peer holds", "loading the data (python-stdlib)", "building the model"]
+    network, directory = "opening the network (libp2p)", "joining the DHT"
     assert said[0] == [network, directory, *begins, "measuring the device"]
     (asking,) = (line for line in said[1] if line.startswith("asking /ip4/"))
     assert said[1] == [network, asking, directory, *begins]

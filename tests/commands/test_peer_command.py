@@ -96,10 +96,11 @@ def test_a_folder_that_is_not_there_begins_nothing_unless_the_line_says_what(fol
     beside.mkdir()
     StateFolder(beside).write_run(RunId("gpt-3fa2c1"), config.Config())
     said = refusal(folder, "--throttle", "2")
-    assert said.startswith(f"--state-dir {folder} is not there (peers beside it: peer-1); mend the name to go on")
+    assert said.startswith(f"--state-dir {folder} does not exist (peers beside it: peer-1); to resume a peer,")
     assert not folder.exists()
     inside = refusal(folder.parent, "small")
-    assert inside == f"--state-dir {folder.parent} has the folders of peers in it; name one of them: peer-1"
+    expected = "--state-dir expects the folder of one peer"
+    assert inside == f"{expected}; {folder.parent} holds folders of peers: name one: peer-1"
 
 
 @pytest.mark.swarm
@@ -138,7 +139,7 @@ def test_a_peer_comes_back_with_the_flags_of_its_folder_and_one_that_is_given_ag
 def test_flags_that_cannot_be_read_are_not_taken_for_none(folder: Path, content: str) -> None:
     folder.mkdir()
     (folder / "flags.json").write_text(content)
-    assert "flags.json is damaged; move it away" in refusal(folder, "small")
+    assert "flags.json is damaged; remove it, and repeat the flags of this peer" in refusal(folder, "small")
 
 
 @pytest.mark.swarm

@@ -50,6 +50,8 @@ def test_a_peer_that_waits_for_the_first_one_says_so_now_and_then(
     assert [line.removeprefix(said).split()[0] for line in waited] == ["100", "67", "37"]
 
 
-def test_a_peer_that_has_waited_long_enough_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NobodyAnswers):
-        greeted(Wait(there_at=1e9), monkeypatch)
+def test_a_peer_that_has_waited_long_enough_says_who_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = Wait(there_at=1e9)
+    with pytest.raises(NobodyAnswers, match=r"^--join /ip4/[^ ]*: unreachable$"):
+        greeted(wait, monkeypatch)
+    assert 100 <= wait.now < 120

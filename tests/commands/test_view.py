@@ -91,10 +91,11 @@ def test_a_held_out_loss_is_shown_with_its_age(tmp_path: Path) -> None:
 def test_a_peer_that_has_diverged_says_so_once_in_its_last_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    peer, why = node(tmp_path, Config()), "training has diverged: the loss has risen"
+    peer, why = node(tmp_path, Config()), "training has diverged: the mean loss has risen"
     view.farewell(peer, tmp_path, why, why)
     (line,) = capfd.readouterr().out.splitlines()
-    assert line == f"stopped ({why}) after 0 tokens, loss -; NOT saved: {tmp_path} has the checkpoint before it, if any"
+    kept = f"{tmp_path} keeps the previous checkpoint, if there is one"
+    assert line == f"stopped ({why}) after 0 tokens, loss -; NOT saved: {kept}"
 
 
 def test_the_line_for_others_names_the_flags_without_which_they_cannot_join(tmp_path: Path) -> None:

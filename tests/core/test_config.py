@@ -320,7 +320,10 @@ def test_what_holders_would_round_apart_is_not_for_exact_gradients(option: str) 
         (["model.from=[1]"], "model.from must be"),
         (["model.rope_scaling={kind: yarn, factor: 0.5}"], "model.rope_scaling.factor must be"),
         (["data.part=3/2"], "part expects k/n with k from 1 to n; it is 3/2"),
-        (["data.kind=tokens", "data.path=x", "model.vocabulary=65537"], "data.token_bytes 2 has room for 65536 tokens"),
+        (
+            ["data.kind=tokens", "data.path=x", "model.vocabulary=65537"],
+            "data.token_bytes 2 allows a vocabulary of 65536",
+        ),
         (["data.kind=huggingface"], "kind huggingface needs data.path, or the flag --data PATH"),
         (["data.kind=huggingface", "data.path=x"], "needs data.tokenizer, or the flag --tokenizer PATH"),
     ],

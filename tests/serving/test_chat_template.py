@@ -73,8 +73,15 @@ def test_a_template_does_not_leave_its_sandbox(tmp_path: Path, text: str) -> Non
         rendered(settings(tmp_path, chat_template=text))
 
 
-@pytest.mark.parametrize("text", ["[", '{"chat_template": "{% for %}"}', "[1]"])
-def test_settings_that_cannot_be_read_are_the_user_s_to_mend(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[", r"tokenizer_config\.json cannot be read"),
+        ('{"chat_template": "{% for %}"}', "the chat template of"),
+        ("[1]", r"tokenizer_config\.json must be an object; it is a list"),
+    ],
+)
+def test_settings_that_cannot_be_read_are_the_user_s_to_mend(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text(text)
-    with pytest.raises(UserError, match=r"tokenizer_config\.json|the chat template of"):
+    with pytest.raises(UserError, match=said):
         chat_template.of_tokenizer(str(tmp_path))

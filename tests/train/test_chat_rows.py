@@ -233,7 +233,7 @@ def test_a_chat_longer_than_a_piece_of_text_is_one_document(marked: Callable[...
         ({"messages": [{"content": "x"}]}, "chat", "a message has no role"),
         ({"messages": [HI, {**HELLO, "weight": 0.5}]}, "chat", "weight 0.5; expected 0"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "chat", "a part of type 'image_url'"),
-        ({"messages": [HI, {"role": "assistant", "tool_calls": ["x"]}]}, "chat", "a tool is not called by"),
+        ({"messages": [HI, {"role": "assistant", "tool_calls": ["x"]}]}, "chat", "a tool call is text; expected"),
     ],
 )
 def test_a_row_of_another_kind_is_named_with_what_to_do(

@@ -86,4 +86,4 @@ def test_a_small_limit_leaves_the_model_what_the_process_has_not_taken(monkeypat
 
 
 def test_a_process_has_taken_some_memory_and_less_than_the_machine_has() -> None:
-    assert 10**6 < control_groups.resident_bytes() < measure.machine_bytes()
+    assert 10**6 < control_groups.resident_bytes() < control_groups.host_bytes()

@@ -150,7 +150,7 @@ def test_rows_with_nothing_to_learn_are_left_out(stream: Callable[..., TextStrea
     _, targets_BT = epoch(stream(rows, "chat"), 1)
     assert learned(targets_BT) == ["how", "are", "you", "<stop>"]
     with pytest.raises(
-        UserError, match="has no text to train on for this peer; of 1 chats that were read none has a turn"
+        UserError, match="has no text to train on for this peer; none of the 1 chats read has a trainable"
     ):
         epoch(stream(rows[:1], "chat"), 1)
 
@@ -165,7 +165,9 @@ def test_what_is_held_out_is_masked_likewise(stream: Callable[..., TextStream]) 
 
 
 def test_one_document_is_too_few_to_hold_one_out(stream: Callable[..., TextStream]) -> None:
-    with pytest.raises(UserError, match=r"needs two documents at least, so that one can be held out$"):
+    with pytest.raises(
+        UserError, match=r"must have at least two documents to train on, one of them to hold out; it has fewer$"
+    ):
         stream(chats(CHAT), "chat").evaluation(4)
 
 
@@ -182,7 +184,7 @@ def test_one_document_is_too_few_to_hold_one_out(stream: Callable[..., TextStrea
             "completion",
             r"line 1 of .*rows.jsonl: prompt is a number \(3\); expected text",
         ),
-        ([{"messages": "hello"}], "chat", "a chat is text; expected a list of"),
+        ([{"messages": "hello"}], "chat", "the messages of a chat are text; expected a list of"),
         ([{"messages": [{"role": "user", "content": 3}]}], "chat", r"content of a message of user is a number \(3\)"),
     ],
 )
@@ -228,7 +230,9 @@ def test_a_template_that_refuses_a_chat(stream: Callable[..., TextStream]) -> No
 def test_chats_of_which_the_template_writes_no_turn_say_so(stream: Callable[..., TextStream]) -> None:
     silent = "{% for m in messages if m.role == 'user' %}<user> {{ m.content }} {% endfor %}"
     opened = stream(chats(CHAT, CHAT[:2]), "chat", silent)
-    with pytest.raises(UserError, match="of 1 chats that were read none has a turn of the assistant"):
+    with pytest.raises(
+        UserError, match="none of the 1 chats read has a trainable assistant turn: the chat template must write"
+    ):
         opened.evaluation(4)
 
 

@@ -122,8 +122,11 @@ def test_a_text_stays_as_it_is_where_other_rows_or_columns_have_other_types(tmp_
 def test_a_list_of_rows_is_read_as_lines_are(tmp_path: Path, value: list[object], indent: int | None) -> None:
     (tmp_path / "a.json").write_text(json.dumps(value, indent=indent))
     assert read(tmp_path / "a.json") == TEXTS
-    (tmp_path / "a.json").write_text("\n".join(json.dumps(one, indent=2) for one in value if isinstance(one, dict)))
-    assert not isinstance(value[0], dict) or read(tmp_path / "a.json") == TEXTS
+
+
+def test_rows_over_several_lines_are_read_as_lines_are(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("\n".join(json.dumps({"text": text}, indent=2) for text in TEXTS))
+    assert read(tmp_path / "a.json") == TEXTS
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
@@ -144,7 +147,7 @@ def test_half_a_character_is_replaced(tmp_path: Path) -> None:
         ('{"text": ["a"]}', "text is a list; expected text"),
         ('{"text": "a"', "is no JSON"),
         ("[" * 100_000, "is no JSON"),
-        ("7", "it is no object"),
+        ("7", "expected a JSON object with the key text; got a number (7)"),
     ],
 )
 def test_a_bad_row_is_named_by_its_line_and_file(tmp_path: Path, line: str, said: str) -> None:

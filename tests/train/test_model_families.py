@@ -134,7 +134,7 @@ def test_weights_of_another_model_are_left_and_the_export_is_refused(tmp_path: P
     run, out = run_from(tmp_path / "in"), tmp_path / "out"
     out.mkdir()
     (out / name).write_text("old")
-    with pytest.raises(UserError, match=f"has {name} of another model, .* choose another folder, or remove it"):
+    with pytest.raises(UserError, match=rf"files of another model \({name}\), .* choose another folder, or remove"):
         huggingface.write(out, run, gpt.build(run.model, run.seed))
     assert [path.name for path in out.iterdir()] == [name]
     assert (out / name).read_text() == "old"
@@ -147,7 +147,7 @@ def test_a_chat_template_of_another_tokenizer_is_not_mixed_with_an_export(tmp_pa
     layers = gpt.build(run.model, run.seed)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "chat_template.jinja").write_text("old")
-    with pytest.raises(UserError, match=r"has chat_template\.jinja of another model"):
+    with pytest.raises(UserError, match=r"holds files of another model \(chat_template\.jinja\)"):
         huggingface.write(tmp_path / "out", run, layers, tmp_path / "in")
     (tmp_path / "in" / "chat_template.jinja").write_text("new")
     huggingface.write(tmp_path / "out", run, layers, tmp_path / "in")
@@ -178,7 +178,9 @@ def test_one_file_counts_before_an_index_as_it_does_for_transformers(tmp_path: P
 def test_an_adapter_beside_a_model_is_not_passed_over(tmp_path: Path) -> None:
     made(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert "has adapter_config.json, and no adapter is read; PeftModel.from_pretrained" in refusal(tmp_path)
+    assert "is an adapter (adapter_config.json); expected a whole model: merge it with peft's PeftModel" in refusal(
+        tmp_path
+    )
 
 
 def test_other_weights_have_another_digest_and_are_refused(tmp_path: Path) -> None:
@@ -266,7 +268,7 @@ def test_a_folder_that_lacks_a_tensor_or_all_of_them_is_refused(tmp_path: Path) 
     assert "expected model.safetensors" in refusal(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"a pickle")
     said = refusal(tmp_path)
-    assert "there is only pytorch_model.bin; AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR)" in said
+    assert "found only the pickle pytorch_model.bin: convert it with transformers' AutoModelForCausalLM" in said
 
 
 def test_a_key_that_contradicts_the_folder_is_refused(tmp_path: Path) -> None:

@@ -296,8 +296,8 @@ def test_a_position_that_does_not_count_is_said(stream: Callable[..., TextStream
     found = stream()
     drawn(reader(found, folder=tmp_path), 3)
     (said,) = found.warnings
-    assert said.startswith(f"{place} is no position in ")
-    assert said.endswith("reading begins anew, and repeats what was read")
+    assert said.startswith(f"{place} belongs to other contents or settings of ")
+    assert said.endswith("reading starts over and repeats text that this peer has trained on")
     drawn(reader(again := stream(), folder=tmp_path), 3)
     assert again.warnings == []
 
@@ -340,9 +340,7 @@ def test_a_vocabulary_that_is_too_small_is_refused_with_one_that_fits(stream: Ca
 def test_a_vocabulary_of_a_folder_is_not_the_user_s_to_enlarge(stream: Callable[..., TextStream]) -> None:
     small = MODEL.model_copy(update={"vocabulary": 100, "weights": "0" * 32})
     said = refusal(lambda: stream(model=small))
-    assert (
-        "model.vocabulary is 100; give the model's own, or make the model larger with resize_token_embeddings" in said
-    )
+    assert "model.vocabulary is 100; use the model's own tokenizer, or enlarge the model with transformers'" in said
     assert "--set" not in said
 
 

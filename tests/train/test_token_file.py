@@ -60,7 +60,7 @@ def other(tmp_path: Path) -> Path:
 def test_a_run_compares_the_tokenizers_that_made_its_peers_tokens(tmp_path: Path, ours: Path, other: Path) -> None:
     run = run_inputs.sealed(run_on(tokens_in(tmp_path / "a.bin", ours)))
     run_inputs.check(of_run(run, run_on(tokens_in(tmp_path / "b.bin", ours))), begun=True)
-    with pytest.raises(UserError, match=r"c\.bin: another tokenizer than this run's made its tokens"):
+    with pytest.raises(UserError, match=r"c\.bin was made by another tokenizer than this run's"):
         run_inputs.check(of_run(run, run_on(tokens_in(tmp_path / "c.bin", other))), begun=True)
 
 
@@ -68,7 +68,9 @@ def test_a_file_of_another_program_is_compared_by_the_tokenizer_that_its_user_na
     tmp_path: Path, ours: Path, other: Path
 ) -> None:
     run, theirs = run_inputs.sealed(run_on(tokens_in(tmp_path / "a.bin", ours))), tokens_in(tmp_path / "b.bin")
-    with pytest.raises(UserError, match=r"b\.bin does not say which tokenizer made its tokens; name it with --tokeni"):
+    with pytest.raises(
+        UserError, match=r"b\.bin has no description .*b\.bin\.json\) of the tokenizer.*; name it with --tokenizer"
+    ):
         run_inputs.check(of_run(run, run_on(theirs)), begun=True)
     run_inputs.check(of_run(run, run_on(theirs, ours)), begun=True)
     with pytest.raises(UserError, match="another tokenizer than this run's"):
@@ -82,7 +84,9 @@ def test_a_run_of_files_that_say_nothing_goes_on_as_before(tmp_path: Path, ours:
 
 
 def test_a_user_who_names_another_tokenizer_than_the_file_is_told(tmp_path: Path, ours: Path, other: Path) -> None:
-    with pytest.raises(UserError, match=r"a\.bin was made by another tokenizer"):
+    with pytest.raises(
+        UserError, match=r"is not the tokenizer that made .*a\.bin \(their digests differ\); name that one"
+    ):
         run_inputs.sealed(run_on(tokens_in(tmp_path / "a.bin", ours), other))
 
 
@@ -97,7 +101,10 @@ def test_a_described_file_is_read_in_its_own_width(tmp_path: Path, ours: Path, d
 
 def test_four_bytes_a_token_are_not_read_as_two(tmp_path: Path) -> None:
     run = run_on(tokens_in(tmp_path / "a.bin", dtype=np.uint32))
-    with pytest.raises(UserError, match=r"as in a file of four bytes a token; set data\.token_bytes=4"):
+    with pytest.raises(
+        UserError,
+        match=r"looks like 4 bytes a token \(every second 16-bit word is at most \d+\); set data\.token_bytes=4",
+    ):
         data.corpus(run.data, MODEL)
 
 
@@ -142,5 +149,8 @@ def test_a_damaged_description_is_named(tmp_path: Path, content: str) -> None:
 def test_a_description_of_another_file_is_named(tmp_path: Path, ours: Path) -> None:
     path = tokens_in(tmp_path / "a.bin", ours)
     NUMBERS[1:].astype(np.uint16).tofile(path)
-    with pytest.raises(UserError, match=r"says 4000 tokens of 2 bytes, and .*a\.bin has 7998 bytes"):
+    with pytest.raises(
+        UserError,
+        match=r"expects 4000 tokens of 2 bytes, but .*a\.bin has 7998 bytes; run python -m decentral\.tokenize",
+    ):
         data.corpus(run_on(path).data, MODEL)

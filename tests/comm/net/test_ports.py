@@ -140,3 +140,15 @@ def test_the_daemon_of_a_peer_that_was_killed_is_waited_for(monkeypatch: pytest.
     monkeypatch.setattr(libp2p.DaemonPlace, "_start_at", started)
     place = libp2p.DaemonPlace(Path("key"), (f"{HERE}/4001",), ())
     assert asyncio.run(place.start()) == (f"{HERE}/4001",)
+
+
+@pytest.mark.parametrize(
+    ("announced", "said"),
+    [
+        ("/ip4/203.0.113.7/tcp/0", "^--announce expects the port at which others reach this peer; got /ip4/203"),
+        ("here", "^--announce here is no address: "),
+    ],
+)
+def test_an_announced_address_that_others_cannot_dial_is_named(tmp_path: Path, announced: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        asyncio.run(Libp2p.start(tmp_path / "identity.key", [f"{HERE}/0"], [announced]))

@@ -128,7 +128,7 @@ def test_a_newcomer_that_has_no_weights_yet_leaves_no_checkpoint(swarm_of: Swarm
 def test_a_peer_that_saves_its_last_checkpoint_is_in_no_trouble(
     swarm_of: SwarmOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    swarm, said = swarm_of("pull"), list[str]()
+    swarm, said, submitted = swarm_of("pull"), list[str](), list[jobs.Job]()
 
     async def stopped() -> None:
         running = await swarm.start("A")
@@ -136,6 +136,7 @@ def test_a_peer_that_saves_its_last_checkpoint_is_in_no_trouble(
 
         def watched(job: jobs.Job) -> None:
             submit(job)
+            submitted.append(job)
             said.extend(host.troubles())
 
         monkeypatch.setattr(swarm.computes["A"], "submit", watched)
@@ -143,6 +144,7 @@ def test_a_peer_that_saves_its_last_checkpoint_is_in_no_trouble(
         await running
 
     swarm.play(stopped())
+    assert any(isinstance(job, jobs.Save) for job in submitted)
     assert said == []
 
 

@@ -259,26 +259,26 @@ def errors(effects: list[Effect]) -> list[str]:
 def test_a_peer_that_runs_with_a_copy_of_our_identity_is_told_of_once_while_it_is_there(roster: Roster) -> None:
     roster.handle(Woke(), NOW)
     assert errors(of_copy(roster, NOW + 10, NOW + 9)) == []
-    assert roster.copy(NOW + 10) == ""
+    assert roster.copy_warning(NOW + 10) == ""
     (said,) = errors(of_copy(roster, NOW + 30, NOW + 29))
-    assert "another peer runs with a copy of this peer's identity, at /ip4/192.0.2.7/tcp/4001" in said
+    assert "another peer at /ip4/192.0.2.7/tcp/4001 uses a copy of this peer's identity" in said
     assert errors(of_copy(roster, NOW + 50, NOW + 49)) == []
-    assert roster.copy(NOW + 50) == said
-    assert roster.copy(NOW + 50 + 2 * TTL) == ""
+    assert roster.copy_warning(NOW + 50) == said
+    assert roster.copy_warning(NOW + 50 + 2 * TTL) == ""
 
 
 def test_records_of_a_start_before_are_no_copy_whichever_of_them_is_found(roster: Roster) -> None:
     roster.handle(Woke(), NOW)
     for written in (NOW - 20, NOW - 40, NOW):
         assert errors(of_copy(roster, NOW + 1, written)) == []
-    assert roster.copy(NOW + 1) == ""
+    assert roster.copy_warning(NOW + 1) == ""
 
 
 def test_a_record_of_a_start_whose_clock_was_ahead_is_no_copy(roster: Roster) -> None:
     roster.handle(Woke(), NOW)
     for now in (NOW + 1, NOW + 5, NOW + 9):
         of_copy(roster, now, NOW + 30)
-    assert roster.copy(NOW + 9) == ""
+    assert roster.copy_warning(NOW + 9) == ""
 
 
 def test_our_own_records_are_no_copy_and_neither_is_our_farewell(roster: Roster) -> None:
@@ -287,7 +287,7 @@ def test_our_own_records_are_no_copy_and_neither_is_our_farewell(roster: Roster)
     for one in announced[-4:]:
         find(roster, one.value, NOW + 181, identity("own").peer)
     assert len(announced) == 10
-    assert roster.copy(NOW + 181) == ""
+    assert roster.copy_warning(NOW + 181) == ""
 
 
 def test_a_record_of_ours_that_was_written_by_a_clock_ahead_is_outlived(roster: Roster) -> None:

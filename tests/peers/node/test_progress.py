@@ -201,7 +201,7 @@ def test_steps_that_train_nothing_are_counted_and_keep_the_checkpoint_from_befor
     progress.handle(step(1), 100.1)
     lines = [line for number in range(2, 12) for line in progress.handle(dropped(number), 100.0 + number / 100)]
     assert [line.event for line in lines if isinstance(line, Log)] == ["error"]
-    assert "gradients are not finite" in progress.divergence.trouble
+    assert "gradients were not finite" in progress.divergence.trouble
     (line,) = progress.flush(101.0)
     assert isinstance(line, Log)
     assert line.fields["dropped"] == 10
@@ -226,7 +226,7 @@ def test_a_loss_that_rises_halfway_back_to_a_guess_s_keeps_the_checkpoint_from_b
         progress.handle(step(number, loss=1.5), 100.0 + number / 100)
     for number in range(60, 200):
         progress.handle(step(number, loss=3.8), 100.0 + number / 100)
-    assert "the loss has risen from 1.5" in progress.divergence.trouble
+    assert "the mean loss has risen from 1.5" in progress.divergence.trouble
     assert Save() not in progress.handle(Woke(), 130.0)
 
 
@@ -243,7 +243,7 @@ def test_training_that_does_not_recover_stops_after_a_while_with_one_line() -> N
     reasons: list[str] = []
     for number in range(1, 1000):
         reasons += stops(progress.handle(step(number, loss=200.0 if number > 1 else 5.0), 100.0 + number / 2))
-    assert reasons[0].startswith("training has diverged: the loss has risen from 5.545 to 199.9")
+    assert reasons[0].startswith("training has diverged: the mean loss has risen from 5.545 (best) to 199.9")
     assert len(reasons) == 1000 - 122, "60 s after the second step"
 
 
