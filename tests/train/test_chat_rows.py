@@ -234,6 +234,8 @@ def test_a_chat_longer_than_a_piece_of_text_is_one_document(marked: Callable[...
         ({"messages": [HI, {**HELLO, "weight": 0.5}]}, "chat", "weight 0.5; expected 0"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "chat", "a part of type 'image_url'"),
         ({"messages": [HI, {"role": "assistant", "tool_calls": ["x"]}]}, "chat", "a tool is not called by"),
+        ({"messages": "[" * 100_000}, "chat", "a chat is text; expected a list"),
+        ({"messages": [HI, HELLO], "tools": "[" * 100_000}, "chat", "tools is text; expected a list"),
     ],
 )
 def test_a_row_of_another_kind_is_named_with_what_to_do(
@@ -244,3 +246,16 @@ def test_a_row_of_another_kind_is_named_with_what_to_do(
     assert "line 1 of " in str(caught.value)
     assert said in str(caught.value)
     assert str(caught.value).isprintable()
+
+
+def test_a_chat_that_is_nested_too_deeply_to_be_written_again_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools: list[Any] = []
+    for _ in range(100_000):
+        tools = [tools]
+    monkeypatch.setattr(conversations, "read", lambda data, row: chat_rows.Chat((HI, HELLO), (1,), tools))
+    (tmp_path / "a.jsonl").write_text(json.dumps(PLAIN))
+    tree = {"kind": "huggingface", "format": "chat", "path": str(tmp_path / "a.jsonl"), "tokenizer": "x"}
+    with pytest.raises(UserError, match=r"line 1 of .*a\.jsonl: its values are nested too deeply"):
+        list(Documents(config.DataConfig.model_validate(tree)).all_pieces())
