@@ -175,6 +175,14 @@ VARIANTS = {
     "a developer's own column": ({"talk": PLAIN["messages"]}, {"column": "talk"}),
     "messages as a text of JSON": ({"messages": json.dumps(PLAIN["messages"])}, {}),
     "ShareGPT's fields under another name": ({"messages": SHAREGPT["conversations"][:4], "system": "be kind"}, {}),
+    "ShareGPT's roles in OpenAI's fields": (
+        {"messages": [{"role": one["from"], "content": one["value"]} for one in SHAREGPT["conversations"]]},
+        {},
+    ),
+    "OpenAI's fields that are null beside ShareGPT's": (
+        {"messages": [{**one, "role": None, "content": None} for one in SHAREGPT["conversations"]]},
+        {},
+    ),
 }
 
 
@@ -190,6 +198,7 @@ def test_calls_of_tools_are_the_same_in_each_notation(marked: Callable[..., str]
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"at": "x"}'}},
         {"from": "function_call", "value": json.dumps(call)},
+        {"role": "function_call", "content": json.dumps(call)},
     )
     rows = ({**CALLING, "messages": [CALLING["messages"][0], one, *CALLING["messages"][2:]]} for one in shapes)
     assert {marked(row) for row in rows} == {marked(CALLING)}
