@@ -36,6 +36,9 @@ TRAIN = {"train", "training"}  # words in a path that name a split, as the hub h
 OTHER_SPLITS = {"test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev"}
 BETWEEN_WORDS = re.compile(r"[\W\d_]+")
 HIDDEN_FOLDERS = {"__pycache__", "__MACOSX"}  # and what begins with a dot
+ABOUT_DATA = re.compile(  # names of files about the data, in a clone of a data set
+    r"(readme|licen[cs]e)([_.-]\w+)*\.(md|txt|text)|(dataset_infos?|state)\.json", re.IGNORECASE
+)
 SAMPLED, SAMPLE_BYTES = 16, 4096  # places in a file that tell it from others, and how much is read at each
 
 
@@ -82,7 +85,8 @@ def unreadable(path: object, error: Exception) -> UserError:
 def files_of(path: str, glob: str | None) -> tuple[str, list[Path]]:
     """Return the kind of a file, or of all files of a folder (that match `glob`), and their sorted paths.
 
-    Without `glob` a folder's files for tests are left out where others are named for training. Raises UserError.
+    Without `glob` a folder's files for tests are left out where others are named for training, and files about the data
+    (README.md) where there are others. A Parquet file without rows counts as empty. Raises UserError.
     """
     root = Path(path)
     try:
@@ -90,13 +94,16 @@ def files_of(path: str, glob: str | None) -> tuple[str, list[Path]]:
     except (ValueError, NotImplementedError, OSError) as error:
         raise UserError(f"data.glob: {glob!r} is no pattern below {root} ({error})") from None
     kinds = {one: kind for one in found if (kind := _kind(one))}
+    if root.is_dir() and not glob:
+        data = {one: kind for one, kind in kinds.items() if not ABOUT_DATA.fullmatch(one.name)}
+        kinds = data or kinds
     if not kinds:
         matching = f" and matches {glob}" if glob else ""
         raise UserError(f"data: no file at {root} is one of {', '.join(READERS)}{matching}")
     if len(set(kinds.values())) > 1:
         there = ", ".join(sorted(set(kinds.values())))
         raise UserError(f"data: {root} has files of several kinds ({there}); choose with data.glob")
-    files = [one for one in kinds if one.stat().st_size]
+    files = [one for one, kind in kinds.items() if one.stat().st_size and not (kind == "parquet" and _has_no_rows(one))]
     if not files:
         raise UserError(f"data: {root} is empty")
     return next(iter(kinds.values())), files if glob else _for_training(root, files)
@@ -121,6 +128,16 @@ def _for_training(root: Path, files: list[Path]) -> list[Path]:
     if not any(TRAIN & found for found in words.values()):
         return files
     return [one for one in files if TRAIN & words[one] or not OTHER_SPLITS & words[one]]
+
+
+def _has_no_rows(path: Path) -> bool:
+    """Return whether a Parquet file has no row; False if it cannot be read, of which its reader tells the user."""
+    from pyarrow import ArrowException, parquet
+
+    try:
+        return not parquet.read_metadata(path).num_rows
+    except (ArrowException, OSError):
+        return False
 
 
 def _kind(path: Path) -> str | None:

@@ -53,6 +53,22 @@ def test_files_for_tests_beside_those_for_training_are_left_out(tmp_path: Path) 
     assert len(files_of(str(tmp_path), "**/test*.parquet")[1]) == 1
 
 
+@pytest.mark.parametrize("about", ["README.md", "Readme.txt", "LICENSE.md", "dataset_infos.json", "state.json"])
+def test_files_about_the_data_are_left_out_beside_data(tmp_path: Path, about: str) -> None:
+    assert touched(tmp_path, "train.parquet", about) == ["train.parquet"]
+
+
+def test_a_file_whose_name_begins_as_one_about_the_data_is_data(tmp_path: Path) -> None:
+    names = ["licensed.md", "readmes.txt", "state-laws.txt"]
+    assert touched(tmp_path, *names) == names
+
+
+def test_a_file_about_the_data_is_read_where_it_is_alone_or_asked_for(tmp_path: Path) -> None:
+    assert touched(tmp_path, "README.md") == ["README.md"]
+    assert touched(tmp_path, "a.jsonl") == ["a.jsonl"]
+    assert [one.name for one in files_of(str(tmp_path), "*.md")[1]] == ["README.md"]
+
+
 def test_files_of_other_splits_alone_are_read(tmp_path: Path) -> None:
     assert touched(tmp_path, "test.jsonl", "trains.jsonl") == ["test.jsonl", "trains.jsonl"]
 
@@ -83,6 +99,13 @@ def test_an_empty_file_is_left_out_and_named_if_there_is_no_other(tmp_path: Path
     (tmp_path / "a.jsonl").touch()
     assert refusal(tmp_path) == refusal(tmp_path / "a.jsonl").replace("/a.jsonl", "") == f"data: {tmp_path} is empty"
     (tmp_path / "b.jsonl").write_text(LINES)
+    assert read(tmp_path) == TEXTS
+
+
+def test_a_table_without_rows_is_left_out_and_named_if_there_is_no_other(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    assert refusal(tmp_path) == f"data: {tmp_path} is empty"
+    parquet.write_table(pa.table({"text": TEXTS}), tmp_path / "b.parquet")
     assert read(tmp_path) == TEXTS
 
 
