@@ -11,13 +11,14 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from decentral.core import config
 from decentral.core.errors import UserError
+from decentral.core.plain_text import printable
 
 READERS = {  # of files, by the ends of their names; the packed modules of datasets that read them
     ".parquet": "parquet",
@@ -39,6 +40,7 @@ HIDDEN_FOLDERS = {"__pycache__", "__MACOSX"}  # and what begins with a dot
 ABOUT_DATA = re.compile(  # names of files about the data, in a clone of a data set
     r"(readme|licen[cs]e)([_.-]\w+)*\.(md|txt|text)|(dataset_infos?|state)\.json", re.IGNORECASE
 )
+NAMED, LINE_CHARS = 5, 1000  # files that are named as left out, and the length of that line
 SAMPLED, SAMPLE_BYTES = 16, 4096  # places in a file that tell it from others, and how much is read at each
 
 
@@ -50,6 +52,7 @@ class OpenedData:
     set: Any  # datasets.IterableDataset
     files: tuple[Path, ...]  # none of a set on the hub
     fingerprint: str  # of its content: the same wherever the files are
+    left_out: str | None = None  # which files of the folder are not read, for the user
 
 
 def opened(data: config.DataConfig) -> OpenedData:
@@ -73,7 +76,8 @@ def opened(data: config.DataConfig) -> OpenedData:
         found = found.reshard() if found.num_shards < LEAST_PARTS else found
     except Exception as error:  # of the network, of the hub, of the formats
         raise unreadable(data.path, error) from None
-    return OpenedData(kind, found, tuple(files), fingerprint)
+    said = left_out(Path(data.path), data.glob, files) if files else None
+    return OpenedData(kind, found, tuple(files), fingerprint, said)
 
 
 def unreadable(path: object, error: Exception) -> UserError:
@@ -107,6 +111,28 @@ def files_of(path: str, glob: str | None) -> tuple[str, list[Path]]:
     if not files:
         raise UserError(f"data: {root} is empty")
     return next(iter(kinds.values())), files if glob else _for_training(root, files)
+
+
+def left_out(root: Path, glob: str | None, files: Collection[Path]) -> str | None:
+    """Return a line that says how many files of a folder are not read, names some, and says how to read them.
+
+    Args:
+        root: The folder, or a file.
+        glob: The user's pattern; with one the user has chosen, and nothing is said.
+        files: Those that are read.
+
+    Returns:
+        The line; None if there is nothing to say. It names no hidden files but those of READERS, and no empty ones.
+    """
+    if glob or not root.is_dir():
+        return None
+    read, shown = set(files), set(visible(root, "**/*"))
+    others = (one for one in root.glob("**/*") if one not in read and (one in shown or (_kind(one) and one.is_file())))
+    names = sorted(str(one.relative_to(root)) for one in others if one.stat().st_size)
+    some = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
+    count = f"{len(names)} files are" if len(names) > 1 else "1 file is"
+    said = f"data: of {root} {count} left out ({some}); data.glob (--data-glob) says which files to read"
+    return printable(said, LINE_CHARS) if names else None
 
 
 def visible(root: Path, glob: str) -> list[Path]:

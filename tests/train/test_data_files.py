@@ -17,7 +17,7 @@ from pyarrow import parquet
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.train import documents
-from decentral.train.data_files import files_of
+from decentral.train.data_files import files_of, left_out
 from decentral.train.documents import Documents
 
 TEXTS = ["one", 'It is "4"\nindeed é', "three"]
@@ -56,6 +56,31 @@ def test_files_for_tests_beside_those_for_training_are_left_out(tmp_path: Path) 
 @pytest.mark.parametrize("about", ["README.md", "Readme.txt", "LICENSE.md", "dataset_infos.json", "state.json"])
 def test_files_about_the_data_are_left_out_beside_data(tmp_path: Path, about: str) -> None:
     assert touched(tmp_path, "train.parquet", about) == ["train.parquet"]
+
+
+def test_files_that_are_left_out_are_named_with_what_to_do(tmp_path: Path) -> None:
+    names = ["train.jsonl", "test.jsonl", "README.md", "more.csv", ".ipynb_checkpoints/a.jsonl", ".git/HEAD"]
+    files = [tmp_path / name for name in touched(tmp_path, *names)]
+    named = ".ipynb_checkpoints/a.jsonl, README.md, more.csv, test.jsonl"
+    said = str(left_out(tmp_path, None, files))
+    assert said.startswith(f"data: of {tmp_path} 4 files are left out ({named}); data.glob")
+    assert left_out(tmp_path, "*.jsonl", files) is None
+    assert left_out(files[0], None, files) is None
+
+
+def test_of_many_files_that_are_left_out_some_are_named(tmp_path: Path) -> None:
+    touched(tmp_path, "a.txt", *(f"{number}.csv" for number in range(9)))
+    assert "9 files" in (said := str(left_out(tmp_path, None, [tmp_path / "a.txt"])))
+    assert "(0.csv, 1.csv, 2.csv, 3.csv, 4.csv, ...)" in said
+
+
+def test_an_opened_set_says_what_it_leaves_out(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text(LINES)
+    data = config.DataConfig.model_validate({"kind": "huggingface", "path": str(tmp_path)})
+    assert "1 file is left out (test.jsonl)" in str(Documents(data).opened.left_out)
+    (tmp_path / "test.jsonl").unlink()
+    assert Documents(data).opened.left_out is None
 
 
 def test_a_file_whose_name_begins_as_one_about_the_data_is_data(tmp_path: Path) -> None:
