@@ -39,7 +39,7 @@ def resident_bytes(process: Path = SELF) -> int:
 
 
 def _files(groups: str, mounts: str) -> Iterator[Path]:
-    """Yield the files that hold the limits of our groups and of those around them. Skip lines that do not parse."""
+    """The files that hold the limits of our groups and of those around them."""
     own = {}
     for line in groups.splitlines():
         if line.count(":") < 2:

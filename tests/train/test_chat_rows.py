@@ -233,6 +233,8 @@ def test_a_chat_longer_than_a_piece_of_text_is_one_document(marked: Callable[...
 @pytest.mark.parametrize(
     ("row", "form", "said"),
     [
+        ({"messages": "[" * 100_000}, "chat", "a chat is text; expected a list"),
+        ({"messages": [HI, HELLO], "tools": "[" * 100_000}, "chat", "tools is text; expected a list"),
         ({"text": "x"}, "chat", "no column messages; it has text; set data.format=text"),
         ({"messages": []}, "text", "no column text; it has messages; set data.format=chat"),
         ({"conversations": []}, "completion", "it has conversations; set data.format=chat"),
@@ -243,8 +245,6 @@ def test_a_chat_longer_than_a_piece_of_text_is_one_document(marked: Callable[...
         ({"messages": [HI, {**HELLO, "weight": 0.5}]}, "chat", "weight 0.5; expected 0"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "chat", "a part of type 'image_url'"),
         ({"messages": [HI, {"role": "assistant", "tool_calls": ["x"]}]}, "chat", "a tool is not called by"),
-        ({"messages": "[" * 100_000}, "chat", "a chat is text; expected a list"),
-        ({"messages": [HI, HELLO], "tools": "[" * 100_000}, "chat", "tools is text; expected a list"),
     ],
 )
 def test_a_row_of_another_kind_is_named_with_what_to_do(
