@@ -38,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(flags: argparse.Namespace) -> None:
     out, parts = Path(flags.out), [Documents(_data(flags, path), least_parts=1) for path in flags.input]
+    for one in parts:
+        if one.opened.left_out:
+            print(f"warning: {one.opened.left_out}", file=sys.stderr)
     if flags.train:
         place = out.with_suffix(".tokenizer")
         train(_pieces(parts), flags.train, flags.train_bytes, place)

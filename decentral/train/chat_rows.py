@@ -20,7 +20,7 @@ COLUMNS = {  # that are read of a row, in each format; of `text` it is data.colu
     "completion": ("prompt", "completion", "instruction", "input", "output", "system", "tools", "functions"),
 }
 ONE_OF = {"completion": ("completion", "instruction"), "chat": (*MESSAGES, "completion", "instruction")}  # one of them
-ROLES = {  # of ShareGPT
+ROLES = {  # of ShareGPT, under `from` or `role`
     "human": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
@@ -146,15 +146,15 @@ def _message(one: Any) -> Message:
     if not isinstance(one, dict):
         raise ValueError(f'a message is {kind(one)}; expected {{"role": ..., "content": ...}}')
     made = {key: value for key, value in one.items() if value is not None and key not in ("from", "value")}
-    role, content = one.get("role") or one.get("from"), one.get("content", one.get("value"))
+    role = one.get("role") or one.get("from")
+    content = one["content"] if one.get("content") is not None else one.get("value")
     if not isinstance(role, str):
         raise ValueError(
             'a message has no role: expected {"role": ..., "content": ...}, or {"from": ..., "value": ...}'
         )
-    if "from" in one and "role" not in one:
-        if role == CALLS:
-            role, content, made["tool_calls"] = "assistant", None, _as_list(_parsed(content))
-        role = ROLES.get(role, role)
+    if role == CALLS:
+        role, content, made["tool_calls"] = "assistant", None, _as_list(_parsed(content))
+    role = ROLES.get(role, role)
     if CALLS in made:
         made["tool_calls"] = [made.pop(CALLS)]
     if "tool_calls" in made:
@@ -201,7 +201,7 @@ def _parsed(value: Any) -> Any:
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):  # the latter where brackets are nested too deeply
             return value
     return value
 

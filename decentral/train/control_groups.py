@@ -5,17 +5,19 @@ kernel says of the machine's memory knows nothing of them, and a process that ta
 """
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 LIMITS = {"cgroup": ("memory.limit_in_bytes",), "cgroup2": ("memory.max", "memory.high")}  # by type of file system
 SELF = Path("/proc/self")
+ESCAPED = re.compile(r"\\([0-7]{3})")  # how the kernel writes spaces and backslashes in paths of mountinfo
 
 
 def limit_bytes(process: Path = SELF) -> int | None:
     """Return the smallest memory limit around this process, in bytes; None where none is below the host's memory."""
     try:
-        groups, mounts = (process / "cgroup").read_text(), (process / "mountinfo").read_text()
+        groups, mounts = ((process / name).read_text(errors="surrogateescape") for name in ("cgroup", "mountinfo"))
     except OSError:
         return None
     found = [number for file in _files(groups, mounts) if (number := _number(file)) is not None]
@@ -32,7 +34,7 @@ def resident_bytes(process: Path = SELF) -> int:
     try:
         lines = (process / "status").read_text().splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
-    except (OSError, StopIteration):
+    except (OSError, ValueError, IndexError, StopIteration):
         return 0
 
 
@@ -40,6 +42,8 @@ def _files(groups: str, mounts: str) -> Iterator[Path]:
     """Yield the limit files of this process's control groups and of all groups around them."""
     own = {}
     for line in groups.splitlines():
+        if line.count(":") < 2:
+            continue
         number, controllers, path = line.split(":", 2)
         if number == "0":
             own["cgroup2"] = path
@@ -47,10 +51,13 @@ def _files(groups: str, mounts: str) -> Iterator[Path]:
             own["cgroup"] = path
     for line in mounts.splitlines():
         place, _, mounted = line.partition(" - ")
+        paths = [ESCAPED.sub(lambda code: chr(int(code[1], 8)), path) for path in place.split(" ")[3:5]]
+        if len(paths) < 2 or mounted.count(" ") < 2:
+            continue
         kind, _, options = mounted.split(" ", 2)
         if kind not in own or (kind == "cgroup" and "memory" not in options.split(",")):
             continue
-        root, top = place.split(" ")[3:5]
+        root, top = paths
         inner = PurePosixPath(own[kind])  # a container sees its own group, or groups inside it, as the root
         below = inner.relative_to(root) if inner.is_relative_to(root) else PurePosixPath()
         for folder in (below, *below.parents):
@@ -61,6 +68,6 @@ def _number(file: Path) -> int | None:
     """Return the limit in this file, in bytes; None if it says `max` or does not exist."""
     try:
         text = file.read_text().strip()
-    except OSError:
+    except (OSError, ValueError):
         return None
     return int(text) if text.isdecimal() else None

@@ -21,7 +21,7 @@ from torch import Tensor
 from decentral.core import config, rng
 from decentral.core.errors import UserError
 from decentral.train import token_file
-from decentral.train.data_files import visible
+from decentral.train.data_files import left_out, visible
 from decentral.train.data_source import MicroBatches, Reading, TrainingData, batch_of
 from decentral.train.held_out import Runs, divide
 from decentral.train.text_stream import TextStream
@@ -41,11 +41,7 @@ class Corpus:
     context: int
     train: Runs
     held_out: Runs
-
-    @property
-    def warnings(self) -> list[str]:
-        """Nothing: a position in these data is a number, and cannot be lost."""
-        return []
+    warnings: list[str]  # which files are not read; a position in these data is a number, and cannot be lost
 
     def micro_batch(self, generator: np.random.Generator, sequences: int) -> tuple[Tensor, Tensor]:
         """inputs_BT and targets_BT, int64 on the CPU: windows drawn at random from the training text."""
@@ -75,7 +71,7 @@ def load(data: config.DataConfig, model: config.ModelConfig) -> TrainingData:
 
 def corpus(data: config.DataConfig, model: config.ModelConfig) -> Corpus:
     """Reads or maps all tokens. Raises UserError, as `load` does."""
-    tokens = _read(data, model.vocabulary)
+    tokens, said = _read(data, model.vocabulary)
     need = LEAST_WINDOWS * (model.context + 2)
     if len(tokens) < need:
         raise UserError(f"data: {data.path or data.kind} has {len(tokens)} tokens; at least {need} are needed")
@@ -86,14 +82,16 @@ def corpus(data: config.DataConfig, model: config.ModelConfig) -> Corpus:
         raise UserError(f"data: token {highest} does not fit model.vocabulary {model.vocabulary}")
     if tokens.dtype.kind == "i" and (lowest := min(int(chunk.min()) for chunk in chunks)) < 0:
         raise UserError(f"data: {data.path} has the token {lowest}; a token is at least 0")
-    return Corpus(tokens, model.context, *divide(tokens, data.held_out, model.context + 1))
+    runs = divide(tokens, data.held_out, model.context + 1)
+    return Corpus(tokens, model.context, *runs, [said] if said else [])
 
 
-def _read(data: config.DataConfig, vocabulary: int) -> Tokens:
+def _read(data: config.DataConfig, vocabulary: int) -> tuple[Tokens, str | None]:
+    """Return the tokens, and which files are not read, for the user."""
     if data.kind == "tokens":
-        return token_file.mapped(data, vocabulary)
+        return token_file.mapped(data, vocabulary), None
     if data.kind == "python-stdlib":
-        return _bytes_of(_stdlib_files())
+        return _bytes_of(_stdlib_files()), None
     assert data.path is not None
     root = Path(data.path)
     try:
@@ -102,7 +100,7 @@ def _read(data: config.DataConfig, vocabulary: int) -> Tokens:
         raise UserError(f"data.glob: {data.glob!r} is no pattern below {root} ({error})") from None
     if not found or not found[0].exists():
         raise UserError(f"data: no text at {root}" + (f" that matches {data.glob or TEXT}" if root.is_dir() else ""))
-    return _bytes_of(found)
+    return _bytes_of(found), left_out(root, data.glob, found)
 
 
 def _stdlib_files() -> list[Path]:

@@ -11,13 +11,14 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from decentral.core import config
 from decentral.core.errors import UserError
+from decentral.core.plain_text import printable
 
 READERS = {  # of files, by the ends of their names; the packed modules of datasets that read them
     ".parquet": "parquet",
@@ -36,6 +37,10 @@ TRAIN = {"train", "training"}  # words in a path that name a split, as the hub h
 OTHER_SPLITS = {"test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev"}
 BETWEEN_WORDS = re.compile(r"[\W\d_]+")
 HIDDEN_FOLDERS = {"__pycache__", "__MACOSX"}  # and what begins with a dot
+ABOUT_DATA = re.compile(  # names of files about the data, in a clone of a data set
+    r"(readme|licen[cs]e)([_.-]\w+)*\.(md|txt|text)|(dataset_infos?|state)\.json", re.IGNORECASE
+)
+NAMED, LINE_CHARS = 5, 1000  # files that are named as left out, and the length of that line
 SAMPLED, SAMPLE_BYTES = 16, 4096  # places in a file that tell it from others, and how much is read at each
 
 
@@ -47,6 +52,7 @@ class OpenedData:
     set: Any  # datasets.IterableDataset
     files: tuple[Path, ...]  # none of a set on the hub
     fingerprint: str  # of its content: the same wherever the files are
+    left_out: str | None = None  # which files of the folder are not read, for the user
 
 
 def opened(data: config.DataConfig) -> OpenedData:
@@ -70,7 +76,8 @@ def opened(data: config.DataConfig) -> OpenedData:
         found = found.reshard() if found.num_shards < LEAST_PARTS else found
     except Exception as error:  # of the network, of the hub, of the formats
         raise unreadable(data.path, error) from None
-    return OpenedData(kind, found, tuple(files), fingerprint)
+    said = left_out(Path(data.path), data.glob, files) if files else None
+    return OpenedData(kind, found, tuple(files), fingerprint, said)
 
 
 def unreadable(path: object, error: Exception) -> UserError:
@@ -82,7 +89,8 @@ def unreadable(path: object, error: Exception) -> UserError:
 def files_of(path: str, glob: str | None) -> tuple[str, list[Path]]:
     """Return the kind of a file, or of all files of a folder (that match `glob`), and their sorted paths.
 
-    Without `glob` a folder's files for tests are left out where others are named for training. Raises UserError.
+    Without `glob` a folder's files for tests are left out where others are named for training, and files about the data
+    (README.md) where there are others. A Parquet file without rows counts as empty. Raises UserError.
     """
     root = Path(path)
     try:
@@ -90,16 +98,41 @@ def files_of(path: str, glob: str | None) -> tuple[str, list[Path]]:
     except (ValueError, NotImplementedError, OSError) as error:
         raise UserError(f"data.glob: {glob!r} is no pattern below {root} ({error})") from None
     kinds = {one: kind for one in found if (kind := _kind(one))}
+    if root.is_dir() and not glob:
+        data = {one: kind for one, kind in kinds.items() if not ABOUT_DATA.fullmatch(one.name)}
+        kinds = data or kinds
     if not kinds:
         matching = f" and matches {glob}" if glob else ""
         raise UserError(f"data: no file at {root} is one of {', '.join(READERS)}{matching}")
     if len(set(kinds.values())) > 1:
         there = ", ".join(sorted(set(kinds.values())))
         raise UserError(f"data: {root} has files of several kinds ({there}); choose with data.glob")
-    files = [one for one in kinds if one.stat().st_size]
+    files = [one for one, kind in kinds.items() if one.stat().st_size and not (kind == "parquet" and _has_no_rows(one))]
     if not files:
         raise UserError(f"data: {root} is empty")
     return next(iter(kinds.values())), files if glob else _for_training(root, files)
+
+
+def left_out(root: Path, glob: str | None, files: Collection[Path]) -> str | None:
+    """Return a line that says how many files of a folder are not read, names some, and says how to read them.
+
+    Args:
+        root: The folder, or a file.
+        glob: The user's pattern; with one the user has chosen, and nothing is said.
+        files: Those that are read.
+
+    Returns:
+        The line; None if there is nothing to say. It names no hidden files but those of READERS, and no empty ones.
+    """
+    if glob or not root.is_dir():
+        return None
+    read, shown = set(files), set(visible(root, "**/*"))
+    others = (one for one in root.glob("**/*") if one not in read and (one in shown or (_kind(one) and one.is_file())))
+    names = sorted(str(one.relative_to(root)) for one in others if one.stat().st_size)
+    some = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
+    count = f"{len(names)} files are" if len(names) > 1 else "1 file is"
+    said = f"data: of {root} {count} left out ({some}); data.glob (--data-glob) says which files to read"
+    return printable(said, LINE_CHARS) if names else None
 
 
 def visible(root: Path, glob: str) -> list[Path]:
@@ -121,6 +154,16 @@ def _for_training(root: Path, files: list[Path]) -> list[Path]:
     if not any(TRAIN & found for found in words.values()):
         return files
     return [one for one in files if TRAIN & words[one] or not OTHER_SPLITS & words[one]]
+
+
+def _has_no_rows(path: Path) -> bool:
+    """Return whether a Parquet file has no row; False if it cannot be read, of which its reader tells the user."""
+    from pyarrow import ArrowException, parquet
+
+    try:
+        return not parquet.read_metadata(path).num_rows
+    except (ArrowException, OSError):
+        return False
 
 
 def _kind(path: Path) -> str | None:

@@ -18,6 +18,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -178,7 +179,9 @@ class Documents:
                     if isinstance(found, str):
                         yield from pieces.cut(found, piece_chars)
                     elif found is not None:
-                        yield found.identity
+                        with self._naming(shard, number):
+                            identity = found.identity
+                        yield identity
 
     def _batches(
         self,
@@ -206,11 +209,11 @@ class Documents:
             for place, text in enumerate(texts):
                 if wanted(text):
                     yield TextPiece(text, at + place, not place, place + 1 == len(texts))
-        elif found is not None and wanted(found.identity):
-            try:
+        elif found is not None:
+            with self._naming(shard, number):
+                if not wanted(found.identity):
+                    return
                 made = conversations.document(found, self.tokenizer)
-            except ValueError as error:
-                raise UserError(f"data: {self._place(shard, number)}: {error}") from None
             self.unlearned += made is None
             if made is not None:
                 yield TextPiece(_encodable(made.text), at, True, True, made.learned)
@@ -218,15 +221,13 @@ class Documents:
     def _read(self, shard: int, number: int, row: Any) -> conversations.Example | None:
         """Parse a row. Raises UserError, naming line and file, if it is not in `data.format`."""
         row = {"text": row} if isinstance(row, str) else row
-        try:
+        with self._naming(shard, number):
             if not isinstance(row, Mapping):
                 keys = " or ".join(conversations.needed_columns(self.data))
                 raise ValueError(f"expected a JSON object with the key {keys}; got {chat_rows.kind(row)}")
             if not number:
                 self._check_columns(row)
             found = conversations.read(self.data, row)
-        except ValueError as error:
-            raise UserError(f"data: {self._place(shard, number)}: {error}") from None
         return _encodable(found) or None if isinstance(found, str) else found
 
     def _check_columns(self, names: Mapping[str, Any]) -> None:
@@ -238,6 +239,16 @@ class Documents:
         right = "name the right one with --data-column" if len(needed) == 1 else f"expected {' or '.join(needed)}"
         remedy = f"set data.format={fits}" if fits not in (None, self.data.format) else right
         raise ValueError(f"it has no column {needed[0]}; it has {', '.join(map(str, names))}; {remedy}")
+
+    @contextmanager
+    def _naming(self, shard: int, number: int) -> Iterator[None]:
+        """Raise UserError that names the row, where the work on it raises ValueError or RecursionError."""
+        try:
+            yield
+        except ValueError as error:
+            raise UserError(f"data: {self._place(shard, number)}: {error}") from None
+        except RecursionError:
+            raise UserError(f"data: {self._place(shard, number)}: its values are nested too deeply") from None
 
     def _place(self, shard: int, number: int) -> str:
         """Return where the user finds a row: line or row number, and file or part."""

@@ -142,8 +142,7 @@ class StreamReader:
         self.stream, self.reading = stream, reading
         self.documents = stream.documents(stream.share[1] * reading.ranks)
         self.mark = PositionFile.of(stream, reading, self.documents.opened.fingerprint)
-        if self.mark.warning:
-            stream.warnings.append(self.mark.warning)
+        stream.warnings += [said for said in (self.mark.warning, self.documents.opened.left_out) if said]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="text")
         self._next: Future[Windows] = self._thread.submit(self._read, self.mark.position)
         self._drawn = 0

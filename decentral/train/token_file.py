@@ -7,7 +7,7 @@ A file of another program has no description, and `.npy` describes its width its
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,14 @@ class Description:
     token_bytes: int
     vocabulary: int  # every token is below it
     tokens: int
+
+    def __post_init__(self) -> None:
+        """Raise TypeError if a value read from a file has another type than its field."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) is not field.type:
+                expected = "text" if field.type is str else "a whole number"
+                raise TypeError(f"{field.name} is {str(value)[:40]!r}; expected {expected}")
 
 
 def describe(path: Path, description: Description) -> None:

@@ -175,6 +175,14 @@ VARIANTS = {
     "a developer's own column": ({"talk": PLAIN["messages"]}, {"column": "talk"}),
     "messages as a text of JSON": ({"messages": json.dumps(PLAIN["messages"])}, {}),
     "ShareGPT's fields under another name": ({"messages": SHAREGPT["conversations"][:4], "system": "be kind"}, {}),
+    "ShareGPT's roles in OpenAI's fields": (
+        {"messages": [{"role": one["from"], "content": one["value"]} for one in SHAREGPT["conversations"]]},
+        {},
+    ),
+    "OpenAI's fields that are null beside ShareGPT's": (
+        {"messages": [{**one, "role": None, "content": None} for one in SHAREGPT["conversations"]]},
+        {},
+    ),
 }
 
 
@@ -190,6 +198,7 @@ def test_calls_of_tools_are_the_same_in_each_notation(marked: Callable[..., str]
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"at": "x"}'}},
         {"from": "function_call", "value": json.dumps(call)},
+        {"role": "function_call", "content": json.dumps(call)},
     )
     rows = ({**CALLING, "messages": [CALLING["messages"][0], one, *CALLING["messages"][2:]]} for one in shapes)
     assert {marked(row) for row in rows} == {marked(CALLING)}
@@ -224,6 +233,8 @@ def test_a_chat_longer_than_a_piece_of_text_is_one_document(marked: Callable[...
 @pytest.mark.parametrize(
     ("row", "form", "said"),
     [
+        ({"messages": "[" * 100_000}, "chat", "a chat is text; expected a list"),
+        ({"messages": [HI, HELLO], "tools": "[" * 100_000}, "chat", "tools is text; expected a list"),
         ({"text": "x"}, "chat", "no column messages; it has text; set data.format=text"),
         ({"messages": []}, "text", "no column text; it has messages; set data.format=chat"),
         ({"conversations": []}, "completion", "it has conversations; set data.format=chat"),
@@ -244,3 +255,16 @@ def test_a_row_of_another_kind_is_named_with_what_to_do(
     assert "line 1 of " in str(caught.value)
     assert said in str(caught.value)
     assert str(caught.value).isprintable()
+
+
+def test_a_chat_that_is_nested_too_deeply_to_be_written_again_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools: list[Any] = []
+    for _ in range(100_000):
+        tools = [tools]
+    monkeypatch.setattr(conversations, "read", lambda data, row: chat_rows.Chat((HI, HELLO), (1,), tools))
+    (tmp_path / "a.jsonl").write_text(json.dumps(PLAIN))
+    tree = {"kind": "huggingface", "format": "chat", "path": str(tmp_path / "a.jsonl"), "tokenizer": "x"}
+    with pytest.raises(UserError, match=r"line 1 of .*a\.jsonl: its values are nested too deeply"):
+        list(Documents(config.DataConfig.model_validate(tree)).all_pieces())

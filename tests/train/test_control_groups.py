@@ -77,6 +77,29 @@ def test_without_limits_or_without_groups_there_is_none(tmp_path: Path) -> None:
     assert control_groups.limit_bytes(tmp_path / "elsewhere") is None
 
 
+@pytest.mark.parametrize("group", ["a job", "a\\job", "job-\xe9"])
+def test_a_path_that_the_kernel_escapes_is_found(tmp_path: Path, group: str) -> None:
+    top = tmp_path / group
+    top.mkdir()
+    escaped = group.replace("\\", "\\134").replace(" ", "\\040")
+    process = Process(top, f"0::/{group}/inner\n", V2, root=f"/{escaped}")
+    mounts = process.proc / "mountinfo"
+    mounts.write_text(mounts.read_text().replace(f" {top}", f" {tmp_path / escaped}"))
+    process.limit("inner", "memory.max", "6000")
+    assert process.limit_bytes() == 6000
+
+
+def test_lines_that_do_not_parse_are_skipped(tmp_path: Path) -> None:
+    process = Process(tmp_path, "odd\n\n4:memory\n0::/own\n", V2)
+    process.limit("own", "memory.max", "9000")
+    mounts = process.proc / "mountinfo"
+    odd = b"odd\n\n1 2 - cgroup2 cgroup2 rw\n36 31 0:33 / /\xff rw - cgroup2\n36 31 0:33 / /a\\000b rw - cgroup2 x rw\n"
+    mounts.write_bytes(odd + mounts.read_bytes())
+    (process.proc / "status").write_text("VmRSS:\n")
+    assert process.limit_bytes() == 9000
+    assert control_groups.resident_bytes(process.proc) == 0
+
+
 def test_a_small_limit_leaves_the_model_what_the_process_has_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_groups, "limit_bytes", lambda: 10**9)
     monkeypatch.setattr(control_groups, "resident_bytes", lambda: 4 * 10**8)

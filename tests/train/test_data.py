@@ -124,6 +124,15 @@ def test_hidden_files_are_no_text_and_modules_with_underscores_are(tmp_path: Pat
     assert bytes(corpus.tokens.astype(np.uint8)) == b"b" * 1000
 
 
+def test_a_file_of_the_folder_that_is_not_read_is_said(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("all work and no play " * 40)
+    (tmp_path / "b.md").write_text("x")
+    tree = {"kind": "text", "path": str(tmp_path)}
+    (said,) = load(config.DataConfig.model_validate(tree), MODEL).warnings
+    assert "1 file is left out (b.md)" in said
+    assert load(config.DataConfig.model_validate({**tree, "glob": "*.txt"}), MODEL).warnings == []
+
+
 def test_the_mark_of_utf_8_is_no_text(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("a" * 500, encoding="utf-8-sig")

@@ -17,7 +17,7 @@ from pyarrow import parquet
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.train import documents
-from decentral.train.data_files import files_of
+from decentral.train.data_files import files_of, left_out
 from decentral.train.documents import Documents
 
 TEXTS = ["one", 'It is "4"\nindeed é', "three"]
@@ -53,6 +53,47 @@ def test_files_for_tests_beside_those_for_training_are_left_out(tmp_path: Path) 
     assert len(files_of(str(tmp_path), "**/test*.parquet")[1]) == 1
 
 
+@pytest.mark.parametrize("about", ["README.md", "Readme.txt", "LICENSE.md", "dataset_infos.json", "state.json"])
+def test_files_about_the_data_are_left_out_beside_data(tmp_path: Path, about: str) -> None:
+    assert touched(tmp_path, "train.parquet", about) == ["train.parquet"]
+
+
+def test_files_that_are_left_out_are_named_with_what_to_do(tmp_path: Path) -> None:
+    names = ["train.jsonl", "test.jsonl", "README.md", "more.csv", ".ipynb_checkpoints/a.jsonl", ".git/HEAD"]
+    files = [tmp_path / name for name in touched(tmp_path, *names)]
+    named = ".ipynb_checkpoints/a.jsonl, README.md, more.csv, test.jsonl"
+    said = str(left_out(tmp_path, None, files))
+    assert said.startswith(f"data: of {tmp_path} 4 files are left out ({named}); data.glob")
+    assert left_out(tmp_path, "*.jsonl", files) is None
+    assert left_out(files[0], None, files) is None
+
+
+def test_of_many_files_that_are_left_out_some_are_named(tmp_path: Path) -> None:
+    touched(tmp_path, "a.txt", *(f"{number}.csv" for number in range(9)))
+    assert "9 files" in (said := str(left_out(tmp_path, None, [tmp_path / "a.txt"])))
+    assert "(0.csv, 1.csv, 2.csv, 3.csv, 4.csv, ...)" in said
+
+
+def test_an_opened_set_says_what_it_leaves_out(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text(LINES)
+    data = config.DataConfig.model_validate({"kind": "huggingface", "path": str(tmp_path)})
+    assert "1 file is left out (test.jsonl)" in str(Documents(data).opened.left_out)
+    (tmp_path / "test.jsonl").unlink()
+    assert Documents(data).opened.left_out is None
+
+
+def test_a_file_whose_name_begins_as_one_about_the_data_is_data(tmp_path: Path) -> None:
+    names = ["licensed.md", "readmes.txt", "state-laws.txt"]
+    assert touched(tmp_path, *names) == names
+
+
+def test_a_file_about_the_data_is_read_where_it_is_alone_or_asked_for(tmp_path: Path) -> None:
+    assert touched(tmp_path, "README.md") == ["README.md"]
+    assert touched(tmp_path, "a.jsonl") == ["a.jsonl"]
+    assert [one.name for one in files_of(str(tmp_path), "*.md")[1]] == ["README.md"]
+
+
 def test_files_of_other_splits_alone_are_read(tmp_path: Path) -> None:
     assert touched(tmp_path, "test.jsonl", "trains.jsonl") == ["test.jsonl", "trains.jsonl"]
 
@@ -83,6 +124,13 @@ def test_an_empty_file_is_left_out_and_named_if_there_is_no_other(tmp_path: Path
     (tmp_path / "a.jsonl").touch()
     assert refusal(tmp_path) == refusal(tmp_path / "a.jsonl").replace("/a.jsonl", "") == f"data: {tmp_path} is empty"
     (tmp_path / "b.jsonl").write_text(LINES)
+    assert read(tmp_path) == TEXTS
+
+
+def test_a_table_without_rows_is_left_out_and_named_if_there_is_no_other(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    assert refusal(tmp_path) == f"data: {tmp_path} is empty"
+    parquet.write_table(pa.table({"text": TEXTS}), tmp_path / "b.parquet")
     assert read(tmp_path) == TEXTS
 
 

@@ -284,6 +284,14 @@ def test_data_that_were_moved_or_are_named_otherwise_go_on_where_they_were(
     assert relative.warnings == moved.warnings == []
 
 
+def test_a_file_of_the_folder_that_is_not_read_is_said(stream: Callable[..., TextStream], tmp_path: Path) -> None:
+    found = stream()
+    (tmp_path / "json_lines" / "notes.csv").write_text("x")
+    drawn(reader(found, folder=tmp_path), 1)
+    (said,) = found.warnings
+    assert "1 file is left out (notes.csv)" in said
+
+
 @pytest.mark.parametrize("change", ["the data", "an older release"])
 def test_a_position_that_does_not_count_is_said(stream: Callable[..., TextStream], tmp_path: Path, change: str) -> None:
     drawn(reader(stream(), folder=tmp_path), 3)

@@ -146,6 +146,25 @@ def test_a_damaged_description_is_named(tmp_path: Path, content: str) -> None:
         data.corpus(run_on(path).data, MODEL)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("vocabulary", "q", "a whole number"),
+        ("tokens", 4000.0, "a whole number"),
+        ("token_bytes", True, "a whole number"),
+        ("tokenizer", None, "text"),
+    ],
+)
+def test_a_description_with_a_value_of_another_type_is_named(
+    tmp_path: Path, ours: Path, key: str, value: object, expected: str
+) -> None:
+    path = tokens_in(tmp_path / "a.bin", ours)
+    beside = tmp_path / "a.bin.json"
+    beside.write_text(json.dumps({**json.loads(beside.read_text()), key: value}))
+    with pytest.raises(UserError, match=rf"a\.bin\.json is no description .*\({key} is .*; expected {expected}\)"):
+        data.corpus(run_on(path).data, MODEL)
+
+
 def test_a_description_of_another_file_is_named(tmp_path: Path, ours: Path) -> None:
     path = tokens_in(tmp_path / "a.bin", ours)
     NUMBERS[1:].astype(np.uint16).tofile(path)
