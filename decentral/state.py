@@ -140,12 +140,19 @@ class StateFolder:
 
     def write_listen(self, addresses: Sequence[str], wanted: Sequence[str] = ()) -> None:
         """Keep the port that `tcp/0` became, of the addresses that were `wanted` too."""
-        numbers = {address.split("/tcp/")[1].split("/")[0] for address in addresses if "/tcp/" in address}
-        if len(numbers) == 1:
-            port, usual = numbers.pop(), (ports.ALL_IPV4, ports.ALL_IPV6, ports.LOOPBACK)
-            places = (*usual, *(one for one in wanted if one.endswith("/tcp/0")))
+        by_protocol: dict[str, set[str]] = {}  # "ip4" or "ip6": its ports
+        for address in addresses:
+            if "/tcp/" in address:
+                by_protocol.setdefault(address.split("/")[1], set()).add(address.split("/tcp/")[1].split("/")[0])
+        every, kept = set().union(*by_protocol.values()), {}
+        usual = (ports.ALL_IPV4, ports.ALL_IPV6, ports.LOOPBACK)
+        for place in (*usual, *(one for one in wanted if one.endswith("/tcp/0"))):
+            numbers = by_protocol.get(place.split("/")[1], every)
+            if len(numbers) == 1:
+                kept[place] = place.removesuffix("0") + min(numbers)
+        if kept:
             with suppress(UserError):  # another port is found by the records that others read
-                self._write("listen.json", {place: place.removesuffix("0") + port for place in places})
+                self._write("listen.json", kept)
 
     def read_profile(self, key: str) -> Measured | None:
         """What was measured of this device, model and version; None if nothing was, or the file is damaged."""

@@ -77,16 +77,21 @@ class Libp2p:
 
     @classmethod
     async def start(
-        cls, key: Path, listen: Sequence[str], announce: Sequence[str], now: Callable[[], float] = time.time
+        cls,
+        key: Path,
+        listen: Sequence[str],
+        announce: Sequence[str],
+        now: Callable[[], float] = time.time,
+        say: Callable[[str], None] = lambda _: None,
     ) -> "Libp2p":
         """Starts the daemon with the identity in `key`. Raises UserError if it cannot listen there.
 
-        Records of the DHT expire by `now`, which gives unix time.
+        Records of the DHT expire by `now`, which gives unix time. `say` is told that the start waits for a port.
         """
         place = DaemonPlace(key, tuple(listen), tuple(announce))
         for module in TIMED:  # hivemind asks the wall clock, which may jump
             import_module(module).get_dht_time = now  # type: ignore[attr-defined]
-        return cls(await place.start(), place, now)
+        return cls(await place.start(say), place, now)
 
     async def ended(self) -> str:
         """Waits until the daemon has ended, and says how. It is ended where hivemind reads its answers no more."""
@@ -285,16 +290,19 @@ class DaemonPlace:
     listen: tuple[str, ...]
     announce: tuple[str, ...]
 
-    async def start(self) -> P2P:
-        """Raises UserError if it cannot listen there."""
-        end = time.monotonic() + OLD_DAEMON_S
+    async def start(self, say: Callable[[str], None] = lambda _: None) -> P2P:
+        """Start a daemon. Raises UserError if it cannot listen there. `say` is told once that it waits for a port."""
+        end, said = time.monotonic() + OLD_DAEMON_S, False
         while True:
             try:
                 with ports.held(self.listen) as listen:
                     return await self._start_at(listen)
-            except ports.PortTaken:
+            except ports.PortTaken as error:
                 if time.monotonic() >= end:
                     raise
+                if not said:
+                    say(f"{error}; waiting {OLD_DAEMON_S:g} s for the port")
+                    said = True
                 await asyncio.sleep(PORT_AGAIN_S)
 
     async def _start_at(self, listen: Sequence[str]) -> P2P:

@@ -163,6 +163,11 @@ def test_a_folder_without_files_of_a_peer_may_begin_the_default_run(tmp_path: Pa
     state.require_meant(str(tmp_path), says_run=False)
 
 
+def test_each_protocol_keeps_its_own_port_where_they_differ(folder: StateFolder) -> None:
+    folder.write_listen([*LISTENED, "/ip6/2001:db8::1/tcp/4002/p2p/Qm"])
+    assert folder.listen([ports.ALL_IPV4, ports.ALL_IPV6]) == ["/ip4/0.0.0.0/tcp/4001", "/ip6/::/tcp/4002"]
+
+
 def test_the_port_of_any_address_is_kept_that_was_asked_for_without_one(folder: StateFolder) -> None:
     wanted = ["/ip4/192.168.1.5/tcp/0"]
     folder.write_listen(LISTENED, wanted)
