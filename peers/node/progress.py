@@ -76,6 +76,7 @@ class TrainingProgress:
     stop_after: Amount | None
     evaluates: bool = True  # a peer that holds a part of the model cannot evaluate by itself
     joined_at: Seconds | None = None
+    waits_since: Seconds | None = None  # for the first weights, which no peer gives; None: they come, or are here
     step: int = 0
     lr_step: int = 0
     tokens: int = 0  # trained by this process since it joined
@@ -100,6 +101,10 @@ class TrainingProgress:
         first_eval_at = now + self.train.eval_every_s if fetched else now  # donors have evaluated what was fetched
         self.evaluations.due_at = first_eval_at if self.evaluates else None
         self._save_at = None if fetched else now + self.limits.checkpoint_every_s
+
+    def waits_for_weights(self, waits: bool, now: Seconds) -> None:
+        """Count `--stop-after` in seconds from the begin of a wait for the first weights: such a wait may never end."""
+        self.waits_since = None if not waits else now if self.waits_since is None else self.waits_since
 
     def save_soon(self, now: Seconds) -> None:
         """Saves at the next chance: the checkpoint on the disk is of another span than the present one."""
@@ -199,6 +204,7 @@ class TrainingProgress:
         return effects
 
     def _stop_at(self) -> Seconds | None:
-        if self.joined_at is None or self.stop_after is None or self.stop_after.kind != "s":
+        since = self.waits_since if self.joined_at is None else self.joined_at
+        if since is None or self.stop_after is None or self.stop_after.kind != "s":
             return None
-        return self.joined_at + self.stop_after.value
+        return since + self.stop_after.value
