@@ -83,12 +83,14 @@ class Libp2p:
         announce: Sequence[str],
         now: Callable[[], float] = time.time,
         say: Callable[[str], None] = lambda _: None,
+        only_dials: bool = False,
     ) -> "Libp2p":
         """Starts the daemon with the identity in `key`. Raises UserError if it cannot listen there.
 
         Records of the DHT expire by `now`, which gives unix time. `say` is told that the start waits for a port.
+        `only_dials`: nobody needs to reach it, so that it asks no router for a port.
         """
-        place = DaemonPlace(key, tuple(listen), tuple(announce))
+        place = DaemonPlace(key, tuple(listen), tuple(announce), only_dials)
         for module in TIMED:  # hivemind asks the wall clock, which may jump
             import_module(module).get_dht_time = now  # type: ignore[attr-defined]
         return cls(await place.start(say), place, now)
@@ -289,6 +291,7 @@ class DaemonPlace:
     key: Path
     listen: tuple[str, ...]
     announce: tuple[str, ...]
+    only_dials: bool = False
 
     async def start(self, say: Callable[[str], None] = lambda _: None) -> P2P:
         """Start a daemon. Raises UserError if it cannot listen there. `say` is told once that it waits for a port."""
@@ -311,7 +314,7 @@ class DaemonPlace:
                 Multiaddr(address)
             if any(address.endswith("/tcp/0") for address in self.announce):
                 raise ValueError("--announce needs the port by which others reach this peer; it is 0")
-            daemon = await OwnDaemon.begin(self.key, listen, self.announce)
+            daemon = await OwnDaemon.begin(self.key, listen, self.announce, self.only_dials)
         except (P2PDaemonError, ValueError) as error:
             raise UserError(f"cannot listen on {', '.join(self.listen)}: {_last_line(error)}") from None
         for task in (daemon._client.control._read_task, daemon._client.control._write_task):
