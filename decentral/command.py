@@ -143,6 +143,8 @@ def run(main: Callable[[], None], interrupted: int = 0, lasting: bool = False) -
                 print("error:", one_line(error), file=sys.stderr)
                 return 2
     except KeyboardInterrupt:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # it would interrupt the interpreter's wait for threads
         return interrupted
     except OutputGone as error:
         if not error.nobody_reads:

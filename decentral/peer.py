@@ -30,6 +30,7 @@ if __name__ == "__main__":  # while the libraries below load, which takes second
     heed()
 
 from decentral import command, compile_caches, launch, state
+from decentral.comm.net import ports
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.identity import Identity
 from decentral.copied_identity import refuse_copy
@@ -96,7 +97,7 @@ async def _main(flags: argparse.Namespace, island: Island | None = None) -> None
         loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1, LOADING), _load, flags)
         key, clock = folder.path / "identity.key", SwarmClock()
         command.stage("opening the network (libp2p)")
-        transport = await Libp2p.start(key, folder.listen(flags.listen), flags.announce, clock)
+        transport = await _listen(flags, folder, key, clock)
         try:
             named = flags.join
             access = await reach_swarm(flags, folder, transport, clock)
@@ -112,6 +113,23 @@ async def _main(flags: argparse.Namespace, island: Island | None = None) -> None
             await prepare.train(flags, folder, host)
         finally:
             await transport.close()
+
+
+async def _listen(flags: argparse.Namespace, folder: state.StateFolder, key: Path, clock: SwarmClock) -> Libp2p:
+    """Start libp2p where this peer listened before, or at a free port if another program has that one now.
+
+    Raises UserError, also if a port is taken that --listen names.
+    """
+    wanted = list(flags.listen) or ports.anywhere()
+    kept = folder.listen(wanted)
+    try:
+        return await Libp2p.start(key, kept, flags.announce, clock, command.stage)
+    except ports.PortTaken as error:
+        if kept == wanted:
+            raise
+        said = str(error).removesuffix(f"; {ports.TAKEN}")
+        flags.warnings.append(f"{said}, where this peer listened before; it listens at a free port instead")
+    return await Libp2p.start(key, wanted, flags.announce, clock, command.stage)
 
 
 def _says_run(flags: argparse.Namespace) -> bool:

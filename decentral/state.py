@@ -7,6 +7,7 @@ trains settles nothing, and leaves no folder behind where there was none.
 
 import fcntl
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
@@ -24,18 +25,10 @@ from decentral.core.ids import RunId
 from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
 from decentral.train.measure import Measured
 
-MADE_BY_A_START = (  # files of a start that has not got as far as training
-    *(
-        "lock",
-        "identity.key",
-        "listen.json",
-        "profile.json",
-        "flags.json",
-        "journal.jsonl",
-        "position.json",
-        "names.key",
-    ),
-    *("invitation.json", "founder.json", "founder.lock", "revoked", "data-position0.json"),
+MADE_BY_A_START = (  # names, with wildcards, of what a start makes before the peer trains
+    *("lock", "identity.key", "listen.json", "profile.json", "flags.json", "peers.json", "journal.jsonl", "compiled"),
+    *("position.json", "names.key", "data-position.json", "data-position-*.json"),
+    *("invitation.json", "founder.json", "founder.lock", "revoked"),
 )
 PEERS_NAMED = 8  # in an error
 DISK_REMEDY = "make room there, or use another --state-dir"
@@ -73,7 +66,7 @@ class StateFolder:
         """
         path = Path(wanted) if wanted else new_path()
         made = [one for one in (path, *path.parents) if not one.exists()]
-        before = {name for name in MADE_BY_A_START if (path / name).exists()}
+        before = _made_by_a_start(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock = (path / "lock").open("w")
@@ -89,7 +82,8 @@ class StateFolder:
                 yield claimed
             finally:
                 if not (claimed.path / "run.json").exists():
-                    _remove(claimed.path, set(MADE_BY_A_START) - before, [one.absolute() for one in made])
+                    left = _made_by_a_start(claimed.path) - before
+                    _remove(claimed.path, left, [one.absolute() for one in made])
 
     def read_run(self, own: OwnInputs = NOTHING_NAMED) -> tuple[RunId, config.Config] | None:
         """The run that this folder belongs to; None for a new folder. Raises UserError if the file is damaged.
@@ -145,12 +139,19 @@ class StateFolder:
 
     def write_listen(self, addresses: Sequence[str], wanted: Sequence[str] = ()) -> None:
         """Keep the port that `tcp/0` became, of the addresses that were `wanted` too."""
-        numbers = {address.split("/tcp/")[1].split("/")[0] for address in addresses if "/tcp/" in address}
-        if len(numbers) == 1:
-            port, usual = numbers.pop(), (ports.ALL_IPV4, ports.ALL_IPV6, ports.LOOPBACK)
-            places = (*usual, *(one for one in wanted if one.endswith("/tcp/0")))
+        by_protocol: dict[str, set[str]] = {}  # "ip4" or "ip6": its ports
+        for address in addresses:
+            if "/tcp/" in address:
+                by_protocol.setdefault(address.split("/")[1], set()).add(address.split("/tcp/")[1].split("/")[0])
+        every, kept = set().union(*by_protocol.values()), {}
+        usual = (ports.ALL_IPV4, ports.ALL_IPV6, ports.LOOPBACK)
+        for place in (*usual, *(one for one in wanted if one.endswith("/tcp/0"))):
+            numbers = by_protocol.get(place.split("/")[1], every)
+            if len(numbers) == 1:
+                kept[place] = place.removesuffix("0") + min(numbers)
+        if kept:
             with suppress(UserError):  # another port is found by the records that others read
-                self._write("listen.json", {place: place.removesuffix("0") + port for place in places})
+                self._write("listen.json", kept)
 
     def read_profile(self, key: str) -> Measured | None:
         """What was measured of this device, model and version; None if nothing was, or the file is damaged."""
@@ -202,8 +203,8 @@ def _own_inputs(named: dict[str, Any]) -> OwnInputs:
 def require_meant(wanted: str, says_run: bool) -> None:
     """Raise UserError if `--state-dir` is probably mistyped, so that no new swarm starts by mistake.
 
-    A missing folder is accepted only if the command names a run (`says_run`). A folder that holds the folders of peers
-    is not the folder of one peer.
+    A folder that does not exist, or whose first start was killed before it had a run, is accepted only if the command
+    names a run (`says_run`). A folder that holds the folders of peers is not the folder of one peer.
     """
     path = Path(wanted)
     if (path / "run.json").exists():
@@ -212,11 +213,19 @@ def require_meant(wanted: str, says_run: bool) -> None:
         raise UserError(
             f"--state-dir expects the folder of one peer; {path} holds folders of peers: name one: {inside}"
         )
-    if not says_run and not path.exists():
+    there = path.exists()
+    if not says_run and (not there or _made_by_a_start(path)):
         beside = _peers_in(path.parent)
         known = f" (peers beside it: {beside})" if beside else ""
+        found = "has no run: the start that made it ended too early" if there else "does not exist"
         start = "to start one there, add a CONFIG, such as default, or --join ADDR"
-        raise UserError(f"--state-dir {path} does not exist{known}; to resume a peer, correct the path; {start}")
+        raise UserError(f"--state-dir {path} {found}{known}; to resume a peer, correct the path; {start}")
+
+
+def _made_by_a_start(folder: Path) -> set[str]:
+    """Return the names of what a start has made in this folder, and of temporary files of a write that was killed."""
+    patterns = (pattern + end for pattern in MADE_BY_A_START for end in ("", ".new"))
+    return {found.name for pattern in patterns for found in folder.glob(pattern)}
 
 
 def _peers_in(folder: Path) -> str:
@@ -226,9 +235,16 @@ def _peers_in(folder: Path) -> str:
 
 
 def _remove(folder: Path, names: Iterable[str], made: Sequence[Path]) -> None:
-    """Remove these files of the folder, and those of `made` that are empty then; the innermost comes first."""
-    for name in names:
-        (folder / name).unlink(missing_ok=True)
+    """Remove these names of the folder, and folders of `made` that are empty then; the innermost comes first.
+
+    The lock goes last: until then no other peer begins there. What the disk does not remove stays.
+    """
+    for path in sorted((folder / name for name in names), key=lambda path: path.name == "lock"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink()
     with suppress(OSError):
         for one in made:
             one.rmdir()

@@ -43,6 +43,7 @@ DAEMON_FLAGS = {  # of the daemon, beside its place
     "relayHopLimit": 0,
     "tls": 1,
 }
+ROUTER_FLAGS = ("autoRelay", "autonat", "natPortMap")  # by which others reach a daemon behind a router
 
 
 class OwnDaemon(P2P):  # type: ignore[misc]  # hivemind has no types
@@ -52,13 +53,16 @@ class OwnDaemon(P2P):  # type: ignore[misc]  # hivemind has no types
     """
 
     @classmethod
-    async def begin(cls, key: Path, listen: Sequence[str], announce: Sequence[str]) -> "OwnDaemon":
+    async def begin(
+        cls, key: Path, listen: Sequence[str], announce: Sequence[str], only_dials: bool = False
+    ) -> "OwnDaemon":
         """Start a daemon, and return once it answers.
 
         Args:
             key: File with the identity; made if it is not there.
             listen: Addresses to listen at.
             announce: Addresses to tell others instead, if any.
+            only_dials: Whether nobody needs to reach it, so that it asks no router for a port.
 
         Raises:
             P2PDaemonError: If the daemon ends instead, or takes longer than LIBP2P_START_S.
@@ -73,7 +77,7 @@ class OwnDaemon(P2P):  # type: ignore[misc]  # hivemind has no types
             Multiaddr(f"/unix{folder}/{name}") for name in ("daemon", "client")
         )
         try:
-            self._child = await self._spawn(key, listen, announce)
+            self._child = await self._spawn(key, listen, announce, only_dials)
             self._alive = True
             await self._until_ready()
             self._client = await p2pclient.Client.create(self._daemon_listen_maddr, self._client_listen_maddr)
@@ -83,9 +87,10 @@ class OwnDaemon(P2P):  # type: ignore[misc]  # hivemind has no types
             raise
         return self
 
-    async def _spawn(self, key: Path, listen: Sequence[str], announce: Sequence[str]) -> Process:
+    async def _spawn(self, key: Path, listen: Sequence[str], announce: Sequence[str], only_dials: bool) -> Process:
         places = {"hostAddrs": listen, "announceAddrs": announce}
-        flags = {**DAEMON_FLAGS, "listen": self._daemon_listen_maddr, "id": key}
+        common = {name: on for name, on in DAEMON_FLAGS.items() if not (only_dials and name in ROUTER_FLAGS)}
+        flags = {**common, "listen": self._daemon_listen_maddr, "id": key}
         flags |= {name: ",".join(addresses) for name, addresses in places.items() if addresses}
         tied = [sys.executable, "-I", "-S", end_with_parent.__file__, str(os.getpid())]
         environment = {"GOLOG_LOG_LEVEL": python_level_to_golog(loglevel), **os.environ, "GOLOG_LOG_FMT": "json"}

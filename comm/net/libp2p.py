@@ -77,16 +77,23 @@ class Libp2p:
 
     @classmethod
     async def start(
-        cls, key: Path, listen: Sequence[str], announce: Sequence[str], now: Callable[[], float] = time.time
+        cls,
+        key: Path,
+        listen: Sequence[str],
+        announce: Sequence[str],
+        now: Callable[[], float] = time.time,
+        say: Callable[[str], None] = lambda _: None,
+        only_dials: bool = False,
     ) -> "Libp2p":
         """Starts the daemon with the identity in `key`. Raises UserError if it cannot listen there.
 
-        Records of the DHT expire by `now`, which gives unix time.
+        Records of the DHT expire by `now`, which gives unix time. `say` is told that the start waits for a port.
+        `only_dials`: nobody needs to reach it, so that it asks no router for a port.
         """
-        place = DaemonPlace(key, tuple(listen), tuple(announce))
+        place = DaemonPlace(key, tuple(listen), tuple(announce), only_dials)
         for module in TIMED:  # hivemind asks the wall clock, which may jump
             import_module(module).get_dht_time = now  # type: ignore[attr-defined]
-        return cls(await place.start(), place, now)
+        return cls(await place.start(say), place, now)
 
     async def ended(self) -> str:
         """Waits until the daemon has ended, and says how. It is ended where hivemind reads its answers no more."""
@@ -284,25 +291,32 @@ class DaemonPlace:
     key: Path
     listen: tuple[str, ...]
     announce: tuple[str, ...]
+    only_dials: bool = False
 
-    async def start(self) -> P2P:
-        """Start the daemon. Raises UserError if it cannot listen there, or if others cannot dial `announce`."""
+    async def start(self, say: Callable[[str], None] = lambda _: None) -> P2P:
+        """Start the daemon. `say` is told once that it waits for a port.
+
+        Raises UserError if it cannot listen there, or if others cannot dial `announce`.
+        """
         _require_dialled(self.announce)
-        end = time.monotonic() + OLD_DAEMON_S
+        end, said = time.monotonic() + OLD_DAEMON_S, False
         while True:
             try:
                 with ports.held(self.listen) as listen:
                     return await self._start_at(listen)
-            except ports.PortTaken:
+            except ports.PortTaken as error:
                 if time.monotonic() >= end:
                     raise
+                if not said:
+                    say(f"{error}; waiting {OLD_DAEMON_S:g} s for the port")
+                    said = True
                 await asyncio.sleep(PORT_AGAIN_S)
 
     async def _start_at(self, listen: Sequence[str]) -> P2P:
         try:
             for address in listen:
                 Multiaddr(address)
-            daemon = await OwnDaemon.begin(self.key, listen, self.announce)
+            daemon = await OwnDaemon.begin(self.key, listen, self.announce, self.only_dials)
         except (P2PDaemonError, ValueError) as error:
             raise UserError(f"cannot listen on {', '.join(self.listen)}: {_last_line(error)}") from None
         for task in (daemon._client.control._read_task, daemon._client.control._write_task):

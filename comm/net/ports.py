@@ -10,7 +10,7 @@ import re
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from ipaddress import ip_address
 
 from decentral.core.errors import UserError
@@ -41,15 +41,17 @@ def held(addresses: Sequence[str]) -> Iterator[list[str]]:
     """Hold the TCP ports of these addresses, so that libp2p gets them and no other program does.
 
     Yields:
-        The addresses, each `tcp/0` with one free port, which is the same for all of them.
+        The addresses, each `tcp/0` with one free port, which is the same for all of them: the first that is named,
+        where it is free there too.
 
     Raises:
         PortTaken: If another program has a port.
         UserError: If an address is not this machine's, or not for this user.
     """
-    for _ in range(TRIES):
+    named = _named_port(addresses)
+    for attempt in range(TRIES):
         with ExitStack() as ports:
-            chosen, free = [], 0
+            chosen, free = [], 0 if attempt else named
             for address in addresses:
                 try:
                     family, host, port = _parts(address)
@@ -71,6 +73,15 @@ def held(addresses: Sequence[str]) -> Iterator[list[str]]:
                 yield chosen
                 return
     raise UserError(f"cannot listen on {', '.join(addresses)}: no port is free with all of them")
+
+
+def _named_port(addresses: Sequence[str]) -> int:
+    """Return the first port of these addresses that is not 0; 0 if there is none."""
+    for address in addresses:
+        with suppress(ValueError):
+            if port := _parts(address)[2]:
+                return port
+    return 0
 
 
 def _parts(address: str) -> tuple[int, str, int]:

@@ -300,7 +300,9 @@ class Node:
         return []
 
     def _to_join(self, event: object, now: Seconds) -> list[Effect]:
-        return self.join.handle(event, now, self.selection.donors())
+        effects = self.join.handle(event, now, self.selection.donors())
+        self.progress.waits_for_weights(bool(self.join.waits), now)
+        return effects
 
     def _to_exchange(self, event: Answered | AskFailed | FragmentJobDone, now: Seconds) -> list[Effect]:
         tag = event.tag if isinstance(event, Answered | AskFailed) else event

@@ -70,12 +70,21 @@ class Evaluations:
 
 
 @dataclass(slots=True)
+class SaveTimes:
+    """When the next checkpoint is due, and since when one is being written."""
+
+    due_at: Seconds | None = None
+    since: Seconds | None = None
+
+
+@dataclass(slots=True)
 class TrainingProgress:
     train: TrainConfig
     limits: SwarmConfig
     stop_after: Amount | None
     evaluates: bool = True  # a peer that holds a part of the model cannot evaluate by itself
     joined_at: Seconds | None = None
+    waits_since: Seconds | None = None  # for the first weights, which no peer gives; None: they come, or are here
     step: int = 0
     lr_step: int = 0
     tokens: int = 0  # trained by this process since it joined
@@ -87,8 +96,7 @@ class TrainingProgress:
     micro_batches: int = 0
     _steps: list[Stepped] = field(default_factory=list)  # steps since the last line
     _line_at: Seconds = 0.0
-    _save_at: Seconds | None = None
-    _saving_since: Seconds | None = None
+    _saves: SaveTimes = field(default_factory=SaveTimes)
 
     def __post_init__(self) -> None:
         self.evaluations = Evaluations(self.train.eval_every_s)
@@ -99,15 +107,19 @@ class TrainingProgress:
         self.lr_step = max(self.lr_step, lr_step)
         first_eval_at = now + self.train.eval_every_s if fetched else now  # donors have evaluated what was fetched
         self.evaluations.due_at = first_eval_at if self.evaluates else None
-        self._save_at = None if fetched else now + self.limits.checkpoint_every_s
+        self._saves.due_at = None if fetched else now + self.limits.checkpoint_every_s
+
+    def waits_for_weights(self, waits: bool, now: Seconds) -> None:
+        """Count `--stop-after` in seconds from the begin of a wait for the first weights: such a wait may never end."""
+        self.waits_since = None if not waits else now if self.waits_since is None else self.waits_since
 
     def save_soon(self, now: Seconds) -> None:
         """Saves at the next chance: the checkpoint on the disk is of another span than the present one."""
-        self._save_at = now
+        self._saves.due_at = now
 
     @property
     def wake_at(self) -> Seconds | None:
-        return earliest((self.evaluations.due_at, self._save_at, self._stop_at()))
+        return earliest((self.evaluations.due_at, self._saves.due_at, self._stop_at()))
 
     def handle(self, event: object, now: Seconds) -> list[Effect]:
         match event:
@@ -120,13 +132,13 @@ class TrainingProgress:
                 return [log("eval", tokens=tokens, loss=round(loss, 4), seconds=round(seconds, 4))]
             case Saved(step, size, cost_s):
                 least_s = max(cost_s / CHECKPOINT_SHARE, size / CHECKPOINT_BYTES_PER_S)
-                self._save_at = now + max(self.limits.checkpoint_every_s, least_s)
-                took_s = 0.0 if self._saving_since is None else now - self._saving_since
-                self._saving_since = None  # the next one may be that of leaving, which nothing here began
+                self._saves.due_at = now + max(self.limits.checkpoint_every_s, least_s)
+                took_s = 0.0 if self._saves.since is None else now - self._saves.since
+                self._saves.since = None  # the next one may be that of leaving, which nothing here began
                 return [log("checkpoint", step=step, bytes=size, seconds=round(took_s, 3))]
             case JobFailed("Save", reason):
-                self._saving_since = None
-                self._save_at = now + self.limits.checkpoint_every_s
+                self._saves.since = None
+                self._saves.due_at = now + self.limits.checkpoint_every_s
                 return [log("error", reason=f"checkpoint failed, the old one stays: {reason}")]
             case JobFailed(job, reason):
                 stop = Stop(reason if reason.startswith(DIVERGED) else f"error: {reason}")
@@ -164,8 +176,8 @@ class TrainingProgress:
     def _stepped(self, step: Stepped, now: Seconds) -> list[Effect]:
         self._steps.append(step)
         self.rate.stepped(now, self.joined_at)
-        if self._save_at is None and self._saving_since is None:
-            self._save_at = now
+        if self._saves.due_at is None and self._saves.since is None:
+            self._saves.due_at = now
         self.step, self.lr_step = step.step, step.lr_step
         self.tokens += step.tokens
         self.spent += step.spent
@@ -187,10 +199,10 @@ class TrainingProgress:
         if self.evaluations.due_at is not None and now >= self.evaluations.due_at:
             self.evaluations.due_at = None  # until its outcome has come
             effects.append(Evaluate())
-        if self._save_at is not None and now >= self._save_at and self.divergence.trouble:
-            self._save_at = now + self.limits.checkpoint_every_s
-        elif self._save_at is not None and now >= self._save_at:
-            self._save_at, self._saving_since = None, now
+        if self._saves.due_at is not None and now >= self._saves.due_at and self.divergence.trouble:
+            self._saves.due_at = now + self.limits.checkpoint_every_s
+        elif self._saves.due_at is not None and now >= self._saves.due_at:
+            self._saves.due_at, self._saves.since = None, now
             effects.append(Save())
         stop_at = self._stop_at()
         if stop_at is not None and now >= stop_at:
@@ -199,6 +211,7 @@ class TrainingProgress:
         return effects
 
     def _stop_at(self) -> Seconds | None:
-        if self.joined_at is None or self.stop_after is None or self.stop_after.kind != "s":
+        since = self.waits_since if self.joined_at is None else self.joined_at
+        if since is None or self.stop_after is None or self.stop_after.kind != "s":
             return None
-        return self.joined_at + self.stop_after.value
+        return since + self.stop_after.value

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from decentral import copied_identity
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.identity import Identity
 from decentral.copied_identity import refuse_copy
@@ -101,3 +102,24 @@ def test_a_start_asks_nobody_where_no_record_names_another_place(
     swarm = Swarm(own, recorded, ("/ip4/192.0.2.2/tcp/4001", "/ip4/127.0.0.1/tcp/4001"), phase)
     unused: Any = None
     asyncio.run(refuse_copy(swarm.access, own, unused, ["/ip4/192.0.2.3/tcp/1/p2p/QmOther"]))
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_helper_that_does_not_start_in_time_only_skips_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    async def start(*of: Any, only_dials: bool) -> None:
+        asked.append((of[1], only_dials))
+        if fails:
+            raise UserError("the libp2p daemon did not start")
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Libp2p, "start", start)
+    monkeypatch.setattr(copied_identity, "ANSWERS_S", 0.0)
+    own = Identity.load_or_create(tmp_path / "key")
+    swarm = Swarm(own, ("/ip4/192.0.2.9/tcp/4001",), (), "training")
+    unused: Any = None
+    asyncio.run(refuse_copy(swarm.access, own, unused, ()))
+    assert asked == [([HERE], True)]

@@ -3,14 +3,18 @@
 import asyncio
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from decentral import reach_swarm
+from decentral import peer, reach_swarm
+from decentral.comm.net import ports
 from decentral.comm.net.libp2p import Libp2p
 from decentral.core.ids import PeerId, RunId
+from decentral.peers.hosts.clock import SwarmClock
+from decentral.state import StateFolder
 from decentral.visit import NobodyAnswers
 
 NOBODY = cast(Libp2p, None)
@@ -55,3 +59,33 @@ def test_a_peer_that_has_waited_long_enough_says_who_does_not_answer(monkeypatch
     with pytest.raises(NobodyAnswers, match=r"^--join /ip4/[^ ]*: unreachable$"):
         greeted(wait, monkeypatch)
     assert 100 <= wait.now < 120
+
+
+PORT = 4001
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_only_a_port_that_a_peer_chose_for_itself_is_given_up_where_it_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    asked: list[list[str]] = []
+
+    async def start(_key: Path, listen: list[str], *_: object) -> Libp2p:
+        asked.append(listen)
+        if listen[0].endswith(f"/{PORT}"):
+            raise ports.PortTaken(f"cannot listen on {listen[0]}: address already in use; {ports.TAKEN}")
+        return NOBODY
+
+    monkeypatch.setattr(Libp2p, "start", start)
+    folder = StateFolder(tmp_path)
+    folder.write_listen([f"/ip4/10.0.0.1/tcp/{PORT}"])
+    flags = Namespace(listen=[ports.LOOPBACK if kept else f"/ip4/127.0.0.1/tcp/{PORT}"], announce=[], warnings=[])
+    started = peer._listen(flags, folder, tmp_path / "identity.key", SwarmClock())
+    if not kept:
+        with pytest.raises(ports.PortTaken):
+            asyncio.run(started)
+        return
+    asyncio.run(started)
+    assert asked == [[f"/ip4/127.0.0.1/tcp/{PORT}"], [ports.LOOPBACK]]
+    place = f"cannot listen on /ip4/127.0.0.1/tcp/{PORT}: address already in use"
+    assert flags.warnings == [f"{place}, where this peer listened before; it listens at a free port instead"]

@@ -85,6 +85,14 @@ def test_a_port_that_is_taken_at_one_address_only_is_free_at_none(monkeypatch: p
         assert held == [f"{HERE}/4002", "/ip4/127.0.0.2/tcp/4002"]
 
 
+def test_a_free_port_is_the_one_that_another_address_names_where_it_is_free_too(taken: int) -> None:
+    with ports.held([f"/ip4/127.0.0.2/tcp/{taken}", "/ip4/127.0.0.3/tcp/0"]) as held:
+        assert held == [f"/ip4/127.0.0.2/tcp/{taken}", f"/ip4/127.0.0.3/tcp/{taken}"]
+    with ports.held([f"/ip4/127.0.0.2/tcp/{taken}", f"{HERE}/0"]) as held:
+        assert held[0] == f"/ip4/127.0.0.2/tcp/{taken}"
+        assert held[1] not in (f"{HERE}/{taken}", f"{HERE}/0")
+
+
 def test_an_address_of_another_machine_is_a_user_error() -> None:
     refused = pytest.raises(UserError, match=r"cannot listen on /ip4/203\.0\.113\.7/tcp/4001: cannot assign")
     with refused, ports.held(["/ip4/203.0.113.7/tcp/4001"]):
@@ -138,8 +146,9 @@ def test_the_daemon_of_a_peer_that_was_killed_is_waited_for(monkeypatch: pytest.
     monkeypatch.setattr(ports, "held", held)
     monkeypatch.setattr(libp2p, "PORT_AGAIN_S", 0.0)
     monkeypatch.setattr(libp2p.DaemonPlace, "_start_at", started)
-    place = libp2p.DaemonPlace(Path("key"), (f"{HERE}/4001",), ())
-    assert asyncio.run(place.start()) == (f"{HERE}/4001",)
+    place, said = libp2p.DaemonPlace(Path("key"), (f"{HERE}/4001",), ()), list[str]()
+    assert asyncio.run(place.start(said.append)) == (f"{HERE}/4001",)
+    assert said == ["address already in use; waiting 5 s for the port"]
 
 
 @pytest.mark.parametrize(

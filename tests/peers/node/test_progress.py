@@ -295,3 +295,19 @@ def test_steps_that_take_long_are_no_pause() -> None:
     for number in range(1, 20):
         progress.handle(step(number), 100.0 + 60.0 * number)
     assert progress.speed(100.0 + 60 * 21) == pytest.approx(64 / 60)
+
+
+def test_stop_after_in_seconds_ends_a_wait_for_weights() -> None:
+    progress = TrainingProgress(TrainConfig(), SwarmConfig(), Amount.parse("10s"))
+    progress.waits_for_weights(True, 100.0)
+    progress.waits_for_weights(True, 105.0)
+    assert progress.wake_at == 110.0
+    assert stops(progress.handle(Woke(), 109.0)) == []
+    assert stops(progress.handle(Woke(), 110.0)) == ["--stop-after reached"]
+
+
+def test_a_wait_for_weights_that_has_ended_does_not_count() -> None:
+    progress = TrainingProgress(TrainConfig(), SwarmConfig(), Amount.parse("10s"))
+    progress.waits_for_weights(True, 100.0)
+    progress.waits_for_weights(False, 105.0)
+    assert stops(progress.handle(Woke(), 200.0)) == []
