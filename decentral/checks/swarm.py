@@ -25,7 +25,7 @@ from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.own_inputs import NOTHING_NAMED
 from decentral.core.reasons import Reason
-from decentral.core.units import Seconds, readable_bytes
+from decentral.core.units import Seconds, plural, readable_bytes
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord
@@ -207,7 +207,7 @@ class Visit:
             return warn("swarm", f"run {self.run}: no peer's record is in the DHT", remedy)
         step = max(record.lr_step for record in others)
         parts = f"{phases.count('training')} train, {phases.count('joining')} join"
-        return ok("swarm", f"run {self.run}: {len(others)} other peers ({parts}), learning-rate step {step}")
+        return ok("swarm", f"run {self.run}: {plural(len(others), 'other peer')} ({parts}), learning-rate step {step}")
 
     def _layers(self) -> Finding:
         fragments = memory.needs(self.config).fragments
