@@ -87,6 +87,10 @@ def _named_column(data: config.DataConfig) -> str | None:
     return data.column if data.column != config.DataConfig().column else None
 
 
+class NoTemplate(UserError):
+    """A tokenizer's folder has no chat template."""
+
+
 def digest(data: config.DataConfig, path: str, tokenizer: str) -> str:
     """What all peers must have alike beside the tokenizer, and that one's digest, as one."""
     if data.format != "chat":
@@ -111,7 +115,7 @@ def template(path: str) -> Any:
     if isinstance(found.chat_template, dict):  # several by their names
         found.chat_template = found.chat_template.get("default")
     if not isinstance(found.chat_template, str):
-        raise UserError(f"--tokenizer {path}: it has no chat template; put chat_template.jinja into the folder")
+        raise NoTemplate(f"--tokenizer {path}: it has no chat template; put chat_template.jinja into the folder")
     return found
 
 
