@@ -46,6 +46,7 @@ from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler, 
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
+from decentral.core.plain_text import printable
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
@@ -56,6 +57,7 @@ MOST_CONNECTED = 256  # peers that are remembered as connected; those that we co
 MOST_LEARNED = 4096  # peers whose addresses are remembered; beyond them, those learned longest ago are forgotten
 TIMED = ("hivemind.utils.timed_storage", *(f"hivemind.dht.{module}" for module in ("node", "protocol", "routing")))
 OF_LOOPBACK = ("/ip4/127.", "/ip6/::1/")
+CALL = re.compile(r"^(\* \[\S+\] )?dial \S+ \S+: (connect: )?")  # what libp2p says before the cause of a failed dial
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 logging.getLogger("hivemind").setLevel(logging.ERROR)  # our journal has what matters of its warnings
@@ -300,7 +302,7 @@ class DaemonPlace:
     async def _start_at(self, listen: Sequence[str]) -> P2P:
         try:
             for address in (*listen, *self.announce):
-                Multiaddr(address)
+                _require_address(address, "--announce" if address in self.announce else "--listen")
             if any(address.endswith("/tcp/0") for address in self.announce):
                 raise ValueError("--announce needs the port by which others reach this peer; it is 0")
             daemon = await OwnDaemon.begin(self.key, listen, self.announce)
@@ -315,6 +317,15 @@ class DaemonPlace:
         ports = {address["tcp"] for address in daemon._visible_maddrs or () if "tcp" in address}
         port = ports.pop() if len(ports) == 1 else "0"
         return replace(self, listen=tuple(re.sub("/tcp/0$", f"/tcp/{port}", address) for address in self.listen))
+
+
+def _require_address(address: str, flag: str) -> None:
+    """Raise UserError unless the text is a multiaddr."""
+    try:
+        Multiaddr(address)
+    except ValueError:
+        example = "/ip4/0.0.0.0/tcp/4001"
+        raise UserError(f"{flag} expects an address such as {example}; got {printable(address, 200)!r}") from None
 
 
 def _without_traceback(task: "asyncio.Task[None]") -> None:
@@ -364,5 +375,6 @@ def _failure(error: BaseException) -> AskError:
 
 
 def _last_line(error: BaseException) -> str:
+    """Return the last line of what libp2p says, without the address and the call before the cause."""
     lines = str(error).strip().splitlines()
-    return lines[-1][:200] if lines else type(error).__name__
+    return CALL.sub("", lines[-1].strip())[:200] if lines else type(error).__name__
