@@ -12,7 +12,7 @@ import pytest
 
 from decentral import doctor
 from decentral.checks import examine, running_peer
-from decentral.checks.finding import Finding, FindingState
+from decentral.checks.finding import Finding, FindingState, unknown
 from decentral.checks.reason_remedies import REMEDIES
 from decentral.checks.swarm import Visit
 from decentral.comm.wire.identity import Identity
@@ -228,3 +228,9 @@ def test_a_running_peer_that_does_not_get_its_state(tmp_path: Path) -> None:
 )
 def test_a_journal_that_is_spoilt_is_looked_at_all_the_same(tmp_path: Path, event: str, fields: dict[str, Any]) -> None:
     assert found(written(tmp_path, (30.0, event, fields)))["journal"].state == FindingState.WARN
+
+
+def test_the_sum_says_what_could_not_be_checked() -> None:
+    assert doctor._remedies([unknown("latency", "no other peer is there")]).endswith(
+        "0 wrong, 0 to look at, 1 check, 1 that could not be checked"
+    )
