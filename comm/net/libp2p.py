@@ -57,7 +57,7 @@ MOST_CONNECTED = 256  # peers that are remembered as connected; those that we co
 MOST_LEARNED = 4096  # peers whose addresses are remembered; beyond them, those learned longest ago are forgotten
 TIMED = ("hivemind.utils.timed_storage", *(f"hivemind.dht.{module}" for module in ("node", "protocol", "routing")))
 OF_LOOPBACK = ("/ip4/127.", "/ip6/::1/")
-CALL = re.compile(r"^(\* \[\S+\] )?dial \S+ \S+: (connect: )?")  # what libp2p says before the cause of a failed dial
+BEFORE_CAUSE = re.compile(r"^(\* \[\S+\] )?dial \S+ \S+: (connect: )?")  # what libp2p says before the cause of a failed dial
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 logging.getLogger("hivemind").setLevel(logging.ERROR)  # our journal has what matters of its warnings
@@ -377,4 +377,4 @@ def _failure(error: BaseException) -> AskError:
 def _last_line(error: BaseException) -> str:
     """Return the last line of what libp2p says, without the address and the call before the cause."""
     lines = str(error).strip().splitlines()
-    return CALL.sub("", lines[-1].strip())[:200] if lines else type(error).__name__
+    return BEFORE_CAUSE.sub("", lines[-1].strip())[:200] if lines else type(error).__name__

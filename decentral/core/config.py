@@ -296,7 +296,7 @@ class Config(Strict):
         return hashlib.blake2b(self.canonical().encode(), digest_size=16).hexdigest()
 
 
-ROWS = (".jsonl", ".json", ".parquet", ".arrow")  # files that data.kind huggingface reads, and no other kind
+FILES_OF_ROWS = (".jsonl", ".json", ".parquet", ".arrow")  # files that data.kind huggingface reads, and no other kind
 
 
 def load(path: str | Path | None, overrides: Sequence[str] = (), own: OwnInputs = NOTHING_NAMED) -> Config:
@@ -313,7 +313,7 @@ def load(path: str | Path | None, overrides: Sequence[str] = (), own: OwnInputs 
         agreed_code(found.model.layers, own.model_code, "the config's")
     found = found.with_own(own)
     if found.data.kind == "python-stdlib" and own.of_data():
-        rows = own.model_folder or own.tokenizer or str(own.data).endswith(ROWS)
+        rows = own.model_folder or own.tokenizer or str(own.data).endswith(FILES_OF_ROWS)
         kind = "huggingface" if rows else "text"
         raise UserError(f"{own.of_data()}: data.kind python-stdlib reads no file; add --set data.kind={kind}")
     if found.data.kind != "python-stdlib" and found.data.path is None:
