@@ -296,7 +296,7 @@ class Config(Strict):
         return hashlib.blake2b(self.canonical().encode(), digest_size=16).hexdigest()
 
 
-FILES_OF_ROWS = (".jsonl", ".json", ".parquet", ".arrow")  # files that data.kind huggingface reads, and no other kind
+FILES_OF_ROWS = (".jsonl", ".json", ".parquet", ".arrow")  # that only data.kind huggingface reads
 
 
 def load(path: str | Path | None, overrides: Sequence[str] = (), own: OwnInputs = NOTHING_NAMED) -> Config:
