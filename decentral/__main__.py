@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from decentral import __version__, command
 from decentral.command_table import COMMANDS, module_of
 from decentral.core.errors import UserError
+from decentral.core.near_names import did_you_mean
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +41,7 @@ def overview() -> str:
 
 
 def _unknown(name: str) -> None:
-    raise UserError(f"expected a command, one of {', '.join(COMMANDS)}; got {name!r}")
+    raise UserError(f"expected a command, one of {', '.join(COMMANDS)}; got {name!r}{did_you_mean(name, COMMANDS)}")
 
 
 if __name__ == "__main__":

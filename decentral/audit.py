@@ -29,7 +29,11 @@ from decentral.core.errors import UserError
 from decentral.core.journal import deleted, read
 from decentral.core.line_fields import MOST_LAYERS
 from decentral.core.peer_folders import changed_at, newest_of_each_peer
+from decentral.core.units import plural
 
+NOTHING_TRAVELLED = (
+    "no micro-batch went through several peers, as where each peer holds the whole model; there is nothing to audit"
+)
 NOT_TAKEN_YET = 8  # `counted` lines whose steps may not have been taken when a process ended: one for each sealed sum
 
 _Count = Annotated[int, Strict(), Field(ge=0)]
@@ -59,7 +63,9 @@ def _main(flags: argparse.Namespace) -> None:
     layers = max((one[3] for line in counted for one in line["of"]), default=0)
     result = audit(lines, layers)
     print(
-        f"{len(found)} journals: {result.everywhere} micro-batches counted once in all {layers} layers "
+        f"{plural(len(found), 'journal')}: {NOTHING_TRAVELLED}"
+        if not counted and not result.dropped
+        else f"{plural(len(found), 'journal')}: {result.everywhere} micro-batches counted once in all {layers} layers "
         f"({result.tokens:,} tokens), {result.in_part} in a part of them, {len(result.twice)} twice; "
         f"{result.dropped} executions' gradients thrown away"
         + (f"; {result.unapplied:,} tokens counted that no step took" if result.unapplied else "")
@@ -212,7 +218,8 @@ def journals(folder: Path) -> list[Path]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.Parser(prog="python -m decentral.audit", description="Was every micro-batch counted once?")
+    about = "Was every micro-batch counted once? Of runs in which peers hold parts of the model, not all of it."
+    parser = command.Parser(prog="python -m decentral.audit", description=about)
     parser.add_argument("folders", nargs="+", metavar="DIR", help="peers' state folders, or a folder of such")
     return parser.parse_args(argv)
 

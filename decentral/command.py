@@ -15,6 +15,7 @@ from typing import NoReturn, TypeVar
 
 from decentral import command_table
 from decentral.core.errors import UserError
+from decentral.core.near_names import did_you_mean
 from decentral.core.plain_text import printable
 from decentral.output import OutputGone, outputs
 
@@ -32,7 +33,9 @@ class Parser(argparse.ArgumentParser):
         return as_called(super().format_help() + (f"\nexamples:{lines}\n" if lines else ""))
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(as_called(f"{message} (see {self.prog} --help)"))
+        unknown = message.removeprefix("unrecognized arguments: ").split()[0] if "unrecognized" in message else ""
+        meant = did_you_mean(unknown, self._option_string_actions) if unknown.startswith("--") else ""
+        raise UserError(as_called(f"{message}{meant} (see {self.prog} --help)"))
 
 
 def as_called(text: str) -> str:
@@ -42,22 +45,25 @@ def as_called(text: str) -> str:
 
 
 def size(text: str) -> int:
-    """The bytes that a text such as 800000000, 800MB, 16GB or 1.5e9 means. Raises ValueError, as argparse wants."""
+    """Return the bytes that 800000000, 800MB, 16GB or 1.5e9 means. Raises ArgumentTypeError for anything else."""
     number, unit = text.strip().rstrip("Bb"), 1
     for position, prefix in enumerate("kmgt", 1):
         if number.lower().endswith(prefix):
             number, unit = number[:-1], 1000**position
-    value = float(number) * unit
+    try:
+        value = float(number) * unit
+    except ValueError:
+        value = 0.0
     if not 1 <= value < 1 << 60:
-        raise ValueError("out of bounds")
+        raise argparse.ArgumentTypeError(f"expected a size such as 800MB or 16GB; got {text!r}")
     return int(value)
 
 
 def several(text: str, read: Callable[[str], T]) -> list[T]:
-    """The values between the commas of a text; none if `read` refuses one of them with a ValueError."""
+    """The values between the commas of a text; none if `read` refuses one of them."""
     try:
         return [read(part) for part in text.split(",")]
-    except ValueError:
+    except (ValueError, argparse.ArgumentTypeError):
         return []
 
 

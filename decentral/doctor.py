@@ -24,6 +24,7 @@ from decentral.checks.finding import Finding, FindingState, any_wrong, unknown
 from decentral.core import strict_json
 from decentral.core.errors import UserError
 from decentral.core.plain_text import printable
+from decentral.core.units import plural
 
 SEEN_CHARS = 600  # of what a check says, others' words in it
 SHOWN = {FindingState.OK: "ok", FindingState.WARN: "WARN", FindingState.WRONG: "WRONG", FindingState.UNKNOWN: "?"}
@@ -71,7 +72,9 @@ def _remedies(found: Sequence[Finding]) -> str:
     for state in (FindingState.WRONG, FindingState.WARN, FindingState.UNKNOWN):
         lines += [f"  {one.check}: {printable(one.remedy, SEEN_CHARS)}" for one in bad if one.state == state]
     counts = {state: sum(one.state == state for one in found) for state in FindingState}
-    said = f"{counts[FindingState.WRONG]} wrong, {counts[FindingState.WARN]} to look at, {len(found)} checks"
+    said = f"{counts[FindingState.WRONG]} wrong, {counts[FindingState.WARN]} to look at, {plural(len(found), 'check')}"
+    if counts[FindingState.UNKNOWN]:
+        said += f", {counts[FindingState.UNKNOWN]} that could not be checked"
     return "\n".join([*(["", "What to do:", *dict.fromkeys(lines)] if lines else []), "", said])
 
 

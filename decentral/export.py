@@ -39,8 +39,9 @@ def _main(flags: argparse.Namespace) -> None:
         like = flags.tokenizer or run.tokenizer
         files = huggingface.write(out, run, layers, Path(like) if like else None)
     counts = [sum(index in one.weights for one in found.holders) for index in weights]
+    peers = "peer" if max(counts) == 1 else "peers"
     held = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
-    print(f"{sum(w.numel() for w in weights.values()) / 1e6:.2f} M parameters, each the mean of {held} peers")
+    print(f"{sum(w.numel() for w in weights.values()) / 1e6:.2f} M parameters, each the mean of {held} {peers}")
     for line in [gather_weights.whose(found.holders), *(f"left out: {one}" for one in found.left_out)]:
         print(printable(line, command.ERROR_CHARS))
     print(f"wrote {', '.join(files)} in {flags.out}")

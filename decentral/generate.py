@@ -26,6 +26,7 @@ from decentral.core.plain_text import printable, printable_lines
 from decentral.gather_weights import MOST_HOLDERS, GatheredRun
 from decentral.train import decoding, gpt, measure, memory, replicas, text_codec
 from decentral.train.decoding import Sampling
+from decentral.train.start_weights import ADAPTER
 from decentral.train.text_codec import TextCodec
 
 MOST_GENERATED = 1 << 20  # that one call may generate
@@ -106,9 +107,9 @@ def of_run(found: GatheredRun, tokenizer: str | None, model_folder: str | None =
 def of_folder(folder: Path, tokenizer: str | None) -> LoadedModel:
     """The model of a Hugging Face folder. Raises UserError if it is of no family that we compute."""
     if not (folder / model_families.CONFIG_FILE).is_file():
-        raise UserError(
-            f"--model {folder}: there is no {model_families.CONFIG_FILE}; give a Hugging Face model's folder"
-        )
+        adapter = "this folder is a peft adapter: export with --format huggingface, or generate from --state-dir"
+        advice = adapter if (folder / ADAPTER).is_file() else "give a Hugging Face model's folder"
+        raise UserError(f"--model {folder}: there is no {model_families.CONFIG_FILE}; {advice}")
     keys = model_families.model_keys(folder)
     context = min(keys["positions"], model_families.MOST_START_CONTEXT)
     run = validated({"model": {**keys, "context": context, "from": str(folder)}})

@@ -16,7 +16,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,11 @@ async def _main(flags: argparse.Namespace, island: Island | None = None) -> None
     """One peer: alone, or as rank 0 of its island."""
     _raise_file_limit()
     flags.island, flags.warnings = island, []  # what the user is told when training begins
-    with state.StateFolder.claim(flags.state_dir) as folder, dashboard(flags.dashboard, folder.path) as flags.page:
+    with (
+        _metrics_server(flags) as flags.metrics_server,
+        state.StateFolder.claim(flags.state_dir) as folder,
+        dashboard(flags.dashboard, folder.path) as flags.page,
+    ):
         compile_caches.keep_in(folder.path)
         if flags.restarted:
             _forget_start(flags, folder)
@@ -132,9 +136,19 @@ async def _listen(flags: argparse.Namespace, folder: state.StateFolder, key: Pat
     return await Libp2p.start(key, wanted, flags.announce, clock, command.stage)
 
 
+def _metrics_server(flags: argparse.Namespace) -> AbstractContextManager[Any]:
+    """Return the server of --metrics, which has its port before anything is settled. Raises UserError if it cannot."""
+    if not flags.metrics:
+        return nullcontext()
+    from decentral.observe.metrics_server import bound
+
+    return bound(flags.metrics)
+
+
 def _says_run(flags: argparse.Namespace) -> bool:
     """Return whether the flags say which run to begin or to join."""
-    return bool(flags.config or flags.set or flags.join or flags.private or named_by(flags) != NOTHING_NAMED)
+    named = flags.config, flags.set, flags.join, flags.private, flags.invite
+    return any(named) or named_by(flags) != NOTHING_NAMED
 
 
 def _raise_file_limit() -> None:

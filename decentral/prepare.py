@@ -237,7 +237,7 @@ async def _observed(flags: argparse.Namespace, host: Host) -> AsyncIterator[None
         if flags.metrics:
             from decentral.observe.metrics_server import metrics_served
 
-            url = await stack.enter_async_context(metrics_served(flags.metrics, host))
+            url = await stack.enter_async_context(metrics_served(flags.metrics_server, host))
             view.say(f"metrics for Prometheus at {url}")
         if flags.log:
             from decentral.observe.scalar_logs import scalars_logged

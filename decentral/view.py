@@ -12,14 +12,16 @@ from rich.table import Table
 from rich.text import Text
 
 from decentral.command import stage
-from decentral.core.ids import short
+from decentral.core.ids import PeerId, short
 from decentral.core.plain_text import plain_text, printable
-from decentral.core.units import Seconds, readable_bytes
+from decentral.core.units import Seconds, plural, readable_bytes
 from decentral.invitation_files import founder_path
 from decentral.peers.node.node import Node, NodePhase
 from decentral.peers.node.progress import Evaluations
 from decentral.peers.node.setup import NodeSetup
 
+LONG_STEP_S = 15.0  # of a first step, after which the user is told
+MOST_CHANGES = 8  # peers that came or went, named between two updates
 REASON_CHARS = 500  # of why a peer has stopped
 
 
@@ -36,21 +38,46 @@ class Display(Protocol):
     def close(self) -> None: ...
 
 
+class Company:
+    """Which peers a display has shown, so that it can tell who came and who left."""
+
+    def __init__(self) -> None:
+        self._shown: set[PeerId] | None = None
+
+    def changes(self, node: Node) -> list[str]:
+        """Return a line for each peer that came or left since the last call, none before this peer trains."""
+        if node.phase is not NodePhase.TRAINING:
+            return []
+        here = set(node.roster.live)
+        before, self._shown = here if self._shown is None else self._shown, here
+        counts = f"peers {len(before)} -> {len(here)}"
+        came = [f"peer {plain_text(short(peer))} joined ({counts})" for peer in sorted(here - before)]
+        left = [f"peer {plain_text(short(peer))} left ({counts})" for peer in sorted(before - here)]
+        changes = left + came
+        more = len(changes) - MOST_CHANGES
+        return [*changes[:MOST_CHANGES], *([f"and {more} more"] if more > 0 else [])]
+
+
 class LineDisplay:
     """A line of figures every few seconds."""
 
     interval_s = 5.0
 
+    def __init__(self) -> None:
+        self._company = Company()
+
     def introduce(self, node: Node, folder: Path) -> None:
         say(introduction(node, folder))
 
     def update(self, node: Node, now: Seconds, troubles: Sequence[str] = ()) -> None:
+        for change in self._company.changes(node):
+            say(change)
         shown = figures(node, now)
         if node.phase is NodePhase.JOINING:
             stage(f"joining; {shown['peers']} peers are known, {shown['received']} received")
         else:
             say("  ".join(f"{name} {value}" for name, value in shown.items()))
-        for trouble in troubles:
+        for trouble in (*troubles, *first_step(node, now)):
             say(f"warning: {printable(trouble, REASON_CHARS)}")
 
     def close(self) -> None: ...
@@ -62,7 +89,7 @@ class LiveDisplay:
     interval_s = 0.5
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False)
+        self._company, self._console = Company(), console or Console(highlight=False)
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[end]}")
         )
@@ -74,9 +101,14 @@ class LiveDisplay:
         self._live.start()
 
     def update(self, node: Node, now: Seconds, troubles: Sequence[str] = ()) -> None:
+        for change in self._company.changes(node):
+            self._console.print(change, markup=False)
         done, total, end = _progress(node, now)
         self._bar.update(self._task, description=node.phase.name.lower(), completed=done, total=total, end=end)
-        warnings = (Text(f"warning: {printable(trouble, REASON_CHARS)}", style="yellow") for trouble in troubles)
+        warnings = (
+            Text(f"warning: {printable(trouble, REASON_CHARS)}", style="yellow")
+            for trouble in (*troubles, *first_step(node, now))
+        )
         self._live.update(Group(self._bar, _table(node, now), _peers(node), *warnings))
 
     def close(self) -> None:
@@ -88,13 +120,25 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+def first_step(node: Node, now: Seconds) -> list[str]:
+    """Return a line where this process's first step takes longer than LONG_STEP_S, none otherwise."""
+    progress = node.progress
+    if node.phase is not NodePhase.TRAINING or progress.tokens or progress.joined_at is None:
+        return []
+    taken_s = now - progress.joined_at
+    said = f"the first step is taking {taken_s:.0f} s (train.micro_batch {node.setup.config.train.micro_batch})"
+    return [said] if taken_s >= LONG_STEP_S else []
+
+
 def introduction(node: Node, folder: Path) -> str:
     """What the user reads first: the run, the device, and how others join."""
     setup, profile = node.setup, node.setup.profile
     parameters = sum(fragment.parameters for fragment in setup.fragments)
     speed = f"{profile.tokens_per_s:,.0f}" if profile.tokens_per_s else "its first steps will tell its"
+    adapters = setup.config.model.lora is not None
+    trained = "trained parameters (adapters; the other weights are frozen)" if adapters else "parameters"
     return (
-        f"run {setup.run}: {parameters / 1e6:.2f} M parameters in {len(setup.fragments)} fragments\n"
+        f"run {setup.run}: {parameters / 1e6:.2f} M {trained} in {plural(len(setup.fragments), 'fragment')}\n"
         f"peer {setup.own.peer} on {profile.device}: {speed} tokens/s\n"
         f"state in {folder}; go on later with: python -m decentral.peer --state-dir {shlex.quote(str(folder))}\n"
         f"others join with:\n    {' '.join(['python -m decentral.peer --join', setup.addresses[0], *_needed(setup)])}"

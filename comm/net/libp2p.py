@@ -46,6 +46,7 @@ from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler, 
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
+from decentral.core.plain_text import printable
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
@@ -56,6 +57,7 @@ MOST_CONNECTED = 256  # peers that are remembered as connected; those that we co
 MOST_LEARNED = 4096  # peers whose addresses are remembered; beyond them, those learned longest ago are forgotten
 TIMED = ("hivemind.utils.timed_storage", *(f"hivemind.dht.{module}" for module in ("node", "protocol", "routing")))
 OF_LOOPBACK = ("/ip4/127.", "/ip6/::1/")
+BEFORE_CAUSE = re.compile(r"^(\* \[\S+\] )?dial \S+ \S+: (connect: )?")  # of a failed dial, in libp2p's words
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 logging.getLogger("hivemind").setLevel(logging.ERROR)  # our journal has what matters of its warnings
@@ -315,7 +317,7 @@ class DaemonPlace:
     async def _start_at(self, listen: Sequence[str]) -> P2P:
         try:
             for address in listen:
-                Multiaddr(address)
+                _require_address(address, "--listen")
             daemon = await OwnDaemon.begin(self.key, listen, self.announce, self.only_dials)
         except (P2PDaemonError, ValueError) as error:
             raise UserError(f"cannot listen on {', '.join(self.listen)}: {_last_line(error)}") from None
@@ -333,12 +335,18 @@ class DaemonPlace:
 def _require_dialled(announced: Iterable[str]) -> None:
     """Raise UserError for an address of --announce that others cannot dial."""
     for address in announced:
-        try:
-            Multiaddr(address)
-        except ValueError as error:
-            raise UserError(f"--announce {address} is no address: {_last_line(error)}") from None
+        _require_address(address, "--announce")
         if address.endswith("/tcp/0"):
             raise UserError(f"--announce expects the port at which others reach this peer; got {address}")
+
+
+def _require_address(address: str, flag: str) -> None:
+    """Raise UserError unless the text is a multiaddr."""
+    try:
+        Multiaddr(address)
+    except ValueError:
+        example = "/ip4/0.0.0.0/tcp/4001"
+        raise UserError(f"{flag} expects an address such as {example}; got {printable(address, 200)!r}") from None
 
 
 def _without_traceback(task: "asyncio.Task[None]") -> None:
@@ -388,5 +396,6 @@ def _failure(error: BaseException) -> AskError:
 
 
 def _last_line(error: BaseException) -> str:
+    """Return the last line of what libp2p says, without the address and the call before the cause."""
     lines = str(error).strip().splitlines()
-    return lines[-1][:200] if lines else type(error).__name__
+    return BEFORE_CAUSE.sub("", lines[-1].strip())[:200] if lines else type(error).__name__

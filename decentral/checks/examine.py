@@ -57,7 +57,7 @@ class PeerPlace:
             folder,
             running,
             listen,
-            flags.join or (_known(folder) if folder else []),
+            flags.join or (_known(folder, running) if folder else []),
             bool(flags.join),
             _run(folder) or (holding.invitation.run if holding else RunId("")),
             _own_peer(folder),
@@ -87,14 +87,15 @@ def _invitation_path(invite: str | None, folder: Path | None) -> Path | None:
     return Path(invite) if invite else kept if kept and kept.exists() else None
 
 
-def _known(folder: Path) -> list[str]:
-    """Where the folder's peer listens, by its journal as well, and where it has met others."""
+def _known(folder: Path, running: bool) -> list[str]:
+    """Return where the folder's peer has met others, and, while it runs, where it listens, by its journal as well."""
     tail = running_peer.JournalTail.of(folder)
-    said = tail.started.get("addresses") if tail and disk.in_use(folder) else None
-    own = [one for one in said if isinstance(one, str)] if isinstance(said, list) else []
+    said = tail.started.get("addresses") if tail and running else None
+    found = [one for one in said if isinstance(one, str)] if isinstance(said, list) else []
     with suppress(UserError):  # of a damaged key; the check of the folder says it
-        own = [*known_addresses(folder), *own[:1]]
-    return list(dict.fromkeys(own))
+        found = [*known_addresses(folder), *found[:1]]
+    own = _own_peer(folder)
+    return [one for one in dict.fromkeys(found) if running or not one.endswith(f"/p2p/{own}")]
 
 
 def _own_peer(folder: Path | None) -> PeerId | None:
@@ -161,7 +162,8 @@ async def _swarm(
     if private:
         await transport.enclose(private)
     contacts, refusals = await swarm.meet(transport, place.addresses, place.run)
-    for finding in [*map(swarm.welcomed, contacts), *_excused(refusals, bool(contacts), place.given)]:
+    welcomes = [swarm.welcomed(contact, place.peer) for contact in contacts]
+    for finding in [*welcomes, *_excused(refusals, bool(contacts), place.given)]:
         yield finding
     if not contacts:
         if not place.addresses:
@@ -173,9 +175,9 @@ async def _swarm(
     except UserError as error:
         yield unknown("swarm", str(error))
         return
-    await visit.begin()
+    await visit.begin(place.peer)
     yield clock.clock(visit.ahead_s)
-    for finding in visit.findings(place.peer):
+    for finding in visit.findings(place.peer, running_peer.departure(place.folder, swarm_clock())):
         yield finding
     async for finding in _links(flags, place, visit):
         yield finding
@@ -199,7 +201,10 @@ async def _links(flags: argparse.Namespace, place: PeerPlace, visit: Visit) -> A
         reachable = unknown("reachability", f"{reachable.seen} (a port of this check, not the peer's)", there)
     yield reachable
     if not others:  # the way to this machine's own peer tells nothing of the ways to others
-        yield unknown("latency", "no other peer can be reached from here")
+        gone = (
+            "no other peer is there" if visit.known.keys() <= {place.peer} else "no other peer can be reached from here"
+        )
+        yield unknown("latency", gone)
         return
     yield await network.latency(transport, others)
     own = visit.known.get(place.peer) if place.peer else None

@@ -73,7 +73,7 @@ def checks(folder: Path, swarm_now: Seconds) -> Iterator[Finding]:
     else:
         yield training(tail, swarm_now)
     if not _takes_rounds(folder):
-        yield exchanges(tail)
+        yield exchanges(tail, bool(stopped) and pid is None)
     yield from missed(tail)
     yield from troubles(tail)
 
@@ -150,10 +150,12 @@ def training(tail: JournalTail, now: Seconds) -> Finding:
     )
 
 
-def exchanges(tail: JournalTail) -> Finding:
+def exchanges(tail: JournalTail, stopped: bool) -> Finding:
     """How the exchanges of the last minutes ended, and what their commonest reason means."""
     lines = tail.of_event("exchange")
     outcomes = Counter(str(line.get("outcome")) for line in lines)
+    if not lines and stopped:
+        return ok("exchanges", "none in the last minutes before the peer stopped")
     if not lines:
         remedy = "while no other peer is there, none is tried: see whether other peers are in the swarm, above"
         return warn("exchanges", "none in the last minutes", remedy)
@@ -166,6 +168,16 @@ def exchanges(tail: JournalTail) -> Finding:
         return ok("exchanges", seen)
     remedy = remedy_of(reasons.most_common(1)[0][0])
     return warn("exchanges", seen, remedy) if outcomes["done"] else wrong("exchanges", seen, remedy)
+
+
+def departure(folder: Path | None, now: Seconds) -> str:
+    """Return which peer has said farewell last, in the last minutes, and how long ago; "": none has."""
+    tail = JournalTail.of(folder) if folder else None
+    left = [line for line in tail.of_event("peer_left") if line.get("reason") == "left"] if tail else []
+    if not left:
+        return ""
+    peer = plain_text(short(PeerId(str(left[-1].get("peer")))))
+    return f"{peer} left {now - number(left[-1], 't'):.0f} s ago"
 
 
 def missed(tail: JournalTail) -> Iterator[Finding]:

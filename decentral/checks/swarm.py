@@ -25,7 +25,7 @@ from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.own_inputs import NOTHING_NAMED
 from decentral.core.reasons import Reason
-from decentral.core.units import Seconds, readable_bytes
+from decentral.core.units import Seconds, plural, readable_bytes
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord
@@ -57,9 +57,10 @@ async def meet(transport: Libp2p, addresses: Sequence[str], run: RunId) -> tuple
     return list(contacts.values()), [one for one in met if isinstance(one, Finding)]
 
 
-def welcomed(contact: Contact) -> Finding:
-    """Of a peer that has welcomed us."""
-    return ok("join", f"{contact.address} answers; run {contact.welcome.run}, protocol {VERSION}")
+def welcomed(contact: Contact, own: PeerId | None) -> Finding:
+    """Return the finding for a peer that has welcomed us. `own`: the peer of the state folder, if there is one."""
+    who = f"this peer itself, at {contact.address}," if contact.peer == own else contact.address
+    return ok("join", f"{who} answers; run {contact.welcome.run}, protocol {VERSION}")
 
 
 async def _greet(transport: Libp2p, address: str, run: RunId) -> Contact | Finding:
@@ -161,20 +162,19 @@ class Visit:
     def run(self) -> RunId:
         return RunId(self.contacts[0].welcome.run)
 
-    async def begin(self) -> None:
-        """Compares clocks, and reads the records in the DHT."""
+    async def begin(self, own: PeerId | None) -> None:
+        """Compare clocks, that of the state folder's peer (`own`) apart, and read the records in the DHT."""
         keys = [*records.keys(self.run, self.config.swarm.shards), *([revoked_key(self.run)] if self.private else ())]
         met = [contact.peer for contact in self.contacts]
         directory = await self.transport.directory(keys, met)
-        first_s = await directory.clocks_ahead_s(met)
-        self.clock.agree(first_s)
+        self.clock.agree(await directory.clocks_ahead_s(met))
         self.known = await self._records(directory, set(met))
         others = [record for peer, record in self.known.items() if peer not in met][: CLOCKS_ASKED - len(met)]
         reached = await asyncio.gather(*(connect(self.transport, record.addresses) for record in others))
-        more = [peer for peer in reached if peer]
-        self.reached, more_s = [*met, *more], await directory.clocks_ahead_s(more)
+        self.reached = [*met, *(peer for peer in reached if peer)]
+        ahead_s = await directory.clocks_ahead_s(peer for peer in self.reached if peer != own)
         set_s = -self.clock.machine_ahead_s()  # the clock is the swarm's by now
-        self.ahead_s = [*first_s, *(ahead + set_s for ahead in more_s)]
+        self.ahead_s = [ahead + set_s for ahead in ahead_s]
 
     async def _records(self, directory: HivemindDirectory, met: set[PeerId]) -> dict[PeerId, PeerRecord]:
         known: dict[PeerId, PeerRecord] = {}
@@ -185,18 +185,20 @@ class Visit:
             await asyncio.sleep(LOOK_PAUSE_S)
         return known
 
-    def findings(self, own: PeerId | None) -> Iterator[Finding]:
-        """`own`: the peer of the state folder, if there is one."""
-        yield self._members(own)
+    def findings(self, own: PeerId | None, departed: str) -> Iterator[Finding]:
+        """`own`: the peer of the state folder, if there is one. `departed`: which peer has left it last; "": none."""
+        yield self._members(own, departed)
         yield self._layers()
         yield self._software()
         yield self._model()
         if self.private and (over := self.private.over()):
             yield wrong("invitation", TELLS[over], NEW_INVITATION)
 
-    def _members(self, own: PeerId | None) -> Finding:
+    def _members(self, own: PeerId | None, departed: str) -> Finding:
         others = [record for peer, record in self.known.items() if peer != own]
         phases = [record.phase for record in others]
+        if not others and own in self.known and departed:
+            return ok("swarm", f"run {self.run}: no peer but this one; {departed}")
         if not others and own in self.known:
             remedy = "start others with the line that this peer printed; or see reachability, below"
             return wrong("swarm", f"run {self.run}: no peer but this one", remedy)
@@ -205,7 +207,7 @@ class Visit:
             return warn("swarm", f"run {self.run}: no peer's record is in the DHT", remedy)
         step = max(record.lr_step for record in others)
         parts = f"{phases.count('training')} train, {phases.count('joining')} join"
-        return ok("swarm", f"run {self.run}: {len(others)} other peers ({parts}), learning-rate step {step}")
+        return ok("swarm", f"run {self.run}: {plural(len(others), 'other peer')} ({parts}), learning-rate step {step}")
 
     def _layers(self) -> Finding:
         fragments = memory.needs(self.config).fragments

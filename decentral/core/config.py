@@ -7,7 +7,6 @@ Every number and text has bounds, for a stranger may have sent it: none may fill
 several together make something large, a validator bounds their product.
 """
 
-import difflib
 import hashlib
 import json
 import reprlib
@@ -34,6 +33,7 @@ from decentral.core.config_values import (
 )
 from decentral.core.errors import UserError
 from decentral.core.model_config import ModelConfig as ModelConfig
+from decentral.core.near_names import did_you_mean
 from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs, agreed_code
 from decentral.core.plain_text import printable
 
@@ -85,7 +85,7 @@ class DataConfig(Strict):
     @model_validator(mode="after")
     def format_is_read(self) -> "DataConfig":
         if self.format != "text" and self.kind != "huggingface":
-            raise ValueError(f"format {self.format} needs data.kind huggingface; it is {self.kind}")
+            raise ValueError(f"data.format {self.format} needs data.kind huggingface; it is {self.kind}")
         return self
 
     @model_validator(mode="after")
@@ -296,6 +296,9 @@ class Config(Strict):
         return hashlib.blake2b(self.canonical().encode(), digest_size=16).hexdigest()
 
 
+FILES_OF_ROWS = (".jsonl", ".json", ".parquet", ".arrow")  # that only data.kind huggingface reads
+
+
 def load(path: str | Path | None, overrides: Sequence[str] = (), own: OwnInputs = NOTHING_NAMED) -> Config:
     """The config at `path` (default: the one that comes with the package), then `key=value` overrides, then flags.
 
@@ -310,11 +313,13 @@ def load(path: str | Path | None, overrides: Sequence[str] = (), own: OwnInputs 
         agreed_code(found.model.layers, own.model_code, "the config's")
     found = found.with_own(own)
     if found.data.kind == "python-stdlib" and own.of_data():
-        raise UserError(f"{own.of_data()}: data.kind python-stdlib reads none; add --set data.kind=text, or another")
+        rows = own.model_folder or own.tokenizer or str(own.data).endswith(FILES_OF_ROWS)
+        kind = "huggingface" if rows else "text"
+        raise UserError(f"{own.of_data()}: data.kind python-stdlib reads no file; add --set data.kind={kind}")
     if found.data.kind != "python-stdlib" and found.data.path is None:
-        raise UserError(f"config: data: kind {found.data.kind} needs data.path, or the flag --data PATH")
+        raise UserError(f"config: data.kind {found.data.kind} needs data.path, or the flag --data PATH")
     if found.data.kind == "huggingface" and found.tokenizer is None:
-        raise UserError("config: data: kind huggingface needs data.tokenizer, or the flag --tokenizer PATH")
+        raise UserError("config: data.kind huggingface needs data.tokenizer, or the flag --tokenizer PATH")
     if found.model.start_from is not None and found.reads_bytes and found.model.vocabulary != BYTES:
         other = f"data.kind {found.data.kind} gives bytes, and the model of model.from reads other tokens"
         raise UserError(f"config: {other}: take data.kind huggingface, or tokens")
@@ -346,7 +351,8 @@ def _read(path: str | Path | None) -> str:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         names = sorted(entry.name.removesuffix(".yaml") for entry in shipped_configs())
-        raise UserError(f"config: cannot read {path} ({error}); shipped ones: {', '.join(names)}") from None
+        shipped_ones = f"shipped ones: {', '.join(names)}{did_you_mean(str(path), names)}"
+        raise UserError(f"config: cannot read {path} ({error}); {shipped_ones}") from None
 
 
 def shipped_configs() -> list[Any]:
@@ -381,12 +387,12 @@ def _explain(error: ValidationError) -> str:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"] if part not in _BRANCHES)
     if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, _keys(Config), n=1, cutoff=0.4)
-        return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else "")
+        return f"unknown key {key}{did_you_mean(key, _keys(Config))}"
     expected = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    expected = expected.replace("a valid integer", "an integer").replace("a valid ", "a ")
     if first["type"] == "value_error":
-        return f"{key}: {expected}" if key else expected
-    return f"{key} must be {expected.removeprefix('a ').removeprefix('valid ')}; it is {_SHORT.repr(first['input'])}"
+        return f"{key}: {expected}" if key and not expected.startswith(f"{key}.") else expected
+    return f"{key} must be {expected}; it is {_SHORT.repr(first['input'])}"
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:

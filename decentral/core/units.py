@@ -43,6 +43,11 @@ def readable_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def plural(count: int, noun: str) -> str:
+    """Return `1 thread`, `2 threads`, `1,000 threads`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def readable_number(value: float) -> str:
     """`1.5 M`, `20 k`: three digits, and a unit of a thousand."""
     for unit, name in ((1e9, " G"), (1e6, " M"), (1e3, " k")):

@@ -27,21 +27,23 @@ SCRAPE_S = 5.0  # for each read of a connection, and for the event loop to answe
 WHOLE_SCRAPE_S = 15.0  # for a connection, however slowly it asks and reads
 
 
-@asynccontextmanager
-async def metrics_served(address: tuple[str, int], host: Host) -> AsyncIterator[str]:
-    """Serves the metrics of this host until the block ends, and gives their URL.
+def bound(address: tuple[str, int]) -> "MetricsServer":
+    """Return a server that has the address, and answers nobody yet. Raises UserError if the address cannot be had."""
+    try:
+        return MetricsServer(address, None)
+    except OSError as error:
+        text = f"--metrics: {address[0]}:{address[1]} cannot be used ({error.strerror}); choose another port"
+        raise UserError(text) from None
 
-    Raises UserError if the address cannot be had.
-    """
+
+@asynccontextmanager
+async def metrics_served(server: "MetricsServer", host: Host) -> AsyncIterator[str]:
+    """Serve the metrics of this host until the block ends, and give their URL."""
     registry = CollectorRegistry()
     registry.register(PeerCollector(host, asyncio.get_running_loop()))
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
-    try:
-        server = MetricsServer(address, make_wsgi_app(registry))
-    except OSError as error:
-        text = f"--metrics: {address[0]}:{address[1]} cannot be used ({error.strerror}); choose another port"
-        raise UserError(text) from None
+    server.set_app(make_wsgi_app(registry))
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     try:
         yield server.url

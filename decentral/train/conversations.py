@@ -91,6 +91,10 @@ def _named_column(data: config.DataConfig) -> str | None:
     return data.column if data.column != config.DataConfig().column else None
 
 
+class NoTemplate(UserError):
+    """A tokenizer's folder has no chat template."""
+
+
 def digest(data: config.DataConfig, path: str, tokenizer: str) -> str:
     """Return a digest of the tokenizer, and for chats of its template too: all peers must have it alike."""
     if data.format != "chat":
@@ -115,7 +119,7 @@ def template(path: str) -> Any:
     if isinstance(found.chat_template, dict):  # several by their names
         found.chat_template = found.chat_template.get("default")
     if not isinstance(found.chat_template, str):
-        raise UserError(f"--tokenizer {path}: it has no chat template; put chat_template.jinja into the folder")
+        raise NoTemplate(f"--tokenizer {path}: it has no chat template; put chat_template.jinja into the folder")
     return found
 
 

@@ -39,6 +39,7 @@ SHARDS = (INDEX, "model-*.safetensors", *PICKLES)
 OTHERS_WEIGHTS = (*SHARDS, "adapter_*")
 """Files that programs read in the place of a folder's `model.safetensors`, or along with it."""
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of a config.json
+MOST_NAMED = 4  # of another model's files, in an error
 MAX_TOKENIZER_FILE_BYTES = 256 << 20
 
 
@@ -78,9 +79,10 @@ def write(folder: Path, run: config.Config, layers: Sequence[nn.Module], like: P
 def refuse_mixture(folder: Path, patterns: Iterable[str]) -> None:
     """Raise UserError if files of another model in the folder would be read in the place of an export, or with it."""
     if found := sorted(path.name for pattern in patterns for path in folder.glob(pattern)):
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        which = f"files of another model ({found[0]}{more}), which programs would load with the export"
-        raise UserError(f"--out {folder} holds {which}; choose another folder, or remove those files")
+        more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+        which = f"another model's files ({', '.join(found[:MOST_NAMED])}{more})"
+        loaded = "which would be loaded along with these"
+        raise UserError(f"--out {folder} has {which}, {loaded}; choose another folder, or remove them")
 
 
 def _fuse(weights: dict[str, Tensor]) -> None:

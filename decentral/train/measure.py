@@ -9,6 +9,7 @@ import torch
 
 from decentral.core import config
 from decentral.core.errors import UserError
+from decentral.core.units import plural
 from decentral.train import control_groups
 from decentral.train.step import ALONE, Device, ModelForward, Ranks
 
@@ -141,7 +142,7 @@ def device_name(device: torch.device) -> str:
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or 'CPU'}, {torch.get_num_threads()} threads"
+    return f"{names[0] if names else platform.processor() or 'CPU'}, {plural(torch.get_num_threads(), 'thread')}"
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -35,6 +35,7 @@ from decentral.core.algorithms import algorithm
 from decentral.core.errors import UserError
 from decentral.core.jobs import Fragment
 from decentral.core.memory_needs import MemoryNeeds
+from decentral.core.units import readable_bytes
 from decentral.train import gpt
 from decentral.train.inner import fragments_of
 from decentral.train.optimizers import BLOCK
@@ -165,7 +166,8 @@ def check(found: MemoryNeeds, memory_bytes: int) -> None:
     least = min(found.span_bytes(index, index + 1) for index in range(len(found.fragments)))
     if least > memory_bytes:
         advice = "give more, or lower gossip.fragment_parameters or train.micro_batch"
-        raise UserError(f"--memory {memory_bytes}: the smallest part of this model takes {least} bytes; {advice}")
+        given = readable_bytes(memory_bytes)
+        raise UserError(f"--memory {given}: the smallest part of this model takes {readable_bytes(least)}; {advice}")
 
 
 def check_together(found: MemoryNeeds, peers: int, memory_bytes: int) -> None:

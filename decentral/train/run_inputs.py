@@ -7,6 +7,8 @@ from decentral.core.config import Config
 from decentral.core.errors import UserError
 from decentral.train import conversations, start_weights, token_file, tokenizer
 
+NEW_TOKENS = "make them with the run's: python -m decentral.tokenize TEXT --tokenizer PATH --out FILE"
+
 
 def sealed(run: Config) -> Config:
     """A new run with the digests of this peer's files. Raises UserError if they cannot be read."""
@@ -24,15 +26,20 @@ def check(run: Config, begun: bool) -> None:
     if run.model.start_from is not None and not begun:
         start_weights.compare(run.model)
     known = run.data.tokenizer_digest
-    if known is None or (own := _tokenizer_digest(run)) == known:
+    if known is None:
+        return
+    try:
+        own = _tokenizer_digest(run)
+    except conversations.NoTemplate:
+        lacks = "it has no chat template, and this run's tokenizer has one"
+        raise UserError(f"--tokenizer {run.tokenizer}: {lacks}; name a copy of the run's") from None
+    if own == known:
         return
     if own is None:
         unknown = f"{run.data.path} has no description ({run.data.path}.json) of the tokenizer that made it"
         raise UserError(f"data: {unknown}, and this run compares tokenizers; name it with --tokenizer PATH")
     if run.data.kind == "tokens":
-        raise UserError(
-            f"data: {run.data.path} was made by another tokenizer than this run's; make it again with that one"
-        )
+        raise UserError(f"data: {run.data.path} was made by another tokenizer than this run's; {NEW_TOKENS}")
     also = ", or its chat template," if run.data.format == "chat" else ","
     raise UserError(
         f"--tokenizer {run.tokenizer}: this run's tokenizer, or the token between its texts{also} is another"

@@ -57,6 +57,8 @@ def load(path: str, separator: str | None = None) -> TextTokenizer:
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the cores train
     file = Path(path) / TOKENIZER_FILE if Path(path).is_dir() else Path(path)
+    if not Path(path).exists():
+        raise UserError(f"--tokenizer {path}: nothing is there; name the folder or the file of the tokenizer")
     if not file.is_file():
         save = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers writes one"
         raise UserError(f"--tokenizer {path}: there is no {TOKENIZER_FILE}; {save}")

@@ -5,17 +5,22 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from decentral.checks import running_peer
-from decentral.checks.finding import Finding, FindingState
+from decentral import doctor
+from decentral.checks import examine, running_peer
+from decentral.checks.finding import Finding, FindingState, unknown
 from decentral.checks.reason_remedies import REMEDIES
+from decentral.checks.swarm import Visit
+from decentral.comm.wire.identity import Identity
 from decentral.core import config
-from decentral.core.ids import RunId
+from decentral.core.ids import PeerId, RunId
 from decentral.core.journal import Journal
 from decentral.state import StateFolder
+from decentral.visit import known_addresses
 
 NOW = 1e6
 
@@ -156,6 +161,32 @@ def test_peers_that_went_without_a_farewell_are_missed_until_they_are_back(tmp_p
     assert "peers" not in found(written(back, *left, (40.0, "peer_joined", {"peer": "QmPeer0"}), STEP))
 
 
+def test_a_peer_that_was_stopped_without_exchanges_is_well(tmp_path: Path) -> None:
+    one = found(written(tmp_path, STEP, (4.0, "stopped", {"reason": "interrupted"})))["exchanges"]
+    assert (one.state, one.seen) == (FindingState.OK, "none in the last minutes before the peer stopped")
+
+
+def test_the_last_farewell_is_told(tmp_path: Path) -> None:
+    left = [(90.0, "peer_left", {"peer": f"QmPeer{n}", "reason": why}) for n, why in enumerate(("left", "expired"))]
+    assert running_peer.departure(written(tmp_path, *left, STEP), NOW) == "mPeer0 left 90 s ago"
+    assert running_peer.departure(tmp_path / "none", NOW) == ""
+
+
+def test_a_stopped_peer_is_not_told_to_dial_itself(tmp_path: Path) -> None:
+    own = Identity.load_or_create(tmp_path / "identity.key").peer
+    StateFolder(tmp_path).write_listen(["/ip4/127.0.0.1/tcp/4001"])
+    assert [own] == [one.rpartition("/")[2] for one in known_addresses(tmp_path)]
+    assert examine.PeerPlace.of(doctor.parse(["--state-dir", str(tmp_path)])).addresses == []
+
+
+def test_a_swarm_whose_other_peers_said_farewell_is_well() -> None:
+    own = PeerId("QmOwn")
+    visit: Any = SimpleNamespace(known={own: SimpleNamespace(phase="training")}, run="gpt-1")
+    assert Visit._members(visit, own, "").state == FindingState.WRONG
+    one = Visit._members(visit, own, "N5Cw9J left 20 s ago")
+    assert (one.state, one.seen) == (FindingState.OK, "run gpt-1: no peer but this one; N5Cw9J left 20 s ago")
+
+
 def test_a_peer_of_synchronous_rounds_exchanges_nothing_else(tmp_path: Path) -> None:
     assert "exchanges" in found(written(tmp_path, STEP))
     StateFolder(tmp_path).write_run(RunId("gpt-3fa2c1"), config.load(None, ["gossip.algorithm=synchronous"]))
@@ -197,3 +228,9 @@ def test_a_running_peer_that_does_not_get_its_state(tmp_path: Path) -> None:
 )
 def test_a_journal_that_is_spoilt_is_looked_at_all_the_same(tmp_path: Path, event: str, fields: dict[str, Any]) -> None:
     assert found(written(tmp_path, (30.0, event, fields)))["journal"].state == FindingState.WARN
+
+
+def test_the_sum_says_what_could_not_be_checked() -> None:
+    assert doctor._remedies([unknown("latency", "no other peer is there")]).endswith(
+        "0 wrong, 0 to look at, 1 check, 1 that could not be checked"
+    )

@@ -93,6 +93,12 @@ def test_the_command_prints_one_line(tmp_path: Path, capfd: pytest.CaptureFixtur
     )
 
 
+def test_a_swarm_of_whole_models_has_nothing_to_audit(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "peer-0", {"t": 1.0, "event": "started"})
+    assert audit.main([str(tmp_path)]) == 0
+    assert capfd.readouterr().out.startswith("1 journal: no micro-batch went through several peers")
+
+
 def test_a_micro_batch_that_counted_twice_is_exit_1(tmp_path: Path) -> None:
     write(tmp_path / "peer-0", line(("A", 1, 0, 3)), line(("A", 1, 0, 3)))
     with pytest.raises(SystemExit):

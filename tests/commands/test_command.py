@@ -11,7 +11,8 @@ from typing import Any, TextIO
 
 import pytest
 
-from decentral import command, local
+from decentral import __main__ as decentral_main
+from decentral import command, local, peer
 from decentral.command_table import COMMANDS, module_of
 from decentral.core.errors import UserError
 
@@ -39,6 +40,19 @@ def test_logs_are_named_once_each() -> None:
     assert command.log_names("wandb,tensorboard,wandb") == ["wandb", "tensorboard"]
     with pytest.raises(argparse.ArgumentTypeError, match="expected tensorboard or wandb"):
         command.log_names("mlflow")
+
+
+@pytest.mark.parametrize("text", ["8gigs", "", "0", "1e30", "nan", "-1GB"])
+def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a size such as 800MB or 16GB"):
+        command.size(text)
+
+
+def test_an_unknown_flag_or_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match=r"arguments: --dahboard; did you mean --dashboard\?"):
+        peer.parse(["--dahboard"])
+    assert decentral_main.main(["per"]) == 2
+    assert capsys.readouterr().err.endswith("got 'per'; did you mean peer?\n")
 
 
 def test_a_missing_extra_is_one_line_that_names_the_command() -> None:

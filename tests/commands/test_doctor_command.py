@@ -103,6 +103,9 @@ def test_a_running_peer_that_is_alone(peers: Peers, examined: Any) -> None:
     assert code == 1
     assert "no peer but this one" in found["swarm"]["seen"]
     assert "start others with the line" in found["swarm"]["remedy"]
+    assert found["join"]["seen"].startswith("this peer itself, at /ip4/127.0.0.1/")
+    assert found["clock"]["seen"] == "no other peer's clock to compare with"
+    assert found["latency"]["seen"] == "no other peer is there"
     assert found["exchanges"]["seen"] == "none in the last minutes"
     assert found["training"]["state"] == found["process"]["state"] == found["checkpoint"]["state"] == "ok"
     assert "in use by a peer" in found["state folder"]["seen"]

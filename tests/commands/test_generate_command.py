@@ -128,3 +128,11 @@ def test_a_mistake_takes_one_line(flags: list[str], said: str, capfd: pytest.Cap
 def test_a_tokenizer_for_a_run_of_bytes_is_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert generate.main(["x", "--state-dir", str(folder), "--tokenizer", "somewhere"]) == 2
     assert "--tokenizer: this run's tokens are bytes" in capfd.readouterr().err
+
+
+def test_an_adapter_s_folder_is_no_model_and_the_user_is_told_what_it_is(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert generate.main(["--model", str(tmp_path), "text"]) == 2
+    assert "this folder is a peft adapter: export with --format huggingface" in capfd.readouterr().err

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from decentral import generate, invitation_files, invite, plan
+from decentral import command, generate, invitation_files, invite, plan
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.invitations import FOR_EVER, KEY_BYTES, MOST_REVOKED, Permission
@@ -272,10 +272,11 @@ def address(peers: Peers) -> str:
 
 
 def ended(peers: Peers, name: str) -> tuple[int, list[str]]:
-    """The exit code of a peer's process, and its last two lines."""
+    """The exit code of a peer's process, and its last two lines but those that say how it starts."""
     code = peers.processes[name].wait(LIMIT_S)
     del peers.processes[name]
-    return code, (peers.folder / name / "output.txt").read_text().splitlines()[-2:]
+    lines = (peers.folder / name / "output.txt").read_text().splitlines()
+    return code, [line for line in lines if not line.startswith(command.STAGE)][-2:]
 
 
 @pytest.mark.swarm

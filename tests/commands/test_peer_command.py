@@ -309,7 +309,7 @@ def test_an_error_is_said_before_the_rest_of_the_program_has_loaded(
 ) -> None:
     may_end, had_ended = threading.Event(), []
     monkeypatch.setattr(peer, "_load", lambda _: had_ended.append(may_end.wait(20)))
-    assert "cannot listen on" in refusal(folder, "small", "--listen", "here")
+    assert "--listen expects an address" in refusal(folder, "small", "--listen", "here")
     assert not had_ended
     may_end.set()
 
@@ -317,8 +317,7 @@ def test_an_error_is_said_before_the_rest_of_the_program_has_loaded(
 @pytest.mark.swarm
 def test_a_place_where_it_cannot_listen(folder: Path) -> None:
     said = refusal(folder, "small", "--listen", "here")
-    assert said.startswith("cannot listen on ")
-    assert "here" in said
+    assert said == "--listen expects an address such as /ip4/0.0.0.0/tcp/4001; got 'here'"
 
 
 # As a process

@@ -11,7 +11,7 @@ from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.transport import Found
 from decentral.core import jobs
 from decentral.core.config import Config, DataConfig, GossipConfig, ModelConfig
-from decentral.core.ids import RunId
+from decentral.core.ids import RunId, short
 from decentral.core.jobs import Section
 from decentral.core.machine import Log
 from decentral.core.model_config import LoraConfig
@@ -70,6 +70,43 @@ def test_a_peer_that_joins_says_so_instead_of_figures(
     ours.phase = NodePhase.TRAINING
     view.LineDisplay().update(ours, NOW)
     assert capsys.readouterr().out.startswith("step 0  loss ")
+
+
+def test_a_peer_that_leaves_or_joins_has_a_line(
+    met: tuple[Node, list[Log]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, shown, display = met[0], io.StringIO(), view.LineDisplay()
+    live = view.LiveDisplay(Console(file=shown, width=200, highlight=False))
+    ours.phase = NodePhase.TRAINING
+    for one in (display, live):
+        one.update(ours, NOW)
+    assert "peer " not in capsys.readouterr().out
+    gone = sorted(ours.roster.live)[0]
+    entry = ours.roster.live.pop(gone)
+    for one in (display, live):
+        one.update(ours, NOW)
+    said = f"peer {short(gone)} left (peers {len(NAMES)} -> {len(NAMES) - 1})"
+    assert capsys.readouterr().out.splitlines()[0] == said
+    assert said in shown.getvalue()
+    ours.roster.live[gone] = entry
+    display.update(ours, NOW)
+    assert capsys.readouterr().out.startswith(f"peer {short(gone)} joined (peers {len(NAMES) - 1} -> {len(NAMES)})")
+
+
+def test_a_first_step_that_takes_long_is_said(met: tuple[Node, list[Log]]) -> None:
+    ours = met[0]
+    ours.phase, ours.progress.joined_at = NodePhase.TRAINING, NOW
+    assert view.first_step(ours, NOW + view.LONG_STEP_S - 1) == []
+    assert view.first_step(ours, NOW + 60) == ["the first step is taking 60 s (train.micro_batch 8)"]
+    ours.progress.tokens = 1
+    assert view.first_step(ours, NOW + 60) == []
+
+
+def test_a_run_with_adapters_says_what_is_trained(tmp_path: Path) -> None:
+    ours = node(tmp_path, Config(model=ModelConfig(depth=1, width=32, lora=LoraConfig(rank=1))))
+    assert "0.00 M trained parameters (adapters; the other weights are frozen) in 1 fragment\n" in view.introduction(
+        ours, tmp_path
+    )
 
 
 def test_a_journal_has_strangers_names_as_plain_text(met: tuple[Node, list[Log]]) -> None:

@@ -110,7 +110,7 @@ def test_a_wrong_value_is_refused_with_its_key_and_what_came(override: str, key:
     ],
 )
 def test_values_that_do_not_fit_each_other_are_refused(overrides: list[str], key: str) -> None:
-    assert refusal(*overrides).startswith(f"config: {key}: ")
+    assert refusal(*overrides).startswith(f"config: {key}")
 
 
 def test_set_changes_one_value_and_leaves_the_others() -> None:
@@ -277,8 +277,19 @@ def test_a_flag_for_data_goes_before_the_file() -> None:
 
 
 def test_data_that_the_run_does_not_read_is_refused() -> None:
-    with pytest.raises(UserError, match=r"--data: data\.kind python-stdlib reads none"):
+    with pytest.raises(UserError, match=r"--data: data\.kind python-stdlib reads no file; add --set data\.kind=text"):
         load(None, [], OwnInputs(data="/my/text"))
+    with pytest.raises(UserError, match=r"reads no file; add --set data\.kind=huggingface"):
+        load(None, [], OwnInputs(data="/my/rows.jsonl"))
+
+
+def test_what_is_expected_and_the_key_are_said_in_plain_english() -> None:
+    with pytest.raises(UserError, match=r"train\.micro_batch must be .*an integer"):
+        load(None, ["train.micro_batch=three"])
+    with pytest.raises(UserError, match=r"^config: data\.kind huggingface needs data\.tokenizer"):
+        load(None, ["data.kind=huggingface", "data.path=x"])
+    with pytest.raises(UserError, match=r"; did you mean small\?$"):
+        load("smal", [])
 
 
 def test_code_may_be_named_by_a_flag_or_by_the_file_and_both_must_agree() -> None:

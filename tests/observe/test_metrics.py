@@ -14,14 +14,14 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from decentral.core.errors import UserError
 from decentral.core.machine import log
 from decentral.core.time_spent import TimeSpent
 from decentral.observe import metrics_server
 from decentral.observe.metrics import METRICS, PeerMetric
-from decentral.observe.metrics_server import MetricsServer, metrics_served
+from decentral.observe.metrics_server import MetricsServer, bound, metrics_served
 from decentral.peers.hosts.host import Host
 from decentral.peers.node.traffic import TrafficCounter
+from tests.commands.refusals import refusal
 from tests.peers.hosts.host_swarm import Swarm
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ def two_scrapes(swarm: Swarm) -> tuple[Scrape, Scrape]:
 
     async def story() -> None:
         running = [await swarm.start("A")]
-        async with metrics_served(HERE, swarm.hosts["A"]) as url:
+        async with metrics_served(bound(HERE), swarm.hosts["A"]) as url:
             found.append(await scraped(url))
             running.append(await swarm.start("B", contacts="A"))
             await swarm.until(lambda: swarm.all_have_exchanged(2))
@@ -126,15 +126,12 @@ def test_a_reason_that_another_peer_makes_up_is_no_label_of_its_own() -> None:
     assert traffic.reasons == {("failed", "deadline"): 1, ("failed", "other"): 2}
 
 
-def test_a_port_that_is_taken_is_one_clear_line(swarm: Swarm) -> None:
+def test_a_port_that_is_taken_is_one_clear_line_before_a_state_folder_is_made(tmp_path: Path) -> None:
+    folder = tmp_path / "peer"
     with socket.create_server(HERE) as taken:
-
-        async def story() -> None:
-            async with metrics_served(taken.getsockname(), swarm.add("A")):
-                pass
-
-        with pytest.raises(UserError, match=r"--metrics: 127\.0\.0\.1:\d+ cannot be used .*choose another port"):
-            asyncio.run(story())
+        said = refusal(folder, "small", "--metrics", f"127.0.0.1:{taken.getsockname()[1]}")
+    assert re.match(r"--metrics: 127\.0\.0\.1:\d+ cannot be used .*choose another port", said)
+    assert not folder.exists()
 
 
 def test_a_connection_that_does_not_come_to_an_end_keeps_no_scraper_out(monkeypatch: pytest.MonkeyPatch) -> None:

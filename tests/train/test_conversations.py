@@ -17,7 +17,7 @@ import tokenizers
 from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId
-from decentral.train import compress, conversations, gpt, run_inputs, step
+from decentral.train import compress, conversations, gpt, run_inputs, step, tokenizer
 from decentral.train.activations import ActivationFormat
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.data_source import Reading
@@ -193,6 +193,19 @@ def test_a_row_of_another_kind(stream: Callable[..., TextStream], rows: list[obj
         epoch(stream(rows, form), 1)
 
 
+def test_a_tokenizer_without_the_run_s_template_is_another_than_the_run_s(tmp_path: Path) -> None:
+    folder = tokenizer_in(tmp_path / "tokenizer", None)
+    data = {"kind": "huggingface", "path": "x", "format": "chat", "tokenizer": str(folder)}
+    run = config.validated({"data": data | {"tokenizer_digest": "0" * 32}})
+    with pytest.raises(UserError, match="it has no chat template, and this run's tokenizer has one; name a copy"):
+        run_inputs.check(run, begun=False)
+
+
+def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nothing is there; name the folder or the file"):
+        tokenizer.load(str(tmp_path / "none"))
+
+
 def test_a_tokenizer_without_a_chat_template(stream: Callable[..., TextStream]) -> None:
     with pytest.raises(UserError, match=r"has no chat template; put chat_template\.jinja into the folder"):
         stream(chats(CHAT), "chat", None)
@@ -237,7 +250,7 @@ def test_chats_of_which_the_template_writes_no_turn_say_so(stream: Callable[...,
 
 
 def test_a_format_needs_rows() -> None:
-    with pytest.raises(UserError, match=r"data: format chat needs data\.kind huggingface; it is text"):
+    with pytest.raises(UserError, match=r"config: data\.format chat needs data\.kind huggingface; it is text"):
         config.load(None, ["data.kind=text", "data.path=x", "data.format=chat"])
 
 

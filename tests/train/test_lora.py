@@ -239,9 +239,12 @@ def test_an_adapter_and_a_whole_model_are_never_in_one_folder(
     flags = ["--state-dir", str(saved(Compute(member("A")), 1)), "--out", str(tmp_path / "out")]
     assert export.main(flags) == export.main(flags) == 0
     assert export.main([*flags, "--format", "huggingface"]) == 2
-    assert "holds files of another model (adapter_config.json and 1 more), which" in capfd.readouterr().err
+    assert (
+        "another model's files (adapter_config.json, adapter_model.safetensors), which would be loaded"
+        in capfd.readouterr().err
+    )
     assert export.main([*flags[:3], str(tmp_path / "model")]) == 2
-    assert "holds files of another model (config.json and 1 more), which" in capfd.readouterr().err
+    assert "another model's files (config.json, model.safetensors)" in capfd.readouterr().err
 
 
 def test_an_adapter_is_written_without_its_folder_and_a_merged_model_is_not(

@@ -179,7 +179,7 @@ def test_a_span_grows_as_far_as_the_memory_goes() -> None:
 
 def test_a_memory_too_small_for_one_layer_is_a_user_error() -> None:
     needs = memory.needs(config.Config(model=config.ModelConfig(depth=4, width=128)))
-    with pytest.raises(UserError, match=r"--memory 1000: the smallest part of this model takes \d+ bytes"):
+    with pytest.raises(UserError, match=r"--memory 1\.0 kB: the smallest part of this model takes [\d.]+ [kM]B"):
         memory.check(needs, 1000)
 
 

@@ -134,7 +134,9 @@ def test_weights_of_another_model_are_left_and_the_export_is_refused(tmp_path: P
     run, out = run_from(tmp_path / "in"), tmp_path / "out"
     out.mkdir()
     (out / name).write_text("old")
-    with pytest.raises(UserError, match=rf"files of another model \({name}\), .* choose another folder, or remove"):
+    with pytest.raises(
+        UserError, match=rf"has another model's files \({name}\), .* choose another folder, or remove them"
+    ):
         huggingface.write(out, run, gpt.build(run.model, run.seed))
     assert [path.name for path in out.iterdir()] == [name]
     assert (out / name).read_text() == "old"
@@ -147,7 +149,7 @@ def test_a_chat_template_of_another_tokenizer_is_not_mixed_with_an_export(tmp_pa
     layers = gpt.build(run.model, run.seed)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "chat_template.jinja").write_text("old")
-    with pytest.raises(UserError, match=r"holds files of another model \(chat_template\.jinja\)"):
+    with pytest.raises(UserError, match=r"has another model's files \(chat_template\.jinja\)"):
         huggingface.write(tmp_path / "out", run, layers, tmp_path / "in")
     (tmp_path / "in" / "chat_template.jinja").write_text("new")
     huggingface.write(tmp_path / "out", run, layers, tmp_path / "in")

@@ -155,7 +155,7 @@ def test_the_daemon_of_a_peer_that_was_killed_is_waited_for(monkeypatch: pytest.
     ("announced", "said"),
     [
         ("/ip4/203.0.113.7/tcp/0", "^--announce expects the port at which others reach this peer; got /ip4/203"),
-        ("here", "^--announce here is no address: "),
+        ("here", "^--announce expects an address such as .*; got 'here'$"),
     ],
 )
 def test_an_announced_address_that_others_cannot_dial_is_named(tmp_path: Path, announced: str, said: str) -> None:
