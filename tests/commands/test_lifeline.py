@@ -12,7 +12,7 @@ import os, signal
 from decentral import lifeline
 
 def notice(*_):
-    os.write(1, b"notice\n")  # in one piece: both children write to one pipe
+    os.write(1, b"notice\\n")  # in one piece: both children write to one pipe
     os._exit(0)
 
 signal.signal(signal.SIGTERM, notice)

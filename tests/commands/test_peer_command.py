@@ -77,7 +77,7 @@ def test_a_state_folder_that_another_process_uses(folder: Path) -> None:
     folder.mkdir()
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "is in use by another peer; choose another folder" in refusal(folder)
+        assert "is in use by another peer; choose another folder" in refusal(folder, "default")
 
 
 def test_a_state_folder_that_is_a_file(folder: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_state_folder_that_is_a_file(folder: Path) -> None:
 def test_a_damaged_identity(folder: Path) -> None:
     folder.mkdir()
     (folder / "identity.key").write_bytes(b"garbage")
-    assert "move it away to get a new one" in refusal(folder)
+    assert "move it away to get a new one" in refusal(folder, "default")
 
 
 def test_a_folder_that_is_not_there_begins_nothing_unless_the_line_says_what(folder: Path) -> None:
