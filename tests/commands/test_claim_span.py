@@ -231,7 +231,7 @@ def test_sizes_as_people_write_them(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "much", "-1", "0", "1e30", "nan", "MB"])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="expects a size"):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a size such as"):
         command.size(text)
 
 

@@ -233,7 +233,7 @@ def test_a_chat_longer_than_a_piece_of_text_is_one_document(marked: Callable[...
 @pytest.mark.parametrize(
     ("row", "form", "said"),
     [
-        ({"messages": "[" * 100_000}, "chat", "a chat is text; expected a list"),
+        ({"messages": "[" * 100_000}, "chat", "the messages of a chat are text; expected a list"),
         ({"messages": [HI, HELLO], "tools": "[" * 100_000}, "chat", "tools is text; expected a list"),
         ({"text": "x"}, "chat", "no column messages; it has text; set data.format=text"),
         ({"messages": []}, "text", "no column text; it has messages; set data.format=chat"),
