@@ -68,7 +68,7 @@ def _start(arguments: Sequence[str]) -> None:
         if place and not flags.state_dir:
             raise UserError("a peer of several ranks needs --state-dir, so that it finds its checkpoint again")
         if flags.state_dir and launch.ATTEMPT not in os.environ:  # ranks of our own launcher: it has looked
-            state.require_meant(flags.state_dir, _says_run(flags))
+            state.require_meant(flags.state_dir, _says_run(flags), flags.of_peer != state.PeerFlags())
     except UserError:
         if place is None or place.rank == 0:
             raise

@@ -200,11 +200,12 @@ def _own_inputs(named: dict[str, Any]) -> OwnInputs:
     return OwnInputs(**{key: text for key, text in named.items() if key in known and isinstance(text, str)})
 
 
-def require_meant(wanted: str, says_run: bool) -> None:
+def require_meant(wanted: str, says_run: bool, says_peer: bool = False) -> None:
     """Raise UserError if `--state-dir` is probably mistyped, so that no new swarm starts by mistake.
 
-    A folder that does not exist, or whose first start was killed before it had a run, is accepted only if the command
-    names a run (`says_run`). A folder that holds the folders of peers is not the folder of one peer.
+    A folder that does not exist, or whose first start was killed before it had a run, is accepted if the command names
+    a run (`says_run`), or has flags of a peer (`says_peer`) and no other peer's folder is beside it. A folder that
+    holds the folders of peers is not the folder of one peer.
     """
     path = Path(wanted)
     if (path / "run.json").exists():
@@ -214,8 +215,8 @@ def require_meant(wanted: str, says_run: bool) -> None:
             f"--state-dir expects the folder of one peer; {path} holds folders of peers: name one: {inside}"
         )
     there = path.exists()
-    if not says_run and (not there or _made_by_a_start(path)):
-        beside = _peers_in(path.parent)
+    beside = _peers_in(path.parent)
+    if not (says_run or (says_peer and not beside)) and (not there or _made_by_a_start(path)):
         known = f" (peers beside it: {beside})" if beside else ""
         found = "has no run: the start that made it ended too early" if there else "does not exist"
         start = "to start one there, add a CONFIG, such as default, or --join ADDR"

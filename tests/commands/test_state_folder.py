@@ -154,6 +154,7 @@ def test_a_folder_whose_first_start_was_killed_begins_nothing_unless_the_line_sa
     with pytest.raises(UserError, match=r"has no run: the start that made it ended too early; .* add a CONFIG"):
         state.require_meant(str(folder), says_run=False)
     state.require_meant(str(folder), says_run=True)
+    state.require_meant(str(folder), says_run=False, says_peer=True)
 
 
 @pytest.mark.parametrize("other", [None, "lost+found"])
