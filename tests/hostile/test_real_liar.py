@@ -31,7 +31,6 @@ EXCHANGED = 20  # windows that each of them has merged: what their average has l
 class RealSwarm(Swarm):
     """Peers of one process, each with a libp2p daemon of its own; all know the first one."""
 
-    limit_s = 240.0  # against hanging: five daemons start on a loaded machine
     directory_use = config.SwarmConfig(refresh_s=1.0)
     gossip: Mapping[str, float] = MappingProxyType({"window_s": 0.25, "start_window_s": 0.25, "core_share": 1.0})
 

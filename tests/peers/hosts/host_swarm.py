@@ -29,13 +29,11 @@ MakeSetup = Callable[..., ComputeSetup]
 RUN = RunId("words-3fa2c1")
 FEW = config.RoutesConfig(holders=1)  # with three peers not every layer can keep two other holders
 LOOKING_OFTEN = config.SwarmConfig(refresh_s=0.05)  # a lookup in a directory in memory costs nothing
-LIMIT_S = 60.0  # deadline of a whole test against hanging, in the loop's time
 
 
 class Swarm:
     """Peers by name, on one in-memory network."""
 
-    limit_s = LIMIT_S
     directory_use = LOOKING_OFTEN
     gossip: Mapping[str, float] = MappingProxyType({"window_s": 0.05})
 
@@ -121,7 +119,7 @@ class Swarm:
         """Runs the story; whatever comes of it, no compute thread is left."""
 
         try:
-            self.loop.play(story, self.limit_s)
+            self.loop.play(story)
         finally:
             for host in self.hosts.values():
                 host.compute.submit(jobs.Finish())
