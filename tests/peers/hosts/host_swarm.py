@@ -28,6 +28,7 @@ from tests.patient_time import PatientLoop
 MakeSetup = Callable[..., ComputeSetup]
 RUN = RunId("words-3fa2c1")
 FEW = config.RoutesConfig(holders=1)  # with three peers not every layer can keep two other holders
+EVALUATED_EVERY_S = 1.0
 LOOKING_OFTEN = config.SwarmConfig(refresh_s=0.05)  # a lookup in a directory in memory costs nothing
 
 
@@ -52,9 +53,10 @@ class Swarm:
         own = self.identities[name]
         setup = replace(self.setup_of(own.peer, algorithm=self.algorithm, **self.gossip), span=span)
         compute = self.computes[name] = Compute(setup)
+        train = setup.config.train.model_copy(update={"eval_every_s": EVALUATED_EVERY_S})
         node = Node(
             NodeSetup(
-                config=setup.config.model_copy(update={"swarm": self.directory_use, "routes": FEW}),
+                config=setup.config.model_copy(update={"swarm": self.directory_use, "routes": FEW, "train": train}),
                 run=RUN,
                 own=own,
                 fragments=compute.fragments,
