@@ -22,7 +22,7 @@ STORY_LIMIT_S = 240.0  # the same, by a PatientLoop's time
 TURN_S = 0.02
 SHARE_EVERY_S = 0.05  # between two looks at what the processes get
 SHARE_KEPT = 0.9  # of what was seen, from one look to the next
-LEAST_SHARE = 0.02
+LEAST_SHARE = 0.1  # deadlines are many times what they wait for, and tests that wait for them end
 PROMPT_NS = 1e6  # a process that asks for nothing would get all of it
 
 

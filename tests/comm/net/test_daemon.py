@@ -128,7 +128,11 @@ def test_a_daemon_that_dies_with_calls_unread_is_no_traceback(tmp_path: Path) ->
 
 
 @pytest.mark.swarm
-def test_a_daemon_whose_answers_nobody_reads_any_more_is_started_again(tmp_path: Path) -> None:
+def test_a_daemon_whose_answers_nobody_reads_any_more_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libp2p, "DAEMON_END_S", 0.0)  # it does not end by itself
+
     async def story() -> None:
         async with started(tmp_path / "a") as (a, said):
             control, call = a._p2p._client.control, uuid4()
