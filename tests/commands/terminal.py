@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.commands.peer_processes import LIMIT_S
+from tests.patient_time import LIMIT_S
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # where ranks meet that torchrun starts
 

@@ -21,8 +21,9 @@ from urllib.request import urlopen
 import pytest
 
 from decentral.core.config import SwarmConfig
-from tests.commands.peer_processes import LIMIT_S, TINY, Peers, exchanged
+from tests.commands.peer_processes import TINY, Peers, exchanged
 from tests.commands.terminal import Processes, Terminal, daemon_of, python
+from tests.patient_time import LIMIT_S
 
 LISTEN = ["--listen", "/ip4/127.0.0.1/tcp/0"]
 QUICK = [*TINY, "--set", "gossip.core_share=1", "--set", "swarm.checkpoint_every_s=1"]

@@ -12,7 +12,8 @@ import torch
 from decentral import launch, peer
 from decentral.core.errors import UserError
 from decentral.launch import Place
-from tests.commands.peer_processes import LIMIT_S, TINY, Peers, exchanged
+from tests.commands.peer_processes import TINY, Peers, exchanged
+from tests.patient_time import LIMIT_S
 
 SAVING_OFTEN = ["--set", "swarm.checkpoint_every_s=1", "--set", "gossip.core_share=1"]  # and exchanging often
 

@@ -18,7 +18,8 @@ from decentral.dashboard.child import DashboardProcess
 from decentral.invitation_files import FounderFile, read_holding
 from decentral.state import StateFolder
 from decentral.train import replicas
-from tests.commands.peer_processes import LIMIT_S, TINY, Peers, exchanged
+from tests.commands.peer_processes import TINY, Peers, exchanged
+from tests.patient_time import LIMIT_S
 
 PEER_KEYS = {
     "peer": str,

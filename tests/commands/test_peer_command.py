@@ -20,6 +20,7 @@ from decentral.invitation_files import FounderFile
 from decentral.state import PeerFlags, StateFolder
 from tests.commands.played_swarm import PlayedSwarm
 from tests.commands.refusals import LOOPBACK, refusal
+from tests.patient_time import LIMIT_S
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -308,7 +309,7 @@ def test_an_error_is_said_before_the_rest_of_the_program_has_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_end, had_ended = threading.Event(), []
-    monkeypatch.setattr(peer, "_load", lambda _: had_ended.append(may_end.wait(20)))
+    monkeypatch.setattr(peer, "_load", lambda _: had_ended.append(may_end.wait(LIMIT_S)))
     assert "--listen expects an address" in refusal(folder, "small", "--listen", "here")
     assert not had_ended
     may_end.set()
@@ -326,7 +327,7 @@ def test_a_place_where_it_cannot_listen(folder: Path) -> None:
 @pytest.mark.swarm
 def test_the_process_exits_2_with_one_line(folder: Path) -> None:
     command = [sys.executable, "-m", "decentral.peer", *LOOPBACK, "--state-dir", str(folder), "--set", "modle.depth=1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line == "error: config: unknown key modle; did you mean model?"
