@@ -12,10 +12,10 @@ from decentral.core.units import readable_number
 from decentral.pictures.canvas import DIM, INK, NAME_CHARS, RED, USED, full_name, heading, picture, seconds_text
 from decentral.pictures.swarm_map import MapLinks, SwarmMap, matrix_of
 from decentral.scheduler.shared.arrays import Flags, Floats
+from decentral.scheduler.shared.plan import SyncPlan, ThroughputPlan
 from decentral.scheduler.shared.topology import Topology, Workload
 from decentral.scheduler.sync.layout_cost import Problem, problem_of
-from decentral.scheduler.sync.sync_plan import SyncPlan, divided
-from decentral.scheduler.throughput.throughput_plan import ThroughputPlan
+from decentral.scheduler.sync.sync_plan import divided
 
 MAP_IN = 6.6  # width of a map
 NAMED_CELLS = 160  # peers of a synchronous plan whose names stand in their cells
