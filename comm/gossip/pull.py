@@ -15,6 +15,7 @@ and the training thread waits for the merge.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 from decentral.comm.gossip import snapshots
 from decentral.comm.gossip.snapshots import Exchange, ExchangePhase, SnapshotStore, contribution, pick
@@ -23,6 +24,8 @@ from decentral.comm.gossip.token_claims import TokenClaims
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_PATIENCE_S, Pull, Refused, Snapshot
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed
+from decentral.core.algorithms import FragmentContext
+from decentral.core.choices import Algorithm
 from decentral.core.fragments import layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.jobs import (
@@ -98,6 +101,15 @@ class PullExchange(Exchange):
     _doubted: dict[PeerId, int] = field(default_factory=dict)  # for how many windows; as many as can be asked in those
     _goal: int = 0  # the round before the one that a partner was in
     _window: PullWindow = field(default_factory=PullWindow)
+    questions = (Pull,)
+
+    @classmethod
+    def begin(cls, context: FragmentContext, close_at: Seconds, algorithm: Algorithm) -> Self:
+        """Return a machine whose first window ends at `close_at`; one that blocks goes on from the others' round."""
+        if algorithm.blocking:
+            return cls(context, close_at, seq=context.round, blocking=True)
+        whole_every = context.gossip.consensus_every if algorithm.light else 1
+        return cls(context, close_at, light=algorithm.light, whole_every=whole_every)
 
     @property
     def wake_at(self) -> Seconds | None:

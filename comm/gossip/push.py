@@ -35,6 +35,7 @@ PushName = tuple[PeerId, int]
 
 @dataclass(slots=True)
 class PushExchange(Exchange):
+    questions = (Push,)
     _closed: WindowClosed | None = None
     _offered: Snapshot | None = None
     _arrived: dict[PushName, None] = field(default_factory=dict)

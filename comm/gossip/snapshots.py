@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import accumulate
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Pull, Refused, Snapshot
 from decentral.comm.wire.transport import Reply
 from decentral.core.algorithms import FragmentContext
+from decentral.core.choices import Algorithm
 from decentral.core.fragments import layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.jobs import (
@@ -58,6 +59,12 @@ class Exchange:
     size: int = 0  # bytes that a partner sends us in a window, by our last snapshot
     _began: Seconds = 0.0  # when the exchange began
     snapshots_moved: ClassVar[int] = 1  # by an exchange with one partner
+    questions: ClassVar[tuple[type, ...]] = ()  # the message types that it answers
+
+    @classmethod
+    def begin(cls, context: FragmentContext, close_at: Seconds, algorithm: Algorithm) -> Self:
+        """Return a machine whose first window ends at `close_at`."""
+        return cls(context, close_at)
 
     @property
     def undecided(self) -> list[int]:

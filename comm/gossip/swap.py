@@ -49,6 +49,7 @@ class SwapExchange(Exchange):
     _rests_until: Seconds = 0.0
     _bytes: tuple[int, int] = (0, 0)  # sent and received
     snapshots_moved: ClassVar[int] = 2
+    questions = (Swap, SwapCommit)
 
     @property
     def wake_at(self) -> Seconds | None:

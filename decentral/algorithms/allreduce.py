@@ -8,9 +8,6 @@ from statistics import median, median_low
 import torch
 from torch import Tensor
 
-from decentral.comm.gossip.pull import PullExchange
-from decentral.comm.wire.messages import Pull
-from decentral.core.algorithms import Algorithm
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
 from decentral.train import influence, outer
@@ -91,15 +88,3 @@ class AllReduceRule(BoundedRule):
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
         super().load(theta, state)
         self.closed, self.usual_tokens, self.usual_progress = None, UsualFigure(), UsualFigure()
-
-
-ALGORITHM = Algorithm(
-    name="allreduce",
-    rule=AllReduceRule,
-    machine=lambda context, close_at: PullExchange(context, close_at, blocking=True, seq=context.round),
-    questions=(Pull,),
-    partners=lambda gossip: None,
-    snapshot_bytes=4,
-    memory_bytes=16,
-    blocking=True,
-)

@@ -11,9 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from decentral.comm.gossip.pull import PullExchange
-from decentral.comm.wire.messages import Pull
-from decentral.core.algorithms import Algorithm
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution
@@ -279,16 +276,3 @@ def _differences(
     known = {one.peer: one.phi for one in partners if one.phi is not None}
     ours = sample.take(phi) if known else phi
     return {peer: sample.read(SLOW_WEIGHTS_CODEC, codecs, theirs) - ours for peer, theirs in known.items()}
-
-
-ALGORITHM = Algorithm(
-    name="pull",
-    rule=PullRule,
-    machine=lambda context, close_at: PullExchange(  # slow weights are pulled in every `consensus_every`-th window only
-        context, close_at, light=(PSEUDO_GRADIENT,), whole_every=context.gossip.consensus_every
-    ),
-    questions=(Pull,),
-    partners=lambda gossip: gossip.partners,
-    snapshot_bytes=1.53,
-    memory_bytes=24,  # phi, baseline, residual, spare, momentum in fp32, and two published snapshots
-)

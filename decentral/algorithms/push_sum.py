@@ -5,9 +5,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from decentral.comm.gossip.push import PushExchange
-from decentral.comm.wire.messages import Push
-from decentral.core.algorithms import Algorithm
 from decentral.core.config import GossipConfig
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
@@ -82,15 +79,3 @@ class PushSumRule(BoundedRule):
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
         super().load(theta, state)
         self.weight = state["weight"].reshape(()) if state else torch.ones(())
-
-
-ALGORITHM = Algorithm(
-    name="push_sum",
-    rule=PushSumRule,
-    machine=PushExchange,
-    questions=(Push,),
-    partners=lambda gossip: 1,
-    snapshot_bytes=1.01,
-    memory_bytes=16,  # the mass, the baseline, the way to a partner's weights, and two published snapshots
-    aligned=False,  # peers that push to each other at the same time only get in each other's way
-)

@@ -4,9 +4,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from decentral.comm.gossip.swap import SwapExchange
-from decentral.comm.wire.messages import Swap, SwapCommit
-from decentral.core.algorithms import Algorithm
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
 from decentral.train.bounded_rule import BoundedRule
@@ -42,15 +39,3 @@ class SymmetricRule(BoundedRule):
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
         super().load(theta, state)
         self.sent = None
-
-
-ALGORITHM = Algorithm(
-    name="symmetric",
-    rule=SymmetricRule,
-    machine=SwapExchange,
-    questions=(Swap, SwapCommit),
-    partners=lambda gossip: 1,
-    snapshot_bytes=1.01,
-    memory_bytes=16,  # two published snapshots, what was sent, the baseline and the way to the partner
-    aligned=False,  # peers that ask each other at the same time only get in each other's way
-)

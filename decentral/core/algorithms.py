@@ -1,30 +1,19 @@
-"""Gossip algorithms: what one is, and the fixed table in which its name is looked up.
+"""Between a gossip algorithm's exchange machine and the node: what each sees of the other.
 
-An algorithm is one record in one module of decentral/algorithms. That module is imported when somebody asks for the
-record, so the floors below it, the node among them, know no algorithm by name and load no torch. A name comes from the
-strict config and must stand in MODULES: nothing that comes from the network chooses code.
+The algorithms themselves are records of decentral/core/choices.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
+from decentral.core.choices import Algorithm
 from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Log, Machine, log
 from decentral.core.units import Seconds
 
 if TYPE_CHECKING:
     from decentral.core.config import GossipConfig
-
-MODULES = {
-    "pull": "decentral.algorithms.pull",
-    "symmetric": "decentral.algorithms.symmetric",
-    "push_sum": "decentral.algorithms.push_sum",
-    "allreduce": "decentral.algorithms.allreduce",
-    "synchronous": "decentral.algorithms.synchronous",
-}
 
 
 class GossipView(Protocol):
@@ -109,6 +98,7 @@ class FragmentContext:
 class GossipMachine(Machine, Protocol):
     """Runs the exchanges of one fragment, window after window: comm/gossip has three."""
 
+    questions: ClassVar[tuple[type, ...]]  # the message types that it answers
     seq: int  # number of the last window that was closed
     size: int  # bytes of the last snapshot
 
@@ -116,41 +106,9 @@ class GossipMachine(Machine, Protocol):
     def undecided(self) -> list[int]:
         """Open requests whose effect on the weights is a job under way: nobody can say yet that they are refused."""
 
+    @classmethod
+    def begin(cls, context: FragmentContext, close_at: Seconds, algorithm: Algorithm) -> Self:
+        """Return a machine whose first window ends at `close_at`."""
+
     def replan(self, now: Seconds) -> None:
         """Brings the window's end forward, where it lies further ahead than a window is long now."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Algorithm:
-    """All that the project needs to know of one value of `gossip.algorithm`."""
-
-    name: str
-    rule: Any
-    """The class of its update rules, a subclass of UpdateRule in train/update_rules.py."""
-
-    machine: Callable[[FragmentContext, Seconds], GossipMachine] | None
-    """Makes a fragment's exchange machine, whose first window ends at that time; None: the algorithm is exact."""
-
-    questions: tuple[type, ...]
-    """The message types that the machine answers; they stand in comm/wire/messages.py."""
-
-    partners: Callable[["GossipConfig"], int | None]
-    """How many partners are drawn for a window, by the bandwidth of their links; None: all holders, in order."""
-
-    snapshot_bytes: float
-    """At most this many bytes per parameter in a published snapshot, besides a few bytes for each section."""
-
-    memory_bytes: int
-    """At most this many bytes per parameter of gossip state on the device and in published snapshots."""
-
-    blocking: bool = False  # training waits for each merge
-    exact: bool = False  # all peers take one step with the gradients of all: comm/rounds takes the place of exchanges
-    aligned: bool = True  # windows end at the same instants on all peers; else each peer draws its own phase
-
-
-@cache
-def algorithm(name: str) -> Algorithm:
-    """The record of that name, which must be one of MODULES."""
-    found: Algorithm = import_module(MODULES[name]).ALGORITHM
-    assert found.name == name, f"{MODULES[name]} says that it is {found.name}"
-    return found

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from decentral.core import config, jobs
-from decentral.core.algorithms import algorithm
+from decentral.core.choices import ALGORITHMS
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
@@ -178,7 +178,7 @@ class FragmentGossip:
                 return self._export(fragment)
 
     def begin(self, newcomer: bool) -> None:
-        self.holding = {EVERY_ROUND} if algorithm(self.gossip.algorithm).exact else set()
+        self.holding = {EVERY_ROUND} if ALGORITHMS[self.gossip.algorithm].exact else set()
         for gossiped in self.fragments:
             gossiped.newcomer = newcomer
 

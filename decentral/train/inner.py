@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from decentral.core import config, rng
+from decentral.core.choices import OPTIMIZERS
 from decentral.core.jobs import Fragment
 from decentral.train import gpt
 from decentral.train.optimizers import (
@@ -139,12 +140,12 @@ class Live:
     def _groups(self, layers: Sequence[nn.Module], start: int) -> tuple[list[nn.Parameter], ...]:
         """The fragment's parameters in their order in theta: Muon's matrices, AdamW's matrices, gains."""
         blocks, matrices, gains = [], [], []
+        apart = bool(OPTIMIZERS[self.train.optimizer].stretch)
         for number in range(self.fragment.first, self.fragment.last):
-            muon = self.train.optimizer == "muon" and 0 < number < self._last
             for parameter in layers[number - start].parameters():
                 if parameter.ndim < 2:
                     gains.append(parameter)
-                elif muon and parameter.ndim == 2:
+                elif apart and 0 < number < self._last and parameter.ndim == 2:
                     blocks.append(parameter)
                 else:
                     matrices.append(parameter)

@@ -31,6 +31,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from decentral.core.choices import OPTIMIZERS
+
 Quantise = Callable[[Tensor], Tensor]
 """What the partners will read: decode(encode(x)), fp32 [n]."""
 
@@ -133,7 +135,7 @@ def limited(vector: Tensor, length: Tensor) -> Tensor:
 
 def rho_of(steps: int, optimizer: str) -> float:
     """How much of a correction is taken that comes `steps` of our steps after the close; all of it up to one step."""
-    return 1.0 if optimizer == "muon" else min(1.0, 2 / (1 + max(0, steps)))
+    return 1.0 if OPTIMIZERS[optimizer].takes_all else min(1.0, 2 / (1 + max(0, steps)))
 
 
 def token_weights(tokens: Sequence[float]) -> list[float]:

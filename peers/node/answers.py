@@ -13,7 +13,7 @@ from decentral.comm.wire import messages
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_PROBE_BYTES, Message, Refused
 from decentral.comm.wire.transport import Asked, Reply
-from decentral.core.algorithms import algorithm
+from decentral.core.choices import ALGORITHMS
 from decentral.core.ids import PeerId
 from decentral.core.jobs import RetainedExported, StateExported
 from decentral.core.machine import Effect
@@ -118,7 +118,7 @@ class Answers:
             case messages.Probe():
                 return MAX_PROBE_BYTES
             case messages.Swap(offered) | messages.Push(offered):
-                snapshot_bytes = algorithm(setup.config.gossip.algorithm).snapshot_bytes
+                snapshot_bytes = ALGORITHMS[setup.config.gossip.algorithm].snapshot_bytes
                 held = {one.index: int(one.parameters * snapshot_bytes) + BLOB_SLACK_BYTES for one in setup.fragments}
                 return held.get(offered.fragment, 0)
             case messages.ForwardRequest() if setup.routes:

@@ -1,4 +1,4 @@
-"""The exchanges of all fragments that we hold: one machine each, of the run's algorithm (core/algorithms.py).
+"""The exchanges of all fragments that we hold: one machine each, of the run's algorithm (core/choices.py).
 
 They begin when training does, and come and go with the fragments of a move. In a run with exact gradients there are
 none: its rounds (comm/rounds/round.py) take their place, and questions for exchanges are refused.
@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from random import Random
 
 from decentral.comm.wire.messages import MOST_FOLLOWED, Message, Refused
-from decentral.core.algorithms import Algorithm, FragmentContext, GossipMachine, algorithm
+from decentral.core import choices
+from decentral.core.algorithms import FragmentContext, GossipMachine
+from decentral.core.choices import ALGORITHMS, Algorithm
 from decentral.core.jobs import Fragment
 from decentral.core.machine import Effect, Woke, earliest
 from decentral.core.reasons import Reason
@@ -30,7 +32,7 @@ class FragmentExchanges:
 
     @property
     def algorithm(self) -> Algorithm:
-        return algorithm(self.setup().config.gossip.algorithm)
+        return ALGORITHMS[self.setup().config.gossip.algorithm]
 
     @property
     def wake_at(self) -> Seconds | None:
@@ -102,13 +104,12 @@ class FragmentExchanges:
         setup, known = self.setup(), self.algorithm
         if index not in self.running and not known.exact:
             return Refused(Reason.NOT_READY if index in setup.held else Reason.FRAGMENT)
-        unknown = not isinstance(message, known.questions)
+        unknown = known.exact or not isinstance(message, choices.load(known.machine).questions)
         return Refused(Reason.ALGORITHM, f"this run gossips by {known.name}") if unknown else None
 
     def _exchange(self, fragment: Fragment, now: Seconds) -> GossipMachine:
         """Windows of the fragments are staggered, so that one at a time is on the wire."""
         setup, known = self.setup(), self.algorithm
-        assert known.machine is not None, f"{known.name} has no exchanges"
         phase = (fragment.index + 1) / len(setup.cuts) if known.aligned else self.chance.random()
         others = self.selection.roster.live.values() if known.blocking else ()
         newest = max((one.record.round for one in others if one.record.round < MOST_FOLLOWED), default=0)
@@ -116,4 +117,5 @@ class FragmentExchanges:
         is_back = setup.restored_step is not None or fragment.index in self._dropped  # a move that failed, or one back
         restored_at = now if is_back and not known.blocking else 0.0
         context = FragmentContext(setup.run, own, fragment.index, phase, gossip, self.selection, newest, restored_at)
-        return known.machine(context, context.next_close(now, 0))
+        machine: type[GossipMachine] = choices.load(known.machine)
+        return machine.begin(context, context.next_close(now, 0), known)

@@ -12,7 +12,7 @@ from random import Random
 from statistics import median_low
 
 from decentral.comm.wire.meter import Meter
-from decentral.core.algorithms import algorithm
+from decentral.core.choices import ALGORITHMS
 from decentral.core.fragments import share
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
@@ -46,8 +46,10 @@ class PeerSelection:
     def partners(self, fragment: int, now: Seconds) -> Sequence[PeerId]:
         """The peers to exchange with: drawn by the bandwidth of their links, so that each has a chance."""
         gossip = self.setup().config.gossip
-        holders, count = self.holders(fragment), algorithm(gossip.algorithm).partners(gossip)
-        return holders if count is None else self._draw(holders, min(self.lengths.pulls(count), len(holders)))
+        holders, most = self.holders(fragment), ALGORITHMS[gossip.algorithm].partners
+        if most is None:
+            return holders
+        return self._draw(holders, min(self.lengths.pulls(min(most, gossip.partners)), len(holders)))
 
     def tokens_per_s(self, peer: PeerId, fragment: int) -> float:
         """The published speed is that through the whole model; with routes a peer may compute this fragment only.

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decentral.comm.gossip.snapshots import Exchange
-from decentral.core.algorithms import FragmentContext, algorithm
+from decentral.core.algorithms import FragmentContext
+from decentral.core.choices import ALGORITHMS, load
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId, RunId
 from decentral.core.units import Seconds
@@ -84,9 +85,8 @@ def test_a_snapshot_of_a_long_window_may_be_as_old_as_two_of_them(windows: int, 
 @pytest.mark.parametrize("algorithm_name", ["pull", "symmetric", "push_sum"])
 def test_a_window_that_was_planned_when_windows_were_long_is_brought_forward(algorithm_name: str) -> None:
     early = context(1024)
-    make = algorithm(algorithm_name).machine
-    assert make is not None
-    machine = make(early, early.next_close(3.0, 0))
+    algorithm = ALGORITHMS[algorithm_name]
+    machine = load(algorithm.machine).begin(early, early.next_close(3.0, 0), algorithm)
     assert isinstance(machine, Exchange)
     machine.replan(3.0)
     assert machine.close_at == early.next_close(3.0, 0)

@@ -13,7 +13,7 @@ from decentral.comm.wire import blobs, codec, messages
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import ExecutionId, Hop, Message, RoundMember, Snapshot
 from decentral.comm.wire.transport import Ask
-from decentral.core.algorithms import algorithm
+from decentral.core.choices import ALGORITHMS, load
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, Layout, Section
 from decentral.peers.joining.fetch import PIECE_BYTES
@@ -173,7 +173,8 @@ class Known:
 
 def questions_for(node: Node) -> tuple[type[Message], ...]:
     """The kinds that this node answers, as far as the run's algorithm decides that."""
-    taken = algorithm(node.setup.config.gossip.algorithm).questions
+    machine = ALGORITHMS[node.setup.config.gossip.algorithm].machine
+    taken = load(machine).questions if machine else ()
     more = ROUNDS if node.rounds else ()
     return tuple(kind for kind in QUESTIONS if kind not in (*EXCHANGES, *ROUNDS) or kind in (*taken, *more))
 
