@@ -37,7 +37,6 @@ from decentral.dashboard.child import DashboardProcess, dashboard
 from decentral.invitation_files import FounderFile, founded, write_holding
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.state import StateFolder
-from decentral.train import measure, memory
 
 PEER_START_S = 180.0  # a peer imports torch, reads data and measures itself; four at once on two cores
 PEER_LEAVE_S = 120.0
@@ -89,6 +88,8 @@ def check_memory(flags: argparse.Namespace, folder: Path) -> None:
         return
     run = config.load(flags.config, flags.set)
     if run.model.layers is None:
+        from decentral.train import measure, memory  # load torch
+
         needs = memory.needs_on(run, measure.choose(flags.device, run.train.dtype, 1.0, 0.0))
         memory.check_together(needs, len(flags.memory), max(flags.memory))
 

@@ -11,7 +11,7 @@ import torch
 
 from decentral import launch, peer
 from decentral.core.errors import UserError
-from decentral.launch import Place
+from decentral.core.rank_place import Place
 from tests.commands.peer_processes import LIMIT_S, TINY, Peers, exchanged
 
 SAVING_OFTEN = ["--set", "swarm.checkpoint_every_s=1", "--set", "gossip.core_share=1"]  # and exchanging often
