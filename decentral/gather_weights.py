@@ -101,7 +101,8 @@ def from_folders(paths: Sequence[str], own: OwnInputs = NOTHING_NAMED) -> Gather
     pairs = ((folder, peer) for folder, peer in newest.items() if folder != peer)
     copies = [f"{copy} at step {steps[copy]}: a copy of {peer}, which is at step {steps[peer]}" for copy, peer in pairs]
     left_out = [*copies, *leave_out_laggards(holders)]
-    return GatheredRun(*runs[0], [one for one in holders if one.weights], tuple(left_out))
+    run, settings = runs[0]
+    return GatheredRun(run, settings, [one for one in holders if one.weights], tuple(left_out))
 
 
 def _of_folder(folder: Path, step: int) -> HolderWeights:

@@ -12,7 +12,7 @@ import resource
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from decentral import command, compile_caches, state
 from decentral.comm.net import ports
@@ -82,7 +82,7 @@ async def _listen(flags: argparse.Namespace, folder: state.StateFolder, key: Pat
     return await Libp2p.start(key, wanted, flags.announce, clock, command.stage)
 
 
-def _metrics_server(flags: argparse.Namespace) -> AbstractContextManager[Any]:
+def _metrics_server(flags: argparse.Namespace) -> AbstractContextManager[object]:
     """Return the server of --metrics, which has its port before anything is settled. Raises UserError if it cannot."""
     if not flags.metrics:
         return nullcontext()

@@ -95,8 +95,8 @@ class Exchange:
 
 def describe(context: FragmentContext, closed: WindowClosed, now: Seconds) -> Snapshot:
     """The header of what we publish at a window's end."""
-    counted, at, digest = (closed.tokens, closed.lr_sum), now - closed.ago_s, blobs.digest(closed.blob)
-    return Snapshot(context.run, context.fragment, closed.seq, *counted, at, closed.layout, digest)
+    at, digest, run, fragment = now - closed.ago_s, blobs.digest(closed.blob), context.run, context.fragment
+    return Snapshot(run, fragment, closed.seq, closed.tokens, closed.lr_sum, at, closed.layout, digest)
 
 
 def check(
@@ -193,16 +193,16 @@ class SnapshotStore:
         begun = self._make(self.latest[-1]) if self.asked_late and closed.on_request else []
         self.asked_late = max(0, self.asked_late - 1)
         waited, self.waiting = self.waiting, []
-        return [*begun, *(effect for one in waited for effect in self._answer(*one, now))]
+        return begun + [each for request, pull, until in waited for each in self._answer(request, pull, until, now)]
 
     def answer(self, request: int, pull: Pull, now: Seconds) -> list[Effect]:
         return self._answer(request, pull, now + pull.patience_s, now)
 
     def lose_patience(self, now: Seconds) -> list[Effect]:
         """Answers those who have waited long enough, with what there is."""
-        over = [one for one in self.waiting if one[2] <= now]
+        over = [(request, pull, until) for request, pull, until in self.waiting if until <= now]
         self.waiting = [one for one in self.waiting if one[2] > now]
-        return [effect for one in over for effect in self._answer(*one, now)]
+        return [effect for request, pull, until in over for effect in self._answer(request, pull, until, now)]
 
     def encoded(self, done: SectionsEncoded) -> list[Effect]:
         """More sections of the newest snapshot are there: answers those who asked for them."""

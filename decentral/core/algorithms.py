@@ -5,7 +5,7 @@ The algorithms themselves are records of decentral/core/choices.py.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from decentral.core.choices import Algorithm
 from decentral.core.ids import PeerId, RunId
@@ -98,13 +98,16 @@ class FragmentContext:
 class GossipMachine(Machine, Protocol):
     """Runs the exchanges of one fragment, window after window: comm/gossip has three."""
 
-    questions: ClassVar[tuple[type, ...]]  # the message types that it answers
     seq: int  # number of the last window that was closed
     size: int  # bytes of the last snapshot
 
     @property
     def undecided(self) -> list[int]:
         """Open requests whose effect on the weights is a job under way: nobody can say yet that they are refused."""
+
+    @property
+    def questions(self) -> tuple[type, ...]:
+        """The message types that it answers."""
 
     @classmethod
     def begin(cls, context: FragmentContext, close_at: Seconds, algorithm: Algorithm) -> Self:

@@ -77,7 +77,8 @@ def facts_of(settings: Config) -> dict[str, str | int]:
     """
     model, built_in = settings.model, settings.model.layers is None
     size = {"layers": len(model.layer_parameters), "parameters": sum(model.layer_parameters)} if built_in else {}
-    shape = {"width": model.d_model, "context": model.context, "code": plain_text(model.layers or "")}
+    code = plain_text(model.layers or "")
+    shape: dict[str, str | int] = {"width": model.d_model, "context": model.context, "code": code}
     training = {"algorithm": settings.gossip.algorithm, "optimizer": settings.train.optimizer}
     return {"layers": 0, "parameters": 0, **size, **shape, "data": settings.data.kind, **training}
 

@@ -82,8 +82,8 @@ def corpus(data: config.DataConfig, model: config.ModelConfig) -> Corpus:
         raise UserError(f"data: token {highest} does not fit model.vocabulary {model.vocabulary}")
     if tokens.dtype.kind == "i" and (lowest := min(int(chunk.min()) for chunk in chunks)) < 0:
         raise UserError(f"data: {data.path} has the token {lowest}; a token is at least 0")
-    runs = divide(tokens, data.held_out, model.context + 1)
-    return Corpus(tokens, model.context, *runs, [said] if said else [])
+    train, held_out = divide(tokens, data.held_out, model.context + 1)
+    return Corpus(tokens, model.context, train, held_out, [said] if said else [])
 
 
 def _read(data: config.DataConfig, vocabulary: int) -> tuple[Tokens, str | None]:

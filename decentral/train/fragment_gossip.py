@@ -211,8 +211,8 @@ class FragmentGossip:
         layout, blob = packer.finish()
         assert set(layout) <= {*gossiped.layout, *gossiped.codings}
         yield from gossiped.correct(correction)
-        counted, on_request = (window.tokens, window.lr_sum), gossiped.on_request
-        return jobs.WindowClosed(job.fragment, job.seq, *counted, layout, blob, on_request, gossiped.codings)
+        tokens, lr_sum, on_request = window.tokens, window.lr_sum, gossiped.on_request
+        return jobs.WindowClosed(job.fragment, job.seq, tokens, lr_sum, layout, blob, on_request, gossiped.codings)
 
     def _rest(self, fragment: int) -> Program:
         yield Phase.EDGE
@@ -223,7 +223,8 @@ class FragmentGossip:
         yield Phase.BESIDE
         packer = Packer(self.tools.codecs)
         self._by_index[fragment].rule.encode(packer)
-        return jobs.SectionsEncoded(fragment, seq, *packer.finish())
+        layout, blob = packer.finish()
+        return jobs.SectionsEncoded(fragment, seq, layout, blob)
 
     def _merge(self, job: jobs.Merge) -> Program:
         yield Phase.BESIDE
@@ -263,7 +264,8 @@ class FragmentGossip:
             yield Phase.EDGE
         packer = Packer(self.tools.codecs)
         gossiped.rule.donate(gossiped.live, packer)
-        return jobs.StateExported(fragment, *packer.finish())
+        layout, blob = packer.finish()
+        return jobs.StateExported(fragment, layout, blob)
 
     # With exact gradients: both at a step edge
 
@@ -273,7 +275,8 @@ class FragmentGossip:
         live = gossiped.live
         gossiped.rule.close_round(live, packer)
         tokens, lr_sum, live.tokens, live.lr_sum = live.tokens, live.lr_sum, 0, 0.0
-        return jobs.WindowClosed(fragment, seq, tokens, lr_sum, *packer.finish())
+        layout, blob = packer.finish()
+        return jobs.WindowClosed(fragment, seq, tokens, lr_sum, layout, blob)
 
     def advance(self, fragment: int, sums: Sequence[jobs.Contribution]) -> list[tuple[PeerId, str]]:
         """Takes the round's step with these sums; gives the peers whose sums were refused, with the reasons."""

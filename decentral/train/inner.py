@@ -43,7 +43,7 @@ def fragments(parameters: Sequence[int], at_least: int) -> list[Fragment]:
     if len(groups) > 1 and groups[-1][2] < at_least:
         _, last, count = groups.pop()
         groups[-1] = [groups[-1][0], last, groups[-1][2] + count]
-    return [Fragment(number, *group) for number, group in enumerate(groups)]
+    return [Fragment(number, first, last, count) for number, (first, last, count) in enumerate(groups)]
 
 
 class Live:

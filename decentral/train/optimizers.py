@@ -174,11 +174,11 @@ class OptimizerState:
             self.stretches.append(self._in_bytes(cut, end, train, device))
         at = 0
         for begin, stop, decay in wide:
-            count = stop - begin
-            moments = self.exp_avg[cut + at : cut + at + count], self.exp_avg_sq[at : at + count]
-            if count:
-                self.stretches.append(AdamW(begin, stop, train, decay, *moments))
-            at += count
+            after = at + stop - begin
+            first, second = self.exp_avg[cut + at : cut + after], self.exp_avg_sq[at:after]
+            if after > at:
+                self.stretches.append(AdamW(begin, stop, train, decay, first, second))
+            at = after
 
     def _in_bytes(self, begin: int, end: int, train: config.TrainConfig, device: torch.device) -> "AdamW8bit":
         kernels, count = kernels_8bit(), end - begin
