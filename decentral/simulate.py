@@ -78,8 +78,7 @@ def scenario_of(flags: argparse.Namespace) -> Scenario:
     """The scenario that the flags describe. Raises UserError."""
     run_config = config.load(flags.config, flags.set)
     if run_config.synchronous:
-        known = "pull, symmetric, push_sum or allreduce"
-        raise UserError(f"gossip.algorithm synchronous is not simulated; expected {known}")
+        raise UserError("gossip.algorithm synchronous is not simulated; expected pull or allreduce")
     many = flags.peers > MOST_AUDITED
     pace = Pace(flags.step_seconds, flags.noise, report_s=60.0 if many else 10.0)
     settings = SwarmSettings.of(run_config, pace, flags.throttle, flags.tokens_per_step)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from decentral.comm.gossip.pull import PullExchange
-from decentral.comm.wire.messages import Pull
 from decentral.core.algorithms import Algorithm
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
@@ -127,7 +126,7 @@ class PullRule(UpdateRule):
         distance = 0.0 if phi is None else kernels.distance(self.phi, phi)
         return PulledWindow(one.peer, one.tokens, one.lr_sum, {}, pseudo_gradient, length, phi, distance)
 
-    def merge(self, theta: Tensor | None, parts: Sequence[Parts], steps: int) -> Correction:
+    def merge(self, parts: Sequence[Parts], steps: int) -> Correction:
         assert self.closed is not None, "merge without a close"
         own, blob = self.closed
         partners = [part for part in parts if isinstance(part, PulledWindow)]
@@ -287,8 +286,6 @@ ALGORITHM = Algorithm(
     machine=lambda context, close_at: PullExchange(  # slow weights are pulled in every `consensus_every`-th window only
         context, close_at, light=(PSEUDO_GRADIENT,), whole_every=context.gossip.consensus_every
     ),
-    questions=(Pull,),
     partners=lambda gossip: gossip.partners,
-    snapshot_bytes=1.53,
     memory_bytes=24,  # phi, baseline, residual, spare, momentum in fp32, and two published snapshots
 )

@@ -73,9 +73,7 @@ ALGORITHM = Algorithm(
     name="synchronous",
     rule=SynchronousRule,
     machine=None,
-    questions=(),
     partners=lambda gossip: None,
-    snapshot_bytes=4,
     memory_bytes=24,  # of three holders the gradient sums of two rounds, in fp32
     exact=True,
 )

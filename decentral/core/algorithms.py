@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 MODULES = {
     "pull": "decentral.algorithms.pull",
-    "symmetric": "decentral.algorithms.symmetric",
-    "push_sum": "decentral.algorithms.push_sum",
     "allreduce": "decentral.algorithms.allreduce",
     "synchronous": "decentral.algorithms.synchronous",
 }
@@ -107,14 +105,10 @@ class FragmentContext:
 
 
 class GossipMachine(Machine, Protocol):
-    """Runs the exchanges of one fragment, window after window: comm/gossip has three."""
+    """Runs the exchanges of one fragment, window after window: comm/gossip/pull.py."""
 
     seq: int  # number of the last window that was closed
     size: int  # bytes of the last snapshot
-
-    @property
-    def undecided(self) -> list[int]:
-        """Open requests whose effect on the weights is a job under way: nobody can say yet that they are refused."""
 
     def replan(self, now: Seconds) -> None:
         """Brings the window's end forward, where it lies further ahead than a window is long now."""
@@ -131,21 +125,14 @@ class Algorithm:
     machine: Callable[[FragmentContext, Seconds], GossipMachine] | None
     """Makes a fragment's exchange machine, whose first window ends at that time; None: the algorithm is exact."""
 
-    questions: tuple[type, ...]
-    """The message types that the machine answers; they stand in comm/wire/messages.py."""
-
     partners: Callable[["GossipConfig"], int | None]
     """How many partners are drawn for a window, by the bandwidth of their links; None: all holders, in order."""
-
-    snapshot_bytes: float
-    """At most this many bytes per parameter in a published snapshot, besides a few bytes for each section."""
 
     memory_bytes: int
     """At most this many bytes per parameter of gossip state on the device and in published snapshots."""
 
     blocking: bool = False  # training waits for each merge
     exact: bool = False  # all peers take one step with the gradients of all: comm/rounds takes the place of exchanges
-    aligned: bool = True  # windows end at the same instants on all peers; else each peer draws its own phase
 
 
 @cache

@@ -14,7 +14,6 @@ from decentral.core.fragments import Layout as Layout
 from decentral.core.fragments import Section as Section
 from decentral.core.fragments import share as share
 from decentral.core.ids import PeerId
-from decentral.core.outcomes import Absorbed as Absorbed
 from decentral.core.outcomes import AppliedTokens as AppliedTokens
 from decentral.core.outcomes import BackwardDone as BackwardDone
 from decentral.core.outcomes import ClockSet as ClockSet
@@ -106,17 +105,6 @@ class Merge:
     fragment: int
     seq: int
     contributions: tuple[Contribution, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Absorb:
-    """Push-sum: add the mass that a partner pushed -> Absorbed.
-
-    If the contribution's `peer` is ourselves, it is our own mass that nobody took.
-    """
-
-    fragment: int
-    contribution: Contribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +297,6 @@ class Advance:
 
 StageJob = Draw | Forward | Backward | Forget | Compare | Seal | Apply | Drop
 RoundJob = CloseRound | Advance
-GossipJob = CloseWindow | Rest | EncodeSections | Merge | Absorb | ExportState
+GossipJob = CloseWindow | Rest | EncodeSections | Merge | ExportState
 SpanJob = ChangeSpan | ExportRetained
 Job = GossipJob | SpanJob | RoundJob | ImportState | SetClock | Evaluate | Save | Start | Finish | StageJob

@@ -86,13 +86,6 @@ class Merged:
 
 
 @dataclass(frozen=True, slots=True)
-class Absorbed:
-    fragment: int
-    accepted: bool
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class StateExported:
     fragment: int
     layout: Layout
@@ -248,7 +241,7 @@ class RoundClosed:
 
 
 StageOutcome = ForwardDone | BackwardDone | ExecutionFailed | Sealed | Compared | Forgotten | Stepped
-GossipOutcome = WindowClosed | Rested | NotHeld | SectionsEncoded | Merged | Absorbed | StateExported
+GossipOutcome = WindowClosed | Rested | NotHeld | SectionsEncoded | Merged | StateExported
 SpanOutcome = SpanChanged | RetainedExported
 StateOutcome = StateImported | ClockSet | Evaluated | Saved | Started
 Outcome = StageOutcome | GossipOutcome | SpanOutcome | RoundClosed | StateOutcome | JobFailed

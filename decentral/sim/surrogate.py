@@ -2,7 +2,7 @@
 
 The numbers descend towards the minimum of a quadratic objective, with noise of each peer's own, as replicas do that see
 different data. Windows end and merge in train/fragment_gossip.py, so what a simulation checks (progress is counted
-once, mass is conserved, replicas stay together) is checked on the code that trains. Blobs are as long as real ones.
+once, replicas stay together) is checked on the code that trains. Blobs are as long as real ones.
 """
 
 import errno

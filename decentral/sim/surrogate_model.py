@@ -37,8 +37,7 @@ class SyntheticCodecs:
         return self.codecs.decode(codec, memoryview(blob), elements)
 
     def size(self, codec: str, elements: int) -> int:
-        """A section of one number (push-sum's weight) is not one of parameters: its size is its own."""
-        return self.codecs.size(codec, 1 if elements == 1 else round(elements * self.times))
+        return self.codecs.size(codec, round(elements * self.times))
 
 
 @dataclass(frozen=True, slots=True)

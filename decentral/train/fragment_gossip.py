@@ -1,9 +1,9 @@
 """The gossip of all fragments on this peer: ends of windows, merges, and the state that newcomers get.
 
-FragmentGossip's programs are the jobs CloseWindow, Rest, EncodeSections, Merge, Absorb and ExportState, on live weights
-whoever trains them: train/compute.py on a device, a simulator in virtual time. The training thread gives a copy of the
-weights and takes a correction; all else goes on beside it (train/job_phases.py). What comes from partners is checked
-here before it moves anything; the numerics are in the update rules of decentral/algorithms.
+FragmentGossip's programs are the jobs CloseWindow, Rest, EncodeSections, Merge and ExportState, on live weights whoever
+trains them: train/compute.py on a device, a simulator in virtual time. The training thread gives a copy of the weights
+and takes a correction; all else goes on beside it (train/job_phases.py). What comes from partners is checked here
+before it moves anything; the numerics are in the update rules of decentral/algorithms.
 """
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
@@ -172,8 +172,6 @@ class FragmentGossip:
                 return self._encode(fragment, seq)
             case jobs.Merge():
                 return self._merge(job)
-            case jobs.Absorb(fragment, contribution):
-                return self._absorb(fragment, contribution)
             case jobs.ExportState(fragment):
                 return self._export(fragment)
 
@@ -207,10 +205,9 @@ class FragmentGossip:
         theta = yield from gossiped.copied()
         packer = Packer(self.tools.codecs)
         gossiped.rule.sparsely = job.sparse
-        correction = gossiped.rule.close(theta, window, packer)
+        gossiped.rule.close(theta, window, packer)
         layout, blob = packer.finish()
         assert set(layout) <= {*gossiped.layout, *gossiped.codings}
-        yield from gossiped.correct(correction)
         counted, on_request = (window.tokens, window.lr_sum), gossiped.on_request
         return jobs.WindowClosed(job.fragment, job.seq, *counted, layout, blob, on_request, gossiped.codings)
 
@@ -230,7 +227,7 @@ class FragmentGossip:
         gossiped = self._by_index[job.fragment]
         parts, rejected = gossiped.read(job.contributions)
         steps = gossiped.live.steps + self.steps_to_edge()
-        yield from gossiped.correct(gossiped.rule.merge(None, parts, steps))
+        yield from gossiped.correct(gossiped.rule.merge(parts, steps))
         left_out = gossiped.rule.left_out
         rejected += [(peer, Reason.OPPOSED) for peer in left_out]
         if job.fragment in self.holding:
@@ -238,17 +235,6 @@ class FragmentGossip:
             self.holding.discard(job.fragment)
         used = tuple(part.peer for part in parts if part.peer not in left_out)
         return jobs.Merged(job.fragment, job.seq, used, tuple(rejected))
-
-    def _absorb(self, fragment: int, contribution: jobs.Contribution) -> Program:
-        yield Phase.BESIDE
-        gossiped = self._by_index[fragment]
-        parts, rejected = gossiped.read([contribution])
-        if rejected:
-            return jobs.Absorbed(fragment, False, rejected[0][1])
-        yield Phase.EDGE
-        theta = yield from gossiped.copied()
-        yield from gossiped.correct(gossiped.rule.merge(theta, parts, gossiped.live.steps))
-        return jobs.Absorbed(fragment, True)
 
     def _export(self, fragment: int) -> Program:
         yield Phase.BESIDE

@@ -59,7 +59,7 @@ class WorkingSpan(HeldSpan, Protocol):
 def time_kind(job: jobs.Job) -> str:
     """What the training thread's time for this job is spent on: a field of TimeSpent."""
     match job:
-        case jobs.CloseWindow() | jobs.Rest() | jobs.EncodeSections() | jobs.Merge() | jobs.Absorb():
+        case jobs.CloseWindow() | jobs.Rest() | jobs.EncodeSections() | jobs.Merge():
             return "gossip"
         case jobs.CloseRound():  # it encodes sums of gradients for the others
             return "gossip"
@@ -124,14 +124,7 @@ class JobRunner(ABC):
     def program(self, job: jobs.Job) -> Program:
         """A job in its phases. What another peer sent and cannot be used is an outcome, not an error."""
         match job:
-            case (
-                jobs.CloseWindow()
-                | jobs.Rest()
-                | jobs.EncodeSections()
-                | jobs.Merge()
-                | jobs.Absorb()
-                | jobs.ExportState()
-            ):
+            case jobs.CloseWindow() | jobs.Rest() | jobs.EncodeSections() | jobs.Merge() | jobs.ExportState():
                 return self.gossip.program(job)
             case jobs.ImportState():
                 return self._import(job)

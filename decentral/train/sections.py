@@ -38,11 +38,6 @@ class Packer:
         """Appends a section of fp32 values [n]."""
         self.add_encoded(name, codec, values.numel(), self.codecs.encode(codec, values))
 
-    def add_and_read(self, name: str, codec: str, values: Tensor) -> Tensor:
-        """Appends a section of fp32 values [n]; gives the values as those who read the blob see them."""
-        self.add(name, codec, values)
-        return self.codecs.decode(codec, self.parts[-1], values.numel()).to(values.device)
-
     def add_encoded(self, name: str, codec: str, elements: int, part: bytes) -> None:
         """Appends a section that is encoded already."""
         self.sections.append(Section(name, codec, elements, len(part)))

@@ -157,7 +157,7 @@ def test_the_line_to_go_on_with_can_be_given_to_a_shell(tmp_path: Path) -> None:
     assert "go on later with: python -m decentral.peer --state-dir '/home/my peers/one'\n" in said
 
 
-@pytest.mark.parametrize("algorithm", ["pull", "symmetric", "push_sum", "allreduce"])
+@pytest.mark.parametrize("algorithm", ["pull", "allreduce"])
 def test_a_public_swarm_says_so_and_whether_its_algorithm_is_made_against_hostile_peers(
     algorithm: str, tmp_path: Path
 ) -> None:

@@ -387,7 +387,6 @@ DECODERS: dict[str, Decoder] = {
         (
             "train.update_rules.fits",
             "train.update_rules.read",
-            "algorithms.push_sum.check",
             "algorithms.synchronous.check",
         ),
     ),

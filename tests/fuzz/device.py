@@ -114,8 +114,6 @@ class Device:
                 rejected = [part.peer for part in parts if self._fails()]
                 used = tuple(part.peer for part in parts if part.peer not in rejected)
                 return jobs.Merged(fragment, seq, used, tuple((peer, "nan") for peer in rejected), 0.01)
-            case jobs.Absorb(fragment):
-                return jobs.Absorbed(fragment, False, "nan") if self._fails() else jobs.Absorbed(fragment, True)
             case jobs.ExportState(fragment):
                 return jobs.StateExported(fragment, *(((), b"") if self._fails() else (STATE, blob_of(STATE))))
             case jobs.ExportRetained(fragment):

@@ -19,7 +19,7 @@ from tests.fuzz.fuzzed_node import FuzzedNode, Kind
 from tests.test_docs import section
 
 ROW = re.compile(r"^\| `(\w+)\.(\w+)` \| `([^`]+)` \| `([\w/]+)\.py` \|", re.MULTILINE)
-KINDS: tuple[Kind, ...] = ("pull", "symmetric", "push_sum", "synchronous", "spans", "private")
+KINDS: tuple[Kind, ...] = ("pull", "synchronous", "spans", "private")
 STEPS = 400
 MANY = 64  # entries: what has more has grown
 

@@ -14,7 +14,7 @@ from tests.peers.node.test_peer_selection import FRAGMENTS, Swarm
 @pytest.fixture
 def exchanges(tmp_path: Path) -> FragmentExchanges:
     selection = Swarm(Identity.load_or_create(tmp_path / "identity.key")).asks
-    return FragmentExchanges(selection.setup, selection, Random(0))
+    return FragmentExchanges(selection.setup, selection)
 
 
 def restored_at(exchanges: FragmentExchanges, index: int) -> float:
