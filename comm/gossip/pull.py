@@ -42,6 +42,7 @@ from decentral.core.machine import Effect, Log, Woke, earliest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
+WHOLE_EVERY = 3  # windows between two pulls of slow weights; pseudo-gradients are pulled in each
 MOST_READ = 0.6  # of the holders: where a window reads so many, slow weights, which tell of the others, are pulled
 RARER = 3  # times more rarely (docs/results/convergence.md)
 BEHIND_PERIODS = 1.5  # periods between two windows of ours, from which on we have missed some of the partners'
@@ -78,7 +79,7 @@ class PullWindow:
     on_request: Layout = ()  # more sections of the same window, which a partner may have by now or not
     codings: Layout = ()  # of sections that a partner may have in another code than we
     partners: Sequence[PeerId] = ()
-    whole_every: int = 1  # the exchange's, or more where the partners are most of the holders
+    whole_every: int = 1  # in every so many windows all sections are asked of the first partner
     enough_at: Seconds = 0.0
     sections: dict[PeerId, tuple[str, ...]] = field(default_factory=dict)  # asked of each partner; (): all
     pending: set[PeerId] = field(default_factory=set)
@@ -103,7 +104,6 @@ class PullExchange:
     size: int = 0  # bytes that a partner sends us in a window, by our last snapshot
     blocking: bool = False
     light: tuple[str, ...] = ()  # sections asked of every partner in every window; none: all
-    whole_every: int = 1  # in every so many windows all sections are asked of the first partner, or more rarely
     published: SnapshotStore = field(default_factory=SnapshotStore)
     seen: dict[PeerId, int] = field(default_factory=dict)  # newest seq merged or refused, by partner
     claims: TokenClaims = field(default_factory=TokenClaims)
@@ -221,7 +221,7 @@ class PullExchange:
 
     def _whole_every(self, partners: Sequence[PeerId]) -> int:
         holders = len(self.context.view.holders(self.context.fragment))
-        return self.whole_every * (RARER if len(partners) >= MOST_READ * holders else 1)
+        return WHOLE_EVERY * (RARER if len(partners) >= MOST_READ * holders else 1)
 
     def _ask(self, partner: PeerId, now: Seconds) -> Ask:
         kind = BlockingPullTag if self.blocking else PullTag
@@ -266,7 +266,7 @@ class PullExchange:
                 self._doubted[event.peer] = DOUBTED_WINDOWS
             return refused
         if pick(whole, names) != snapshot.layout:
-            self._light_windows = RARER * self.whole_every  # it had no slow weights any more: they are due next time
+            self._light_windows = RARER * WHOLE_EVERY  # it had no slow weights any more: they are due next time
         keep_latest(self.seen, event.peer, snapshot.seq, snapshots.MOST_SEEN)
         moved = event.sent_bytes, event.received_bytes
         line = self.context.exchange_line(event.peer, "done", "", event.seconds, moved)

@@ -12,7 +12,7 @@ from decentral.comm.gossip.pull import PullExchange
 from decentral.core.algorithms import Algorithm
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
-from decentral.train import influence, outer
+from decentral.train import influence
 from decentral.train.sections import Packer
 from decentral.train.update_rules import ClosedWeights, Correction, Parts, RuleTools, UpdateRule, Window
 
@@ -79,7 +79,7 @@ class AllReduceRule(UpdateRule):
         """Everybody's share of the mean, and how much of everybody's progress counts. `ours`: our place among them."""
         voters = [place for place, count in enumerate(claims) if count]
         if not voters:
-            return outer.token_weights(claims), [influence.scale(one, median_low(lengths)) for one in lengths]
+            return influence.token_weights(claims), [influence.scale(one, median_low(lengths)) for one in lengths]
         learn = len(voters) > 1 or voters == [ours]
         claimed = [claims[place] for place in voters]
         usual = self.usual_tokens.of(claimed, learn) or min(claimed)
@@ -87,7 +87,7 @@ class AllReduceRule(UpdateRule):
         times = [count / usual for count in believed]
         progress = self.usual_progress.of([lengths[place] / times[place] for place in voters], learn)
         limits = [progress * many if progress else lengths[ours] for many in times]
-        return outer.token_weights(believed), [influence.scale(*one) for one in zip(lengths, limits, strict=True)]
+        return influence.token_weights(believed), [influence.scale(*one) for one in zip(lengths, limits, strict=True)]
 
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
         self.baseline = theta.detach().float().cpu().clone()

@@ -7,7 +7,7 @@ from torch import Tensor
 from decentral.algorithms.pull import PSEUDO_GRADIENT
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution
-from decentral.train import influence, outer
+from decentral.train import influence
 from tests.algorithms.test_rules import ALGORITHMS, SIZE, Replica, equal_replicas, repacked, vectors
 
 PROGRESS = 2.0  # about how long a window's progress is: 0.1 times a normal vector of 400 numbers
@@ -280,7 +280,7 @@ def test_no_claim_makes_one_partner_more_than_we_are() -> None:
 
 def test_honest_claims_weigh_as_they_are() -> None:
     claims = [1000, 800, 300]
-    assert influence.token_shares(900, claims) == pytest.approx(outer.token_weights([900, *claims])[1:])
+    assert influence.token_shares(900, claims) == pytest.approx(influence.token_weights([900, *claims])[1:])
 
 
 def test_a_slow_peer_among_faster_ones_still_has_its_share_only() -> None:

@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks import outer_step
 from decentral.algorithms.pull import PSEUDO_GRADIENT, PullRule
 from decentral.core import config
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution, Fragment, Layout
-from decentral.train import compress, outer, update_rules
+from decentral.train import compress, update_rules
 from decentral.train.fragment_gossip import GossipedFragment
 from decentral.train.inner import Live
-from decentral.train.outer_kernels import TorchKernels
+from decentral.train.outer_kernels import TorchKernels, rho_of
 from decentral.train.sections import Packer, unpack
 from decentral.train.update_rules import Correction, RuleTools, UpdateRule
 from tests.algorithms.credulous import believe_all
@@ -205,28 +206,27 @@ def test_a_pull_of_the_pseudo_gradient_alone_moves_us_too() -> None:
 
 @pytest.mark.parametrize("late_steps", [0, 3], ids=["at once", "three steps later"])
 @pytest.mark.parametrize("light", [True, False], ids=["pseudo-gradient", "slow weights too"])
-@pytest.mark.parametrize("momentum", [0.0, 0.4])
-def test_a_pull_is_the_outer_step_of_the_formulas(momentum: float, light: bool, late_steps: int) -> None:
+def test_a_pull_is_the_outer_step_of_the_formulas(light: bool, late_steps: int) -> None:
     """So what tests/train/test_outer.py says of the formulas (progress counts once, gain, agreement) holds here."""
-    ours = Replica("pull", "A", 0, momentum=momentum, step=0.7, consensus=0.8)
+    ours = Replica("pull", "A", 0)
     theirs = Replica("pull", "B", 1)
     believe_all(ours.rule)
     theirs.live.theta.mul_(0.1).add_(ours.live.theta)
     theirs.rule.load(theirs.live.theta, {})
-    slow, constants = outer.start(ours.live.theta), outer.Constants(momentum, 0.7, 0.8)
+    slow = outer_step.start(ours.live.theta)
     for window in range(5):
         ours.train(seed=10 * window, tokens=300)
         theirs.train(seed=10 * window + 1, tokens=100)
-        slow, published = outer.close(slow, ours.live.theta, q4)
+        slow, published = outer_step.close(slow, ours.live.theta, q4)
         own, partner = ours.close(), theirs.close()
         assert torch.equal(vectors(own)[PSEUDO_GRADIENT], published)
         for step in range(late_steps):
             ours.train(seed=100 * window + step, tokens=0)
             ours.live.steps += 1
         phi = None if light else vectors(partner)["phi"]
-        read = outer.WindowUpdate(vectors(partner)[PSEUDO_GRADIENT], 100, 1e-3, phi)
-        mine = outer.WindowUpdate(published, 300, 1e-3)
-        expected = outer.merge(slow, mine, [read], constants, outer.rho_of(late_steps, TOOLS.optimizer))
+        read = outer_step.WindowUpdate(vectors(partner)[PSEUDO_GRADIENT], 100, 1e-3, phi)
+        mine = outer_step.WindowUpdate(published, 300, 1e-3)
+        expected = outer_step.merge(slow, mine, [read], outer_step.Constants(), rho_of(late_steps, TOOLS.optimizer))
         before, slow = ours.live.theta.clone(), expected.slow
         pulled = repacked(partner, {PSEUDO_GRADIENT: read.pseudo_gradient}) if light else partner
         ours.merge([pulled])

@@ -84,7 +84,7 @@ def train(count: int) -> Callable[[Compute], None]:
     return lambda compute: steps(compute, count)
 
 
-LITTLE_MEMORY = {"weights": "bfloat16", "recompute": True, "logits_at_once": 1024}
+LITTLE_MEMORY = {"weights": "bfloat16", "recompute": True}
 SCENARIOS: dict[str, tuple[Settings, list[Callable[[Compute], None]]]] = {
     "one step": ({}, [train(1)]),
     "one step of two micro-batches": ({"train": {"accumulate": 2}}, [train(1)]),

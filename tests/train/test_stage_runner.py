@@ -83,13 +83,18 @@ def summed(computes: Sequence[Compute]) -> dict[int, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("train", "atol"),
-    [({}, 1e-5), ({"logits_at_once": 1000}, 1e-5), ({"recompute": True}, 1e-5), ({"weights": "bfloat16"}, 2e-2)],
-    ids=["as it is", "the loss in parts", "blocks computed again", "bf16 weights"],
+    ("train", "logits_at_once", "atol"),
+    [
+        pytest.param({}, gpt.LOGITS_AT_ONCE, 1e-5, id="as it is"),
+        pytest.param({}, 1000, 1e-5, id="the loss in parts"),
+        pytest.param({"recompute": True}, gpt.LOGITS_AT_ONCE, 1e-5, id="blocks computed again"),
+        pytest.param({"weights": "bfloat16"}, gpt.LOGITS_AT_ONCE, 2e-2, id="bf16 weights"),
+    ],
 )
 def test_gradients_over_overlapping_spans_are_those_of_one_process(
-    setup_of: MakeSetup, train: dict[str, Any], atol: float
+    setup_of: MakeSetup, train: dict[str, Any], logits_at_once: int, atol: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(gpt, "LOGITS_AT_ONCE", logits_at_once)
     computes = {name: Compute(with_span(setup_of(name), span, **train)) for name, span in SPANS.items()}
     world = world_of(computes, per_step=1 << 30)
     carried(world, 12)

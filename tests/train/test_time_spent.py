@@ -23,7 +23,7 @@ from decentral.train import compress, job_phases
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.counters import TimeAccount
 from decentral.train.inner import Live
-from decentral.train.outer_kernels import OuterConstants, OuterVectors, TorchKernels, Weighted
+from decentral.train.outer_kernels import OuterVectors, TorchKernels, Weighted
 
 MakeSetup = Callable[..., ComputeSetup]
 STEPS = 8
@@ -198,11 +198,11 @@ class Waiting(TorchKernels):
         vectors: OuterVectors,
         pseudo_gradients: Sequence[Weighted],
         slow_weights: Sequence[Weighted],
-        constants: OuterConstants,
+        rho: float,
     ) -> None:
         self.begun.set()
         assert self.may_go_on.wait(LIMIT_S)
-        super().merge(vectors, pseudo_gradients, slow_weights, constants)
+        super().merge(vectors, pseudo_gradients, slow_weights, rho)
 
 
 def test_training_goes_on_while_a_window_is_merged_and_the_correction_comes_between_two_steps(
