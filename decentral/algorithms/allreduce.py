@@ -8,7 +8,6 @@ from statistics import median, median_low
 import torch
 from torch import Tensor
 
-from decentral.comm.gossip.pull import PullExchange
 from decentral.core.algorithms import Algorithm
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
@@ -101,8 +100,6 @@ def _length(vector: Tensor) -> float:
 ALGORITHM = Algorithm(
     name="allreduce",
     rule=AllReduceRule,
-    machine=lambda context, close_at: PullExchange(context, close_at, blocking=True, seq=context.round),
-    partners=lambda gossip: None,
     memory_bytes=16,
     blocking=True,
 )

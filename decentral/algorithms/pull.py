@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from decentral.comm.gossip.pull import PullExchange
 from decentral.core.algorithms import Algorithm
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
@@ -263,7 +262,6 @@ def _differences(
 ALGORITHM = Algorithm(
     name="pull",
     rule=PullRule,
-    machine=lambda context, close_at: PullExchange(context, close_at, light=(PSEUDO_GRADIENT,)),
-    partners=lambda gossip: gossip.partners,
+    light=(PSEUDO_GRADIENT,),
     memory_bytes=24,  # phi, baseline, residual and spare in fp32, two published snapshots, and answers made of them
 )

@@ -72,8 +72,6 @@ class SynchronousRule(UpdateRule):
 ALGORITHM = Algorithm(
     name="synchronous",
     rule=SynchronousRule,
-    machine=None,
-    partners=lambda gossip: None,
     memory_bytes=24,  # of three holders the gradient sums of two rounds, in fp32
     exact=True,
 )

@@ -5,14 +5,14 @@ record, so the floors below it, the node among them, know no algorithm by name a
 strict config and must stand in MODULES: nothing that comes from the network chooses code.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import Log, Machine, log
+from decentral.core.machine import Log, log
 from decentral.core.units import Seconds
 
 if TYPE_CHECKING:
@@ -60,7 +60,6 @@ class FragmentContext:
     phase: float  # when its windows end, as a part of the period
     gossip: "GossipConfig"
     view: GossipView
-    round: int = 0  # the newest round that others have announced, where the algorithm blocks
     restored_at: Seconds = 0.0  # what was published before it may be in the checkpoint that this peer goes on from
 
     def period_s(self, size: int) -> Seconds:
@@ -104,16 +103,6 @@ class FragmentContext:
         )
 
 
-class GossipMachine(Machine, Protocol):
-    """Runs the exchanges of one fragment, window after window: comm/gossip/pull.py."""
-
-    seq: int  # number of the last window that was closed
-    size: int  # bytes of the last snapshot
-
-    def replan(self, now: Seconds) -> None:
-        """Brings the window's end forward, where it lies further ahead than a window is long now."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
     """All that the project needs to know of one value of `gossip.algorithm`."""
@@ -122,16 +111,11 @@ class Algorithm:
     rule: Any
     """The class of its update rules, a subclass of UpdateRule in train/update_rules.py."""
 
-    machine: Callable[[FragmentContext, Seconds], GossipMachine] | None
-    """Makes a fragment's exchange machine, whose first window ends at that time; None: the algorithm is exact."""
-
-    partners: Callable[["GossipConfig"], int | None]
-    """How many partners are drawn for a window, by the bandwidth of their links; None: all holders, in order."""
-
     memory_bytes: int
     """At most this many bytes per parameter of gossip state on the device and in published snapshots."""
 
-    blocking: bool = False  # training waits for each merge
+    light: tuple[str, ...] = ()  # sections that are asked of every partner in every window; none: all
+    blocking: bool = False  # every window is exchanged with all holders, and training waits for its merge
     exact: bool = False  # all peers take one step with the gradients of all: comm/rounds takes the place of exchanges
 
 

@@ -15,7 +15,6 @@ A violation names the seed, the time, and what the peers concerned did last (evi
 
 from collections.abc import Iterator
 
-from decentral.comm.gossip.pull import PullExchange
 from decentral.comm.gossip.snapshots import MAX_WAITING_PULLS
 from decentral.comm.net.fair_shares import MAX_STREAMS
 from decentral.comm.net.streams import READ_S, WRITE_S
@@ -183,5 +182,5 @@ def _broken_bounds(host: VirtualHost, now: Seconds) -> Iterator[str]:
         if late:
             yield f"{what} for {max(late):.0f} s"
     for exchange in host.node.gossip.running.values():
-        if isinstance(exchange, PullExchange) and len(exchange.published.waiting) > MAX_WAITING_PULLS:
+        if len(exchange.published.waiting) > MAX_WAITING_PULLS:
             yield f"{len(exchange.published.waiting)} answers are held"

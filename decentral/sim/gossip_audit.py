@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from decentral.algorithms.pull import PullRule
-from decentral.comm.gossip.pull import ENOUGH_PERIODS, PullExchange
+from decentral.comm.gossip.pull import ENOUGH_PERIODS
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.synthetic import joined
@@ -73,7 +73,6 @@ class GossipAudit:
         exchange = host.node.gossip.running.get(done.fragment)
         if exchange is None:
             return  # the peer has given the fragment up
-        assert isinstance(exchange, PullExchange)
         for kept in exchange.published.latest:
             if kept.snapshot.seq == done.seq:
                 self._publish(host, done.fragment, done.seq, joined([kept.blob, done.blob]))
@@ -93,7 +92,7 @@ class GossipAudit:
         """
         node = host.node
         exchange = node.gossip.running.get(fragment)
-        if not isinstance(exchange, PullExchange) or exchange.blocking:
+        if exchange is None or exchange.blocking:
             return
         period_s = exchange.context.period_s(exchange.size)
         limit_s = node.setup.config.gossip.max_age_s + ENOUGH_PERIODS * period_s

@@ -8,8 +8,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from decentral.comm.gossip.pull import PullExchange
 from decentral.comm.wire.messages import MOST_FOLLOWED, Refused
-from decentral.core.algorithms import Algorithm, FragmentContext, GossipMachine, algorithm
+from decentral.core.algorithms import Algorithm, FragmentContext, algorithm
 from decentral.core.jobs import Fragment
 from decentral.core.machine import Effect, Woke, earliest
 from decentral.core.reasons import Reason
@@ -22,7 +23,7 @@ from decentral.peers.node.setup import NodeSetup
 class FragmentExchanges:
     setup: Callable[[], NodeSetup]  # as it is now
     selection: PeerSelection
-    running: dict[int, GossipMachine] = field(default_factory=dict)  # by fragment
+    running: dict[int, PullExchange] = field(default_factory=dict)  # by fragment
     _dropped: set[int] = field(default_factory=set)  # fragments whose exchanges have been here before
     _wake: Seconds | None = None  # when the first machine wants to wake; infinite: none does; None: not known yet
 
@@ -99,15 +100,16 @@ class FragmentExchanges:
             return None
         return Refused(Reason.NOT_READY if index in self.setup().held else Reason.FRAGMENT)
 
-    def _exchange(self, fragment: Fragment, now: Seconds) -> GossipMachine:
+    def _exchange(self, fragment: Fragment, now: Seconds) -> PullExchange:
         """Windows of the fragments are staggered, so that one at a time is on the wire."""
         setup, known = self.setup(), self.algorithm
-        assert known.machine is not None, f"{known.name} has no exchanges"
+        assert not known.exact, f"{known.name} has no exchanges"
         phase = (fragment.index + 1) / len(setup.cuts)
         others = self.selection.roster.live.values() if known.blocking else ()
         newest = max((one.record.round for one in others if one.record.round < MOST_FOLLOWED), default=0)
         gossip, own = setup.config.gossip, setup.own.peer
         is_back = setup.restored_step is not None or fragment.index in self._dropped  # a move that failed, or one back
         restored_at = now if is_back and not known.blocking else 0.0
-        context = FragmentContext(setup.run, own, fragment.index, phase, gossip, self.selection, newest, restored_at)
-        return known.machine(context, context.next_close(now, 0))
+        context = FragmentContext(setup.run, own, fragment.index, phase, gossip, self.selection, restored_at)
+        close_at = context.next_close(now, 0)
+        return PullExchange(context, close_at, blocking=known.blocking, light=known.light, seq=newest)

@@ -100,19 +100,3 @@ def test_what_a_newcomer_gets_and_what_partners_get_are_those_of_the_rule(algori
     rule, published, parameters = rule_after_a_close(algorithm)
     assert published == sum(one.size for one in update_rules.layout_of(sections(rule), parameters, compress))
     assert not set(rule.sections) & set(rule.on_request)
-
-
-@every_algorithm
-def test_an_algorithm_has_either_exchanges_or_exact_gradients(algorithm: Algorithm) -> None:
-    assert (algorithm.machine is None) == algorithm.exact
-    count = algorithm.partners(settings(algorithm))
-    assert (count is None) == (algorithm.blocking or algorithm.exact)
-
-
-@pytest.mark.parametrize("algorithm", [one for one in RECORDS if one.id != "synchronous"])
-def test_a_machine_begins_with_the_window_that_it_is_told(algorithm: Algorithm) -> None:
-    context = FragmentContext(RunId("run"), PeerId("A"), 0, 0.5, settings(algorithm), Partners(), round=7)
-    assert algorithm.machine is not None
-    machine = algorithm.machine(context, context.next_close(3.0, 0))
-    assert machine.wake_at == 5.0
-    assert machine.seq == (7 if algorithm.blocking else 0)

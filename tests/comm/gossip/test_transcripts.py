@@ -28,7 +28,7 @@ from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Message, Pull, Refused, Snapshot
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
-from decentral.core.algorithms import FragmentContext, GossipMachine
+from decentral.core.algorithms import FragmentContext
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import (
@@ -109,7 +109,7 @@ def peers(names: str) -> list[PeerId]:
     return [PeerId(name) for name in names.split(",") if name]
 
 
-def machine_of(kind: str, swarm: Swarm) -> GossipMachine:
+def machine_of(kind: str, swarm: Swarm) -> PullExchange:
     context = FragmentContext(RunId("run"), PeerId("M"), 0, 0.0, GossipConfig(max_age_s=60.0), swarm)
     if kind == "pull":
         return PullExchange(context, 10.0, light=("pseudo_gradient",))
