@@ -114,9 +114,7 @@ def _optimizers(
         {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
     ]
     rate = train.peak_rate
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(groups, lr=rate, betas=(BETA1, BETA2), fused=True)
-    ]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=rate, betas=(BETA1, BETA2), fused=True)]
     if blocks:
         optimizers.append(
             torch.optim.Muon(blocks, lr=rate, weight_decay=train.weight_decay, adjust_lr_fn="match_rms_adamw")

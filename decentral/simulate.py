@@ -29,6 +29,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from decentral import command
 from decentral.core import config, rng, strict_json
 from decentral.core.errors import UserError
+from decentral.core.journal import OUTCOMES
 from decentral.core.units import readable_bytes
 from decentral.dashboard.address import add_dashboard_flag
 from decentral.dashboard.child import dashboard
@@ -174,7 +175,7 @@ def _shrink(scenario: Scenario, rule: str) -> None:
 
 def _show(report: RunReport, console: Console) -> None:
     work, gossip, replicas, audit = report.throughput, report.gossip, report.replicas, report.audit
-    done, solo, failed = (gossip.exchanges.get(name, 0) for name in ("done", "solo", "failed"))
+    done, solo, failed = (gossip.exchanges.get(name, 0) for name in OUTCOMES)
     why = ", ".join(f"{reason} {count}" for reason, count in sorted(gossip.failures.items()))
     console.print(
         f"{report.peers} peers, {report.seconds:g} virtual seconds, seed {report.seed}: {audit.events:,} events\n"

@@ -25,18 +25,9 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_PATIENCE_S, Pull, Refused, Snapshot
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed
 from decentral.core.algorithms import FragmentContext
-from decentral.core.fragments import layout_bytes
+from decentral.core.fragments import Layout, layout_bytes
 from decentral.core.ids import PeerId
-from decentral.core.jobs import (
-    CloseWindow,
-    Contribution,
-    Layout,
-    Merge,
-    Merged,
-    Rest,
-    SectionsEncoded,
-    WindowClosed,
-)
+from decentral.core.jobs import CloseWindow, Contribution, Merge, Merged, Rest, SectionsEncoded, WindowClosed
 from decentral.core.latest import keep_latest
 from decentral.core.machine import Effect, Log, Woke, earliest
 from decentral.core.reasons import Reason

@@ -10,9 +10,9 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Pull, Refused, Snapshot
 from decentral.comm.wire.transport import Reply
 from decentral.core.algorithms import FragmentContext
-from decentral.core.fragments import layout_bytes
+from decentral.core.fragments import Layout, layout_bytes
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Contribution, EncodeSections, Layout, SectionsEncoded, WindowClosed
+from decentral.core.jobs import Contribution, EncodeSections, SectionsEncoded, WindowClosed
 from decentral.core.latest import keep_latest
 from decentral.core.machine import Effect
 from decentral.core.reasons import Reason

@@ -145,7 +145,10 @@ class PullRule(UpdateRule):
                 weight = share * among[one.peer] * influence.scale(one.distance, near)
                 slow_weights.append(Weighted(weight, one.phi))
                 self.outliers.moved(weight * apart[one.peer])
-        vectors, rho = OuterVectors(self.phi, self.baseline, self.spare), rho_of(steps - own.steps, self.tools.optimizer)
+        vectors, rho = (
+            OuterVectors(self.phi, self.baseline, self.spare),
+            rho_of(steps - own.steps, self.tools.optimizer),
+        )
         self.tools.kernels.merge(vectors, steps_taken, slow_weights, rho)
         self.closed = None  # not before: where memory is too small for the step, the last checkpoint still has it
         return Correction(self.spare)

@@ -46,7 +46,8 @@ OWN_KEYS = {  # they name a peer's own files, or what is in them, and do not tra
     "data": ("path", "glob", "column", "part", "tokenizer"),
 }
 LATER_KEYS = (("model", "block"),)  # (section, key) added later; left out of the digest while at their defaults
-RETIRED_KEYS = {  # by section: keys of earlier versions, and the only value that a config may still give them
+# By section: keys of earlier versions, and the only value that a config may still give them
+RETIRED_KEYS: dict[str, dict[str, float]] = {
     "train": {"final_rate": 0.1, "beta1": 0.9, "beta2": 0.95, "logits_at_once": 1 << 25},
     "gossip": {"momentum": 0.0, "step": 1.0, "consensus": 1.0, "consensus_every": 3},
     "routes": {"sums": 4},

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from decentral.core.journal import OUTCOMES
 from decentral.core.plain_text import printable
 from decentral.core.units import Seconds, readable_bytes, readable_number
-from decentral.observe.run_history import OUTCOMES, Column, Life, PeerHistory, RunHistory
+from decentral.observe.run_history import Column, Life, PeerHistory, RunHistory
 from decentral.pictures.canvas import DIM, svg_text
 from decentral.scheduler.shared.arrays import Floats
 
@@ -21,7 +22,7 @@ LEAST_BAR_S = 1.0
 MOST_PEER_ROWS = 120  # of peers, in one chart
 ROW_IN = 0.2  # height of a peer's row
 MANY = 24  # peers; more lines than this cannot be told apart, and have one colour
-MOST_NAMED = 12  # lines that a legend names
+LEGEND_LINES = 12  # lines that a legend names
 CROWD = "#2f6fb3"
 COLOURS = {  # of outcomes, kinds of time, and directions
     "done": "#2f7d5b",
@@ -89,7 +90,7 @@ class RunCharts:
             axes.plot(*_thinned(peer.losses, peer.lives, across), color=colour, label=_shown(peer.name), **crowd)
             held_out = _thinned(peer.held_out, peer.lives, across)
             axes.plot(*held_out, color=colour, linestyle=":", marker="o", markersize=3, **crowd)
-        if 0 < len(self.run.peers) <= MOST_NAMED:
+        if 0 < len(self.run.peers) <= LEGEND_LINES:
             axes.legend(loc="upper right")
 
     def throughput(self) -> str:
@@ -216,7 +217,7 @@ def _thinned(column: Column, lives: list[Life], across: Callable[[Floats], Float
     times, values, x, y = np.asarray(column.t), np.asarray(column.value), list[float](), list[float]()
     for life in lives:
         begin, end = np.searchsorted(times, life.began, "left"), np.searchsorted(times, life.last, "right")
-        groups = np.array_split(np.arange(begin, end), min(POINTS, end - begin)) if end > begin else []
+        groups = np.array_split(np.arange(begin, end), min(POINTS, int(end - begin))) if end > begin else []
         x += [*across(np.array([times[group].mean() for group in groups])), np.nan]
         y += [*(values[group].mean() for group in groups), np.nan]
     return np.array(x), np.array(y)

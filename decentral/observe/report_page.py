@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
 
+from decentral.core.journal import OUTCOMES
 from decentral.core.plain_text import printable
 from decentral.core.time_spent import KINDS
 from decentral.core.units import readable_bytes, readable_number
 from decentral.observe.report_charts import COLOURS, RunCharts, reasons_of, time_unit
-from decentral.observe.run_history import OUTCOMES, PeerHistory, RunHistory
+from decentral.observe.run_history import PeerHistory, RunHistory
 from decentral.pictures.canvas import MATPLOTLIB, can_draw
 
 MOST_SHOWN = 300  # events, the latest

@@ -8,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decentral.core import config, jobs
+from decentral.core import config
 from decentral.core.errors import ProtocolError
-from decentral.core.fragments import ActivationForms
+from decentral.core.fragments import ActivationForms, Fragment
 from decentral.core.reasons import Reason
 from decentral.core.synthetic import SyntheticBlob
 from decentral.train.sections import Codecs
@@ -64,7 +64,7 @@ class SurrogateModel:
     """The run whose model the numbers stand for: the same for all peers of a swarm."""
 
     config: config.Config
-    cuts: tuple[jobs.Fragment, ...]  # of the whole model
+    cuts: tuple[Fragment, ...]  # of the whole model
     codecs: Codecs
     tokens_per_step: int
     forms: Callable[[int, int], ActivationForms]  # (layer, sequences): of a micro-batch that enters this layer

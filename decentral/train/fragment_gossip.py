@@ -15,6 +15,7 @@ from torch import Tensor
 from decentral.core import config, jobs
 from decentral.core.algorithms import algorithm
 from decentral.core.errors import ProtocolError
+from decentral.core.fragments import Layout
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 from decentral.train import update_rules
@@ -39,9 +40,9 @@ class GossipedFragment:
 
     live: Live
     rule: UpdateRule
-    layout: jobs.Layout  # the sections of the blobs that we publish
-    on_request: jobs.Layout  # the sections that are encoded when somebody asks for them
-    codings: jobs.Layout = ()  # all forms of the sections that come in several codes
+    layout: Layout  # the sections of the blobs that we publish
+    on_request: Layout  # the sections that are encoded when somebody asks for them
+    codings: Layout = ()  # all forms of the sections that come in several codes
     newcomer: bool = False  # its first window counts for nothing: fresh moments make poor steps
     resting: bool = False  # nobody reads its windows, so none is closed
 
@@ -125,7 +126,7 @@ class GossipedFragment:
 
 
 def unpacked(
-    codecs: Codecs, blobs: Sequence[jobs.Donated], expected: Mapping[int, jobs.Layout]
+    codecs: Codecs, blobs: Sequence[jobs.Donated], expected: Mapping[int, Layout]
 ) -> dict[int, dict[str, Tensor]]:
     """Donated states as fp32 vectors on the CPU, by fragment. Raises ProtocolError unless each is as expected."""
     given = [fragment for fragment, _, _ in blobs]
@@ -276,11 +277,11 @@ class FragmentGossip:
         assert isinstance(exported, jobs.StateExported)
         return exported
 
-    def state_layouts(self) -> list[jobs.Layout]:
+    def state_layouts(self) -> list[Layout]:
         """The layout of each fragment's export: what a newcomer may expect of its donors."""
         return [self.state_layout(gossiped.live.fragment.parameters) for gossiped in self.fragments]
 
-    def state_layout(self, parameters: int) -> jobs.Layout:
+    def state_layout(self, parameters: int) -> Layout:
         """The layout of the export of a fragment with so many parameters."""
         return update_rules.layout_of(update_rules.donated(self.gossip), parameters, self.tools.codecs)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from decentral.core import config, rng
-from decentral.core.jobs import Fragment
+from decentral.core.fragments import Fragment
 from decentral.train import gpt
 from decentral.train.optimizers import (
     Operands,

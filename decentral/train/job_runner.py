@@ -12,7 +12,7 @@ from typing import Protocol
 
 from decentral.core import jobs
 from decentral.core.errors import ProtocolError
-from decentral.core.fragments import FORWARD_PART, forward_part, share
+from decentral.core.fragments import FORWARD_PART, Fragment, forward_part, share
 from decentral.train.checkpoint import MicroBatchNumbers
 from decentral.train.counters import Counters
 from decentral.train.fragment_gossip import FragmentGossip
@@ -89,7 +89,7 @@ class JobRunner(ABC):
         return self.span.gossip
 
     @property
-    def fragments(self) -> list[jobs.Fragment]:
+    def fragments(self) -> list[Fragment]:
         return self.span.fragments
 
     @property

@@ -6,9 +6,9 @@
                                more for gossip: `memory_bytes` of the algorithm's record. On a GPU they are in the
                                memory of its host, and are not counted
                              4 bytes for each sealed sum of gradients that may wait (`RoutesConfig.slots`), and 4 for
-                               the sum that is being filled if the gradients are in bf16: at peers with a part of the model only. A
-                               peer with all of it has such sums, and one being filled, from the first micro-batch on
-                               that it computes for others
+                               the sum that is being filled if the gradients are in bf16: at peers with a part of the
+                               model only. A peer with all of it has such sums, and one being filled, from the first
+                               micro-batch on that it computes for others
     of the largest fragment 16 bytes for each parameter: vectors that exist while a window is closed, merged or given
                                to a newcomer
                             and the larger of what a step and a backward pass take while they are computed
@@ -33,7 +33,7 @@ import torch
 from decentral.core import config
 from decentral.core.algorithms import algorithm
 from decentral.core.errors import UserError
-from decentral.core.jobs import Fragment
+from decentral.core.fragments import Fragment
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.units import readable_bytes
 from decentral.train import gpt

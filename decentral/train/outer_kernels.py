@@ -1,7 +1,7 @@
-"""The outer step of asynchronous gossip on packed bytes and vectors in host memory: the formulas, and how torch does it.
+"""The outer step of asynchronous gossip on packed bytes and vectors in host memory: formulas, and how torch does it.
 
 One-sided NoLoCo (arXiv 2506.10911) without its outer momentum, with the fragments of Streaming DiLoCo (2501.18512) and
-quantised error feedback (1901.09847). A kernel does in one pass over memory what torch does one operation after another:
+quantised error feedback (1901.09847). A kernel does in one pass over memory what torch does operation by operation:
 
     close:  owed = residual + (baseline - snapshot);  q = Q(owed);  residual = owed - q;  then baseline = snapshot
             q is the window's pseudo-gradient as partners read it. Q quantises as `gossip.code` says. The values of q1

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from decentral.core.jobs import Layout, Section
+from decentral.core.fragments import Layout, Section
 from decentral.core.synthetic import Blob, SyntheticBlob, joined
 
 

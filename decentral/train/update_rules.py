@@ -15,9 +15,9 @@ from torch import Tensor
 from decentral.core.algorithms import algorithm
 from decentral.core.config import GossipConfig
 from decentral.core.errors import ProtocolError
-from decentral.core.fragments import layout_bytes
+from decentral.core.fragments import Layout, Section, layout_bytes
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Contribution, Layout, Section
+from decentral.core.jobs import Contribution
 from decentral.core.reasons import Reason
 from decentral.train.inner import Live
 from decentral.train.outer_kernels import OuterKernels

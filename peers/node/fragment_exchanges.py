@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from decentral.comm.gossip.pull import PullExchange
 from decentral.comm.wire.messages import MOST_FOLLOWED, Refused
 from decentral.core.algorithms import Algorithm, FragmentContext, algorithm
-from decentral.core.jobs import Fragment
+from decentral.core.fragments import Fragment
 from decentral.core.machine import Effect, Woke, earliest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds

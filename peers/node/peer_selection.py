@@ -13,9 +13,8 @@ from statistics import median_low
 
 from decentral.comm.wire.meter import Meter
 from decentral.core.algorithms import algorithm
-from decentral.core.fragments import share
+from decentral.core.fragments import Fragment, share
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Fragment
 from decentral.core.units import Seconds
 from decentral.peers.membership.roster import Roster
 from decentral.peers.node.progress import TrainingProgress

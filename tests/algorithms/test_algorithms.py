@@ -9,16 +9,15 @@ from torch import Tensor, nn
 import decentral.algorithms
 from decentral.comm.gossip.snapshots import SNAPSHOTS_KEPT
 from decentral.core import algorithms, config, swarm_config
-from decentral.core.algorithms import Algorithm, FragmentContext
+from decentral.core.algorithms import Algorithm
 from decentral.core.errors import UserError
-from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Fragment
+from decentral.core.fragments import Fragment
+from decentral.core.ids import PeerId
 from decentral.train import compress, update_rules
 from decentral.train.inner import Live
 from decentral.train.outer_kernels import TorchKernels
 from decentral.train.sections import Packer
 from decentral.train.update_rules import RuleTools, Window
-from tests.comm.gossip.partners import Partners
 
 SIDE = 128
 HOLDERS = 3  # of a fragment, in a run with exact gradients

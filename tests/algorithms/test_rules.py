@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from benchmarks import outer_step
 from decentral.algorithms.pull import PSEUDO_GRADIENT, PullRule
 from decentral.core import config
+from decentral.core.fragments import Fragment, Layout
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Contribution, Fragment, Layout
+from decentral.core.jobs import Contribution
 from decentral.train import compress, update_rules
 from decentral.train.fragment_gossip import GossipedFragment
 from decentral.train.inner import Live

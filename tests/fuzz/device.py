@@ -10,9 +10,8 @@ from random import Random
 from typing import Any
 
 from decentral.core import jobs
-from decentral.core.fragments import ActivationForms
+from decentral.core.fragments import ActivationForms, Layout, Section
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Layout, Section
 from decentral.core.time_spent import TimeSpent
 from decentral.core.units import Seconds
 from decentral.peers.planning.plan_evaluation import EvaluatePlans, PlansEvaluated

@@ -28,8 +28,8 @@ from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Found
 from decentral.core import jobs, rng
 from decentral.core.config import Config, GossipConfig, TrainConfig
 from decentral.core.errors import ProtocolError
+from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Fragment
 from decentral.core.machine import Effect, Woke
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.reasons import Reason

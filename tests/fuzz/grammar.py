@@ -13,9 +13,8 @@ from decentral.comm.wire import blobs, codec, messages
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import ExecutionId, Hop, Message, RoundMember, Snapshot
 from decentral.comm.wire.transport import Ask
-from decentral.core.algorithms import algorithm
+from decentral.core.fragments import Fragment, Layout, Section
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Fragment, Layout, Section
 from decentral.peers.joining.fetch import PIECE_BYTES
 from decentral.peers.membership.prober import zeros
 from decentral.peers.membership.records import PeerPhase, PeerRecord

@@ -7,12 +7,12 @@ test is the training thread, and it goes on training while windows are closed an
 import threading
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from decentral.algorithms.pull import PullRule
 from decentral.core import config, jobs
+from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId
 from decentral.train.fragment_gossip import FragmentGossip
 from decentral.train.inner import Live
@@ -51,7 +51,7 @@ class Peer:
     def __init__(self, algorithm: str = "pull", name: str = "A") -> None:
         gossip = config.GossipConfig.model_validate({"algorithm": algorithm})
         layer = nn.Linear(SIDE, SIDE, bias=False)
-        self.live = Live(jobs.Fragment(0, 0, 1, SIZE), [layer], torch.device("cpu"), config.TrainConfig())
+        self.live = Live(Fragment(0, 0, 1, SIZE), [layer], torch.device("cpu"), config.TrainConfig())
         self.live.theta.copy_(whole_numbers(0))
         self.gossip = FragmentGossip(gossip, PeerId(name), RuleTools(Exact(), TorchKernels(Exact())))
         self.gossip.hold([self.live])

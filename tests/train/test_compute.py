@@ -11,8 +11,9 @@ from torch import Tensor
 
 from decentral.core import jobs
 from decentral.core.errors import UserError
+from decentral.core.fragments import Layout
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Contribution, Layout
+from decentral.core.jobs import Contribution
 from decentral.core.time_spent import NO_TIME
 from decentral.train import checkpoint, compress
 from decentral.train.compute import Compute, ComputeSetup

@@ -126,7 +126,9 @@ def test_close_and_merge_are_those_of_the_outer_step(kernels: OuterKernels) -> N
     theta, sent = random(n, 4), compress.encode("int8", random(n, 5))
     residual = slow.residual.clone()
     blob, _ = kernels.close(theta, slow.baseline, residual)
-    after, published = outer_step.close(slow, theta, lambda owed: Formulas().decode("q4", Formulas().encode("q4", owed), n))
+    after, published = outer_step.close(
+        slow, theta, lambda owed: Formulas().decode("q4", Formulas().encode("q4", owed), n)
+    )
     assert same_bits(residual, after.residual)
 
     own, other = (

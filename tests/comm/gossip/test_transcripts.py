@@ -26,21 +26,13 @@ from decentral.comm.gossip.pull import PullExchange
 from decentral.comm.gossip.snapshots import pick
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import Message, Pull, Refused, Snapshot
+from decentral.comm.wire.messages import Done, Message, Pull, Refused, Snapshot
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
 from decentral.core.algorithms import FragmentContext
 from decentral.core.config import GossipConfig
+from decentral.core.fragments import Section
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import (
-    CloseWindow,
-    EncodeSections,
-    Merge,
-    Merged,
-    Rest,
-    Section,
-    SectionsEncoded,
-    WindowClosed,
-)
+from decentral.core.jobs import CloseWindow, EncodeSections, Merge, Merged, Rest, SectionsEncoded, WindowClosed
 from decentral.core.machine import Effect, Log, Woke
 from tests.comm.gossip.partners import Partners
 
@@ -145,6 +137,8 @@ def said(sender: str, text: str, now: float) -> Envelope:
     match kind:
         case "refused":
             return Envelope(Refused(*words))
+        case "done":
+            return Envelope(Done())
         case "pull":
             sections = ("pseudo_gradient",) if "pseudo_gradient" in words else ()
             times = (float(after.get("since", 0)), float(after.get("for", 0)))

@@ -13,7 +13,7 @@ from decentral.comm.wire import codec, messages
 from decentral.comm.wire.messages import VERSION, Message
 from decentral.core.config import MAX_CONFIG_BYTES
 from decentral.core.errors import ProtocolError
-from decentral.core.jobs import Section
+from decentral.core.fragments import Section
 
 SNAPSHOT = messages.Snapshot(
     "gpt-3fa2c1",

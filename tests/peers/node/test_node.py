@@ -34,8 +34,8 @@ from decentral.comm.wire.messages import (
 from decentral.comm.wire.transport import Announce, Answered, Ask, Asked, AskFailed, Found, Lookup, Reply, Tag
 from decentral.core import jobs
 from decentral.core.config import Config, GossipConfig
+from decentral.core.fragments import Fragment, Section
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Section
 from decentral.core.machine import Effect, Log, Woke, log
 from decentral.core.time_spent import TimeSpent
 from decentral.peers.membership import records
@@ -48,7 +48,7 @@ from tests.comm.routes.one_form import one_form
 
 RUN = RunId("gpt-3fa2c1")
 NOW = 1.7e9
-FRAGMENTS = (jobs.Fragment(0, 0, 1, 100), jobs.Fragment(1, 1, 3, 200))
+FRAGMENTS = (Fragment(0, 0, 1, 100), Fragment(1, 1, 3, 200))
 LAYOUT = (Section("phi", "int8", 6, 6), Section("pseudo_gradient", "q4", 4, 2))
 BLOB = b"ABCDEFGH"
 PROFILE = Profile("cpu", 1 << 30, 1e9, 1e4)
