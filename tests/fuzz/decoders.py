@@ -379,7 +379,6 @@ DECODERS: dict[str, Decoder] = {
             "train.compress.as_bytes",
             "train.compress.refuse",
             "train.compress.unpack",
-            "train.rotated_codes.unpack",
         ),
     ),
     "contribution": Decoder(

@@ -72,7 +72,7 @@ def test_any_bytes_are_read_or_refused_as_by_the_formulas(codec: str, data: st.D
 @given(patterns=st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=6), n=st.integers(1, 600))
 def test_any_scale_is_read_or_refused_as_by_the_formulas(codec: str, patterns: list[int], n: int) -> None:
     blob = bytearray(Formulas().encode(codec, random(n, n)))
-    for block in range(-(-n // {"q4": 128, "int8": 256, "h4": 128, "h3": 128}[codec])):
+    for block in range(-(-n // compress.BLOCKS[codec])):
         blob[2 * block : 2 * block + 2] = patterns[block % len(patterns)].to_bytes(2, "little")
     assert read(compress, codec, bytes(blob), n) == read(Formulas(), codec, bytes(blob), n)
 
