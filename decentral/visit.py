@@ -22,6 +22,7 @@ from decentral.core.temporary import temporary_folder
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
+from decentral.peers.membership.records import PeerRecord
 
 if TYPE_CHECKING:
     from decentral.comm.net.libp2p import Libp2p
@@ -47,6 +48,11 @@ class VisitedSwarm:
     directory: "HivemindDirectory"
     clock: SwarmClock
     own: Signer  # who looks; it opens the records in the DHT
+
+    async def records(self) -> dict[PeerId, PeerRecord]:
+        """Return the records of all peers in the DHT, except those that leave."""
+        shards = self.config.swarm.shards
+        return await records.lookup(self.directory, self.run, shards, self.clock(), self.own.open)
 
 
 @asynccontextmanager

@@ -1,15 +1,14 @@
-"""Between a gossip algorithm's exchange machine and the node: what each sees of the other.
+"""Between the exchanges of a fragment and the node: what the exchange machine is told, and what it may ask.
 
-The algorithms themselves are records of decentral/core/choices.py.
+The gossip algorithms themselves are records of decentral/core/choices.py.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol
 
-from decentral.core.choices import Algorithm
 from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import Log, Machine, log
+from decentral.core.machine import Log, log
 from decentral.core.units import Seconds
 
 if TYPE_CHECKING:
@@ -51,7 +50,6 @@ class FragmentContext:
     phase: float  # when its windows end, as a part of the period
     gossip: "GossipConfig"
     view: GossipView
-    round: int = 0  # the newest round that others have announced, where the algorithm blocks
     restored_at: Seconds = 0.0  # what was published before it may be in the checkpoint that this peer goes on from
 
     def period_s(self, size: int) -> Seconds:
@@ -93,25 +91,3 @@ class FragmentContext:
             sent_bytes=moved[0],
             received_bytes=moved[1],
         )
-
-
-class GossipMachine(Machine, Protocol):
-    """Runs the exchanges of one fragment, window after window: comm/gossip has three."""
-
-    seq: int  # number of the last window that was closed
-    size: int  # bytes of the last snapshot
-
-    @property
-    def undecided(self) -> list[int]:
-        """Open requests whose effect on the weights is a job under way: nobody can say yet that they are refused."""
-
-    @property
-    def questions(self) -> tuple[type, ...]:
-        """The message types that it answers."""
-
-    @classmethod
-    def begin(cls, context: FragmentContext, close_at: Seconds, algorithm: Algorithm) -> Self:
-        """Return a machine whose first window ends at `close_at`."""
-
-    def replan(self, now: Seconds) -> None:
-        """Brings the window's end forward, where it lies further ahead than a window is long now."""

@@ -10,8 +10,6 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-MOST_PARTNERS = 64  # in a window: the most that `gossip.partners` may say
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
@@ -19,14 +17,10 @@ class Algorithm:
 
     name: str
     rule: str  # its UpdateRule, of train/update_rules.py
-    machine: str = ""  # its GossipMachine, of core/algorithms.py; "": the algorithm is exact
-    partners: int | None  # in a window, at most, where `gossip.partners` says no less; None: all holders, in order
-    snapshot_bytes: float  # at most, for each parameter, in a published snapshot, besides a few for each section
     memory_bytes: int  # at most, for each parameter, of gossip state on the device and in published snapshots
-    light: tuple[str, ...] = ()  # sections pulled in every window; all of them in every `consensus_every`-th; (): all
-    blocking: bool = False  # training waits for each merge
+    light: tuple[str, ...] = ()  # sections pulled in every window; the others now and then; (): all
+    blocking: bool = False  # every window is exchanged with all holders, and training waits for its merge
     exact: bool = False  # all peers take one step with the gradients of all
-    aligned: bool = True  # windows end at the same instants on all peers; else each peer draws its own phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +34,7 @@ class Optimizer:
     peak_rate: float  # the best of those that docs/results/convergence.md compares
     stretch: str = ""  # its StretchOptimizer, of train/optimizers.py; "": AdamW trains these matrices too
     scratch_bytes: int = 0  # while it takes a step, for each parameter of the largest matrix
-    takes_all: bool = False  # merges correct the weights in full, however late they come (train/outer.py, rho)
+    takes_all: bool = False  # merges correct weights in full, however late they come (train/outer_kernels.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,44 +56,18 @@ ALGORITHMS = {
         Algorithm(
             name="pull",
             rule="decentral.algorithms.pull:PullRule",
-            machine="decentral.comm.gossip.pull:PullExchange",
-            partners=MOST_PARTNERS,
-            snapshot_bytes=1.53,
-            memory_bytes=24,  # phi, baseline, residual, spare, momentum in fp32, and two published snapshots
+            memory_bytes=24,  # four vectors in fp32, two published snapshots, and answers made of them
             light=("pseudo_gradient",),
-        ),
-        Algorithm(
-            name="symmetric",
-            rule="decentral.algorithms.symmetric:SymmetricRule",
-            machine="decentral.comm.gossip.swap:SwapExchange",
-            partners=1,
-            snapshot_bytes=1.01,
-            memory_bytes=16,  # two published snapshots, what was sent, the baseline and the way to the partner
-            aligned=False,  # peers that ask each other at the same time only get in each other's way
-        ),
-        Algorithm(
-            name="push_sum",
-            rule="decentral.algorithms.push_sum:PushSumRule",
-            machine="decentral.comm.gossip.push:PushExchange",
-            partners=1,
-            snapshot_bytes=1.01,
-            memory_bytes=16,  # the mass, the baseline, the way to a partner's weights, and two published snapshots
-            aligned=False,  # peers that push to each other at the same time only get in each other's way
         ),
         Algorithm(
             name="allreduce",
             rule="decentral.algorithms.allreduce:AllReduceRule",
-            machine="decentral.comm.gossip.pull:PullExchange",
-            partners=None,
-            snapshot_bytes=4,
             memory_bytes=16,
             blocking=True,
         ),
         Algorithm(
             name="synchronous",
             rule="decentral.algorithms.synchronous:SynchronousRule",
-            partners=None,
-            snapshot_bytes=4,
             memory_bytes=24,  # of three holders the gradient sums of two rounds, in fp32
             exact=True,
         ),

@@ -21,6 +21,7 @@ from decentral.core import choices, config
 from decentral.core.errors import UserError
 
 BLOCK = 256  # numbers that share a scale in an 8-bit moment: what bitsandbytes' kernels expect
+BETA1, BETA2 = 0.9, 0.95  # of AdamW's moments
 EPSILON = 1e-8
 
 
@@ -81,7 +82,6 @@ class AdamW:
 
     begin: int
     end: int
-    train: config.TrainConfig
     decay: float
     exp_avg: Tensor
     exp_avg_sq: Tensor
@@ -106,8 +106,8 @@ class AdamW:
             list(taken.unbind()),
             fused=True,
             amsgrad=False,
-            beta1=self.train.beta1,
-            beta2=self.train.beta2,
+            beta1=BETA1,
+            beta2=BETA2,
             lr=rate,
             weight_decay=self.decay,
             eps=EPSILON,
@@ -124,7 +124,6 @@ class AdamW8bit:
 
     begin: int
     end: int
-    train: config.TrainConfig
     decay: float
     moments: tuple[Tensor, Tensor]  # uint8
     scales: tuple[Tensor, Tensor]  # fp32, one for each block
@@ -139,8 +138,8 @@ class AdamW8bit:
         return Operands([theta], [torch.cat([one.flatten() for one in gradients])], [], [])
 
     def step(self, operands: Operands, steps: int, rate: float) -> None:
-        train, gradient, weights = self.train, operands.gradients[0], operands.weights[0]
-        betas = train.beta1, train.beta2, 0.0, 0.0  # those that Adam does not have
+        gradient, weights = operands.gradients[0], operands.weights[0]
+        betas = BETA1, BETA2, 0.0, 0.0  # those that Adam does not have
         state = self.moments + betas + (EPSILON, steps + 1, rate) + self.tables + self.scales
         self.kernels.optimizer_update_8bit_blockwise("adam", gradient, weights, *state, weight_decay=self.decay)
 
@@ -177,7 +176,7 @@ class OptimizerState:
             after = at + stop - begin
             first, second = self.exp_avg[cut + at : cut + after], self.exp_avg_sq[at:after]
             if after > at:
-                self.stretches.append(AdamW(begin, stop, train, decay, first, second))
+                self.stretches.append(AdamW(begin, stop, decay, first, second))
             at = after
 
     def _in_bytes(self, begin: int, end: int, train: config.TrainConfig, device: torch.device) -> "AdamW8bit":
@@ -189,7 +188,7 @@ class OptimizerState:
         moments, scales = (
             (self.tensors["exp_avg" + kind], self.tensors["exp_avg_sq" + kind]) for kind in ("_int8", "_scales")
         )
-        return AdamW8bit(begin, end, train, train.weight_decay, moments, scales, (tables[0], tables[1]), kernels)
+        return AdamW8bit(begin, end, train.weight_decay, moments, scales, (tables[0], tables[1]), kernels)
 
 
 def zeros(elements: int, device: torch.device) -> Tensor:
