@@ -13,7 +13,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -25,30 +25,11 @@ from decentral.command import ending_signals, one_line
 from decentral.core import config
 from decentral.core.end_with_parent import end_with_parent
 from decentral.core.errors import UserError
+from decentral.core.rank_place import ATTEMPT, Place
 from decentral.train import measure, memory
 from decentral.train.island import BUCKET_BYTES, Island, follow
 
 RESTARTS = 100  # of an island; a device that fails every time must end it some day
-ATTEMPT = "DECENTRAL_ATTEMPT"  # in the environment of ranks: how often this launcher has started them before
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A rank's place in its island, as torch's launchers name it in the environment."""
-
-    rank: int
-    local_rank: int  # on this machine
-    local_size: int
-    restarts: int
-
-    @classmethod
-    def here(cls) -> "Place | None":
-        """None: no launcher has started this process, or it started nothing else."""
-        if int(os.environ.get("WORLD_SIZE", 1)) < 2:
-            return None
-        names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", ATTEMPT)
-        rank, local_rank, local_size, restarts, attempt = (int(os.environ.get(name, 0)) for name in names)
-        return cls(rank, local_rank, local_size, restarts + attempt)
 
 
 def devices(wanted: str, place: Place | None) -> list[str]:

@@ -27,7 +27,7 @@ from decentral.comm.net import ports
 from decentral.comm.wire.invitations import FOR_EVER, Permission
 from decentral.core import config, strict_json
 from decentral.core.errors import UserError
-from decentral.core.journal import Tail, read
+from decentral.core.journal import OUTCOMES, Tail, read
 from decentral.core.own_inputs import OwnInputs
 from decentral.core.plain_text import printable
 from decentral.core.temporary import temporary_folder
@@ -37,7 +37,6 @@ from decentral.dashboard.child import DashboardProcess, dashboard
 from decentral.invitation_files import FounderFile, founded, write_holding
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.state import StateFolder
-from decentral.train import measure, memory
 
 PEER_START_S = 180.0  # a peer imports torch, reads data and measures itself; four at once on two cores
 PEER_LEAVE_S = 120.0
@@ -89,6 +88,8 @@ def check_memory(flags: argparse.Namespace, folder: Path) -> None:
         return
     run = config.load(flags.config, flags.set)
     if run.model.layers is None:
+        from decentral.train import measure, memory  # load torch
+
         needs = memory.needs_on(run, measure.choose(flags.device, run.train.dtype, 1.0, 0.0))
         memory.check_together(needs, len(flags.memory), max(flags.memory))
 
@@ -339,7 +340,7 @@ def _last_output(folder: Path) -> str:
 
 def _report(console: Console, result: summary.Summary) -> None:
     for peer in result["peers"]:
-        exchanges = "/".join(str(peer["exchanges"][outcome]) for outcome in ("done", "solo", "failed"))
+        exchanges = "/".join(str(peer["exchanges"][outcome]) for outcome in OUTCOMES)
         console.print(
             f"peer {peer['peer'][-6:]}  throttle {peer['throttle']:g}  {peer['micro_batches']} micro-batches  "
             f"busy {peer['busy_fraction']:.3f}  exchanges {exchanges} (done/solo/failed)  "

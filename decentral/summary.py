@@ -5,10 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from decentral.core.journal import read
+from decentral.core.journal import OUTCOMES, read
 from decentral.core.time_spent import TimeSpent
 from decentral.state import StateFolder
-from decentral.train import replicas
 
 Line = dict[str, Any]  # one line of a journal
 NO_DEATHS: Mapping[int, str] = {}
@@ -68,7 +67,7 @@ def _of_peer(lines: list[Line], throttle: float) -> dict[str, Any]:
         "tokens": sum(line["tokens"] for line in steps),
         "busy_fraction": shares["training"],
         "time_shares": shares,
-        "exchanges": {outcome: outcomes[outcome] for outcome in ("done", "solo", "failed")},
+        "exchanges": {outcome: outcomes[outcome] for outcome in OUTCOMES},
         "sent_bytes": traffic[-1]["sent_bytes"] if traffic else 0,
         "received_bytes": traffic[-1]["received_bytes"] if traffic else 0,
         "loss_last": steps[-1]["loss"] if steps else None,
@@ -93,6 +92,8 @@ def time_spent(steps: Iterable[Line]) -> TimeSpent:
 
 def _of_replicas(folders: Sequence[Path]) -> tuple[float | None, float | None]:
     """The held-out loss of the average of all checkpoints, and their spread around it; None if a layer is missing."""
+    from decentral.train import replicas  # loads torch
+
     weights = [found for found in map(replicas.read, folders) if found is not None]
     run = StateFolder(folders[0]).read_run() if folders else None
     if not weights or run is None or replicas.missing(run[1], replicas.average(weights)):

@@ -24,7 +24,6 @@ from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import UserError
 from decentral.train import tokenizer
 from decentral.train.documents import Documents, TextPiece
-from decentral.train.text_stream import TokenPacker
 from decentral.train.token_file import Description, describe
 
 SEPARATOR = "<|endoftext|>"  # of a tokenizer that is trained here
@@ -98,6 +97,8 @@ def _first(pieces: Iterator[TextPiece], most_bytes: int) -> Iterator[str]:
 
 def write(pieces: Iterator[TextPiece], found: tokenizer.TextTokenizer, out: Path, width: int) -> int:
     """Write the tokens and their description; return how many. Raises UserError, and leaves an old file then."""
+    from decentral.train.text_stream import TokenPacker  # loads torch
+
     packer, part, count = TokenPacker(found), out.with_name(out.name + ".new"), 0
     dtype = np.uint16 if width == 2 else np.uint32
     try:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from decentral.command import stage
 from decentral.core.ids import PeerId, short
+from decentral.core.journal import OUTCOMES
 from decentral.core.plain_text import plain_text, printable
 from decentral.core.units import Seconds, plural, readable_bytes
 from decentral.invitation_files import founder_path
@@ -165,9 +166,9 @@ def _needed(setup: NodeSetup) -> list[str]:
     needed = {
         f"--trust-model-code {shlex.quote(model.layers or '')}": model.layers is not None,
         "--invite FILE": setup.private is not None,
-        "--data PATH": data.kind != "python-stdlib",
+        "--data PATH": data.facts.needs_path,
         "--model-from DIR": reads_folder,
-        "--tokenizer PATH": data.kind == "huggingface" and (data.tokenizer is not None or not reads_folder),
+        "--tokenizer PATH": data.facts.needs_tokenizer and (data.tokenizer is not None or not reads_folder),
     }
     return [flag for flag, is_needed in needed.items() if is_needed]
 
@@ -199,7 +200,7 @@ def figures(node: Node, now: Seconds) -> dict[str, str]:
         "busy": _busy(node) if progress.spent.total else "-",
         "windows": _windows(node),
         "peers": f"{len(node.roster.live)}",
-        "exchanges": "/".join(str(node.traffic.exchanges[outcome]) for outcome in ("done", "solo", "failed")),
+        "exchanges": "/".join(str(node.traffic.exchanges[outcome]) for outcome in OUTCOMES),
         "sent": readable_bytes(node.traffic.sent_bytes),
         "received": readable_bytes(node.traffic.received_bytes),
     }

@@ -19,8 +19,8 @@ CLASS_METHODS = 25
 CLASS_ATTRIBUTES = 18
 SEAMS = {"core", "comm", "scheduler", "train", "peers", "sim"}  # folders between which a function needs a docstring
 EXCEPTIONS: dict[str, str] = {  # "module", "module.Class" or "module.function" -> why no limit applies to it
-    "core.config.TrainConfig": "a section of the config has as many attributes as a user has keys to set in it",
-    "core.model_config.ModelConfig": "another section",
+    "core.jobs": "a list of plain values, in which a reader looks one up",
+    "core.model_config.ModelConfig": "a section of the config has as many attributes as a user has keys to set in it",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -139,9 +139,7 @@ def test_a_public_class_is_defined_once() -> None:
 
 
 def test_a_public_constant_has_one_value() -> None:
-    """But for ALGORITHM: each module of decentral/algorithms has its own record under that name."""
-    values = (one for module in MODULES for one in constants(module) if one[0] != "ALGORITHM")
-    assert repeated(values) == {}
+    assert repeated(one for module in MODULES for one in constants(module)) == {}
 
 
 def test_an_exception_names_code_that_is_there() -> None:

@@ -24,9 +24,8 @@ from decentral.comm.wire.messages import (
     Snapshot,
 )
 from decentral.core.errors import ProtocolError
-from decentral.core.fragments import layout_bytes
+from decentral.core.fragments import Fragment, layout_bytes
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Fragment
 from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
 

@@ -1,30 +1,18 @@
-"""Gossip algorithms: what one is, and the fixed table in which its name is looked up.
+"""Between the exchanges of a fragment and the node: what the exchange machine is told, and what it may ask.
 
-An algorithm is one record in one module of decentral/algorithms. That module is imported when somebody asks for the
-record, so the floors below it, the node among them, know no algorithm by name and load no torch. A name comes from the
-strict config and must stand in MODULES: nothing that comes from the network chooses code.
+The gossip algorithms themselves are records of decentral/core/choices.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import Log, Machine, log
+from decentral.core.machine import Log, log
 from decentral.core.units import Seconds
 
 if TYPE_CHECKING:
     from decentral.core.config import GossipConfig
-
-MODULES = {
-    "pull": "decentral.algorithms.pull",
-    "symmetric": "decentral.algorithms.symmetric",
-    "push_sum": "decentral.algorithms.push_sum",
-    "allreduce": "decentral.algorithms.allreduce",
-    "synchronous": "decentral.algorithms.synchronous",
-}
 
 
 class GossipView(Protocol):
@@ -62,7 +50,6 @@ class FragmentContext:
     phase: float  # when its windows end, as a part of the period
     gossip: "GossipConfig"
     view: GossipView
-    round: int = 0  # the newest round that others have announced, where the algorithm blocks
     restored_at: Seconds = 0.0  # what was published before it may be in the checkpoint that this peer goes on from
 
     def period_s(self, size: int) -> Seconds:
@@ -104,53 +91,3 @@ class FragmentContext:
             sent_bytes=moved[0],
             received_bytes=moved[1],
         )
-
-
-class GossipMachine(Machine, Protocol):
-    """Runs the exchanges of one fragment, window after window: comm/gossip has three."""
-
-    seq: int  # number of the last window that was closed
-    size: int  # bytes of the last snapshot
-
-    @property
-    def undecided(self) -> list[int]:
-        """Open requests whose effect on the weights is a job under way: nobody can say yet that they are refused."""
-
-    def replan(self, now: Seconds) -> None:
-        """Brings the window's end forward, where it lies further ahead than a window is long now."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Algorithm:
-    """All that the project needs to know of one value of `gossip.algorithm`."""
-
-    name: str
-    rule: Any
-    """The class of its update rules, a subclass of UpdateRule in train/update_rules.py."""
-
-    machine: Callable[[FragmentContext, Seconds], GossipMachine] | None
-    """Makes a fragment's exchange machine, whose first window ends at that time; None: the algorithm is exact."""
-
-    questions: tuple[type, ...]
-    """The message types that the machine answers; they stand in comm/wire/messages.py."""
-
-    partners: Callable[["GossipConfig"], int | None]
-    """How many partners are drawn for a window, by the bandwidth of their links; None: all holders, in order."""
-
-    snapshot_bytes: float
-    """At most this many bytes per parameter in a published snapshot, besides a few bytes for each section."""
-
-    memory_bytes: int
-    """At most this many bytes per parameter of gossip state on the device and in published snapshots."""
-
-    blocking: bool = False  # training waits for each merge
-    exact: bool = False  # all peers take one step with the gradients of all: comm/rounds takes the place of exchanges
-    aligned: bool = True  # windows end at the same instants on all peers; else each peer draws its own phase
-
-
-@cache
-def algorithm(name: str) -> Algorithm:
-    """The record of that name, which must be one of MODULES."""
-    found: Algorithm = import_module(MODULES[name]).ALGORITHM
-    assert found.name == name, f"{MODULES[name]} says that it is {found.name}"
-    return found

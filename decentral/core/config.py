@@ -12,17 +12,17 @@ import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
-from pydantic_core import PydanticKnownError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from decentral.core import algorithms, model_families, own_yaml
+from decentral.core import model_families, own_yaml
+from decentral.core.choices import ALGORITHMS, DATA_KINDS, OPTIMIZERS, DataKind
 from decentral.core.config_values import (
     MIN_INTERVAL_S,
     Digest,
-    Fraction,
     Interval,
     Large,
     OwnPath,
@@ -47,29 +47,32 @@ OWN_KEYS = {  # they name a peer's own files, or what is in them, and do not tra
     "data": ("path", "glob", "column", "part", "tokenizer"),
 }
 LATER_KEYS = (("model", "block"),)  # (section, key) added later; left out of the digest while at their defaults
+# By section: keys of earlier versions, and the only value that a config may still give them
+RETIRED_KEYS: dict[str, dict[str, float]] = {
+    "train": {"final_rate": 0.1, "beta1": 0.9, "beta2": 0.95, "logits_at_once": 1 << 25},
+    "gossip": {"momentum": 0.0, "step": 1.0, "consensus": 1.0, "consensus_every": 3},
+    "routes": {"sums": 4},
+    "swarm": {"max_peers": 4096},
+}
 MAX_ROUND = 256  # micro-batches of a synchronous round, because one peer's report names them all
-LEARNING_RATES = {"adamw": 4e-3, "muon": 8e-3}  # the best of those that docs/results/convergence.md compares
+SUMS = 4  # sealed sums of gradients that may wait at once, with `routes.overlap`
 _BRANCHES = {"int", "float", "constrained-int", "constrained-float", "literal['auto']"}  # of a key with several types
 _SHORT = reprlib.Repr()  # shows a wrong value with at most six entries, or thirty characters of a text
 _SHORT.maxlevel = 2
 
 
-def _algorithm_name(value: object) -> object:
-    """Says of an unknown name what pydantic says of a value that is none of a Literal's."""
-    names = tuple(algorithms.MODULES)
-    if value not in names:
-        expected = ", ".join(map(repr, names[:-1])) + f" or {names[-1]!r}"
-        raise PydanticKnownError("literal_error", {"expected": expected})
-    return value
-
-
-AlgorithmName = Annotated[str, BeforeValidator(_algorithm_name), Field(max_length=32)]
+if TYPE_CHECKING:
+    AlgorithmName = str
+    DataKindName = str
+    OptimizerName = str
+else:  # the names in the tables of core/choices.py
+    AlgorithmName, DataKindName, OptimizerName = Literal[*ALGORITHMS], Literal[*DATA_KINDS], Literal[*OPTIMIZERS]
 
 
 class DataConfig(Strict):
     """Where the tokens come from: train/data.py."""
 
-    kind: Literal["python-stdlib", "text", "tokens", "huggingface"] = "python-stdlib"
+    kind: DataKindName = "python-stdlib"
     path: OwnPath | None = None  # a file or folder on this peer's own disk; huggingface: or a data set's name
     glob: Annotated[str, Field(max_length=256)] | None = None  # which files of a folder; text: **/*.txt
     # huggingface: what a row is. chat: a list of messages, of which the assistant's are learned; completion: a prompt
@@ -82,9 +85,14 @@ class DataConfig(Strict):
     token_bytes: Literal[2, 4] = 2  # width of an entry of a tokens file
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05  # share of the tokens that no peer trains on
 
+    @property
+    def facts(self) -> DataKind:
+        """What data of this kind need and give."""
+        return DATA_KINDS[self.kind]
+
     @model_validator(mode="after")
     def format_is_read(self) -> "DataConfig":
-        if self.format != "text" and self.kind != "huggingface":
+        if self.format != "text" and not self.facts.has_formats:
             raise ValueError(f"data.format {self.format} needs data.kind huggingface; it is {self.kind}")
         return self
 
@@ -102,7 +110,6 @@ class TrainMemory(Strict):
     weights: Literal["float32", "bfloat16"] = "float32"  # and gradients; bfloat16 is rounded stochastically
     moments: Literal["float32", "int8"] = "float32"  # of AdamW's matrices; int8 needs bitsandbytes: decentral[8bit]
     recompute: bool = False  # a block's activations are computed again in the backward pass, not kept
-    logits_at_once: Large = 1 << 25  # tokens times vocabulary; the loss of more is computed part by part
 
 
 class TrainConfig(TrainMemory):
@@ -111,13 +118,10 @@ class TrainConfig(TrainMemory):
     micro_batch: Positive | Literal["auto"] = 8  # sequences; auto: the fastest number that fits the device
     accumulate: Positive = 1  # micro-batches in one inner step; with `gossip.algorithm: synchronous` of the whole swarm
     # Muon trains the matrices between the first and the last layer, AdamW all else: docs/CONVERGENCE.md
-    optimizer: Literal["adamw", "muon"] = "muon"  # of the matrices between the first and last layer: AdamW has the rest
-    learning_rate: PositiveFloat | Literal["auto"] = "auto"  # auto: the optimizer's own, of LEARNING_RATES
+    optimizer: OptimizerName = "muon"  # of the matrices between the first and last layer: AdamW has the rest
+    learning_rate: PositiveFloat | Literal["auto"] = "auto"  # auto: the optimizer's own, of core/choices.py
     warmup_steps: Steps = 50
     total_steps: Large | None = None  # the learning rate's decay ends here; None: it is constant after the warm-up
-    final_rate: Fraction = 0.1  # share of learning_rate that is left at total_steps
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
     weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.1
     clip_norm: PositiveFloat = 1.0
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32
@@ -129,13 +133,13 @@ class TrainConfig(TrainMemory):
     @property
     def peak_rate(self) -> float:
         """The learning rate between warm-up and decay."""
-        return LEARNING_RATES[self.optimizer] if self.learning_rate == "auto" else self.learning_rate
+        return OPTIMIZERS[self.optimizer].peak_rate if self.learning_rate == "auto" else self.learning_rate
 
 
 class GossipConfig(Strict):
     """What the numbers do, and why these: docs/CONVERGENCE.md."""
 
-    # A name in core/algorithms.py. With `synchronous` nothing is averaged but gradients, before each step
+    # A name in core/choices.py. With `synchronous` nothing is averaged but gradients, before each step
     # (docs/ROUTES.md): of the settings below it uses fragment_parameters alone.
     algorithm: AlgorithmName = "pull"
     window_s: Interval = 0.5
@@ -144,10 +148,6 @@ class GossipConfig(Strict):
     # Of pull's pseudo-gradients: four bits a number, its sign alone, or signs where a peer's link is thin
     code: Literal["auto", "q4", "q1"] = "auto"
     partners: Annotated[int, Field(gt=0, le=64)] = 3  # pulled from in each window
-    consensus_every: Positive = 3  # windows between two pulls of slow weights; pseudo-gradients are pulled in each
-    momentum: Fraction = 0.0  # alpha
-    step: PositiveFloat = 1.0  # beta
-    consensus: Fraction = 1.0  # gamma
     link_share: Annotated[float, Field(gt=0, le=1)] = 0.8  # of the bandwidth that gossip may use
     core_share: Annotated[float, Field(gt=0, le=1)] = (
         0.02  # of the cores that train, likewise; start_steps may use more
@@ -166,12 +166,11 @@ class RoutesConfig(Strict):
         2  # a peer gives up no layer that fewer others hold, unless it takes lost layers instead
     )
     overlap: bool = False  # micro-batches begin before the step of the last ones is taken: docs/ROUTES.md has the cost
-    sums: Annotated[int, Field(ge=1, le=16)] = 4  # sealed sums of gradients that may wait at once, with `overlap`
 
     @property
     def slots(self) -> int:
         """How many sealed sums may wait. Without overlap, one that waits is applied before any later forward pass."""
-        return self.sums if self.overlap else 1
+        return SUMS if self.overlap else 1
 
 
 class SwarmConfig(Strict):
@@ -186,7 +185,6 @@ class SwarmConfig(Strict):
         1  # keys over which the records are spread; about one for every hundred peers
     )
     checkpoint_every_s: Interval = 30.0
-    max_peers: Annotated[int, Field(gt=0, le=1 << 16)] = 4096
 
     @model_validator(mode="after")
     def renewed_in_time(self) -> "SwarmConfig":
@@ -210,7 +208,7 @@ class Config(Strict):
     @property
     def synchronous(self) -> bool:
         """Whether all peers take the same step, with the gradients of all: comm/rounds/round.py."""
-        return algorithms.algorithm(self.gossip.algorithm).exact
+        return ALGORITHMS[self.gossip.algorithm].exact
 
     @model_validator(mode="after")
     def rounds_are_possible(self) -> "Config":
@@ -242,7 +240,7 @@ class Config(Strict):
     @property
     def reads_bytes(self) -> bool:
         """Whether a token is a byte."""
-        return self.data.kind in ("python-stdlib", "text")
+        return self.data.facts.is_bytes
 
     @property
     def tokenizer(self) -> str | None:
@@ -279,10 +277,12 @@ class Config(Strict):
     def canonical(self) -> str:
         """JSON with every key that the peers of a run share, sorted: runs that are equal give equal text.
 
-        The keys that name files of one peer are left out, and so are `LATER_KEYS` at their defaults: a run that began
-        before a key existed keeps its digest, by which its checkpoints are known.
+        The keys that name files of one peer are left out, and so are `LATER_KEYS` at their defaults; `RETIRED_KEYS` are
+        added. So a run keeps its digest, by which its checkpoints are known, when keys come and go.
         """
         tree = self.model_dump(mode="json", by_alias=True)
+        for section, retired in RETIRED_KEYS.items():
+            tree[section] |= retired
         for section, key in LATER_KEYS:
             field = type(getattr(self, section)).model_fields[key]
             if getattr(getattr(self, section), key) == field.get_default(call_default_factory=True):
@@ -312,21 +312,22 @@ def load(path: str | Path | None, overrides: Sequence[str] = (), own: OwnInputs 
     if own.model_code is not None and found.model.layers is not None:
         agreed_code(found.model.layers, own.model_code, "the config's")
     found = found.with_own(own)
-    if found.data.kind == "python-stdlib" and own.of_data():
+    kind = found.data.facts
+    if not kind.needs_path and own.of_data():
         rows = own.model_folder or own.tokenizer or str(own.data).endswith(FILES_OF_ROWS)
-        kind = "huggingface" if rows else "text"
-        raise UserError(f"{own.of_data()}: data.kind python-stdlib reads no file; add --set data.kind={kind}")
-    if found.data.kind != "python-stdlib" and found.data.path is None:
-        raise UserError(f"config: data.kind {found.data.kind} needs data.path, or the flag --data PATH")
-    if found.data.kind == "huggingface" and found.tokenizer is None:
-        raise UserError("config: data.kind huggingface needs data.tokenizer, or the flag --tokenizer PATH")
-    if found.model.start_from is not None and found.reads_bytes and found.model.vocabulary != BYTES:
-        other = f"data.kind {found.data.kind} gives bytes, and the model of model.from reads other tokens"
+        other = "huggingface" if rows else "text"
+        raise UserError(f"{own.of_data()}: data.kind {kind.name} reads no file; add --set data.kind={other}")
+    if kind.needs_path and found.data.path is None:
+        raise UserError(f"config: data.kind {kind.name} needs data.path, or the flag --data PATH")
+    if kind.needs_tokenizer and found.tokenizer is None:
+        raise UserError(f"config: data.kind {kind.name} needs data.tokenizer, or the flag --tokenizer PATH")
+    if found.model.start_from is not None and kind.is_bytes and found.model.vocabulary != BYTES:
+        other = f"data.kind {kind.name} gives bytes, and the model of model.from reads other tokens"
         raise UserError(f"config: {other}: take data.kind huggingface, or tokens")
     return found
 
 
-def _take_model(tree: dict[str, Any], folder: str | None) -> None:
+def _take_model(tree: dict[str, object], folder: str | None) -> None:
     """Fills in the keys of `model` that the folder's config.json has: the flag's, or else that of model.from."""
     model = tree.setdefault("model", {})
     folder = folder or (model.get("from") if isinstance(model, dict) else None)
@@ -355,11 +356,11 @@ def _read(path: str | Path | None) -> str:
         raise UserError(f"config: cannot read {path} ({error}); {shipped_ones}") from None
 
 
-def shipped_configs() -> list[Any]:
+def shipped_configs() -> list[Traversable]:
     return [entry for entry in files("decentral.configs").iterdir() if entry.name.endswith(".yaml")]
 
 
-def _set(tree: dict[str, Any], override: str) -> None:
+def _set(tree: dict[str, object], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise UserError(f"--set expects key=value, such as gossip.window_s=2; got {override!r}")
@@ -375,12 +376,25 @@ def _set(tree: dict[str, Any], override: str) -> None:
         raise UserError(f"--set {key}: {value!r} is not a YAML value") from None
 
 
-def validated(tree: Mapping[str, Any]) -> Config:
+def validated(tree: Mapping[str, object]) -> Config:
     """The config in a tree of plain values. Raises UserError, in one line of printable text."""
     try:
-        return Config.model_validate(tree)
+        return Config.model_validate(_without_retired(tree))
     except ValidationError as error:
         raise UserError("config: " + printable(_explain(error), 300)) from None  # another peer may have sent it
+
+
+def _without_retired(tree: Mapping[str, object]) -> dict[str, object]:
+    """Return the tree without `RETIRED_KEYS`. Raises UserError if one of them has another value than it always has."""
+    left = dict(tree)
+    for section, retired in RETIRED_KEYS.items():
+        if isinstance(given := left.get(section), Mapping):
+            for key, only in retired.items():
+                if (found := given.get(key, only)) != only or isinstance(found, bool):
+                    here = printable(_SHORT.repr(found), 100)
+                    raise UserError(f"config: {section}.{key} is {only} in every run; it is {here} here: leave it out")
+            left[section] = {key: value for key, value in given.items() if key not in retired}
+    return left
 
 
 def _explain(error: ValidationError) -> str:

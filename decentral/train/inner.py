@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from decentral.core import config, rng
-from decentral.core.jobs import Fragment
+from decentral.core.choices import OPTIMIZERS
+from decentral.core.fragments import Fragment
 from decentral.train import gpt
 from decentral.train.optimizers import (
     Operands,
@@ -24,6 +25,8 @@ from decentral.train.optimizers import (
     step_together,
     views,
 )
+
+FINAL_RATE = 0.1  # share of the learning rate that is left at `train.total_steps`
 
 
 def fragments_of(run: config.Config) -> list[Fragment]:
@@ -42,7 +45,7 @@ def fragments(parameters: Sequence[int], at_least: int) -> list[Fragment]:
     if len(groups) > 1 and groups[-1][2] < at_least:
         _, last, count = groups.pop()
         groups[-1] = [groups[-1][0], last, groups[-1][2] + count]
-    return [Fragment(number, *group) for number, group in enumerate(groups)]
+    return [Fragment(number, first, last, count) for number, (first, last, count) in enumerate(groups)]
 
 
 class Live:
@@ -139,12 +142,12 @@ class Live:
     def _groups(self, layers: Sequence[nn.Module], start: int) -> tuple[list[nn.Parameter], ...]:
         """The fragment's parameters in their order in theta: Muon's matrices, AdamW's matrices, gains."""
         blocks, matrices, gains = [], [], []
+        apart = bool(OPTIMIZERS[self.train.optimizer].stretch)
         for number in range(self.fragment.first, self.fragment.last):
-            muon = self.train.optimizer == "muon" and 0 < number < self._last
             for parameter in layers[number - start].parameters():
                 if parameter.ndim < 2:
                     gains.append(parameter)
-                elif muon and parameter.ndim == 2:
+                elif apart and 0 < number < self._last and parameter.ndim == 2:
                     blocks.append(parameter)
                 else:
                     matrices.append(parameter)
@@ -294,7 +297,7 @@ def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def rate_at(train: config.TrainConfig, lr_step: int, own_steps: int) -> float:
-    """Learning rate: linear warm-up, then constant, or linear decay to `final_rate` at `total_steps`.
+    """Learning rate: linear warm-up, then constant, or linear decay to a tenth at `total_steps`.
 
     `lr_step` is the swarm's step; `own_steps` counts this peer's, so that a newcomer warms up by itself.
     """
@@ -302,4 +305,4 @@ def rate_at(train: config.TrainConfig, lr_step: int, own_steps: int) -> float:
     if train.total_steps is None:
         return train.peak_rate * warm
     left = max(0.0, 1 - max(0, lr_step - train.warmup_steps) / max(1, train.total_steps - train.warmup_steps))
-    return train.peak_rate * warm * (train.final_rate + (1 - train.final_rate) * left)
+    return train.peak_rate * warm * (FINAL_RATE + (1 - FINAL_RATE) * left)

@@ -15,9 +15,9 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_CHUNK_BYTES, MOST_FOLLOWED, Refused, StateChunk, StateRequest
 from decentral.comm.wire.transport import Answered, Ask, AskFailed, Tag
 from decentral.core.errors import ProtocolError
-from decentral.core.fragments import layout_bytes
+from decentral.core.fragments import Fragment, Layout, layout_bytes
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Donated, Fragment, Layout
+from decentral.core.jobs import Donated
 from decentral.core.machine import Effect, log
 from decentral.core.reasons import Reason
 from decentral.core.synthetic import Blob, gathered
@@ -31,6 +31,7 @@ IN_FLIGHT = 2  # pieces asked of one donor at a time
 FRAGMENTS_AHEAD = 12  # so many more of which a donor is asked for the first piece: to encode them takes a step edge
 FAILURES = 2  # failed requests until a donor is left out
 PIECE_DEADLINE_S = 30.0
+MOST_HOLDERS = 16  # whose weights a command averages: more would change the mean by little
 
 
 @dataclass(slots=True)

@@ -18,8 +18,8 @@ from decentral.comm.wire.messages import Count, Index, Run, UnixTime
 from decentral.comm.wire.transport import Directory
 from decentral.core import rng
 from decentral.core.errors import ProtocolError, UserError
+from decentral.core.fragments import Fragment
 from decentral.core.ids import SUFFIX_CHARS, PeerId, RunId
-from decentral.core.jobs import Fragment
 from decentral.core.plain_text import SHOWN_CHARS, plain_text
 from decentral.core.reasons import Reason
 

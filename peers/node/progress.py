@@ -4,9 +4,8 @@ import math
 from dataclasses import asdict, dataclass, field
 
 from decentral.core.config import BYTES, SwarmConfig, TrainConfig
-from decentral.core.jobs import Evaluate, Evaluated, JobFailed, Save, Saved, Sealed, Stepped
+from decentral.core.jobs import DIVERGED, Evaluate, Evaluated, JobFailed, Save, Saved, Sealed, Stepped
 from decentral.core.machine import Effect, Woke, earliest, log
-from decentral.core.outcomes import DIVERGED
 from decentral.core.time_spent import NO_TIME, TimeSpent
 from decentral.core.units import Amount, Seconds
 from decentral.peers.node.divergence import Divergence

@@ -96,7 +96,7 @@ class SpanManager:
         """The training thread has changed the layers, or could not."""
         if event.accepted:
             self.donor.retained = event.kept
-        return [*self.answers.given_up(event.accepted), *self.span_move.handle(event, now)]
+        return self.span_move.handle(event, now)
 
     def carry_out(self, effects: list[Effect], now: Seconds) -> list[Effect]:
         """The same effects, with what the move's own effects lead to in their place."""

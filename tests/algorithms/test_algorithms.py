@@ -8,26 +8,23 @@ from torch import Tensor, nn
 
 import decentral.algorithms
 from decentral.comm.gossip.snapshots import SNAPSHOTS_KEPT
-from decentral.comm.wire import messages
-from decentral.core import algorithms, config, swarm_config
-from decentral.core.algorithms import Algorithm, FragmentContext
+from decentral.core import config, swarm_config
+from decentral.core.choices import ALGORITHMS, Algorithm
 from decentral.core.errors import UserError
-from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Fragment
-from decentral.peers.node.answers import BLOB_SLACK_BYTES
+from decentral.core.fragments import Fragment
+from decentral.core.ids import PeerId
 from decentral.train import compress, update_rules
 from decentral.train.inner import Live
 from decentral.train.outer_kernels import TorchKernels
 from decentral.train.sections import Packer
 from decentral.train.update_rules import RuleTools, Window
-from tests.comm.gossip.partners import Partners
 
 SIDE = 128
 HOLDERS = 3  # of a fragment, in a run with exact gradients
 ROUNDS_KEPT = 2
 TOOLS = RuleTools(compress, TorchKernels(compress))
 
-RECORDS = [pytest.param(algorithms.algorithm(name), id=name) for name in algorithms.MODULES]
+RECORDS = [pytest.param(record, id=name) for name, record in ALGORITHMS.items()]
 every_algorithm = pytest.mark.parametrize("algorithm", RECORDS)
 
 
@@ -69,17 +66,17 @@ def tensors_in(value: object) -> list[Tensor]:
 def test_every_module_of_the_folder_is_in_the_table_under_its_own_name() -> None:
     folder = Path(decentral.algorithms.__file__ or "").parent
     modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
-    assert {name: f"decentral.algorithms.{name}" for name in modules} == algorithms.MODULES
-    assert [algorithms.algorithm(name).name for name in algorithms.MODULES] == list(algorithms.MODULES)
+    assert {record.rule.split(":")[0] for record in ALGORITHMS.values()} == {
+        f"decentral.algorithms.{name}" for name in modules
+    }
+    assert modules == set(ALGORITHMS)
 
 
 def test_a_name_that_is_not_in_the_table_loads_nothing_and_the_error_lists_those_that_are() -> None:
-    *others, last = map(repr, algorithms.MODULES)
+    *others, last = map(repr, ALGORITHMS)
     expected = f"gossip.algorithm must be {', '.join(others)} or {last}; it is 'os'"
     with pytest.raises(UserError, match=f"^config: {expected}$"):
         swarm_config.received('{"gossip": {"algorithm": "os"}}')
-    with pytest.raises(KeyError):
-        algorithms.algorithm("os")
 
 
 @pytest.mark.parametrize("value", ["3", "[pull]", "null", "{pull: 1}"])
@@ -89,23 +86,12 @@ def test_an_algorithm_that_is_no_text_is_refused_in_the_same_words(value: str) -
 
 
 @every_algorithm
-@pytest.mark.parametrize("parameters", [1, 255, 65_536, 1_000_003])
-def test_a_true_snapshot_fits_within_its_bytes_per_parameter_and_not_by_far(
-    algorithm: Algorithm, parameters: int
-) -> None:
-    rule = update_rules.rule(settings(algorithm), torch.zeros(1), PeerId("A"), TOOLS)
-    size = sum(section.size for section in update_rules.layout_of(sections(rule), parameters, compress))
-    assert size <= int(parameters * algorithm.snapshot_bytes) + BLOB_SLACK_BYTES
-    assert size >= 0.98 * parameters * algorithm.snapshot_bytes
-
-
-@every_algorithm
 def test_the_gossip_state_of_a_parameter_takes_no_more_than_the_record_says(algorithm: Algorithm) -> None:
     rule, published, parameters = rule_after_a_close(algorithm)
     copies = HOLDERS * ROUNDS_KEPT if algorithm.exact else SNAPSHOTS_KEPT
     held = sum(tensor.nbytes for tensor in tensors_in(rule)) + copies * published
     assert held <= algorithm.memory_bytes * parameters
-    assert held >= 0.5 * algorithm.memory_bytes * parameters or algorithm.name == "push_sum"
+    assert held >= 0.5 * algorithm.memory_bytes * parameters
 
 
 @every_algorithm
@@ -113,20 +99,4 @@ def test_what_a_newcomer_gets_and_what_partners_get_are_those_of_the_rule(algori
     rule, published, parameters = rule_after_a_close(algorithm)
     assert published == sum(one.size for one in update_rules.layout_of(sections(rule), parameters, compress))
     assert not set(rule.sections) & set(rule.on_request)
-
-
-@every_algorithm
-def test_an_algorithm_has_either_exchanges_or_exact_gradients(algorithm: Algorithm) -> None:
-    assert (algorithm.machine is None) == algorithm.exact == (algorithm.questions == ())
-    assert all(question.__module__ == messages.__name__ for question in algorithm.questions)
-    count = algorithm.partners(settings(algorithm))
-    assert (count is None) == (algorithm.blocking or algorithm.exact)
-
-
-@pytest.mark.parametrize("algorithm", [one for one in RECORDS if one.id != "synchronous"])
-def test_a_machine_begins_with_the_window_that_it_is_told(algorithm: Algorithm) -> None:
-    context = FragmentContext(RunId("run"), PeerId("A"), 0, 0.5, settings(algorithm), Partners(), round=7)
-    assert algorithm.machine is not None
-    machine = algorithm.machine(context, context.next_close(3.0, 0))
-    assert machine.wake_at == 5.0
-    assert machine.seq == (7 if algorithm.blocking else 0)
+    assert set(algorithm.light) <= set(rule.sections)

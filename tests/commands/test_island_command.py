@@ -11,7 +11,7 @@ import torch
 
 from decentral import launch, peer
 from decentral.core.errors import UserError
-from decentral.launch import Place
+from decentral.core.rank_place import Place
 from tests.commands.peer_processes import TINY, Peers, exchanged
 from tests.patient_time import LIMIT_S
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from decentral import peer
+from decentral import peer, start_peer
 from decentral.comm.wire.identity import Identity
 from decentral.core import config
 from decentral.core.ids import RunId
@@ -309,7 +309,7 @@ def test_an_error_is_said_before_the_rest_of_the_program_has_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_end, had_ended = threading.Event(), []
-    monkeypatch.setattr(peer, "_load", lambda _: had_ended.append(may_end.wait(LIMIT_S)))
+    monkeypatch.setattr(start_peer, "load", lambda _: had_ended.append(may_end.wait(LIMIT_S)))
     assert "--listen expects an address" in refusal(folder, "small", "--listen", "here")
     assert not had_ended
     may_end.set()

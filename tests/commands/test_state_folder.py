@@ -16,11 +16,11 @@ from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.journal import Journal
+from decentral.core.units import Measured
 from decentral.invitation_files import FounderFile
 from decentral.peers.membership.address_book import AddressBook
 from decentral.state import StateFolder
 from decentral.train.checkpoint import MicroBatchNumbers
-from decentral.train.measure import Measured
 from decentral.train.text_stream import Position, PositionFile, Windows
 
 RUN = RunId("gpt-3fa2c1")
