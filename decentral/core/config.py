@@ -103,17 +103,12 @@ class DataConfig(Strict):
         return self
 
 
-class TrainMemory(Strict):
-    """Those keys of `train` that save the device's memory, and what they cost."""
+class TrainConfig(Strict):
+    """The inner steps of each peer. The first three keys save the device's memory."""
 
     weights: Literal["float32", "bfloat16"] = "float32"  # and gradients; bfloat16 is rounded stochastically
     moments: Literal["float32", "int8"] = "float32"  # of AdamW's matrices; int8 needs bitsandbytes: decentral[8bit]
     recompute: bool = False  # a block's activations are computed again in the backward pass, not kept
-
-
-class TrainConfig(TrainMemory):
-    """The inner steps of each peer."""
-
     micro_batch: Positive | Literal["auto"] = 8  # sequences; auto: the fastest number that fits the device
     accumulate: Positive = 1  # micro-batches in one inner step; with `gossip.algorithm: synchronous` of the whole swarm
     # Muon trains the matrices between the first and the last layer, AdamW all else: docs/CONVERGENCE.md
