@@ -55,7 +55,7 @@ RETIRED_KEYS: dict[str, dict[str, float]] = {
     "swarm": {"max_peers": 4096},
 }
 MAX_ROUND = 256  # micro-batches of a synchronous round, because one peer's report names them all
-SUMS = 4  # sealed sums of gradients that may wait at once, with `routes.overlap`
+SEALED_SUMS = 4  # sealed sums of gradients that may wait at once, with `routes.overlap`
 _BRANCHES = {"int", "float", "constrained-int", "constrained-float", "literal['auto']"}  # of a key with several types
 _SHORT = reprlib.Repr()  # shows a wrong value with at most six entries, or thirty characters of a text
 _SHORT.maxlevel = 2
@@ -104,17 +104,12 @@ class DataConfig(Strict):
         return self
 
 
-class TrainMemory(Strict):
-    """Those keys of `train` that save the device's memory, and what they cost."""
+class TrainConfig(Strict):
+    """The inner steps of each peer. The first three keys save the device's memory."""
 
     weights: Literal["float32", "bfloat16"] = "float32"  # and gradients; bfloat16 is rounded stochastically
     moments: Literal["float32", "int8"] = "float32"  # of AdamW's matrices; int8 needs bitsandbytes: decentral[8bit]
     recompute: bool = False  # a block's activations are computed again in the backward pass, not kept
-
-
-class TrainConfig(TrainMemory):
-    """The inner steps of each peer."""
-
     micro_batch: Positive | Literal["auto"] = 8  # sequences; auto: the fastest number that fits the device
     accumulate: Positive = 1  # micro-batches in one inner step; with `gossip.algorithm: synchronous` of the whole swarm
     # Muon trains the matrices between the first and the last layer, AdamW all else: docs/CONVERGENCE.md
@@ -170,7 +165,7 @@ class RoutesConfig(Strict):
     @property
     def slots(self) -> int:
         """How many sealed sums may wait. Without overlap, one that waits is applied before any later forward pass."""
-        return SUMS if self.overlap else 1
+        return SEALED_SUMS if self.overlap else 1
 
 
 class SwarmConfig(Strict):
