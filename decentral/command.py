@@ -119,6 +119,8 @@ def _end_as_ctrl_c_does() -> None:
     def notice(*_: object) -> None:
         for each in notices:
             signal.signal(each, signal.SIG_IGN)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script has started the command in the background
+            raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
     if threading.current_thread() is threading.main_thread():
