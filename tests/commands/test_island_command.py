@@ -89,6 +89,12 @@ def test_under_torchrun_only_rank_0_says_what_is_wrong(
     assert capfd.readouterr().err == ""
 
 
+def test_only_torchrun_tells_a_rank_to_leave_by_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch.notices() == (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    monkeypatch.setenv(launch.ATTEMPT, "0")
+    assert launch.notices() == (signal.SIGINT, signal.SIGHUP)
+
+
 # As processes
 
 
