@@ -38,7 +38,7 @@ from decentral.core.errors import UserError
 from decentral.core.own_inputs import NOTHING_NAMED
 from decentral.core.plain_text import SHOWN_CHARS, plain_text
 from decentral.core.units import Amount
-from decentral.dashboard.address import add_dashboard_flag
+from decentral.dashboard.address import add_dashboard_flag, reserved
 from decentral.dashboard.child import dashboard
 from decentral.lifeline import heed
 from decentral.peers.hosts.clock import SwarmClock
@@ -90,8 +90,9 @@ async def _main(flags: argparse.Namespace, island: Island | None = None) -> None
     flags.island, flags.warnings = island, []  # what the user is told when training begins
     with (
         _metrics_server(flags) as flags.metrics_server,
+        reserved(flags.dashboard) as page_socket,
         state.StateFolder.claim(flags.state_dir) as folder,
-        dashboard(flags.dashboard, folder.path) as flags.page,
+        dashboard(flags.dashboard, folder.path, listening=page_socket) as flags.page,
     ):
         compile_caches.keep_in(folder.path)
         if flags.restarted:
