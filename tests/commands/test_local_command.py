@@ -105,7 +105,7 @@ def test_a_page_whose_port_is_taken_is_refused_before_there_is_a_folder(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         at = f"127.0.0.1:{taken.getsockname()[1]}"
         said = refusal(capfd, "--state-dir", str(tmp_path / "swarm"), "--dashboard", at)
-    assert said == f"the page: {at} cannot be used (Address already in use); choose another port"
+    assert said.startswith(f"the page: {at} cannot be used (Address already in use")
     assert not (tmp_path / "swarm").exists()
 
 

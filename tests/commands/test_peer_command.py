@@ -80,7 +80,7 @@ def test_a_page_whose_port_is_taken_is_refused_before_the_folder_is_claimed(fold
     with socket.create_server(("127.0.0.1", 0)) as taken:
         at = f"127.0.0.1:{taken.getsockname()[1]}"
         said = refusal(folder, "--dashboard", at)
-    assert said == f"the page: {at} cannot be used (Address already in use); choose another port"
+    assert said.startswith(f"the page: {at} cannot be used (Address already in use")
     assert [one.name for one in folder.iterdir()] == ["run.json"]
 
 
