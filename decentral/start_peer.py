@@ -19,6 +19,7 @@ from decentral.comm.net import ports
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.identity import Identity
 from decentral.copied_identity import refuse_copy
+from decentral.dashboard.address import reserved
 from decentral.dashboard.child import dashboard
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.peers.membership.address_book import AddressBook
@@ -36,8 +37,9 @@ async def start(flags: argparse.Namespace, island: "Island | None" = None) -> No
     flags.island, flags.warnings = island, []  # what the user is told when training begins
     with (
         _metrics_server(flags) as flags.metrics_server,
+        reserved(flags.dashboard) as page_socket,
         state.StateFolder.claim(flags.state_dir) as folder,
-        dashboard(flags.dashboard, folder.path) as flags.page,
+        dashboard(flags.dashboard, folder.path, listening=page_socket) as flags.page,
     ):
         compile_caches.keep_in(folder.path)
         if flags.restarted:

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from decentral.core import config, rng, strict_json
 from decentral.core.errors import UserError
 from decentral.core.journal import OUTCOMES
+from decentral.core.temporary import temporary_folder
 from decentral.core.units import readable_bytes
 from decentral.dashboard.child import dashboard
 from decentral.dashboard.simulated import SimulatedPage
@@ -47,7 +48,11 @@ def simulate(flags: argparse.Namespace) -> None:
     if flags.sweep:
         _sweep(flags)
         return
-    scenario = scenario_of(flags)
+    with temporary_folder() as folder:
+        _simulate(flags, scenario_of(flags, folder))
+
+
+def _simulate(flags: argparse.Namespace, scenario: Scenario) -> None:
     with dashboard(flags.dashboard, waits=True) as page:
         if page:
             print(f"the page: {page.url}", file=sys.stderr, flush=True)
@@ -63,8 +68,8 @@ def simulate(flags: argparse.Namespace) -> None:
             page.process.wait()
 
 
-def scenario_of(flags: argparse.Namespace) -> Scenario:
-    """The scenario that the flags describe. Raises UserError."""
+def scenario_of(flags: argparse.Namespace, folder: Path) -> Scenario:
+    """Return the scenario that the flags describe; real training has its checkpoints in `folder`. Raises UserError."""
     run_config = config.load(flags.config, flags.set)
     if run_config.synchronous:
         raise UserError("gossip.algorithm synchronous is not simulated; expected pull or allreduce")
@@ -79,7 +84,7 @@ def scenario_of(flags: argparse.Namespace) -> Scenario:
             memory.check(needs, memory_bytes)
         memory.check_together(needs, len(needs.fragments), max(settings.memory))  # faults may bring more peers
     if flags.gradients:
-        settings = real_gradients(settings)
+        settings = real_gradients(settings, folder)
     drawn = faults.parse(flags.faults) if flags.faults else []
     drawn += faults.trace(Path(flags.trace)) if flags.trace else []
     if flags.random_faults:

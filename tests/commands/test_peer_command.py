@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -72,6 +73,16 @@ def test_addresses_that_would_make_this_peer_invisible(folder: Path, flag: str, 
 
 
 # The state folder
+
+
+def test_a_page_whose_port_is_taken_is_refused_before_the_folder_is_claimed(folder: Path) -> None:
+    StateFolder(folder).path.mkdir()
+    StateFolder(folder).write_run(RunId("gpt-3fa2c1"), config.Config())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        at = f"127.0.0.1:{taken.getsockname()[1]}"
+        said = refusal(folder, "--dashboard", at)
+    assert said.startswith(f"the page: {at} cannot be used (Address already in use")
+    assert [one.name for one in folder.iterdir()] == ["run.json"]
 
 
 def test_a_state_folder_that_another_process_uses(folder: Path) -> None:

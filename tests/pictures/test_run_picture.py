@@ -21,7 +21,7 @@ FAULTS = "crash 1 at 12; restart 1 at 15; slow 0 x5 at 20 for 5"
 
 
 def scenario(faults: str) -> Scenario:
-    return from_flags.scenario_of(simulate.parse([*SMALL, "--faults", faults]))
+    return from_flags.scenario_of(simulate.parse([*SMALL, "--faults", faults]), Path("not written"))
 
 
 @pytest.fixture(scope="module")
