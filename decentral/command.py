@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn, TypeVar
 
 from decentral import command_table
@@ -116,7 +117,7 @@ def _end_as_ctrl_c_does() -> None:
     """
     notices = [each for each in ending_signals() if each != signal.SIGINT]
 
-    def notice(*_: object) -> None:
+    def notice(number: int, frame: FrameType | None) -> None:
         for each in notices:
             signal.signal(each, signal.SIG_IGN)
         signal.raise_signal(signal.SIGINT)

@@ -199,7 +199,7 @@ def figures(node: Node, now: Seconds) -> dict[str, str]:
         "busy": _busy(node) if progress.spent.total else "-",
         "windows": _windows(node),
         "peers": f"{len(node.roster.live)}",
-        "exchanges": "/".join(str(node.traffic.exchanges[outcome]) for outcome in ("done", "solo", "failed")),
+        "exchanges": "/".join(str(node.gossip.counts.outcomes[outcome]) for outcome in ("done", "solo", "failed")),
         "sent": readable_bytes(node.traffic.sent_bytes),
         "received": readable_bytes(node.traffic.received_bytes),
     }

@@ -22,7 +22,8 @@ from decentral.comm.gossip.tags import BlockingPullTag, ExchangeTag, PullTag
 from decentral.comm.gossip.token_claims import TokenClaims
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_PATIENCE_S, Pull, Refused, Snapshot
-from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed
+from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Event
+from decentral.core.algorithms import FragmentContext
 from decentral.core.fragments import layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.jobs import (
@@ -36,7 +37,7 @@ from decentral.core.jobs import (
     WindowClosed,
 )
 from decentral.core.latest import keep_latest
-from decentral.core.machine import Effect, Log, Woke, earliest
+from decentral.core.machine import Log, Woke, earliest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
@@ -56,7 +57,9 @@ class PulledSnapshot:
 
     contribution: Contribution
     published_at: Seconds
-    line: Log  # the journal's line about it, if it is merged
+    came_at: Seconds
+    seconds: Seconds  # from our question to its answer
+    moved: tuple[int, int]  # bytes sent and received
 
 
 @dataclass(slots=True)
@@ -105,7 +108,7 @@ class PullExchange(Exchange):
         own = self._window.enough_at if self._may_be_enough() else own
         return earliest((self.published.wake_at, own)) if self.published.waiting else own
 
-    def handle(self, event: object, now: Seconds) -> list[Effect]:
+    def handle(self, event: Event, now: Seconds) -> list[Effect]:
         match event:
             case Woke():
                 return self.published.lose_patience(now) + self._due(now)
@@ -246,10 +249,8 @@ class PullExchange(Exchange):
             self._light_windows = RARER * self.whole_every  # it had no slow weights any more: they are due next time
         keep_latest(self.seen, event.peer, snapshot.seq, snapshots.MOST_SEEN)
         moved = event.sent_bytes, event.received_bytes
-        line = self.context.exchange_line(event.peer, "done", "", event.seconds, moved)
-        line.fields["age_s"] = round(now - snapshot.time, 3)
         taken = self._believed(contribution(event.peer, snapshot, blob), now)
-        self._window.pulled.append(PulledSnapshot(taken, snapshot.time, line))
+        self._window.pulled.append(PulledSnapshot(taken, snapshot.time, now, event.seconds, moved))
         return ""
 
     def _believed(self, one: Contribution, now: Seconds) -> Contribution:
@@ -276,15 +277,23 @@ class PullExchange(Exchange):
         self.close_at = self.context.next_close(max(self.close_at, now - late_s), self.size)
         refused = dict(merged.rejected)
         self._doubted |= dict.fromkeys(refused, DOUBTED_WINDOWS)
-        lines: list[Effect] = [one.line for one in self._window.pulled if one.contribution.peer not in refused]
+        lines: list[Effect] = [
+            _done(self.context, one) for one in self._window.pulled if one.contribution.peer not in refused
+        ]
         lines += [self._failed(peer, reason, 0.0) for peer, reason in merged.rejected]
         if not merged.used:
             reason = self._window.skipped or Reason.FAILED
-            lines.append(self.context.exchange_line(None, "solo", reason, now - self._began))
+            lines.append(self.context.exchange_ended(None, "solo", reason, now - self._began))
         return lines
 
     def _failed(self, partner: PeerId, reason: str, seconds: Seconds) -> Log:
-        return self.context.exchange_line(partner, "failed", reason, seconds)
+        return self.context.exchange_ended(partner, "failed", reason, seconds)
+
+
+def _done(context: FragmentContext, merged: PulledSnapshot) -> Log:
+    line = context.exchange_ended(merged.contribution.peer, "done", "", merged.seconds, merged.moved)
+    line.fields["age_s"] = round(merged.came_at - merged.published_at, 3)
+    return line
 
 
 def _more_when_dense(closed: WindowClosed) -> int:

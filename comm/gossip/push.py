@@ -17,11 +17,11 @@ from decentral.comm.gossip.snapshots import Exchange, ExchangePhase, contributio
 from decentral.comm.gossip.tags import PushTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Done, Push, Refused, Snapshot
-from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
+from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Event, Reply
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Absorb, Absorbed, WindowClosed
 from decentral.core.latest import keep_latest
-from decentral.core.machine import Effect, Woke
+from decentral.core.machine import Woke
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
@@ -49,7 +49,7 @@ class PushExchange(Exchange):
     def wake_at(self) -> Seconds | None:
         return self.close_at if self.state is ExchangePhase.OPEN else None
 
-    def handle(self, event: object, now: Seconds) -> list[Effect]:
+    def handle(self, event: Event, now: Seconds) -> list[Effect]:
         match event:
             case Woke() if self.state is ExchangePhase.OPEN and now >= self.close_at:
                 return self._close_unless_alone(now)
@@ -106,7 +106,7 @@ class PushExchange(Exchange):
     ) -> list[Effect]:
         self.state = ExchangePhase.OPEN
         self.close_at = self.context.next_close(now, self.size)
-        return [self.context.exchange_line(partner, outcome, reason, now - self._began, moved)]
+        return [self.context.exchange_ended(partner, outcome, reason, now - self._began, moved)]
 
     def _pushed(self, request: int, sender: PeerId, push: Push, blob: bytes, now: Seconds) -> list[Effect]:
         name = (sender, push.offered.seq)

@@ -10,7 +10,7 @@ from typing import ClassVar
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Pull, Refused, Snapshot
-from decentral.comm.wire.transport import Reply
+from decentral.comm.wire.transport import Effect, Reply
 from decentral.core.algorithms import FragmentContext
 from decentral.core.fragments import layout_bytes
 from decentral.core.ids import PeerId
@@ -23,7 +23,6 @@ from decentral.core.jobs import (
     WindowClosed,
 )
 from decentral.core.latest import keep_latest
-from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
 from decentral.core.synthetic import joined
 from decentral.core.units import Seconds

@@ -20,11 +20,11 @@ from decentral.comm.gossip.snapshots import Exchange, ExchangePhase, contributio
 from decentral.comm.gossip.tags import SwapCommitTag, SwapTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Done, Refused, Snapshot, Swap, SwapCommit
-from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
+from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Event, Reply
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution, Merge, Merged, WindowClosed
 from decentral.core.latest import keep_latest
-from decentral.core.machine import Effect, Woke, log
+from decentral.core.machine import Woke, log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
@@ -56,7 +56,7 @@ class SwapExchange(Exchange):
             return self._commit_by
         return self.close_at if self.state is ExchangePhase.OPEN else None
 
-    def handle(self, event: object, now: Seconds) -> list[Effect]:
+    def handle(self, event: Event, now: Seconds) -> list[Effect]:
         match event:
             case Woke() if self.state is ExchangePhase.OPEN and now >= self.close_at:
                 return self._close_unless_alone(now)
@@ -202,4 +202,4 @@ class SwapExchange(Exchange):
         outcome = "done" if merged.used else "solo" if calm else "failed"
         moved = self._bytes if merged.used else (0, 0)
         partner = None if reason == Reason.ALONE else self._partner
-        return [self.context.exchange_line(partner, outcome, reason, now - self._began, moved)]
+        return [self.context.exchange_ended(partner, outcome, reason, now - self._began, moved)]

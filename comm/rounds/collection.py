@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from decentral.comm.rounds.tags import CollectTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import CollectRequest, Refused
-from decentral.comm.wire.transport import Answered, Ask, AskFailed
+from decentral.comm.wire.transport import Answered, Ask, AskFailed, Effect
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
-from decentral.core.machine import Effect, earliest
+from decentral.core.machine import earliest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 

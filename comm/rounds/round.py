@@ -31,10 +31,10 @@ from decentral.comm.rounds.tags import CollectTag, ElsewhereTag, FollowTag
 from decentral.comm.routes.router import Router
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_NEWCOMERS, CollectRequest, Refused, RoundMember, RoundQuery, RoundStatus
-from decentral.comm.wire.transport import Answered, Asked, AskFailed, Reply
+from decentral.comm.wire.transport import Answered, Asked, AskFailed, Effect, Event, Reply
 from decentral.core.ids import PeerId
 from decentral.core.jobs import CloseRound, RoundClosed, SetClock, Stepped
-from decentral.core.machine import Effect, Woke, earliest
+from decentral.core.machine import Woke, earliest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
@@ -115,13 +115,13 @@ class Rounds:
         self._record.take()
         return ended
 
-    def handle(self, event: object, now: Seconds) -> list[Effect]:
+    def handle(self, event: Event, now: Seconds) -> list[Effect]:
         """Node also calls this with Woke after each event for others: a micro-batch may have been the last."""
         effects = self._react(event, now)
         effects += self._progress(self.now_in, now) if self.now_in else self._search_on(now)
         return effects + self._answer_collects(now)
 
-    def _react(self, event: object, now: Seconds) -> list[Effect]:
+    def _react(self, event: Event, now: Seconds) -> list[Effect]:
         match event:
             case Asked(request, sender, Envelope(RoundQuery() as query)):
                 return [Reply(request, Envelope(self._answer_query(sender, query, now)))]

@@ -12,9 +12,8 @@ from decentral.comm.routes.forwarding import MIN_PATIENCE_S, SUCCESSOR_RETRY_S, 
 from decentral.comm.routes.pacing import MicroBatchWindow, budget_s
 from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire.messages import Done, ExecutionId, ForwardRequest, ForwardStatusQuery, Load, Offer, Refused
-from decentral.comm.wire.transport import Asked
+from decentral.comm.wire.transport import Asked, Effect
 from decentral.core.jobs import MOST_UNDER_WAY, Draw, Forward
-from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 

@@ -26,10 +26,10 @@ from decentral.comm.routes.pacing import HOP_DEADLINE_FLOOR_S, NEWEST_WEIGHT, RO
 from decentral.comm.routes.tags import AuditTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_ROUTE_S, BackwardResponse, ExecutionId, ForwardRequest
-from decentral.comm.wire.transport import Answered, Ask, AskFailed
+from decentral.comm.wire.transport import Answered, Ask, AskFailed, Effect
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Compare, Compared, Likeness
-from decentral.core.machine import Effect, log
+from decentral.core.machine import log
 from decentral.core.units import Seconds
 
 AUDIT_SHARE = 0.01  # of the micro-batches that are sent on, what audits may cost, the sums that they spoil included

@@ -17,11 +17,11 @@ from decentral.comm.routes.stage import StageConfig
 from decentral.comm.routes.tags import ExecutionTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import CommitDecision, ExecutionId, Refused
-from decentral.comm.wire.transport import Reply
+from decentral.comm.wire.transport import Effect, Reply
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Backward, Forget, Forward
 from decentral.core.latest import keep_latest
-from decentral.core.machine import Effect, log
+from decentral.core.machine import log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 

@@ -29,10 +29,9 @@ from decentral.comm.wire.messages import (
     Load,
     Offer,
 )
-from decentral.comm.wire.transport import Answered, Ask, AskFailed
+from decentral.comm.wire.transport import Answered, Ask, AskFailed, Effect
 from decentral.core.fragments import fits_one
 from decentral.core.ids import PeerId
-from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 

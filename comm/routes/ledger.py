@@ -16,8 +16,9 @@ from enum import Enum, auto
 from typing import Protocol
 
 from decentral.comm.wire.messages import ExecutionId, Hop
+from decentral.comm.wire.transport import Effect
 from decentral.core.jobs import Apply, Drop, Seal
-from decentral.core.machine import Effect, Log, log
+from decentral.core.machine import Log, log
 from decentral.core.reasons import Reason
 
 
@@ -62,18 +63,25 @@ class Ledger(Protocol):
     def completed(self, token: int, hops: tuple[Hop, ...]) -> None:
         """A micro-batch of our own got through the model. `hops` are those after our own. `add` follows."""
 
-    def commit(self, token: int) -> list[Effect]: ...
+    # Only a GradientLedger decides when a step is taken: elsewhere nothing follows from these.
 
-    def abort(self, token: int) -> list[Effect]: ...
+    def commit(self, token: int) -> list[Effect]:
+        return []
+
+    def abort(self, token: int) -> list[Effect]:
+        return []
 
     def sealed(self, tokens: tuple[int, ...], slot: int = 0, sound: bool = True) -> list[Effect]:
         """The training thread tells whose gradients are in a sealed sum, and whether a step can be taken with it."""
+        return []
 
     def stepped(self, tokens: tuple[int, ...]) -> list[Effect]:
         """The sum was complete when it was sealed, and its step has been taken."""
+        return []
 
     def look(self, quiet: bool) -> list[Effect]:
         """Whether a step may be taken now without changing weights that a backward pass still needs."""
+        return []
 
 
 @dataclass(slots=True)

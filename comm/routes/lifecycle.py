@@ -19,11 +19,10 @@ from decentral.comm.routes.pacing import MOST_NEXT_PEERS, budget_s
 from decentral.comm.routes.tags import ForwardStatusTag, ForwardTag, OfferTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import BackwardResponse, Done, ExecutionId, ForwardRequest, Hop, Refused
-from decentral.comm.wire.transport import Answered, Asked, AskFailed, Reply
+from decentral.comm.wire.transport import Answered, Asked, AskFailed, Effect, Reply
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Backward, BackwardDone, ExecutionFailed, Forward, ForwardDone
 from decentral.core.latest import keep_latest
-from decentral.core.machine import Effect
 from decentral.core.reasons import SILENT, Reason
 from decentral.core.units import Seconds
 

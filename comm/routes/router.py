@@ -31,10 +31,10 @@ from decentral.comm.routes.stage import StageConfig, StageLoad
 from decentral.comm.routes.tags import AuditTag, CommitDecisionTag, CommitQueryTag, ExecutionTag, OfferTag, PresenceTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import CommitDecision, CommitQuery, Done, ForwardRequest
-from decentral.comm.wire.transport import Answered, Asked, AskFailed, Reply
+from decentral.comm.wire.transport import Answered, Asked, AskFailed, Effect, Event, Reply
 from decentral.core.ids import PeerId
 from decentral.core.jobs import BackwardDone, Compared, ExecutionFailed, ForwardDone, Sealed, Stepped
-from decentral.core.machine import Effect, Woke, earliest, log
+from decentral.core.machine import Woke, earliest, log
 from decentral.core.units import Seconds
 
 
@@ -113,7 +113,7 @@ class Router:
         self.admission.stage, self.admission.draining = stage, False
         self.forwarding.hold(stage)
 
-    def handle(self, event: object, now: Seconds) -> list[Effect]:
+    def handle(self, event: Event, now: Seconds) -> list[Effect]:
         """Effects: Ask, Reply, jobs, the journal's lines `counted`, `applied`, `uncounted`, `abandoned` and `audit`."""
         heard: list[Effect] | None = None
         if isinstance(event, Asked):
@@ -131,7 +131,7 @@ class Router:
         effects += self.table.dispatch()
         return effects + self.own.begin(now) + self.commits.tell()
 
-    def _react(self, event: object, now: Seconds) -> list[Effect]:
+    def _react(self, event: Event, now: Seconds) -> list[Effect]:
         match event:
             case Woke():
                 return [*self.lifecycle.overdue(now), *self.commits.ask(now, self.table.usually_decides_s)]

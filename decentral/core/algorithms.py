@@ -5,14 +5,16 @@ record, so the floors below it, the node among them, know no algorithm by name a
 strict config and must stand in MODULES: nothing that comes from the network chooses code.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import Log, Machine, log
+from decentral.core.machine import Log, log
+from decentral.core.reasons import known_reason
 from decentral.core.units import Seconds
 
 if TYPE_CHECKING:
@@ -52,6 +54,18 @@ class GossipView(Protocol):
         """Whether our link, and nothing else, would stretch the fragment's windows with snapshots of `size` bytes."""
 
 
+@dataclass(slots=True)
+class ExchangeCounts:
+    """How many exchanges of a peer have ended, by outcome and by reason."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[tuple[str, ...]] = field(default_factory=Counter)  # by outcome and known reason
+
+    def add(self, outcome: str, reason: str) -> None:
+        self.outcomes[outcome] += 1
+        self.reasons[outcome, known_reason(reason)] += 1
+
+
 @dataclass(frozen=True, slots=True)
 class FragmentContext:
     """What the exchange machine of one fragment is told when it is made."""
@@ -63,6 +77,7 @@ class FragmentContext:
     gossip: "GossipConfig"
     view: GossipView
     round: int = 0  # the newest round that others have announced, where the algorithm blocks
+    counts: ExchangeCounts = field(default_factory=ExchangeCounts)  # of all fragments of this peer
     restored_at: Seconds = 0.0  # what was published before it may be in the checkpoint that this peer goes on from
 
     def period_s(self, size: int) -> Seconds:
@@ -90,10 +105,11 @@ class FragmentContext:
         """An older snapshot is not merged. One of a partner whose windows are long may be as old as two of them."""
         return max(self.gossip.max_age_s, 2 * self.period_s(size))
 
-    def exchange_line(
+    def exchange_ended(
         self, partner: PeerId | None, outcome: str, reason: str, seconds: Seconds, moved: tuple[int, int] = (0, 0)
     ) -> Log:
-        """The journal's line about one exchange; `moved` is the bytes sent and received."""
+        """Count an exchange, and return the journal's line about it; `moved` is the bytes sent and received."""
+        self.counts.add(outcome, reason)
         return log(
             "exchange",
             fragment=self.fragment,
@@ -106,11 +122,18 @@ class FragmentContext:
         )
 
 
-class GossipMachine(Machine, Protocol):
+class GossipMachine(Protocol):
     """Runs the exchanges of one fragment, window after window: comm/gossip has three."""
 
     seq: int  # number of the last window that was closed
     size: int  # bytes of the last snapshot
+
+    @property
+    def wake_at(self) -> Seconds | None:
+        """When to send it Woke; None: only another event can move it."""
+
+    def handle(self, event: Any, now: Seconds) -> list[Any]:
+        """Return what follows from an event: comm/wire/transport.py, which core does not know, has the types."""
 
     @property
     def undecided(self) -> list[int]:
@@ -125,7 +148,7 @@ class Algorithm:
     """All that the project needs to know of one value of `gossip.algorithm`."""
 
     name: str
-    rule: Any
+    rule: type
     """The class of its update rules, a subclass of UpdateRule in train/update_rules.py."""
 
     machine: Callable[[FragmentContext, Seconds], GossipMachine] | None

@@ -35,6 +35,7 @@ from decentral.core.outcomes import RetainedExported as RetainedExported
 from decentral.core.outcomes import RetainedStates as RetainedStates
 from decentral.core.outcomes import RoundClosed as RoundClosed
 from decentral.core.outcomes import Saved as Saved
+from decentral.core.outcomes import SaveFailed as SaveFailed
 from decentral.core.outcomes import Sealed as Sealed
 from decentral.core.outcomes import SectionsEncoded as SectionsEncoded
 from decentral.core.outcomes import SpanChanged as SpanChanged
@@ -149,7 +150,7 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Write a checkpoint -> Saved."""
+    """Write a checkpoint -> Saved, or SaveFailed."""
 
 
 @dataclass(frozen=True, slots=True)

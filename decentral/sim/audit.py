@@ -24,10 +24,12 @@ from decentral.comm.wire.messages import ForwardRequest, Offer
 from decentral.core import jobs
 from decentral.core.algorithms import algorithm
 from decentral.core.ids import PeerId
-from decentral.core.machine import Effect, Log
+from decentral.core.machine import Log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.hosts.clock import CLOCKS_AGREE_S
+from decentral.peers.node.handlers import PeerEffect, PeerEvent
+from decentral.peers.node.progress import Stop
 from decentral.sim.convergence_audit import ConvergenceAudit
 from decentral.sim.evidence import SLACK_S, Evidence, slowest_step_s
 from decentral.sim.fault_injector import FaultInjector
@@ -61,7 +63,7 @@ class InvariantAudit:
         self._mass_checked_at = 0.0
         self._blocking = algorithm(swarm.settings.config.gossip.algorithm).blocking
 
-    def handled(self, host: VirtualHost, event: object, effects: list[Effect]) -> None:
+    def handled(self, host: VirtualHost, event: PeerEvent | Stop, effects: list[PeerEffect]) -> None:
         if not isinstance(event, jobs.Stepped):
             self.evidence.note(host, event)
         for effect in effects:

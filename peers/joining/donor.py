@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Refused, StateChunk, StateRequest
-from decentral.comm.wire.transport import Reply
+from decentral.comm.wire.transport import Effect, Reply
 from decentral.core import jobs
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, Layout, RetainedExported, RetainedStates
-from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 

@@ -13,12 +13,12 @@ from random import Random
 
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_CHUNK_BYTES, MOST_FOLLOWED, Refused, StateChunk, StateRequest
-from decentral.comm.wire.transport import Answered, Ask, AskFailed, Tag
+from decentral.comm.wire.transport import Answered, Ask, AskFailed, Effect, Tag
 from decentral.core.errors import ProtocolError
 from decentral.core.fragments import layout_bytes
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Donated, Fragment, Layout
-from decentral.core.machine import Effect, log
+from decentral.core.machine import log
 from decentral.core.reasons import Reason
 from decentral.core.synthetic import Blob, gathered
 from decentral.core.units import MiB, Seconds

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from random import Random
 
-from decentral.comm.wire.transport import Answered, AskFailed
+from decentral.comm.wire.transport import Answered, AskFailed, Effect, Event
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Fragment, ImportState, Layout, Start, StateImported
-from decentral.core.machine import Effect, Woke, log
+from decentral.core.machine import Woke, log
 from decentral.core.units import Seconds
 from decentral.peers.joining.fetch import Fetch, FetchTag, Incoming
 
@@ -79,7 +79,7 @@ class Join:
         self.wake_at = now + ROSTER_S if self.contacts else now
         self.fetch.begin(self._all_fragments(), now)
 
-    def handle(self, event: object, now: Seconds, live: Sequence[PeerId]) -> list[Effect]:
+    def handle(self, event: Event, now: Seconds, live: Sequence[PeerId]) -> list[Effect]:
         """`live`: the peers that may be asked for a state."""
         match event:
             case Woke() if self.wake_at is not None and now >= self.wake_at:

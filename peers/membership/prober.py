@@ -17,9 +17,9 @@ from typing import ClassVar
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_PROBE_BYTES, Ping, Probe
 from decentral.comm.wire.meter import Meter, Upload
-from decentral.comm.wire.transport import Answered, Ask, AskFailed, Tag
+from decentral.comm.wire.transport import Answered, Ask, AskFailed, Event, Tag
 from decentral.core.ids import PeerId
-from decentral.core.machine import Effect, Woke
+from decentral.core.machine import Woke
 from decentral.core.reasons import Reason
 from decentral.core.units import KiB, MiB, Seconds
 
@@ -67,7 +67,7 @@ class Prober:
     _queue: list[tuple[PeerId, str]] = field(default_factory=list)
     _silent: set[PeerId] = field(default_factory=set)  # did not answer this time
 
-    def handle(self, event: object, now: Seconds, peers: Sequence[PeerId]) -> list[Effect]:
+    def handle(self, event: Event, now: Seconds, peers: Sequence[PeerId]) -> list[Ask]:
         match event:
             case Woke() if self.wake_at is not None and now >= self.wake_at:
                 self.wake_at = now + (self._again_s if peers else PROBE_SOON_S)
@@ -97,7 +97,7 @@ class Prober:
         measured = Upload(upload.peer, upload.sent_bytes, upload.seconds)
         return not measured.limited(self.meter.latency_s(upload.peer))
 
-    def _choose(self, peers: Sequence[PeerId]) -> list[Effect]:
+    def _choose(self, peers: Sequence[PeerId]) -> list[Ask]:
         """Begins the probes of one link: of a new one until PROBED_PEERS are known, which is enough to know ours."""
         links = self.meter.links
         ups = {peer: links[peer].up or 0.0 for peer in sorted(peers) if peer in links and links[peer].up}
@@ -113,7 +113,7 @@ class Prober:
         self._queue = [(peer, what) for peer in again for what in ("ping", "up again")]  # pulls wait for their peer
         return self._next()
 
-    def _next(self) -> list[Effect]:
+    def _next(self) -> list[Ask]:
         if not self._queue:
             return []
         peer, what = self._queue.pop(0)

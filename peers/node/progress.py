@@ -3,9 +3,10 @@
 import math
 from dataclasses import asdict, dataclass, field
 
+from decentral.comm.wire.transport import Event
 from decentral.core.config import BYTES, SwarmConfig, TrainConfig
-from decentral.core.jobs import Evaluate, Evaluated, JobFailed, Save, Saved, Sealed, Stepped
-from decentral.core.machine import Effect, Woke, earliest, log
+from decentral.core.jobs import Evaluate, Evaluated, JobFailed, Save, Saved, SaveFailed, Sealed, Stepped
+from decentral.core.machine import Log, Woke, earliest, log
 from decentral.core.outcomes import DIVERGED
 from decentral.core.time_spent import NO_TIME, TimeSpent
 from decentral.core.units import Amount, Seconds
@@ -28,6 +29,9 @@ class Stop:
     """Effect: save a checkpoint and leave the swarm."""
 
     reason: str
+
+
+ProgressEffect = Evaluate | Save | Stop | Log
 
 
 @dataclass(slots=True)
@@ -121,7 +125,7 @@ class TrainingProgress:
     def wake_at(self) -> Seconds | None:
         return earliest((self.evaluations.due_at, self._saves.due_at, self._stop_at()))
 
-    def handle(self, event: object, now: Seconds) -> list[Effect]:
+    def handle(self, event: Event, now: Seconds) -> list[ProgressEffect]:
         match event:
             case Stepped():
                 return self._stepped(event, now)
@@ -136,7 +140,7 @@ class TrainingProgress:
                 took_s = 0.0 if self._saves.since is None else now - self._saves.since
                 self._saves.since = None  # the next one may be that of leaving, which nothing here began
                 return [log("checkpoint", step=step, bytes=size, seconds=round(took_s, 3))]
-            case JobFailed("Save", reason):
+            case SaveFailed(reason):
                 self._saves.since = None
                 self._saves.due_at = now + self.limits.checkpoint_every_s
                 return [log("error", reason=f"checkpoint failed, the old one stays: {reason}")]
@@ -156,7 +160,7 @@ class TrainingProgress:
         """Tokens/s, which fall while no step is taken."""
         return self.rate.at(now)
 
-    def flush(self, now: Seconds) -> list[Effect]:
+    def flush(self, now: Seconds) -> list[Log]:
         """The journal line about the steps since the last one."""
         if not self._steps:
             return []
@@ -173,7 +177,7 @@ class TrainingProgress:
         figures |= {"dropped": dropped} if dropped else {}
         return [log("step", **progress, **figures, aside=aside)]
 
-    def _stepped(self, step: Stepped, now: Seconds) -> list[Effect]:
+    def _stepped(self, step: Stepped, now: Seconds) -> list[ProgressEffect]:
         self._steps.append(step)
         self.rate.stepped(now, self.joined_at)
         if self._saves.due_at is None and self._saves.since is None:
@@ -189,13 +193,13 @@ class TrainingProgress:
         stops = self.stop_after and 0 < self.stop_after.value <= reached
         return [*lines, Stop(f"--stop-after {self.stop_after}")] if stops else lines
 
-    def _judged(self, dropped: bool, loss: float | None, now: Seconds) -> list[Effect]:
+    def _judged(self, dropped: bool, loss: float | None, now: Seconds) -> list[ProgressEffect]:
         """Look whether training has diverged."""
         lines = self.divergence.stepped(dropped, loss, now)
-        return [*lines, Stop(self.divergence.trouble)] if self.divergence.hopeless else lines
+        return [*lines, *([Stop(self.divergence.trouble)] if self.divergence.hopeless else ())]
 
-    def _due(self, now: Seconds) -> list[Effect]:
-        effects: list[Effect] = []
+    def _due(self, now: Seconds) -> list[ProgressEffect]:
+        effects: list[ProgressEffect] = []
         if self.evaluations.due_at is not None and now >= self.evaluations.due_at:
             self.evaluations.due_at = None  # until its outcome has come
             effects.append(Evaluate())

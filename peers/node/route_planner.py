@@ -15,10 +15,11 @@ from decentral.comm.rounds.round import Rounds
 from decentral.comm.routes.ledger import GradientLedger
 from decentral.comm.routes.router import Router
 from decentral.comm.wire.meter import Meter
+from decentral.comm.wire.transport import Effect
 from decentral.core.fragments import share
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Fragment
-from decentral.core.machine import Effect, log
+from decentral.core.machine import log
 from decentral.core.units import Seconds
 from decentral.peers.membership.roster import Roster
 from decentral.peers.node.setup import NodeSetup

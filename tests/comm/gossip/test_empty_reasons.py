@@ -10,13 +10,13 @@ from decentral.comm.gossip.push import PushExchange
 from decentral.comm.gossip.swap import SwapExchange
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Message, Refused
-from decentral.comm.wire.transport import Answered, Ask
+from decentral.comm.wire.transport import Answered, Ask, Effect
 from decentral.core.algorithms import FragmentContext
 from decentral.core.config import GossipConfig
 from decentral.core.fragments import Section
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Absorb, Merge, Merged, WindowClosed
-from decentral.core.machine import Effect, Woke
+from decentral.core.machine import Woke
 from decentral.core.units import Seconds
 from tests.comm.gossip.partners import Partners
 

@@ -9,11 +9,10 @@ from decentral.comm.gossip import snapshots
 from decentral.comm.gossip.push import PushExchange
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Done, Push, Refused, Snapshot
-from decentral.comm.wire.transport import Ask, Asked, AskFailed, Reply
+from decentral.comm.wire.transport import Ask, Asked, AskFailed, Effect, Reply
 from decentral.core.algorithms import FragmentContext
 from decentral.core.config import GossipConfig
 from decentral.core.jobs import Absorb, Absorbed
-from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
 from decentral.peers.node.answers import Answers
 from decentral.peers.node.fragment_exchanges import FragmentExchanges
@@ -51,7 +50,7 @@ def receiver() -> PushExchange:
 def answers_of(machine: PushExchange) -> Answers:
     """Those of a peer with two open requests, the 7th one of which is of the machine."""
     nothing: Any = SimpleNamespace()
-    gossip = FragmentExchanges(nothing, nothing, nothing, {0: machine})
+    gossip = FragmentExchanges(nothing, nothing, nothing, running={0: machine})
     return Answers(nothing, lambda: True, Handlers(), nothing, nothing, gossip, None, waiting={7: 0, 8: 0, 9: -1})
 
 

@@ -7,12 +7,12 @@ from decentral.comm.gossip.swap import SwapExchange
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Refused, Snapshot, Swap, SwapCommit
-from decentral.comm.wire.transport import Asked, Reply
+from decentral.comm.wire.transport import Asked, Effect, Event, Reply
 from decentral.core.algorithms import FragmentContext
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import CloseWindow, Merge, Merged, Section, WindowClosed
-from decentral.core.machine import Effect, Woke
+from decentral.core.machine import Woke
 from tests.comm.gossip.partners import Partners
 
 LAYOUT = (Section("theta", "int8", 256, 258),)
@@ -28,7 +28,7 @@ class Responder:
     now: float = 100.0
     busy_s: float = 0.0
     merged: int = 0
-    jobs: list[tuple[float, object]] = field(default_factory=list)
+    jobs: list[tuple[float, Event]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         gossip = GossipConfig(algorithm="symmetric")
@@ -36,7 +36,7 @@ class Responder:
         self.exchange = SwapExchange(context, 1e9)
         self.requests = 0
 
-    def handle(self, event: object) -> list[Effect]:
+    def handle(self, event: Event) -> list[Effect]:
         effects = self.exchange.handle(event, self.now)
         for effect in effects:
             match effect:

@@ -29,7 +29,7 @@ from decentral.comm.gossip.swap import SwapExchange
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Done, Message, Pull, Push, Refused, Snapshot, Swap, SwapCommit
-from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
+from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Reply
 from decentral.core.algorithms import FragmentContext, GossipMachine
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId, RunId
@@ -45,7 +45,7 @@ from decentral.core.jobs import (
     SectionsEncoded,
     WindowClosed,
 )
-from decentral.core.machine import Effect, Log, Woke
+from decentral.core.machine import Log, Woke
 from tests.comm.gossip.partners import Partners
 
 LIGHT, PHI = (Section("pseudo_gradient", "q4", 4, 2),), (Section("phi", "int8", 6, 6),)

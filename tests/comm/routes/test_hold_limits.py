@@ -7,9 +7,9 @@ from decentral.comm.routes.router import Router
 from decentral.comm.routes.tags import CommitQueryTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import CommitDecision, CommitQuery, ExecutionId, ForwardRequest
-from decentral.comm.wire.transport import Answered, Ask, Asked, Reply
+from decentral.comm.wire.transport import Answered, Ask, Asked, Effect, Event, Reply
 from decentral.core.ids import PeerId
-from decentral.core.machine import Effect, Woke
+from decentral.core.machine import Woke
 from tests.comm.routes.route_world import RUN, Device, World, cuts_of, layout
 
 LIAR, HONEST = PeerId("liar"), PeerId("honest")
@@ -25,7 +25,7 @@ class LastStage:
         self.routes.active = True
         self.now, self.asked = 0.0, 0
 
-    def handle(self, event: object) -> list[Effect]:
+    def handle(self, event: Event) -> list[Effect]:
         found: list[Effect] = []
         waiting = list(self.routes.handle(event, self.now))
         while waiting:

@@ -34,10 +34,9 @@ from decentral.comm.wire.messages import (
     Offer,
     Refused,
 )
-from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
+from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Event, Reply
 from decentral.core import jobs
 from decentral.core.ids import PeerId
-from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
 from decentral.peers.planning import routing_weights
 from tests.comm.routes.route_world import RUN, TOKENS, Device, Peer, World, cuts_of, is_decision, layout
@@ -307,7 +306,7 @@ class Hoarder:
     def wake_at(self) -> float | None:
         return min((at for at, _ in self.waiting), default=None)
 
-    def handle(self, event: object, now: float) -> list[Effect]:
+    def handle(self, event: Event, now: float) -> list[Effect]:
         match event:
             case Asked(request, _, Envelope(Offer() as offer)):
                 return [Reply(request, Envelope(Load(offer.run, 0.0, 0.0, self.stage.last)))]
@@ -594,7 +593,7 @@ def test_a_backward_pass_goes_before_forward_passes() -> None:
     world.add("C", 2, 4)
     world.start()
 
-    def asked(number: int) -> list[object]:
+    def asked(number: int) -> list[Effect]:
         request = ForwardRequest(RUN, "S", number, 1, 1, 5.0, 20.0, layout(1, 1))
         return middle.routes.handle(Asked(number, PeerId("A"), Envelope(request, bytes(20))), 1.0)
 

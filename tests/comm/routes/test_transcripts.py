@@ -40,10 +40,10 @@ from decentral.comm.wire.messages import (
     Offer,
     Refused,
 )
-from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
+from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Event, Reply
 from decentral.core import jobs
 from decentral.core.ids import PeerId
-from decentral.core.machine import Effect, Log, Woke
+from decentral.core.machine import Log, Woke
 from decentral.core.time_spent import NO_TIME
 from tests.comm.routes.route_world import RUN, cuts_of, forms, layout
 
@@ -122,7 +122,7 @@ def span(text: str) -> tuple[int, int]:
 # What happens
 
 
-def happen(event: str, now: float, scene: Scene) -> list[Effect]:
+def happen(event: str, now: float, scene: Scene) -> Sequence[Effect | str]:
     routes = scene.routes
     match event.split():
         case ["next"]:
@@ -141,7 +141,7 @@ def happen(event: str, now: float, scene: Scene) -> list[Effect]:
     return routes.handle(event_of(event, scene), now)
 
 
-def event_of(text: str, scene: Scene) -> object:
+def event_of(text: str, scene: Scene) -> Event:
     if found := re.fullmatch(r"(\w+) asks #(\d+): (.*)", text):
         return Asked(int(found[2]), PeerId(found[1]), message_of(found[3]))
     if found := re.fullmatch(r"(\w+ [^:]*): failed (\w+)", text):
