@@ -45,7 +45,6 @@ class GradientEntry:
 class Ledger(Protocol):
     """What the router needs of the sums of gradients: GradientLedger, or the record of a synchronous round."""
 
-    micro_batches_per_step: int
     entries: dict[int, GradientEntry]  # the executions whose gradients are in a sum, by token
     quiet: bool  # no execution is between its forward and its backward pass, or that does not matter
     sealing: bool  # the training thread was told to seal a sum, and has not answered yet
@@ -53,6 +52,10 @@ class Ledger(Protocol):
     @property
     def waiting(self) -> bool:
         """Whether enough gradients for a step are there."""
+
+    def expect(self, micro_batches: int) -> None:
+        """From now on a step waits for at least so many micro-batches."""
+        return
 
     def add(self, token: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
         """The gradients of this execution are in the sum that is being filled."""
@@ -93,6 +96,9 @@ class GradientLedger:
     states: dict[int, CommitState] = field(default_factory=dict)  # by token
     closing: dict[int, tuple[int, ...]] = field(default_factory=dict)  # tokens in each sealed sum, by slot
     sealing: bool = False
+
+    def expect(self, micro_batches: int) -> None:
+        self.micro_batches_per_step = micro_batches
 
     def add(self, token: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
         self.entries[token], self.states[token] = entry, state

@@ -149,14 +149,9 @@ class FragmentGossip:
     def __init__(self, gossip: config.GossipConfig, peer: PeerId, tools: RuleTools) -> None:
         self.tools, self.gossip, self.peer = tools, gossip, peer
         self.pause: Pause | None = Pause.BEFORE_START
-        self._merging: set[int] = set()  # the fragments whose merges training waits for
+        self.merging: set[int] = set()  # the fragments whose merges training waits for
         self.steps_to_edge: Callable[[], int] = lambda: 0  # until a correction is added that is made now
         self._by_index: dict[int, GossipedFragment] = {}
-
-    @property
-    def waits(self) -> bool:
-        """Whether training waits, for its start or for a merge."""
-        return self.pause is not None or bool(self._merging)
 
     @property
     def fragments(self) -> list[GossipedFragment]:
@@ -190,7 +185,7 @@ class FragmentGossip:
                 return self._export(fragment)
 
     def begin(self, newcomer: bool) -> None:
-        self.pause, self._merging = Pause.EVERY_ROUND if algorithm(self.gossip.algorithm).exact else None, set()
+        self.pause, self.merging = Pause.EVERY_ROUND if algorithm(self.gossip.algorithm).exact else None, set()
         for gossiped in self.fragments:
             gossiped.newcomer = newcomer
 
@@ -203,7 +198,7 @@ class FragmentGossip:
         yield Phase.EDGE
         gossiped = self._by_index[job.fragment]
         if job.hold:
-            self._merging.add(job.fragment)
+            self.merging.add(job.fragment)
         elif not gossiped.live.steps:
             yield Phase.EDGE  # after the first step, which shall not wait for a window that has nothing to say
         if not gossiped.rule.ready:
@@ -245,9 +240,9 @@ class FragmentGossip:
         yield from gossiped.correct(gossiped.rule.merge(None, parts, steps))
         left_out = gossiped.rule.left_out
         rejected += [(peer, Reason.OPPOSED) for peer in left_out]
-        if job.fragment in self._merging:
+        if job.fragment in self.merging:
             yield Phase.EDGE
-            self._merging.discard(job.fragment)
+            self.merging.discard(job.fragment)
         used = tuple(part.peer for part in parts if part.peer not in left_out)
         return jobs.Merged(job.fragment, job.seq, used, tuple(rejected))
 
@@ -332,7 +327,7 @@ class FragmentGossip:
             live.fragment.index: known.get(id(live)) or self._new(live, live.fragment.index not in undrawn)
             for live in lives
         }
-        self._merging &= self._by_index.keys()
+        self.merging &= self._by_index.keys()
 
     def _new(self, live: Live, drawn: bool) -> GossipedFragment:
         theta = live.theta if drawn else live.theta.to("meta")

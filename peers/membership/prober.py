@@ -29,6 +29,7 @@ DOWN_PROBE_BYTES = 256 * KiB  # it fills the other's uplink, perhaps beside thos
 LONG_PROBE_BYTES = MAX_PROBE_BYTES
 LEAST_PROBE_BYTES = 64 * KiB  # of an upload: in time over 3 kB/s
 PROBE_STEP = 4  # by which an upload that was too long, or said little, is changed
+PROBE_AFTER_S = 2.0  # from the start of training to the first probe
 PROBE_AGAIN_S = 15.0  # at first; twice as long each time, until
 PROBE_EVERY_S = 120.0
 PROBE_SOON_S = 5.0  # while nobody is there: the first peer that comes must not find our uplink unknown for long
@@ -61,11 +62,15 @@ class Prober:
 
     meter: Meter
     rng: Random
-    wake_at: Seconds | None
+    wake_at: Seconds | None = None  # None: it has not begun
     _again_s: Seconds = PROBE_AGAIN_S
     _up_bytes: int = PROBE_BYTES  # of the next upload
     _queue: list[tuple[PeerId, str]] = field(default_factory=list)
     _silent: set[PeerId] = field(default_factory=set)  # did not answer this time
+
+    def begin(self, now: Seconds) -> None:
+        """This peer trains from now on."""
+        self.wake_at = now + PROBE_AFTER_S
 
     def handle(self, event: Event, now: Seconds, peers: Sequence[PeerId]) -> list[Ask]:
         match event:

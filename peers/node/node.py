@@ -55,7 +55,6 @@ from decentral.peers.planning.plan_evaluation import PlansEvaluated
 from decentral.peers.planning.swarm_plans import key_of as plan_key
 
 STOPPED_S = 5.0  # a Woke that comes so late tells that this process was stopped
-PROBE_AFTER_S = 2.0  # from the start of training to the first probe
 ROUTE_OUTCOMES = (jobs.ForwardDone, jobs.BackwardDone, jobs.ExecutionFailed, jobs.Compared)
 FragmentJobDone = jobs.WindowClosed | jobs.SectionsEncoded | jobs.Merged | jobs.Absorbed
 
@@ -127,7 +126,7 @@ class Node:
         self.progress = TrainingProgress(*limits, lr_step=step, evaluates=setup.whole, divergence=judge)
         self.clock = StepClock(self.progress)
         self.selection = PeerSelection(self._present_setup, self.roster, self.meter, self.progress, chance)
-        self.prober = Prober(self.meter, chance, None)
+        self.prober = Prober(self.meter, chance)
         self.handlers.register(self._stepped, jobs.Stepped, jobs.Sealed)
         self.handlers.register(self.progress.handle, jobs.Evaluated, jobs.Saved, jobs.SaveFailed, jobs.JobFailed)
         self.handlers.register(lambda event, now: self.prober.handle(event, now, self.selection.live()), ProbeTag)
@@ -136,13 +135,13 @@ class Node:
 
     def _make_routes(self) -> None:
         setup = self.setup
-        self.route_planner = RoutePlanner(self._present_setup, self.roster, self.meter, Random(self.setup.secret))
-        routes = self.route_planner.routes
+        self.route_planner = RoutePlanner(
+            self._present_setup, self.roster, self.meter, self.selection, Random(setup.secret)
+        )
+        routes, self.rounds = self.route_planner.routes, self.route_planner.rounds
         self.handlers.register(routes.handle, RouteTag, *ROUTE_QUESTIONS)
         self.handlers.register(routes.handle, *ROUTE_OUTCOMES)
-        if setup.config.synchronous:
-            self.rounds = Rounds(routes, self.selection, setup.restored_step or 0, versions=dict(setup.versions))
-            self.route_planner.rounds = self.rounds
+        if self.rounds:
             self.handlers.register(self.rounds.handle, RoundTag, jobs.RoundClosed, *ROUND_QUESTIONS)
 
     def _make_spans(self, route_planner: RoutePlanner) -> None:
@@ -270,7 +269,7 @@ class Node:
         self.phase = NodePhase.TRAINING
         if self.progress.joined_at is None:
             self.progress.begin(now, event.step, fetched=bool(self.join.fetch.used))
-        self.prober.wake_at = now + PROBE_AFTER_S
+        self.prober.begin(now)
         if not self.rounds:
             self.gossip.begin(now)
         self.roster.renew_soon(now)
@@ -281,9 +280,10 @@ class Node:
             return lines
         if self.rounds:
             self.rounds.begin(event.step, self.join.taken())
-        routes = self.route_planner.routes
-        routes.active = self.rounds is None
-        return [*lines, *self._review_routes_and_span(self.route_planner, now), *routes.handle(Woke(), now)]
+        else:
+            self.route_planner.routes.start()
+        reviewed = self._review_routes_and_span(self.route_planner, now)
+        return [*lines, *reviewed, *self.route_planner.routes.handle(Woke(), now)]
 
     def _stepped(self, event: jobs.Stepped | jobs.Sealed, now: Seconds) -> list[PeerEffect]:
         routed = self.routes.handle(event, now) if self.routes else []

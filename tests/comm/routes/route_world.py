@@ -11,6 +11,7 @@ from random import Random
 from typing import Any, Protocol
 
 from decentral.comm.routes.ledger import GradientLedger
+from decentral.comm.routes.pacing import RoutingWeights
 from decentral.comm.routes.router import Router
 from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire.messages import CommitDecision
@@ -140,7 +141,7 @@ class World:
 
     def start(self) -> None:
         for peer in self.peers.values():
-            peer.routes.active = True
+            peer.routes.start()
         for peer in list(self.peers.values()):
             self._handle(peer, Woke())
 
@@ -267,6 +268,8 @@ class _Deadline:
 class View:
     world: World
     own: PeerId
+    weights: RoutingWeights = field(default_factory=RoutingWeights)
+    usual_speed: float = 0.0
 
     def successors(self, layer: int) -> Sequence[PeerId]:
         return [

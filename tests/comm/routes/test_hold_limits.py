@@ -22,7 +22,7 @@ class LastStage:
         self.device = Device(end=2)
         peer = World(cuts_of([100, 100])).add("last", 1, 2, overlap=False, device=self.device)
         self.routes: Router = peer.routes
-        self.routes.active = True
+        self.routes.start()
         self.now, self.asked = 0.0, 0
 
     def handle(self, event: Event) -> list[Effect]:

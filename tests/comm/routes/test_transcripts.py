@@ -22,6 +22,7 @@ import pytest
 
 from decentral.comm.rounds.contributions import ContributionRecord
 from decentral.comm.routes.ledger import GradientLedger
+from decentral.comm.routes.pacing import RoutingWeights
 from decentral.comm.routes.router import Router
 from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire import messages
@@ -61,6 +62,8 @@ class Scene:
 @dataclass
 class Peers:
     spans: dict[PeerId, tuple[int, int]]
+    weights: RoutingWeights = field(default_factory=RoutingWeights)
+    usual_speed: float = 0.0
 
     def successors(self, layer: int) -> Sequence[PeerId]:
         return [peer for peer, (first, last) in self.spans.items() if peer != "M" and first <= layer < last]
@@ -110,7 +113,9 @@ def router_of(setting: str) -> Router:
     stage = StageConfig(*own, capacity, step, forms, (), slots, overlap=overlap, synchronous=rounds)
     ledger = ContributionRecord() if rounds else GradientLedger(step, slots)
     routes = Router(stage, Peers(spans), ledger)
-    routes.active, routes.own.quota = not rounds, int(said["quota"]) if "quota" in said else None
+    routes.own.quota = int(said["quota"]) if "quota" in said else None
+    if not rounds:
+        routes.start()
     return routes
 
 
