@@ -62,7 +62,7 @@ class PulledSnapshot:
     moved: tuple[int, int]  # bytes sent and received
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class PullWindow:
     """A window of ours that is over, and what partners have answered about it."""
 
@@ -129,7 +129,7 @@ class PullExchange(Exchange):
         if self.state is ExchangePhase.OPEN and now >= self.close_at:
             return self._close_or_rest(now)
         if self._may_be_enough() and now >= self._window.enough_at:
-            pending, self._window.pending = sorted(self._window.pending), set()
+            pending, self._window = sorted(self._window.pending), replace(self._window, pending=set())
             late = [self._failed(partner, Reason.LATE, now - self._published_at) for partner in pending]
             return [*late, *self._merge(now)]
         return []
@@ -175,15 +175,21 @@ class PullExchange(Exchange):
         self._sizes = AnswerSizes(largest=len(closed.blob) + more + on_request, dense=dense)
         period_s = self.context.period_s(self.size)
         behind = now - self._published_at > BEHIND_PERIODS * period_s
-        self._published_at, window.layout, window.on_request = now, closed.layout, closed.on_request
-        window.codings = closed.codings
-        window.enough_at = now + ENOUGH_PERIODS * period_s
+        self._published_at = now
         effects = self.published.put(snapshots.describe(self.context, closed, now), closed, now)
         if not window.partners:
-            window.skipped = Reason.ALONE
+            self._window = replace(window, skipped=Reason.ALONE)
             return [*effects, *self._merge(now)]
         self.state = ExchangePhase.ASKING
-        window.pending, window.sections = set(window.partners), self._choose_sections(window.partners, behind)
+        self._window = replace(
+            window,
+            layout=closed.layout,
+            on_request=closed.on_request,
+            codings=closed.codings,
+            enough_at=now + ENOUGH_PERIODS * period_s,
+            pending=set(window.partners),
+            sections=self._choose_sections(window.partners, behind),
+        )
         return effects + [self._ask(partner, now) for partner in window.partners]
 
     def _choose_sections(self, partners: Sequence[PeerId], behind: bool) -> dict[PeerId, tuple[str, ...]]:
@@ -224,7 +230,7 @@ class PullExchange(Exchange):
             case Answered(envelope=Envelope(Refused(Reason.NOTHING_NEWER, newest))):
                 if self.blocking and newest.isdecimal() and len(newest) < 16:
                     self._goal = max(self._goal, int(newest) - 1)  # where it is rounds ahead of us, we go where it is
-                self._window.skipped = Reason.NOTHING_NEWER
+                self._window = replace(self._window, skipped=Reason.NOTHING_NEWER)
             case Answered(envelope=Envelope(Refused(reason))) | AskFailed(reason=reason):
                 failed = reason
             case _:
@@ -266,7 +272,7 @@ class PullExchange(Exchange):
         self.published.settle()
         pulled, limit_s = self._window.pulled, math.inf if self.blocking else self.context.max_age_s(self.size)
         stale = [one for one in pulled if now - one.published_at > limit_s]
-        self._window.pulled = [one for one in pulled if one not in stale]
+        self._window = replace(self._window, pulled=[one for one in pulled if one not in stale])
         lines = [self._failed(one.contribution.peer, Reason.STALE, 0.0) for one in stale]
         fresh = tuple(one.contribution for one in self._window.pulled)
         return [*lines, Merge(self.context.fragment, self.seq, fresh)]

@@ -55,7 +55,7 @@ class Rounds:
     behind: str = ""  # why the state has to be fetched anew, if it has
     versions: Versions = field(default_factory=dict)
     donor_holds: DonorHolds = field(default_factory=DonorHolds)
-    join_requests: JoinRequests = field(default_factory=JoinRequests)
+    join_requests: JoinRequests = field(init=False)
     _search: RoundSearch | None = None
     _fetched: dict[int, int] = field(default_factory=dict)  # the round of each fragment's weights when the search began
     _followed_from: int = 0  # the first round in which we do not act even if we are a member
@@ -64,7 +64,7 @@ class Rounds:
     _waiting: list[tuple[Asked, CollectRequest, Seconds]] = field(default_factory=list)  # until then
 
     def __post_init__(self) -> None:
-        self.join_requests.knows = self.view.knows
+        self.join_requests = JoinRequests(self.view.knows)
 
     @property
     def wake_at(self) -> Seconds | None:
@@ -198,8 +198,7 @@ class Rounds:
     def _enter(self, number: int, members: tuple[RoundMember, ...], now: Seconds) -> list[Effect]:
         round = Round(self.routes.stage, number, members, number > self._followed_from, self.view.member_deadline_s)
         self.before, self.now_in = self.now_in, round
-        self.join_requests.drop(round.peers)
-        self.join_requests.round_began = now
+        self.join_requests.round_begins(round.peers, now)
         self._record.begin(members, round.stage.cuts)
         round.want_reports(now)
         self._follow_again_at = None if round.listed else now

@@ -97,6 +97,15 @@ class Donor:
         export = self.exports[name] = Export(own_step, done.layout, done.blob, now + EXPORT_KEPT_S, version)
         return [self._piece(request, sender, pull, export) for request, sender, pull in waiting] + self._encode()
 
+    def hold(self, fragments: Sequence[Fragment]) -> None:
+        """From now on this peer holds these fragments."""
+        self.fragments = fragments
+
+    def changed(self, event: jobs.SpanChanged) -> None:
+        """The training thread has changed the layers, or could not: the disk may retain other states."""
+        if event.accepted:
+            self.retained = event.kept
+
     def forget_old(self, now: Seconds) -> list[Effect]:
         """Forgets the exports that nobody may want any more, and has those encoded that have waited for it."""
         self.exports = {name: one for name, one in self.exports.items() if now < one.expires_at + FINISHED_S}

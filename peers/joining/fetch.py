@@ -70,6 +70,11 @@ class Incoming:
     def complete(self) -> bool:
         return self.here == self.total
 
+    def fetch_again_for(self, step: int) -> None:
+        """Forgets all pieces: another fragment is at this step already."""
+        self.refetched_for = step
+        self.forget()
+
     def forget(self) -> None:
         self.pieces.clear()
         self.sources.clear()
@@ -152,6 +157,10 @@ class Fetch:
         steps = sorted(self.steps.values())
         return (steps[-1] if self.exact else steps[(len(steps) - 1) // 2]) if steps else 0
 
+    def keep_complete(self) -> None:
+        """Gives up the fragments of which some pieces are missing."""
+        self.incoming = {index: one for index, one in self.incoming.items() if one.complete()}
+
     @property
     def complete(self) -> bool:
         return not self.missing() and not self.samples
@@ -181,8 +190,7 @@ class Fetch:
         newest = max((one.step for one in self.incoming.values()), default=0)
         old = [one for one in self.incoming.values() if one.step < newest and one.refetched_for < newest]
         for one in old:
-            one.refetched_for = newest
-            one.forget()
+            one.fetch_again_for(newest)
         return bool(old)
 
     def _some_have_failed_holders_only(self, known: Sequence[PeerId]) -> bool:

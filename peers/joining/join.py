@@ -104,7 +104,7 @@ class Join:
         self.fetch.choose([peer for peer in known if any(self._can_donate(peer, one.fragment) for one in missing)])
         if not self.fetch.donors and (not known or now > self.fetch.last_piece_at + GIVE_UP_S):
             if not self._waits_for_silent_holders(known):
-                self.fetch.incoming = {index: one for index, one in self.fetch.incoming.items() if one.complete()}
+                self.fetch.keep_complete()
                 return self._start_from_what_is_here()
             said = self._say_that_it_waits()
         if not self.fetch.donors:

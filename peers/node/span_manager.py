@@ -91,7 +91,7 @@ class SpanManager:
         self.layer_recovery.relief_tried(now)
         effects = self.span_move.begin(target, "relief", now)
         if self.span_move.phase is not MovePhase.IDLE:
-            self.swarm_plans.adopted = None  # it was made while somebody else held those layers, and may lead back
+            self.swarm_plans.drop_adopted()  # it was made while somebody else held those layers, and may lead back
         return effects
 
     # Moves in the other machines
@@ -106,8 +106,7 @@ class SpanManager:
 
     def changed(self, event: SpanChanged, now: Seconds) -> list[Effect]:
         """The training thread has changed the layers, or could not."""
-        if event.accepted:
-            self.donor.retained = event.kept
+        self.donor.changed(event)
         return [*self.answers.given_up(event.accepted), *self.moved(event, now)]
 
     def settle(self, now: Seconds) -> list[Effect]:
@@ -134,7 +133,7 @@ class SpanManager:
         return done
 
     def _give_up(self, lost: Sequence[int]) -> list[Effect]:
-        self.donor.fragments = [cut for cut in self.setup().fragments if cut.index not in lost]
+        self.donor.hold([cut for cut in self.setup().fragments if cut.index not in lost])
         refused = self.answers.refuse_about(lost)
         self.gossip.drop(lost)
         return refused
@@ -142,7 +141,7 @@ class SpanManager:
     def _hold(self, held: range, now: Seconds) -> list[Effect]:
         before, setup = self.setup(), self.replace_setup(held)
         assert setup.routes is not None
-        self.donor.fragments = setup.fragments
+        self.donor.hold(setup.fragments)
         self.route_planner.routes.hold(setup.routes)
         self.gossip.begin(now)
         if list(setup.fragments) != list(before.fragments):

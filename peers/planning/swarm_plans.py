@@ -188,6 +188,9 @@ class SwarmPlans:
         spans = self.adopted.spans if self.adopted is not None else ()
         return all(held.get(PeerId(peer), range(begin, end)) == range(begin, end) for peer, begin, end in spans)
 
+    def drop_adopted(self) -> None:
+        self.adopted = None
+
     def planned_span(self, held: range) -> range:
         """The span that the adopted plan gives this peer; `held` if there is none."""
         spans = self.adopted.spans if self.adopted is not None else ()
