@@ -24,7 +24,9 @@ from torch.nn import functional as F
 from benchmarks.processes import resident_bytes
 from decentral.core import config, rng
 from decentral.train import data, gpt, measure
+from decentral.train.inner import FINAL_RATE
 from decentral.train.muon import fastest_products
+from decentral.train.optimizers import BETA1, BETA2
 
 UNKNOWN_S = 1e9  # from now: while nobody has said when the interval begins
 SYNC_S = 1.0  # between two waits for a GPU's queue of work to run dry, as only then it is known which step has ended
@@ -112,9 +114,7 @@ def _optimizers(
         {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
     ]
     rate = train.peak_rate
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(groups, lr=rate, betas=(train.beta1, train.beta2), fused=True)
-    ]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=rate, betas=(BETA1, BETA2), fused=True)]
     if blocks:
         optimizers.append(
             torch.optim.Muon(blocks, lr=rate, weight_decay=train.weight_decay, adjust_lr_fn="match_rms_adamw")
@@ -129,7 +129,7 @@ def _share(train: config.TrainConfig, step: int) -> float:
     if train.total_steps is None:
         return warm
     left = max(0.0, 1 - max(0, step - train.warmup_steps) / max(1, train.total_steps - train.warmup_steps))
-    return warm * (train.final_rate + (1 - train.final_rate) * left)
+    return warm * (FINAL_RATE + (1 - FINAL_RATE) * left)
 
 
 def _read_beginning(interval: list[float]) -> None:

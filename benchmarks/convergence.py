@@ -27,16 +27,17 @@ from statistics import mean, stdev
 
 import torch
 
+from benchmarks import outer_step
 from benchmarks.convergence_model import Optimizer, held_out_loss
 from benchmarks.convergence_swarm import NEVER, PEERS, SEQUENCES, Method, Setting, Swarm
 from decentral.core import config
-from decentral.train import data, outer
+from decentral.train import data
 
 HELD_OUT_SEQUENCES = 384
 
 FULL, QUICK, LARGE = (2, 96, 96), (2, 64, 64), (6, 384, 64)  # blocks, width, positions
 
-NOLOCO = outer.Constants(alpha=0.3, beta=0.7, gamma=0.7)
+NOLOCO = outer_step.Constants(alpha=0.3, beta=0.7, gamma=0.7)
 METHODS: dict[str, Method] = {
     "alone": Method(peers=1, talks=False),
     "sync": Method(peers=1, sequences=SEQUENCES * PEERS, talks=False),

@@ -2,7 +2,7 @@
 
 A unit of time is one step of a fast peer; a slow peer needs several. Corrections are added at step edges,
 as in train/compute.py. No peer waits: it pulls what its partners have published by the end of its own window,
-and merges it `latency` later. The numerics are train/outer.py's and train/compress.py's. The whole model is one
+and merges it `latency` later. The numerics are outer_step.py's and train/compress.py's. The whole model is one
 fragment. Synchronous averaging is the same thing with aligned windows, all partners, no latency, and fp32.
 
 With `parts` each peer owns one part of the vector: it gets that part of everybody's pseudo-gradient, and sends the
@@ -18,9 +18,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from benchmarks import outer_step
 from benchmarks.convergence_model import BETA1, BETA2, EPSILON, Optimizer, Replicas, Shape
 from decentral.core import config, rng
-from decentral.train import compress, data, outer
+from decentral.train import compress, data
+from decentral.train.influence import token_weights
+from decentral.train.outer_kernels import rho_of
 
 SEQUENCES = 8  # a peer's micro-batch
 PEERS = 4
@@ -45,9 +48,9 @@ class Method:
     code: Literal["q4", "q1"] = "q4"  # of pseudo-gradients, but for the windows of the first steps
     code_from: int = 0  # the number of first steps whose windows are in q4
     aligned: bool = True  # windows end on the same instants on all peers
-    rho: float = 0.0  # 0: outer.rho_of
+    rho: float = 0.0  # 0: rho_of
     late_as: str = ""  # the optimizer whose rule for late corrections is used; its own, if none is named
-    constants: outer.Constants = field(default_factory=outer.Constants)
+    constants: outer_step.Constants = field(default_factory=outer_step.Constants)
     beside: bool = False  # a merge goes on during the next step, and its correction is added at that step's end
     kappa: float = 0.0  # how far AdamW's first moment follows the merged step
     parts: bool = False  # owners of parts send means, in the place of partners' own pseudo-gradients
@@ -70,7 +73,7 @@ class Setting:
 class Snapshot:
     """What a peer has published last, with all vectors as the partners will decode them."""
 
-    window: outer.WindowUpdate  # includes phi
+    window: outer_step.WindowUpdate  # includes phi
     sequence: int
 
 
@@ -79,8 +82,8 @@ class Pull:
     peer: int
     steps: int  # the peer's steps when it closed the window
     arrives: int
-    own: outer.WindowUpdate
-    partners: list[outer.WindowUpdate]
+    own: outer_step.WindowUpdate
+    partners: list[outer_step.WindowUpdate]
 
 
 class Swarm:
@@ -92,7 +95,7 @@ class Swarm:
         self.draws = [rng.arrays(setting.seed, "data", peer) for peer in range(method.peers)]
         self.chance = rng.stream(setting.seed, "partners")
         self.misses = rng.stream(setting.seed, "missed windows")
-        self.slow = [outer.start(row) for row in self.replicas.theta_PN]
+        self.slow = [outer_step.start(row) for row in self.replicas.theta_PN]
         self.pending: list[Tensor | None] = [None] * method.peers  # corrections until the next step edge
         self.tokens = [0] * method.peers
         self.lr_sums = [0.0] * method.peers
@@ -162,23 +165,23 @@ class Swarm:
             self.closed_at[peer] = now
             self.next_close[peer] = now + window
 
-    def _close(self, peer: int) -> outer.WindowUpdate:
+    def _close(self, peer: int) -> outer_step.WindowUpdate:
         # A correction is added at the next step edge; until then neither theta nor the baseline may include it.
         pending, slow = self.pending[peer], self.slow[peer]
         theta = self.replicas.theta_PN[peer] if pending is None else self.replicas.theta_PN[peer] + pending
         in_start = self.replicas.steps[peer] <= self.method.code_from
         code = self.codes[peer] = "q4" if in_start else self.method.code
-        self.slow[peer], sent = outer.close(slow, theta, lambda x: self._coded(code, x))
-        own = outer.WindowUpdate(sent, self.tokens[peer], self.lr_sums[peer])
+        self.slow[peer], sent = outer_step.close(slow, theta, lambda x: self._coded(code, x))
+        own = outer_step.WindowUpdate(sent, self.tokens[peer], self.lr_sums[peer])
         self.published[peer] = Snapshot(replace(own, phi=self._coded("int8", slow.phi)), self.closed[peer])
         self.closed[peer] += 1
         self.tokens[peer], self.lr_sums[peer] = 0, 0.0
         return own
 
-    def _mean_of_parts(self, windows: Sequence[outer.WindowUpdate]) -> outer.WindowUpdate:
+    def _mean_of_parts(self, windows: Sequence[outer_step.WindowUpdate]) -> outer_step.WindowUpdate:
         """What all merge: each owner's mean of its part of these windows, as everybody reads it."""
         mean = self.owed.clone()
-        weights = outer.token_weights([window.tokens for window in windows])
+        weights = token_weights([window.tokens for window in windows])
         for weight, window in zip(weights, windows, strict=True):
             mean += weight * window.pseudo_gradient
         sent = self._coded(self.method.code, mean)
@@ -186,9 +189,9 @@ class Swarm:
         others = (len(windows) - 1) / len(windows)  # what is in other peers' hands: of the parts, and of the means
         self.received += len(windows) * 2 * others * self._bytes(self.method.code)
         lr_sum = sum(weight * window.lr_sum for weight, window in zip(weights, windows, strict=True))
-        return outer.WindowUpdate(sent, sum(window.tokens for window in windows), lr_sum)
+        return outer_step.WindowUpdate(sent, sum(window.tokens for window in windows), lr_sum)
 
-    def _pull(self, peer: int, behind: bool) -> list[outer.WindowUpdate]:
+    def _pull(self, peer: int, behind: bool) -> list[outer_step.WindowUpdate]:
         """Pseudo-gradients from all partners; slow weights from one now and then, from all when windows were missed."""
         others = [other for other in range(self.method.peers) if other != peer and self.published[other]]
         chosen = self.chance.sample(others, min(self.method.partners, len(others)))
@@ -210,27 +213,20 @@ class Swarm:
         self.wire = [pull for pull in self.wire if pull.arrives > now]
         for pull in arrived:
             taken = self.replicas.steps[pull.peer] + int(self.method.beside)  # when the correction is added
-            rho = self.method.rho or outer.rho_of(taken - pull.steps, self.method.late_as or self.setting.optimizer)
-            outcome = outer.merge(self.slow[pull.peer], pull.own, pull.partners, self.method.constants, rho)
+            rho = self.method.rho or rho_of(taken - pull.steps, self.method.late_as or self.setting.optimizer)
+            outcome = outer_step.merge(self.slow[pull.peer], pull.own, pull.partners, self.method.constants, rho)
             self.slow[pull.peer] = outcome.slow
-            self._shift_moment(pull, rho * self.method.kappa)
+            self._shift_moment(pull, outcome, rho * self.method.kappa)
             pending = self.pending[pull.peer]
             self.pending[pull.peer] = outcome.correction if pending is None else pending + outcome.correction
 
-    def _shift_moment(self, pull: Pull, strength: float) -> None:
-        """Does nothing for a peer that took no step in the window: it cannot tell its own part from the others'."""
-        steps, everyone = self.replicas.steps[pull.peer], [pull.own, *pull.partners]
-        weights = outer.token_weights([window.tokens for window in everyone])
-        lr_mean = sum(weight * window.lr_sum for weight, window in zip(weights, everyone, strict=True))
-        if not strength or not steps or pull.own.lr_sum <= 0 or lr_mean <= 0:
+    def _shift_moment(self, pull: Pull, outcome: outer_step.OuterStep, strength: float) -> None:
+        steps = self.replicas.steps[pull.peer]
+        if not strength or not steps:
             return
-        merged = torch.zeros_like(pull.own.pseudo_gradient)
-        for weight, window in zip(weights, everyone, strict=True):
-            merged += weight * window.pseudo_gradient
         first, second = self.replicas.first_PN[pull.peer], self.replicas.second_PN[pull.peer]
-        scale = (second / (1 - BETA2**steps)).sqrt() + EPSILON
-        apart = merged / lr_mean - pull.own.pseudo_gradient / pull.own.lr_sum
-        first += outer.limited(strength * (1 - BETA1**steps) * scale * apart, first.norm())
+        moments = outer_step.Moments(second, 1 - BETA1**steps, 1 - BETA2**steps, EPSILON)
+        first += outer_step.limited(outer_step.moment_shift(pull.own, outcome, moments, strength), first.norm())
 
     def _coded(self, codec: str, values: Tensor) -> Tensor:
         if self.method.exact:

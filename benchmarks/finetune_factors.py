@@ -32,6 +32,7 @@ from decentral.core import config, rng
 from decentral.train import data, gpt
 from decentral.train.lora import AdaptedLinear
 from decentral.train.muon import fastest_products
+from decentral.train.optimizers import BETA1, BETA2
 from decentral.train.step import Chain, held_out_loss
 
 METHODS = ("alone", "sync", "both", "B", "alternate", "product", "residual")
@@ -68,7 +69,7 @@ class Replica:
         self.optimizer: torch.optim.Optimizer = (
             torch.optim.Muon(weights, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
             if task.optimizer == "muon"
-            else torch.optim.AdamW(weights, betas=(run.train.beta1, run.train.beta2), weight_decay=decay, fused=True)
+            else torch.optim.AdamW(weights, betas=(BETA1, BETA2), weight_decay=decay, fused=True)
         )
         self.weights, self.clip_norm = weights, run.train.clip_norm
 

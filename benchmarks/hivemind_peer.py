@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from decentral.core import config, rng
 from decentral.train import data, gpt
+from decentral.train.optimizers import BETA1, BETA2
 from decentral.train.step import Chain, Device, held_out_loss
 
 STARTUP_S = 120.0  # hivemind's own 15 s for its daemon to start is too short on a loaded machine
@@ -208,8 +209,7 @@ def _optimizer(args: argparse.Namespace, run: config.Config, model: nn.Sequentia
 
 
 def _adamw(train: config.TrainConfig) -> Callable[[Any], torch.optim.Optimizer]:
-    betas = (train.beta1, train.beta2)
-    return partial(torch.optim.AdamW, lr=train.peak_rate, betas=betas, weight_decay=train.weight_decay)
+    return partial(torch.optim.AdamW, lr=train.peak_rate, betas=(BETA1, BETA2), weight_decay=train.weight_decay)
 
 
 def _arguments() -> argparse.Namespace:

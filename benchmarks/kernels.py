@@ -24,7 +24,7 @@ from torch import Tensor
 
 from decentral.train import compress
 from decentral.train.kernel_choice import best_kernels
-from decentral.train.outer_kernels import OuterConstants, OuterKernels, OuterVectors, Weighted
+from decentral.train.outer_kernels import OuterKernels, OuterVectors, Weighted
 
 REPEATS = 7
 LEAST_S = 0.01  # a repetition calls a kernel as often as it takes to last so long
@@ -33,6 +33,7 @@ FP32 = 4
 PARTNERS = 2
 BESIDE_S = 2.0
 BESIDE_ROUNDS = 3
+RHO = 0.5  # share of the correction that a merge takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,23 +99,20 @@ def kernel_rates(elements: int, kernels: OuterKernels | None = None) -> list[Ker
 def measured(kernels: OuterKernels, n: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
     """Name, bytes that it reads and writes, and a call of each kernel."""
     q4, int8 = compress.size("q4", n), compress.size("int8", n)
-    phi, baseline, other, momentum = (vector(n, seed) for seed in range(4))
-    blob, near = compress.encode("q4", momentum), compress.encode("int8", phi)
+    phi, baseline, other, values = (vector(n, seed) for seed in range(4))
+    blob, near = compress.encode("q4", values), compress.encode("int8", phi)
     yield "close", 4 * FP32 * n + q4, partial(kernels.close, phi, baseline, other)
     yield "close q1", 4 * FP32 * n + q4, partial(kernels.close, phi, baseline, other, "q1")
-    signs, q1 = compress.encode("q1", momentum), compress.size("q1", n)
+    signs, q1 = compress.encode("q1", values), compress.size("q1", n)
     yield "widen q1", q1 + q4, partial(kernels.widen, signs, n)
     yield "narrow q1", q1 + q4, partial(kernels.narrow, compress.widened(signs, n), n)
     yield "length", q4, partial(kernels.length, blob, n)
     yield "distance", FP32 * n + int8, partial(kernels.distance, phi, near)
     own, partners = [Weighted(1 / 3, blob)], [Weighted(1 / 3, near)] * PARTNERS
     alone = OuterVectors(phi, baseline, other)
-    constants = OuterConstants(alpha=0.0, beta=0.5, gamma=0.5, rho=0.5)  # numbers stay as large as they are
-    yield "merge alone", 5 * FP32 * n + q4, partial(kernels.merge, alone, own, [], constants)
+    yield "merge alone", 5 * FP32 * n + q4, partial(kernels.merge, alone, own, [], RHO)
     together = 5 * FP32 * n + (1 + PARTNERS) * q4 + PARTNERS * int8
-    yield f"merge {PARTNERS} partners", together, partial(kernels.merge, alone, own * 3, partners, constants)
-    moved, constants = OuterVectors(phi, baseline, other, momentum), OuterConstants(0.5, 0.5, 0.5, 0.5)
-    yield "with momentum", together + 2 * FP32 * n, partial(kernels.merge, moved, own * 3, partners, constants)
+    yield f"merge {PARTNERS} partners", together, partial(kernels.merge, alone, own * 3, partners, RHO)
     for codec in compress.CODECS:
         size = compress.size(codec, n)
         blob = compress.encode(codec, phi)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from decentral.core import config, jobs, rng
+from decentral.core.fragments import share
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.peers.node.handlers import PeerEffect, PeerEvent
@@ -64,7 +65,7 @@ class Watching:
 
     def _part(self, first: int, last: int) -> float:
         if (first, last) not in self.parts:
-            self.parts[first, last] = jobs.share(self.shape.fragments, first, last)
+            self.parts[first, last] = share(self.shape.fragments, first, last)
         return self.parts[first, last]
 
     def done(self, host: VirtualHost, job: jobs.Job, outcome: jobs.Outcome) -> None:

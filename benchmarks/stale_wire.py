@@ -27,17 +27,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks import rotated_codes
+from benchmarks.rotated_codes import HALF_STEP, SIGNS, TILE, transform
 from decentral.core import config, rng
 from decentral.train import compress, data, gpt
 from decentral.train.inner import Inner, Live, fragments, rate_at
 from decentral.train.look_ahead import LookAhead, WeightsAhead
-from decentral.train.rotated_codes import transform
-from decentral.train.rotation_kernels import HALF_STEP, SIGNS, TILE
 from decentral.train.step import Chain, Device, held_out_loss
 
 HELD_OUT = 128  # sequences
 SETTINGS = ["model.depth=4", "model.width=128", "model.context=64", "train.micro_batch=8", "train.warmup_steps=50"]
 RUN = config.load(None, SETTINGS)
+ROTATED = {"h4": 4, "h3": 3}  # bits of a level
 CUTS = (0, 2, 4, 6)  # stages hold layers [CUTS[i], CUTS[i + 1])
 
 Code = Callable[[Tensor], Tensor]
@@ -46,6 +47,8 @@ Code = Callable[[Tensor], Tensor]
 
 def coded(codec: str) -> Code:
     def code(values: Tensor) -> Tensor:
+        if codec in ROTATED:
+            return rotated_codes.read(ROTATED[codec], values.flatten()).view_as(values)
         return compress.decode(codec, compress.encode(codec, values.flatten()), values.numel()).view_as(values)
 
     return code
@@ -53,14 +56,14 @@ def coded(codec: str) -> Code:
 
 def dithered(bits: int) -> Code:
     """The rotated code with stochastic rounding: unbiased, within the outermost levels, and twice the error."""
-    chance, highest, signs = torch.Generator().manual_seed(0), 2**bits - 1, torch.from_numpy(SIGNS)
+    chance, highest = torch.Generator().manual_seed(0), 2**bits - 1
 
     def code(values: Tensor) -> Tensor:
-        rotated = transform(values.reshape(-1, TILE) * signs / TILE)
+        rotated = transform(values.reshape(-1, TILE) * SIGNS / TILE)
         step = 2 * rotated.abs().mean(dim=1, keepdim=True) * float(HALF_STEP[bits]) + 1e-30
         noise = torch.rand(rotated.shape, generator=chance)
         places = torch.floor(rotated / step - 0.5 + noise).clamp(-(highest + 1) / 2, (highest - 1) / 2)
-        return (transform((places + 0.5) * step) * signs).view_as(values)
+        return (transform((places + 0.5) * step) * SIGNS).view_as(values)
 
     return code
 

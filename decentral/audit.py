@@ -28,7 +28,7 @@ from decentral import command
 from decentral.core.errors import UserError
 from decentral.core.journal import deleted, read
 from decentral.core.line_fields import MOST_LAYERS
-from decentral.core.peer_folders import changed_at, newest_of_each_peer
+from decentral.core.peer_folders import changed_at, journals_in, newest_of_each_peer
 from decentral.core.units import plural
 
 NOTHING_TRAVELLED = (
@@ -209,8 +209,7 @@ def journals(folder: Path) -> list[Path]:
 
     Raises UserError if there are none.
     """
-    own = folder / "journal.jsonl"
-    found = [own] if own.exists() else sorted(folder.glob("*/journal.jsonl"))
+    found = journals_in(folder)
     if not found:
         raise UserError(f"{folder} has no journal.jsonl; give peers' state folders, or a folder of such")
     newest = newest_of_each_peer({journal.parent: changed_at(journal) for journal in found})

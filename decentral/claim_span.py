@@ -24,9 +24,8 @@ from decentral.comm.wire.messages import Ping
 from decentral.comm.wire.transport import AskError, Directory, Transport
 from decentral.core import config
 from decentral.core.errors import UserError
-from decentral.core.fragments import ActivationForms
+from decentral.core.fragments import ActivationForms, Fragment
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Fragment
 from decentral.core.memory_needs import MemoryNeeds, widest_span
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds

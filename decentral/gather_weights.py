@@ -17,15 +17,14 @@ from decentral.comm.wire.messages import MAX_CHUNK_BYTES, Refused, StateChunk, S
 from decentral.comm.wire.transport import AskError, Transport
 from decentral.core import config
 from decentral.core.errors import ProtocolError, UserError
+from decentral.core.fragments import Fragment, Layout
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Fragment, Layout
 from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
 from decentral.core.peer_folders import newest_of_each_peer
 from decentral.core.plain_text import plain_text
 from decentral.core.synthetic import Blob
 from decentral.invitation_files import read_holding
 from decentral.peers.joining.fetch import PIECE_BYTES, PIECE_DEADLINE_S, Incoming
-from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord
 from decentral.train import checkpoint, compress, measure, memory, replicas, update_rules
 from decentral.train.inner import fragments_of
@@ -160,9 +159,7 @@ async def of_visited(swarm: VisitedSwarm, copies: int, machine_bytes: int) -> Ga
 async def look(swarm: VisitedSwarm) -> dict[PeerId, PeerRecord]:
     """The peers that train, from their records in the DHT. Raises UserError if there are none."""
     for _ in range(RECORD_LOOKS):
-        found = await records.lookup(
-            swarm.directory, swarm.run, swarm.config.swarm.shards, swarm.clock(), swarm.own.open
-        )
+        found = await swarm.records()
         live = {holder: record for holder, record in found.items() if record.phase == "training"}
         if live and all(contact in live for contact in swarm.contacts):
             return live

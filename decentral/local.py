@@ -27,7 +27,7 @@ from decentral.comm.net import ports
 from decentral.comm.wire.invitations import FOR_EVER, Permission
 from decentral.core import config, strict_json
 from decentral.core.errors import UserError
-from decentral.core.journal import Tail, read
+from decentral.core.journal import OUTCOMES, Tail, read
 from decentral.core.own_inputs import OwnInputs
 from decentral.core.plain_text import printable
 from decentral.core.temporary import temporary_folder
@@ -339,7 +339,7 @@ def _last_output(folder: Path) -> str:
 
 def _report(console: Console, result: summary.Summary) -> None:
     for peer in result["peers"]:
-        exchanges = "/".join(str(peer["exchanges"][outcome]) for outcome in ("done", "solo", "failed"))
+        exchanges = "/".join(str(peer["exchanges"][outcome]) for outcome in OUTCOMES)
         console.print(
             f"peer {peer['peer'][-6:]}  throttle {peer['throttle']:g}  {peer['micro_batches']} micro-batches  "
             f"busy {peer['busy_fraction']:.3f}  exchanges {exchanges} (done/solo/failed)  "

@@ -28,7 +28,6 @@ from decentral.core.config import load as load_config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.core.plain_text import plain_text
-from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord
 from decentral.pictures.plan_picture import draw_plan
 from decentral.pictures.solver_picture import draw_comparison
@@ -124,8 +123,7 @@ async def _live(address: str, invite: str | None) -> tuple[dict[str, dict[str, A
     async with visit([address], read_holding(Path(invite)) if invite else None) as swarm:
         known: dict[PeerId, PeerRecord] = {}
         for _ in range(PLAN_LOOKS):
-            shards = swarm.config.swarm.shards
-            known |= await records.lookup(swarm.directory, swarm.run, shards, swarm.clock(), swarm.own.open)
+            known |= await swarm.records()
             if len(known) > 1:
                 break
             await asyncio.sleep(LOOK_PAUSE_S)

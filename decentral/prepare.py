@@ -24,9 +24,9 @@ from decentral.comm.net.libp2p_directory import NETWORK_ERRORS
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.private_swarm import may_train
 from decentral.core.errors import UserError
+from decentral.core.jobs import DIVERGED
 from decentral.core.journal import Journal
 from decentral.core.memory_needs import MemoryNeeds
-from decentral.core.outcomes import DIVERGED
 from decentral.core.plain_text import plain_text
 from decentral.core.units import Amount
 from decentral.dashboard.record_lines import feed_page, watch_for_page

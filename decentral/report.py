@@ -13,8 +13,9 @@ from pathlib import Path
 
 from decentral import audit, command
 from decentral.core.errors import UserError
-from decentral.observe.report_page import page_of
+from decentral.observe.report_page import NO_CHARTS, page_of
 from decentral.observe.run_history import history_of
+from decentral.pictures.canvas import can_draw
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,6 +32,8 @@ def _main(flags: argparse.Namespace) -> None:
     except OSError as error:
         raise UserError(f"-o {flags.out}: {error.strerror}; choose a place that can be written") from None
     print(f"{flags.out}: {len(run.peers)} peers, {run.tokens:,.0f} tokens")
+    if not can_draw():
+        print(NO_CHARTS, file=sys.stderr)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

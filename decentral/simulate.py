@@ -29,6 +29,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from decentral import command
 from decentral.core import config, rng, strict_json
 from decentral.core.errors import UserError
+from decentral.core.journal import OUTCOMES
 from decentral.core.units import readable_bytes
 from decentral.dashboard.address import add_dashboard_flag
 from decentral.dashboard.child import dashboard
@@ -78,8 +79,7 @@ def scenario_of(flags: argparse.Namespace) -> Scenario:
     """The scenario that the flags describe. Raises UserError."""
     run_config = config.load(flags.config, flags.set)
     if run_config.synchronous:
-        known = "pull, symmetric, push_sum or allreduce"
-        raise UserError(f"gossip.algorithm synchronous is not simulated; expected {known}")
+        raise UserError("gossip.algorithm synchronous is not simulated; expected pull or allreduce")
     many = flags.peers > MOST_AUDITED
     pace = Pace(flags.step_seconds, flags.noise, report_s=60.0 if many else 10.0)
     settings = SwarmSettings.of(run_config, pace, flags.throttle, flags.tokens_per_step)
@@ -175,7 +175,7 @@ def _shrink(scenario: Scenario, rule: str) -> None:
 
 def _show(report: RunReport, console: Console) -> None:
     work, gossip, replicas, audit = report.throughput, report.gossip, report.replicas, report.audit
-    done, solo, failed = (gossip.exchanges.get(name, 0) for name in ("done", "solo", "failed"))
+    done, solo, failed = (gossip.exchanges.get(name, 0) for name in OUTCOMES)
     why = ", ".join(f"{reason} {count}" for reason, count in sorted(gossip.failures.items()))
     console.print(
         f"{report.peers} peers, {report.seconds:g} virtual seconds, seed {report.seed}: {audit.events:,} events\n"

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from decentral.core.journal import read
+from decentral.core.journal import OUTCOMES, read
 from decentral.core.time_spent import TimeSpent
 from decentral.state import StateFolder
 from decentral.train import replicas
@@ -68,7 +68,7 @@ def _of_peer(lines: list[Line], throttle: float) -> dict[str, Any]:
         "tokens": sum(line["tokens"] for line in steps),
         "busy_fraction": shares["training"],
         "time_shares": shares,
-        "exchanges": {outcome: outcomes[outcome] for outcome in ("done", "solo", "failed")},
+        "exchanges": {outcome: outcomes[outcome] for outcome in OUTCOMES},
         "sent_bytes": traffic[-1]["sent_bytes"] if traffic else 0,
         "received_bytes": traffic[-1]["received_bytes"] if traffic else 0,
         "loss_last": steps[-1]["loss"] if steps else None,

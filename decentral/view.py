@@ -13,6 +13,7 @@ from rich.text import Text
 
 from decentral.command import stage
 from decentral.core.ids import PeerId, short
+from decentral.core.journal import OUTCOMES
 from decentral.core.plain_text import plain_text, printable
 from decentral.core.units import Seconds, plural, readable_bytes
 from decentral.invitation_files import founder_path
@@ -199,7 +200,7 @@ def figures(node: Node, now: Seconds) -> dict[str, str]:
         "busy": _busy(node) if progress.spent.total else "-",
         "windows": _windows(node),
         "peers": f"{len(node.roster.live)}",
-        "exchanges": "/".join(str(node.gossip.counts.outcomes[outcome]) for outcome in ("done", "solo", "failed")),
+        "exchanges": "/".join(str(node.gossip.counts.outcomes[outcome]) for outcome in OUTCOMES),
         "sent": readable_bytes(node.traffic.sent_bytes),
         "received": readable_bytes(node.traffic.received_bytes),
     }

@@ -23,6 +23,7 @@ from decentral.core.temporary import temporary_folder
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
+from decentral.peers.membership.records import PeerRecord
 
 HELLO_S = 15.0
 PEERS_TRIED = 4  # of those that the founder's peer has met: one that is gone may take ten seconds
@@ -44,6 +45,11 @@ class VisitedSwarm:
     directory: HivemindDirectory
     clock: SwarmClock
     own: Signer  # who looks; it opens the records in the DHT
+
+    async def records(self) -> dict[PeerId, PeerRecord]:
+        """Return the records of all peers in the DHT, except those that leave."""
+        shards = self.config.swarm.shards
+        return await records.lookup(self.directory, self.run, shards, self.clock(), self.own.open)
 
 
 @asynccontextmanager

@@ -66,8 +66,6 @@ def _ours(algorithm: str, *overrides: str, suffix: str = "", note: str = "") -> 
 ALL = (
     _ours("pull", note="the default"),
     _ours("pull", "train.optimizer=adamw", suffix=", adamw"),
-    _ours("symmetric"),
-    _ours("push_sum"),
     _ours("allreduce"),
     _ours("synchronous", "train.accumulate=4"),
     Contestant("alone", "gloo", {"algorithm": "alone"}, alone=True, note="the fastest peer by itself"),

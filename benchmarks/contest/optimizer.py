@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw
 
 from decentral.core import config
 from decentral.train.muon import muon_step
-from decentral.train.optimizers import EPSILON
+from decentral.train.optimizers import BETA1, BETA2, EPSILON
 
 Group = dict[str, Any]
 
@@ -40,7 +40,6 @@ class MuonAdamW(torch.optim.Optimizer):
     """`params`: as `groups` gives them. `lr` of each group is the learning rate of the next step."""
 
     def __init__(self, params: Any, train: config.TrainConfig) -> None:
-        self.betas = (train.beta1, train.beta2)
         super().__init__(params, {"lr": train.peak_rate, "muon": False, "weight_decay": 0.0})
 
     @torch.no_grad()
@@ -75,8 +74,8 @@ class MuonAdamW(torch.optim.Optimizer):
             [state["step"] for state in states],
             fused=True,
             amsgrad=False,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
+            beta1=BETA1,
+            beta2=BETA2,
             lr=group["lr"],
             weight_decay=group["weight_decay"],
             eps=EPSILON,

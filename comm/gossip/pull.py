@@ -15,32 +15,25 @@ and the training thread waits for the merge.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 
 from decentral.comm.gossip import snapshots
-from decentral.comm.gossip.snapshots import Exchange, ExchangePhase, SnapshotStore, contribution, pick
+from decentral.comm.gossip.snapshots import SnapshotStore, contribution, pick
 from decentral.comm.gossip.tags import BlockingPullTag, ExchangeTag, PullTag
 from decentral.comm.gossip.token_claims import TokenClaims
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_PATIENCE_S, Pull, Refused, Snapshot
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Event
 from decentral.core.algorithms import FragmentContext
-from decentral.core.fragments import layout_bytes
+from decentral.core.fragments import Layout, layout_bytes
 from decentral.core.ids import PeerId
-from decentral.core.jobs import (
-    CloseWindow,
-    Contribution,
-    Layout,
-    Merge,
-    Merged,
-    Rest,
-    SectionsEncoded,
-    WindowClosed,
-)
+from decentral.core.jobs import CloseWindow, Contribution, Merge, Merged, Rest, SectionsEncoded, WindowClosed
 from decentral.core.latest import keep_latest
 from decentral.core.machine import Log, Woke, earliest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
+WHOLE_EVERY = 3  # windows between two pulls of slow weights; pseudo-gradients are pulled in each
 MOST_READ = 0.6  # of the holders: where a window reads so many, slow weights, which tell of the others, are pulled
 RARER = 3  # times more rarely (docs/results/convergence.md)
 BEHIND_PERIODS = 1.5  # periods between two windows of ours, from which on we have missed some of the partners'
@@ -49,6 +42,15 @@ LATE_PERIODS = 0.5  # a window may end so much later than on other peers, where 
 DOUBTED_WINDOWS = 16  # in which a partner is not asked, after its window was refused by the merge
 REST_S = 1.0  # at least so long until a fragment that rests looks for partners again
 PATIENCE_PERIODS = 0.25  # of the period: how long a pull waits for the partner's snapshot of the same window
+
+
+class ExchangePhase(Enum):
+    """Where the exchange of a window is."""
+
+    OPEN = auto()  # the window is filling
+    CLOSING = auto()  # the worker is encoding it
+    ASKING = auto()  # a question to a partner is under way
+    MERGING = auto()  # the worker is merging
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class PullWindow:
     on_request: Layout = ()  # more sections of the same window, which a partner may have by now or not
     codings: Layout = ()  # of sections that a partner may have in another code than we
     partners: Sequence[PeerId] = ()
-    whole_every: int = 1  # the exchange's, or more where the partners are most of the holders
+    whole_every: int = 1  # in every so many windows all sections are asked of the first partner
     enough_at: Seconds = 0.0
     sections: dict[PeerId, tuple[str, ...]] = field(default_factory=dict)  # asked of each partner; (): all
     pending: set[PeerId] = field(default_factory=set)
@@ -87,13 +89,18 @@ class AnswerSizes:
 
 
 @dataclass(slots=True)
-class PullExchange(Exchange):
+class PullExchange:
+    context: FragmentContext
+    close_at: Seconds
+    state: ExchangePhase = ExchangePhase.OPEN
+    seq: int = 0  # number of the last window that was closed
+    size: int = 0  # bytes that a partner sends us in a window, by our last snapshot
     blocking: bool = False
     light: tuple[str, ...] = ()  # sections asked of every partner in every window; none: all
-    whole_every: int = 1  # in every so many windows all sections are asked of the first partner, or more rarely
     published: SnapshotStore = field(default_factory=SnapshotStore)
     seen: dict[PeerId, int] = field(default_factory=dict)  # newest seq merged or refused, by partner
     claims: TokenClaims = field(default_factory=TokenClaims)
+    _began: Seconds = 0.0  # when the exchange began
     _published_at: Seconds = 0.0
     _resting: bool = False
     _sizes: AnswerSizes = field(default_factory=AnswerSizes)
@@ -157,11 +164,17 @@ class PullExchange(Exchange):
         begin, self._resting = not self._resting, True
         return [Rest(self.context.fragment)] if begin else []
 
+    def replan(self, now: Seconds) -> None:
+        """Brings the window's end forward, where it lies further ahead than a window is long now."""
+        if self.close_at > now + self.context.period_s(self.size):
+            self.close_at = self.context.next_close(now, self.size)
+
     def _close(self, now: Seconds) -> list[Effect]:
-        if not self.blocking:
-            return Exchange._close(self, now)  # super() does not work in a dataclass with slots
-        self.state, self._began, self.seq = ExchangePhase.CLOSING, now, max(self.seq, self._goal) + 1
-        return [CloseWindow(self.context.fragment, self.seq, hold=True)]
+        """Ends the window. Its number is a round, or the milliseconds of our clock: it grows even over a restart."""
+        self.state, self._began = ExchangePhase.CLOSING, now
+        self.seq = max(self.seq, self._goal if self.blocking else int(now * 1000) - 1) + 1
+        sparse = not self.blocking and self._is_sparse()
+        return [CloseWindow(self.context.fragment, self.seq, hold=self.blocking, sparse=sparse)]
 
     def _is_sparse(self) -> bool:
         """Where the link is thin. The machine knows of a second code from the first window on."""
@@ -207,7 +220,7 @@ class PullExchange(Exchange):
 
     def _whole_every(self, partners: Sequence[PeerId]) -> int:
         holders = len(self.context.view.holders(self.context.fragment))
-        return self.whole_every * (RARER if len(partners) >= MOST_READ * holders else 1)
+        return WHOLE_EVERY * (RARER if len(partners) >= MOST_READ * holders else 1)
 
     def _ask(self, partner: PeerId, now: Seconds) -> Ask:
         kind = BlockingPullTag if self.blocking else PullTag
@@ -252,7 +265,7 @@ class PullExchange(Exchange):
                 self._doubted[event.peer] = DOUBTED_WINDOWS
             return refused
         if pick(whole, names) != snapshot.layout:
-            self._light_windows = RARER * self.whole_every  # it had no slow weights any more: they are due next time
+            self._light_windows = RARER * WHOLE_EVERY  # it had no slow weights any more: they are due next time
         keep_latest(self.seen, event.peer, snapshot.seq, snapshots.MOST_SEEN)
         moved = event.sent_bytes, event.received_bytes
         taken = self._believed(contribution(event.peer, snapshot, blob), now)

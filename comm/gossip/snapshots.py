@@ -1,27 +1,18 @@
-"""What the exchange machines share: snapshots described, checked, and stored for others to pull."""
+"""Snapshots of an exchange: described, checked, and stored for others to pull."""
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 from itertools import accumulate
-from typing import ClassVar
 
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Pull, Refused, Snapshot
 from decentral.comm.wire.transport import Effect, Reply
 from decentral.core.algorithms import FragmentContext
-from decentral.core.fragments import layout_bytes
+from decentral.core.fragments import Layout, layout_bytes
 from decentral.core.ids import PeerId
-from decentral.core.jobs import (
-    CloseWindow,
-    Contribution,
-    EncodeSections,
-    Layout,
-    SectionsEncoded,
-    WindowClosed,
-)
+from decentral.core.jobs import Contribution, EncodeSections, SectionsEncoded, WindowClosed
 from decentral.core.latest import keep_latest
 from decentral.core.reasons import Reason
 from decentral.core.synthetic import joined
@@ -34,55 +25,6 @@ MOST_PARTS = 3  # answers of a snapshot that are kept: those with all its sectio
 MAX_WAITING_PULLS = 256  # questions that wait for a snapshot which is not there yet
 ASKED_LATE_WINDOWS = 32  # in which more sections are made at once, after somebody has asked for them late
 LATE = 0.5  # of a window: who asks later after its end has windows that do not end when ours do
-
-
-class ExchangePhase(Enum):
-    """Where the exchange of a window is. Each machine's module shows which phases it has, and their order."""
-
-    OPEN = auto()  # the window is filling
-    CLOSING = auto()  # the worker is encoding it
-    ASKING = auto()  # a question to a partner is under way
-    OFFERED = auto()  # a partner has our snapshot, and decides
-    MERGING = auto()  # the worker is merging
-
-
-@dataclass(slots=True)
-class Exchange:
-    """The state that all exchange machines have."""
-
-    context: FragmentContext
-    close_at: Seconds
-    state: ExchangePhase = ExchangePhase.OPEN
-    seq: int = 0
-    size: int = 0  # bytes that a partner sends us in a window, by our last snapshot
-    _began: Seconds = 0.0  # when the exchange began
-    snapshots_moved: ClassVar[int] = 1  # by an exchange with one partner
-
-    @property
-    def undecided(self) -> list[int]:
-        return []
-
-    def replan(self, now: Seconds) -> None:
-        size = self.snapshots_moved * self.size
-        if self.close_at > now + self.context.period_s(size):
-            self.close_at = self.context.next_close(now, size)
-
-    def _close_unless_alone(self, now: Seconds) -> list[Effect]:
-        """Ends the window if there is a partner; else the next one's end may find one."""
-        if self.context.partners(now):
-            return self._close(now)
-        self.close_at = self.context.next_close(now, self.size)
-        return []
-
-    def _close(self, now: Seconds) -> list[Effect]:
-        """Ends the window. Its number is the milliseconds of our clock, so that it grows even over a restart."""
-        self.state, self._began = ExchangePhase.CLOSING, now
-        self.seq = max(self.seq + 1, int(now * 1000))
-        return [CloseWindow(self.context.fragment, self.seq, sparse=self._is_sparse())]
-
-    def _is_sparse(self) -> bool:
-        """Whether the window goes out in the shorter of the algorithm's codes, if it has two."""
-        return False
 
 
 def describe(context: FragmentContext, closed: WindowClosed, now: Seconds) -> Snapshot:

@@ -24,28 +24,3 @@ class BlockingPullTag(ExchangeTag):
     """Pull of a blocking algorithm: the answer waits until the partner has closed the same window."""
 
     measures_link: ClassVar[bool] = False
-
-
-@dataclass(frozen=True, slots=True)
-class SwapTag(ExchangeTag):
-    """Swap. The answer waits for the partner's training thread, which closes a window for it."""
-
-    may_be_late: ClassVar[bool] = True
-
-
-@dataclass(frozen=True, slots=True)
-class SwapCommitTag(ExchangeTag):
-    """SwapCommit, sent for the `tries`-th time."""
-
-    tries: int
-
-    may_be_late: ClassVar[bool] = True
-
-
-@dataclass(frozen=True, slots=True)
-class PushTag(ExchangeTag):
-    """Push, sent for the `tries`-th time. The answer waits until the partner's device has added the mass."""
-
-    tries: int
-
-    may_be_late: ClassVar[bool] = True

@@ -29,7 +29,6 @@ from decentral.core.temporary import new_temporary_folder
 LIBP2P_START_S = 60.0  # the daemon's start on a loaded machine; hivemind's default of 15 s is too short
 LEAVE_S = 5.0  # for the daemon to close its connections
 SOCKET_PATH_BYTES = 100  # of the 104 that every system allows, 108 on Linux
-READY = "Peer ID:"  # begins the line by which the daemon says that it listens
 DAEMON_FLAGS = {  # of the daemon, beside its place
     "autoRelay": 1,
     "autonat": 1,

@@ -25,9 +25,8 @@ from decentral.comm.wire.messages import (
 )
 from decentral.comm.wire.transport import Effect
 from decentral.core.errors import ProtocolError
-from decentral.core.fragments import layout_bytes
+from decentral.core.fragments import Fragment, layout_bytes
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Fragment
 from decentral.core.reasons import Reason
 
 MOST_LOSS = 1e6  # nats of a token; the loss of as many micro-batches as a report can name is one that it can carry

@@ -21,8 +21,8 @@ from decentral.comm.wire.messages import (
     RoundReport,
     RoundStatus,
 )
+from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Fragment
 from decentral.core.latest import keep_latest
 from decentral.core.units import Seconds
 

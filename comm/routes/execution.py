@@ -15,9 +15,8 @@ from typing import ClassVar
 from decentral.comm.routes.offers import Offers
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import BackwardResponse, ExecutionId
-from decentral.core.fragments import layout_bytes
+from decentral.core.fragments import Layout, layout_bytes
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Layout
 from decentral.core.units import Seconds
 
 EVENTS_KEPT = 16  # of each execution, for the story that an invalid transition tells

@@ -6,9 +6,6 @@
     Ping                -                Pong              -                 latency
     Probe               up to 4 MiB      Probed            up to 4 MiB       bandwidth, up and down
     Pull                -                Snapshot          the snapshot      one-sided exchange; allreduce, by number
-    Swap                own snapshot     Snapshot          the partner's     symmetric exchange, first half
-    SwapCommit          -                Done              -                 symmetric exchange, second half
-    Push                mass             Done              -                 push-sum
     StateRequest        -                StateChunk        a piece of it     a newcomer fetches a fragment's state
     Offer               -                Load              -                 when could you execute it, and how far?
     ForwardRequest      hidden, targets  BackwardResponse  hidden gradient   a micro-batch through layers `first` and on
@@ -134,27 +131,6 @@ class Snapshot:
     time: UnixTime
     layout: Sections
     digest: Digest
-
-
-@dataclass(frozen=True, slots=True)
-class Swap:
-    """The blob is the snapshot `offered`; `offered.seq` is the exchange's number at the asker."""
-
-    offered: Snapshot
-
-
-@dataclass(frozen=True, slots=True)
-class SwapCommit:
-    run: Run
-    fragment: Index
-    seq: Count  # that of the Swap
-
-
-@dataclass(frozen=True, slots=True)
-class Push:
-    """The blob is the mass `offered`. `offered.seq` names the push: one that arrives twice is added once."""
-
-    offered: Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +358,7 @@ class Refused:
 
 
 LinkMessage = Hello | Welcome | MembershipProof | Ping | Pong | Probe | Probed
-GossipMessage = Pull | Snapshot | Swap | SwapCommit | Push
+GossipMessage = Pull | Snapshot
 StateMessage = StateRequest | StateChunk | LeaseRequest
 RouteMessage = Offer | Load | ForwardRequest | BackwardResponse | ForwardStatusQuery | CommitDecision | CommitQuery
 RoundMessage = RoundQuery | RoundStatus | CollectRequest | RoundReport

@@ -8,15 +8,12 @@ from statistics import median, median_low
 import torch
 from torch import Tensor
 
-from decentral.comm.gossip.pull import PullExchange
-from decentral.comm.wire.messages import Pull
 from decentral.core.algorithms import Algorithm
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
-from decentral.train import influence, outer
-from decentral.train.bounded_rule import BoundedRule, length
+from decentral.train import influence
 from decentral.train.sections import Packer
-from decentral.train.update_rules import ClosedWeights, Correction, Parts, RuleTools, Window
+from decentral.train.update_rules import ClosedWeights, Correction, Parts, RuleTools, UpdateRule, Window
 
 
 @dataclass(slots=True)
@@ -40,7 +37,7 @@ class UsualFigure:
         return usual
 
 
-class AllReduceRule(BoundedRule):
+class AllReduceRule(UpdateRule):
     """The token-weighted mean of everyone's weights, in fp32, summed in the order of peer ids: same bits for all.
 
     Nobody's weights count for more than train/influence.py believes: what tokens and what progress are usual in a round
@@ -49,17 +46,20 @@ class AllReduceRule(BoundedRule):
     """
 
     sections: Mapping[str, str] = {"theta": "fp32"}
+    baseline: Tensor  # the last mean
+    closed: tuple[int, ClosedWeights] | None  # tokens and weights of the window that is to be merged
 
     def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId, tools: RuleTools) -> None:
-        self.closed: tuple[int, ClosedWeights] | None = None  # tokens and weights of the window that is to be merged
-        self.usual_tokens, self.usual_progress = UsualFigure(), UsualFigure()
         super().__init__(gossip, theta, peer, tools)
+        self.peer = peer
+        if not theta.is_meta:
+            self.load(theta, {})
 
     def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
         packer.add("theta", self.sections["theta"], theta)
         self.closed = window.tokens, ClosedWeights(theta, window.steps)
 
-    def merge(self, theta: Tensor | None, parts: Sequence[Parts], steps: int) -> Correction:
+    def merge(self, parts: Sequence[Parts], steps: int) -> Correction:
         assert self.closed is not None, "merge without a close"
         (tokens, own), self.closed = self.closed, None
         everyone = [(self.peer, tokens, own.theta)]
@@ -67,7 +67,7 @@ class AllReduceRule(BoundedRule):
         everyone.sort(key=lambda one: one[0])
         ours = next(place for place, (peer, *_) in enumerate(everyone) if peer == self.peer)
         claims = [count for _, count, _ in everyone]
-        shares, scales = self._judge(claims, [length(vector - self.baseline) for _, _, vector in everyone], ours)
+        shares, scales = self._judge(claims, [_length(vector - self.baseline) for _, _, vector in everyone], ours)
         mean, center = torch.zeros_like(own.theta), self.baseline
         for share, scale, (_, _, vector) in zip(shares, scales, everyone, strict=True):
             mean += share * (vector if scale == 1.0 else center + scale * (vector - center))
@@ -78,7 +78,7 @@ class AllReduceRule(BoundedRule):
         """Everybody's share of the mean, and how much of everybody's progress counts. `ours`: our place among them."""
         voters = [place for place, count in enumerate(claims) if count]
         if not voters:
-            return outer.token_weights(claims), [influence.scale(one, median_low(lengths)) for one in lengths]
+            return influence.token_weights(claims), [influence.scale(one, median_low(lengths)) for one in lengths]
         learn = len(voters) > 1 or voters == [ours]
         claimed = [claims[place] for place in voters]
         usual = self.usual_tokens.of(claimed, learn) or min(claimed)
@@ -86,20 +86,20 @@ class AllReduceRule(BoundedRule):
         times = [count / usual for count in believed]
         progress = self.usual_progress.of([lengths[place] / times[place] for place in voters], learn)
         limits = [progress * many if progress else lengths[ours] for many in times]
-        return outer.token_weights(believed), [influence.scale(*one) for one in zip(lengths, limits, strict=True)]
+        return influence.token_weights(believed), [influence.scale(*one) for one in zip(lengths, limits, strict=True)]
 
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
-        super().load(theta, state)
+        self.baseline = theta.detach().float().cpu().clone()
         self.closed, self.usual_tokens, self.usual_progress = None, UsualFigure(), UsualFigure()
+
+
+def _length(vector: Tensor) -> float:
+    return float(torch.linalg.vector_norm(vector, dtype=torch.float64))
 
 
 ALGORITHM = Algorithm(
     name="allreduce",
     rule=AllReduceRule,
-    machine=lambda context, close_at: PullExchange(context, close_at, blocking=True, seq=context.round),
-    questions=(Pull,),
-    partners=lambda gossip: None,
-    snapshot_bytes=4,
     memory_bytes=16,
     blocking=True,
 )

@@ -1,7 +1,7 @@
 """Pull, the default: one-sided outer steps on slow weights, for which nobody waits.
 
 A window publishes its pseudo-gradient and, to those who ask, the slow weights phi; partners pull what they want of
-them. The formulas, their sources and what they conserve are in train/outer.py.
+them. The formulas, their sources and what they conserve are in train/outer_kernels.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,13 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from decentral.comm.gossip.pull import PullExchange
-from decentral.comm.wire.messages import Pull
 from decentral.core.algorithms import Algorithm
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution
-from decentral.train import influence, outer
+from decentral.train import influence
 from decentral.train.agreement import Agreement, WindowSample
 from decentral.train.copies import CountedWindows
 from decentral.train.influence import Experience
@@ -26,9 +24,9 @@ from decentral.train.outer_kernels import (
     ONE_BIT_CODEC,
     PSEUDO_GRADIENT_CODEC,
     SLOW_WEIGHTS_CODEC,
-    OuterConstants,
     OuterVectors,
     Weighted,
+    rho_of,
 )
 from decentral.train.outliers import Outliers
 from decentral.train.sections import Codecs, Packer, split
@@ -66,10 +64,8 @@ class PullRule(UpdateRule):
         super().__init__(gossip, theta, peer, tools)
         self.sections = {PSEUDO_GRADIENT: PSEUDO_GRADIENT_CODEC if gossip.code == "auto" else gossip.code}
         self.sparse = {PSEUDO_GRADIENT: ONE_BIT_CODEC} if gossip.code == "auto" else {}
-        self.constants = outer.Constants(gossip.momentum, gossip.step, gossip.consensus)
         self.phi, self._baseline, self._residual, self.spare = (tools.vector(self.elements) for _ in range(4))
         self.ready = False
-        self.momentum = tools.vector(self.elements) if self.constants.alpha else None
         self.experience, self.agreement, self.outliers = Experience(), Agreement(), Outliers()
         self.counted = CountedWindows()
         self.sample: WindowSample | None = None  # drawn when the first window is merged, from what is secret then
@@ -127,7 +123,7 @@ class PullRule(UpdateRule):
         distance = 0.0 if phi is None else kernels.distance(self.phi, phi)
         return PulledWindow(one.peer, one.tokens, one.lr_sum, {}, pseudo_gradient, length, phi, distance)
 
-    def merge(self, theta: Tensor | None, parts: Sequence[Parts], steps: int) -> Correction:
+    def merge(self, parts: Sequence[Parts], steps: int) -> Correction:
         assert self.closed is not None, "merge without a close"
         own, blob = self.closed
         partners = [part for part in parts if isinstance(part, PulledWindow)]
@@ -148,15 +144,13 @@ class PullRule(UpdateRule):
             if one.phi is not None:
                 weight = share * among[one.peer] * influence.scale(one.distance, near)
                 slow_weights.append(Weighted(weight, one.phi))
-                self.outliers.moved(self.constants.gamma * weight * apart[one.peer])
-        correction = self._outer_step(steps_taken, slow_weights, outer.rho_of(steps - own.steps, self.tools.optimizer))
+                self.outliers.moved(weight * apart[one.peer])
+        vectors, rho = (
+            OuterVectors(self.phi, self.baseline, self.spare),
+            rho_of(steps - own.steps, self.tools.optimizer),
+        )
+        self.tools.kernels.merge(vectors, steps_taken, slow_weights, rho)
         self.closed = None  # not before: where memory is too small for the step, the last checkpoint still has it
-        return correction
-
-    def _outer_step(self, steps_taken: Sequence[Weighted], slow_weights: Sequence[Weighted], rho: float) -> Correction:
-        vectors = OuterVectors(self.phi, self.baseline, self.spare, self.momentum)
-        alpha, beta, gamma = self.constants.alpha, self.constants.beta, self.constants.gamma
-        self.tools.kernels.merge(vectors, steps_taken, slow_weights, OuterConstants(alpha, beta, gamma, rho))
         return Correction(self.spare)
 
     def _believed(
@@ -201,7 +195,7 @@ class PullRule(UpdateRule):
         self._end_unmerged()
         owed = self.residual.add_(self.baseline).sub_(theta)
         self._baseline, self.spare = theta, self.baseline
-        self._take_alone(self.phi, self.momentum, owed)
+        self.phi.sub_(owed)
         self.residual.zero_()
         torch.sub(self.phi, self.baseline, out=self.spare)
         if float(torch.linalg.vector_norm(self.spare)) <= ROUNDING * float(torch.linalg.vector_norm(self.phi)):
@@ -212,7 +206,7 @@ class PullRule(UpdateRule):
     def _end_unmerged(self) -> None:
         """A solo step for a window whose exchange has ended before its merge, with a change of span that failed."""
         if self.closed is not None:
-            self._take_alone(self.phi, self.momentum, self._read(self.closed[1]))
+            self.phi.sub_(self._read(self.closed[1]))
             self.closed = None
 
     def published(self) -> Tensor | None:
@@ -223,25 +217,14 @@ class PullRule(UpdateRule):
         """What partners read of a window of ours, whose q4 bytes these are."""
         return self.tools.codecs.decode(PSEUDO_GRADIENT_CODEC, blob, self.elements)
 
-    def _take_alone(self, phi: Tensor, momentum: Tensor | None, step: Tensor) -> None:
-        """phi and momentum after a solo step, in place; train/outer.py has the formulas."""
-        if momentum is not None:
-            momentum.mul_(self.constants.alpha).add_(step)
-            step = step + self.constants.alpha * momentum
-        phi.sub_(step, alpha=self.constants.beta)
-
     def kept(self) -> Mapping[str, int]:
-        return dict.fromkeys(("phi", "owed") if self.momentum is None else ("phi", "owed", "momentum"), self.elements)
+        return dict.fromkeys(("phi", "owed"), self.elements)
 
     def state(self, theta: Tensor) -> dict[str, Tensor]:
         """`owed` is the progress that no window has published yet. One that was closed and not yet merged becomes a
         solo step: nobody will send us its partners after a restart."""
-        phi, momentum = self.phi, self.momentum
-        if self.closed is not None:
-            phi, momentum = phi.clone(), None if momentum is None else momentum.clone()
-            self._take_alone(phi, momentum, self._read(self.closed[1]))
-        kept = {"phi": phi, "owed": self.residual + (self.baseline - theta)}
-        return kept if momentum is None else {**kept, "momentum": momentum}
+        phi = self.phi if self.closed is None else self.phi - self._read(self.closed[1])
+        return {"phi": phi, "owed": self.residual + (self.baseline - theta)}
 
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
         self.closed, self.outliers = None, Outliers()
@@ -251,8 +234,6 @@ class PullRule(UpdateRule):
             self.residual.copy_(state["owed"])
         else:
             self._begin(theta)
-        if self.momentum is not None:
-            self.momentum.copy_(state["momentum"] if "momentum" in state else torch.zeros(()))
 
     def _begin(self, theta: Tensor) -> None:
         """With slow weights that are the weights, and nothing owed."""
@@ -284,11 +265,6 @@ def _differences(
 ALGORITHM = Algorithm(
     name="pull",
     rule=PullRule,
-    machine=lambda context, close_at: PullExchange(  # slow weights are pulled in every `consensus_every`-th window only
-        context, close_at, light=(PSEUDO_GRADIENT,), whole_every=context.gossip.consensus_every
-    ),
-    questions=(Pull,),
-    partners=lambda gossip: gossip.partners,
-    snapshot_bytes=1.53,
-    memory_bytes=24,  # phi, baseline, residual, spare, momentum in fp32, and two published snapshots
+    light=(PSEUDO_GRADIENT,),
+    memory_bytes=24,  # phi, baseline, residual and spare in fp32, two published snapshots, and answers made of them
 )

@@ -72,10 +72,6 @@ class SynchronousRule(UpdateRule):
 ALGORITHM = Algorithm(
     name="synchronous",
     rule=SynchronousRule,
-    machine=None,
-    questions=(),
-    partners=lambda gossip: None,
-    snapshot_bytes=4,
     memory_bytes=24,  # of three holders the gradient sums of two rounds, in fp32
     exact=True,
 )

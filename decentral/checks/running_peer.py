@@ -16,6 +16,7 @@ from decentral.core import journal
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, short
 from decentral.core.line_fields import Line, count, finite, number
+from decentral.core.peer_folders import lock_holders
 from decentral.core.plain_text import plain_text
 from decentral.core.units import MiB, Seconds
 from decentral.state import StateFolder
@@ -93,12 +94,9 @@ def holder(folder: Path) -> int | None:
     """The process that holds the folder's lock, where the system says so (Linux); None: no process does."""
     try:
         inode = (folder / "lock").stat().st_ino
-        locks = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return None
-    fields = [line.split() for line in locks]
-    pids = [int(one[4]) for one in fields if len(one) > 5 and one[1] == "FLOCK" and one[5].endswith(f":{inode}")]
-    return next((pid for pid in pids if pid > 0), None)
+    return lock_holders().get(inode)
 
 
 def process(pid: int) -> Finding:

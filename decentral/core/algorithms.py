@@ -6,11 +6,11 @@ strict config and must stand in MODULES: nothing that comes from the network cho
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Log, log
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 MODULES = {
     "pull": "decentral.algorithms.pull",
-    "symmetric": "decentral.algorithms.symmetric",
-    "push_sum": "decentral.algorithms.push_sum",
     "allreduce": "decentral.algorithms.allreduce",
     "synchronous": "decentral.algorithms.synchronous",
 }
@@ -76,7 +74,6 @@ class FragmentContext:
     phase: float  # when its windows end, as a part of the period
     gossip: "GossipConfig"
     view: GossipView
-    round: int = 0  # the newest round that others have announced, where the algorithm blocks
     counts: ExchangeCounts = field(default_factory=ExchangeCounts)  # of all fragments of this peer
     restored_at: Seconds = 0.0  # what was published before it may be in the checkpoint that this peer goes on from
 
@@ -122,27 +119,6 @@ class FragmentContext:
         )
 
 
-class GossipMachine(Protocol):
-    """Runs the exchanges of one fragment, window after window: comm/gossip has three."""
-
-    seq: int  # number of the last window that was closed
-    size: int  # bytes of the last snapshot
-
-    @property
-    def wake_at(self) -> Seconds | None:
-        """When to send it Woke; None: only another event can move it."""
-
-    def handle(self, event: Any, now: Seconds) -> list[Any]:
-        """Return what follows from an event: comm/wire/transport.py, which core does not know, has the types."""
-
-    @property
-    def undecided(self) -> list[int]:
-        """Open requests whose effect on the weights is a job under way: nobody can say yet that they are refused."""
-
-    def replan(self, now: Seconds) -> None:
-        """Brings the window's end forward, where it lies further ahead than a window is long now."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
     """All that the project needs to know of one value of `gossip.algorithm`."""
@@ -151,24 +127,12 @@ class Algorithm:
     rule: type
     """The class of its update rules, a subclass of UpdateRule in train/update_rules.py."""
 
-    machine: Callable[[FragmentContext, Seconds], GossipMachine] | None
-    """Makes a fragment's exchange machine, whose first window ends at that time; None: the algorithm is exact."""
-
-    questions: tuple[type, ...]
-    """The message types that the machine answers; they stand in comm/wire/messages.py."""
-
-    partners: Callable[["GossipConfig"], int | None]
-    """How many partners are drawn for a window, by the bandwidth of their links; None: all holders, in order."""
-
-    snapshot_bytes: float
-    """At most this many bytes per parameter in a published snapshot, besides a few bytes for each section."""
-
     memory_bytes: int
     """At most this many bytes per parameter of gossip state on the device and in published snapshots."""
 
-    blocking: bool = False  # training waits for each merge
+    light: tuple[str, ...] = ()  # sections that are asked of every partner in every window; none: all
+    blocking: bool = False  # every window is exchanged with all holders, and training waits for its merge
     exact: bool = False  # all peers take one step with the gradients of all: comm/rounds takes the place of exchanges
-    aligned: bool = True  # windows end at the same instants on all peers; else each peer draws its own phase
 
 
 @cache

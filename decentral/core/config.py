@@ -22,7 +22,6 @@ from decentral.core import algorithms, model_families, own_yaml
 from decentral.core.config_values import (
     MIN_INTERVAL_S,
     Digest,
-    Fraction,
     Interval,
     Large,
     OwnPath,
@@ -47,7 +46,15 @@ OWN_KEYS = {  # they name a peer's own files, or what is in them, and do not tra
     "data": ("path", "glob", "column", "part", "tokenizer"),
 }
 LATER_KEYS = (("model", "block"),)  # (section, key) added later; left out of the digest while at their defaults
+# By section: keys of earlier versions, and the only value that a config may still give them
+RETIRED_KEYS: dict[str, dict[str, float]] = {
+    "train": {"final_rate": 0.1, "beta1": 0.9, "beta2": 0.95, "logits_at_once": 1 << 25},
+    "gossip": {"momentum": 0.0, "step": 1.0, "consensus": 1.0, "consensus_every": 3},
+    "routes": {"sums": 4},
+    "swarm": {"max_peers": 4096},
+}
 MAX_ROUND = 256  # micro-batches of a synchronous round, because one peer's report names them all
+SUMS = 4  # sealed sums of gradients that may wait at once, with `routes.overlap`
 LEARNING_RATES = {"adamw": 4e-3, "muon": 8e-3}  # the best of those that docs/results/convergence.md compares
 _BRANCHES = {"int", "float", "constrained-int", "constrained-float", "literal['auto']"}  # of a key with several types
 _SHORT = reprlib.Repr()  # shows a wrong value with at most six entries, or thirty characters of a text
@@ -96,18 +103,12 @@ class DataConfig(Strict):
         return self
 
 
-class TrainMemory(Strict):
-    """Those keys of `train` that save the device's memory, and what they cost."""
+class TrainConfig(Strict):
+    """The inner steps of each peer. The first three keys save the device's memory."""
 
     weights: Literal["float32", "bfloat16"] = "float32"  # and gradients; bfloat16 is rounded stochastically
     moments: Literal["float32", "int8"] = "float32"  # of AdamW's matrices; int8 needs bitsandbytes: decentral[8bit]
     recompute: bool = False  # a block's activations are computed again in the backward pass, not kept
-    logits_at_once: Large = 1 << 25  # tokens times vocabulary; the loss of more is computed part by part
-
-
-class TrainConfig(TrainMemory):
-    """The inner steps of each peer."""
-
     micro_batch: Positive | Literal["auto"] = 8  # sequences; auto: the fastest number that fits the device
     accumulate: Positive = 1  # micro-batches in one inner step; with `gossip.algorithm: synchronous` of the whole swarm
     # Muon trains the matrices between the first and the last layer, AdamW all else: docs/CONVERGENCE.md
@@ -115,9 +116,6 @@ class TrainConfig(TrainMemory):
     learning_rate: PositiveFloat | Literal["auto"] = "auto"  # auto: the optimizer's own, of LEARNING_RATES
     warmup_steps: Steps = 50
     total_steps: Large | None = None  # the learning rate's decay ends here; None: it is constant after the warm-up
-    final_rate: Fraction = 0.1  # share of learning_rate that is left at total_steps
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
     weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.1
     clip_norm: PositiveFloat = 1.0
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32
@@ -144,10 +142,6 @@ class GossipConfig(Strict):
     # Of pull's pseudo-gradients: four bits a number, its sign alone, or signs where a peer's link is thin
     code: Literal["auto", "q4", "q1"] = "auto"
     partners: Annotated[int, Field(gt=0, le=64)] = 3  # pulled from in each window
-    consensus_every: Positive = 3  # windows between two pulls of slow weights; pseudo-gradients are pulled in each
-    momentum: Fraction = 0.0  # alpha
-    step: PositiveFloat = 1.0  # beta
-    consensus: Fraction = 1.0  # gamma
     link_share: Annotated[float, Field(gt=0, le=1)] = 0.8  # of the bandwidth that gossip may use
     core_share: Annotated[float, Field(gt=0, le=1)] = (
         0.02  # of the cores that train, likewise; start_steps may use more
@@ -166,12 +160,11 @@ class RoutesConfig(Strict):
         2  # a peer gives up no layer that fewer others hold, unless it takes lost layers instead
     )
     overlap: bool = False  # micro-batches begin before the step of the last ones is taken: docs/ROUTES.md has the cost
-    sums: Annotated[int, Field(ge=1, le=16)] = 4  # sealed sums of gradients that may wait at once, with `overlap`
 
     @property
     def slots(self) -> int:
         """How many sealed sums may wait. Without overlap, one that waits is applied before any later forward pass."""
-        return self.sums if self.overlap else 1
+        return SUMS if self.overlap else 1
 
 
 class SwarmConfig(Strict):
@@ -186,7 +179,6 @@ class SwarmConfig(Strict):
         1  # keys over which the records are spread; about one for every hundred peers
     )
     checkpoint_every_s: Interval = 30.0
-    max_peers: Annotated[int, Field(gt=0, le=1 << 16)] = 4096
 
     @model_validator(mode="after")
     def renewed_in_time(self) -> "SwarmConfig":
@@ -279,10 +271,12 @@ class Config(Strict):
     def canonical(self) -> str:
         """JSON with every key that the peers of a run share, sorted: runs that are equal give equal text.
 
-        The keys that name files of one peer are left out, and so are `LATER_KEYS` at their defaults: a run that began
-        before a key existed keeps its digest, by which its checkpoints are known.
+        The keys that name files of one peer are left out, and so are `LATER_KEYS` at their defaults; `RETIRED_KEYS` are
+        added. So a run keeps its digest, by which its checkpoints are known, when keys come and go.
         """
         tree = self.model_dump(mode="json", by_alias=True)
+        for section, retired in RETIRED_KEYS.items():
+            tree[section] |= retired
         for section, key in LATER_KEYS:
             field = type(getattr(self, section)).model_fields[key]
             if getattr(getattr(self, section), key) == field.get_default(call_default_factory=True):
@@ -378,9 +372,22 @@ def _set(tree: dict[str, Any], override: str) -> None:
 def validated(tree: Mapping[str, Any]) -> Config:
     """The config in a tree of plain values. Raises UserError, in one line of printable text."""
     try:
-        return Config.model_validate(tree)
+        return Config.model_validate(_without_retired(tree))
     except ValidationError as error:
         raise UserError("config: " + printable(_explain(error), 300)) from None  # another peer may have sent it
+
+
+def _without_retired(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree without `RETIRED_KEYS`. Raises UserError if one of them has another value than it always has."""
+    left = dict(tree)
+    for section, retired in RETIRED_KEYS.items():
+        if isinstance(given := left.get(section), Mapping):
+            for key, only in retired.items():
+                if (found := given.get(key, only)) != only or isinstance(found, bool):
+                    here = printable(_SHORT.repr(found), 100)
+                    raise UserError(f"config: {section}.{key} is {only} in every run; it is {here} here: leave it out")
+            left[section] = {key: value for key, value in given.items() if key not in retired}
+    return left
 
 
 def _explain(error: ValidationError) -> str:

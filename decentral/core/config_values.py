@@ -12,7 +12,6 @@ Large = Annotated[int, Field(gt=0, le=1 << 40)]
 Steps = Annotated[int, Field(ge=0, le=1 << 40)]
 PositiveFloat = Annotated[float, Field(gt=0, le=1e12)]
 Interval = Annotated[float, Field(ge=MIN_INTERVAL_S, le=MAX_INTERVAL_S)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
 OwnPath = Annotated[str, Field(max_length=4096)]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$", max_length=32)]
 

@@ -21,6 +21,7 @@ from decentral.core import strict_json
 from decentral.core.errors import UserError
 from decentral.core.units import MiB
 
+OUTCOMES = ("done", "solo", "failed")  # of an exchange
 JOURNAL_FILE_BYTES = 32 * MiB  # of one file; some days of a peer with few partners
 LONGEST_LINE_BYTES = 4 * MiB  # that is read; no event of a peer is nearly as long
 JOURNAL_FILES_KEPT = 8  # besides the one that is written

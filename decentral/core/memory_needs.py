@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from decentral.core.jobs import MOST_UNDER_WAY, Fragment
+from decentral.core.fragments import Fragment
+from decentral.core.jobs import MOST_UNDER_WAY
 
 LEAST_IN_FLIGHT = 4  # micro-batches that a part of the model must have memory for; with fewer, links idle its device
 IN_FLIGHT_PER_STAGE = 5  # micro-batches that a span should have memory for, for each stage from it to the model's end

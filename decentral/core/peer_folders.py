@@ -7,6 +7,25 @@ from collections.abc import Mapping
 from pathlib import Path
 
 KEY = "identity.key"
+JOURNAL = "journal.jsonl"
+
+
+def journals_in(folder: Path) -> list[Path]:
+    """Return the journal of a peer's state folder, or those of all state folders in a folder."""
+    own = folder / JOURNAL
+    return [own] if own.exists() else sorted(folder.glob(f"*/{JOURNAL}"))
+
+
+def lock_holders() -> dict[int, int]:
+    """Return the processes that have locked files, by the files' inodes, where the system tells (Linux).
+
+    Nothing is locked to find out: a peer that starts at that moment would find its folder in use.
+    """
+    try:
+        rows = [row.split() for row in Path("/proc/locks").read_text().splitlines()]
+        return {int(row[5].rsplit(":", 1)[1]): int(row[4]) for row in rows if row[1:2] == ["FLOCK"]}
+    except (OSError, ValueError, IndexError):
+        return {}
 
 
 def newest_of_each_peer(progress: Mapping[Path, float]) -> dict[Path, Path]:

@@ -40,7 +40,6 @@ class Reason(StrEnum):
     LEVELS = "levels"  # quantised numbers lie outside their codec's levels
     NAN = "nan"  # a number is not finite
     MAGNITUDE = "magnitude"  # a number is finite, but larger than any that training gives
-    WEIGHT = "weight"  # pushed mass weighs nothing, or too much
     VOCABULARY = "vocabulary"  # a target is not a token
 
     # Records in the DHT
@@ -61,11 +60,6 @@ class Reason(StrEnum):
     OPPOSED = "opposed"  # its progress points against ours, or nowhere: it counts for nothing
     ALONE = "alone"  # there was no partner
     FAILED = "failed"  # every partner failed
-    CROSSED = "crossed"  # two peers have asked each other at the same time
-    NO_OFFER = "no-offer"  # a commit belongs to no offer
-    NO_COMMIT = "no-commit"  # the commit did not come in time
-    COMMIT_LOST = "commit-lost"  # it is unknown whether the partner has merged
-    MASS_LOST = "mass-lost"  # it is unknown where pushed mass is
 
     # This peer cannot do it now
     BUSY = "busy"  # this peer takes no more work at present

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from decentral.core.journal import OUTCOMES
 from decentral.core.line_fields import Line, count, finite, layers, number, numbers, text
 from decentral.core.plain_text import plain_text
 from decentral.core.reasons import known_reason
@@ -15,7 +16,6 @@ SPEED_S = 10.0  # time constant of the average of tokens/s
 LOSS_SHARE = 0.1  # of the newest step line in the loss that is shown
 REASONS_SHOWN = 4
 LIVE = ("joining", "training")
-OUTCOMES = ("done", "solo", "failed")
 ROW = (  # what a peer's row has, in this order
     *("number", "peer", "state", "why", "since", "heard", "device", "region", "software", "throttle", "first", "last"),
     *("memory_bytes", "step", "tokens", "tokens_per_s", "loss", "held_out", "shares", "exchanges", "reasons"),

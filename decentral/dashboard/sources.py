@@ -24,13 +24,12 @@ from decentral.core import strict_json, swarm_config
 from decentral.core.errors import UserError
 from decentral.core.journal import Tail
 from decentral.core.line_fields import text, time_of
-from decentral.core.peer_folders import changed_at, newest_of_each_peer
+from decentral.core.peer_folders import changed_at, journals_in, lock_holders, newest_of_each_peer
 from decentral.core.plain_text import plain_text
 from decentral.core.units import KiB, MiB, Seconds
 
 SOURCE_EVENTS = ("now", "facts", "missed", "place", "record")  # none of them is taken from a journal
 Told = tuple[str, dict[str, Any]]  # the peer whose line it is, and the line
-JOURNAL = "journal.jsonl"
 MOST_JOURNALS = 4096
 MOST_LINE_BYTES = 256 * KiB  # from a parent process; a longer line is skipped
 READ_BYTES = 1 * MiB  # from a parent process at once
@@ -88,14 +87,14 @@ class JournalFolder:
         self._seen: set[Path] = set()  # journals that are followed, or are copies of one that is
 
     def lines(self) -> Iterator[Told]:
-        locks = locked_files()
-        self._follow_new([journal for journal in self._journals() if journal not in self._seen])
+        locks = lock_holders().keys()
+        self._follow_new([journal for journal in journals_in(self.path) if journal not in self._seen])
         each = (followed.lines(locks) for followed in self._followed.values())
         return heapq.merge(*each, key=lambda told: _order(told[1]))
 
     def facts(self) -> dict[str, Any]:
         """What is known of the run, from the first state folder that has its config; {} if none has."""
-        for journal in self._journals():
+        for journal in journals_in(self.path):
             with suppress(OSError, ValueError, KeyError, TypeError, UserError):
                 kept = strict_json.loads((journal.parent / "run.json").read_text())
                 return {"run": plain_text(str(kept["run"])), **swarm_config.received(kept["config"]).facts()}
@@ -111,10 +110,6 @@ class JournalFolder:
         for journal in found:
             if newest[journal.parent] == journal.parent and len(self._followed) < MOST_JOURNALS:
                 self._followed[journal] = FollowedJournal(journal)
-
-    def _journals(self) -> list[Path]:
-        own = self.path / JOURNAL
-        return [own] if own.exists() else sorted(self.path.glob(f"*/{JOURNAL}"))
 
 
 class ParentFeed:
@@ -139,16 +134,6 @@ class ParentFeed:
                 match strict_json.loads(told):
                     case [str(peer), dict(line)]:
                         yield peer, line
-
-
-def locked_files() -> frozenset[int]:
-    """The inodes of files that processes have locked, where the system tells (Linux). Nothing is locked to find out: a
-    peer that starts at that moment would find its folder in use."""
-    try:
-        rows = [row.split() for row in Path("/proc/locks").read_text().splitlines()]
-        return frozenset(int(row[5].rsplit(":", 1)[1]) for row in rows if row[1:2] == ["FLOCK"])
-    except (OSError, ValueError, IndexError):
-        return frozenset()
 
 
 def _order(line: dict[str, Any]) -> Seconds:

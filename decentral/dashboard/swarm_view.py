@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from decentral.core.ids import PeerId, suffix
+from decentral.core.journal import OUTCOMES
 from decentral.core.line_fields import Line, count, finite, finite_value, layers, listed, number, text, time_of
 from decentral.core.time_spent import KINDS
 from decentral.core.units import Seconds
 from decentral.dashboard.events import BAD, GOOD, PLAIN, EventLog, told
 from decentral.dashboard.link_view import LINK_ROW, LinkTable
-from decentral.dashboard.peer_view import LIVE, OUTCOMES, ROW, PeerView, gone_words
+from decentral.dashboard.peer_view import LIVE, ROW, PeerView, gone_words
 from decentral.dashboard.problems import Problem, RecentTroubles, RunKind
 from decentral.dashboard.timeline import Timeline
 from decentral.dashboard.totals import TOTAL_SERIES, Totals, totals_of

@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass, field
 from statistics import median, quantiles
 from typing import Any
 
+from decentral.core.journal import OUTCOMES
 from decentral.core.time_spent import KINDS
 from decentral.core.units import Seconds
-from decentral.dashboard.peer_view import OUTCOMES, REASONS_SHOWN, PeerView
+from decentral.dashboard.peer_view import REASONS_SHOWN, PeerView
 
 TOTAL_SERIES = {"tokens", "live"}  # of which a bucket of the timeline has the last value
 TREND_S = 60.0  # over which the loss's trend is seen

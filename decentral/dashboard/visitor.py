@@ -21,7 +21,6 @@ from decentral.dashboard.signs_of_life import ASKED_EVERY_S, SignsOfLife
 from decentral.dashboard.sources import Told
 from decentral.invitation_files import read_holding
 from decentral.keep_daemon import keep_daemon
-from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord
 from decentral.visit import VisitedSwarm, visit
 
@@ -77,12 +76,10 @@ class Visitor:
         return "expired" if over and self._signs.failures.get(peer) else "left"
 
     async def _records(self) -> dict[PeerId, PeerRecord]:
-        swarm = self.swarm
-        shards = swarm.config.swarm.shards
-        found = await records.lookup(swarm.directory, swarm.run, shards, swarm.clock(), swarm.own.open)
+        found = await self.swarm.records()
         for peer, record in found.items():
             if peer not in self._known:
-                swarm.transport.learn(peer, record.addresses)
+                self.swarm.transport.learn(peer, record.addresses)
         return found
 
     def _say(self, event: str, **fields: Any) -> None:

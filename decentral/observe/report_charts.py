@@ -1,15 +1,18 @@
-"""The charts of a run's report, each made of a RunHistory: decentral/observe/report_page.py puts them on a page."""
+"""The charts of a run's report, each drawn from a RunHistory by matplotlib: report_page.py puts them on a page."""
 
-import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from colorsys import hls_to_rgb
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from decentral.core.journal import OUTCOMES
+from decentral.core.plain_text import printable
 from decentral.core.units import Seconds, readable_bytes, readable_number
-from decentral.observe.run_history import OUTCOMES, Column, Life, PeerHistory, RunHistory
-from decentral.observe.svg_chart import BOTTOM, LEFT, TOP, Chart, Ink, Line, Point, limits
+from decentral.observe.run_history import Column, Life, PeerHistory, RunHistory
+from decentral.pictures.canvas import DIM, svg_text
 from decentral.scheduler.shared.arrays import Floats
 
 POINTS = 200  # of a line
@@ -17,13 +20,28 @@ TOKEN_PLACES = 2000  # times at which the tokens of all peers are added up; betw
 BARS = 60  # over time
 LEAST_BAR_S = 1.0
 MOST_PEER_ROWS = 120  # of peers, in one chart
-ROW_HEIGHT = 17  # height of a peer's row
+ROW_IN = 0.2  # height of a peer's row
 MANY = 24  # peers; more lines than this cannot be told apart, and have one colour
+LEGEND_LINES = 12  # lines that a legend names
+CROWD = "#2f6fb3"
+COLOURS = {  # of outcomes, kinds of time, and directions
+    "done": "#2f7d5b",
+    "solo": "#c58a00",
+    "failed": "#c2403a",
+    "training": "#2f7d5b",
+    "gossip": "#2f6fb3",
+    "checkpoint": "#7a52b3",
+    "evaluation": "#c58a00",
+    "state": "#1c2430",
+    "waiting": "#9aa3af",
+    "sent": "#2f6fb3",
+    "received": "#7a52b3",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class RunCharts:
-    """What the charts of one run share: its peers' colours and its time."""
+    """The charts of one run as SVG text. What they share is the colours of its peers, and its time."""
 
     run: RunHistory
 
@@ -31,82 +49,83 @@ class RunCharts:
     def seconds(self) -> Seconds:
         return max(1e-3, self.run.last - self.run.began)
 
-    def ink(self, number: int) -> Ink:
-        """The colour of the peer of this number: hues as far apart as so many peers allow."""
+    def colours(self) -> list[str]:
+        """Return the colour of each peer: hues as far apart as so many peers allow."""
         count = len(self.run.peers)
-        return Ink("series", 211 + 360 * number / count) if count <= MANY else Ink("crowd")
+        if count > MANY:
+            return [CROWD] * count
+        rgb = (hls_to_rgb((0.586 + number / count) % 1.0, 0.42, 0.68) for number in range(count))
+        return ["#" + "".join(f"{round(255 * part):02x}" for part in one) for one in rgb]
 
-    def inks(self) -> list[tuple[PeerHistory, Ink]]:
-        return [(peer, self.ink(number)) for number, peer in enumerate(self.run.peers)]
-
-    def over_time(self, y: tuple[float, float], y_text: Callable[[float], str], height: int = 240) -> Chart:
+    def _over_time(self, axes: Any) -> float:
+        """Write the time at the bottom; return the seconds of its unit."""
         unit, name = time_unit(self.seconds)
-
-        def text(seconds: float) -> str:
-            return f"{seconds / unit:g}"
-
-        return Chart((0, self.seconds), y, height, text, unit, y_text, f"{name} since the run began")
+        axes.set_xlim(0, self.seconds / unit)
+        axes.set_xlabel(f"{name} since the run began")
+        return unit
 
     def loss_over_time(self) -> str:
-        lines = self._loss_lines(lambda times: times - self.run.began)
-        chart = self.over_time(_loss_limits(lines), lambda loss: f"{loss:.3g}")
-        chart.lines(lines)
-        return chart.svg("loss over time")
+        def draw(axes: Any) -> None:
+            unit = self._over_time(axes)
+            self._draw_losses(axes, lambda times: (times - self.run.began) / unit)
+
+        return svg_text(draw)
 
     def loss_over_tokens(self) -> str:
         """The same losses over the tokens that all peers together had trained by then."""
         times = np.linspace(self.run.began, self.run.last, TOKEN_PLACES)
         tokens = self.run.tokens_at(times)
-        lines = self._loss_lines(lambda when: np.interp(when, times, tokens))
-        chart = Chart((0, self.run.tokens or 1.0), _loss_limits(lines), 240, readable_number)
-        chart.y_text = "{:.3g}".format
-        chart.x_name = "tokens that the swarm had trained"
-        chart.lines(lines)
-        return chart.svg("loss over tokens")
 
-    def _loss_lines(self, across: Callable[[Floats], Floats]) -> list[Line]:
-        lines = []
-        for peer, ink in self.inks():
-            training = [_thinned(peer.losses, life, across) for life in peer.lives]
-            held_out = [_thinned(peer.held_out, life, across) for life in peer.lives]
-            lines.append(Line(peer.name, ink, [one for one in training if one]))
-            if any(held_out):
-                heldout_ink = Ink(f"{ink.name} held-out", ink.hue)
-                lines.append(Line(f"{peer.name} held-out", heldout_ink, [one for one in held_out if one], marked=True))
-        return lines
+        def draw(axes: Any) -> None:
+            self._draw_losses(axes, lambda when: np.asarray(np.interp(when, times, tokens)))
+            axes.set_xlim(0, self.run.tokens or 1.0)
+            axes.set_xlabel("tokens that the swarm had trained")
+            axes.xaxis.set_major_formatter(_number)
+
+        return svg_text(draw)
+
+    def _draw_losses(self, axes: Any, across: Callable[[Floats], Floats]) -> None:
+        crowd = {"alpha": 0.35} if len(self.run.peers) > MANY else {}
+        for peer, colour in zip(self.run.peers, self.colours(), strict=True):
+            axes.plot(*_thinned(peer.losses, peer.lives, across), color=colour, label=_shown(peer.name), **crowd)
+            held_out = _thinned(peer.held_out, peer.lives, across)
+            axes.plot(*held_out, color=colour, linestyle=":", marker="o", markersize=3, **crowd)
+        if 0 < len(self.run.peers) <= LEGEND_LINES:
+            axes.legend(loc="upper right")
 
     def throughput(self) -> str:
         """Tokens/s of all peers on top of one another."""
         edges, rates = self._rates(lambda peer: peer.tokens)
-        together = np.sum([rate for *_, rate in rates], axis=0)
-        chart = self.over_time(limits(together, from_zero=True), readable_number)
+        colours = self.colours()
         if len(rates) > MANY:
-            rates = [("all peers", Ink("crowd"), together)]
-        times = list(itertools.chain.from_iterable(itertools.pairwise(edges)))  # each bar's two ends
-        chart.areas(times, [(name, ink, [v for v in rate for _ in (0, 1)]) for name, ink, rate in rates])
-        return chart.svg("tokens per second")
+            rates, colours = [np.sum(rates, axis=0)], [CROWD]
+
+        def draw(axes: Any) -> None:
+            times = np.repeat(edges, 2)[1:-1] / self._over_time(axes)  # each bar's two ends
+            axes.stackplot(times, *(np.repeat(rate, 2) for rate in rates), colors=colours)
+            axes.yaxis.set_major_formatter(_number)
+
+        return svg_text(draw)
 
     def traffic(self) -> str:
         """Bytes/s that the peers sent, and what they received, all together."""
-        lines, highest = [], [0.0]
-        for name, column in (("sent", lambda peer: peer.sent), ("received", lambda peer: peer.received)):
-            edges, rates = self._rates(column)
-            together = np.sum([rate for *_, rate in rates], axis=0)
-            middles = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
-            lines.append(Line(name, Ink(name), [list(zip(middles, together.tolist(), strict=True))]))
-            highest += together.tolist()
-        chart = self.over_time(limits(highest, from_zero=True), lambda rate: f"{readable_bytes(rate)}/s", 180)
-        chart.lines(lines)
-        return chart.svg("bytes per second")
 
-    def _rates(self, column: Callable[[PeerHistory], Column]) -> tuple[list[float], list[tuple[str, Ink, Floats]]]:
-        """The ends of all bars, in seconds since the run began, and each peer's mean rate in every bar."""
+        def draw(axes: Any) -> None:
+            unit = self._over_time(axes)
+            for name, column in (("sent", lambda peer: peer.sent), ("received", lambda peer: peer.received)):
+                edges, rates = self._rates(column)
+                middles = (edges[:-1] + edges[1:]) / 2 / unit
+                axes.plot(middles, np.sum(rates, axis=0), color=COLOURS[name], label=name)
+            axes.set_ylim(bottom=0)
+            axes.yaxis.set_major_formatter(lambda rate, _: f"{readable_bytes(rate)}/s")
+            axes.legend(loc="upper right")
+
+        return svg_text(draw, 2.2)
+
+    def _rates(self, column: Callable[[PeerHistory], Column]) -> tuple[Floats, list[Floats]]:
+        """Return the ends of all bars, in seconds since the run began, and each peer's mean rate in every bar."""
         edges = self._edges()
-        found = [
-            (peer.name, ink, np.diff(column(peer).at(edges + self.run.began)) / np.diff(edges))
-            for peer, ink in self.inks()
-        ]
-        return edges.tolist(), found
+        return edges, [np.diff(column(one).at(edges + self.run.began)) / np.diff(edges) for one in self.run.peers]
 
     def _edges(self) -> Floats:
         return np.linspace(0.0, self.seconds, 1 + max(1, min(BARS, int(self.seconds / LEAST_BAR_S))))
@@ -114,89 +133,63 @@ class RunCharts:
     def exchanges(self) -> str:
         """Exchanges in each stretch of time, by how they ended."""
         edges = self._edges()
-        layers = []
-        for outcome in OUTCOMES:
-            at = np.concatenate([np.asarray(peer.exchanges[outcome]) for peer in self.run.peers]) - self.run.began
-            layers.append((outcome, np.histogram(at, edges)[0].astype(float)))
-        chart = self.over_time(
-            limits(np.sum([counts for _, counts in layers], axis=0), from_zero=True), readable_number, 180
-        )
-        for number, (left, right) in enumerate(itertools.pairwise(edges.tolist())):
-            low = 0.0
-            for outcome, counts in layers:
-                high = low + counts[number]
-                if high > low:
-                    chart.bar((left, right), (low, high), Ink(outcome), f"{counts[number]:.0f} {outcome}")
-                low = high
-        return chart.svg("exchanges over time")
+
+        def draw(axes: Any) -> None:
+            ends, below = edges / self._over_time(axes), np.zeros(len(edges) - 1)
+            for outcome in OUTCOMES:
+                at = np.concatenate([np.asarray(peer.exchanges[outcome]) for peer in self.run.peers]) - self.run.began
+                counts = np.histogram(at, edges)[0]
+                axes.bar(ends[:-1], counts, np.diff(ends), below, align="edge", color=COLOURS[outcome])
+                below += counts
+            axes.yaxis.set_major_formatter(_number)
+
+        return svg_text(draw, 2.2)
 
     def account_of_time(self) -> str:
         """Of each peer, what its training thread spent its time on."""
-        chart = Chart((0, 1), (0, 1), 0, lambda part: f"{part:.0%}", x_name="of the training thread's time")
-        rows = _Rows(chart, len(self.run.peers))
-        for peer, row in zip(self.run.peers, rows.places(), strict=False):
-            rows.name(row, peer.name)
-            left = 0.0
-            for kind, share in peer.shares().items():
-                if share > 0:
-                    chart.bar((left, left + share), row, Ink(kind), f"{peer.name}: {kind} {share:.1%}")
-                left += share
-            if left:
-                rows.note(row, f"{peer.shares()['training']:.1%}")
-        return chart.svg("account of time", levels=False)
+
+        def draw(axes: Any) -> None:
+            for row, peer in enumerate(self._rows(axes)):
+                left = 0.0
+                for kind, share in peer.shares().items():
+                    axes.barh(row, share, 0.7, left, color=COLOURS[kind])
+                    left += share
+                axes.text(1.01, row, f"{peer.shares()['training']:.1%}" if left else "", va="center", color=DIM)
+            axes.set_xlim(0, 1)
+            axes.set_xlabel("of the training thread's time")
+            axes.xaxis.set_major_formatter(lambda part, _: f"{part:.0%}")
+
+        return svg_text(draw, self._height_in)
 
     def presence(self) -> str:
         """Who was there when: a bar for each life, paler until the peer had joined; a cross where it was killed."""
-        chart = self.over_time((0, 1), str, 0)
-        rows = _Rows(chart, len(self.run.peers))
-        for (peer, ink), row in zip(self.inks(), rows.places(), strict=False):
-            rows.name(row, peer.name)
-            for number, life in enumerate(peer.lives):
-                self._draw_life(chart, life, row, ink, number + 1 == len(peer.lives))
-        return chart.svg("who was there when", levels=False)
 
-    def _draw_life(self, chart: Chart, life: Life, row: tuple[float, float], ink: Ink, is_last: bool) -> None:
-        began, last = life.began - self.run.began, life.last - self.run.began
-        joined = last if life.joined is None else life.joined - self.run.began
-        end = life.ended or ("its journal ends here" if is_last else "killed")
-        chart.bar((began, joined), row, Ink(f"{ink.name} joining", ink.hue), f"joining, {joined - began:.0f} s")
-        chart.bar((joined, last), row, ink, f"trained for {last - joined:.0f} s, then: {end}")
-        if not life.ended and not is_last:
-            x, y = chart.at(last, sum(row) / 2)
-            chart.text(x, y + 5, "✕", "middle")
+        def draw(axes: Any) -> None:
+            unit = self._over_time(axes)
+            for row, (peer, colour) in enumerate(zip(self._rows(axes), self.colours(), strict=False)):
+                for number, life in enumerate(peer.lives):
+                    began, last = ((at - self.run.began) / unit for at in (life.began, life.last))
+                    joined = last if life.joined is None else (life.joined - self.run.began) / unit
+                    axes.barh(row, joined - began, 0.7, began, color=colour, alpha=0.35)
+                    axes.barh(row, last - joined, 0.7, joined, color=colour)
+                    if not life.ended and number + 1 < len(peer.lives):
+                        axes.text(last, row, "✕", ha="center", va="center")
 
+        return svg_text(draw, self._height_in)
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """A chart of one row for each peer, the first ones of many; it gets the height that they need."""
+    @property
+    def _height_in(self) -> float:
+        return 0.7 + ROW_IN * min(len(self.run.peers), MOST_PEER_ROWS)
 
-    chart: Chart
-    count: int
-
-    def __post_init__(self) -> None:
-        self.chart.y = (0, min(self.count, MOST_PEER_ROWS))
-        self.chart.height = (
-            TOP
-            + BOTTOM
-            + ROW_HEIGHT * min(self.count, MOST_PEER_ROWS)
-            + (ROW_HEIGHT if self.count > MOST_PEER_ROWS else 0)
-        )
-        if self.count > MOST_PEER_ROWS:
-            self.chart.text(LEFT, self.chart.height - BOTTOM - 3, f"and {self.count - MOST_PEER_ROWS} more peers")
-            self.chart.y = (-1, MOST_PEER_ROWS)
-
-    def places(self) -> list[tuple[float, float]]:
-        """The y of each row, from above."""
-        top = min(self.count, MOST_PEER_ROWS)
-        return [(top - number - 0.85, top - number - 0.15) for number in range(top)]
-
-    def name(self, row: tuple[float, float], name: str) -> None:
-        _, y = self.chart.at(0, sum(row) / 2)
-        self.chart.text(LEFT - 6, y + 4, name, "end")
-
-    def note(self, row: tuple[float, float], text: str) -> None:
-        x, y = self.chart.at(self.chart.x[1], sum(row) / 2)
-        self.chart.text(x + 6, y + 4, text)
+    def _rows(self, axes: Any) -> list[PeerHistory]:
+        """Name a row for each of the first peers, from above; return these."""
+        shown = list(self.run.peers[:MOST_PEER_ROWS])
+        axes.set_ylim(len(shown) - 0.4, -0.6)
+        axes.set_yticks(range(len(shown)), [_shown(peer.name) for peer in shown])
+        axes.grid(visible=False)
+        if len(shown) < len(self.run.peers):
+            axes.set_title(f"and {len(self.run.peers) - len(shown)} more peers", fontsize=8)
+        return shown
 
 
 def reasons_of(run: RunHistory) -> Counter[tuple[str, str]]:
@@ -210,15 +203,21 @@ def time_unit(seconds: Seconds) -> tuple[float, str]:
     return next(((unit, name) for unit, name in units if seconds >= 3 * unit), (1.0, "seconds"))
 
 
-def _thinned(column: Column, life: Life, across: Callable[[Floats], Floats]) -> list[Point]:
-    """The means of a life's values over POINTS stretches of equal count, where they are drawn."""
-    times, values = np.asarray(column.t), np.asarray(column.value)
-    here = slice(np.searchsorted(times, life.began, "left"), np.searchsorted(times, life.last, "right"))
-    times, values = times[here], values[here]
-    groups = np.array_split(np.arange(len(times)), min(POINTS, len(times))) if len(times) else []
-    x = across(np.array([times[group].mean() for group in groups]))
-    return [(float(at), float(values[group].mean())) for at, group in zip(x, groups, strict=True)]
+def _number(value: float, _: object) -> str:
+    return readable_number(value)
 
 
-def _loss_limits(lines: Sequence[Line]) -> tuple[float, float]:
-    return limits(y for line in lines for segment in line.segments for _, y in segment)
+def _shown(name: str) -> str:
+    """A peer's name as a label: a leading underscore would hide it."""
+    return printable(name, 24).lstrip("_") or "?"
+
+
+def _thinned(column: Column, lives: list[Life], across: Callable[[Floats], Floats]) -> tuple[Floats, Floats]:
+    """Return x and y of a line: in each life the means over POINTS stretches of equal count, with a gap behind."""
+    times, values, x, y = np.asarray(column.t), np.asarray(column.value), list[float](), list[float]()
+    for life in lives:
+        begin, end = np.searchsorted(times, life.began, "left"), np.searchsorted(times, life.last, "right")
+        groups = np.array_split(np.arange(begin, end), min(POINTS, int(end - begin))) if end > begin else []
+        x += [*across(np.array([times[group].mean() for group in groups])), np.nan]
+        y += [*(values[group].mean() for group in groups), np.nan]
+    return np.array(x), np.array(y)

@@ -1,61 +1,41 @@
 """One page about a run, which opens from a disk without any request: the charts, tables and events of its journals.
 
-The page has no script, and its policy forbids every request. Colours follow the reader's choice of light or dark.
+The page has no script, and its policy forbids every request. Without matplotlib it has no charts.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from html import escape
 
+from decentral.core.journal import OUTCOMES
+from decentral.core.plain_text import printable
 from decentral.core.time_spent import KINDS
 from decentral.core.units import readable_bytes, readable_number
-from decentral.observe.report_charts import RunCharts, reasons_of, time_unit
-from decentral.observe.run_history import OUTCOMES, PeerHistory, RunHistory
-from decentral.observe.svg_chart import Ink, shown
+from decentral.observe.report_charts import COLOURS, RunCharts, reasons_of, time_unit
+from decentral.observe.run_history import PeerHistory, RunHistory
+from decentral.pictures.canvas import MATPLOTLIB, can_draw
 
 MOST_SHOWN = 300  # events, the latest
+NO_CHARTS = f"no charts: they need {MATPLOTLIB}"
 
 STYLE = """
-:root { color-scheme: light dark; --back: #fff; --fore: #1c2430; --dim: #667085; --grid: #e6e9ee; --l: 42%; --s: 68%;
-  --ok: #2f7d5b; --warn: #c58a00; --bad: #c2403a; --blue: #2f6fb3; --violet: #7a52b3; --grey: #9aa3af; }
-@media (prefers-color-scheme: dark) {
-  :root { --back: #12161c; --fore: #e4e8ee; --dim: #97a1b0; --grid: #262d37; --l: 66%; --s: 62%;
-    --ok: #54b98b; --warn: #e0b040; --bad: #ef7b73; --blue: #6aa9e9; --violet: #b093ea; --grey: #6b7686; }
-}
-body { background: var(--back); color: var(--fore); font: 15px/1.5 system-ui, sans-serif; max-width: 860px;
-  margin: 2rem auto; padding: 0 1rem; }
+body { background: #fff; color: #1c2430; font: 15px/1.5 system-ui, sans-serif; max-width: 860px; margin: 2rem auto;
+  padding: 0 1rem; }
 h1 { font-size: 1.4rem; margin: 0; }
 h2 { font-size: 1.05rem; margin: 2.2rem 0 .2rem; }
-p { margin: .2rem 0 .6rem; color: var(--dim); }
+p { margin: .2rem 0 .6rem; color: #667085; }
 svg { width: 100%; height: auto; display: block; }
 table { border-collapse: collapse; width: 100%; font-size: .82rem; font-variant-numeric: tabular-nums; }
-th { text-align: left; font-weight: 500; color: var(--dim); }
-th, td { padding: .2rem .6rem .2rem 0; vertical-align: top; border-bottom: 1px solid var(--grid); }
+th { text-align: left; font-weight: 500; color: #667085; }
+th, td { padding: .2rem .6rem .2rem 0; vertical-align: top; border-bottom: 1px solid #e6e9ee; }
 .number { text-align: right; white-space: nowrap; }
 .wide { overflow-x: auto; }
 .facts { display: flex; flex-wrap: wrap; gap: .3rem 2rem; margin: .8rem 0; }
 .facts b { display: block; font-size: 1.25rem; font-weight: 600; }
-.facts span { color: var(--dim); font-size: .85rem; }
-.key { display: inline-block; width: .75em; height: .75em; border-radius: 2px; margin-right: .35em;
-  background: var(--ink); }
+.facts span { color: #667085; font-size: .85rem; }
+.key { display: inline-block; width: .75em; height: .75em; border-radius: 2px; margin-right: .35em; }
 .legend span { margin-right: 1.1rem; white-space: nowrap; }
-.hue { --ink: hsl(var(--h) var(--s) var(--l)); }
-.crowd, .gossip, .sent { --ink: var(--blue); }
-.training, .done { --ink: var(--ok); }
-.checkpoint, .received { --ink: var(--violet); }
-.evaluation, .solo { --ink: var(--warn); }
-.state { --ink: var(--fore); }
-.waiting { --ink: var(--grey); }
-.failed { --ink: var(--bad); }
-.line { fill: none; stroke: var(--ink); stroke-width: 1.6; stroke-linejoin: round; }
-.held-out .line { stroke-dasharray: 2 3; }
-.crowd .line { stroke-opacity: .35; }
-circle, .bar, .area { fill: var(--ink); }
-.area { fill-opacity: .8; }
-.joining .bar { fill-opacity: .35; }
-.axis, .tick, .grid { stroke: var(--grid); }
-.text { font-size: 11px; fill: var(--dim); }
-text.hue { fill: var(--ink); }
 """
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -68,18 +48,19 @@ def page_of(run: RunHistory) -> str:
     parts = [
         f"<h1>{shown(name)}</h1>",
         _facts(run),
+        *([] if can_draw() else [f"<p>{NO_CHARTS}</p>"]),
         _chart(
-            "Loss over time", "Training loss of each peer; dotted, with points: held-out loss.", charts.loss_over_time()
+            "Loss over time", "Training loss of each peer; dotted, with points: held-out loss.", charts.loss_over_time
         ),
-        _chart("Loss over tokens", "The same, over the tokens of all peers together.", charts.loss_over_tokens()),
-        _chart("Throughput", "Tokens per second, the peers on top of one another.", charts.throughput()),
+        _chart("Loss over tokens", "The same, over the tokens of all peers together.", charts.loss_over_tokens),
+        _chart("Throughput", "Tokens per second, the peers on top of one another.", charts.throughput),
         _chart(
-            "Account of time", _legend(KINDS) + "The figure at the right is training's share.", charts.account_of_time()
+            "Account of time", _legend(KINDS) + "The figure at the right is training's share.", charts.account_of_time
         ),
-        _chart("Who was there when", "Paler while it joined; ✕ where it was killed.", charts.presence()),
-        _chart("Exchanges", _legend(OUTCOMES) + "in each stretch of time.", charts.exchanges()),
+        _chart("Who was there when", "Paler while it joined; ✕ where it was killed.", charts.presence),
+        _chart("Exchanges", _legend(OUTCOMES) + "in each stretch of time.", charts.exchanges),
         _reasons(run),
-        _chart("Bytes", "What all peers together sent and received.", charts.traffic()),
+        _chart("Bytes", "What all peers together sent and received.", charts.traffic),
         "<h2>Peers</h2>",
         _peers(charts),
         _events(run),
@@ -92,13 +73,22 @@ def page_of(run: RunHistory) -> str:
     )
 
 
-def _chart(title: str, words: str, svg: str) -> str:
-    return f"<h2>{title}</h2><p>{words}</p>{svg}"
+def shown(text: str) -> str:
+    """Return a text of whatever origin, fit to stand in the page."""
+    return escape(printable(text, 400))
+
+
+def _chart(title: str, words: str, draw: Callable[[], str]) -> str:
+    return f"<h2>{title}</h2><p>{words}</p>{draw()}" if can_draw() else ""
 
 
 def _legend(names: Iterable[str]) -> str:
-    keys = (f'<span class="{name}"><i class="key"></i>{name}</span>' for name in names)
+    keys = (f"<span>{_key(COLOURS[name])}{name}</span>" for name in names)
     return f'<span class="legend">{"".join(keys)}</span>'
+
+
+def _key(colour: str) -> str:
+    return f'<i class="key" style="background: {colour}"></i>'
 
 
 def _facts(run: RunHistory) -> str:
@@ -143,7 +133,7 @@ def _peers(charts: RunCharts) -> str:
         "received",
     )
     rows = [_peer(peer) for peer in charts.run.peers]
-    return _table((*names, "loss"), rows, range(2, 11), [ink for _, ink in charts.inks()])
+    return _table((*names, "loss"), rows, range(2, 11), charts.colours())
 
 
 def _peer(peer: PeerHistory) -> tuple[str, ...]:
@@ -173,9 +163,9 @@ def _events(run: RunHistory) -> str:
 
 
 def _table(
-    names: Sequence[str], rows: Sequence[Sequence[str]], numbers: Iterable[int] = (), inks: Sequence[Ink] = ()
+    names: Sequence[str], rows: Sequence[Sequence[str]], numbers: Iterable[int] = (), colours: Sequence[str] = ()
 ) -> str:
-    """`numbers`: the columns that are aligned as such. `inks`: of the rows, a coloured mark before each."""
+    """`numbers`: the columns that are aligned as such. `colours`: of the rows, that of a mark before each."""
     right = set(numbers)
 
     def cells(tag: str, row: Sequence[str], mark: str = "") -> str:
@@ -185,6 +175,6 @@ def _table(
         )
         return f"<tr>{''.join(parts)}</tr>"
 
-    marks = [f'<i {ink.attributes()}><b class="key"></b></i>' for ink in inks]
+    marks = map(_key, colours)
     body = (cells("td", row, mark) for row, mark in itertools.zip_longest(rows, marks, fillvalue="") if row)
     return f'<div class="wide"><table>{cells("th", names)}{"".join(body)}</table></div>'

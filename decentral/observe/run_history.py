@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from decentral.core.ids import PeerId, short
-from decentral.core.journal import read
+from decentral.core.journal import OUTCOMES, read
 from decentral.core.line_fields import Line, finite, time_of
 from decentral.core.time_spent import KINDS
 from decentral.core.units import Seconds
@@ -23,7 +23,6 @@ from decentral.scheduler.shared.arrays import Floats
 MOST_EVENTS = 2000  # of one peer, the latest
 MOST_LIVES = 200  # of one peer: of more, the oldest ones count as one
 SAID_CHARS = 1000  # of an event
-OUTCOMES = ("done", "solo", "failed")
 TOLD = ("error", "unheld", "behind", "revoked", "suspended", "clock", "lost", "plan", "move")  # events for people
 
 

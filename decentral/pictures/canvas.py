@@ -1,9 +1,11 @@
 """What all pictures share: matplotlib where it is installed, colours, and how speeds and names are written."""
 
+import io
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from decentral.core.errors import UserError
@@ -13,6 +15,25 @@ INK, DIM, PALE = "#1c2430", "#667085", "#d5dae1"  # of texts and lines
 RED = "#c0342c"  # of what decides how long it takes
 USED = "#4a7fb5"  # of links that carry something
 NAME_CHARS = 18  # of a name in a picture
+CHART_WIDTH_IN = 8.6  # of a chart in a page
+CHART_STYLE = {  # a fixed salt: the same data give the same text
+    "svg.hashsalt": "decentral",
+    "font.size": 9,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "lines.linewidth": 1.3,
+}
+NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+MATPLOTLIB = "matplotlib: pip install 'decentral[plot]'"
+
+
+def can_draw() -> bool:
+    """Return whether matplotlib is installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 @contextmanager
@@ -21,10 +42,32 @@ def picture(file: str | Path, width_in: float, height_in: float, dpi: int = 100)
 
     Raises UserError without matplotlib, and where the file cannot be written.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("--plot needs matplotlib: pip install 'decentral[plot]'") from None
+    if not can_draw():
+        raise UserError(f"--plot needs {MATPLOTLIB}")
+    with _figure(width_in, height_in) as figure:
+        yield figure
+        _save(figure, file, dpi)
+
+
+def svg_text(draw: Callable[[Any], None], height_in: float = 2.8) -> str:
+    """Return a chart as an <svg> element for a page, with what `draw` puts on its axes. It needs matplotlib.
+
+    The element asks for no font, script or file, and texts in it are escaped.
+    """
+    with _figure(CHART_WIDTH_IN, height_in, CHART_STYLE) as figure:
+        axes = figure.add_subplot()
+        axes.grid(axis="y", color="#e6e9ee", linewidth=0.7)
+        draw(axes)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", bbox_inches="tight", metadata=NO_METADATA)
+    return text.getvalue().partition("<svg")[2].join(("<svg", ""))
+
+
+@contextmanager
+def _figure(width_in: float, height_in: float, more: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Any]:
+    """A figure in the style of all pictures, and `more` of it, which is closed when the block ends."""
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -35,12 +78,11 @@ def picture(file: str | Path, width_in: float, height_in: float, dpi: int = 100)
         "axes.edgecolor": PALE,
     }
     style |= {"xtick.color": DIM, "ytick.color": DIM, "axes.spines.top": False, "axes.spines.right": False}
-    style |= {"svg.fonttype": "none"}  # text stays text
+    style |= {"svg.fonttype": "none", **more}  # text stays text
     with matplotlib.rc_context(style):  # math is off, as a region's name may have dollar signs
         figure = pyplot.figure(figsize=(width_in, height_in))
         try:
             yield figure
-            _save(figure, file, dpi)
         finally:
             pyplot.close(figure)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from decentral.core.journal import OUTCOMES
 from decentral.core.units import Seconds
 from decentral.pictures.canvas import DIM, INK, RED, USED, heading, picture
 from decentral.sim.faults import Fault
@@ -60,7 +61,7 @@ def faulty(faults: Sequence[Fault], least_s: Seconds) -> list[tuple[Seconds, Sec
 
 def _exchanges(report: RunReport) -> str:
     counts = report.gossip.exchanges
-    return ", ".join(f"{counts.get(outcome, 0):,} {outcome}" for outcome in ("done", "solo", "failed"))
+    return ", ".join(f"{counts.get(outcome, 0):,} {outcome}" for outcome in OUTCOMES)
 
 
 def _draw_faults(axes: Any, report: RunReport, faults: Sequence[Fault]) -> None:

@@ -1,6 +1,6 @@
 """What must hold whatever goes wrong, checked while it goes.
 
-    gossip_audit.py       whole, once, baseline, timely, folded, fresh, mass
+    gossip_audit.py       whole, once, baseline, timely, folded, fresh
     route_audit.py        micro-batches that travel through several peers
     convergence_audit.py  together, drift, roster
     here                  saved: a peer's checkpoint is no older than two intervals, but for a disk that was full
@@ -15,7 +15,6 @@ A violation names the seed, the time, and what the peers concerned did last (evi
 
 from collections.abc import Iterator
 
-from decentral.comm.gossip.pull import PullExchange
 from decentral.comm.gossip.snapshots import MAX_WAITING_PULLS
 from decentral.comm.net.fair_shares import MAX_STREAMS
 from decentral.comm.net.streams import READ_S, WRITE_S
@@ -60,7 +59,6 @@ class InvariantAudit:
         self.checks = 0  # jobs that were audited
         self._stepped_at: dict[PeerId, Seconds] = {}
         self._saved_at: dict[PeerId, Seconds] = {}  # or when it was excused last
-        self._mass_checked_at = 0.0
         self._blocking = algorithm(swarm.settings.config.gossip.algorithm).blocking
 
     def handled(self, host: VirtualHost, event: PeerEvent | Stop, effects: list[PeerEffect]) -> None:
@@ -93,8 +91,6 @@ class InvariantAudit:
                         self.gossip.merged(host, fragment, one)
                 forged = any(self.evidence.has_forged(one.peer, one.blob) for one in contributions if one.peer in used)
                 self.convergence.corrected(host, fragment, forged)
-            case jobs.Absorb(fragment, contribution), jobs.Absorbed(accepted=True):
-                self.gossip.absorbed(host, fragment, contribution)
             case jobs.Seal() | jobs.Apply(), jobs.Stepped() if host.ended is None:
                 self.routes.stepped(host)
             case jobs.ChangeSpan(), jobs.SpanChanged(accepted=True):
@@ -105,16 +101,12 @@ class InvariantAudit:
 
     def check(self) -> None:
         """The rules that are checked every CHECK_S of virtual time."""
-        settings, now = self.swarm.settings, self.swarm.agenda.now
         self.evidence.note_network()
         self.convergence.check()
         for member in self.swarm.living:
             self._check_bounds(member)
-        if settings.memory:
+        if self.swarm.settings.memory:
             self.routes.check()
-        if settings.config.gossip.algorithm == "push_sum" and now > self._mass_checked_at + CHECK_S / 2:
-            self._mass_checked_at = now
-            self.gossip.check_mass()
 
     def finish(self, settled: bool) -> None:
         """The rules at the end. `settled`: the last fault is long enough ago for all of them."""
@@ -192,5 +184,5 @@ def _broken_bounds(host: VirtualHost, now: Seconds) -> Iterator[str]:
         if late:
             yield f"{what} for {max(late):.0f} s"
     for exchange in host.node.gossip.running.values():
-        if isinstance(exchange, PullExchange) and len(exchange.published.waiting) > MAX_WAITING_PULLS:
+        if len(exchange.published.waiting) > MAX_WAITING_PULLS:
             yield f"{len(exchange.published.waiting)} answers are held"

@@ -2,7 +2,7 @@
 
 The numbers descend towards the minimum of a quadratic objective, with noise of each peer's own, as replicas do that see
 different data. Windows end and merge in train/fragment_gossip.py, so what a simulation checks (progress is counted
-once, mass is conserved, replicas stay together) is checked on the code that trains. Blobs are as long as real ones.
+once, replicas stay together) is checked on the code that trains. Blobs are as long as real ones.
 """
 
 import errno
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from decentral.core import config, jobs
+from decentral.core.fragments import Fragment, Layout
 from decentral.core.ids import PeerId
 from decentral.core.time_spent import TimeSpent
 from decentral.sim.surrogate_model import DESCENT_RATE, NUMBERS, STEP_NOISE, SurrogateModel, loss_of
@@ -83,7 +84,7 @@ class SurrogateSpan:
         self.model, self.peer, self.chance, self.cuts = model, peer, chance, model.cuts
         codecs = model.synthetic_codecs()
         self.gossip = FragmentGossip(model.config.gossip, peer, RuleTools(codecs, TorchKernels(codecs)))
-        self.fragments: list[jobs.Fragment] = []
+        self.fragments: list[Fragment] = []
         self.hold(first, last)
 
     def hold(self, first: int, last: int, drawn: bool = True) -> None:
@@ -109,12 +110,12 @@ class SurrogateSpan:
             live.lr_sum += count * rate
             live.steps += count
 
-    def all_state_layouts(self) -> tuple[jobs.Layout, ...]:
+    def all_state_layouts(self) -> tuple[Layout, ...]:
         return (self.gossip.state_layout(NUMBERS),) * len(self.cuts)
 
 
-def _live(fragment: jobs.Fragment, train: config.TrainConfig) -> Live:
-    few = jobs.Fragment(fragment.index, 0, 1, NUMBERS)
+def _live(fragment: Fragment, train: config.TrainConfig) -> Live:
+    few = Fragment(fragment.index, 0, 1, NUMBERS)
     wide = train.model_copy(update={"weights": "float32"})
     return Live(few, [nn.RMSNorm(NUMBERS)], torch.device("cpu"), wide)  # its weights are ones
 

@@ -8,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decentral.core import config, jobs
+from decentral.core import config
 from decentral.core.errors import ProtocolError
-from decentral.core.fragments import ActivationForms
+from decentral.core.fragments import ActivationForms, Fragment
 from decentral.core.reasons import Reason
 from decentral.core.synthetic import SyntheticBlob
 from decentral.train.sections import Codecs
@@ -37,8 +37,7 @@ class SyntheticCodecs:
         return self.codecs.decode(codec, memoryview(blob), elements)
 
     def size(self, codec: str, elements: int) -> int:
-        """A section of one number (push-sum's weight) is not one of parameters: its size is its own."""
-        return self.codecs.size(codec, 1 if elements == 1 else round(elements * self.times))
+        return self.codecs.size(codec, round(elements * self.times))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class SurrogateModel:
     """The run whose model the numbers stand for: the same for all peers of a swarm."""
 
     config: config.Config
-    cuts: tuple[jobs.Fragment, ...]  # of the whole model
+    cuts: tuple[Fragment, ...]  # of the whole model
     codecs: Codecs
     tokens_per_step: int
     forms: Callable[[int, int], ActivationForms]  # (layer, sequences): of a micro-batch that enters this layer

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decentral.core import jobs
-from decentral.core.fragments import ActivationForms, fits_one, layout_bytes
+from decentral.core.fragments import ActivationForms, Fragment, fits_one, layout_bytes
 from decentral.core.ids import PeerId
-from decentral.core.outcomes import UNLIKE
+from decentral.core.jobs import UNLIKE
 from decentral.core.reasons import Reason
 from decentral.core.synthetic import SyntheticBlob
 from decentral.sim.surrogate_model import DESCENT_RATE, NUMBERS, STEP_NOISE, Numbers, SurrogateModel, loss_of
@@ -45,7 +45,7 @@ class SurrogateStages:
     model: SurrogateModel
     peer: PeerId
     lives: Sequence[Live]
-    fragments: Sequence[jobs.Fragment]  # of the real model, for which the lives stand
+    fragments: Sequence[Fragment]  # of the real model, for which the lives stand
     chance: np.random.Generator
     pending: dict[int, SurrogateGradient] = field(default_factory=dict)  # by token: no backward pass has come yet
     applied: tuple[SurrogateGradient, ...] = ()  # what was in the last sum that was applied

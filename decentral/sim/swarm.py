@@ -17,6 +17,7 @@ from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm, may_tr
 from decentral.core import jobs, rng
 from decentral.core.agenda import Agenda
 from decentral.core.config import Config
+from decentral.core.fragments import Fragment, Layout
 from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Log, log
 from decentral.core.units import Seconds
@@ -49,7 +50,7 @@ class SwarmSettings:
     """What is simulated: the run's config, the model's fragments, and the devices of the peers."""
 
     config: Config
-    fragments: tuple[jobs.Fragment, ...]
+    fragments: tuple[Fragment, ...]
     pace: Pace
     throttles: tuple[float, ...] = (1.0,)  # slowness of the peers, in turn
     tokens_per_step: int = 1024
@@ -60,7 +61,7 @@ class SwarmSettings:
     gradients: Callable[["SimulatedPeer"], Training] | None = None  # real training instead of a surrogate workload
     founder: FounderKeys | None = None  # whose invitations the peers need; None: the swarm is public
     donors: tuple[int, ...] = ()  # the numbers of those whose invitations are to donate
-    donated: tuple[jobs.Layout, ...] | None = None  # fragments' states as newcomers get them, where they are real
+    donated: tuple[Layout, ...] | None = None  # fragments' states as newcomers get them, where they are real
 
     @classmethod
     def of(cls, config: Config, pace: Pace, throttles: Sequence[float], tokens_per_step: int) -> "SwarmSettings":
@@ -80,7 +81,7 @@ class SwarmSettings:
     def run(self) -> RunId:
         return self.founder.run if self.founder else RUN
 
-    def state_layouts(self) -> list[jobs.Layout]:
+    def state_layouts(self) -> list[Layout]:
         if self.donated is not None:
             return list(self.donated)
         codecs = SyntheticCodecs(compress, self.fragments[0].parameters / NUMBERS)

@@ -408,8 +408,6 @@ def _handled_bytes(job: jobs.Job, outcome: jobs.Outcome) -> int:
     match job, outcome:
         case jobs.Merge(contributions=parts), _:
             return sum(len(part.blob) for part in parts)
-        case jobs.Absorb(contribution=part), _:
-            return len(part.blob)
         case jobs.ImportState(blobs=blobs) | jobs.ChangeSpan(blobs=blobs), _:
             return sum(len(blob) for _, _, blob in blobs)
         case _, jobs.WindowClosed(blob=blob) | jobs.SectionsEncoded(blob=blob) | jobs.StateExported(blob=blob):

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
-from decentral.core.fragments import FAST, THIN, ActivationForms, fits_one
-from decentral.core.jobs import Layout, Section
-from decentral.core.outcomes import UNLIKE, Likeness
+from decentral.core.fragments import FAST, THIN, ActivationForms, Layout, Section, fits_one
+from decentral.core.jobs import UNLIKE, Likeness
 from decentral.core.reasons import Reason
 from decentral.train.gpt import MASKED
 from decentral.train.sections import Codecs

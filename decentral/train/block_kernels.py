@@ -391,17 +391,17 @@ def _sum_q4(
 
 @inlined
 def _merge(
-    vectors: tuple[Floats, Floats, Floats, Floats],
+    vectors: tuple[Floats, Floats, Floats],
     blobs: tuple[Bytes, Bytes],
-    factors: tuple[Floats, Floats, Floats],
+    factors: tuple[Floats, Floats],
+    rho: np.float32,
     block: Number,
     count: Number,
     scratch: Scratch,
 ) -> None:
     """One int8 block, which is two q4 blocks."""
-    phi, baseline, correction, momentum = vectors
-    (steps, towards), (step_weights, towards_weights, constants) = blobs, factors
-    alpha, beta, gamma, rho = constants[0], constants[1], constants[2], constants[3]
+    phi, baseline, correction = vectors
+    (steps, towards), (step_weights, towards_weights) = blobs, factors
     n, start, step, apart = np.uint64(len(phi)), block * _256, scratch[0], scratch[2]
     for i in range(_256):
         step[i], apart[i] = np.float32(0.0), np.float32(0.0)
@@ -414,13 +414,8 @@ def _merge(
         scale = _get_scale(blob, block)
         for i in range(count):
             apart[i] += weight * (phi[start + i] - np.float32(np.int8(blob[at + i])) * scale)
-    if len(momentum):
-        for i in range(count):
-            moved = alpha * momentum[start + i] + step[i]
-            momentum[start + i] = moved
-            step[i] += alpha * moved
     for i in range(count):
-        slow = (phi[start + i] - beta * step[i]) - gamma * apart[i]
+        slow = (phi[start + i] - step[i]) - apart[i]
         taken = rho * (slow - baseline[start + i])
         phi[start + i] = slow
         correction[start + i] = taken
@@ -429,16 +424,17 @@ def _merge(
 
 @compiled
 def merge(
-    vectors: tuple[Floats, Floats, Floats, Floats],
+    vectors: tuple[Floats, Floats, Floats],
     blobs: tuple[Bytes, Bytes],
-    factors: tuple[Floats, Floats, Floats],
+    factors: tuple[Floats, Floats],
+    rho: np.float32,
 ) -> None:
-    """Takes the outer step on phi, baseline, correction, and momentum (of no elements where there is none), in place.
+    """Takes the outer step on phi, baseline and correction, in place.
 
-    The blobs are q4 [J, size] and int8 [K, size]; the factors are weights [J] and [K], and alpha, beta, gamma, rho.
+    The blobs are q4 [J, size] and int8 [K, size]; the factors are their weights [J] and [K].
     """
     n, scratch = np.uint64(len(vectors[0])), _scratch()
     for block in range(n // _256):
-        _merge(vectors, blobs, factors, block, _256, scratch)
+        _merge(vectors, blobs, factors, rho, block, _256, scratch)
     if n % _256:
-        _merge(vectors, blobs, factors, n // _256, n % _256, scratch)
+        _merge(vectors, blobs, factors, rho, n // _256, n % _256, scratch)

@@ -21,7 +21,8 @@ from torch import Tensor
 from decentral.core import strict_json
 from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import ProtocolError, UserError
-from decentral.core.jobs import Donated, Layout, RetainedStates, Section
+from decentral.core.fragments import Layout, Section
+from decentral.core.jobs import Donated, RetainedStates
 from decentral.core.reasons import Reason
 from decentral.train.counters import Counters
 from decentral.train.fragment_gossip import GossipedFragment

@@ -4,7 +4,6 @@
     q1      -7, 7       128     ceil(n/8) + 2 ceil(n/128)    at most a, s = bf16_down(mean magnitude / 7)
     q4      -7..7       128     ceil(n/2) + 2 ceil(n/128)    at most s/2, s = bf16_up(a/7)
     int8    -127..127   256     n + 2 ceil(n/256)            at most s/2, s = bf16_up(a/127)
-    h4, h3  rotated tiles       66, 50 ceil(n/128)           train/rotated_codes.py
     bf16                        2 n                          a relative 2^-9
     fp32                        4 n                          none
 
@@ -27,7 +26,6 @@ of the formulas, and partners refuse them.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -35,7 +33,7 @@ from torch import Tensor
 
 from decentral.core.errors import ProtocolError
 from decentral.core.reasons import Reason
-from decentral.train import block_kernels, rotated_codes, rotation_kernels
+from decentral.train import block_kernels
 from decentral.train.block_kernels import Bytes, Floats
 
 
@@ -51,7 +49,7 @@ class Codec:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A codec's functions of train/block_kernels.py, or train/rotation_kernels.py."""
+    """A codec's functions of train/block_kernels.py."""
 
     pack: Callable[[Floats, Bytes], int]
     unpack: Callable[[Bytes, Floats], int]
@@ -202,12 +200,6 @@ def _blockwise(
     return Codec(name, lambda n: scale_bytes(n) + math.ceil(n * bits / 8), pack, unpack)
 
 
-def _rotated(bits: int) -> Codec:
-    """The code of train/rotated_codes.py with levels of so many bits."""
-    size, pack, unpack = rotated_codes.rotated_size, rotated_codes.pack, rotated_codes.unpack
-    return Codec(f"h{bits}", partial(size, bits), partial(pack, bits), partial(unpack, bits))
-
-
 def _bf16_up(values: Tensor) -> Tensor:
     """The smallest bf16 that is not below each (non-negative) value."""
     rounded = values.to(torch.bfloat16)
@@ -268,8 +260,6 @@ CODECS = {
         Codec("q1", lambda n: 2 * math.ceil(n / BLOCKS["q1"]) + math.ceil(n / 8), _pack_q1, _unpack_q1),
         _blockwise("q4", 4, BLOCKS["q4"], _fold_pairs, _unfold_pairs),
         _blockwise("int8", 8, BLOCKS["int8"], lambda levels: levels, lambda levels: levels.view(torch.int8)),
-        _rotated(4),
-        _rotated(3),
         _floats("bf16", torch.bfloat16),
         _floats("fp32", torch.float32),
     )
@@ -277,6 +267,4 @@ CODECS = {
 COMPILED = {
     "q4": Compiled(block_kernels.pack_q4, block_kernels.unpack_q4),
     "int8": Compiled(block_kernels.pack_int8, block_kernels.unpack_int8),
-    "h4": Compiled(rotation_kernels.pack_h4, rotation_kernels.unpack_h4),
-    "h3": Compiled(rotation_kernels.pack_h3, rotation_kernels.unpack_h3),
 }

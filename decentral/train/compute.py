@@ -17,7 +17,7 @@ from torch import Tensor
 from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
-from decentral.core.outcomes import DIVERGED
+from decentral.core.jobs import DIVERGED
 from decentral.core.units import Seconds
 from decentral.train import checkpoint, gpt, measure
 from decentral.train.checkpoint import MicroBatchNumbers, RetainedStateStore

@@ -123,15 +123,13 @@ extern "C" __global__ void distance_int8(const float* phi, number count, number 
     }
 }
 
-// A thread has one element, number `first` + i of `n`. Factors: the weights of all blobs, alpha, beta, gamma, rho.
-extern "C" __global__ void merge(float* phi, float* baseline, float* correction, float* momentum, int has_momentum,
-                                 number count, number first, number n, const byte* steps, int step_count,
-                                 const byte* towards, int towards_count, const float* factors) {
+// A thread has one element, number `first` + i of `n`. Factors: the weights of all blobs, and rho.
+extern "C" __global__ void merge(float* phi, float* baseline, float* correction, number count, number first, number n,
+                                 const byte* steps, int step_count, const byte* towards, int towards_count,
+                                 const float* factors) {
     const number i = blockIdx.x * (number)blockDim.x + threadIdx.x, at = first + i;
     if (i >= count) return;
     const number q4_scales = (n + 127) / 128 * 2, int8_scales = (n + 255) / 256 * 2;
-    const float* constants = factors + step_count + towards_count;
-    const float alpha = constants[0], beta = constants[1], gamma = constants[2], rho = constants[3];
     float step = 0, apart = 0;
     for (int j = 0; j < step_count; j++) {
         const byte* blob = steps + j * (q4_scales + (n + 1) / 2);
@@ -142,12 +140,8 @@ extern "C" __global__ void merge(float* phi, float* baseline, float* correction,
         const int level = (signed char)blob[int8_scales + at];
         apart += factors[step_count + k] * (phi[i] - level * scale_at(blob, at / 256));
     }
-    if (has_momentum) {
-        momentum[i] = alpha * momentum[i] + step;
-        step += alpha * momentum[i];
-    }
-    phi[i] = phi[i] - beta * step - gamma * apart;
-    correction[i] = rho * (phi[i] - baseline[i]);
+    phi[i] = phi[i] - step - apart;
+    correction[i] = factors[step_count + towards_count] * (phi[i] - baseline[i]);
     baseline[i] += correction[i];
 }
 """

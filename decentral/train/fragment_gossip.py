@@ -1,9 +1,9 @@
 """The gossip of all fragments on this peer: ends of windows, merges, and the state that newcomers get.
 
-FragmentGossip's programs are the jobs CloseWindow, Rest, EncodeSections, Merge, Absorb and ExportState, on live weights
-whoever trains them: train/compute.py on a device, a simulator in virtual time. The training thread gives a copy of the
-weights and takes a correction; all else goes on beside it (train/job_phases.py). What comes from partners is checked
-here before it moves anything; the numerics are in the update rules of decentral/algorithms.
+FragmentGossip's programs are the jobs CloseWindow, Rest, EncodeSections, Merge and ExportState, on live weights whoever
+trains them: train/compute.py on a device, a simulator in virtual time. The training thread gives a copy of the weights
+and takes a correction; all else goes on beside it (train/job_phases.py). What comes from partners is checked here
+before it moves anything; the numerics are in the update rules of decentral/algorithms.
 """
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
@@ -16,6 +16,7 @@ from torch import Tensor
 from decentral.core import config, jobs
 from decentral.core.algorithms import algorithm
 from decentral.core.errors import ProtocolError
+from decentral.core.fragments import Layout
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 from decentral.train import update_rules
@@ -38,9 +39,9 @@ class GossipedFragment:
 
     live: Live
     rule: UpdateRule
-    layout: jobs.Layout  # the sections of the blobs that we publish
-    on_request: jobs.Layout  # the sections that are encoded when somebody asks for them
-    codings: jobs.Layout = ()  # all forms of the sections that come in several codes
+    layout: Layout  # the sections of the blobs that we publish
+    on_request: Layout  # the sections that are encoded when somebody asks for them
+    codings: Layout = ()  # all forms of the sections that come in several codes
     newcomer: bool = False  # its first window counts for nothing: fresh moments make poor steps
     resting: bool = False  # nobody reads its windows, so none is closed
 
@@ -124,7 +125,7 @@ class GossipedFragment:
 
 
 def unpacked(
-    codecs: Codecs, blobs: Sequence[jobs.Donated], expected: Mapping[int, jobs.Layout]
+    codecs: Codecs, blobs: Sequence[jobs.Donated], expected: Mapping[int, Layout]
 ) -> dict[int, dict[str, Tensor]]:
     """Donated states as fp32 vectors on the CPU, by fragment. Raises ProtocolError unless each is as expected."""
     given = [fragment for fragment, _, _ in blobs]
@@ -179,8 +180,6 @@ class FragmentGossip:
                 return self._encode(fragment, seq)
             case jobs.Merge():
                 return self._merge(job)
-            case jobs.Absorb(fragment, contribution):
-                return self._absorb(fragment, contribution)
             case jobs.ExportState(fragment):
                 return self._export(fragment)
 
@@ -214,10 +213,9 @@ class FragmentGossip:
         theta = yield from gossiped.copied()
         packer = Packer(self.tools.codecs)
         gossiped.rule.sparsely = job.sparse
-        correction = gossiped.rule.close(theta, window, packer)
+        gossiped.rule.close(theta, window, packer)
         layout, blob = packer.finish()
         assert set(layout) <= {*gossiped.layout, *gossiped.codings}
-        yield from gossiped.correct(correction)
         counted, on_request = (window.tokens, window.lr_sum), gossiped.on_request
         return jobs.WindowClosed(job.fragment, job.seq, *counted, layout, blob, on_request, gossiped.codings)
 
@@ -237,7 +235,7 @@ class FragmentGossip:
         gossiped = self._by_index[job.fragment]
         parts, rejected = gossiped.read(job.contributions)
         steps = gossiped.live.steps + self.steps_to_edge()
-        yield from gossiped.correct(gossiped.rule.merge(None, parts, steps))
+        yield from gossiped.correct(gossiped.rule.merge(parts, steps))
         left_out = gossiped.rule.left_out
         rejected += [(peer, Reason.OPPOSED) for peer in left_out]
         if job.fragment in self.merging:
@@ -245,17 +243,6 @@ class FragmentGossip:
             self.merging.discard(job.fragment)
         used = tuple(part.peer for part in parts if part.peer not in left_out)
         return jobs.Merged(job.fragment, job.seq, used, tuple(rejected))
-
-    def _absorb(self, fragment: int, contribution: jobs.Contribution) -> Program:
-        yield Phase.BESIDE
-        gossiped = self._by_index[fragment]
-        parts, rejected = gossiped.read([contribution])
-        if rejected:
-            return jobs.Absorbed(fragment, False, rejected[0][1])
-        yield Phase.EDGE
-        theta = yield from gossiped.copied()
-        yield from gossiped.correct(gossiped.rule.merge(theta, parts, gossiped.live.steps))
-        return jobs.Absorbed(fragment, True)
 
     def _export(self, fragment: int) -> Program:
         yield Phase.BESIDE
@@ -297,11 +284,11 @@ class FragmentGossip:
         assert isinstance(exported, jobs.StateExported)
         return exported
 
-    def state_layouts(self) -> list[jobs.Layout]:
+    def state_layouts(self) -> list[Layout]:
         """The layout of each fragment's export: what a newcomer may expect of its donors."""
         return [self.state_layout(gossiped.live.fragment.parameters) for gossiped in self.fragments]
 
-    def state_layout(self, parameters: int) -> jobs.Layout:
+    def state_layout(self, parameters: int) -> Layout:
         """The layout of the export of a fragment with so many parameters."""
         return update_rules.layout_of(update_rules.donated(self.gossip), parameters, self.tools.codecs)
 

@@ -26,6 +26,8 @@ from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.train import lora, rotary, start_weights
 
+LOGITS_AT_ONCE = 1 << 25  # tokens times vocabulary; the loss of more is computed part by part
+
 
 def build(
     model: config.ModelConfig, seed: int, first: int = 0, last: int | None = None, drawn: bool = True
@@ -302,12 +304,12 @@ def loss_of(logits_BTV: Tensor, targets_BT: Tensor, reduction: str = "mean") -> 
 
 
 def last_loss(run: config.Config, head: Callable[[Tensor], Tensor], hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-    """Mean cross-entropy of what the last layer makes of hidden_BTD; about `train.logits_at_once` logits exist at once.
+    """Mean cross-entropy of what the last layer makes of hidden_BTD; about LOGITS_AT_ONCE logits exist at once.
 
     More are computed in parts, and once more in the backward pass (Chen et al., arXiv 1604.06174).
     Our own head works on each position by itself, so they are cut anywhere; a user's last layer gets whole sequences.
     """
-    parts = -(-targets_BT.numel() * run.model.vocabulary // run.train.logits_at_once)
+    parts = -(-targets_BT.numel() * run.model.vocabulary // LOGITS_AT_ONCE)
     if parts <= 1:
         return loss_of(head(hidden_BTD), targets_BT)
     if run.model.layers is None:

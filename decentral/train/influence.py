@@ -50,6 +50,12 @@ def token_shares(own: int, claims: Sequence[float], trust: Sequence[float] = ())
     return [min(MOST_SHARE, one / total) if one else 0.0 for one in believed]
 
 
+def token_weights(tokens: Sequence[float]) -> list[float]:
+    """Return each window's share of all tokens; equal shares when nobody has trained."""
+    total = sum(tokens)
+    return [count / total for count in tokens] if total else [1 / len(tokens)] * len(tokens)
+
+
 def explained_tokens(length: float, own: int, own_length: float) -> float:
     """How many tokens a pseudo-gradient of this length may stand for, where our own stands for `own`.
 

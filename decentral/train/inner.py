@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from decentral.core import config, rng
-from decentral.core.jobs import Fragment
+from decentral.core.fragments import Fragment
 from decentral.train import gpt
 from decentral.train.optimizers import (
     Operands,
@@ -24,6 +24,8 @@ from decentral.train.optimizers import (
     step_together,
     views,
 )
+
+FINAL_RATE = 0.1  # share of the learning rate that is left at `train.total_steps`
 
 
 def fragments_of(run: config.Config) -> list[Fragment]:
@@ -294,7 +296,7 @@ def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def rate_at(train: config.TrainConfig, lr_step: int, own_steps: int) -> float:
-    """Learning rate: linear warm-up, then constant, or linear decay to `final_rate` at `total_steps`.
+    """Learning rate: linear warm-up, then constant, or linear decay to a tenth at `total_steps`.
 
     `lr_step` is the swarm's step; `own_steps` counts this peer's, so that a newcomer warms up by itself.
     """
@@ -302,4 +304,4 @@ def rate_at(train: config.TrainConfig, lr_step: int, own_steps: int) -> float:
     if train.total_steps is None:
         return train.peak_rate * warm
     left = max(0.0, 1 - max(0, lr_step - train.warmup_steps) / max(1, train.total_steps - train.warmup_steps))
-    return train.peak_rate * warm * (train.final_rate + (1 - train.final_rate) * left)
+    return train.peak_rate * warm * (FINAL_RATE + (1 - FINAL_RATE) * left)

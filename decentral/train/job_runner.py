@@ -12,7 +12,7 @@ from typing import Protocol
 
 from decentral.core import jobs
 from decentral.core.errors import ProtocolError
-from decentral.core.fragments import FORWARD_PART, forward_part, share
+from decentral.core.fragments import FORWARD_PART, Fragment, forward_part, share
 from decentral.train.checkpoint import MicroBatchNumbers
 from decentral.train.counters import Counters
 from decentral.train.fragment_gossip import FragmentGossip
@@ -59,7 +59,7 @@ class WorkingSpan(HeldSpan, Protocol):
 def time_kind(job: jobs.Job) -> str:
     """What the training thread's time for this job is spent on: a field of TimeSpent."""
     match job:
-        case jobs.CloseWindow() | jobs.Rest() | jobs.EncodeSections() | jobs.Merge() | jobs.Absorb():
+        case jobs.CloseWindow() | jobs.Rest() | jobs.EncodeSections() | jobs.Merge():
             return "gossip"
         case jobs.CloseRound():  # it encodes sums of gradients for the others
             return "gossip"
@@ -89,7 +89,7 @@ class JobRunner(ABC):
         return self.span.gossip
 
     @property
-    def fragments(self) -> list[jobs.Fragment]:
+    def fragments(self) -> list[Fragment]:
         return self.span.fragments
 
     @property
@@ -125,14 +125,7 @@ class JobRunner(ABC):
     def program(self, job: jobs.Job) -> Program:
         """A job in its phases. What another peer sent and cannot be used is an outcome, not an error."""
         match job:
-            case (
-                jobs.CloseWindow()
-                | jobs.Rest()
-                | jobs.EncodeSections()
-                | jobs.Merge()
-                | jobs.Absorb()
-                | jobs.ExportState()
-            ):
+            case jobs.CloseWindow() | jobs.Rest() | jobs.EncodeSections() | jobs.Merge() | jobs.ExportState():
                 return self.gossip.program(job)
             case jobs.ImportState():
                 return self._import(job)

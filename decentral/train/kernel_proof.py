@@ -15,7 +15,6 @@ from decentral.train.outer_kernels import (
     ONE_BIT_CODEC,
     PSEUDO_GRADIENT_CODEC,
     SLOW_WEIGHTS_CODEC,
-    OuterConstants,
     OuterKernels,
     OuterVectors,
     TorchKernels,
@@ -57,12 +56,12 @@ def prove(kernels: OuterKernels) -> None:
 
 
 def _cases() -> Iterator[list[Tensor]]:
-    """Seven vectors of one size each time: random ones of several magnitudes, and extremes side by side."""
+    """Six vectors of one size each time: random ones of several magnitudes, and extremes side by side."""
     generator = torch.Generator().manual_seed(0)
     for n in PROVEN_SIZES:
         for magnitude in PROVEN_MAGNITUDES:
-            yield [magnitude * torch.randn(n, generator=generator) for _ in range(7)]
-        yield [EXTREMES[torch.randint(len(EXTREMES), (n,), generator=generator)] for _ in range(7)]
+            yield [magnitude * torch.randn(n, generator=generator) for _ in range(6)]
+        yield [EXTREMES[torch.randint(len(EXTREMES), (n,), generator=generator)] for _ in range(6)]
 
 
 def _prove_close(both: tuple[OuterKernels, OuterKernels], vectors: list[Tensor], code: str) -> None:
@@ -88,21 +87,19 @@ def _prove_one_bit(both: tuple[OuterKernels, OuterKernels], blob: bytes, element
 
 
 def _prove_merge(both: tuple[OuterKernels, OuterKernels], vectors: list[Tensor]) -> None:
-    phi, baseline, correction, momentum, *others = vectors
+    phi, baseline, correction, *others = vectors
     encode = Formulas().encode
     steps = [Weighted(w, encode(PSEUDO_GRADIENT_CODEC, one)) for w, one in zip(PROVEN_WEIGHTS, others, strict=True)]
     towards = [Weighted(w, encode(SLOW_WEIGHTS_CODEC, one)) for w, one in zip(PROVEN_WEIGHTS, others, strict=True)][1:]
     for partner in towards:
         _near("distance", *(one.distance(phi, partner.blob) for one in both))
-    for alpha, pulled in ((0.0, towards), (0.9, towards), (0.0, [])):
+    for pulled in (towards, []):
         merged = []
         for one in both:
             moved = OuterVectors(*(vector.clone() for vector in (phi, baseline, correction)))
-            if alpha:
-                moved = OuterVectors(moved.phi, moved.baseline, moved.correction, momentum.clone())
-            one.merge(moved, steps, pulled, OuterConstants(alpha, beta=0.7, gamma=0.3, rho=0.6))
+            one.merge(moved, steps, pulled, rho=0.6)
             merged.append(moved)
-        for name in ("phi", "baseline", "correction") + ("momentum",) * bool(alpha):
+        for name in ("phi", "baseline", "correction"):
             _same_bits(f"{name} of merge", *(getattr(moved, name) for moved in merged))
 
 

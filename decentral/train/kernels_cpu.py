@@ -18,7 +18,6 @@ from decentral.train.outer_kernels import (
     ONE_BIT_CODEC,
     PSEUDO_GRADIENT_CODEC,
     SLOW_WEIGHTS_CODEC,
-    OuterConstants,
     OuterVectors,
     Weighted,
 )
@@ -65,20 +64,15 @@ class CompiledKernels:
         vectors: OuterVectors,
         pseudo_gradients: Sequence[Weighted],
         slow_weights: Sequence[Weighted],
-        constants: OuterConstants,
+        rho: float,
     ) -> None:
-        momentum = np.empty(0, np.float32) if vectors.momentum is None else vectors.momentum.numpy()
         steps = stacked(PSEUDO_GRADIENT_CODEC, pseudo_gradients, vectors.phi.numel())
         towards = stacked(SLOW_WEIGHTS_CODEC, slow_weights, vectors.phi.numel())
-        scalars = factors_of([constants.alpha, constants.beta, constants.gamma, constants.rho])
         block_kernels.merge(
-            (vectors.phi.numpy(), vectors.baseline.numpy(), vectors.correction.numpy(), momentum),
+            (vectors.phi.numpy(), vectors.baseline.numpy(), vectors.correction.numpy()),
             (steps, towards),
-            (
-                factors_of([one.weight for one in pseudo_gradients]),
-                factors_of([one.weight for one in slow_weights]),
-                scalars,
-            ),
+            (factors_of([one.weight for one in pseudo_gradients]), factors_of([one.weight for one in slow_weights])),
+            np.float32(rho),
         )
 
 

@@ -28,7 +28,6 @@ from decentral.train.outer_kernels import (
     ONE_BIT_CODEC,
     PSEUDO_GRADIENT_CODEC,
     SLOW_WEIGHTS_CODEC,
-    OuterConstants,
     OuterVectors,
     Weighted,
 )
@@ -36,7 +35,7 @@ from decentral.train.outer_kernels import (
 CHUNK_ELEMENTS = 1 << 22  # 16 MiB in each staging buffer; a multiple of both codecs' blocks
 THREADS = 256
 WARP = 32
-STAGED = 4  # vectors of a chunk at most: those of a merge with momentum
+STAGED = 3  # vectors of a chunk at most
 
 
 class _Slot:
@@ -123,7 +122,7 @@ class CudaKernels:
         vectors: OuterVectors,
         pseudo_gradients: Sequence[Weighted],
         slow_weights: Sequence[Weighted],
-        constants: OuterConstants,
+        rho: float,
     ) -> None:
         n = len(vectors.phi)
         step_rows = stacked(PSEUDO_GRADIENT_CODEC, pseudo_gradients, n)
@@ -131,7 +130,7 @@ class CudaKernels:
         if not n:
             return
         weights = [one.weight for one in (*pseudo_gradients, *slow_weights)]
-        scalars = factors_of([*weights, constants.alpha, constants.beta, constants.gamma, constants.rho])
+        scalars = factors_of([*weights, rho])
         with self._slots[0].entered():
             steps, towards, factors = (
                 self._sent(step_rows),
@@ -139,15 +138,15 @@ class CudaKernels:
                 torch.from_numpy(scalars).to(self.device),
             )
         blobs = steps, np.int32(len(step_rows)), towards, np.int32(len(towards_rows)), factors
-        kept = [vectors.phi, vectors.baseline] + ([] if vectors.momentum is None else [vectors.momentum])
         for slot, start, end in self._chunks(n):
             with slot.entered():
-                loaded = [slot.load(place, one[start:end]) for place, one in enumerate(kept)]
-                correction, momentum = slot.staged[STAGED - 1][: end - start], loaded[-1]
-                where = np.int32(len(kept) > 2), np.int64(end - start), np.int64(start), np.int64(n)
-                self._launch("merge", end - start, *loaded[:2], correction, momentum, *where, *blobs)
-                for host, changed in zip((*kept, vectors.correction), (*loaded, correction), strict=True):
-                    host[start:end].copy_(changed, non_blocking=True)
+                phi, baseline = slot.load(0, vectors.phi[start:end]), slot.load(1, vectors.baseline[start:end])
+                correction = slot.staged[2][: end - start]
+                where = np.int64(end - start), np.int64(start), np.int64(n)
+                self._launch("merge", end - start, phi, baseline, correction, *where, *blobs)
+                vectors.phi[start:end].copy_(phi, non_blocking=True)
+                vectors.baseline[start:end].copy_(baseline, non_blocking=True)
+                vectors.correction[start:end].copy_(correction, non_blocking=True)
 
     def _chunks(self, n: int, wait: bool = False) -> Iterator[tuple[_Slot, int, int]]:
         """The chunks of n elements with the slots that take them. All is done when it ends.

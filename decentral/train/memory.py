@@ -5,10 +5,10 @@
                                4 where Muon trains it
                                more for gossip: `memory_bytes` of the algorithm's record. On a GPU they are in the
                                memory of its host, and are not counted
-                             4 bytes for each sealed sum of gradients that `routes.sums` allows, and 4 for the sum that
-                               is being filled if the gradients are in bf16: at peers with a part of the model only. A
-                               peer with all of it has such sums, and one being filled, from the first micro-batch on
-                               that it computes for others
+                             4 bytes for each sealed sum of gradients that may wait (`RoutesConfig.slots`), and 4 for
+                               the sum that is being filled if the gradients are in bf16: at peers with a part of the
+                               model only. A peer with all of it has such sums, and one being filled, from the first
+                               micro-batch on that it computes for others
     of the largest fragment 16 bytes for each parameter: vectors that exist while a window is closed, merged or given
                                to a newcomer
                             and the larger of what a step and a backward pass take while they are computed
@@ -33,7 +33,7 @@ import torch
 from decentral.core import config
 from decentral.core.algorithms import algorithm
 from decentral.core.errors import UserError
-from decentral.core.jobs import Fragment
+from decentral.core.fragments import Fragment
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.units import readable_bytes
 from decentral.train import gpt
@@ -133,8 +133,8 @@ def layer_bytes(run: config.Config) -> list[LayerBytes]:
             computed += MASK_BYTES * run.model.context**2
         if inner and train.recompute:
             token, computed = 4 * entering[number], computed + _tokens(run) * token
-        if number == last and logits > train.logits_at_once and run.model.layers is None:
-            token, computed = token - LOGIT_BYTES * run.model.vocabulary, computed + PART_BYTES * train.logits_at_once
+        if number == last and logits > gpt.LOGITS_AT_ONCE and run.model.layers is None:
+            token, computed = token - LOGIT_BYTES * run.model.vocabulary, computed + PART_BYTES * gpt.LOGITS_AT_ONCE
         found.append(LayerBytes(frozen + 2 * weights + 4 * muon + moments + 8 * gains, step, computed, token))
     return found
 

@@ -20,6 +20,7 @@ from decentral.core.errors import UserError
 from decentral.train import muon
 
 BLOCK = 256  # numbers that share a scale in an 8-bit moment: what bitsandbytes' kernels expect
+BETA1, BETA2 = 0.9, 0.95  # of AdamW's moments
 EPSILON = 1e-8
 
 
@@ -80,7 +81,6 @@ class AdamW:
 
     begin: int
     end: int
-    train: config.TrainConfig
     decay: float
     exp_avg: Tensor
     exp_avg_sq: Tensor
@@ -105,8 +105,8 @@ class AdamW:
             list(taken.unbind()),
             fused=True,
             amsgrad=False,
-            beta1=self.train.beta1,
-            beta2=self.train.beta2,
+            beta1=BETA1,
+            beta2=BETA2,
             lr=rate,
             weight_decay=self.decay,
             eps=EPSILON,
@@ -123,7 +123,6 @@ class AdamW8bit:
 
     begin: int
     end: int
-    train: config.TrainConfig
     decay: float
     moments: tuple[Tensor, Tensor]  # uint8
     scales: tuple[Tensor, Tensor]  # fp32, one for each block
@@ -138,10 +137,9 @@ class AdamW8bit:
         return Operands([theta], [torch.cat([one.flatten() for one in gradients])], [], [])
 
     def step(self, operands: Operands, steps: int, rate: float) -> None:
-        train, (first, second) = self.train, self.moments
         self.kernels.optimizer_update_8bit_blockwise(
-            *("adam", operands.gradients[0], operands.weights[0], first, second),
-            *(train.beta1, train.beta2, 0.0, 0.0, EPSILON, steps + 1, rate, *self.tables, *self.scales),
+            *("adam", operands.gradients[0], operands.weights[0], *self.moments),
+            *(BETA1, BETA2, 0.0, 0.0, EPSILON, steps + 1, rate, *self.tables, *self.scales),
             weight_decay=self.decay,
         )
 
@@ -201,7 +199,7 @@ class OptimizerState:
             count = stop - begin
             moments = self.exp_avg[cut + at : cut + at + count], self.exp_avg_sq[at : at + count]
             if count:
-                self.stretches.append(AdamW(begin, stop, train, decay, *moments))
+                self.stretches.append(AdamW(begin, stop, decay, *moments))
             at += count
 
     def _in_bytes(self, begin: int, end: int, train: config.TrainConfig, device: torch.device) -> "AdamW8bit":
@@ -213,7 +211,7 @@ class OptimizerState:
         moments, scales = (
             (self.tensors["exp_avg" + kind], self.tensors["exp_avg_sq" + kind]) for kind in ("_int8", "_scales")
         )
-        return AdamW8bit(begin, end, train, train.weight_decay, moments, scales, (tables[0], tables[1]), kernels)
+        return AdamW8bit(begin, end, train.weight_decay, moments, scales, (tables[0], tables[1]), kernels)
 
 
 def zeros(elements: int, device: torch.device) -> Tensor:

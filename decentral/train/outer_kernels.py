@@ -1,16 +1,21 @@
-"""The outer step on packed bytes and vectors in host memory: what a kernel must do, and how torch does it.
+"""The outer step of asynchronous gossip on packed bytes and vectors in host memory: formulas, and how torch does it.
 
-The formulas and their sources are at the head of train/outer.py. A kernel does in one pass over memory what torch does
-one operation after another, and both round alike:
+One-sided NoLoCo (arXiv 2506.10911) without its outer momentum, with the fragments of Streaming DiLoCo (2501.18512) and
+quantised error feedback (1901.09847). A kernel does in one pass over memory what torch does operation by operation:
 
-    close:  owed = residual + (baseline - snapshot);  q = Q(owed);  residual = owed - q
-            Q quantises as `gossip.code` says. The values of q1 are values of q4 as well, so kernels see q4 bytes only:
-            a q1 blob is widened when it arrives, and ours is narrowed before it is published.
+    close:  owed = residual + (baseline - snapshot);  q = Q(owed);  residual = owed - q;  then baseline = snapshot
+            q is the window's pseudo-gradient as partners read it. Q quantises as `gossip.code` says. The values of q1
+            are values of q4 as well, so kernels see q4 bytes only: a q1 blob is widened when it arrives, and ours is
+            narrowed before it is published.
     merge:  g = ((0 + w_0 q_0) + w_1 q_1) + ...                   the own pseudo-gradient first
-            apart = ((0 + v_0 (phi - phi_0)) + v_1 (phi - phi_1)) + ...
-            m = alpha m + g;  u = g + alpha m                     without a momentum vector u = g
-            phi = (phi - beta u) - gamma apart
+            apart = ((0 + v_0 (phi - phi_0)) + v_1 (phi - phi_1)) + ...     of those whose slow weights were pulled
+            phi = (phi - g) - apart                               algorithms/pull.py has the weights w and v
             correction = rho (phi - baseline);  baseline = baseline + correction
+            The correction is added to the live weights at the next step edge; `rho_of` gives rho.
+
+Conserved: every unit of local progress enters phi once, whatever the latency, because the baseline moves at the close
+and the residual alone keeps what Q holds back (q + residual after = residual before + progress). A lone peer's phi
+follows its weights.
 
 Every operation rounds to fp32, the factors are rounded to fp32 first, and no product is fused with a sum. So all
 implementations give the same vectors and the same bytes, bit for bit. Lengths are square roots of fp64 sums, whose
@@ -48,17 +53,6 @@ class OuterVectors:
     phi: Tensor
     baseline: Tensor
     correction: Tensor  # written, never read
-    momentum: Tensor | None = None  # None where its coefficient alpha is zero
-
-
-@dataclass(frozen=True, slots=True)
-class OuterConstants:
-    """outer.Constants with the share of the correction that is taken."""
-
-    alpha: float  # outer momentum
-    beta: float  # outer step
-    gamma: float  # pull towards the partners' slow weights
-    rho: float  # outer.rho_of
 
 
 class OuterKernels(Protocol):
@@ -93,10 +87,11 @@ class OuterKernels(Protocol):
         vectors: OuterVectors,
         pseudo_gradients: Sequence[Weighted],
         slow_weights: Sequence[Weighted],
-        constants: OuterConstants,
+        rho: float,
     ) -> None:
-        """Takes the outer step in place. The blobs are our own, or ones that `length` and `distance` have accepted.
+        """Takes the outer step in place, with the share `rho` of the correction.
 
+        The blobs are our own, or ones that `length` and `distance` have accepted.
         Raises ProtocolError, with nothing changed, if the size of a blob is not that of n numbers.
         """
 
@@ -135,7 +130,7 @@ class TorchKernels:
         vectors: OuterVectors,
         pseudo_gradients: Sequence[Weighted],
         slow_weights: Sequence[Weighted],
-        constants: OuterConstants,
+        rho: float,
     ) -> None:
         phi, n = vectors.phi, vectors.phi.numel()
         step, apart = torch.zeros_like(phi), torch.zeros_like(phi)
@@ -143,14 +138,20 @@ class TorchKernels:
             step += one.weight * self.codecs.decode(PSEUDO_GRADIENT_CODEC, one.blob, n)
         for one in slow_weights:
             apart += one.weight * (phi - self.codecs.decode(SLOW_WEIGHTS_CODEC, one.blob, n))
-        if vectors.momentum is not None:
-            torch.add(constants.alpha * vectors.momentum, step, out=vectors.momentum)
-            step += constants.alpha * vectors.momentum
-        phi -= constants.beta * step
-        phi -= constants.gamma * apart
-        torch.mul(phi - vectors.baseline, constants.rho, out=vectors.correction)
+        phi -= step
+        phi -= apart
+        torch.mul(phi - vectors.baseline, rho, out=vectors.correction)
         vectors.baseline.add_(vectors.correction)
 
 
 def _length(values: Tensor) -> float:
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+
+def rho_of(steps: int, optimizer: str) -> float:
+    """Return the share of a correction that is taken, which comes `steps` of our steps after the close.
+
+    Where the loss is steep, a deviation of the weights has decayed by itself when a late correction arrives, and the
+    whole of it would overshoot. With Muon the whole is better however late it comes (docs/results/convergence.md).
+    """
+    return 1.0 if optimizer == "muon" else min(1.0, 2 / (1 + max(0, steps)))

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from decentral.core import config, jobs
+from decentral.core import config
 from decentral.core.errors import UserError
+from decentral.core.fragments import Fragment
 from decentral.train import checkpoint, data, gpt, step
 from decentral.train.inner import Live, fragments_of
 from decentral.train.step import Chain, Device
@@ -49,7 +50,7 @@ def spread(replicas: Sequence[Weights]) -> float:
     return float((apart / scale) ** 0.5)
 
 
-def missing(run: config.Config, weights: Weights) -> list[jobs.Fragment]:
+def missing(run: config.Config, weights: Weights) -> list[Fragment]:
     """The fragments of the run's model that nobody holds."""
     return [fragment for fragment in fragments_of(run) if fragment.index not in weights]
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from decentral.core.jobs import Layout, Section
+from decentral.core.fragments import Layout, Section
 from decentral.core.synthetic import Blob, SyntheticBlob, joined
 
 
@@ -37,11 +37,6 @@ class Packer:
     def add(self, name: str, codec: str, values: Tensor) -> None:
         """Appends a section of fp32 values [n]."""
         self.add_encoded(name, codec, values.numel(), self.codecs.encode(codec, values))
-
-    def add_and_read(self, name: str, codec: str, values: Tensor) -> Tensor:
-        """Appends a section of fp32 values [n]; gives the values as those who read the blob see them."""
-        self.add(name, codec, values)
-        return self.codecs.decode(codec, self.parts[-1], values.numel()).to(values.device)
 
     def add_encoded(self, name: str, codec: str, elements: int, part: bytes) -> None:
         """Appends a section that is encoded already."""

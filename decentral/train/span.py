@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from decentral.core import config, jobs
-from decentral.core.fragments import ActivationForms
+from decentral.core import config
+from decentral.core.fragments import ActivationForms, Fragment, Layout, share
 from decentral.core.ids import PeerId
 from decentral.train import gpt
 from decentral.train.activations import ActivationFormat
@@ -27,7 +27,7 @@ class Span:
         self.cuts = tuple(fragments_of(run))  # of the whole model
         self.activations = ActivationFormat(run, tools.codecs, gpt.widths(run.model))
         self.layers: list[nn.Module] = []
-        self.fragments: list[jobs.Fragment] = []
+        self.fragments: list[Fragment] = []
         self.gossip = FragmentGossip(run.gossip, peer, tools)
         self.inner = Inner([], run.train)
         self.forward: ModelForward = Chain([])
@@ -105,7 +105,7 @@ class Span:
     @property
     def share(self) -> float:
         """The part of the model's parameters that this span has."""
-        return jobs.share(self.cuts, self.fragments[0].first, self.fragments[-1].last)
+        return share(self.cuts, self.fragments[0].first, self.fragments[-1].last)
 
     @property
     def stages(self) -> StageRunner:
@@ -123,7 +123,7 @@ class Span:
         """Of a micro-batch that enters this layer."""
         return self.activations.forms(layer, sequences)
 
-    def all_state_layouts(self) -> tuple[jobs.Layout, ...]:
+    def all_state_layouts(self) -> tuple[Layout, ...]:
         """The layout of every fragment's state as a newcomer gets it, of the whole model."""
         return tuple(self.gossip.state_layout(cut.parameters) for cut in self.cuts)
 

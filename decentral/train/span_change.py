@@ -10,12 +10,13 @@ from torch import Tensor
 
 from decentral.core import jobs
 from decentral.core.errors import ProtocolError
+from decentral.core.fragments import Fragment, Layout
 from decentral.core.reasons import Reason
 from decentral.train.counters import Counters
 from decentral.train.fragment_gossip import FragmentGossip, unpacked
 from decentral.train.start_weights import StartWeightsError
 
-RetainedState = tuple[int, jobs.Layout, bytes]
+RetainedState = tuple[int, Layout, bytes]
 """The state of a fragment that was given up: the learning-rate step, its sections, and the blob."""
 
 
@@ -35,8 +36,8 @@ class RetainedStore(Protocol):
 class HeldSpan(Protocol):
     """The fragments that a peer holds, and their gossip: train/span.py."""
 
-    cuts: tuple[jobs.Fragment, ...]  # of the whole model
-    fragments: list[jobs.Fragment]  # the held ones
+    cuts: tuple[Fragment, ...]  # of the whole model
+    fragments: list[Fragment]  # the held ones
     gossip: FragmentGossip
 
     def hold(self, first: int, last: int, drawn: bool = True) -> None:
@@ -46,7 +47,7 @@ class HeldSpan(Protocol):
     def given(self, fragments: Iterable[int]) -> None:
         """These fragments have got their weights."""
 
-    def all_state_layouts(self) -> tuple[jobs.Layout, ...]:
+    def all_state_layouts(self) -> tuple[Layout, ...]:
         """The layout of every fragment's state as a newcomer gets it, of the whole model."""
 
 
@@ -88,7 +89,7 @@ def _reason(error: Exception) -> Reason:
 
 
 def _states(
-    job: jobs.ChangeSpan, gossip: FragmentGossip, retained: RetainedStore, gained: Mapping[int, jobs.Layout]
+    job: jobs.ChangeSpan, gossip: FragmentGossip, retained: RetainedStore, gained: Mapping[int, Layout]
 ) -> dict[int, dict[str, Tensor]]:
     """The states of gained fragments, from the job or else from the disk if they fit; others get their initial weights.
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
-from decentral.core.fragments import FORWARD_PART
+from decentral.core.fragments import FORWARD_PART, Layout
 from decentral.core.reasons import Reason
 from decentral.train import gpt
 from decentral.train.activations import ActivationFormat, likeness
@@ -146,7 +146,7 @@ class StageRunner:
         *others, newest = (self._decoded(job, *one) for one in job.gradients)
         return jobs.Compared(job.token, tuple(likeness(newest, other) for other in others))
 
-    def _decoded(self, job: jobs.Compare, layout: jobs.Layout, blob: bytes) -> Tensor | None:
+    def _decoded(self, job: jobs.Compare, layout: Layout, blob: bytes) -> Tensor | None:
         formats = self.activations
         shape = torch.Size((job.sequences, formats.context, formats.widths[job.first]))
         try:

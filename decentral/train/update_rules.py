@@ -15,9 +15,9 @@ from torch import Tensor
 from decentral.core.algorithms import algorithm
 from decentral.core.config import GossipConfig
 from decentral.core.errors import ProtocolError
-from decentral.core.fragments import layout_bytes
+from decentral.core.fragments import Layout, Section, layout_bytes
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Contribution, Layout, Section
+from decentral.core.jobs import Contribution
 from decentral.core.reasons import Reason
 from decentral.train.inner import Live
 from decentral.train.outer_kernels import OuterKernels
@@ -116,10 +116,10 @@ class UpdateRule:
         """Writes what a rule that has just begun has put off."""
 
     def buffer(self) -> Tensor:
-        """Where the copy of theta for the next `close`, `merge` or `fold` goes."""
+        """Where the copy of theta for the next `close` or `fold` goes."""
         return self.tools.vector(self.elements)
 
-    def close(self, theta: Tensor, window: Window, packer: Packer) -> Correction | None:
+    def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
         """Ends the window and packs what partners may have."""
         raise NotImplementedError
 
@@ -135,12 +135,10 @@ class UpdateRule:
     def check(self, vectors: Mapping[str, Tensor]) -> None:
         """Raises ProtocolError if what a partner sent cannot be merged, though it is finite and has our layout."""
 
-    def merge(self, theta: Tensor | None, parts: Sequence[Parts], steps: int) -> Correction | None:
+    def merge(self, parts: Sequence[Parts], steps: int) -> Correction | None:
         """The outer step with what partners sent; without parts it is a solo step.
 
         `steps`: that we will have taken when the correction is added.
-
-        `theta` is a copy of the weights as they are now, for an Absorb; a Merge has none.
         """
         raise NotImplementedError
 

@@ -16,8 +16,9 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Refused, StateChunk, StateRequest
 from decentral.comm.wire.transport import Effect, Reply
 from decentral.core import jobs
+from decentral.core.fragments import Fragment, Layout
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Fragment, Layout, RetainedExported, RetainedStates
+from decentral.core.jobs import RetainedExported, RetainedStates
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 

@@ -15,9 +15,9 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_CHUNK_BYTES, MOST_FOLLOWED, Refused, StateChunk, StateRequest
 from decentral.comm.wire.transport import Answered, Ask, AskFailed, Effect, Tag
 from decentral.core.errors import ProtocolError
-from decentral.core.fragments import layout_bytes
+from decentral.core.fragments import Fragment, Layout, layout_bytes
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Donated, Fragment, Layout
+from decentral.core.jobs import Donated
 from decentral.core.machine import log
 from decentral.core.reasons import Reason
 from decentral.core.synthetic import Blob, gathered

@@ -14,8 +14,9 @@ from enum import Enum, auto
 from random import Random
 
 from decentral.comm.wire.transport import Answered, AskFailed, Effect, Event
+from decentral.core.fragments import Fragment, Layout
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Fragment, ImportState, Layout, Start, StateImported
+from decentral.core.jobs import ImportState, Start, StateImported
 from decentral.core.machine import Woke, log
 from decentral.core.units import Seconds
 from decentral.peers.joining.fetch import Fetch, FetchTag, Incoming

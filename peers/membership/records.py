@@ -18,8 +18,8 @@ from decentral.comm.wire.messages import Count, Index, Run, UnixTime
 from decentral.comm.wire.transport import Directory
 from decentral.core import rng
 from decentral.core.errors import ProtocolError, UserError
+from decentral.core.fragments import Fragment
 from decentral.core.ids import SUFFIX_CHARS, PeerId, RunId
-from decentral.core.jobs import Fragment
 from decentral.core.plain_text import SHOWN_CHARS, plain_text
 from decentral.core.reasons import Reason
 
@@ -34,7 +34,6 @@ ADDRESS_CHARS = 256
 MOST_KEPT = 256  # retained states that a record names
 MAX_BODY_BYTES = 12 * 1024  # of a record; the largest valid one has about 11 KiB
 Address = Annotated[str, Strict(), Field(max_length=ADDRESS_CHARS, pattern=r"^[!-~]*$")]
-Kept = Annotated[tuple[tuple[Index, Count], ...], Field(max_length=MOST_KEPT)]
 MOST_LOSS = 1e6  # a larger one is none that a peer tells
 MOST_RECORDED_LINKS = 8
 PerMille = Annotated[int, Strict(), Field(ge=0, le=1000)]

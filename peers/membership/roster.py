@@ -42,6 +42,7 @@ EXPIRY_STEP_S = 1e-3  # each record of ours expires so much later than the one b
 FORGET_TTLS = 10  # lifetimes of a record after which a dropped peer is forgotten
 RECORDS_OF_COPY = 2  # foreign records under our id that prove a copy; one may be from a start with a fast clock
 DEAD_AFTER = 2  # unanswered questions in a row
+MAX_PEERS = 4096  # in the roster, those known already first
 MOST_DROPPED = 8192  # dropped peers whose last record's time is remembered; beyond them, the first ones are forgotten
 NEIGHBOURS = 24  # holders of a layer that a peer knows
 SPEED_UNIT = 2.0**-40  # tokens/s: sums of speeds are whole numbers of it
@@ -322,7 +323,7 @@ class Roster:
     def _found(self, key: str, values: Mapping[str, bytes], now: Seconds) -> list[RosterEffect]:
         effects: list[RosterEffect] = []
         known_first = sorted(values.items(), key=lambda one: (one[0] not in self.live, one[0]))
-        for subkey, value in known_first[: self.limits.max_peers]:
+        for subkey, value in known_first[:MAX_PEERS]:
             peer = PeerId(subkey)
             if peer == self.own.peer:
                 effects += self._found_own(key, value, now)
@@ -336,8 +337,8 @@ class Roster:
                     raise ProtocolError(Reason.RUN, f"a record of {record.run!r}")
                 if record.time > now + self.limits.record_ttl_s:
                     raise ProtocolError(Reason.AHEAD, f"a record of {record.time - now:.0f} s from now")
-                if peer not in self.live and len(self.live) >= self.limits.max_peers:
-                    raise ProtocolError(Reason.BUSY, f"{self.limits.max_peers} peers are known already")
+                if peer not in self.live and len(self.live) >= MAX_PEERS:
+                    raise ProtocolError(Reason.BUSY, f"{MAX_PEERS} peers are known already")
             except ProtocolError as error:
                 self.refused[error.reason] += 1
                 continue
@@ -401,9 +402,9 @@ class Roster:
 
     def _forget(self, now: Seconds) -> None:
         """Forgets peers of long ago, so that peers that come and go do not fill our memory."""
-        if len(self._known) > 2 * self.limits.max_peers:
+        if len(self._known) > 2 * MAX_PEERS:
             self._known.clear()
-        if len(self._dropped) > self.limits.max_peers:
+        if len(self._dropped) > MAX_PEERS:
             old = now - FORGET_TTLS * self.limits.record_ttl_s
             self._dropped = {peer: time for peer, time in self._dropped.items() if time > old}
         while len(self._dropped) > MOST_DROPPED:

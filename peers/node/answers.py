@@ -13,7 +13,6 @@ from decentral.comm.wire import messages
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_PROBE_BYTES, Message, Refused
 from decentral.comm.wire.transport import Asked, Effect, Reply
-from decentral.core.algorithms import algorithm
 from decentral.core.ids import PeerId
 from decentral.core.jobs import RetainedExported, StateExported
 from decentral.core.reasons import Reason
@@ -25,7 +24,6 @@ from decentral.peers.node.handlers import Handlers, PeerEffect
 from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.setup import NodeSetup
 
-EXCHANGE_QUESTIONS = (messages.Pull, messages.Swap, messages.SwapCommit, messages.Push)
 ROUTE_QUESTIONS = (
     messages.ForwardRequest,
     messages.Offer,
@@ -44,7 +42,6 @@ FOR_STRANGERS = (  # what a newcomer has to ask before others know its record, a
     messages.CommitQuery,
 )
 NO_FRAGMENT = -1
-BLOB_SLACK_BYTES = 1024  # in a snapshot besides its bytes per parameter: parts of blocks, single numbers
 
 
 @dataclass(slots=True)
@@ -59,12 +56,11 @@ class Answers:
     gossip: FragmentExchanges
     rounds: Rounds | None
     waiting: dict[int, int] = field(default_factory=dict)  # the fragment of each open request, or NO_FRAGMENT
-    _undecided: list[int] = field(default_factory=list)  # requests about fragments that are being given up
 
     def __post_init__(self) -> None:
         self.handlers.register(self._any_run, messages.Hello, messages.Ping, messages.Probe)
         self.handlers.register(self._state, messages.StateRequest)
-        self.handlers.register(self._exchange, *EXCHANGE_QUESTIONS)
+        self.handlers.register(self._pull, messages.Pull)
 
     def asked(self, event: Asked, now: Seconds) -> Sequence[PeerEffect]:
         self.waiting[event.request] = NO_FRAGMENT
@@ -89,23 +85,12 @@ class Answers:
         return self.donor.exported(event, self._state_step, now, version)
 
     def refuse_about(self, lost: Sequence[int]) -> list[Effect]:
-        """Refuses the open questions about these fragments, which this peer gives up.
-
-        Mass that is being added is in these weights until they are gone, and `given_up` answers for it.
-        """
-        self._undecided = self.gossip.undecided(lost)
-        open_requests = [request for request, index in self.waiting.items() if index in lost]
-        return [_refuse(request, Reason.FRAGMENT) for request in open_requests if request not in self._undecided]
-
-    def given_up(self, done: bool) -> list[Effect]:
-        """Answers the rest, now that the fragments are given up, or are not after all and keep the mass."""
-        undecided, self._undecided = self._undecided, []
-        return [_refuse(request, Reason.FRAGMENT) if done else _added(request) for request in undecided]
+        """Refuses the open questions about these fragments, which this peer gives up."""
+        return [_refuse(request, Reason.FRAGMENT) for request, index in self.waiting.items() if index in lost]
 
     def leave(self) -> list[Effect]:
-        """Refuses all open questions but those whose mass is being added: the last checkpoint has it, and it stays."""
-        added = self.gossip.undecided(list(self.gossip.running))
-        return [_added(one) if one in added else _refuse(one, Reason.LEAVING) for one in sorted(self.waiting)]
+        """Refuses all open questions."""
+        return [_refuse(request, Reason.LEAVING) for request in sorted(self.waiting)]
 
     def blob_bound(self, message: Message) -> int:
         """The largest blob, in bytes, that may come with this question; 0 if it carries none."""
@@ -113,10 +98,6 @@ class Answers:
         match message:
             case messages.Probe():
                 return MAX_PROBE_BYTES
-            case messages.Swap(offered) | messages.Push(offered):
-                snapshot_bytes = algorithm(setup.config.gossip.algorithm).snapshot_bytes
-                held = {one.index: int(one.parameters * snapshot_bytes) + BLOB_SLACK_BYTES for one in setup.fragments}
-                return held.get(offered.fragment, 0)
             case messages.ForwardRequest() if setup.routes:
                 return setup.routes.size(message)
         return 0
@@ -159,15 +140,14 @@ class Answers:
             self.rounds.donor_holds.hold_for(event.sender, now)
         return self.donor.asked(event.request, event.sender, message, self._state_step, now, known)
 
-    def _exchange(self, event: Asked, now: Seconds) -> list[Effect]:
+    def _pull(self, event: Asked, now: Seconds) -> list[Effect]:
         message = event.envelope.message
-        assert isinstance(message, EXCHANGE_QUESTIONS)
-        index = message.offered.fragment if isinstance(message, messages.Swap | messages.Push) else message.fragment
-        refusal = self.gossip.refusal(message, index)
+        assert isinstance(message, messages.Pull)
+        refusal = self.gossip.refusal(message.fragment)
         if refusal:
             return [_reply(event, refusal)]
-        self.waiting[event.request] = index
-        return self.gossip.tell(index, event, now)
+        self.waiting[event.request] = message.fragment
+        return self.gossip.tell(message.fragment, event, now)
 
     @property
     def _state_step(self) -> int:
@@ -180,18 +160,12 @@ class Answers:
 
 def _run_of(message: Message) -> str | None:
     """The run that a question is about; None for messages that this peer answers, or refuses, whatever their run is."""
-    if isinstance(message, messages.Swap | messages.Push):
-        return message.offered.run
-    about_run = (messages.StateRequest, messages.Pull, messages.SwapCommit, *ROUTE_QUESTIONS, *ROUND_QUESTIONS)
+    about_run = (messages.StateRequest, messages.Pull, *ROUTE_QUESTIONS, *ROUND_QUESTIONS)
     return message.run if isinstance(message, about_run) else None
 
 
 def _refuse(request: int, reason: Reason) -> Reply:
     return Reply(request, Envelope(Refused(reason)))
-
-
-def _added(request: int) -> Reply:
-    return Reply(request, Envelope(messages.Done()))
 
 
 def _reply(event: Asked, message: Message) -> Reply:

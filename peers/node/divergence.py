@@ -6,8 +6,8 @@ warns, and keeps the checkpoint from before.
 
 from dataclasses import dataclass
 
+from decentral.core.jobs import DIVERGED
 from decentral.core.machine import Log, log
-from decentral.core.outcomes import DIVERGED
 from decentral.core.units import Seconds
 
 SETTLED_STEPS = 20  # a mean over fewer steps is noise

@@ -7,12 +7,12 @@ none: its rounds (comm/rounds/round.py) take their place, and questions for exch
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from random import Random
 
-from decentral.comm.wire.messages import MOST_FOLLOWED, Message, Refused
+from decentral.comm.gossip.pull import PullExchange
+from decentral.comm.wire.messages import MOST_FOLLOWED, Refused
 from decentral.comm.wire.transport import Effect, Event
-from decentral.core.algorithms import Algorithm, ExchangeCounts, FragmentContext, GossipMachine, algorithm
-from decentral.core.jobs import Fragment
+from decentral.core.algorithms import Algorithm, ExchangeCounts, FragmentContext, algorithm
+from decentral.core.fragments import Fragment
 from decentral.core.machine import Woke, earliest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -24,9 +24,8 @@ from decentral.peers.node.setup import NodeSetup
 class FragmentExchanges:
     setup: Callable[[], NodeSetup]  # as it is now
     selection: PeerSelection
-    chance: Random
     counts: ExchangeCounts = field(default_factory=ExchangeCounts)
-    running: dict[int, GossipMachine] = field(default_factory=dict)  # by fragment
+    running: dict[int, PullExchange] = field(default_factory=dict)  # by fragment
     _dropped: set[int] = field(default_factory=set)  # fragments whose exchanges have been here before
     _wake: Seconds | None = None  # when the first machine wants to wake; infinite: none does; None: not known yet
 
@@ -70,10 +69,6 @@ class FragmentExchanges:
             if fragment.index not in self.running:
                 self.running[fragment.index] = self._exchange(fragment, now)
 
-    def undecided(self, fragments: Sequence[int]) -> list[int]:
-        """The open requests of these fragments whose effect on the weights is a job under way."""
-        return [request for index in fragments if index in self.running for request in self.running[index].undecided]
-
     def drop(self, lost: Sequence[int]) -> None:
         self._wake = None
         for index in lost:
@@ -99,25 +94,25 @@ class FragmentExchanges:
         self._wake = None
         return self.running[index].handle(event, now)
 
-    def refusal(self, message: Message, index: int) -> Refused | None:
-        """Why a question about a fragment is not one for its exchange; None if it is."""
-        setup, known = self.setup(), self.algorithm
-        if index not in self.running and not known.exact:
-            return Refused(Reason.NOT_READY if index in setup.held else Reason.FRAGMENT)
-        unknown = not isinstance(message, known.questions)
-        return Refused(Reason.ALGORITHM, f"this run gossips by {known.name}") if unknown else None
+    def refusal(self, index: int) -> Refused | None:
+        """Why a fragment's exchange answers no pull; None if it does."""
+        if self.algorithm.exact:
+            return Refused(Reason.ALGORITHM, f"this run gossips by {self.algorithm.name}")
+        if index in self.running:
+            return None
+        return Refused(Reason.NOT_READY if index in self.setup().held else Reason.FRAGMENT)
 
-    def _exchange(self, fragment: Fragment, now: Seconds) -> GossipMachine:
+    def _exchange(self, fragment: Fragment, now: Seconds) -> PullExchange:
         """Windows of the fragments are staggered, so that one at a time is on the wire."""
         setup, known = self.setup(), self.algorithm
-        assert known.machine is not None, f"{known.name} has no exchanges"
-        phase = (fragment.index + 1) / len(setup.cuts) if known.aligned else self.chance.random()
+        assert not known.exact, f"{known.name} has no exchanges"
+        phase = (fragment.index + 1) / len(setup.cuts)
         others = self.selection.roster.live.values() if known.blocking else ()
         newest = max((one.record.round for one in others if one.record.round < MOST_FOLLOWED), default=0)
         gossip, own = setup.config.gossip, setup.own.peer
         is_back = setup.restored_step is not None or fragment.index in self._dropped  # a move that failed, or one back
         restored_at = now if is_back and not known.blocking else 0.0
-        context = FragmentContext(
-            setup.run, own, fragment.index, phase, gossip, self.selection, newest, self.counts, restored_at
-        )
-        return known.machine(context, context.next_close(now, 0))
+        of_fragment = setup.run, own, fragment.index, phase
+        context = FragmentContext(*of_fragment, gossip, self.selection, self.counts, restored_at)
+        close_at = context.next_close(now, 0)
+        return PullExchange(context, close_at, blocking=known.blocking, light=known.light, seq=newest)

@@ -56,7 +56,7 @@ from decentral.peers.planning.swarm_plans import key_of as plan_key
 
 STOPPED_S = 5.0  # a Woke that comes so late tells that this process was stopped
 ROUTE_OUTCOMES = (jobs.ForwardDone, jobs.BackwardDone, jobs.ExecutionFailed, jobs.Compared)
-FragmentJobDone = jobs.WindowClosed | jobs.SectionsEncoded | jobs.Merged | jobs.Absorbed
+FragmentJobDone = jobs.WindowClosed | jobs.SectionsEncoded | jobs.Merged
 
 
 class NodePhase(Enum):
@@ -100,7 +100,7 @@ class Node:
         self.donor = Donor(setup.run, setup.fragments, setup.retained, exact=run.synchronous)
         self.handlers.register(self._to_join, JoinTag, jobs.StateImported)
         self.handlers.register(self._started, jobs.Started)
-        self.gossip = FragmentExchanges(self._present_setup, self.selection, chance)
+        self.gossip = FragmentExchanges(self._present_setup, self.selection)
         self.handlers.register(self._cores_used, CoresUsed)
         self.handlers.register(self._to_exchange, ExchangeTag, *get_args(FragmentJobDone))
         assert setup.routes or not run.synchronous, "all peers of a synchronous run take part in its routes"
@@ -313,7 +313,7 @@ class Node:
     def _to_exchange(self, event: Answered | AskFailed | FragmentJobDone, now: Seconds) -> list[Effect]:
         tag = event.tag if isinstance(event, Answered | AskFailed) else event
         assert isinstance(tag, ExchangeTag | FragmentJobDone)
-        if isinstance(event, jobs.WindowClosed | jobs.SectionsEncoded | jobs.Merged):
+        if isinstance(event, FragmentJobDone):
             self.selection.lengths.cost.did(event.cost_s, closed=isinstance(event, jobs.WindowClosed))
         return self.gossip.tell(tag.fragment, event, now) if tag.fragment in self.gossip.running else []
 

@@ -13,9 +13,8 @@ from statistics import median_low
 
 from decentral.comm.wire.meter import Meter
 from decentral.core.algorithms import algorithm
-from decentral.core.fragments import share
+from decentral.core.fragments import Fragment, share
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Fragment
 from decentral.core.units import Seconds
 from decentral.peers.membership.roster import Roster
 from decentral.peers.node.progress import TrainingProgress
@@ -45,9 +44,10 @@ class PeerSelection:
 
     def partners(self, fragment: int, now: Seconds) -> Sequence[PeerId]:
         """The peers to exchange with: drawn by the bandwidth of their links, so that each has a chance."""
-        gossip = self.setup().config.gossip
-        holders, count = self.holders(fragment), algorithm(gossip.algorithm).partners(gossip)
-        return holders if count is None else self._draw(holders, min(self.lengths.pulls(count), len(holders)))
+        gossip, holders = self.setup().config.gossip, self.holders(fragment)
+        if algorithm(gossip.algorithm).blocking:
+            return holders
+        return self._draw(holders, min(self.lengths.pulls(gossip.partners), len(holders)))
 
     def tokens_per_s(self, peer: PeerId, fragment: int) -> float:
         """The published speed is that through the whole model; with routes a peer may compute this fragment only.

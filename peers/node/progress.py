@@ -5,9 +5,8 @@ from dataclasses import asdict, dataclass, field
 
 from decentral.comm.wire.transport import Event
 from decentral.core.config import BYTES, SwarmConfig, TrainConfig
-from decentral.core.jobs import Evaluate, Evaluated, JobFailed, Save, Saved, SaveFailed, Sealed, Stepped
+from decentral.core.jobs import DIVERGED, Evaluate, Evaluated, JobFailed, Save, Saved, SaveFailed, Sealed, Stepped
 from decentral.core.machine import Log, Woke, earliest, log
-from decentral.core.outcomes import DIVERGED
 from decentral.core.time_spent import NO_TIME, TimeSpent
 from decentral.core.units import Amount, Seconds
 from decentral.peers.node.divergence import Divergence

@@ -18,9 +18,8 @@ from decentral.comm.routes.pacing import RoutingWeights
 from decentral.comm.routes.router import Router
 from decentral.comm.wire.meter import Meter
 from decentral.comm.wire.transport import Effect
-from decentral.core.fragments import share
+from decentral.core.fragments import Fragment, share
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Fragment
 from decentral.core.machine import log
 from decentral.core.units import Seconds
 from decentral.peers.membership.roster import Roster

@@ -11,8 +11,9 @@ from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.private_swarm import PrivateSwarm
 from decentral.core.config import Config
+from decentral.core.fragments import Fragment, Layout
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Fragment, Layout, RetainedStates
+from decentral.core.jobs import RetainedStates
 from decentral.core.units import Amount
 from decentral.peers.membership.records import Profile
 from decentral.peers.placement.span_move import MemoryBudget

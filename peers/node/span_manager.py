@@ -107,7 +107,7 @@ class SpanManager:
     def changed(self, event: SpanChanged, now: Seconds) -> list[Effect]:
         """The training thread has changed the layers, or could not."""
         self.donor.changed(event)
-        return [*self.answers.given_up(event.accepted), *self.moved(event, now)]
+        return self.moved(event, now)
 
     def settle(self, now: Seconds) -> list[Effect]:
         """End the stage executions here while the move drains; once none is left, the layers change."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from decentral.core.jobs import Fragment
+from decentral.core.fragments import Fragment
 
 Floats = NDArray[np.float64]
 

@@ -20,8 +20,9 @@ from typing import Protocol
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Done, LeaseRequest, Message, Refused
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Event, Reply
+from decentral.core.fragments import Layout
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import ChangeSpan, Layout, SpanChanged
+from decentral.core.jobs import ChangeSpan, SpanChanged
 from decentral.core.machine import Log, Woke, log
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.reasons import Reason

@@ -27,7 +27,7 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
 from decentral.comm.routes.pacing import RoutingWeights
-from decentral.core.jobs import Fragment
+from decentral.core.fragments import Fragment
 
 HOP_COST = 0.01  # the part of the flow that may be lost for one hop less
 MOST_HOPS = 40_000  # variables, some seconds; with more different spans routes go by measured times alone

@@ -7,7 +7,6 @@ from torch import Tensor
 from decentral.algorithms.pull import PullRule
 from decentral.core.ids import PeerId
 from decentral.train.agreement import Agreement
-from decentral.train.bounded_rule import BoundedRule
 from decentral.train.copies import CopiedParts, CountedWindows
 from decentral.train.influence import Experience
 from decentral.train.outliers import Outliers
@@ -47,7 +46,5 @@ class AllNew(CountedWindows):
 
 
 def believe_all(rule: UpdateRule) -> None:
-    assert isinstance(rule, BoundedRule | PullRule)
-    rule.experience = Credulous()
     if isinstance(rule, PullRule):
-        rule.agreement, rule.outliers, rule.counted = Trustful(), Anywhere(), AllNew()
+        rule.experience, rule.agreement, rule.outliers, rule.counted = Credulous(), Trustful(), Anywhere(), AllNew()

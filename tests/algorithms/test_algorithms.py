@@ -8,19 +8,16 @@ from torch import Tensor, nn
 
 import decentral.algorithms
 from decentral.comm.gossip.snapshots import SNAPSHOTS_KEPT
-from decentral.comm.wire import messages
 from decentral.core import algorithms, config, swarm_config
-from decentral.core.algorithms import Algorithm, FragmentContext
+from decentral.core.algorithms import Algorithm
 from decentral.core.errors import UserError
-from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Fragment
-from decentral.peers.node.answers import BLOB_SLACK_BYTES
+from decentral.core.fragments import Fragment
+from decentral.core.ids import PeerId
 from decentral.train import compress, update_rules
 from decentral.train.inner import Live
 from decentral.train.outer_kernels import TorchKernels
 from decentral.train.sections import Packer
 from decentral.train.update_rules import RuleTools, Window
-from tests.comm.gossip.partners import Partners
 
 SIDE = 128
 HOLDERS = 3  # of a fragment, in a run with exact gradients
@@ -89,23 +86,12 @@ def test_an_algorithm_that_is_no_text_is_refused_in_the_same_words(value: str) -
 
 
 @every_algorithm
-@pytest.mark.parametrize("parameters", [1, 255, 65_536, 1_000_003])
-def test_a_true_snapshot_fits_within_its_bytes_per_parameter_and_not_by_far(
-    algorithm: Algorithm, parameters: int
-) -> None:
-    rule = update_rules.rule(settings(algorithm), torch.zeros(1), PeerId("A"), TOOLS)
-    size = sum(section.size for section in update_rules.layout_of(sections(rule), parameters, compress))
-    assert size <= int(parameters * algorithm.snapshot_bytes) + BLOB_SLACK_BYTES
-    assert size >= 0.98 * parameters * algorithm.snapshot_bytes
-
-
-@every_algorithm
 def test_the_gossip_state_of_a_parameter_takes_no_more_than_the_record_says(algorithm: Algorithm) -> None:
     rule, published, parameters = rule_after_a_close(algorithm)
     copies = HOLDERS * ROUNDS_KEPT if algorithm.exact else SNAPSHOTS_KEPT
     held = sum(tensor.nbytes for tensor in tensors_in(rule)) + copies * published
     assert held <= algorithm.memory_bytes * parameters
-    assert held >= 0.5 * algorithm.memory_bytes * parameters or algorithm.name == "push_sum"
+    assert held >= 0.5 * algorithm.memory_bytes * parameters
 
 
 @every_algorithm
@@ -113,20 +99,3 @@ def test_what_a_newcomer_gets_and_what_partners_get_are_those_of_the_rule(algori
     rule, published, parameters = rule_after_a_close(algorithm)
     assert published == sum(one.size for one in update_rules.layout_of(sections(rule), parameters, compress))
     assert not set(rule.sections) & set(rule.on_request)
-
-
-@every_algorithm
-def test_an_algorithm_has_either_exchanges_or_exact_gradients(algorithm: Algorithm) -> None:
-    assert (algorithm.machine is None) == algorithm.exact == (algorithm.questions == ())
-    assert all(question.__module__ == messages.__name__ for question in algorithm.questions)
-    count = algorithm.partners(settings(algorithm))
-    assert (count is None) == (algorithm.blocking or algorithm.exact)
-
-
-@pytest.mark.parametrize("algorithm", [one for one in RECORDS if one.id != "synchronous"])
-def test_a_machine_begins_with_the_window_that_it_is_told(algorithm: Algorithm) -> None:
-    context = FragmentContext(RunId("run"), PeerId("A"), 0, 0.5, settings(algorithm), Partners(), round=7)
-    assert algorithm.machine is not None
-    machine = algorithm.machine(context, context.next_close(3.0, 0))
-    assert machine.wake_at == 5.0
-    assert machine.seq == (7 if algorithm.blocking else 0)

@@ -1,25 +1,24 @@
-"""What each update rule keeps: means, mass, or bits, while no partner is further away than a peer believes.
+"""What each update rule keeps: means, or bits, while no partner is further away than a peer believes.
 
 What partners may do beyond that: tests/algorithms/test_influence.py.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks import outer_step
 from decentral.algorithms.pull import PSEUDO_GRADIENT, PullRule
-from decentral.algorithms.push_sum import LEAST_MASS, MOST_WEIGHT, PushSumRule
-from decentral.core import config, rng
-from decentral.core.errors import ProtocolError
+from decentral.core import config
+from decentral.core.fragments import Fragment, Layout
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Contribution, Fragment, Layout
-from decentral.train import compress, outer, update_rules
+from decentral.core.jobs import Contribution
+from decentral.train import compress, update_rules
 from decentral.train.fragment_gossip import GossipedFragment
 from decentral.train.inner import Live
-from decentral.train.outer_kernels import TorchKernels
+from decentral.train.outer_kernels import TorchKernels, rho_of
 from decentral.train.sections import Packer, unpack
 from decentral.train.update_rules import Correction, RuleTools, UpdateRule
 from tests.algorithms.credulous import believe_all
@@ -27,7 +26,7 @@ from tests.algorithms.credulous import believe_all
 SIDE = 20
 SIZE = SIDE * SIDE
 TOOLS = RuleTools(compress, TorchKernels(compress))
-ALGORITHMS = ["pull", "symmetric", "push_sum", "allreduce"]
+ALGORITHMS = ["pull", "allreduce"]
 
 Blob = tuple[Layout, bytes]
 
@@ -53,14 +52,13 @@ class Replica:
         """Ends the window; gives all sections of it, those on request too."""
         packer = Packer(compress)
         window, theta = self.gossiped.end_window(), self.copied()
-        self.correct(self.rule.close(theta, window, packer))
+        self.rule.close(theta, window, packer)
         self.rule.encode(packer)
         return Contribution(self.peer, window.tokens, window.lr_sum, *packer.finish())
 
     def merge(self, contributions: Sequence[Contribution]) -> None:
         parts = [self.rule.read(one) for one in contributions]
-        theta = self.copied() if isinstance(self.rule, PushSumRule) else None
-        self.correct(self.rule.merge(theta, parts, self.live.steps))
+        self.correct(self.rule.merge(parts, self.live.steps))
 
     def copied(self) -> Tensor:
         theta = self.rule.buffer()
@@ -117,152 +115,6 @@ def mean(peers: Sequence[Replica]) -> Tensor:
 
 def spread(peers: Sequence[Replica]) -> float:
     return float(torch.stack([peer.live.theta.double() - mean(peers) for peer in peers]).square().mean())
-
-
-# Symmetric
-
-
-def swap(one: Replica, other: Replica) -> None:
-    ours, theirs = one.close(), other.close()
-    one.merge([theirs])
-    other.merge([ours])
-
-
-def test_a_swap_keeps_the_mean() -> None:
-    pair = replicas("symmetric", 2)
-    before = mean(pair)
-    swap(*pair)
-    assert torch.allclose(mean(pair), before, rtol=0, atol=4 * 2**-23)
-
-
-def test_many_swaps_in_any_order_keep_the_mean_and_bring_agreement() -> None:
-    swarm = replicas("symmetric", 6)
-    before, apart = mean(swarm), spread(swarm)
-    chance = rng.stream(0, "pairs")
-    for _ in range(60):
-        swap(*chance.sample(swarm, 2))
-    assert torch.allclose(mean(swarm), before, rtol=0, atol=60 * 2**-23)
-    assert spread(swarm) < 0.01 * apart
-
-
-def test_a_symmetric_window_without_a_partner_changes_nothing() -> None:
-    lone = Replica("symmetric", "A")
-    before = lone.live.theta.clone()
-    lone.close()
-    lone.merge([])
-    assert torch.equal(lone.live.theta, before)
-
-
-def test_what_is_trained_between_the_halves_of_a_swap_is_kept() -> None:
-    pair = replicas("symmetric", 2)
-    before = mean(pair)
-    ours, theirs = pair[0].close(), pair[1].close()
-    kept = pair[0].live.theta.clone()
-    pair[0].train(seed=9)
-    trained = pair[0].live.theta - kept
-    pair[0].merge([theirs])
-    pair[1].merge([ours])
-    assert torch.allclose(mean(pair), before + trained.double() / 2, rtol=0, atol=8 * 2**-23)
-
-
-# Push-sum
-
-
-def weight(peer: Replica) -> Tensor:
-    return peer.state()["weight"].double()[0]
-
-
-def mass(peers: Sequence[Replica], flying: Sequence[Contribution]) -> tuple[Tensor, float]:
-    """Sum of x and sum of w, over the peers and what is on its way."""
-    x = torch.stack([peer.live.theta.double() * weight(peer) for peer in peers]).sum(dim=0)
-    w = float(sum(weight(peer) for peer in peers))
-    for one in flying:
-        x = x + vectors(one)["mass"].double()
-        w += float(vectors(one)["weight"][0])
-    return x, w
-
-
-def test_push_sum_keeps_all_mass_whether_pushed_in_flight_or_taken_back() -> None:
-    swarm = replicas("push_sum", 5)
-    flying: list[Contribution] = []
-    x, w = mass(swarm, flying)
-    chance = rng.stream(0, "pushes")
-    for _ in range(80):
-        if flying and chance.random() < 0.5:
-            arrived = flying.pop(chance.randrange(len(flying)))
-            home = next(peer for peer in swarm if peer.peer == arrived.peer)
-            receiver = home if chance.random() < 0.3 else chance.choice(swarm)  # 3 in 10 are taken back
-            receiver.merge([arrived])
-        else:
-            flying.append(chance.choice(swarm).close())
-        x_now, w_now = mass(swarm, flying)
-        assert w_now == pytest.approx(w, rel=1e-6)
-        assert torch.allclose(x_now, x, rtol=0, atol=1e-4)
-
-
-def test_mass_that_is_taken_back_leaves_a_peer_as_it_was() -> None:
-    lone = Replica("push_sum", "A")
-    before = lone.live.theta.clone()
-    lone.merge([lone.close()])
-    assert torch.allclose(lone.live.theta, before, atol=1e-6)
-    assert float(weight(lone)) == 1.0
-
-
-def test_push_sum_on_a_one_way_ring_ends_at_the_mean_of_the_start() -> None:
-    swarm = replicas("push_sum", 4)
-    start = mean(swarm)
-    for _ in range(60):
-        pushed = [peer.close() for peer in swarm]
-        for sender, receiver in pairwise([*range(4), 0]):
-            swarm[receiver].merge([pushed[sender]])
-    for peer in swarm:
-        assert torch.allclose(peer.live.theta.double(), start, atol=1e-2)
-
-
-def test_giving_mass_away_does_not_move_the_weights_by_more_than_rounding() -> None:
-    lone = Replica("push_sum", "A")
-    before = lone.live.theta.clone()
-    for _ in range(3):
-        lone.close()
-    assert torch.allclose(lone.live.theta, before, atol=3 * float(before.abs().max()) / 127)
-
-
-def pushed(theta: Tensor, weight: float, liar: Replica) -> Contribution:
-    """Mass of these weights, whatever the liar has."""
-    return repacked(liar.close(), {"mass": theta * weight, "weight": torch.tensor([weight])})
-
-
-@pytest.mark.parametrize("weight", [0.0, -1.0, 1e-38, 1e-6, 4.1, 1e30])
-def test_mass_that_weighs_next_to_nothing_or_too_much_is_refused(weight: float) -> None:
-    ours, liar = (Replica("push_sum", name) for name in "AB")
-    with pytest.raises(ProtocolError):
-        ours.merge([pushed(torch.full((SIZE,), 1e-3), weight, liar)])
-
-
-def test_mass_whose_weights_are_not_finite_is_refused() -> None:
-    ours, liar = (Replica("push_sum", name) for name in "AB")
-    lie = repacked(liar.close(), {"mass": torch.full((SIZE,), 3e38), "weight": torch.tensor([1e-3])})
-    with pytest.raises(ProtocolError):
-        ours.merge([lie])
-
-
-def test_a_partner_that_pushes_without_end_makes_us_no_heavier_than_others_take_from_us() -> None:
-    ours, liar, honest = (Replica("push_sum", name) for name in "ABC")
-    for _ in range(60):
-        ours.merge([pushed(ours.live.theta.clone(), 4.0, liar)])
-    honest.merge([ours.close()])
-    assert 0 < float(weight(ours)) <= MOST_WEIGHT
-    assert bool(honest.live.theta.isfinite().all())
-
-
-def test_partners_that_lose_all_that_we_push_do_not_make_us_vanish() -> None:
-    ours, honest = Replica("push_sum", "A"), Replica("push_sum", "B")
-    size = float(ours.live.theta.norm())
-    for _ in range(300):
-        given = ours.close()
-    assert float(weight(ours)) >= LEAST_MASS
-    assert 0.5 * size < float(ours.live.theta.norm()) < 2 * size
-    honest.merge([given])
 
 
 # All-reduce
@@ -355,28 +207,27 @@ def test_a_pull_of_the_pseudo_gradient_alone_moves_us_too() -> None:
 
 @pytest.mark.parametrize("late_steps", [0, 3], ids=["at once", "three steps later"])
 @pytest.mark.parametrize("light", [True, False], ids=["pseudo-gradient", "slow weights too"])
-@pytest.mark.parametrize("momentum", [0.0, 0.4])
-def test_a_pull_is_the_outer_step_of_the_formulas(momentum: float, light: bool, late_steps: int) -> None:
+def test_a_pull_is_the_outer_step_of_the_formulas(light: bool, late_steps: int) -> None:
     """So what tests/train/test_outer.py says of the formulas (progress counts once, gain, agreement) holds here."""
-    ours = Replica("pull", "A", 0, momentum=momentum, step=0.7, consensus=0.8)
+    ours = Replica("pull", "A", 0)
     theirs = Replica("pull", "B", 1)
     believe_all(ours.rule)
     theirs.live.theta.mul_(0.1).add_(ours.live.theta)
     theirs.rule.load(theirs.live.theta, {})
-    slow, constants = outer.start(ours.live.theta), outer.Constants(momentum, 0.7, 0.8)
+    slow = outer_step.start(ours.live.theta)
     for window in range(5):
         ours.train(seed=10 * window, tokens=300)
         theirs.train(seed=10 * window + 1, tokens=100)
-        slow, published = outer.close(slow, ours.live.theta, q4)
+        slow, published = outer_step.close(slow, ours.live.theta, q4)
         own, partner = ours.close(), theirs.close()
         assert torch.equal(vectors(own)[PSEUDO_GRADIENT], published)
         for step in range(late_steps):
             ours.train(seed=100 * window + step, tokens=0)
             ours.live.steps += 1
         phi = None if light else vectors(partner)["phi"]
-        read = outer.WindowUpdate(vectors(partner)[PSEUDO_GRADIENT], 100, 1e-3, phi)
-        mine = outer.WindowUpdate(published, 300, 1e-3)
-        expected = outer.merge(slow, mine, [read], constants, outer.rho_of(late_steps, TOOLS.optimizer))
+        read = outer_step.WindowUpdate(vectors(partner)[PSEUDO_GRADIENT], 100, 1e-3, phi)
+        mine = outer_step.WindowUpdate(published, 300, 1e-3)
+        expected = outer_step.merge(slow, mine, [read], outer_step.Constants(), rho_of(late_steps, TOOLS.optimizer))
         before, slow = ours.live.theta.clone(), expected.slow
         pulled = repacked(partner, {PSEUDO_GRADIENT: read.pseudo_gradient}) if light else partner
         ours.merge([pulled])

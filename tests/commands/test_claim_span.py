@@ -16,8 +16,8 @@ from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.messages import Refused
 from decentral.core import config
 from decentral.core.errors import UserError
+from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Fragment
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.reasons import Reason
 from decentral.peers.membership.records import Profile, first_record, key_of, pack

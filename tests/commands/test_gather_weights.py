@@ -102,7 +102,7 @@ def test_a_machine_gathers_as_many_copies_as_fit_and_refuses_a_model_of_which_no
 
 
 def test_the_layouts_it_expects_are_those_that_peers_donate(setup_of: Callable[..., ComputeSetup]) -> None:
-    for algorithm in ("pull", "symmetric", "push_sum", "allreduce", "synchronous"):
+    for algorithm in ("pull", "allreduce", "synchronous"):
         compute = Compute(setup_of("A", algorithm=algorithm))
         expected = [layout for _, layout in gather_weights.donated_layouts(compute.setup.config)]
         assert expected == compute.gossip.state_layouts()

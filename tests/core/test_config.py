@@ -152,7 +152,27 @@ def test_a_key_that_came_later_changes_the_digest_only_where_it_is_set() -> None
     assert "block" not in json.loads(plain.canonical())["model"]
     scaled = load(None, ["model.family=granite", "model.block={residual_multiplier: 0.5}"])
     assert json.loads(scaled.canonical())["model"]["block"]["residual_multiplier"] == 0.5
-    assert Config.model_validate(json.loads(plain.canonical())) == plain
+    assert config.validated(json.loads(plain.canonical())) == plain
+
+
+def test_keys_that_are_retired_stay_in_the_digest() -> None:
+    """These digests are of a version that had them: its checkpoints and state folders go on."""
+    assert load(None).digest() == "b1e9990102601d567e7c4ac259ee5058"
+    assert (
+        load(None, ["gossip.algorithm=synchronous", "train.accumulate=4"]).digest()
+        == "b0e831b3e299bbf73b5f5dec427b59ce"
+    )
+
+
+RETIRED = [(section, key, value) for section, keys in config.RETIRED_KEYS.items() for key, value in keys.items()]
+
+
+@pytest.mark.parametrize(("section", "key", "value"), RETIRED)
+def test_a_retired_key_is_taken_with_its_old_default_alone(section: str, key: str, value: float) -> None:
+    assert load(None, [f"{section}.{key}={value}"]) == load(None)
+    assert refusal(f"{section}.{key}=0.25") == (
+        f"config: {section}.{key} is {value} in every run; it is 0.25 here: leave it out"
+    )
 
 
 def test_the_digest_changes_with_any_value() -> None:

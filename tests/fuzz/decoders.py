@@ -24,9 +24,9 @@ from decentral.comm.wire import blobs, codec, identity, messages
 from decentral.comm.wire.messages import RoundMember
 from decentral.core import algorithms, config, jobs, journal, own_yaml, strict_json, swarm_config
 from decentral.core.errors import ProtocolError, UserError
-from decentral.core.fragments import Fragment, Layout, layout_bytes
+from decentral.core.fragments import Fragment, Layout, Section, layout_bytes
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Contribution, Section
+from decentral.core.jobs import Contribution
 from decentral.core.plain_text import plain_text
 from decentral.dashboard.follow import SwarmTime
 from decentral.dashboard.sources import JournalFolder
@@ -325,7 +325,7 @@ def _choice(data: bytes, count: int) -> int:
 
 
 @cache
-def _rule(name: str) -> tuple[update_rules.UpdateRule, jobs.Layout]:
+def _rule(name: str) -> tuple[update_rules.UpdateRule, Layout]:
     gossip = config.GossipConfig.model_validate({"algorithm": name})
     rule = update_rules.rule(gossip, torch.zeros(300), PeerId("A"), TOOLS)
     return rule, update_rules.layout_of(rule.sections, 300, compress)
@@ -379,7 +379,6 @@ DECODERS: dict[str, Decoder] = {
             "train.compress.as_bytes",
             "train.compress.refuse",
             "train.compress.unpack",
-            "train.rotated_codes.unpack",
         ),
     ),
     "contribution": Decoder(
@@ -387,7 +386,6 @@ DECODERS: dict[str, Decoder] = {
         (
             "train.update_rules.fits",
             "train.update_rules.read",
-            "algorithms.push_sum.check",
             "algorithms.synchronous.check",
         ),
     ),

@@ -10,9 +10,8 @@ from random import Random
 from typing import Any
 
 from decentral.core import jobs
-from decentral.core.fragments import ActivationForms
+from decentral.core.fragments import ActivationForms, Layout, Section
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Layout, Section
 from decentral.core.time_spent import TimeSpent
 from decentral.core.units import Seconds
 from decentral.peers.planning.plan_evaluation import EvaluatePlans, PlansEvaluated
@@ -114,8 +113,6 @@ class Device:
                 rejected = [part.peer for part in parts if self._fails()]
                 used = tuple(part.peer for part in parts if part.peer not in rejected)
                 return jobs.Merged(fragment, seq, used, tuple((peer, "nan") for peer in rejected), 0.01)
-            case jobs.Absorb(fragment):
-                return jobs.Absorbed(fragment, False, "nan") if self._fails() else jobs.Absorbed(fragment, True)
             case jobs.ExportState(fragment):
                 return jobs.StateExported(fragment, *(((), b"") if self._fails() else (STATE, blob_of(STATE))))
             case jobs.ExportRetained(fragment):

@@ -28,8 +28,8 @@ from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Found
 from decentral.core import jobs, rng
 from decentral.core.config import Config, GossipConfig, TrainConfig
 from decentral.core.errors import ProtocolError
+from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Fragment
 from decentral.core.machine import Woke
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.reasons import Reason
@@ -51,8 +51,8 @@ from tests.fuzz.device import FORMS, STATE, Device
 from tests.fuzz.founder import Founder
 from tests.fuzz.private import holding, member, signer
 
-Kind = Literal["pull", "symmetric", "push_sum", "allreduce", "synchronous", "spans", "newcomer", "private"]
-KINDS: tuple[Kind, ...] = ("pull", "symmetric", "push_sum", "allreduce", "synchronous", "spans", "newcomer", "private")
+Kind = Literal["pull", "allreduce", "synchronous", "spans", "newcomer", "private"]
+KINDS: tuple[Kind, ...] = ("pull", "allreduce", "synchronous", "spans", "newcomer", "private")
 RUN = RunId("fuzzed-000000")
 NOW = 1.7e9
 NAMES = tuple(PeerId(f"liar{number:04d}") for number in range(3000))
@@ -363,8 +363,7 @@ def _goes_on(effect: PeerEffect) -> bool:
 def setup_of(kind: Kind) -> NodeSetup:
     """A node of this kind, before it has met anybody."""
     algorithm: Any = {"spans": "pull", "newcomer": "pull", "private": "pull"}.get(kind, kind)
-    window_s = 5.0 if kind == "symmetric" else 1.0  # a peer whose exchange is under way takes no swap
-    gossip = GossipConfig(algorithm=algorithm, window_s=window_s, start_window_s=window_s)
+    gossip = GossipConfig(algorithm=algorithm, window_s=1.0, start_window_s=1.0)
     config = Config(gossip=gossip, train=TrainConfig(accumulate=4))
     signs, cuts = VirtualSigner(PeerId("honest")), CUTS if kind == "spans" else WHOLE
     invitation = holding(signs.peer, NOW + WARN_S + SPARE_S)

@@ -13,9 +13,8 @@ from decentral.comm.wire import blobs, codec, messages
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import ExecutionId, Hop, Message, RoundMember, Snapshot
 from decentral.comm.wire.transport import Ask
-from decentral.core.algorithms import algorithm
+from decentral.core.fragments import Fragment, Layout, Section
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Fragment, Layout, Section
 from decentral.peers.joining.fetch import PIECE_BYTES
 from decentral.peers.membership.prober import zeros
 from decentral.peers.membership.records import PeerPhase, PeerRecord
@@ -38,9 +37,6 @@ QUESTIONS: tuple[type[Message], ...] = (
     messages.Ping,
     messages.Probe,
     messages.Pull,
-    messages.Swap,
-    messages.SwapCommit,
-    messages.Push,
     messages.StateRequest,
     messages.Offer,
     messages.ForwardRequest,
@@ -51,7 +47,6 @@ QUESTIONS: tuple[type[Message], ...] = (
     messages.RoundQuery,
     messages.CollectRequest,
 )
-EXCHANGES = (messages.Pull, messages.Swap, messages.SwapCommit, messages.Push)
 ROUNDS = (messages.RoundQuery, messages.CollectRequest)
 REFUSALS = (
     "busy",
@@ -150,17 +145,9 @@ class Known:
         digest = blobs.digest(blob_of(WINDOW))
         return Snapshot(self.run, index, number, self.chance.randrange(200), 0.5, self.now, WINDOW, digest)
 
-    def commit_seq(self, fragment: int) -> int:
-        """The number of the swap that was answered last."""
-        exchange = self.node.gossip.running.get(fragment)
-        return int(getattr(exchange, "_offered_seq", 0)) or int(self.now * 1000)
-
     def asker(self, message: Message) -> PeerId | None:
         """Who may ask this, if only some may."""
         routes = self.node.routes
-        if isinstance(message, messages.SwapCommit):
-            partner: PeerId | None = getattr(self.node.gossip.running.get(message.fragment), "_partner", None)
-            return partner
         if isinstance(message, messages.ForwardStatusQuery) and routes:
             there = routes.table.by_id.get(message.execution)
             return next(iter(there.askers), None) if there else None
@@ -173,9 +160,8 @@ class Known:
 
 def questions_for(node: Node) -> tuple[type[Message], ...]:
     """The kinds that this node answers, as far as the run's algorithm decides that."""
-    taken = algorithm(node.setup.config.gossip.algorithm).questions
-    more = ROUNDS if node.rounds else ()
-    return tuple(kind for kind in QUESTIONS if kind not in (*EXCHANGES, *ROUNDS) or kind in (*taken, *more))
+    others = (messages.Pull,) if node.rounds else ROUNDS
+    return tuple(kind for kind in QUESTIONS if kind not in others)
 
 
 def question(known: Known, kind: type[Message]) -> Envelope:
@@ -193,12 +179,6 @@ def question(known: Known, kind: type[Message]) -> Envelope:
             after = int(known.now * 1000) - chance.choice((0, 500, 60000))
             names = chance.choice(((), ("pseudo_gradient",), ("phi",)))
             return Envelope(messages.Pull(run, fragment, after, known.now - late, late, chance.random() < 0.2, names))
-        case messages.Swap:
-            return Envelope(messages.Swap(known.snapshot(fragment)), blob_of(WINDOW))
-        case messages.SwapCommit:
-            return Envelope(messages.SwapCommit(run, fragment, known.commit_seq(fragment)))
-        case messages.Push:
-            return Envelope(messages.Push(known.snapshot(fragment)), blob_of(WINDOW))
         case messages.StateRequest:
             return Envelope(messages.StateRequest(run, fragment, chance.choice((0, 0, 3)), 100, chance.random() < 0.2))
         case messages.Offer:
@@ -235,8 +215,6 @@ def answer(known: Known, ask: Ask) -> Envelope:
             return Envelope(messages.Probed(len(ask.envelope.blob)), zeros(download_bytes))
         case messages.Pull() as pull:
             return _pulled(known, pull)
-        case messages.Swap(offered):
-            return Envelope(known.snapshot(offered.fragment), blob_of(WINDOW))
         case messages.StateRequest(fragment=fragment, offset=offset):
             total = sum(section.size for section in STATE)
             piece = blob_of(STATE)[offset : offset + PIECE_BYTES]

@@ -25,7 +25,7 @@ from tests.fuzz import grammar, values
 from tests.fuzz.fuzzed_node import QUIET_S, FuzzedNode, Kind
 from tests.test_floors import MODULES
 
-SWAPS, ROUNDS = (messages.Swap, messages.SwapCommit), grammar.ROUNDS
+ROUNDS = grammar.ROUNDS
 ROUTES = (
     messages.ForwardRequest,
     messages.Offer,
@@ -35,8 +35,6 @@ ROUTES = (
 )
 MACHINES: dict[str, tuple[str, Kind, tuple[type[Message], ...]]] = {  # class -> method, node, questions
     "comm.gossip.pull.PullExchange": ("handle", "pull", (messages.Pull,)),
-    "comm.gossip.push.PushExchange": ("handle", "push_sum", (messages.Push,)),
-    "comm.gossip.swap.SwapExchange": ("handle", "symmetric", SWAPS),
     "comm.rounds.collection.Collection": ("handle", "synchronous", ROUNDS),
     "comm.rounds.round.Rounds": ("handle", "synchronous", (*ROUNDS, *ROUTES)),
     "comm.rounds.members.DonorHolds": ("hold_for", "synchronous", (*ROUNDS, messages.StateRequest)),

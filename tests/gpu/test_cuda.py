@@ -15,7 +15,7 @@ from decentral.train.kernel_choice import best_kernels
 from decentral.train.kernel_proof import prove
 from decentral.train.kernels_cpu import CompiledKernels
 from decentral.train.muon import muon_step
-from decentral.train.outer_kernels import OuterConstants, OuterKernels, OuterVectors, Weighted
+from decentral.train.outer_kernels import OuterKernels, OuterVectors, Weighted
 from decentral.train.step import Device
 
 pytestmark = pytest.mark.gpu
@@ -162,10 +162,10 @@ def test_pinned_vectors_of_many_chunks_merge_as_on_the_cpu(kernels: OuterKernels
     towards = [Weighted(0.3, compress.encode("int8", pinned(n, 20 + k))) for k in range(2)]
     results = []
     for one in (kernels, CompiledKernels()):
-        vectors = OuterVectors(pinned(n, 1), pinned(n, 2), pinned(n, 3), pinned(n, 4))
-        one.merge(vectors, steps, towards, OuterConstants(0.9, 0.7, 0.3, 0.6))
+        vectors = OuterVectors(pinned(n, 1), pinned(n, 2), pinned(n, 3))
+        one.merge(vectors, steps, towards, rho=0.6)
         results.append(vectors)
-    for name in ("phi", "baseline", "correction", "momentum"):
+    for name in ("phi", "baseline", "correction"):
         assert torch.equal(*(getattr(vectors, name) for vectors in results)), name
 
 

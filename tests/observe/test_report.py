@@ -1,6 +1,7 @@
 """The page about a run: whole, self-contained, and safe to open, whatever stands in the journals."""
 
 import json
+import sys
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
@@ -9,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("matplotlib")
+
 from decentral import report, simulate
-from decentral.observe.report_charts import RunCharts
+from decentral.observe.report_charts import CROWD, RunCharts
 from decentral.observe.report_page import page_of
 from decentral.observe.run_history import MOST_LIVES, PeerHistory, RunHistory, history_of
 from decentral.sim import sweep
@@ -19,7 +22,6 @@ QUICK = [word for setting in sweep.SETTINGS for word in ("--set", setting)]
 FAULTS = "crash 1 at 12; restart 1 at 15"
 EVIL = '<script src="http://evil.example/x.js">alert(1)</script>"\'><img src=x onerror=alert(1)>'
 VOID = {"meta", "br", "img", "link", "input"}
-SVG = {"svg", "g", "path", "rect", "circle", "text", "title"}
 
 
 class Page(HTMLParser):
@@ -37,7 +39,8 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags[tag] += 1
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "action", "srcset")]
+        asked = (value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "action", "srcset"))
+        self.addresses += [address for address in asked if not address.startswith("#")]
         assert not [name for name, _ in attrs if name.startswith("on")]
         if tag not in VOID:
             self._open.append(tag)
@@ -75,8 +78,8 @@ def test_it_writes_one_page_that_asks_for_nothing(
     page = Page(text)
     assert page.addresses == []
     assert page.tags["script"] == 0
-    assert "url(" not in text
-    assert "http" not in text.replace("http-equiv", "")
+    assert "url(" not in text.replace("url(#", "")
+    assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org/", "")  # names of SVG itself
     assert "default-src 'none'" in text
     assert page.tags["svg"] == 7
 
@@ -95,6 +98,18 @@ def test_the_page_says_what_the_journals_say(journals: Path) -> None:
     for peer in run.peers:
         assert peer.name in texts
     assert "✕" in texts
+
+
+def test_without_matplotlib_the_page_has_the_tables_and_one_line_says_what_is_missing(
+    journals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    out = tmp_path / "run.html"
+    assert report.main([str(journals), "-o", str(out)]) == 0
+    assert capsys.readouterr().err == "no charts: they need matplotlib: pip install 'decentral[plot]'\n"
+    page = Page(out.read_text())
+    assert page.tags["svg"] == 0
+    assert page.tags["table"] == 3
 
 
 def test_totals_do_not_fall_when_a_peer_starts_again(journals: Path) -> None:
@@ -189,7 +204,7 @@ def test_many_peers_share_a_colour_and_the_rows_end(tmp_path: Path) -> None:
             json.dumps(started) + "\n" + json.dumps({"t": 9.0, "event": "joined"}) + "\n"
         )
     run = read(tmp_path)
-    assert RunCharts(run).ink(0).hue is None
+    assert set(RunCharts(run).colours()) == {CROWD}
     assert "and 10 more peers" in RunCharts(run).presence()
     Page(page_of(run))
 

@@ -319,7 +319,6 @@ def test_a_byzantine_peer_that_exaggerates_moves_the_others_by_a_bounded_amount(
 # The other algorithms
 
 
-@pytest.mark.parametrize("algorithm", ["symmetric", "push_sum", "allreduce"])
 @pytest.mark.parametrize(
     "spec",
     [
@@ -330,8 +329,8 @@ def test_a_byzantine_peer_that_exaggerates_moves_the_others_by_a_bounded_amount(
         "lie 2 nan at 30 for 15",
     ],
 )
-def test_the_other_algorithms_recover_too(algorithm: str, spec: str) -> None:
-    FaultySwarm(spec, algorithm=algorithm).settle()
+def test_allreduce_recovers_too(spec: str) -> None:
+    FaultySwarm(spec, algorithm="allreduce").settle()
 
 
 # The same seed

@@ -10,6 +10,7 @@ import torch
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import BackwardResponse, Hop
 from decentral.core import config, jobs
+from decentral.core.fragments import Section
 from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Log
 from decentral.peers.node.handlers import PeerEffect, PeerEvent
@@ -33,7 +34,7 @@ def answer(seed: int) -> Envelope:
     """The answer of an honest hop."""
     gradient = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(seed))
     blob = compress.encode("bf16", gradient)
-    layout = (jobs.Section("hidden", "bf16", NUMBERS, len(blob)),)
+    layout = (Section("hidden", "bf16", NUMBERS, len(blob)),)
     return Envelope(BackwardResponse(RunId("run"), 8.0, 4, (Hop("X", 1, 2),), layout), blob)
 
 

@@ -7,13 +7,12 @@ test is the training thread, and it goes on training while windows are closed an
 import threading
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from decentral.algorithms.pull import PullRule
-from decentral.algorithms.push_sum import PushSumRule
 from decentral.core import config, jobs
+from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId
 from decentral.train.fragment_gossip import FragmentGossip
 from decentral.train.inner import Live
@@ -52,7 +51,7 @@ class Peer:
     def __init__(self, algorithm: str = "pull", name: str = "A") -> None:
         gossip = config.GossipConfig.model_validate({"algorithm": algorithm})
         layer = nn.Linear(SIDE, SIDE, bias=False)
-        self.live = Live(jobs.Fragment(0, 0, 1, SIZE), [layer], torch.device("cpu"), config.TrainConfig())
+        self.live = Live(Fragment(0, 0, 1, SIZE), [layer], torch.device("cpu"), config.TrainConfig())
         self.live.theta.copy_(whole_numbers(0))
         self.gossip = FragmentGossip(gossip, PeerId(name), RuleTools(Exact(), TorchKernels(Exact())))
         self.gossip.hold([self.live])
@@ -263,43 +262,3 @@ def test_a_newcomer_and_a_partner_that_come_at_once_find_all_progress_once() -> 
     peer.do(jobs.Merge(0, WINDOWS, ()))
     assert torch.equal(peer.live.theta, whole_numbers(0) + peer.trained)
     assert torch.equal(peer.phi, peer.live.theta)
-
-
-# Mass that comes from several at once
-
-
-def pushes(count: int) -> list[jobs.Contribution]:
-    found = []
-    for number in range(count):
-        pusher = Peer("push_sum", "BCDEFGH"[number])
-        pusher.live.theta.copy_(whole_numbers(100 + number, -40, 40))
-        found.append(pusher.close())
-    return found
-
-
-def mass(peer: Peer) -> tuple[Tensor, float]:
-    rule = peer.gossip.of(0).rule
-    assert isinstance(rule, PushSumRule)
-    return peer.live.theta.double() * rule.weight.double(), float(rule.weight)
-
-
-def test_mass_that_several_push_at_once_is_all_added() -> None:
-    peer, arrived = Peer("push_sum"), pushes(7)
-    peer.step = lambda: None  # type: ignore[method-assign]
-    before, weight = mass(peer)
-    many = [jobs.Absorb(0, one) for one in arrived]
-    peer.train_beside(many[0], lambda outcome: list(many[1:]) if len(peer.outcomes) == 1 else [])
-    x, w = mass(peer)
-    expected = torch.stack([unpack(Exact(), one.layout, one.blob)["mass"].double() for one in arrived]).sum(dim=0)
-    assert w == weight + 3.5
-    assert torch.allclose(x, before + expected, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("bad", [0, 1, 2])
-def test_each_push_gets_its_own_outcome_in_the_order_of_the_jobs(bad: int) -> None:
-    peer, arrived = Peer("push_sum"), pushes(3)
-    spoiled = jobs.Contribution(PeerId("X"), 0, 0.0, arrived[bad].layout, b"")
-    many = [jobs.Absorb(0, spoiled if number == bad else one) for number, one in enumerate(arrived)]
-    peer.train_beside(jobs.Rest(0), lambda outcome: list(many) if isinstance(outcome, jobs.Rested) else [])
-    accepted = [outcome.accepted for outcome in peer.outcomes if isinstance(outcome, jobs.Absorbed)]
-    assert accepted == [number != bad for number in range(3)]

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks import outer_step
 from decentral.core.errors import ProtocolError
-from decentral.train import compress, outer
+from decentral.train import compress
 
 BLOCKWISE = {"q4": (128, 7), "int8": (256, 127)}
 CODECS = ["q1", "q4", "int8", "bf16", "fp32"]
@@ -75,12 +76,12 @@ def test_fp32_keeps_every_bit(values: Tensor) -> None:
 @given(rounds=st.lists(st.integers(0, 10**6), min_size=1, max_size=6), scale=st.sampled_from([1e-30, 1e-4, 1.0, 1e30]))
 def test_what_is_sent_plus_what_remains_is_what_came_in(codec: str, rounds: list[int], scale: float) -> None:
     theta = torch.zeros(300)
-    slow = outer.start(theta)
+    slow = outer_step.start(theta)
     for seed in rounds:
         came = slow.residual + scale * torch.randn(300, generator=torch.Generator().manual_seed(seed))
         theta = slow.baseline - (came - slow.residual)
         owed = slow.residual + (slow.baseline - theta)
-        slow, read = outer.close(slow, theta, lambda owed: sent(codec, owed))
+        slow, read = outer_step.close(slow, theta, lambda owed: sent(codec, owed))
         rounding = 2**-23 * torch.maximum(owed.abs(), read.abs())
         assert bool((read + slow.residual - owed).abs().le(rounding).all())
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from decentral.core import jobs
 from decentral.core.errors import UserError
+from decentral.core.fragments import Layout
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Contribution, Layout
+from decentral.core.jobs import Contribution
 from decentral.core.time_spent import NO_TIME
 from decentral.train import checkpoint, compress
 from decentral.train.compute import Compute, ComputeSetup
@@ -21,7 +22,7 @@ from decentral.train.outer_kernels import TorchKernels
 from decentral.train.sections import Packer, unpack
 
 MakeSetup = Callable[..., ComputeSetup]
-ALGORITHMS = ["pull", "symmetric", "push_sum", "allreduce"]
+ALGORITHMS = ["pull", "allreduce"]
 
 
 def trained(setup: ComputeSetup, steps: int = 3) -> Compute:
@@ -55,12 +56,9 @@ def merge(compute: Compute, *contributions: Contribution, fragment: int = 0, seq
 
 
 def end_alone(compute: Compute, fragment: int = 0) -> None:
-    """A whole window without a partner: a solo step, or the mass is taken back."""
-    closed = close(compute, fragment)
-    if compute.setup.config.gossip.algorithm == "push_sum":
-        assert compute.do(jobs.Absorb(fragment, closed)) == jobs.Absorbed(fragment, True)
-    else:
-        merge(compute, fragment=fragment)
+    """A whole window without a partner: a solo step."""
+    close(compute, fragment)
+    merge(compute, fragment=fragment)
 
 
 def export(compute: Compute) -> list[tuple[int, Layout, bytes]]:
@@ -350,27 +348,6 @@ def test_a_pseudo_gradient_a_thousand_times_too_long_moves_us_hardly_further_tha
         return float(torch.linalg.vector_norm(weights(ours) - before))
 
     assert moved_by(1000.0) < 3 * moved_by(1.0)
-
-
-@pytest.mark.parametrize("weight", [0.0, -0.5, -1.0, -1e30], ids=str)
-def test_pushed_mass_without_weight_is_refused(setup_of: MakeSetup, weight: float) -> None:
-    ours, theirs = (trained(setup_of(name, algorithm="push_sum")) for name in "AB")
-    pushed = repacked(close(theirs), lambda name, v: torch.full_like(v, weight) if name == "weight" else v)
-    before = weights(ours)
-    absorbed = ours.do(jobs.Absorb(0, pushed))
-    assert isinstance(absorbed, jobs.Absorbed)
-    assert not absorbed.accepted
-    assert torch.equal(weights(ours), before)
-
-
-def test_pushed_mass_is_absorbed_or_refused_with_a_reason(setup_of: MakeSetup) -> None:
-    ours, theirs = (trained(setup_of(name, algorithm="push_sum")) for name in "AB")
-    pushed = close(theirs)
-    before = weights(ours)
-    assert ours.do(jobs.Absorb(0, replace(pushed, blob=pushed.blob[:-1]))) == jobs.Absorbed(0, False, "shape")
-    assert torch.equal(weights(ours), before)
-    assert ours.do(jobs.Absorb(0, pushed)) == jobs.Absorbed(0, True)
-    assert not torch.equal(weights(ours), before)
 
 
 # A newcomer's state

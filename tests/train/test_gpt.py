@@ -195,19 +195,25 @@ USERS = config.ModelConfig(layers=f"{__name__}:own_layers", context=16, vocabula
 
 @pytest.mark.parametrize("model", [GROUPED, USERS], ids=["ours", "a user's"])
 @pytest.mark.parametrize("logits_at_once", [61, 500, 61 * 16 * 3 - 1])
-def test_a_loss_in_parts_is_that_of_the_whole(model: config.ModelConfig, logits_at_once: int) -> None:
+def test_a_loss_in_parts_is_that_of_the_whole(
+    model: config.ModelConfig, logits_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layers = gpt.build(model, 0)
     loss, found = gradients(saving(model), layers)
-    in_parts, same = gradients(saving(model, logits_at_once=logits_at_once), layers)
+    monkeypatch.setattr(gpt, "LOGITS_AT_ONCE", logits_at_once)
+    in_parts, same = gradients(saving(model), layers)
     assert in_parts == pytest.approx(loss, rel=1e-6)
     for one, other in zip(found, same, strict=True):
         assert torch.allclose(one, other, atol=1e-7, rtol=1e-4)
 
 
-def test_a_loss_of_one_part_is_to_the_bit_that_of_logits_that_were_all_computed() -> None:
+def test_a_loss_of_one_part_is_to_the_bit_that_of_logits_that_were_all_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     layers = gpt.build(GROUPED, 0)
+    monkeypatch.setattr(gpt, "LOGITS_AT_ONCE", 61 * 16 * 3)
     with torch.no_grad():
-        loss = Chain(layers, run=saving(GROUPED, logits_at_once=61 * 16 * 3)).loss(tokens(0), tokens(1))
+        loss = Chain(layers, run=saving(GROUPED)).loss(tokens(0), tokens(1))
         assert float(loss) == float(gpt.loss_of(logits(layers, tokens(0)), tokens(1)))
 
 

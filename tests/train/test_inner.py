@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from decentral.core import config
 from decentral.train import gpt
 from decentral.train.inner import Inner, Live, fragments, rate_at
+from decentral.train.optimizers import BETA1, BETA2
 from decentral.train.step import Chain, Device, train_step
 
 MODEL = config.ModelConfig(depth=1, width=32, context=16)
@@ -55,7 +56,7 @@ def test_flat_adamw_is_torchs_adamw_on_the_parameters() -> None:
         {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": TRAIN.weight_decay},
         {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW(groups, betas=(TRAIN.beta1, TRAIN.beta2), eps=1e-8)
+    adamw = torch.optim.AdamW(groups, betas=(BETA1, BETA2), eps=1e-8)
     for step in range(8):
         train_step(Chain(ours), lambda step=step: batch(step), inner, step, TRAIN, CPU)  # type: ignore[misc]
         adamw.zero_grad()
@@ -216,7 +217,7 @@ def test_without_a_warm_up_the_rate_is_whole_at_once() -> None:
 
 
 def test_the_rate_falls_to_its_final_share_and_stays_there() -> None:
-    train = config.TrainConfig(learning_rate=1.0, warmup_steps=0, total_steps=10, final_rate=0.1)
+    train = config.TrainConfig(learning_rate=1.0, warmup_steps=0, total_steps=10)
     assert rates(train, range(0, 15, 5)) == pytest.approx([1.0, 0.55, 0.1])
     assert rate_at(train, 1000, 1000) == pytest.approx(0.1)
 

@@ -84,12 +84,7 @@ def train(count: int) -> Callable[[Compute], None]:
     return lambda compute: steps(compute, count)
 
 
-def push(compute: Compute) -> None:
-    for fragment in compute.fragments:
-        compute.do(jobs.CloseWindow(fragment.index, 1))
-
-
-LITTLE_MEMORY = {"weights": "bfloat16", "recompute": True, "logits_at_once": 1024}
+LITTLE_MEMORY = {"weights": "bfloat16", "recompute": True}
 SCENARIOS: dict[str, tuple[Settings, list[Callable[[Compute], None]]]] = {
     "one step": ({}, [train(1)]),
     "one step of two micro-batches": ({"train": {"accumulate": 2}}, [train(1)]),
@@ -97,7 +92,6 @@ SCENARIOS: dict[str, tuple[Settings, list[Callable[[Compute], None]]]] = {
     "little memory": ({"train": LITTLE_MEMORY}, [train(3), merge_with_partner, train(2)]),
     "five steps": ({}, [train(5)]),
     "a merge": ({}, [train(3), merge_with_partner, train(2)]),
-    "mass given away": ({"algorithm": "push_sum"}, [train(3), push, train(2)]),
     "a donor's state": ({}, [train(3), import_donors_state, train(2)]),
     "a checkpoint": ({}, [train(3), save, train(2), resume, train(2)]),
 }

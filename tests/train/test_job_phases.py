@@ -267,7 +267,7 @@ def test_an_error_that_a_peer_can_go_on_after_is_an_outcome_whatever_the_phase(
 
 TIME: dict[str, set[type]] = {
     "training": {jobs.Draw, jobs.Forward, jobs.Backward, jobs.Forget, jobs.Seal, jobs.Apply, jobs.Drop, jobs.Advance},
-    "gossip": {jobs.CloseWindow, jobs.Rest, jobs.EncodeSections, jobs.Merge, jobs.Absorb, jobs.CloseRound},
+    "gossip": {jobs.CloseWindow, jobs.Rest, jobs.EncodeSections, jobs.Merge, jobs.CloseRound},
     "checkpoint": {jobs.Save},
     "evaluation": {jobs.Evaluate, jobs.Compare},
     "state": {jobs.ExportState, jobs.ImportState, jobs.ChangeSpan, jobs.ExportRetained, jobs.SetClock, jobs.Start},

@@ -9,13 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks import outer_step
 from decentral.core.errors import ProtocolError
 from decentral.sim.surrogate_model import SyntheticCodecs
-from decentral.train import block_kernels, compress, outer
+from decentral.train import block_kernels, compress
+from decentral.train.influence import token_weights
 from decentral.train.kernel_choice import Candidate, best_kernels, first_proven
 from decentral.train.kernel_proof import Disagreement, Formulas, prove
 from decentral.train.kernels_cpu import CompiledKernels
-from decentral.train.outer_kernels import OuterConstants, OuterKernels, OuterVectors, TorchKernels, Weighted
+from decentral.train.outer_kernels import OuterKernels, OuterVectors, TorchKernels, Weighted
 
 CPU = torch.device("cpu")
 REFERENCE = TorchKernels(Formulas())
@@ -70,7 +72,7 @@ def test_any_bytes_are_read_or_refused_as_by_the_formulas(codec: str, data: st.D
 @given(patterns=st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=6), n=st.integers(1, 600))
 def test_any_scale_is_read_or_refused_as_by_the_formulas(codec: str, patterns: list[int], n: int) -> None:
     blob = bytearray(Formulas().encode(codec, random(n, n)))
-    for block in range(-(-n // {"q4": 128, "int8": 256, "h4": 128, "h3": 128}[codec])):
+    for block in range(-(-n // compress.BLOCKS[codec])):
         blob[2 * block : 2 * block + 2] = patterns[block % len(patterns)].to_bytes(2, "little")
     assert read(compress, codec, bytes(blob), n) == read(Formulas(), codec, bytes(blob), n)
 
@@ -105,53 +107,41 @@ def test_a_blob_of_signs_of_another_size_is_not_widened(kernels: OuterKernels, c
     assert caught.value.reason == "shape"
 
 
-@given(
-    seed=st.integers(0, 10**6), n=st.integers(0, 1200), partners=st.integers(0, 3), alpha=st.sampled_from([0.0, 0.9])
-)
-def test_a_merge_gives_the_same_bits_as_in_torch(seed: int, n: int, partners: int, alpha: float) -> None:
+@given(seed=st.integers(0, 10**6), n=st.integers(0, 1200), partners=st.integers(0, 3))
+def test_a_merge_gives_the_same_bits_as_in_torch(seed: int, n: int, partners: int) -> None:
     steps = [Weighted(0.1 + k, compress.encode("q4", random(n, seed + k))) for k in range(1 + partners)]
     towards = [Weighted(0.1 * k, compress.encode("int8", random(n, seed - k))) for k in range(partners)]
     results = []
     for kernels in KERNELS:
-        phi, baseline, correction, momentum = (random(n, seed + 10 + k) for k in range(4))
-        kernels.merge(
-            OuterVectors(phi, baseline, correction, momentum if alpha else None),
-            steps,
-            towards,
-            OuterConstants(alpha, 0.7, 0.3, 0.6),
-        )
-        results.append((phi, baseline, correction, momentum))
+        phi, baseline, correction = (random(n, seed + 10 + k) for k in range(3))
+        kernels.merge(OuterVectors(phi, baseline, correction), steps, towards, rho=0.6)
+        results.append((phi, baseline, correction))
     assert all(same_bits(one, other) for one, other in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_close_and_merge_are_those_of_the_outer_step(kernels: OuterKernels) -> None:
     n = 1001
-    slow = outer.Slow(random(n, 0), random(n, 1), random(n, 2), random(n, 3))
+    slow = outer_step.Slow(random(n, 0), random(n, 1), random(n, 2), random(n, 3))
     theta, sent = random(n, 4), compress.encode("int8", random(n, 5))
     residual = slow.residual.clone()
     blob, _ = kernels.close(theta, slow.baseline, residual)
-    after, published = outer.close(slow, theta, lambda owed: Formulas().decode("q4", Formulas().encode("q4", owed), n))
+    after, published = outer_step.close(
+        slow, theta, lambda owed: Formulas().decode("q4", Formulas().encode("q4", owed), n)
+    )
     assert same_bits(residual, after.residual)
 
     own, other = (
-        outer.WindowUpdate(published, 3, 1.0),
-        outer.WindowUpdate(published, 5, 1.0, compress.decode("int8", sent, n)),
+        outer_step.WindowUpdate(published, 3, 1.0),
+        outer_step.WindowUpdate(published, 5, 1.0, compress.decode("int8", sent, n)),
     )
-    expected = outer.merge(after, own, [other], outer.Constants(0.5, 0.9, 0.7), 0.3)
-    moved = OuterVectors(slow.phi.clone(), theta.clone(), torch.empty(n), slow.momentum.clone())
-    weights = outer.token_weights([3, 5])
-    kernels.merge(
-        moved,
-        [Weighted(weight, blob) for weight in weights],
-        [Weighted(weights[1], sent)],
-        OuterConstants(0.5, 0.9, 0.7, 0.3),
-    )
-    assert moved.momentum is not None
+    expected = outer_step.merge(after, own, [other], outer_step.Constants(), 0.3)
+    moved = OuterVectors(slow.phi.clone(), theta.clone(), torch.empty(n))
+    weights = token_weights([3, 5])
+    kernels.merge(moved, [Weighted(weight, blob) for weight in weights], [Weighted(weights[1], sent)], rho=0.3)
     assert same_bits(moved.phi, expected.slow.phi)
     assert same_bits(moved.baseline, expected.slow.baseline)
     assert same_bits(moved.correction, expected.correction)
-    assert same_bits(moved.momentum, expected.slow.momentum)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -189,7 +179,7 @@ def test_a_blob_of_another_size_changes_nothing(kernels: OuterKernels) -> None:
                 vectors,
                 [Weighted(1.0, blob) for blob in steps],
                 [Weighted(1.0, blob) for blob in towards],
-                OuterConstants(0.0, 1.0, 1.0, 1.0),
+                rho=1.0,
             )
         assert caught.value.reason == "shape"
     assert torch.equal(vectors.phi, torch.ones(300))
@@ -246,9 +236,9 @@ class WrongMerge(CompiledKernels):
         vectors: OuterVectors,
         pseudo_gradients: Sequence[Weighted],
         slow_weights: Sequence[Weighted],
-        constants: OuterConstants,
+        rho: float,
     ) -> None:
-        super().merge(vectors, pseudo_gradients[:1], slow_weights, constants)
+        super().merge(vectors, pseudo_gradients[:1], slow_weights, rho)
 
 
 class Credulous(CompiledKernels):

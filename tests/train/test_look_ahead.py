@@ -133,7 +133,7 @@ def test_what_a_span_needs_has_room_for_the_weights_of_each_micro_batch_under_wa
         ahead = stages.pending[token].ahead
         assert ahead is not None
         kept += sum(one.nbytes for one in ahead.vectors.values())
-    present = run.model_copy(update={"routes": config.RoutesConfig(overlap=False, sums=run.routes.sums)})
+    present = run.model_copy(update={"routes": config.RoutesConfig(overlap=False)})
     passed = [index for index, one in enumerate(first_stage.fragments) if one.last <= last]
     apart = [memory.needs(one).activations for one in (run, present)]
     assert kept == 3 * sum(apart[0][index] - apart[1][index] for index in passed)

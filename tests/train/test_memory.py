@@ -132,14 +132,15 @@ DEEP = {"model": {"depth": 6, "width": 64, "context": 64}}
 
 
 @pytest.mark.parametrize(
-    ("shape", "train"),
-    [(WIDE, {"logits_at_once": 1 << 20}), (WIDE, {}), (DEEP, {"recompute": True}), (DEEP, {})],
+    ("shape", "recompute", "logits_at_once"),
+    [(WIDE, False, 1 << 20), (WIDE, False, 1 << 25), (DEEP, True, 1 << 25), (DEEP, False, 1 << 25)],
     ids=["a large vocabulary in parts", "a large vocabulary at once", "recomputed", "kept"],
 )
 def test_a_forward_and_backward_pass_takes_at_most_what_is_said(
-    shape: dict[str, dict[str, object]], train: dict[str, object]
+    shape: dict[str, dict[str, object]], recompute: bool, logits_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = config.Config.model_validate({**shape, "train": {"micro_batch": 2, **train}})
+    monkeypatch.setattr(gpt, "LOGITS_AT_ONCE", logits_at_once)
+    run = config.Config.model_validate({**shape, "train": {"micro_batch": 2, "recompute": recompute}})
     layers = gpt.build(run.model, 0)
     for cut in fragments_of(run):
         Live(cut, layers, torch.device("cpu"), run.train).grad.zero_()  # it is there before, as a part of the state

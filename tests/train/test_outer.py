@@ -10,9 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks import outer_step
+from benchmarks.outer_step import Constants, Moments, Quantise, Slow, WindowUpdate, moment_shift
 from decentral.core import rng
-from decentral.train import compress, outer
-from decentral.train.outer import Constants, Moments, Quantise, Slow, WindowUpdate, moment_shift, rho_of, token_weights
+from decentral.train import compress
+from decentral.train.influence import token_weights
+from decentral.train.outer_kernels import rho_of
 
 SIZE = 64
 WINDOW = 10  # steps
@@ -37,7 +40,7 @@ class Replica:
     has_baseline: bool = True  # without: progress is what theta is away from phi, as in DiLoCo
 
     def __post_init__(self) -> None:
-        self.slow: Slow = outer.start(self.theta)
+        self.slow: Slow = outer_step.start(self.theta)
 
     def train(self, move: Tensor) -> None:
         self.theta = self.theta + move
@@ -46,12 +49,12 @@ class Replica:
     def close(self, tokens: int = 1) -> WindowUpdate:
         if not self.has_baseline:
             self.slow = replace(self.slow, baseline=self.slow.phi)
-        self.slow, sent = outer.close(self.slow, self.theta, self.quantise)
+        self.slow, sent = outer_step.close(self.slow, self.theta, self.quantise)
         return WindowUpdate(sent, tokens, lr_sum=float(tokens))
 
     def merge(self, own: WindowUpdate, partners: Sequence[WindowUpdate] = (), rho: float = 1.0) -> None:
         before = self.slow
-        outcome = outer.merge(before, own, partners, self.constants, rho)
+        outcome = outer_step.merge(before, own, partners, self.constants, rho)
         self.slow, correction = outcome.slow, outcome.correction
         if not self.has_baseline:
             correction = self.slow.phi - before.phi + own.pseudo_gradient
@@ -324,7 +327,7 @@ def test_slow_weights_take_a_late_step_whole_and_live_ones_in_part() -> None:
 
 
 def shift(own: WindowUpdate, partners: Sequence[WindowUpdate], moments: Moments) -> Tensor:
-    outcome = outer.merge(outer.start(torch.zeros(SIZE)), own, partners, Constants(), rho=1.0)
+    outcome = outer_step.merge(outer_step.start(torch.zeros(SIZE)), own, partners, Constants(), rho=1.0)
     return moment_shift(own, outcome, moments, strength=1.0)
 
 
@@ -375,18 +378,18 @@ def test_a_fresh_optimizer_keeps_its_first_moment() -> None:
 
 
 def test_closing_and_merging_leave_their_inputs_as_they_were() -> None:
-    slow, theta, partner = outer.start(moves(0)), moves(1), WindowUpdate(moves(3), 1, 1.0, moves(2))
+    slow, theta, partner = outer_step.start(moves(0)), moves(1), WindowUpdate(moves(3), 1, 1.0, moves(2))
     given = (slow.phi, slow.baseline, slow.momentum, slow.residual, theta, partner.pseudo_gradient)
     kept = [tensor.clone() for tensor in given]
-    closed, sent = outer.close(slow, theta, q4)
-    outer.merge(closed, WindowUpdate(sent, 1, 1.0), [partner], Constants(), rho=0.5)
+    closed, sent = outer_step.close(slow, theta, q4)
+    outer_step.merge(closed, WindowUpdate(sent, 1, 1.0), [partner], Constants(), rho=0.5)
     now = (slow.phi, slow.baseline, slow.momentum, slow.residual, theta, partner.pseudo_gradient)
     assert all(torch.equal(before, after) for before, after in zip(kept, now, strict=True))
 
 
 def test_training_after_a_close_does_not_reach_into_what_was_closed() -> None:
     theta = moves(1)
-    slow, sent = outer.close(outer.start(moves(0)), theta, exact)
+    slow, sent = outer_step.close(outer_step.start(moves(0)), theta, exact)
     kept, baseline = sent.clone(), slow.baseline.clone()
     theta += 1.0
     assert torch.equal(sent, kept)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from decentral.core import config, jobs
+from decentral.core.fragments import Layout
 from decentral.train import checkpoint, gpt
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.job_phases import finish
@@ -32,7 +33,7 @@ def peer(setup_of: MakeSetup, name: str, span: tuple[int, int]) -> Compute:
     return compute
 
 
-def state_of(compute: Compute, fragment: int) -> tuple[int, jobs.Layout, bytes]:
+def state_of(compute: Compute, fragment: int) -> tuple[int, Layout, bytes]:
     exported = compute.do(jobs.ExportState(fragment))
     assert isinstance(exported, jobs.StateExported)
     return exported.fragment, exported.layout, exported.blob

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from decentral import audit
 from decentral.core import config, jobs
+from decentral.core.fragments import Layout, Section
 from decentral.core.ids import PeerId
-from decentral.core.outcomes import UNLIKE
+from decentral.core.jobs import UNLIKE
 from decentral.peers.planning import routing_weights
 from decentral.train import compress, gpt, measure, stage_runner
 from decentral.train.activations import ActivationFormat
@@ -83,13 +84,18 @@ def summed(computes: Sequence[Compute]) -> dict[int, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("train", "atol"),
-    [({}, 1e-5), ({"logits_at_once": 1000}, 1e-5), ({"recompute": True}, 1e-5), ({"weights": "bfloat16"}, 2e-2)],
-    ids=["as it is", "the loss in parts", "blocks computed again", "bf16 weights"],
+    ("train", "logits_at_once", "atol"),
+    [
+        pytest.param({}, gpt.LOGITS_AT_ONCE, 1e-5, id="as it is"),
+        pytest.param({}, 1000, 1e-5, id="the loss in parts"),
+        pytest.param({"recompute": True}, gpt.LOGITS_AT_ONCE, 1e-5, id="blocks computed again"),
+        pytest.param({"weights": "bfloat16"}, gpt.LOGITS_AT_ONCE, 2e-2, id="bf16 weights"),
+    ],
 )
 def test_gradients_over_overlapping_spans_are_those_of_one_process(
-    setup_of: MakeSetup, train: dict[str, Any], atol: float
+    setup_of: MakeSetup, train: dict[str, Any], logits_at_once: int, atol: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(gpt, "LOGITS_AT_ONCE", logits_at_once)
     computes = {name: Compute(with_span(setup_of(name), span, **train)) for name, span in SPANS.items()}
     world = world_of(computes, per_step=1 << 30)
     carried(world, 12)
@@ -181,7 +187,7 @@ def test_uneven_micro_batches_give_the_exact_mean_over_tokens(setup_of: MakeSetu
         assert torch.allclose(together[index], gradient, atol=1e-6)
 
 
-def _entering(compute: Compute, sequences: int) -> tuple[jobs.Layout, bytes, int]:
+def _entering(compute: Compute, sequences: int) -> tuple[Layout, bytes, int]:
     (layout,) = compute.span.forms(2, sequences).entering
     hidden = torch.randn(sequences * 16 * 32, generator=torch.Generator().manual_seed(sequences))
     targets = torch.arange(sequences * 16, dtype=torch.int64).to(torch.uint16).view(torch.uint8).numpy().tobytes()
@@ -289,7 +295,7 @@ def test_over_a_thin_link_hidden_values_have_half_the_bytes_and_gradients_a_quar
     assert [_named(layout[0])[1:] for layout in forms.gradients] == [("bf16", 1024, 2048), ("q4", 1024, 528)]
 
 
-def _named(section: jobs.Section) -> tuple[str, str, int, int]:
+def _named(section: Section) -> tuple[str, str, int, int]:
     return section.name, section.codec, section.elements, section.size
 
 
@@ -362,7 +368,7 @@ def test_a_sum_that_no_step_could_take_is_left_out_by_all_and_named(
 ) -> None:
     compute = Compute(with_span(setup_of("C", algorithm="synchronous"), (2, 5)))
     fragment = compute.fragments[0]
-    layout = (jobs.Section("gradient", "fp32", fragment.parameters, 4 * fragment.parameters),)
+    layout = (Section("gradient", "fp32", fragment.parameters, 4 * fragment.parameters),)
     blob = compress.encode("fp32", torch.full((fragment.parameters,), number))
     bad = jobs.Contribution(PeerId("X"), 16, 0.0, layout, blob)
     before = compute.span.inner.lives[0].theta.clone()

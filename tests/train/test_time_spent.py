@@ -23,7 +23,7 @@ from decentral.train import compress, job_phases
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.counters import TimeAccount
 from decentral.train.inner import Live
-from decentral.train.outer_kernels import OuterConstants, OuterVectors, TorchKernels, Weighted
+from decentral.train.outer_kernels import OuterVectors, TorchKernels, Weighted
 
 MakeSetup = Callable[..., ComputeSetup]
 STEPS = 8
@@ -141,8 +141,8 @@ def test_a_peer_that_only_trains_is_busy_all_the_time(
 def test_a_slow_codec_at_a_step_edge_makes_the_busy_fraction_fall(
     setup_of: MakeSetup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By symmetric gossip a newcomer gets the live weights, which are encoded between two steps."""
-    timed = Timed(setup_of(algorithm="symmetric"), monkeypatch, slow_s=3.0)
+    """By all-reduce a newcomer gets the live weights, which are encoded between two steps."""
+    timed = Timed(setup_of(algorithm="allreduce"), monkeypatch, slow_s=3.0)
     found = timed.run(lambda step: jobs.ExportState(0)).summary(tmp_path)
     assert found["busy_fraction"] == pytest.approx(STEPS / (STEPS + 3 * JOBS), abs=1e-4)
     assert found["time_shares"]["state"] == pytest.approx(3 * JOBS / (STEPS + 3 * JOBS), abs=1e-4)
@@ -176,7 +176,7 @@ def test_all_shares_but_that_of_the_worker_add_up_to_one(
     setup_of: MakeSetup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     some: list[jobs.Job] = [jobs.ExportState(0), jobs.CloseWindow(1, 1), jobs.Save(), jobs.SetClock(99)]
-    timed = Timed(setup_of(algorithm="push_sum"), monkeypatch, slow_s=0.5)
+    timed = Timed(setup_of(), monkeypatch, slow_s=0.5)
     timed.run(lambda step: some[step % len(some)], waits=False)
     shares = timed.summary(tmp_path)["time_shares"]
     assert sum(share for name, share in shares.items() if name != "beside") == pytest.approx(1.0, abs=1e-3)
@@ -198,11 +198,11 @@ class Waiting(TorchKernels):
         vectors: OuterVectors,
         pseudo_gradients: Sequence[Weighted],
         slow_weights: Sequence[Weighted],
-        constants: OuterConstants,
+        rho: float,
     ) -> None:
         self.begun.set()
         assert self.may_go_on.wait(LIMIT_S)
-        super().merge(vectors, pseudo_gradients, slow_weights, constants)
+        super().merge(vectors, pseudo_gradients, slow_weights, rho)
 
 
 def test_training_goes_on_while_a_window_is_merged_and_the_correction_comes_between_two_steps(

@@ -7,8 +7,8 @@ from decentral.comm.wire import blobs
 from decentral.comm.wire.messages import Snapshot
 from decentral.core.algorithms import FragmentContext
 from decentral.core.config import GossipConfig
+from decentral.core.fragments import Section
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Section
 from decentral.core.reasons import Reason
 from tests.core.test_windows import Stretched
 

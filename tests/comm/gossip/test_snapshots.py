@@ -4,7 +4,8 @@ from decentral.comm.gossip.snapshots import ASKED_LATE_WINDOWS, MOST_PARTS, Snap
 from decentral.comm.wire import blobs
 from decentral.comm.wire.messages import Pull, Snapshot
 from decentral.comm.wire.transport import Reply
-from decentral.core.jobs import EncodeSections, Section, SectionsEncoded, WindowClosed
+from decentral.core.fragments import Section
+from decentral.core.jobs import EncodeSections, SectionsEncoded, WindowClosed
 
 LIGHT = (Section("pseudo_gradient", "q4", 1, 8000),)
 MORE = (Section("phi", "int8", 1, 16_000),)

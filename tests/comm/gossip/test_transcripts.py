@@ -5,7 +5,7 @@
     10  wake                        -> close 10000    time, event -> effect
     11  closed 10000                -> ask B: ...     several effects: a line each, that starts with ->
     12  B: snapshot 10000                             no effect; "B: ..." is B's answer to the last question to B
-    13  B asks #1: swap 10001                         B's question; "answer #1: ..." is our reply to it
+    13  B asks #1: pull after 9                       B's question; "answer #1: ..." is our reply to it
     14  next                        -> at 20          when it wants to wake
     15  partners C                                    from now on the view names C alone; "partners": nobody
     16  thin                                          from now on our link is thin; "wide": it is not
@@ -23,25 +23,21 @@ from pathlib import Path
 import pytest
 
 from decentral.comm.gossip.pull import PullExchange
-from decentral.comm.gossip.push import PushExchange
 from decentral.comm.gossip.snapshots import pick
-from decentral.comm.gossip.swap import SwapExchange
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import Done, Message, Pull, Push, Refused, Snapshot, Swap, SwapCommit
-from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Reply
-from decentral.core.algorithms import FragmentContext, GossipMachine
+from decentral.comm.wire.messages import Done, Message, Pull, Refused, Snapshot
+from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Event, Reply
+from decentral.core.algorithms import FragmentContext
 from decentral.core.config import GossipConfig
+from decentral.core.fragments import Section
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import (
-    Absorb,
-    Absorbed,
     CloseWindow,
     EncodeSections,
     Merge,
     Merged,
     Rest,
-    Section,
     SectionsEncoded,
     WindowClosed,
 )
@@ -113,19 +109,14 @@ def peers(names: str) -> list[PeerId]:
     return [PeerId(name) for name in names.split(",") if name]
 
 
-def machine_of(kind: str, swarm: Swarm) -> GossipMachine:
+def machine_of(kind: str, swarm: Swarm) -> PullExchange:
     context = FragmentContext(RunId("run"), PeerId("M"), 0, 0.0, GossipConfig(max_age_s=60.0), swarm)
-    match kind:
-        case "pull":
-            return PullExchange(context, 10.0, light=("pseudo_gradient",), whole_every=3)
-        case "allreduce":
-            return PullExchange(context, 10.0, blocking=True, seq=4)
-        case "swap":
-            return SwapExchange(context, 10.0)
-    return PushExchange(context, 10.0)
+    if kind == "pull":
+        return PullExchange(context, 10.0, light=("pseudo_gradient",))
+    return PullExchange(context, 10.0, blocking=True, seq=4)
 
 
-def event_of(text: str, now: float, swarm: Swarm) -> object:
+def event_of(text: str, now: float, swarm: Swarm) -> Event:
     if found := re.fullmatch(r"(\w) asks #(\d+): (.*)", text):
         return Asked(int(found[2]), PeerId(found[1]), said(found[1], found[3], now))
     if found := re.fullmatch(r"(\w): failed (\w+)", text):
@@ -143,8 +134,6 @@ def event_of(text: str, now: float, swarm: Swarm) -> object:
             refused = [tuple(peer.split("=")) for peer in peers if "=" in peer]
             used = tuple(PeerId(peer) for peer in peers if "=" not in peer)
             return Merged(0, int(seq), used, tuple((PeerId(peer), reason) for peer, reason in refused))
-        case ["absorbed", *reason]:
-            return Absorbed(0, not reason, *reason)
     assert text == "wake", f"no such event: {text}"
     return Woke()
 
@@ -158,8 +147,6 @@ def said(sender: str, text: str, now: float) -> Envelope:
             return Envelope(Refused(*words))
         case "done":
             return Envelope(Done())
-        case "commit":
-            return Envelope(SwapCommit("run", 0, int(words[0])))
         case "pull":
             sections = ("pseudo_gradient",) if "pseudo_gradient" in words else ()
             times = (float(after.get("since", 0)), float(after.get("for", 0)))
@@ -171,8 +158,7 @@ def said(sender: str, text: str, now: float) -> Envelope:
     snapshot = Snapshot("run", 0, int(words[0]), 32, 0.25, sent, layout, blobs.digest(blob))
     for flaw in set(words) & set(FLAWS):
         snapshot = replace(snapshot, **FLAWS[flaw])  # type: ignore[arg-type]
-    said: dict[str, Message] = {"snapshot": snapshot, "swap": Swap(snapshot), "push": Push(snapshot)}
-    return Envelope(said[kind], blob)
+    return Envelope(snapshot, blob)
 
 
 def shown(effect: Effect, swarm: Swarm) -> str:
@@ -190,8 +176,6 @@ def shown(effect: Effect, swarm: Swarm) -> str:
             return f"answer #{request}: {spoken(envelope.message)}"
         case Merge(_, seq, parts):
             return f"merge {seq} with {' '.join(part.peer for part in parts) or 'nobody'}"
-        case Absorb(_, part):
-            return "take back" if part.peer == "M" else f"absorb {part.peer}"
         case Log(_, fields):
             return " ".join(filter(None, ("log", fields["outcome"], fields["partner"], fields["reason"])))
     raise AssertionError(effect)
@@ -206,10 +190,6 @@ def spoken(message: Message) -> str:
         case Snapshot() as snapshot:
             whole = "all" if len(snapshot.layout) == len(LAYOUT) else "pseudo_gradient"
             return f"snapshot {snapshot.seq} {whole}" + " in signs" * (SIGNS[0] in snapshot.layout)
-        case Swap(offered) | Push(offered):
-            return f"{type(message).__name__.lower()} {offered.seq}"
-        case SwapCommit(_, _, seq):
-            return f"commit {seq}"
         case Refused(reason, detail):
             return f"refused {reason} {detail}".strip()
     return type(message).__name__.lower()

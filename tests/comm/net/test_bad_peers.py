@@ -15,8 +15,8 @@ from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.messages import MAX_PROBE_BYTES, VERSION, Ping, Pong, Probe
 from decentral.comm.wire.transport import Asked, Reply
 from decentral.core.config import Config
+from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Fragment
 from decentral.peers.membership.records import Profile
 from decentral.peers.node.node import Node
 from decentral.peers.node.setup import NodeSetup

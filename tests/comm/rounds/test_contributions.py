@@ -8,8 +8,8 @@ from decentral.comm.rounds import contributions, members
 from decentral.comm.routes.ledger import CommitState, GradientEntry
 from decentral.comm.wire.messages import CompletedMicroBatch, ExecutionId, Hop, RoundMember, RoundReport, Snapshot
 from decentral.core.errors import ProtocolError
+from decentral.core.fragments import Fragment, Section
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Fragment, Section
 
 CUTS = tuple(Fragment(index, index, index + 1, 100) for index in range(4))
 A, B, C = RoundMember("A", 0, 2), RoundMember("B", 1, 4), RoundMember("C", 0, 3)

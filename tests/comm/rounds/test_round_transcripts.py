@@ -42,8 +42,9 @@ from decentral.comm.wire.messages import (
     Snapshot,
 )
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Event, Reply
+from decentral.core.fragments import Fragment, Section
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Advance, CloseRound, Fragment, RoundClosed, Section, SetClock, Stepped, WindowClosed
+from decentral.core.jobs import Advance, CloseRound, RoundClosed, SetClock, Stepped, WindowClosed
 from decentral.core.machine import Log, Woke
 from decentral.core.time_spent import NO_TIME
 from tests.comm.routes.one_form import one_form

@@ -1,7 +1,6 @@
 """What enters and leaves a layer where a run has one form for all links."""
 
-from decentral.core.fragments import ActivationForms
-from decentral.core.jobs import Layout
+from decentral.core.fragments import ActivationForms, Layout
 
 
 def one_form(layout: Layout) -> ActivationForms:

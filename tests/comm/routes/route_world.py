@@ -17,9 +17,8 @@ from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire.messages import CommitDecision
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Reply
 from decentral.core import jobs
-from decentral.core.fragments import ActivationForms
+from decentral.core.fragments import ActivationForms, Fragment, Layout, Section, share
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Fragment, Layout, Section
 from decentral.core.machine import Log, Woke
 from decentral.core.time_spent import NO_TIME, TimeSpent
 from tests.comm.routes.one_form import one_form
@@ -222,12 +221,12 @@ class World:
                 self._compute(peer, effect)
 
     def _compute(self, peer: Peer, job: Any) -> None:
-        share = {jobs.Draw: 1 / 3, jobs.Forward: 1 / 3, jobs.Backward: 2 / 3}.get(type(job), 0.0)
+        passes = {jobs.Draw: 1 / 3, jobs.Forward: 1 / 3, jobs.Backward: 2 / 3}.get(type(job), 0.0)
         execution = peer.routes.executions.get(getattr(job, "token", -1))
         if isinstance(job, jobs.Forward) and job.last == self.cuts[-1].last:
-            share = 1.0
-        part = jobs.share(self.cuts, execution.id.first, execution.last) if execution is not None else 0.0
-        took = share * part * peer.seconds
+            passes = 1.0
+        part = share(self.cuts, execution.id.first, execution.last) if execution is not None else 0.0
+        took = passes * part * peer.seconds
         peer.free_at = max(peer.free_at, self.now) + took
         peer.busy_s += took
         peer.since_step_s += took

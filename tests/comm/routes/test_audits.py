@@ -14,7 +14,7 @@ from decentral.comm.wire.messages import ForwardRequest
 from decentral.comm.wire.transport import Ask
 from decentral.core import jobs
 from decentral.core.ids import PeerId
-from decentral.core.outcomes import UNLIKE
+from decentral.core.jobs import UNLIKE
 from decentral.train.micro_batch_names import MicroBatchNames
 from tests.comm.routes.route_world import Device, Peer, World, cuts_of
 

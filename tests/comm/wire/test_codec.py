@@ -13,7 +13,7 @@ from decentral.comm.wire import codec, messages
 from decentral.comm.wire.messages import VERSION, Message
 from decentral.core.config import MAX_CONFIG_BYTES
 from decentral.core.errors import ProtocolError
-from decentral.core.jobs import Section
+from decentral.core.fragments import Section
 
 SNAPSHOT = messages.Snapshot(
     "gpt-3fa2c1",
@@ -37,9 +37,6 @@ EXAMPLES: list[Message] = [
     messages.Pull("gpt-3fa2c1", 0, 16, 0.0, messages.MAX_PATIENCE_S, exact=True, sections=("pseudo_gradient",)),
     SNAPSHOT,
     dataclasses.replace(SNAPSHOT, layout=()),
-    messages.Swap(SNAPSHOT),
-    messages.SwapCommit("gpt-3fa2c1", 3, 17),
-    messages.Push(SNAPSHOT),
     messages.Done(),
     messages.StateRequest("gpt-3fa2c1", 0, 1 << 20, messages.MAX_CHUNK_BYTES),
     messages.StateChunk("gpt-3fa2c1", 0, 0, 400, 9, SNAPSHOT.layout),
@@ -160,8 +157,8 @@ def test_an_unknown_message_is_refused() -> None:
         ("Refused", {"reason": ""}),
         ("Refused", {"reason": "r" * 33}),
         ("Refused", {"reason": "busy", "detail": "d" * 201}),
-        ("Swap", {"offered": {"run": "r"}}),
-        ("Swap", {"offered": None}),
+        ("CommitQuery", {"run": "r", "executions": [{"origin": "r"}]}),
+        ("CommitQuery", {"run": "r", "executions": [None]}),
     ],
 )
 def test_a_field_out_of_its_bound_is_refused(kind: str, fields: dict[str, object]) -> None:

@@ -13,7 +13,7 @@ from decentral.core.units import Amount
 from decentral.train import replicas
 from tests.peers.hosts.host_swarm import Swarm
 
-ALGORITHMS = ["pull", "symmetric", "push_sum", "allreduce"]
+ALGORITHMS = ["pull", "allreduce"]
 
 
 async def together(swarm: Swarm, exchanges: int) -> None:

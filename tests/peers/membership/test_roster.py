@@ -374,8 +374,10 @@ def test_a_stranger_s_question_leads_to_no_lookup_where_nobody_knows_everybody(s
     assert sharded.wake_at == before
 
 
-def test_a_full_roster_keeps_those_that_it_knows_and_takes_no_others(roster: Roster) -> None:
-    roster.limits = SwarmConfig(max_peers=2)
+def test_a_full_roster_keeps_those_that_it_knows_and_takes_no_others(
+    roster: Roster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decentral.peers.membership.roster.MAX_PEERS", 2)
     everyone = sorted(identity(name).peer for name in ("a", "b", "c"))
     by_peer = {str(identity(name).peer): sealed(name=name) for name in ("a", "b", "c")}
     roster.handle(Found(KEY, {peer: by_peer[peer] for peer in everyone[1:]}), NOW)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from decentral.comm.wire import blobs, messages
-from decentral.comm.wire.messages import ExecutionId, ForwardRequest, Message, Snapshot
+from decentral.comm.wire import messages
+from decentral.comm.wire.messages import ExecutionId, ForwardRequest, Message
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.peers.node.handlers import PeerEffect
@@ -33,16 +33,12 @@ class Slow(Played):
 def questions(number: int, now: float, chance: Random) -> list[tuple[Message, bytes]]:
     """One of each kind, which differ from those before."""
     fragment, origin = number % 2, f"origin{number % 97}"
-    offered = Snapshot(RUN, fragment, int(now * 1000) + number, 64, 0.5, now, LAYOUT, blobs.digest(BLOB))
     id, late = ExecutionId(origin, number, 1), chance.choice((0.0, 5.0, 75.0))
     return [
         (messages.Hello(), b""),
         (messages.Ping(number), b""),
         (messages.Probe(number % 100), b""),
         (messages.Pull(RUN, fragment, number, now, late), b""),
-        (messages.Swap(offered), BLOB),
-        (messages.SwapCommit(RUN, fragment, number), b""),
-        (messages.Push(offered), BLOB),
         (messages.StateRequest(RUN, fragment, 0, 5), b""),
         (messages.LeaseRequest(RUN, fragment), b""),
         (messages.Offer(RUN, 1, 1), b""),

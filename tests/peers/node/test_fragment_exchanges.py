@@ -1,11 +1,9 @@
 """The exchanges of the fragments that a peer holds come and go with moves, and with moves that fail."""
 
 from pathlib import Path
-from random import Random
 
 import pytest
 
-from decentral.comm.gossip.pull import PullExchange
 from decentral.comm.wire.identity import Identity
 from decentral.peers.node.fragment_exchanges import FragmentExchanges
 from tests.peers.node.test_peer_selection import FRAGMENTS, Swarm
@@ -14,13 +12,11 @@ from tests.peers.node.test_peer_selection import FRAGMENTS, Swarm
 @pytest.fixture
 def exchanges(tmp_path: Path) -> FragmentExchanges:
     selection = Swarm(Identity.load_or_create(tmp_path / "identity.key")).asks
-    return FragmentExchanges(selection.setup, selection, Random(0))
+    return FragmentExchanges(selection.setup, selection)
 
 
 def restored_at(exchanges: FragmentExchanges, index: int) -> float:
-    exchange = exchanges.running[index]
-    assert isinstance(exchange, PullExchange)
-    return exchange.context.restored_at
+    return exchanges.running[index].context.restored_at
 
 
 def test_a_newcomer_merges_windows_of_before_it_began(exchanges: FragmentExchanges) -> None:

@@ -12,9 +12,10 @@ from hypothesis import Phase as Stage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decentral.comm.gossip.tags import PullTag, SwapTag
+from decentral.comm.gossip.tags import BlockingPullTag, PullTag
 from decentral.comm.rounds.tags import FollowTag
 from decentral.comm.routes.stage import StageConfig
+from decentral.comm.routes.tags import ForwardTag
 from decentral.comm.wire import blobs, messages
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Identity
@@ -33,8 +34,8 @@ from decentral.comm.wire.messages import (
 from decentral.comm.wire.transport import Announce, Answered, Ask, Asked, AskFailed, Found, Lookup, Reply, Tag
 from decentral.core import jobs
 from decentral.core.config import Config, GossipConfig
+from decentral.core.fragments import Fragment, Section
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Section
 from decentral.core.machine import Log, Woke, log
 from decentral.core.time_spent import TimeSpent
 from decentral.peers.membership import records
@@ -48,18 +49,18 @@ from tests.comm.routes.one_form import one_form
 
 RUN = RunId("gpt-3fa2c1")
 NOW = 1.7e9
-FRAGMENTS = (jobs.Fragment(0, 0, 1, 100), jobs.Fragment(1, 1, 3, 200))
+FRAGMENTS = (Fragment(0, 0, 1, 100), Fragment(1, 1, 3, 200))
 LAYOUT = (Section("phi", "int8", 6, 6), Section("pseudo_gradient", "q4", 4, 2))
 BLOB = b"ABCDEFGH"
 PROFILE = Profile("cpu", 1 << 30, 1e9, 1e4)
-ALGORITHMS = ("pull", "symmetric", "push_sum", "allreduce", "synchronous")
+ALGORITHMS = ("pull", "allreduce", "synchronous")
 PHASES = ("joining", "training", "left")
 FEW = settings(
     max_examples=12, phases=[Stage.explicit, Stage.generate]
 )  # each example is a whole node, so shrinking would take minutes
 STRANGER = PeerId("QmStranger")
 
-Algorithm = Literal["pull", "symmetric", "push_sum", "allreduce", "synchronous"]
+Algorithm = Literal["pull", "allreduce", "synchronous"]
 
 
 @cache
@@ -147,8 +148,6 @@ class Played:
                     self.deliver(jobs.WindowClosed(fragment, seq, 64, 0.5, LAYOUT, BLOB))
                 case jobs.Merge(fragment, seq, parts):
                     self.deliver(jobs.Merged(fragment, seq, tuple(part.peer for part in parts), ()))
-                case jobs.Absorb(fragment):
-                    self.deliver(jobs.Absorbed(fragment, True))
                 case jobs.ExportState(fragment):
                     self.deliver(jobs.StateExported(fragment, LAYOUT, BLOB))
                 case jobs.ImportState():
@@ -211,9 +210,6 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
     messages.Probed: st.builds(messages.Probed, numbers()),
     messages.Pull: st.builds(Pull, runs(), fragments, numbers(), times, patience, st.booleans(), names),
     messages.Snapshot: snapshots,
-    messages.Swap: st.builds(messages.Swap, snapshots),
-    messages.SwapCommit: st.builds(messages.SwapCommit, runs(), fragments, numbers()),
-    messages.Push: st.builds(messages.Push, snapshots),
     messages.Done: st.just(messages.Done()),
     messages.StateRequest: st.builds(messages.StateRequest, runs(), fragments, numbers(), lengths, st.booleans()),
     messages.StateChunk: st.builds(messages.StateChunk, runs(), fragments, numbers(), numbers(), numbers(), layouts),
@@ -378,22 +374,10 @@ def test_a_peer_that_has_left_says_so(message: Message) -> None:
     assert played.answers[1].message == Refused("leaving")
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("kind", ["Pull", "Swap", "Push", "Commit"])
-def test_a_question_of_another_algorithm_is_refused_with_the_reason(algorithm: Algorithm, kind: str) -> None:
-    if kind in {"pull": "Pull", "allreduce": "Pull", "symmetric": "SwapCommit", "push_sum": "Push"}.get(algorithm, ""):
-        pytest.skip("its own")
-    offered = Snapshot(RUN, 0, 7, 64, 0.5, NOW, LAYOUT, blobs.digest(BLOB))
-    questions: dict[str, Message] = {
-        "Pull": Pull(RUN, 0, 0, 0.0, 5.0),
-        "Swap": messages.Swap(offered),
-        "Push": messages.Push(offered),
-        "Commit": messages.SwapCommit(RUN, 0, 7),
-    }
-    message = questions[kind]
-    played = Played(algorithm, "training")
-    played.ask(1, played.known.peer, message, BLOB if kind in ("Swap", "Push") else b"")
-    assert played.answers[1].message == Refused("algorithm", f"this run gossips by {algorithm}")
+def test_a_pull_is_refused_with_the_reason_where_rounds_take_its_place() -> None:
+    played = Played("synchronous", "training")
+    played.ask(1, played.known.peer, Pull(RUN, 0, 0, 0.0, 5.0))
+    assert played.answers[1].message == Refused("algorithm", "this run gossips by synchronous")
 
 
 def test_a_question_about_a_fragment_that_is_none_is_refused() -> None:
@@ -409,11 +393,9 @@ def test_gossip_before_we_train_is_refused() -> None:
     assert played.answers[1].message == Refused("not-ready")
 
 
-def test_the_bound_of_a_blob_follows_the_fragment_and_only_some_messages_have_one() -> None:
-    node = Played("push_sum", "joining").node
+def test_only_some_messages_may_carry_a_blob() -> None:
+    node = Played("pull", "joining").node
     snapshot = Snapshot(RUN, 1, 7, 64, 0.5, NOW, LAYOUT, blobs.digest(BLOB))
-    assert node.answers.blob_bound(messages.Push(snapshot)) == 200 * 1.01 + 1024
-    assert node.answers.blob_bound(messages.Swap(dataclasses.replace(snapshot, fragment=2))) == 0
     assert node.answers.blob_bound(messages.Probe(0)) == messages.MAX_PROBE_BYTES
     assert node.answers.blob_bound(snapshot) == 0
 
@@ -458,16 +440,15 @@ def test_a_partner_that_never_answers_is_dropped_and_training_goes_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "reason", "known"),
+    ("tag", "reason", "known"),
     [
-        ("pull", "deadline", False),
-        ("symmetric", "deadline", True),  # the answer waits for the partner's device, which may be slow
-        ("symmetric", "cut", False),
+        (PullTag(0, 1), "deadline", False),
+        (ForwardTag(1, 1), "deadline", True),  # the answer waits for the partner's device, which may be slow
+        (ForwardTag(1, 1), "cut", False),
     ],
 )
-def test_a_peer_whose_device_is_late_is_not_taken_for_dead(algorithm: Algorithm, reason: str, known: bool) -> None:
-    played = Played(algorithm, "training")
-    tag = SwapTag(0, 1) if algorithm == "symmetric" else PullTag(0, 1)
+def test_a_peer_whose_device_is_late_is_not_taken_for_dead(tag: Tag, reason: str, known: bool) -> None:
+    played = Played("pull", "training")
     for _ in range(3):
         played.deliver(AskFailed(tag, played.known.peer, reason, 3.0))
         played.now += 3.0
@@ -484,7 +465,7 @@ def test_an_upload_that_our_own_uplink_is_too_thin_for_takes_nobody_for_dead() -
 
 @pytest.mark.parametrize(
     ("tag", "longer"),
-    [(PullTag(0, 1), True), (SwapTag(0, 1), False), (ProbeTag("down"), True), (UploadTag("up"), False)],
+    [(PullTag(0, 1), True), (BlockingPullTag(0, 1), False), (ProbeTag("down"), True), (UploadTag("up"), False)],
 )
 def test_a_link_whose_answers_are_late_gets_longer_deadlines(tag: Tag, longer: bool) -> None:
     played = Played("pull", "training")

@@ -13,10 +13,9 @@ from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.messages import CommitDecision, ExecutionId
 from decentral.comm.wire.meter import Meter
 from decentral.comm.wire.transport import Ask
-from decentral.core import jobs
 from decentral.core.config import Config
+from decentral.core.fragments import Fragment, Section
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Section
 from decentral.core.machine import log
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.peers.membership.records import PeerRecord, Profile
@@ -27,7 +26,7 @@ from decentral.peers.placement.span_move import MemoryBudget
 from tests.comm.routes.one_form import one_form
 
 RUN = RunId("gpt-3fa2c1")
-CUTS = (jobs.Fragment(0, 0, 1, 100), jobs.Fragment(1, 1, 3, 200))
+CUTS = (Fragment(0, 0, 1, 100), Fragment(1, 1, 3, 200))
 NEEDS = MemoryNeeds(CUTS, (10, 10), (0, 0), (3, 5))
 LAYOUT = (Section("phi", "int8", 6, 6),)
 PROFILE = Profile("cpu", 1 << 30, 1e9, 1e4)

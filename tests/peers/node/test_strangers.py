@@ -1,26 +1,20 @@
 """What a real node gives to peers without a record, and how far others can go with its controls."""
 
-import dataclasses
 from typing import Any
 
 import pytest
 
-from decentral.comm.wire import blobs, messages
-from decentral.comm.wire.messages import ExecutionId, ForwardRequest, Message, Refused, Snapshot
+from decentral.comm.wire import messages
+from decentral.comm.wire.messages import ExecutionId, ForwardRequest, Message, Refused
 from decentral.comm.wire.transport import AskFailed
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.time_spent import TimeSpent
 from decentral.peers.membership.prober import ProbeTag
-from decentral.peers.node.node import NodePhase
-from tests.peers.node.test_node import BLOB, LAYOUT, NOW, RUN, STRANGER, Played
+from tests.peers.node.test_node import BLOB, LAYOUT, RUN, STRANGER, Played
 
-OFFERED = Snapshot(RUN, 0, 7, 64, 0.5, NOW, LAYOUT, blobs.digest(BLOB))
 FOR_MEMBERS: list[tuple[Any, Message, bytes]] = [
     ("pull", messages.Pull(RUN, 0, 0, 0.0, 5.0), b""),
-    ("symmetric", messages.Swap(OFFERED), BLOB),
-    ("symmetric", messages.SwapCommit(RUN, 0, 7), b""),
-    ("push_sum", messages.Push(OFFERED), BLOB),
     ("pull", messages.Probe(messages.MAX_PROBE_BYTES), b""),
     ("pull", messages.Offer(RUN, 1, 1), b""),
     ("pull", ForwardRequest(RUN, "S", 7, 1, 1 << 19, 5.0, 5.0, LAYOUT), BLOB),
@@ -108,23 +102,6 @@ def test_a_donor_hold_is_bounded_for_each_newcomer_and_for_all_names_together() 
             rounds.donor_holds.expire(played.now)
             held_s += bool(rounds.donor_holds.holds)
         assert 0 < held_s <= 0.55 * 1200
-
-
-def test_an_uncommitted_swap_blocks_no_peer_for_long_whatever_names_it_comes_from() -> None:
-    """Each name asks whenever it may and never commits. They had 99.9% of the time."""
-    played = Played("symmetric", "training", window_s=1e6)
-    names = [PeerId(f"name{number}") for number in range(5)]
-    entry = played.node.roster.live[played.known.peer]
-    played.node.roster.live |= {name: dataclasses.replace(entry, expires=NOW + 1e6) for name in names}
-    exchange, blocked_s, request = played.node.gossip.running[0], 0.0, 0
-    while played.now < NOW + 3600:
-        request += 1
-        offered = dataclasses.replace(OFFERED, seq=int(played.now * 1000), time=played.now)
-        played.ask(request, names[request % 5], messages.Swap(offered), BLOB)
-        blocked_s += exchange.state.name == "OFFERED"  # type: ignore[attr-defined]
-        played.pass_time(1.0)
-    assert played.node.phase is NodePhase.TRAINING
-    assert 0 < blocked_s <= 0.15 * 3600
 
 
 def test_a_liar_moves_the_clock_of_a_swarm_of_two_no_faster_than_a_multiple_of_our_own_steps() -> None:

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from random import Random
 
+from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Fragment
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.peers.placement.layer_recovery import (
     INITIALISE_AFTER_S,

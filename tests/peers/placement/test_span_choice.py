@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decentral.comm.routes.pacing import RoutingWeights
-from decentral.core.jobs import Fragment
+from decentral.core.fragments import Fragment
 from decentral.peers.placement import span_choice
 from decentral.peers.placement.span_choice import Holder
 from decentral.peers.planning import routing_weights

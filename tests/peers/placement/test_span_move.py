@@ -8,8 +8,9 @@ import pytest
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Done, LeaseRequest, Refused, StateChunk, StateRequest
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Event, Reply
+from decentral.core.fragments import Fragment, Section
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import ChangeSpan, Fragment, Section, SpanChanged
+from decentral.core.jobs import ChangeSpan, SpanChanged
 from decentral.core.machine import Log, Woke
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.peers.joining.fetch import FAILURES

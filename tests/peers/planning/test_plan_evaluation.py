@@ -5,8 +5,8 @@ from itertools import product
 import numpy as np
 import pytest
 
+from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Fragment
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.peers.membership.records import MOST_PER_S
 from decentral.peers.placement.layer_recovery import TrainingPeer

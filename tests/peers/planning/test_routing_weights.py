@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from decentral.core.jobs import Fragment
+from decentral.core.fragments import Fragment
 from decentral.peers.planning import routing_weights
 from decentral.peers.planning.routing_weights import changed, rounded, solve, useful_speeds
 

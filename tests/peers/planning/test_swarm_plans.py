@@ -10,8 +10,8 @@ import pytest
 from decentral.comm.wire.transport import Announce, Found, Lookup
 from decentral.core import rng
 from decentral.core.errors import ProtocolError
+from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import Fragment
 from decentral.core.machine import Log
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.peers.placement.layer_recovery import TrainingPeer

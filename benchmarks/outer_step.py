@@ -1,7 +1,7 @@
-"""The outer step of asynchronous gossip: pure functions from fp32 vectors to fp32 vectors.
+"""The outer step as pure functions of fp32 vectors: the reference of the tests, and of the experiments on convergence.
 
-One-sided, token-weighted NoLoCo (arXiv 2506.10911) with the fragments of Streaming DiLoCo (2501.18512), quantised
-error feedback (arXiv 1901.09847), and on request the first moment of AdamW carried over from the merged step.
+The product's step (train/outer_kernels.py) has alpha = 0 and beta = gamma = 1. Beyond it there is NoLoCo's momentum
+(arXiv 2506.10911), and a first moment of AdamW that follows the merged step:
 
     close:  d = b - theta;  b = theta;  a = e + d;  q = Q(a);  e = a - q       publish (phi, q, tokens, r)
             d is the window's pseudo-gradient, q is what partners read of it
@@ -9,18 +9,13 @@ error feedback (arXiv 1901.09847), and on request the first moment of AdamW carr
             cons = sum_j w_j (phi - phi_j)  over those partners whose slow weights were pulled
             m = alpha m + g;  u = -beta (g + alpha m) - gamma cons;  phi += u
             correction = rho (phi - b), added to theta and b at the next step edge
-            rho = 1 with Muon; with AdamW min(1, 2 / (1 + s)), s = steps that this peer has taken since the close
     moment: exp_avg += rho kappa (1 - beta1^t) (sqrt(v_hat) + eps) (g / r_mean - q / r)
             r = a window's sum of learning rates; r_mean = sum_j w_j r_j
 
-Conserved: every unit of local progress d enters phi once, whatever the latency, because b moves at the close and
-the residual of Q lives in e alone (q + e_after = e_before + d). A lone peer's phi follows theta with gain
-beta / (1 - alpha), one by default: g enters with beta (1 + alpha), and its echo in m adds beta alpha^2 / (1 - alpha).
-
-Why rho: where the loss is steep, a deviation of theta has decayed by itself when a late correction arrives, and the
-whole of it would overshoot. With Muon the whole is better however late it comes. Why the moment: a window's progress is
-the sum of rate * m / sqrt(v) over its steps, so the merged progress tells the swarm's mean m without a byte on the
-wire. All are measured in docs/results/convergence.md.
+A lone peer's phi follows theta with gain beta / (1 - alpha), one by default: g enters with beta (1 + alpha), and its
+echo in m adds beta alpha^2 / (1 - alpha). Why the moment: a window's progress is the sum of rate * m / sqrt(v) over its
+steps, so the merged progress tells the swarm's mean m without a byte on the wire. docs/results/convergence.md has what
+both are worth.
 
 All vectors are fp32 [n]: one fragment, flattened.
 """
@@ -31,6 +26,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from decentral.train.influence import token_weights
+
 Quantise = Callable[[Tensor], Tensor]
 """What the partners will read: decode(encode(x)), fp32 [n]."""
 
@@ -40,7 +37,6 @@ class Constants:
     alpha: float = 0.0  # outer momentum
     beta: float = 1.0  # outer step
     gamma: float = 1.0  # pull towards the partners' slow weights
-    kappa: float = 0.0  # how far the first moment follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +125,3 @@ def limited(vector: Tensor, length: Tensor) -> Tensor:
     """The vector, no longer than `length`: a partner's absurd claims move us by a bounded amount."""
     scaled: Tensor = vector * (length / torch.linalg.vector_norm(vector).clamp_min(1e-30)).clamp(max=1.0)
     return scaled
-
-
-def rho_of(steps: int, optimizer: str) -> float:
-    """How much of a correction is taken that comes `steps` of our steps after the close; all of it up to one step."""
-    return 1.0 if optimizer == "muon" else min(1.0, 2 / (1 + max(0, steps)))
-
-
-def token_weights(tokens: Sequence[float]) -> list[float]:
-    """Each window's share of all tokens; equal shares when nobody has trained."""
-    total = sum(tokens)
-    return [count / total for count in tokens] if total else [1 / len(tokens)] * len(tokens)
