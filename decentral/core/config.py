@@ -54,7 +54,7 @@ RETIRED_KEYS: dict[str, dict[str, float]] = {
     "swarm": {"max_peers": 4096},
 }
 MAX_ROUND = 256  # micro-batches of a synchronous round, because one peer's report names them all
-SUMS = 4  # sealed sums of gradients that may wait at once, with `routes.overlap`
+SEALED_SUMS = 4  # sealed sums of gradients that may wait at once, with `routes.overlap`
 LEARNING_RATES = {"adamw": 4e-3, "muon": 8e-3}  # the best of those that docs/results/convergence.md compares
 _BRANCHES = {"int", "float", "constrained-int", "constrained-float", "literal['auto']"}  # of a key with several types
 _SHORT = reprlib.Repr()  # shows a wrong value with at most six entries, or thirty characters of a text
@@ -164,7 +164,7 @@ class RoutesConfig(Strict):
     @property
     def slots(self) -> int:
         """How many sealed sums may wait. Without overlap, one that waits is applied before any later forward pass."""
-        return SUMS if self.overlap else 1
+        return SEALED_SUMS if self.overlap else 1
 
 
 class SwarmConfig(Strict):

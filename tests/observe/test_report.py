@@ -109,7 +109,7 @@ def test_without_matplotlib_the_page_has_the_tables_and_one_line_says_what_is_mi
     assert capsys.readouterr().err == "no charts: they need matplotlib: pip install 'decentral[plot]'\n"
     page = Page(out.read_text())
     assert page.tags["svg"] == 0
-    assert page.tags["table"] == 3
+    assert page.tags["table"] == 2
 
 
 def test_totals_do_not_fall_when_a_peer_starts_again(journals: Path) -> None:
