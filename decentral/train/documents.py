@@ -402,7 +402,7 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest())
 
 
-def _every(_: object) -> bool:
+def _every(_: str | int) -> bool:
     return True
 
 
