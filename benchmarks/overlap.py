@@ -19,8 +19,10 @@ from typing import Any
 import torch
 
 from decentral.core import config, jobs
-from decentral.core.machine import Effect, Log
+from decentral.core.machine import Log
 from decentral.core.units import Seconds
+from decentral.peers.node.handlers import PeerEffect, PeerEvent
+from decentral.peers.node.progress import Stop
 from decentral.peers.placement.span_choice import flow, holder_of
 from decentral.sim import faults
 from decentral.sim.geography import TypicalLink
@@ -47,7 +49,7 @@ class Watching:
     steps: int = 0
     micro_batches: int = 0  # counted in these steps
 
-    def handled(self, host: VirtualHost, event: object, effects: list[Effect]) -> None:
+    def handled(self, host: VirtualHost, event: PeerEvent | Stop, effects: list[PeerEffect]) -> None:
         for effect in effects:
             if isinstance(effect, Log) and effect.event == "counted" and host.agenda.now > WARM_UP_S:
                 self.steps, self.micro_batches = self.steps + 1, self.micro_batches + len(effect.fields["of"])

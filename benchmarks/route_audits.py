@@ -24,8 +24,10 @@ from benchmarks.trained_swarm import keeping_models, say
 from decentral.comm.routes.audits import RouteAudits
 from decentral.core import config, jobs
 from decentral.core.ids import PeerId
-from decentral.core.machine import Effect, Log
+from decentral.core.machine import Log
 from decentral.core.temporary import temporary_folder
+from decentral.peers.node.handlers import PeerEffect, PeerEvent
+from decentral.peers.node.progress import Stop
 from decentral.sim import faults
 from decentral.sim.faults import HOP_LIES
 from decentral.sim.geography import TypicalLink
@@ -56,7 +58,7 @@ class RouteObserver:
     counted: Counter[tuple[PeerId, int]] = field(default_factory=Counter)  # by peer, in each tenth of the run
     uncounted: int = 0
 
-    def handled(self, host: VirtualHost, event: object, effects: list[Effect]) -> None:
+    def handled(self, host: VirtualHost, event: PeerEvent | Stop, effects: list[PeerEffect]) -> None:
         """Takes what a peer writes into its journal."""
         for effect in effects:
             if isinstance(effect, Log) and effect.event == "audit":

@@ -22,8 +22,10 @@ import torch
 
 from decentral.core import config, jobs, rng
 from decentral.core.fragments import share
-from decentral.core.machine import Effect, Log
+from decentral.core.machine import Log
 from decentral.core.units import Seconds
+from decentral.peers.node.handlers import PeerEffect, PeerEvent
+from decentral.peers.node.progress import Stop
 from decentral.peers.placement.span_choice import flow, holder_of
 from decentral.sim import run as runs
 from decentral.sim.faults import Fault
@@ -54,7 +56,7 @@ class Watching:
     rows: list[dict[str, Any]] = field(default_factory=list)
     parts: dict[tuple[int, int], float] = field(default_factory=dict)
 
-    def handled(self, host: VirtualHost, event: object, effects: list[Effect]) -> None:
+    def handled(self, host: VirtualHost, event: PeerEvent | Stop, effects: list[PeerEffect]) -> None:
         self.hosts[host.peer] = host
         for effect in effects:
             if isinstance(effect, Log) and effect.event == "counted":

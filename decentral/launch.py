@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from types import FrameType
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -87,7 +88,7 @@ class Launcher:
             print(f"ranks ended by themselves (rank: exit code {codes}); starting all again", file=sys.stderr)
         return 1
 
-    def stop(self, *_: object) -> None:
+    def stop(self, number: int, frame: FrameType | None) -> None:
         """Sends Ctrl-C to all ranks. The second time, or before they are there, it ends them at once."""
         workers = self.agent.get_worker_group().workers if self.agent else []
         pids = [worker.id for worker in workers if worker.id is not None]

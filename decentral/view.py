@@ -200,7 +200,7 @@ def figures(node: Node, now: Seconds) -> dict[str, str]:
         "busy": _busy(node) if progress.spent.total else "-",
         "windows": _windows(node),
         "peers": f"{len(node.roster.live)}",
-        "exchanges": "/".join(str(node.traffic.exchanges[outcome]) for outcome in OUTCOMES),
+        "exchanges": "/".join(str(node.gossip.counts.outcomes[outcome]) for outcome in OUTCOMES),
         "sent": readable_bytes(node.traffic.sent_bytes),
         "received": readable_bytes(node.traffic.received_bytes),
     }

@@ -119,8 +119,10 @@ class Conductor:
                 self.unmerged.discard(outcome.fragment)
             case jobs.Saved():
                 self._note(SAVED, outcome.cost_s)
-            case jobs.JobFailed():
-                self.failures.append(f"{outcome.job}: {outcome.reason}")
+            case jobs.JobFailed(job, reason):
+                self.failures.append(f"{job}: {reason}")
+            case jobs.SaveFailed(reason):
+                self.failures.append(f"Save: {reason}")
 
     def _note(self, job: str, cost_s: float) -> None:
         self.costs.setdefault(job, []).append(cost_s)

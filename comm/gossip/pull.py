@@ -23,13 +23,13 @@ from decentral.comm.gossip.tags import BlockingPullTag, ExchangeTag, PullTag
 from decentral.comm.gossip.token_claims import TokenClaims
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_PATIENCE_S, Pull, Refused, Snapshot
-from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed
+from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Event
 from decentral.core.algorithms import FragmentContext
 from decentral.core.fragments import Layout, layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.jobs import CloseWindow, Contribution, Merge, Merged, Rest, SectionsEncoded, WindowClosed
 from decentral.core.latest import keep_latest
-from decentral.core.machine import Effect, Log, Woke, earliest
+from decentral.core.machine import Log, Woke, earliest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
@@ -59,10 +59,12 @@ class PulledSnapshot:
 
     contribution: Contribution
     published_at: Seconds
-    line: Log  # the journal's line about it, if it is merged
+    came_at: Seconds
+    seconds: Seconds  # from our question to its answer
+    moved: tuple[int, int]  # bytes sent and received
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class PullWindow:
     """A window of ours that is over, and what partners have answered about it."""
 
@@ -113,7 +115,7 @@ class PullExchange:
         own = self._window.enough_at if self._may_be_enough() else own
         return earliest((self.published.wake_at, own)) if self.published.waiting else own
 
-    def handle(self, event: object, now: Seconds) -> list[Effect]:
+    def handle(self, event: Event, now: Seconds) -> list[Effect]:
         match event:
             case Woke():
                 return self.published.lose_patience(now) + self._due(now)
@@ -134,7 +136,7 @@ class PullExchange:
         if self.state is ExchangePhase.OPEN and now >= self.close_at:
             return self._close_or_rest(now)
         if self._may_be_enough() and now >= self._window.enough_at:
-            pending, self._window.pending = sorted(self._window.pending), set()
+            pending, self._window = sorted(self._window.pending), replace(self._window, pending=set())
             late = [self._failed(partner, Reason.LATE, now - self._published_at) for partner in pending]
             return [*late, *self._merge(now)]
         return []
@@ -186,15 +188,21 @@ class PullExchange:
         self._sizes = AnswerSizes(largest=len(closed.blob) + more + on_request, dense=dense)
         period_s = self.context.period_s(self.size)
         behind = now - self._published_at > BEHIND_PERIODS * period_s
-        self._published_at, window.layout, window.on_request = now, closed.layout, closed.on_request
-        window.codings = closed.codings
-        window.enough_at = now + ENOUGH_PERIODS * period_s
+        self._published_at = now
         effects = self.published.put(snapshots.describe(self.context, closed, now), closed, now)
         if not window.partners:
-            window.skipped = Reason.ALONE
+            self._window = replace(window, skipped=Reason.ALONE)
             return [*effects, *self._merge(now)]
         self.state = ExchangePhase.ASKING
-        window.pending, window.sections = set(window.partners), self._choose_sections(window.partners, behind)
+        self._window = replace(
+            window,
+            layout=closed.layout,
+            on_request=closed.on_request,
+            codings=closed.codings,
+            enough_at=now + ENOUGH_PERIODS * period_s,
+            pending=set(window.partners),
+            sections=self._choose_sections(window.partners, behind),
+        )
         return effects + [self._ask(partner, now) for partner in window.partners]
 
     def _choose_sections(self, partners: Sequence[PeerId], behind: bool) -> dict[PeerId, tuple[str, ...]]:
@@ -235,7 +243,7 @@ class PullExchange:
             case Answered(envelope=Envelope(Refused(Reason.NOTHING_NEWER, newest))):
                 if self.blocking and newest.isdecimal() and len(newest) < 16:
                     self._goal = max(self._goal, int(newest) - 1)  # where it is rounds ahead of us, we go where it is
-                self._window.skipped = Reason.NOTHING_NEWER
+                self._window = replace(self._window, skipped=Reason.NOTHING_NEWER)
             case Answered(envelope=Envelope(Refused(reason))) | AskFailed(reason=reason):
                 failed = reason
             case _:
@@ -260,10 +268,8 @@ class PullExchange:
             self._light_windows = RARER * WHOLE_EVERY  # it had no slow weights any more: they are due next time
         keep_latest(self.seen, event.peer, snapshot.seq, snapshots.MOST_SEEN)
         moved = event.sent_bytes, event.received_bytes
-        line = self.context.exchange_line(event.peer, "done", "", event.seconds, moved)
-        line.fields["age_s"] = round(now - snapshot.time, 3)
         taken = self._believed(contribution(event.peer, snapshot, blob), now)
-        self._window.pulled.append(PulledSnapshot(taken, snapshot.time, line))
+        self._window.pulled.append(PulledSnapshot(taken, snapshot.time, now, event.seconds, moved))
         return ""
 
     def _believed(self, one: Contribution, now: Seconds) -> Contribution:
@@ -279,7 +285,7 @@ class PullExchange:
         self.published.settle()
         pulled, limit_s = self._window.pulled, math.inf if self.blocking else self.context.max_age_s(self.size)
         stale = [one for one in pulled if now - one.published_at > limit_s]
-        self._window.pulled = [one for one in pulled if one not in stale]
+        self._window = replace(self._window, pulled=[one for one in pulled if one not in stale])
         lines = [self._failed(one.contribution.peer, Reason.STALE, 0.0) for one in stale]
         fresh = tuple(one.contribution for one in self._window.pulled)
         return [*lines, Merge(self.context.fragment, self.seq, fresh)]
@@ -290,15 +296,23 @@ class PullExchange:
         self.close_at = self.context.next_close(max(self.close_at, now - late_s), self.size)
         refused = dict(merged.rejected)
         self._doubted |= dict.fromkeys(refused, DOUBTED_WINDOWS)
-        lines: list[Effect] = [one.line for one in self._window.pulled if one.contribution.peer not in refused]
+        lines: list[Effect] = [
+            _done(self.context, one) for one in self._window.pulled if one.contribution.peer not in refused
+        ]
         lines += [self._failed(peer, reason, 0.0) for peer, reason in merged.rejected]
         if not merged.used:
             reason = self._window.skipped or Reason.FAILED
-            lines.append(self.context.exchange_line(None, "solo", reason, now - self._began))
+            lines.append(self.context.exchange_ended(None, "solo", reason, now - self._began))
         return lines
 
     def _failed(self, partner: PeerId, reason: str, seconds: Seconds) -> Log:
-        return self.context.exchange_line(partner, "failed", reason, seconds)
+        return self.context.exchange_ended(partner, "failed", reason, seconds)
+
+
+def _done(context: FragmentContext, merged: PulledSnapshot) -> Log:
+    line = context.exchange_ended(merged.contribution.peer, "done", "", merged.seconds, merged.moved)
+    line.fields["age_s"] = round(merged.came_at - merged.published_at, 3)
+    return line
 
 
 def _more_when_dense(closed: WindowClosed) -> int:

@@ -8,13 +8,12 @@ from itertools import accumulate
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Pull, Refused, Snapshot
-from decentral.comm.wire.transport import Reply
+from decentral.comm.wire.transport import Effect, Reply
 from decentral.core.algorithms import FragmentContext
 from decentral.core.fragments import Layout, layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution, EncodeSections, SectionsEncoded, WindowClosed
 from decentral.core.latest import keep_latest
-from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
 from decentral.core.synthetic import joined
 from decentral.core.units import Seconds

@@ -40,7 +40,7 @@ class Kind(IntEnum):
     DOWNLOAD = 1
 
 
-def kind_of(message: object) -> Kind:
+def kind_of(message: messages.Message) -> Kind:
     match message:
         case messages.ForwardRequest() | messages.BackwardResponse():
             return Kind.ACTIVATIONS

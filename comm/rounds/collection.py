@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from decentral.comm.rounds.tags import CollectTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import CollectRequest, Refused
-from decentral.comm.wire.transport import Answered, Ask, AskFailed
+from decentral.comm.wire.transport import Answered, Ask, AskFailed, Effect
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
-from decentral.core.machine import Effect, earliest
+from decentral.core.machine import earliest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
@@ -37,7 +37,7 @@ LATER_REASONS = (
 BEHIND_REASONS = (Reason.LATE, Reason.EXPELLED)  # refusals that tell us that the others have gone on without us
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Source:
     """A peer that may have it. `since`: when the first of the questions was asked that have no answer yet."""
 
@@ -132,15 +132,13 @@ class Collection:
         source = one.sources.get(event.peer)
         if source is None:
             return  # this source was given up meanwhile
-        source.asked = False
         match event:
             case AskFailed(reason=reason):
-                source.retry_at = now + COLLECT_RETRY_S
+                one.sources[event.peer] = Source(now + COLLECT_RETRY_S, source.since)
                 if source.since is not None and now - source.since >= GONE_S:
                     one.lose_source(event.peer, reason, now)
             case Answered(envelope=Envelope(Refused(reason))) if reason in LATER_REASONS:
-                source.since = None
-                source.retry_at = now if event.seconds >= COLLECT_RETRY_S else now + COLLECT_RETRY_S
+                one.sources[event.peer] = Source(now + (0.0 if event.seconds >= COLLECT_RETRY_S else COLLECT_RETRY_S))
             case Answered(envelope=Envelope(Refused(reason))):
                 self.behind = reason if reason in BEHIND_REASONS else self.behind
                 one.lose_source(event.peer, reason, now)
@@ -159,7 +157,7 @@ class Collection:
         return one.found or Envelope(Refused(Reason.WITHOUT))
 
     def _ask(self, one: Wanted, to: PeerId, source: Source, now: Seconds) -> Ask:
-        source.asked, source.since = True, now if source.since is None else source.since
+        one.sources[to] = Source(source.retry_at, now if source.since is None else source.since, asked=True)
         self._under_way.add((to, (one.origin, one.fragment)))
         request = CollectRequest(self.run, self.round, one.origin, one.fragment, PATIENCE_S, self.member)
         tag = CollectTag(self.round, one.origin, one.fragment)

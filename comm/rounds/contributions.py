@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from decentral.comm.rounds.members import whole_fragments
-from decentral.comm.routes.ledger import CommitState, GradientEntry
+from decentral.comm.routes.ledger import CommitState, GradientEntry, Ledger
 from decentral.comm.wire import blobs
 from decentral.comm.wire.messages import (
     CompletedMicroBatch,
@@ -23,10 +23,10 @@ from decentral.comm.wire.messages import (
     RoundReport,
     Snapshot,
 )
+from decentral.comm.wire.transport import Effect
 from decentral.core.errors import ProtocolError
 from decentral.core.fragments import Fragment, layout_bytes
 from decentral.core.ids import PeerId
-from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
 
 MOST_LOSS = 1e6  # nats of a token; the loss of as many micro-batches as a report can name is one that it can carry
@@ -35,7 +35,7 @@ Versions = dict[int, bytes]
 
 
 @dataclass(slots=True)
-class ContributionRecord:
+class ContributionRecord(Ledger):
     """The executions whose gradients are in this round's sums: a Ledger that leaves all decisions to the reports."""
 
     quiet: bool = True
@@ -68,11 +68,6 @@ class ContributionRecord:
 
     def completed(self, token: int, hops: tuple[Hop, ...]) -> None:
         self.ways[token] = hops
-
-    def _nothing(self, *_: object, **__: object) -> list[Effect]:
-        return []
-
-    commit = abort = sealed = stepped = look = _nothing
 
     def take(self) -> dict[int, GradientEntry]:
         """The entries of the round, which is over. Entries that come later belong to the next round."""

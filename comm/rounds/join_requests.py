@@ -40,6 +40,11 @@ class JoinRequests:
         """When one of those that wait may be let in."""
         return min(map(self._ready_at, filter(self.knows, self.waiting)), default=None)
 
+    def round_begins(self, peers: Container[PeerId], now: Seconds) -> None:
+        """These peers are members by now."""
+        self._keep(peer for peer in self.waiting if peer not in peers)
+        self.round_began = now
+
     def ask(self, member: RoundMember, now: Seconds) -> None:
         """A newcomer asks to be let in. It keeps its place while it goes on asking; its record may come later."""
         peer = PeerId(member.peer)
@@ -54,10 +59,6 @@ class JoinRequests:
         self._forget_silent(now)
         ready = [one for peer, one in self.waiting.items() if self.knows(peer) and self._ready_at(peer) <= now]
         return tuple(ready[:LET_IN_EACH])
-
-    def drop(self, peers: Container[PeerId]) -> None:
-        """These peers are members by now."""
-        self._keep(peer for peer in self.waiting if peer not in peers)
 
     def round_over(self, let_in: Iterable[PeerId], reported: Collection[PeerId], now: Seconds) -> None:
         """A round is over, at whose start others had let these peers in."""

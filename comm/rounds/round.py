@@ -31,10 +31,10 @@ from decentral.comm.rounds.tags import CollectTag, ElsewhereTag, FollowTag
 from decentral.comm.routes.router import Router
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_NEWCOMERS, CollectRequest, Refused, RoundMember, RoundQuery, RoundStatus
-from decentral.comm.wire.transport import Answered, Asked, AskFailed, Reply
+from decentral.comm.wire.transport import Answered, Asked, AskFailed, Effect, Event, Reply
 from decentral.core.ids import PeerId
 from decentral.core.jobs import CloseRound, RoundClosed, SetClock, Stepped
-from decentral.core.machine import Effect, Woke, earliest
+from decentral.core.machine import Woke, earliest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
@@ -55,7 +55,7 @@ class Rounds:
     behind: str = ""  # why the state has to be fetched anew, if it has
     versions: Versions = field(default_factory=dict)
     donor_holds: DonorHolds = field(default_factory=DonorHolds)
-    join_requests: JoinRequests = field(default_factory=JoinRequests)
+    join_requests: JoinRequests = field(init=False)
     _search: RoundSearch | None = None
     _fetched: dict[int, int] = field(default_factory=dict)  # the round of each fragment's weights when the search began
     _followed_from: int = 0  # the first round in which we do not act even if we are a member
@@ -64,7 +64,7 @@ class Rounds:
     _waiting: list[tuple[Asked, CollectRequest, Seconds]] = field(default_factory=list)  # until then
 
     def __post_init__(self) -> None:
-        self.join_requests.knows = self.view.knows
+        self.join_requests = JoinRequests(self.view.knows)
 
     @property
     def wake_at(self) -> Seconds | None:
@@ -115,13 +115,13 @@ class Rounds:
         self._record.take()
         return ended
 
-    def handle(self, event: object, now: Seconds) -> list[Effect]:
+    def handle(self, event: Event, now: Seconds) -> list[Effect]:
         """Node also calls this with Woke after each event for others: a micro-batch may have been the last."""
         effects = self._react(event, now)
         effects += self._progress(self.now_in, now) if self.now_in else self._search_on(now)
         return effects + self._answer_collects(now)
 
-    def _react(self, event: object, now: Seconds) -> list[Effect]:
+    def _react(self, event: Event, now: Seconds) -> list[Effect]:
         match event:
             case Asked(request, sender, Envelope(RoundQuery() as query)):
                 return [Reply(request, Envelope(self._answer_query(sender, query, now)))]
@@ -198,8 +198,7 @@ class Rounds:
     def _enter(self, number: int, members: tuple[RoundMember, ...], now: Seconds) -> list[Effect]:
         round = Round(self.routes.stage, number, members, number > self._followed_from, self.view.member_deadline_s)
         self.before, self.now_in = self.now_in, round
-        self.join_requests.drop(round.peers)
-        self.join_requests.round_began = now
+        self.join_requests.round_begins(round.peers, now)
         self._record.begin(members, round.stage.cuts)
         round.want_reports(now)
         self._follow_again_at = None if round.listed else now

@@ -30,11 +30,12 @@ from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import CollectRequest, Refused, RoundMembers, RoundReport, RoundStatus, Snapshot
+from decentral.comm.wire.transport import Effect
 from decentral.core.errors import ProtocolError
 from decentral.core.fragments import Section
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Advance, Contribution, RoundClosed, WindowClosed
-from decentral.core.machine import Effect, log
+from decentral.core.machine import log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 

@@ -14,9 +14,8 @@ from decentral.comm.rounds.tags import FollowTag, RoundTag
 from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import RoundQuery, RoundStatus
-from decentral.comm.wire.transport import Answered, Ask, AskFailed
+from decentral.comm.wire.transport import Answered, Ask, AskFailed, Effect
 from decentral.core.ids import PeerId
-from decentral.core.machine import Effect
 from decentral.core.units import Seconds
 
 QUERY_DEADLINE_S = 5.0

@@ -12,9 +12,8 @@ from decentral.comm.routes.forwarding import MIN_PATIENCE_S, SUCCESSOR_RETRY_S, 
 from decentral.comm.routes.pacing import MicroBatchWindow, budget_s
 from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire.messages import Done, ExecutionId, ForwardRequest, ForwardStatusQuery, Load, Offer, Refused
-from decentral.comm.wire.transport import Asked
+from decentral.comm.wire.transport import Asked, Effect
 from decentral.core.jobs import MOST_UNDER_WAY, Draw, Forward
-from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
@@ -25,13 +24,24 @@ ROUNDING = 1e-6  # of sums of parts of the memory
 
 @dataclass(slots=True)
 class Admission:
-    stage: StageConfig
     table: ExecutionTable
     forwarding: Forwarding
     window: MicroBatchWindow
     active: bool = False  # this peer trains
     draining: bool = False  # no new executions: those that are here are brought to their end
     round: int = 0  # of synchronous training (comm/rounds/round.py)
+
+    @property
+    def stage(self) -> StageConfig:
+        return self.forwarding.load.stage
+
+    def start(self) -> None:
+        """This peer trains from now on."""
+        self.active = True
+
+    def drain(self, drains: bool) -> None:
+        """Take no executions any more, or take them again."""
+        self.draining = drains
 
     def refusal(self, request: ForwardRequest, blob_bytes: int) -> Reason | None:
         """Why this execution is not taken; None: it is."""
@@ -118,8 +128,8 @@ class Admission:
     def begin_round(self, round: int, active: bool) -> list[Effect]:
         """The weights are those of this round now. Micro-batches that came early belong to it."""
         self.round, self.active = round, active
-        early, self.table.jobs.early = self.table.jobs.early, {}
         effects: list[Effect] = []
+        early, self.table.jobs.early = self.table.jobs.early, {}
         for job in early.values():
             execution = self.table.by_token.get(job.token)
             if execution is not None and execution.state is FORWARD and active:

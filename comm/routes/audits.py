@@ -16,20 +16,21 @@ nothing of that: each saves more than it takes, and there is no end of names for
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from random import Random
 
-from decentral.comm.routes.execution import NextHop, StageExecution
+from decentral.comm.routes.execution import NextHop, Sent, StageExecution
 from decentral.comm.routes.forwarding import Forwarding
 from decentral.comm.routes.pacing import HOP_DEADLINE_FLOOR_S, NEWEST_WEIGHT, ROUTE_SLACK
 from decentral.comm.routes.tags import AuditTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_ROUTE_S, BackwardResponse, ExecutionId, ForwardRequest
-from decentral.comm.wire.transport import Answered, Ask, AskFailed
+from decentral.comm.wire.transport import Answered, Ask, AskFailed, Effect
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Compare, Compared, Likeness
-from decentral.core.machine import Effect, log
+from decentral.core.machine import log
 from decentral.core.units import Seconds
 
 AUDIT_SHARE = 0.01  # of the micro-batches that are sent on, what audits may cost, the sums that they spoil included
@@ -162,8 +163,8 @@ class RouteAudits:
         new = [peer for peer in others if peer not in heard] or others
         if not new or len(hop.tried) >= MOST_ASKED:
             return self._end(audit, "undecided" if len(audit.opinions) > 1 else "unanswered", now)
-        hop.to, hop.attempts = chance.choice(new), hop.attempts + 1
-        hop.tried.append(hop.to)
+        to = chance.choice(new)
+        hop.send(Sent(to, now, math.inf, math.inf))
         self.open[audit.token] = audit
         audit.costs.append(self.cost)
         self.owed += audit.costs[-1]
@@ -172,7 +173,7 @@ class RouteAudits:
         request = ForwardRequest(*of_micro_batch, audit.patience_s, audit.hold_s, hop.layout, drawn=drawn)
         tag = AuditTag(audit.token, hop.attempts)
         patience_s = min(audit.patience_s, audit.deadline_s)
-        return [Ask(tag, hop.to, Envelope(request, hop.payload), patience_s, hop.most_bytes)]
+        return [Ask(tag, to, Envelope(request, hop.payload), patience_s, hop.most_bytes)]
 
     def answered(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
         """A peer that was asked in an audit has answered, or has not."""
@@ -180,7 +181,7 @@ class RouteAudits:
         audit = self.open.get(event.tag.token)
         if audit is None or audit.hop.to != event.peer or audit.hop.attempts != event.tag.attempt:
             return []
-        audit.hop.to = None
+        audit.hop.pause(now)
         self.forwarding.table.commits.abort(event.peer, audit.id)
         if isinstance(event, Answered) and isinstance(response := event.envelope.message, BackwardResponse):
             blob = event.envelope.blob

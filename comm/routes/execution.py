@@ -1,12 +1,14 @@
 """A stage execution: one micro-batch's way through this peer, as a table of states (drawn in comm/routes/router.py).
 
-Each change of state goes through StageExecution.move, which raises InvalidTransition on a move that is not in MOVES,
-and tells the execution's last events. What is needed only while other peers have the micro-batch is in `next_hop`.
+Its state changes in StageExecution.move alone, by the table TRANSITIONS. An event that the table does not have for the
+present state raises InvalidTransition, which tells the execution's last events. Who has the micro-batch while it is
+AWAY, and who was asked before, is in `next_hop`.
 """
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import ClassVar
 
@@ -32,45 +34,98 @@ class ExecutionState(Enum):
 # Looking up a member of the enum costs as much as all of StageExecution.wake_at.
 FORWARD, AWAY, BACKWARD, HELD, GONE, ENDED = ExecutionState
 
-MOVES: dict[ExecutionState, frozenset[ExecutionState]] = {
-    FORWARD: frozenset((AWAY, HELD, GONE, ENDED)),
-    AWAY: frozenset((AWAY, BACKWARD, ENDED)),  # again AWAY: another peer is asked
-    BACKWARD: frozenset((AWAY, HELD, GONE, ENDED)),  # AWAY: the gradient was not usable
-    HELD: frozenset((ENDED,)),
-    GONE: frozenset((ENDED,)),
-    ENDED: frozenset(),
+
+class ExecutionEvent(Enum):
+    SENT_ON = auto()  # its activations go to a next peer, or to another one: that of before failed, or its gradient did
+    GRADIENT_CAME = auto()
+    COMPUTED = auto()  # another peer's micro-batch: its gradients wait for their origin peer's decision
+    COMPLETED = auto()  # our own, which is decided with that
+    DECIDED = auto()  # committed or aborted
+    GIVEN_UP = auto()
+    GIVEN_UP_AT_WORK = auto()  # the training thread has to end its pass first
+    THREAD_DONE = auto()
+
+
+TRANSITIONS: dict[ExecutionEvent, dict[ExecutionState, ExecutionState]] = {
+    ExecutionEvent.SENT_ON: {FORWARD: AWAY, AWAY: AWAY, BACKWARD: AWAY},
+    ExecutionEvent.GRADIENT_CAME: {AWAY: BACKWARD},
+    ExecutionEvent.COMPUTED: {FORWARD: HELD, BACKWARD: HELD},
+    ExecutionEvent.COMPLETED: {FORWARD: ENDED, BACKWARD: ENDED},
+    ExecutionEvent.DECIDED: {HELD: ENDED},
+    ExecutionEvent.GIVEN_UP: {FORWARD: ENDED, AWAY: ENDED, BACKWARD: ENDED},
+    ExecutionEvent.GIVEN_UP_AT_WORK: {FORWARD: GONE, BACKWARD: GONE},
+    ExecutionEvent.THREAD_DONE: {GONE: ENDED},
 }
 
 
 class InvalidTransition(AssertionError):
-    """An execution was moved to a state that cannot follow its own. The text has its last events."""
+    """Something happened to an execution that cannot happen in its state. The text has its last events."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """Nobody has the activations, until they are sent on at `due`."""
+
+    due: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """Some peers are asked how soon they would be through with them."""
+
+    offers: Offers
+    due: ClassVar[Seconds] = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One peer has them. `due`: when to ask it whether it still computes; infinite while it is being asked."""
+
+    to: PeerId
+    at: Seconds
+    late_at: Seconds  # from when on it has taken too long
+    due: Seconds
+    late: bool = False
 
 
 @dataclass(slots=True)
 class NextHop:
-    """The activations that an execution sends on, and which peers were asked to take them."""
+    """The activations that an execution sends on, who has them, and which peers were asked to take them."""
 
     tokens: int
     layout: Layout  # of the payload
     payload: bytes  # kept until the backward pass is done: another peer may have to get the same
     gradients: tuple[Layout, ...]  # the forms of its gradient
-    to: PeerId | None = None  # the peer that has the activations
-    sent_at: Seconds = 0.0
+    place: Paused | Offered | Sent = Paused(0.0)
     attempts: int = 0
     tried: list[PeerId] = field(default_factory=list)  # peers that took it; all but the last have failed
     busy: list[PeerId] = field(default_factory=list)  # peers that had no memory for it, since the last pause
     refusals: int = 0
-    offers: Offers | None = None
-    retry_at: Seconds | None = None
-    look_at: Seconds | None = None  # when to ask the next peer whether it still computes
-    late_at: Seconds = 0.0  # from when on it has taken too long
-    late: bool = False
     response: BackwardResponse | None = None  # from BACKWARD on
 
     @property
     def most_bytes(self) -> int:
         """Of its gradient."""
         return max(map(layout_bytes, self.gradients))
+
+    @property
+    def to(self) -> PeerId | None:
+        """The peer that has the activations."""
+        return self.place.to if isinstance(self.place, Sent) else None
+
+    def pause(self, until: Seconds) -> None:
+        self.place = Paused(until)
+
+    def offer(self, peers: Collection[PeerId]) -> None:
+        self.place, self.attempts = Offered(Offers(set(peers))), self.attempts + 1
+
+    def send(self, sent: Sent) -> None:
+        self.place, self.attempts = sent, self.attempts + 1
+        self.tried.append(sent.to)
+
+    def look_again(self, sent: Sent, at: Seconds, late: bool = False) -> None:
+        """The peer that has them is asked at that time whether it still computes."""
+        self.place = replace(sent, due=at, late=late)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -91,10 +146,11 @@ class StageExecution:
     next_hop: NextHop | None = None  # while it is AWAY or BACKWARD
     events: deque[tuple[str, ExecutionState | str]] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
 
-    def move(self, to: ExecutionState, cause: str) -> None:
-        """Goes over to another state. Raises InvalidTransition if that state cannot follow this one."""
-        if to not in MOVES[self.state]:
-            raise InvalidTransition(f"{self.state.name} -> {to.name} ({cause}) is no legal move of {self.story()}")
+    def move(self, event: ExecutionEvent, cause: str) -> None:
+        """Go over to the state that follows. Raises InvalidTransition if the event cannot happen in this one."""
+        to = TRANSITIONS[event].get(self.state)
+        if to is None:
+            raise InvalidTransition(f"{event.name} in {self.state.name} ({cause}) is no legal move of {self.story()}")
         self.state = to
         self.events.append((cause, to))
 
@@ -109,6 +165,13 @@ class StageExecution:
         """What was sent on. The execution must have left its forward pass behind, and not be held yet."""
         assert self.next_hop is not None, self.story()
         return self.next_hop
+
+    def forward_done(self, next_hop: NextHop, sequences: int) -> None:
+        self.next_hop, self.sequences = next_hop, sequences
+
+    def gradient_came(self, peer: PeerId, response: BackwardResponse) -> None:
+        self.move(ExecutionEvent.GRADIENT_CAME, f"gradient from {peer}")
+        self.sent.response = response
 
     @property
     def next_id(self) -> ExecutionId:
@@ -125,12 +188,7 @@ class StageExecution:
         if self.state is GONE:
             return math.inf
         at, hop = self.deadline(), self.next_hop
-        if self.state is AWAY and hop is not None:
-            if hop.retry_at is not None and hop.retry_at < at:
-                at = hop.retry_at
-            if hop.look_at is not None and hop.look_at < at:
-                at = hop.look_at
-        return at
+        return hop.place.due if self.state is AWAY and hop is not None and hop.place.due < at else at
 
     def deadline(self) -> Seconds:
         return self.until
@@ -141,6 +199,9 @@ class OwnExecution(StageExecution):
     """A micro-batch of which this peer is the origin. It has its number from the forward pass on."""
 
     own: ClassVar[bool] = True
+
+    def name(self, number: int) -> None:
+        self.id = ExecutionId(self.id.origin, number, 0)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -154,3 +215,20 @@ class ForwardedExecution(StageExecution):
 
     def deadline(self) -> Seconds:
         return self.until if self.state is HELD or self.until < self.answer_by else self.answer_by
+
+    def asked_by(self, sender: PeerId, request: int, answer_by: Seconds) -> None:
+        """A peer asks for this execution again, or after another one."""
+        self.events.append(("asked for again by", sender))
+        self.askers[sender] = request
+        self.answer_by = max(self.answer_by, answer_by)
+
+    def answered(self) -> list[int]:
+        """Return the questions that wait for this execution: they are answered now."""
+        waiting = [request for request in self.askers.values() if request is not None]
+        self.askers = dict.fromkeys(self.askers)
+        return waiting
+
+    def hold(self, answer: Envelope, until: Seconds, now: Seconds) -> None:
+        """Its gradients wait for their origin peer's decision until then; whoever asks gets this answer."""
+        self.move(ExecutionEvent.COMPUTED, "backward pass done")
+        self.next_hop, self.answer, self.held_at, self.until = None, answer, now, until

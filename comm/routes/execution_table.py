@@ -10,18 +10,27 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from decentral.comm.routes.commits import CommitProtocol
-from decentral.comm.routes.execution import AWAY, ENDED, FORWARD, GONE, HELD, ForwardedExecution, StageExecution
+from decentral.comm.routes.execution import (
+    AWAY,
+    FORWARD,
+    GONE,
+    HELD,
+    ExecutionEvent,
+    ForwardedExecution,
+    Paused,
+    StageExecution,
+)
 from decentral.comm.routes.hold_limits import HoldLimits
 from decentral.comm.routes.ledger import Ledger
-from decentral.comm.routes.stage import StageConfig
+from decentral.comm.routes.stage import StageLoad
 from decentral.comm.routes.tags import ExecutionTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import CommitDecision, ExecutionId, Refused
-from decentral.comm.wire.transport import Reply
+from decentral.comm.wire.transport import Effect, Reply
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Backward, Forget, Forward
 from decentral.core.latest import keep_latest
-from decentral.core.machine import Effect, log
+from decentral.core.machine import log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
@@ -72,7 +81,7 @@ class JobQueue:
 
 @dataclass(slots=True)
 class ExecutionTable:
-    stage: StageConfig
+    load: StageLoad
     ledger: Ledger
     commits: CommitProtocol
     jobs: JobQueue = field(default_factory=JobQueue)
@@ -93,14 +102,14 @@ class ExecutionTable:
         if execution is None or execution.state is not AWAY:
             return None
         hop = execution.sent
-        return execution if (hop.to or hop.offers) and hop.attempts == tag.attempt else None
+        return execution if not isinstance(hop.place, Paused) and hop.attempts == tag.attempt else None
 
     # Which passes may begin
 
     @property
     def quiet(self) -> bool:
         """Whether no execution here is between its forward and its backward pass."""
-        if self.stage.overlap:
+        if self.load.stage.overlap:
             return True
         waiting = self.jobs.waiting
         return all(execution.state is HELD or token in waiting for token, execution in self.by_token.items())
@@ -108,7 +117,7 @@ class ExecutionTable:
     @property
     def step_waits(self) -> bool:
         """Whether gradients wait for a step: forward passes that begin now would meet weights of two versions."""
-        return self.ledger.waiting and not self.stage.overlap
+        return self.ledger.waiting and not self.load.stage.overlap
 
     def dispatch(self) -> list[Forward | Backward]:
         """The jobs that the training thread gets now."""
@@ -163,9 +172,7 @@ class ExecutionTable:
         effects: list[Effect] = []
         hop = execution.next_hop
         if isinstance(execution, ForwardedExecution):
-            waiting = [request for request in execution.askers.values() if request is not None]
-            effects += [Reply(request, Envelope(Refused(reason))) for request in waiting]
-            execution.askers = dict.fromkeys(execution.askers)
+            effects += [Reply(request, Envelope(Refused(reason))) for request in execution.answered()]
         if execution.own:
             tries = len(hop.tried) if hop else 0
             effects.append(log("abandoned", number=execution.id.number, reason=reason, tries=tries))
@@ -178,20 +185,22 @@ class ExecutionTable:
         self.jobs.drop(execution.token)
         self.by_id.pop(execution.id, None)
         if execution.token in self.jobs.running:
-            execution.move(GONE, reason)
+            execution.move(ExecutionEvent.GIVEN_UP_AT_WORK, reason)
             return effects
-        return effects + self.let_go(execution, reason)
+        return effects + self.let_go(execution, ExecutionEvent.GIVEN_UP, reason)
 
     def usually_decides_s(self, origin: PeerId) -> Seconds | None:
         """How long this origin peer usually takes to decide, where steps wait for it; None: unknown, or they do not."""
-        return self.holds.usual_s(origin) if self.stage.exact else None
+        return self.holds.usual_s(origin) if self.load.stage.exact else None
 
     def origin_is_gone(self, origin: PeerId) -> list[Effect]:
         """Gives up what is held of an origin peer that does not answer. Where gradients are exact also what it has
         sent here itself and has not begun: the next sum with that would wait as this one has. If it lives it asks
         another peer."""
         of_it = [one for one in self.by_id.values() if one.id.origin == origin]
-        gone = [one for one in of_it if one.state is HELD or (self.stage.exact and self._not_begun_for(origin, one))]
+        gone = [
+            one for one in of_it if one.state is HELD or (self.load.stage.exact and self._not_begun_for(origin, one))
+        ]
         return [effect for one in gone for effect in self.give_up(one, Reason.MOVED)]
 
     def _not_begun_for(self, origin: PeerId, execution: ForwardedExecution) -> bool:
@@ -208,17 +217,17 @@ class ExecutionTable:
         held = [one for one in overlapping if one.state is HELD and (one.id.origin, one.id.number) == micro_batch]
         return [effect for one in held for effect in self.give_up(one, Reason.MOVED)]
 
-    def let_go(self, execution: StageExecution, cause: str) -> list[Effect]:
+    def let_go(self, execution: StageExecution, event: ExecutionEvent, cause: str) -> list[Effect]:
         """The execution leaves before its backward pass, and the training thread forgets its activations."""
-        self.end(execution, cause)
+        self.end(execution, event, cause)
         return [Forget((execution.token,))]
 
     def end_held(self, execution: StageExecution, cause: str) -> None:
         """The execution leaves after its backward pass."""
         self.commits.forget(execution.id)
         self.by_id.pop(execution.id, None)
-        self.end(execution, cause)
+        self.end(execution, ExecutionEvent.DECIDED, cause)
 
-    def end(self, execution: StageExecution, cause: str) -> None:
-        execution.move(ENDED, cause)
+    def end(self, execution: StageExecution, event: ExecutionEvent, cause: str) -> None:
+        execution.move(event, cause)
         self.by_token.pop(execution.token)

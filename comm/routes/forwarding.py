@@ -6,17 +6,17 @@ send --few holders-------------------------> ForwardRequest --answered--> (comm/
                                                    --failed----> another peer gets the same activations
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
-from decentral.comm.routes.execution import AWAY, NextHop, StageExecution
+from decentral.comm.routes.execution import ExecutionEvent, NextHop, Offered, Sent, StageExecution
 from decentral.comm.routes.execution_table import ExecutionTable
-from decentral.comm.routes.offers import CANDIDATES, FEW, MOST_BUSY, OFFER_S, Offers, pause_s
-from decentral.comm.routes.pacing import STATUS_S, PeerScheduler, RoutingWeights, StrideScheduler
+from decentral.comm.routes.offers import CANDIDATES, FEW, MOST_BUSY, OFFER_S, pause_s
+from decentral.comm.routes.pacing import STATUS_S, PeerScheduler, StrideScheduler
 from decentral.comm.routes.reputation import Reputations
-from decentral.comm.routes.stage import StageConfig, StageLoad
+from decentral.comm.routes.stage import RouteView, StageConfig, StageLoad
 from decentral.comm.routes.tags import ForwardStatusTag, ForwardTag, OfferTag, PresenceTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import (
@@ -29,10 +29,9 @@ from decentral.comm.wire.messages import (
     Load,
     Offer,
 )
-from decentral.comm.wire.transport import Answered, Ask, AskFailed
+from decentral.comm.wire.transport import Answered, Ask, AskFailed, Effect
 from decentral.core.fragments import fits_one
 from decentral.core.ids import PeerId
-from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
@@ -41,46 +40,34 @@ SUCCESSOR_RETRY_S = 0.25  # where nobody holds the next layer
 MIN_PATIENCE_S = 0.05  # an asker that waits for less gets no answer in time
 
 
-class RouteView(Protocol):
-    """What routes need to know of the swarm; peers/node/route_planner.py has it from the roster."""
-
-    def successors(self, layer: int) -> Sequence[PeerId]:
-        """The other peers that hold this layer, and train."""
-
-    def span_and_speed(self, peer: PeerId) -> tuple[int, int, float]:
-        """The layers [first, last) that a successor holds, and its tokens/s of the whole model."""
-
-    def is_thin(self) -> bool:
-        """Whether what this peer sends is to have the shorter of the run's forms."""
-
-
 @dataclass(slots=True)
 class Forwarding:
-    stage: StageConfig
     view: RouteView
     load: StageLoad
     table: ExecutionTable
     scheduler: PeerScheduler = field(default_factory=PeerScheduler)
-    weights: RoutingWeights = field(default_factory=RoutingWeights)
     trust: Reputations = field(default_factory=Reputations)
     questioned: Counter[PeerId] = field(default_factory=Counter)  # questions whether they still compute, not answered
     _ends: dict[int, StrideScheduler[int]] = field(default_factory=dict)  # by the layer that an execution begins with
 
-    def hold(self, stage: StageConfig) -> None:
-        """From now on this peer holds the layers of `stage`."""
-        self.stage, self.weights = stage, RoutingWeights()
+    @property
+    def stage(self) -> StageConfig:
+        return self.load.stage
+
+    def forget_ends(self) -> None:
+        """This peer holds other layers from now on."""
         self._ends.clear()
 
     def end(self, first: int) -> int:
         """How far an execution from layer `first` goes here: by the routing weights, in turns; without any, to the end
         of our span."""
-        rates = {end: rate for end, rate in self.weights.ends.get(first, {}).items() if rate > 0}
+        rates = {end: rate for end, rate in self.view.weights.ends.get(first, {}).items() if rate > 0}
         costs = {end: 1 / rate for end, rate in rates.items() if end == self.stage.layers or self.view.successors(end)}
         return self._ends.setdefault(first, StrideScheduler()).choose(costs)[0] if costs else self.stage.last
 
     def usual_end(self, first: int) -> int:
         """How far most executions from layer `first` go here. No turn is taken."""
-        ends = self.weights.ends.get(first, {})
+        ends = self.view.weights.ends.get(first, {})
         return max(ends, key=ends.__getitem__) if ends else self.stage.last
 
     def send(self, execution: StageExecution, now: Seconds, cause: str) -> list[Effect]:
@@ -95,9 +82,9 @@ class Forwarding:
         return [Ask(PresenceTag(), peer, offer, STATUS_S) for peer in due]
 
     def _send(self, execution: StageExecution, successors: Sequence[PeerId], now: Seconds, cause: str) -> list[Effect]:
-        execution.move(AWAY, cause)
+        execution.move(ExecutionEvent.SENT_ON, cause)
         hop = execution.sent
-        hop.retry_at, hop.look_at, hop.to = None, None, None
+        hop.pause(now)
         if len(hop.tried) >= MAX_TRIES:
             return self.table.give_up(execution, Reason.TRIED)
         trust = {peer: self.trust.weight(peer, now) for peer in successors}
@@ -113,14 +100,14 @@ class Forwarding:
         chosen = self.scheduler.choose(execution.last, rates, CANDIDATES if len(rates) > FEW else 1)
         if len(rates) <= FEW:
             return self._send_to(execution, chosen[0], now)
-        hop.offers, hop.attempts = Offers(set(chosen)), hop.attempts + 1
+        hop.offer(chosen)
         tag = OfferTag(execution.token, hop.attempts)
         offer = Envelope(Offer(self.stage.run, execution.last, execution.sequences))
         return [Ask(tag, peer, offer, OFFER_S) for peer in sorted(chosen)]
 
     def _rates(self, layer: int, trust: Mapping[PeerId, float]) -> dict[PeerId, float]:
         """By which weights these peers take turns at this layer; all zero: by their measured times alone."""
-        rates = {peer: self.weights.rate(layer, self.view.span_and_speed(peer)) for peer in trust}
+        rates = {peer: self.view.weights.rate(layer, self.view.span_and_speed(peer)) for peer in trust}
         if any(weight < 1 for weight in trust.values()):
             equal = not any(rates.values())
             rates = {peer: trust[peer] * (equal or rate) for peer, rate in rates.items()}
@@ -138,21 +125,20 @@ class Forwarding:
     def heard(self, execution: StageExecution, event: Answered | AskFailed, now: Seconds) -> list[Effect] | None:
         """An offer of this execution was answered, or failed. None: it waits for other offers."""
         hop = execution.sent
-        assert hop.offers is not None
+        assert isinstance(hop.place, Offered)
+        offers = hop.place.offers
         answer = event.envelope.message if isinstance(event, Answered) else None
         load = answer if isinstance(answer, Load) and execution.last < answer.last <= self.stage.layers else None
         if load is not None:
             load = replace(load, wait_s=self.scheduler.believable_wait_s(event.peer, load))
-        hop.offers.answered(event.peer, load, self.load.share(execution.last, load.last) if load else 0.0)
+        offers.answered(event.peer, load, self.load.share(execution.last, load.last) if load else 0.0)
         if load is None:
             hop.busy.append(event.peer)
-        if hop.offers.asked:
+        if offers.asked:
             return None
-        best, hop.offers = hop.offers.best, None
-        if best is not None:
-            return self._send_to(execution, best, now)
-        hop.refusals += CANDIDATES
-        return self._after_refusal(execution, now)
+        if offers.best is not None:
+            return self._send_to(execution, offers.best, now)
+        return self._after_refusal(execution, CANDIDATES, now)
 
     def _send_to(self, execution: StageExecution, to: PeerId, now: Seconds) -> list[Effect]:
         patience_s = min(execution.deadline() - now, MAX_ROUTE_S)
@@ -160,10 +146,8 @@ class Forwarding:
             return self.table.give_up(execution, Reason.LATE)
         hop, id = execution.sent, execution.next_id
         execution.events.append(("sent to", to))
-        hop.to, hop.sent_at, hop.attempts = to, now, hop.attempts + 1
-        hop.late_at, hop.late = now + self._deadline_s(execution, to), False
-        hop.look_at = now + self.scheduler.look_s(to, self._guess_s(execution))
-        hop.tried.append(to)
+        look_at = now + self.scheduler.look_s(to, self._guess_s(execution))
+        hop.send(Sent(to, now, now + self._deadline_s(execution, to), look_at))
         self.scheduler.asked(to, now)
         times = patience_s, min(MAX_ROUTE_S, max(0.0, execution.until - now))
         of_micro_batch = self.stage.run, id.origin, id.number, id.first, execution.sequences
@@ -185,32 +169,29 @@ class Forwarding:
         execution.events.append(("refused by", hop.to))
         hop.tried.remove(hop.to)
         hop.busy.append(hop.to)
-        hop.refusals += 1
-        return self._after_refusal(execution, now)
+        return self._after_refusal(execution, 1, now)
 
-    def _after_refusal(self, execution: StageExecution, now: Seconds) -> list[Effect]:
+    def _after_refusal(self, execution: StageExecution, refusals: int, now: Seconds) -> list[Effect]:
         hop = execution.sent
+        hop.refusals += refusals
         if len(hop.busy) < MOST_BUSY:
             return self.send(execution, now, "another peer is asked")
-        hop.to = hop.look_at = None
         return self._wait(hop, now)
 
     def _wait(self, hop: NextHop, now: Seconds) -> list[Effect]:
         """Waits until a peer holds the next layer; or has memory, which takes about as long as an execution of ours."""
         span_s = self.load.seconds(self.load.share(self.stage.first, self.stage.last))
-        hop.retry_at = now + (pause_s(hop.refusals, span_s) if hop.busy else SUCCESSOR_RETRY_S)
-        hop.busy = []
+        hop.pause(now + (pause_s(hop.refusals, span_s) if hop.busy else SUCCESSOR_RETRY_S))
+        hop.busy.clear()
         return []
 
-    def ask_status(self, execution: StageExecution) -> Ask:
+    def ask_status(self, execution: StageExecution, sent: Sent) -> Ask:
         """Its gradient should be here soon. A peer that is only slow keeps the execution: if all are slow, sending it
         again would have everything computed twice."""
-        hop = execution.sent
-        assert hop.to is not None
-        hop.look_at = None
-        self.questioned[hop.to] += 1
-        tag, status_s = ForwardStatusTag(execution.token, hop.attempts), self.scheduler.status_s(hop.to)
-        return Ask(tag, hop.to, Envelope(ForwardStatusQuery(self.stage.run, execution.next_id)), status_s)
+        execution.sent.look_again(sent, math.inf, sent.late)
+        self.questioned[sent.to] += 1
+        tag, status_s = ForwardStatusTag(execution.token, execution.sent.attempts), self.scheduler.status_s(sent.to)
+        return Ask(tag, sent.to, Envelope(ForwardStatusQuery(self.stage.run, execution.next_id)), status_s)
 
     def status_heard(self, peer: PeerId) -> None:
         """A question of `ask_status` was answered, or failed."""
@@ -220,20 +201,21 @@ class Forwarding:
 
     def only_late(self, execution: StageExecution, peer: PeerId, now: Seconds) -> None:
         """The next peer still computes."""
-        hop = execution.sent
-        if now < hop.late_at:
-            hop.look_at = hop.late_at
+        sent = execution.sent.place
+        assert isinstance(sent, Sent)
+        if now < sent.late_at:
+            execution.sent.look_again(sent, sent.late_at, sent.late)
             return
-        if not hop.late:
+        if not sent.late:
             execution.events.append(("late at", peer))
             self.scheduler.missed(peer)
-        hop.late, hop.look_at = True, now + self._deadline_s(execution, peer)
+        execution.sent.look_again(sent, now + self._deadline_s(execution, peer), late=True)
 
     def ran_out(self, hop: NextHop, now: Seconds) -> None:
         """The micro-batch's time is over. Who has had it for as long as a gradient may take has failed; what came to it
         late already says nothing of it."""
-        if hop.to is not None and now - hop.sent_at >= self.scheduler.usual_deadline_s():
-            self.scheduler.failed(hop.to, now)
+        if isinstance(hop.place, Sent) and now - hop.place.at >= self.scheduler.usual_deadline_s():
+            self.scheduler.failed(hop.place.to, now)
 
     def missed(self, execution: StageExecution, peer: PeerId, now: Seconds) -> list[Effect]:
         """No usable gradient comes from this peer: it gets fewer turns, and another one gets the same activations."""

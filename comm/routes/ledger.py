@@ -16,8 +16,9 @@ from enum import Enum, auto
 from typing import Protocol
 
 from decentral.comm.wire.messages import ExecutionId, Hop
+from decentral.comm.wire.transport import Effect
 from decentral.core.jobs import Apply, Drop, Seal
-from decentral.core.machine import Effect, Log, log
+from decentral.core.machine import Log, log
 from decentral.core.reasons import Reason
 
 
@@ -44,7 +45,6 @@ class GradientEntry:
 class Ledger(Protocol):
     """What the router needs of the sums of gradients: GradientLedger, or the record of a synchronous round."""
 
-    micro_batches_per_step: int
     entries: dict[int, GradientEntry]  # the executions whose gradients are in a sum, by token
     quiet: bool  # no execution is between its forward and its backward pass, or that does not matter
     sealing: bool  # the training thread was told to seal a sum, and has not answered yet
@@ -52,6 +52,10 @@ class Ledger(Protocol):
     @property
     def waiting(self) -> bool:
         """Whether enough gradients for a step are there."""
+
+    def expect(self, micro_batches: int) -> None:
+        """From now on a step waits for at least so many micro-batches."""
+        return
 
     def add(self, token: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
         """The gradients of this execution are in the sum that is being filled."""
@@ -62,18 +66,25 @@ class Ledger(Protocol):
     def completed(self, token: int, hops: tuple[Hop, ...]) -> None:
         """A micro-batch of our own got through the model. `hops` are those after our own. `add` follows."""
 
-    def commit(self, token: int) -> list[Effect]: ...
+    # Only a GradientLedger decides when a step is taken: elsewhere nothing follows from these.
 
-    def abort(self, token: int) -> list[Effect]: ...
+    def commit(self, token: int) -> list[Effect]:
+        return []
+
+    def abort(self, token: int) -> list[Effect]:
+        return []
 
     def sealed(self, tokens: tuple[int, ...], slot: int = 0, sound: bool = True) -> list[Effect]:
         """The training thread tells whose gradients are in a sealed sum, and whether a step can be taken with it."""
+        return []
 
     def stepped(self, tokens: tuple[int, ...]) -> list[Effect]:
         """The sum was complete when it was sealed, and its step has been taken."""
+        return []
 
     def look(self, quiet: bool) -> list[Effect]:
         """Whether a step may be taken now without changing weights that a backward pass still needs."""
+        return []
 
 
 @dataclass(slots=True)
@@ -85,6 +96,9 @@ class GradientLedger:
     states: dict[int, CommitState] = field(default_factory=dict)  # by token
     closing: dict[int, tuple[int, ...]] = field(default_factory=dict)  # tokens in each sealed sum, by slot
     sealing: bool = False
+
+    def expect(self, micro_batches: int) -> None:
+        self.micro_batches_per_step = micro_batches
 
     def add(self, token: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
         self.entries[token], self.states[token] = entry, state

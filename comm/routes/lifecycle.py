@@ -11,7 +11,20 @@ from dataclasses import dataclass, field
 
 from decentral.comm.routes.admission import Admission
 from decentral.comm.routes.audits import RouteAudits
-from decentral.comm.routes.execution import AWAY, BACKWARD, GONE, HELD, ForwardedExecution, NextHop, StageExecution
+from decentral.comm.routes.execution import (
+    AWAY,
+    BACKWARD,
+    GONE,
+    HELD,
+    ExecutionEvent,
+    ForwardedExecution,
+    NextHop,
+    Offered,
+    OwnExecution,
+    Paused,
+    Sent,
+    StageExecution,
+)
 from decentral.comm.routes.execution_table import ExecutionTable
 from decentral.comm.routes.forwarding import Forwarding
 from decentral.comm.routes.ledger import CommitState, GradientEntry
@@ -19,11 +32,10 @@ from decentral.comm.routes.pacing import MOST_NEXT_PEERS, budget_s
 from decentral.comm.routes.tags import ForwardStatusTag, ForwardTag, OfferTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import BackwardResponse, Done, ExecutionId, ForwardRequest, Hop, Refused
-from decentral.comm.wire.transport import Answered, Asked, AskFailed, Reply
+from decentral.comm.wire.transport import Answered, Asked, AskFailed, Effect, Reply
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Backward, BackwardDone, ExecutionFailed, Forward, ForwardDone
 from decentral.core.latest import keep_latest
-from decentral.core.machine import Effect
 from decentral.core.reasons import SILENT, Reason
 from decentral.core.units import Seconds
 
@@ -92,10 +104,8 @@ class ExecutionLifecycle:
         earlier = known.askers.get(event.sender)
         if len(known.askers) >= MOST_ASKERS and event.sender not in known.askers:
             return [Reply(event.request, Envelope(Refused(Reason.BUSY)))]
-        known.events.append(("asked for again by", event.sender))
         effects: list[Effect] = [] if earlier is None else [Reply(earlier, Envelope(Refused(Reason.MOVED)))]
-        known.askers[event.sender] = event.request
-        known.answer_by = max(known.answer_by, now + SHARE * request.patience_s)
+        known.asked_by(event.sender, event.request, now + SHARE * request.patience_s)
         return effects + self._answer(known)
 
     def _may_be_before(self, sender: PeerId, known: ForwardedExecution) -> bool:
@@ -106,11 +116,8 @@ class ExecutionLifecycle:
         return first < known.id.first <= last
 
     def _answer(self, execution: ForwardedExecution) -> list[Effect]:
-        if execution.answer is None:
-            return []
-        waiting = [request for request in execution.askers.values() if request is not None]
-        execution.askers = dict.fromkeys(execution.askers)
-        return [Reply(request, execution.answer) for request in waiting]
+        answer = execution.answer
+        return [] if answer is None else [Reply(request, answer) for request in execution.answered()]
 
     # What the next peer says
 
@@ -118,7 +125,7 @@ class ExecutionLifecycle:
         """What follows from the answer to an offer; None: nothing yet, or nothing any more."""
         assert isinstance(event.tag, OfferTag)
         execution = self.table.awaits(event.tag)
-        if execution is None or execution.sent.offers is None:
+        if execution is None or not isinstance(execution.sent.place, Offered):
             return None
         return self.forwarding.heard(execution, event, now)
 
@@ -144,8 +151,7 @@ class ExecutionLifecycle:
                 trusted = self.forwarding.trust.weight(event.peer, now) > 0  # it may have been found out meanwhile
                 if trusted and self.forwarding.fits(execution.sent, execution.last, event.peer, response, blob):
                     self.forwarding.scheduler.served(event.peer, event.seconds)
-                    execution.move(BACKWARD, f"gradient from {event.peer}")
-                    execution.sent.response = response
+                    execution.gradient_came(event.peer, response)
                     thin = self.forwarding.view.is_thin()
                     self.table.jobs.push(Backward(execution.token, response.layout, blob, thin))
                     return self.audits.gave_back(execution, event, now)
@@ -155,7 +161,7 @@ class ExecutionLifecycle:
         """Whether a status query tells that nothing comes from this peer: it has answered nothing since it was asked.
         Only where steps wait is that enough to send all that it has to others."""
         heard_at = self._heard_at.get(event.peer, -math.inf)
-        return self.table.stage.exact and event.reason in SILENT and heard_at < now - event.seconds
+        return self.admission.stage.exact and event.reason in SILENT and heard_at < now - event.seconds
 
     def _silent(self, peer: PeerId, since: Seconds, now: Seconds) -> list[Effect]:
         """The next peer has not answered what was asked `since`. All that was sent to it before that goes to others: it
@@ -170,9 +176,9 @@ class ExecutionLifecycle:
         """What is away goes to others where this says so of the next peer and when it was sent there."""
         effects: list[Effect] = []
         for execution in list(self.table.by_token.values()):
-            hop = execution.next_hop if execution.state is AWAY else None
-            if hop is not None and hop.to is not None and is_lost(hop.to, hop.sent_at):
-                effects += self.forwarding.missed(execution, hop.to, now)
+            place = execution.sent.place if execution.state is AWAY else None
+            if isinstance(place, Sent) and is_lost(place.to, place.at):
+                effects += self.forwarding.missed(execution, place.to, now)
         return effects
 
     # What the training thread reports
@@ -184,7 +190,7 @@ class ExecutionLifecycle:
             case BackwardDone():
                 return self._backward_done(execution, event, now)
             case _ if execution.state is GONE:
-                return self.table.let_go(execution, "the training thread is done")
+                return self.table.let_go(execution, ExecutionEvent.THREAD_DONE, "the training thread is done")
             case ForwardDone():
                 return self._forward_done(execution, event, now)
             case ExecutionFailed(_, reason):
@@ -196,11 +202,11 @@ class ExecutionLifecycle:
 
     def _forward_done(self, execution: StageExecution, done: ForwardDone, now: Seconds) -> list[Effect]:
         load = self.forwarding.load
-        load.tokens, execution.sequences = done.tokens, done.sequences
+        load.tokens = done.tokens
         gradients = self.admission.stage.forms(execution.last, done.sequences).gradients
-        execution.next_hop = NextHop(done.tokens, done.layout, done.blob, gradients)
-        if execution.own:
-            execution.id = ExecutionId(self.admission.stage.peer, done.number, 0)
+        execution.forward_done(NextHop(done.tokens, done.layout, done.blob, gradients), done.sequences)
+        if isinstance(execution, OwnExecution):
+            execution.name(done.number)
             if self.admission.window.typical_s is None:
                 execution.until = execution.started_at + budget_s(None, load.rest_s(done.tokens, 0))
         return self.forwarding.send(execution, now, "forward pass done")
@@ -208,30 +214,29 @@ class ExecutionLifecycle:
     def _backward_done(self, execution: StageExecution, done: BackwardDone, now: Seconds) -> list[Effect]:
         response = execution.next_hop.response if execution.next_hop else None
         hops, loss = (response.hops, response.loss) if response else ((), done.loss)
-        if execution.own and not response:
-            execution.id = ExecutionId(self.admission.stage.peer, done.number, 0)
+        if isinstance(execution, OwnExecution) and not response:
+            execution.name(done.number)
         entry = GradientEntry(execution.id, execution.last, done.tokens, loss, execution.own)
         self.forwarding.load.backward_done(execution, done.tokens)
         if execution.state is GONE:
-            self.table.end(execution, "the training thread is done")
+            self.table.end(execution, ExecutionEvent.THREAD_DONE, "the training thread is done")
             return self.table.ledger.add(execution.token, entry, CommitState.ABORTED)
         if not isinstance(execution, ForwardedExecution):
             self.completed += 1
-            self.admission.window.done(now - execution.started_at, tuple(PeerId(hop.peer) for hop in hops))
+            route = tuple(PeerId(hop.peer) for hop in hops)
+            self.admission.window.done(now - execution.started_at, route, self.admission.stage.max_own)
             self.table.commits.commit(execution.id, hops)
-            self.table.end(execution, "complete")
+            self.table.end(execution, ExecutionEvent.COMPLETED, "complete")
             self.table.ledger.completed(execution.token, hops)
             return self.table.ledger.add(execution.token, entry, CommitState.COMMITTED)
-        execution.move(HELD, "backward pass done")
-        execution.next_hop, execution.held_at = None, now
-        if not self.admission.stage.synchronous:  # there a round has its own end
-            route_s = self.forwarding.load.rest_s(done.tokens, 0)
-            execution.until = min(execution.until, now + self.table.holds.limit_s(route_s))
+        stage, until = self.admission.stage, execution.until
+        if not stage.synchronous:  # there a round has its own end
+            until = min(until, now + self.table.holds.limit_s(self.forwarding.load.rest_s(done.tokens, 0)))
+        hops = (Hop(stage.peer, execution.id.first, execution.last), *hops)
+        answer = Envelope(BackwardResponse(stage.run, loss, done.tokens, hops, done.layout), done.blob)
+        execution.hold(answer, until, now)
         usual_s = self.table.usually_decides_s(PeerId(execution.id.origin))
         self.table.commits.hold(execution.id, now, now - execution.started_at, usual_s)
-        stage = self.admission.stage
-        route = (Hop(stage.peer, execution.id.first, execution.last), *hops)
-        execution.answer = Envelope(BackwardResponse(stage.run, loss, done.tokens, route, done.layout), done.blob)
         effects = self.table.ledger.add(execution.token, entry, CommitState.IN_DOUBT)
         return effects + self._answer(execution)
 
@@ -257,10 +262,10 @@ class ExecutionLifecycle:
                 elif execution.state is AWAY and hop is not None:
                     self.forwarding.ran_out(hop, now)
                 effects += self.table.give_up(execution, Reason.LATE)
-            elif hop is None or execution.state is not AWAY:
-                continue
-            elif hop.retry_at is not None and now >= hop.retry_at:
-                effects += self.forwarding.send(execution, now, "the pause is over")
-            elif hop.look_at is not None and now >= hop.look_at:
-                effects.append(self.forwarding.ask_status(execution))
+            elif hop is not None and execution.state is AWAY and now >= hop.place.due:
+                match hop.place:
+                    case Paused():
+                        effects += self.forwarding.send(execution, now, "the pause is over")
+                    case Sent() as sent:
+                        effects.append(self.forwarding.ask_status(execution, sent))
         return effects

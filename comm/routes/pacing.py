@@ -70,7 +70,6 @@ class MicroBatchWindow:
     is long without anything waiting.
     """
 
-    max_size: int  # by memory
     waiting: tuple[float, float] = FULL
     size: int = 2  # at the start as many as the devices of a route, if they are like ours
     starting: bool = True  # until something waits, the size grows by one for each that comes back
@@ -81,8 +80,8 @@ class MicroBatchWindow:
     _fastest_s: Seconds = math.inf  # of any route; rises as a base does
     _since: int = 0  # completions since the size was last changed
 
-    def done(self, seconds: Seconds, route: tuple[PeerId, ...]) -> None:
-        """A micro-batch took so long along this route, from its beginning to its end."""
+    def done(self, seconds: Seconds, route: tuple[PeerId, ...], max_size: int) -> None:
+        """A micro-batch took so long along this route, from its beginning to its end. `max_size`: by memory."""
         waited = 1 - self._base_s(seconds, route) / max(1e-9, seconds)
         self._waiting += NEWEST_WEIGHT * (waited - self._waiting)
         known = self.typical_s
@@ -98,7 +97,7 @@ class MicroBatchWindow:
             self.size += 1
         elif self.size * self._waiting > most:
             self.size = max(2, self.size - 1)
-        self.size = min(self.size, self.max_size)
+        self.size = min(self.size, max_size)
 
     def _base_s(self, seconds: Seconds, route: tuple[PeerId, ...]) -> Seconds:
         """The seconds that it would have taken if nothing had waited.

@@ -23,18 +23,18 @@ from decentral.comm.routes.audits import RouteAudits
 from decentral.comm.routes.commits import CommitProtocol
 from decentral.comm.routes.execution import StageExecution
 from decentral.comm.routes.execution_table import ExecutionTable
-from decentral.comm.routes.forwarding import Forwarding, RouteView
+from decentral.comm.routes.forwarding import Forwarding
 from decentral.comm.routes.ledger import Ledger
 from decentral.comm.routes.lifecycle import ExecutionLifecycle
 from decentral.comm.routes.pacing import FULL, LARGE_STEP, LEAN, MicroBatchWindow
-from decentral.comm.routes.stage import StageConfig, StageLoad
+from decentral.comm.routes.stage import RouteView, StageConfig, StageLoad
 from decentral.comm.routes.tags import AuditTag, CommitDecisionTag, CommitQueryTag, ExecutionTag, OfferTag, PresenceTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import CommitDecision, CommitQuery, Done, ForwardRequest
-from decentral.comm.wire.transport import Answered, Asked, AskFailed, Reply
+from decentral.comm.wire.transport import Answered, Asked, AskFailed, Effect, Event, Reply
 from decentral.core.ids import PeerId
 from decentral.core.jobs import BackwardDone, Compared, ExecutionFailed, ForwardDone, Sealed, Stepped
-from decentral.core.machine import Effect, Woke, earliest, log
+from decentral.core.machine import Woke, earliest, log
 from decentral.core.units import Seconds
 
 
@@ -47,25 +47,29 @@ class Router:
     def __init__(self, stage: StageConfig, view: RouteView, ledger: Ledger, chance: Random | None = None) -> None:
         full = stage.overlap or stage.synchronous or stage.micro_batches_per_step >= LARGE_STEP
         stages = -(-stage.layers // (stage.last - stage.first))
-        self.stage, self.ledger = stage, ledger
-        self.window = MicroBatchWindow(stage.max_own, FULL if full else LEAN, max(2, min(stages, stage.capacity)))
-        self.load, self.commits = StageLoad(stage), CommitProtocol(stage.run, stage.peer)
-        self.table = ExecutionTable(stage, ledger, self.commits)
-        self.forwarding = Forwarding(stage, view, self.load, self.table)
-        self.admission = Admission(stage, self.table, self.forwarding, self.window)
+        self.ledger = ledger
+        self.window = MicroBatchWindow(FULL if full else LEAN, max(2, min(stages, stage.capacity)))
+        self.load, self.commits = StageLoad(stage, view), CommitProtocol(stage.run, stage.peer)
+        self.table = ExecutionTable(self.load, ledger, self.commits)
+        self.forwarding = Forwarding(view, self.load, self.table)
+        self.admission = Admission(self.table, self.forwarding, self.window)
         self.own = OwnMicroBatches(self.table, self.admission, self.forwarding)
         self.audits = RouteAudits(self.forwarding, chance)
         self.lifecycle = ExecutionLifecycle(self.table, self.admission, self.forwarding, self.audits)
         self._wake: Seconds | None = None  # the earliest time of all; infinite: never; None: to be looked for
 
     @property
+    def stage(self) -> StageConfig:
+        return self.load.stage
+
+    @property
     def active(self) -> bool:
         """Whether this peer trains."""
         return self.admission.active
 
-    @active.setter
-    def active(self, active: bool) -> None:
-        self.admission.active = active
+    def start(self) -> None:
+        """This peer trains from now on."""
+        self.admission.start()
 
     @property
     def draining(self) -> bool:
@@ -104,16 +108,17 @@ class Router:
 
     def drain(self) -> None:
         """Takes no more executions; gradients need not wait for more of them before a step."""
-        self.admission.draining, self.ledger.micro_batches_per_step = True, 1
+        self.admission.drain(True)
+        self.ledger.expect(1)
 
     def hold(self, stage: StageConfig) -> None:
         """From now on this peer holds the layers of `stage`; executions are taken again."""
-        self.stage, self.ledger.micro_batches_per_step = stage, stage.micro_batches_per_step
-        self.window.max_size, self.load.stage = stage.max_own, stage
-        self.admission.stage, self.admission.draining = stage, False
-        self.forwarding.hold(stage)
+        self.load.hold(stage)
+        self.ledger.expect(stage.micro_batches_per_step)
+        self.admission.drain(False)
+        self.forwarding.forget_ends()
 
-    def handle(self, event: object, now: Seconds) -> list[Effect]:
+    def handle(self, event: Event, now: Seconds) -> list[Effect]:
         """Effects: Ask, Reply, jobs, the journal's lines `counted`, `applied`, `uncounted`, `abandoned` and `audit`."""
         heard: list[Effect] | None = None
         if isinstance(event, Asked):
@@ -131,7 +136,7 @@ class Router:
         effects += self.table.dispatch()
         return effects + self.own.begin(now) + self.commits.tell()
 
-    def _react(self, event: object, now: Seconds) -> list[Effect]:
+    def _react(self, event: Event, now: Seconds) -> list[Effect]:
         match event:
             case Woke():
                 return [*self.lifecycle.overdue(now), *self.commits.ask(now, self.table.usually_decides_s)]

@@ -1,11 +1,12 @@
 """The stage of this peer: which layers it holds, and what a micro-batch's execution takes of its memory and time."""
 
 import bisect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from decentral.comm.routes.execution import BACKWARD, FORWARD, StageExecution
-from decentral.comm.routes.pacing import NEWEST_WEIGHT
+from decentral.comm.routes.pacing import NEWEST_WEIGHT, RoutingWeights
 from decentral.comm.wire.messages import ForwardRequest
 from decentral.core.fragments import (
     FORWARD_PART,
@@ -91,6 +92,22 @@ class StageConfig:
         return fits_one(self.forms(request.first, request.sequences).entering, request.layout, blob_bytes)
 
 
+class RouteView(Protocol):
+    """What routes need to know of the swarm; peers/node/route_planner.py has it from the roster."""
+
+    weights: RoutingWeights
+    usual_speed: float  # tokens/s of the whole model, mean of what the other peers' records say; 0: none says anything
+
+    def successors(self, layer: int) -> Sequence[PeerId]:
+        """The other peers that hold this layer, and train."""
+
+    def span_and_speed(self, peer: PeerId) -> tuple[int, int, float]:
+        """The layers [first, last) that a successor holds, and its tokens/s of the whole model."""
+
+    def is_thin(self) -> bool:
+        """Whether what this peer sends is to have the shorter of the run's forms."""
+
+
 @dataclass(slots=True)
 class StageLoad:
     """What the executions take of this peer's time.
@@ -99,12 +116,16 @@ class StageLoad:
     measured at work.
     """
 
-    stage: StageConfig
+    stage: StageConfig  # the present one; the router's other parts read it here
+    view: RouteView
     speed: float = 0.0  # tokens/s of the whole model, if this peer computed without a pause; 0: not measured yet
-    usual_speed: float = 0.0  # mean of what the other peers' records say; 0: none says anything
     tokens: int = 0  # in the latest micro-batch
     _worked: float = 0.0  # tokens times their share of the model, since the last step
     _shares: dict[tuple[int, int], float] = field(default_factory=dict)  # parts of the model, by layers [first, last)
+
+    def hold(self, stage: StageConfig) -> None:
+        """From now on this peer holds the layers of `stage`."""
+        self.stage = stage
 
     def backward_done(self, execution: StageExecution, tokens: int) -> None:
         self.tokens = tokens
@@ -129,7 +150,7 @@ class StageLoad:
 
     def seconds(self, part: float) -> Seconds:
         """Seconds of computing here for this part of a micro-batch through the whole model; 0: unknown."""
-        speed = self.speed or self.usual_speed
+        speed = self.speed or self.view.usual_speed
         return part * self.tokens / speed if speed else 0.0
 
     def execution_s(self, first: int, last: int) -> Seconds:
@@ -150,4 +171,4 @@ class StageLoad:
     def rest_s(self, tokens: int, layer: int) -> Seconds:
         """Seconds that the usual device takes from this layer to the model's end if nothing waits; 0: unknown."""
         rest = self.share(layer, self.stage.layers)
-        return tokens * rest / self.usual_speed if self.usual_speed > 0 else 0.0
+        return tokens * rest / self.view.usual_speed if self.view.usual_speed > 0 else 0.0

@@ -12,6 +12,8 @@ from typing import ClassVar, Protocol
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Message
 from decentral.core.ids import PeerId
+from decentral.core.jobs import Job, Outcome
+from decentral.core.machine import Log, Woke
 from decentral.core.units import Seconds
 
 
@@ -68,6 +70,11 @@ class Lookup:
     key: str
 
 
+NetworkEffect = Ask | Reply | Announce | Lookup
+Effect = NetworkEffect | Job | Log
+"""What a machine of comm returns. A machine of peers returns a few kinds more (peers/node/handlers.py)."""
+
+
 # Events
 
 
@@ -105,6 +112,10 @@ class Found:
 
     key: str
     values: Mapping[str, bytes]
+
+
+NetworkEvent = Asked | Answered | AskFailed | Found
+Event = Woke | NetworkEvent | Outcome
 
 
 # What drivers implement

@@ -15,7 +15,7 @@ from decentral.checks.reason_remedies import remedy_of
 from decentral.core import journal
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, short
-from decentral.core.line_fields import Line, count, finite_value, number
+from decentral.core.line_fields import Line, count, finite, number
 from decentral.core.peer_folders import lock_holders
 from decentral.core.plain_text import plain_text
 from decentral.core.units import MiB, Seconds
@@ -144,7 +144,8 @@ def training(tail: JournalTail, now: Seconds) -> Finding:
         return warn("training", "it has joined, and took no step in the last minutes", "see layers, and errors below")
     last = steps[-1]
     return ok(
-        "training", f"step {last.get('step')}, loss {_figure(last.get('loss'))}, {now - number(last, 't'):.0f} s ago"
+        "training",
+        f"step {last.get('step')}, loss {_figure(finite(last, 'loss'))}, {now - number(last, 't'):.0f} s ago",
     )
 
 
@@ -200,10 +201,10 @@ def troubles(tail: JournalTail) -> Iterator[Finding]:
         seen = f"{line.get('lines')} journal lines were lost: {line.get('reason')}"
         yield warn("journal lines", seen, "make room on the disk of the state folder")
     for line in tail.of_event("clock")[-1:]:
-        seen = f"this machine's clock has jumped by {_figure(line.get('jumped_s'))} s"
+        seen = f"this machine's clock has jumped by {_figure(finite(line, 'jumped_s'))} s"
         yield warn("clock jump", seen, "let ntp keep it; a running peer is not hurt")
     for line in tail.of_event("suspended")[-1:]:
-        seen = f"this machine, or the peer, was suspended for {_figure(line.get('seconds'))} s"
+        seen = f"this machine, or the peer, was suspended for {_figure(finite(line, 'seconds'))} s"
         yield warn("suspension", seen, "turn off sleep while the peer runs")
     for line in tail.of_event("refused")[-1:]:
         yield refused(line)
@@ -230,8 +231,7 @@ def _counted(reasons: Counter[str]) -> str:
     return ", ".join(f"{reason} {count}" for reason, count in reasons.most_common(4))
 
 
-def _figure(value: object) -> str:
-    known = finite_value(value)
+def _figure(known: float | None) -> str:
     return "unknown" if known is None else f"{known:.4g}"
 
 

@@ -3,12 +3,14 @@
 The gossip algorithms themselves are records of decentral/core/choices.py.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Log, log
+from decentral.core.reasons import known_reason
 from decentral.core.units import Seconds
 
 if TYPE_CHECKING:
@@ -40,6 +42,18 @@ class GossipView(Protocol):
         """Whether our link, and nothing else, would stretch the fragment's windows with snapshots of `size` bytes."""
 
 
+@dataclass(slots=True)
+class ExchangeCounts:
+    """How many exchanges of a peer have ended, by outcome and by reason."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[tuple[str, ...]] = field(default_factory=Counter)  # by outcome and known reason
+
+    def add(self, outcome: str, reason: str) -> None:
+        self.outcomes[outcome] += 1
+        self.reasons[outcome, known_reason(reason)] += 1
+
+
 @dataclass(frozen=True, slots=True)
 class FragmentContext:
     """What the exchange machine of one fragment is told when it is made."""
@@ -50,6 +64,7 @@ class FragmentContext:
     phase: float  # when its windows end, as a part of the period
     gossip: "GossipConfig"
     view: GossipView
+    counts: ExchangeCounts = field(default_factory=ExchangeCounts)  # of all fragments of this peer
     restored_at: Seconds = 0.0  # what was published before it may be in the checkpoint that this peer goes on from
 
     def period_s(self, size: int) -> Seconds:
@@ -77,10 +92,11 @@ class FragmentContext:
         """An older snapshot is not merged. One of a partner whose windows are long may be as old as two of them."""
         return max(self.gossip.max_age_s, 2 * self.period_s(size))
 
-    def exchange_line(
+    def exchange_ended(
         self, partner: PeerId | None, outcome: str, reason: str, seconds: Seconds, moved: tuple[int, int] = (0, 0)
     ) -> Log:
-        """The journal's line about one exchange; `moved` is the bytes sent and received."""
+        """Count an exchange, and return the journal's line about it; `moved` is the bytes sent and received."""
+        self.counts.add(outcome, reason)
         return log(
             "exchange",
             fragment=self.fragment,

@@ -113,7 +113,7 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Write a checkpoint -> Saved."""
+    """Write a checkpoint -> Saved, or SaveFailed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,8 +388,15 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveFailed:
+    """The checkpoint could not be written; the one before it stays, and the peer goes on."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class JobFailed:
-    """The job raised an error. The peer goes on where it can."""
+    """Another job raised an error, after which the peer cannot go on. `job` is its name for the journal."""
 
     job: str
     reason: str
@@ -506,5 +513,5 @@ class RoundClosed:
 StageOutcome = ForwardDone | BackwardDone | ExecutionFailed | Sealed | Compared | Forgotten | Stepped
 GossipOutcome = WindowClosed | Rested | NotHeld | SectionsEncoded | Merged | StateExported
 SpanOutcome = SpanChanged | RetainedExported
-StateOutcome = StateImported | ClockSet | Evaluated | Saved | Started
+StateOutcome = StateImported | ClockSet | Evaluated | Saved | SaveFailed | Started
 Outcome = StageOutcome | GossipOutcome | SpanOutcome | RoundClosed | StateOutcome | JobFailed

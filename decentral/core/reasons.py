@@ -100,5 +100,15 @@ class Reason(StrEnum):
     LEGS = "legs"  # stage executions under way took too long
 
 
+OTHER_REASON = "other"  # a word that another peer has made up
+
+
+def known_reason(text: str) -> str:
+    """Return the text if it is a reason of ours or none at all: what counts by reason counts by few."""
+    return text if text in _REASONS else OTHER_REASON
+
+
+_REASONS = frozenset({"", *map(str, Reason)})
+
 SILENT = (Reason.UNREACHABLE, Reason.DEADLINE, Reason.CUT)
 """Why a question has failed whose peer may not be there any more."""

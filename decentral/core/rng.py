@@ -10,17 +10,17 @@ import random
 import numpy as np
 
 
-def seed_of(seed: int, *names: object) -> int:
+def seed_of(seed: int, *names: str | int) -> int:
     """A 64-bit seed for the stream with these names."""
     text = "/".join([str(seed), *map(str, names)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-def stream(seed: int, *names: object) -> random.Random:
+def stream(seed: int, *names: str | int) -> random.Random:
     """A stream for decisions: which partner, when to jitter."""
     return random.Random(seed_of(seed, *names))
 
 
-def arrays(seed: int, *names: object) -> np.random.Generator:
+def arrays(seed: int, *names: str | int) -> np.random.Generator:
     """A stream for arrays of draws: which windows of the text make this micro-batch."""
     return np.random.default_rng(seed_of(seed, *names))

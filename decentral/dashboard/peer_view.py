@@ -8,9 +8,9 @@ from typing import Any
 from decentral.core.journal import OUTCOMES
 from decentral.core.line_fields import Line, count, finite, layers, number, numbers, text
 from decentral.core.plain_text import plain_text
+from decentral.core.reasons import known_reason
 from decentral.core.time_spent import KINDS, NO_TIME, TimeSpent
 from decentral.core.units import Seconds
-from decentral.peers.node.traffic import known_reason
 
 SPEED_S = 10.0  # time constant of the average of tokens/s
 LOSS_SHARE = 0.1  # of the newest step line in the loss that is shown

@@ -4,10 +4,10 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from decentral.core.reasons import known_reason
 from decentral.core.units import Seconds
 from decentral.dashboard.events import BAD, WARNING
 from decentral.dashboard.peer_view import PeerView, gone_words
-from decentral.peers.node.traffic import known_reason
 
 TROUBLED_S = 120.0  # after which what went wrong is history
 STILL_MISSED_S = 3600.0  # how long a peer that ended without a goodbye is shown as missed

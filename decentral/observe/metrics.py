@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from decentral.core.reasons import known_reason
 from decentral.core.time_spent import KINDS
 from decentral.core.units import Seconds
 from decentral.peers.hosts.host import Host
 from decentral.peers.node.node import NodePhase
-from decentral.peers.node.traffic import NO_EXCHANGES, known_reason
+from decentral.peers.node.traffic import NO_EXCHANGES
 
 PEER_PHASES = {NodePhase.JOINING: "joining", NodePhase.TRAINING: "training", NodePhase.LEFT: "leaving"}
 BOUNDS = ("link", "cores", "swarm")  # what may stretch the windows
@@ -73,7 +74,7 @@ def _time_shares(host: Host, now: Seconds) -> Values:
 
 
 def _exchanges(host: Host, now: Seconds) -> Values:
-    return dict(NO_EXCHANGES) | dict(host.node.traffic.reasons)
+    return dict(NO_EXCHANGES) | dict(host.node.gossip.counts.reasons)
 
 
 def _window(host: Host, now: Seconds) -> Values:

@@ -98,7 +98,7 @@ class MetricsServer(WSGIServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
 
-    def handle_error(self, request: object, client_address: object) -> None:
+    def handle_error(self, *_: object) -> None:
         """A scraper that hangs up is no trouble of this peer's."""
 
 
@@ -119,5 +119,5 @@ class _Scrape(WSGIRequestHandler):
         with suppress(OSError):  # it has ended by itself
             self.connection.shutdown(socket.SHUT_RDWR)
 
-    def log_message(self, format: str, *args: object) -> None:
+    def log_message(self, *_: object) -> None:
         """The user's terminal shows training, not scrapes."""

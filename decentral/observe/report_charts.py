@@ -203,7 +203,7 @@ def time_unit(seconds: Seconds) -> tuple[float, str]:
     return next(((unit, name) for unit, name in units if seconds >= 3 * unit), (1.0, "seconds"))
 
 
-def _number(value: float, _: object) -> str:
+def _number(value: float, _: float) -> str:
     return readable_number(value)
 
 

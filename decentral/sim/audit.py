@@ -23,10 +23,12 @@ from decentral.comm.wire.messages import ForwardRequest, Offer
 from decentral.core import jobs
 from decentral.core.choices import ALGORITHMS
 from decentral.core.ids import PeerId
-from decentral.core.machine import Effect, Log
+from decentral.core.machine import Log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.hosts.clock import CLOCKS_AGREE_S
+from decentral.peers.node.handlers import PeerEffect, PeerEvent
+from decentral.peers.node.progress import Stop
 from decentral.sim.convergence_audit import ConvergenceAudit
 from decentral.sim.evidence import SLACK_S, Evidence, slowest_step_s
 from decentral.sim.fault_injector import FaultInjector
@@ -59,7 +61,7 @@ class InvariantAudit:
         self._saved_at: dict[PeerId, Seconds] = {}  # or when it was excused last
         self._blocking = ALGORITHMS[swarm.settings.config.gossip.algorithm].blocking
 
-    def handled(self, host: VirtualHost, event: object, effects: list[Effect]) -> None:
+    def handled(self, host: VirtualHost, event: PeerEvent | Stop, effects: list[PeerEffect]) -> None:
         if not isinstance(event, jobs.Stepped):
             self.evidence.note(host, event)
         for effect in effects:

@@ -7,6 +7,8 @@ from typing import NoReturn
 
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
+from decentral.peers.node.handlers import PeerEvent
+from decentral.peers.node.progress import Stop
 from decentral.sim.fault_injector import FaultInjector, fingerprint
 from decentral.sim.swarm import SimulatedSwarm
 from decentral.sim.virtual_host import VirtualHost
@@ -31,11 +33,11 @@ class Evidence:
     swarm: SimulatedSwarm
     injector: FaultInjector
     network_trouble_at: Seconds = -1e9  # the last moment at which some living peer could not be reached
-    _latest: dict[PeerId, deque[tuple[Seconds, object]]] = field(
+    _latest: dict[PeerId, deque[tuple[Seconds, PeerEvent | Stop]]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=LATEST_EVENTS))
     )
 
-    def note(self, host: VirtualHost, event: object) -> None:
+    def note(self, host: VirtualHost, event: PeerEvent | Stop) -> None:
         self._latest[host.peer].append((host.agenda.now, event))
 
     def note_network(self) -> None:
@@ -64,7 +66,7 @@ class Evidence:
         raise Violation(rule, detail, self.swarm.agenda.now, lines)
 
 
-def _short(event: object) -> str:
+def _short(event: PeerEvent | Stop) -> str:
     text = repr(event)
     return text if len(text) < SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
 

@@ -35,7 +35,7 @@ Publication = tuple[Window, Seconds]
 """A blob's window, and when it was closed. A peer that made no step publishes the same blob in several windows."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class MergeHistory:
     """What has gone into one peer's weights. A restart from a checkpoint goes back to what the checkpoint has."""
 
@@ -117,20 +117,22 @@ class GossipAudit:
         merged[one.peer, fragment] = newer[0]
 
     def saved(self, host: VirtualHost) -> None:
-        self.histories[host.peer].saved = dict(self.histories[host.peer].merged)
+        merged = self.histories[host.peer].merged
+        self.histories[host.peer] = MergeHistory(merged, dict(merged))
 
     def joined(self, host: VirtualHost, from_donors: bool) -> None:
         """A new life has merged what its checkpoint has."""
-        history = self.histories[host.peer]
+        saved = self.histories[host.peer].saved
         self.resting = {name for name in self.resting if name[0] != host.peer}
         resumed = host.node.setup.restored_step is not None and not from_donors
-        history.merged = dict(history.saved) if resumed else {}
+        self.histories[host.peer] = MergeHistory(dict(saved) if resumed else {}, saved)
 
     def moved(self, host: VirtualHost) -> None:
         """A fragment that was gained begins with a donor's state, though the peer may have held it before."""
         history, before = self.histories[host.peer], {one.index for one in host.node.setup.fragments}
         gained = {held.live.fragment.index for held in host.training.gossip.fragments} - before
-        history.merged = {name: window for name, window in history.merged.items() if name[1] not in gained}
+        merged = {name: window for name, window in history.merged.items() if name[1] not in gained}
+        self.histories[host.peer] = MergeHistory(merged, history.saved)
         self.resting -= {(host.peer, index) for index in gained}
 
     def _publications(self, one: jobs.Contribution, fragment: int) -> list[Publication]:

@@ -215,7 +215,7 @@ class RunStatistics:
             "busy_fraction": round(min(1.0, self.busy_s[peer] / since), 4) if since > 0 else 0.0,
             "sent_bytes": node.traffic.sent_bytes if node else 0,
             "received_bytes": node.traffic.received_bytes if node else 0,
-            "exchanges": dict(node.traffic.exchanges) if node else {},
+            "exchanges": dict(node.gossip.counts.outcomes) if node else {},
         }
 
     def _recoveries(self, faults: Sequence[Fault]) -> dict[str, Seconds | None]:

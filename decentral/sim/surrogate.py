@@ -160,7 +160,7 @@ class SurrogateWorkload(JobRunner):
         try:
             self.disk.check()
         except OSError as error:
-            return jobs.JobFailed("Save", f"{type(error).__name__}: {error}")
+            return jobs.SaveFailed(f"{type(error).__name__}: {error}")
         tensors = {name: tensor.clone() for name, tensor in self.gossip.tensors().items()}
         self.disk.checkpoint = SurrogateCheckpoint(
             tensors, self.gossip.windows(), replace(self.counters), self.span.layers

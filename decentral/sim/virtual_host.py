@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Protocol
+from typing import Protocol, assert_never
 
 from decentral.comm.net.virtual_directory import Records
 from decentral.comm.net.virtual_network import Network, Port
@@ -30,12 +30,13 @@ from decentral.core import jobs
 from decentral.core.agenda import Agenda, Timer
 from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
-from decentral.core.machine import Effect, Log, Woke
+from decentral.core.machine import Log, Woke
 from decentral.core.time_spent import NO_TIME, TimeSpent
 from decentral.core.units import Seconds
 from decentral.peers.membership.address_book import ADDRESSES_KEPT
 from decentral.peers.membership.revocation_watch import Exclude, MembershipOver
 from decentral.peers.membership.roster import Learn
+from decentral.peers.node.handlers import PeerEffect, PeerEvent
 from decentral.peers.node.node import Node
 from decentral.peers.node.progress import Stop
 from decentral.peers.planning.plan_evaluation import EvaluatePlans, evaluate_plans
@@ -84,9 +85,9 @@ class Connection:
 
 
 class Observer(Protocol):
-    """Sees everything that a peer does. It may raise."""
+    """Sees everything that a peer does; Stop where it is told to end. It may raise."""
 
-    def handled(self, host: "VirtualHost", event: object, effects: list[Effect]) -> None: ...
+    def handled(self, host: "VirtualHost", event: PeerEvent | Stop, effects: list[PeerEffect]) -> None: ...
 
     def done(self, host: "VirtualHost", job: jobs.Job, outcome: jobs.Outcome) -> None: ...
 
@@ -260,7 +261,9 @@ class VirtualHost:
         self._last_request = 0
         self._timer: Timer | None = None
         self._wake_at: Seconds = 0.0  # when the timer wakes the node
-        self._frozen: deque[tuple[Seconds, object]] | None = None  # what came while the process was stopped, and when
+        self._frozen: deque[tuple[Seconds, PeerEvent]] | None = (
+            None  # what came while the process was stopped, and when
+        )
 
     def start(self) -> None:
         self.port.serve, self.port.bound = self._serve, self.node.answers.blob_bound
@@ -300,7 +303,7 @@ class VirtualHost:
 
     # Events
 
-    def deliver(self, event: object) -> None:
+    def deliver(self, event: PeerEvent) -> None:
         if self.ended is not None:
             return
         if self._frozen is None:
@@ -330,14 +333,14 @@ class VirtualHost:
 
     # Effects
 
-    def _carry_all(self, event: object, effects: list[Effect]) -> None:
+    def _carry_all(self, event: PeerEvent | Stop, effects: list[PeerEffect]) -> None:
         if self.observer is not None:
             self.observer.handled(self, event, effects)
         for effect in effects:
             self._carry(effect)
         self._arm()
 
-    def _carry(self, effect: Effect) -> None:
+    def _carry(self, effect: PeerEffect) -> None:
         match effect:
             case Ask():
                 self._ask(effect)
@@ -360,7 +363,8 @@ class VirtualHost:
             case Stop(reason) | MembershipOver(reason):
                 self.agenda.after(0.0, lambda: self.stop(reason))
             case _:
-                assert isinstance(effect, jobs.Job), f"no one carries out {effect!r}"
+                if not isinstance(effect, jobs.Job):
+                    assert_never(effect)
                 self.engine.put(effect)
 
     def _ask(self, ask: Ask) -> None:

@@ -83,7 +83,7 @@ def _verified(file: Any, facts: dict[str, Any]) -> bool:
     return True
 
 
-def _check_sum(name: str, tensor: Tensor, expected: object) -> None:
+def _check_sum(name: str, tensor: Tensor, expected: int) -> None:
     if checksum(tensor) != expected:
         raise ValueError(f"{name} has another checksum")
 

@@ -22,8 +22,8 @@ from decentral.core.units import Seconds
 from decentral.train import checkpoint, gpt, measure
 from decentral.train.checkpoint import MicroBatchNumbers, RetainedStateStore
 from decentral.train.data_source import Reading, TrainingData
-from decentral.train.fragment_gossip import BEFORE_START
-from decentral.train.job_phases import JobThreads, Phase, Program
+from decentral.train.fragment_gossip import Pause
+from decentral.train.job_phases import Failure, JobThreads, Phase, Program
 from decentral.train.job_runner import JobRunner, time_kind
 from decentral.train.outer_kernels import OuterKernels, TorchKernels
 from decentral.train.sections import Codecs
@@ -171,16 +171,18 @@ class Compute(JobRunner):
             case _:
                 return super()._do(job)
 
-    def _failure_of(self, job: jobs.Job, error: Exception) -> jobs.JobFailed:
+    def _failure_of(self, job: jobs.Job, error: Exception) -> Failure:
         """An error that this peer can go on after, or say clearly, as an outcome. Raises any other again."""
         match error:
             case OSError() | RuntimeError() | MemoryError():  # a full disk, a device or a machine out of memory
-                return jobs.JobFailed(type(job).__name__, _said(error))
+                reason = _said(error)
             case StartWeightsError():
-                return jobs.JobFailed(type(job).__name__, str(error))
+                reason = str(error)
             case ProtocolError():  # our own weights do not encode: they have diverged
-                return jobs.JobFailed(type(job).__name__, f"{DIVERGED}: weights are not finite ({error})")
-        raise error
+                reason = f"{DIVERGED}: weights are not finite ({error})"
+            case _:
+                raise error
+        return jobs.SaveFailed(reason) if isinstance(job, jobs.Save) else jobs.JobFailed(type(job).__name__, reason)
 
     def resume(self) -> bool:
         """Goes on from the folder's checkpoint, if there is one. Raises UserError if it is damaged or another run's."""
@@ -237,7 +239,7 @@ class Compute(JobRunner):
     def _start(self, newcomer: bool) -> jobs.Started:
         self.span.clear_sums()
         self.span.draw()
-        if BEFORE_START in self.gossip.holding:  # a peer that fell behind and begins again accounts for that, too
+        if self.gossip.pause is Pause.BEFORE_START:  # a peer that fell behind and begins again accounts for that, too
             self.counters.time.take(self.threads.take_beside_s())
         return super()._start(newcomer)
 

@@ -80,7 +80,7 @@ def opened(data: config.DataConfig) -> OpenedData:
     return OpenedData(kind, found, tuple(files), fingerprint, said)
 
 
-def unreadable(path: object, error: Exception) -> UserError:
+def unreadable(path: str | Path | None, error: Exception) -> UserError:
     """Return what the user is told of an error that a reader has raised."""
     said = " ".join(f"{type(error).__name__}: {error}".split())
     return UserError(f"data: {path} cannot be read ({said[:200]})")

@@ -8,6 +8,7 @@ before it moves anything; the numerics are in the update rules of decentral/algo
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import torch
 from torch import Tensor
@@ -25,8 +26,6 @@ from decentral.train.job_phases import Phase, Program, finish
 from decentral.train.sections import Codecs, Packer, unpack
 from decentral.train.update_rules import Correction, Parts, RuleTools, UpdateRule, Window
 
-BEFORE_START = -1
-EVERY_ROUND = -2  # with exact gradients, training waits for each round's merge
 Steps = Generator[Phase, None, None]
 """A part of a program."""
 
@@ -138,12 +137,20 @@ def unpacked(
     return {fragment: unpack(codecs, layout, blob) for fragment, layout, blob in blobs}
 
 
+class Pause(Enum):
+    """Why training takes no steps of its own, whatever is merged."""
+
+    BEFORE_START = auto()
+    EVERY_ROUND = auto()  # with exact gradients: each round's step is a job
+
+
 class FragmentGossip:
     """A peer's fragments and their rules. Its programs run in the phases of train/job_phases.py."""
 
     def __init__(self, gossip: config.GossipConfig, peer: PeerId, tools: RuleTools) -> None:
         self.tools, self.gossip, self.peer = tools, gossip, peer
-        self.holding: set[int] = {BEFORE_START}  # the fragments whose merges training waits for
+        self.pause: Pause | None = Pause.BEFORE_START
+        self.merging: set[int] = set()  # the fragments whose merges training waits for
         self.steps_to_edge: Callable[[], int] = lambda: 0  # until a correction is added that is made now
         self._by_index: dict[int, GossipedFragment] = {}
 
@@ -177,7 +184,7 @@ class FragmentGossip:
                 return self._export(fragment)
 
     def begin(self, newcomer: bool) -> None:
-        self.holding = {EVERY_ROUND} if ALGORITHMS[self.gossip.algorithm].exact else set()
+        self.pause, self.merging = Pause.EVERY_ROUND if ALGORITHMS[self.gossip.algorithm].exact else None, set()
         for gossiped in self.fragments:
             gossiped.newcomer = newcomer
 
@@ -190,7 +197,7 @@ class FragmentGossip:
         yield Phase.EDGE
         gossiped = self._by_index[job.fragment]
         if job.hold:
-            self.holding.add(job.fragment)
+            self.merging.add(job.fragment)
         elif not gossiped.live.steps:
             yield Phase.EDGE  # after the first step, which shall not wait for a window that has nothing to say
         if not gossiped.rule.ready:
@@ -232,9 +239,9 @@ class FragmentGossip:
         yield from gossiped.correct(gossiped.rule.merge(parts, steps))
         left_out = gossiped.rule.left_out
         rejected += [(peer, Reason.OPPOSED) for peer in left_out]
-        if job.fragment in self.holding:
+        if job.fragment in self.merging:
             yield Phase.EDGE
-            self.holding.discard(job.fragment)
+            self.merging.discard(job.fragment)
         used = tuple(part.peer for part in parts if part.peer not in left_out)
         return jobs.Merged(job.fragment, job.seq, used, tuple(rejected))
 
@@ -310,7 +317,7 @@ class FragmentGossip:
             live.fragment.index: known.get(id(live)) or self._new(live, live.fragment.index not in undrawn)
             for live in lives
         }
-        self.holding &= {BEFORE_START, EVERY_ROUND, *self._by_index}
+        self.merging &= self._by_index.keys()
 
     def _new(self, live: Live, drawn: bool) -> GossipedFragment:
         theta = live.theta if drawn else live.theta.to("meta")

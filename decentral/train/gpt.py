@@ -79,7 +79,7 @@ class Undrawn(TorchFunctionMode):
     def __torch_function__(
         self,
         function: Callable[..., Any],
-        _: object,
+        _: Sequence[type],
         values: Sequence[Any] = (),
         named: Mapping[str, Any] | None = None,
     ) -> Any:

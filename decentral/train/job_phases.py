@@ -54,11 +54,14 @@ class Task:
     released: Event = field(default_factory=Event)  # the training thread is done with a HELD phase
 
 
+Failure = jobs.JobFailed | jobs.SaveFailed
+
+
 class JobThreads:
     """Two queues of tasks: one for the training thread, which takes them at step edges, and one for the worker."""
 
     def __init__(
-        self, program_of: Callable[[jobs.Job], Program], failure_of: Callable[[jobs.Job, Exception], jobs.JobFailed]
+        self, program_of: Callable[[jobs.Job], Program], failure_of: Callable[[jobs.Job, Exception], Failure]
     ) -> None:
         """`failure_of` turns an error that a peer can go on after into an outcome, and raises any other again."""
         self._program_of, self._failure_of = program_of, failure_of

@@ -99,7 +99,8 @@ class JobRunner(ABC):
     @property
     def waits(self) -> bool:
         """Whether only a job can move this peer: training waits for merges, or it holds only a part of the model."""
-        return bool(self.gossip.holding) or len(self.fragments) < len(self.span.cuts)
+        paused = self.gossip.pause is not None or bool(self.gossip.merging)
+        return paused or len(self.fragments) < len(self.span.cuts)
 
     def retained_states(self) -> jobs.RetainedStates:
         """The fragments that this peer has given up and whose states its disk keeps, with their steps."""

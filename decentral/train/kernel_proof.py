@@ -5,6 +5,7 @@ from the smallest to the largest that fp32 has, and blobs that must be refused.
 """
 
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ PROVEN_MAGNITUDES = (1e-42, 1e-30, 1.0, 1e36)
 EXTREMES = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 3e38, -3e38, 1.0, 7.0, 127.0])
 LENGTH_TOLERANCE = 1e-9  # relative: lengths are fp64 sums in any order
 PROVEN_WEIGHTS = (0.5, 0.3, 0.2)
+
+T = TypeVar("T")
+Argument = Tensor | OuterKernels | bytes | int | str
 
 
 class Disagreement(Exception):
@@ -129,7 +133,7 @@ def _damaged(blob: bytes) -> Iterator[bytes]:
     yield from (blob[:-1] + b"\x80", blob[:-1] + b"\x00")
 
 
-def _outcome(call: Callable[..., object], *arguments: object) -> object:
+def _outcome(call: Callable[..., T], *arguments: Argument) -> T | str:
     """What it gives, or the reason of its refusal."""
     try:
         return call(*arguments)
@@ -137,12 +141,12 @@ def _outcome(call: Callable[..., object], *arguments: object) -> object:
         return error.reason
 
 
-def _reason(call: Callable[..., object], *arguments: object) -> str | None:
+def _reason(call: Callable[..., T], *arguments: Argument) -> str | None:
     outcome = _outcome(call, *arguments)
     return outcome if isinstance(outcome, str) else None
 
 
-def _same(what: str, ours: object, theirs: object) -> None:
+def _same(what: str, ours: T, theirs: T) -> None:
     if ours != theirs:
         raise Disagreement(f"{what} is {ours!r:.60}; by torch {theirs!r:.60}")
 

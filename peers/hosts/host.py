@@ -19,14 +19,14 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, assert_never
 
 from decentral.comm.wire import transport as wire
 from decentral.comm.wire.codec import Envelope
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.journal import Journal
-from decentral.core.machine import Effect, Log, Woke
+from decentral.core.machine import Log, Woke
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.hosts.clock import CLOCKS_AGREE_S, difference
@@ -35,6 +35,7 @@ from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.revocation_watch import Exclude, MembershipOver
 from decentral.peers.membership.roster import Learn
 from decentral.peers.node.gossip_cost import CoresUsed
+from decentral.peers.node.handlers import PeerEffect, PeerEvent
 from decentral.peers.node.node import Node
 from decentral.peers.node.progress import Stop
 from decentral.peers.planning.plan_evaluation import EvaluatePlans, evaluate_plans
@@ -122,11 +123,11 @@ class Host:
 
     # Events
 
-    def _deliver(self, event: object) -> None:
+    def _deliver(self, event: PeerEvent) -> None:
         match event:
             case jobs.Saved():
                 self.unsaved = ""
-            case jobs.JobFailed("Save", reason):
+            case jobs.SaveFailed(reason):
                 self.unsaved = reason
         try:
             self._carry_all(self.node.handle(event, self.now()))
@@ -176,12 +177,12 @@ class Host:
 
     # Effects
 
-    def _carry_all(self, effects: list[Effect]) -> None:
+    def _carry_all(self, effects: list[PeerEffect]) -> None:
         for effect in effects:
             self._carry(effect)
         self._arm()
 
-    def _carry(self, effect: Effect) -> None:
+    def _carry(self, effect: PeerEffect) -> None:
         match effect:
             case wire.Ask():
                 self._spawn(self._ask(effect))
@@ -207,7 +208,8 @@ class Host:
             case Stop(reason) | MembershipOver(reason):
                 self.stop(reason)
             case _:
-                assert isinstance(effect, jobs.Job), f"no host carries out {effect!r}"
+                if not isinstance(effect, jobs.Job):
+                    assert_never(effect)
                 self.compute.submit(effect)
 
     def _arm(self) -> None:

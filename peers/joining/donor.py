@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Refused, StateChunk, StateRequest
-from decentral.comm.wire.transport import Reply
+from decentral.comm.wire.transport import Effect, Reply
 from decentral.core import jobs
 from decentral.core.fragments import Fragment, Layout
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import RetainedExported, RetainedStates
-from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
@@ -98,6 +97,15 @@ class Donor:
         own_step = done.step if isinstance(done, RetainedExported) else step
         export = self.exports[name] = Export(own_step, done.layout, done.blob, now + EXPORT_KEPT_S, version)
         return [self._piece(request, sender, pull, export) for request, sender, pull in waiting] + self._encode()
+
+    def hold(self, fragments: Sequence[Fragment]) -> None:
+        """From now on this peer holds these fragments."""
+        self.fragments = fragments
+
+    def changed(self, event: jobs.SpanChanged) -> None:
+        """The training thread has changed the layers, or could not: the disk may retain other states."""
+        if event.accepted:
+            self.retained = event.kept
 
     def forget_old(self, now: Seconds) -> list[Effect]:
         """Forgets the exports that nobody may want any more, and has those encoded that have waited for it."""

@@ -13,12 +13,12 @@ from random import Random
 
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_CHUNK_BYTES, MOST_FOLLOWED, Refused, StateChunk, StateRequest
-from decentral.comm.wire.transport import Answered, Ask, AskFailed, Tag
+from decentral.comm.wire.transport import Answered, Ask, AskFailed, Effect, Tag
 from decentral.core.errors import ProtocolError
 from decentral.core.fragments import Fragment, Layout, layout_bytes
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Donated
-from decentral.core.machine import Effect, log
+from decentral.core.machine import log
 from decentral.core.reasons import Reason
 from decentral.core.synthetic import Blob, gathered
 from decentral.core.units import MiB, Seconds
@@ -70,6 +70,11 @@ class Incoming:
 
     def complete(self) -> bool:
         return self.here == self.total
+
+    def fetch_again_for(self, step: int) -> None:
+        """Forgets all pieces: another fragment is at this step already."""
+        self.refetched_for = step
+        self.forget()
 
     def forget(self) -> None:
         self.pieces.clear()
@@ -153,6 +158,10 @@ class Fetch:
         steps = sorted(self.steps.values())
         return (steps[-1] if self.exact else steps[(len(steps) - 1) // 2]) if steps else 0
 
+    def keep_complete(self) -> None:
+        """Gives up the fragments of which some pieces are missing."""
+        self.incoming = {index: one for index, one in self.incoming.items() if one.complete()}
+
     @property
     def complete(self) -> bool:
         return not self.missing() and not self.samples
@@ -182,8 +191,7 @@ class Fetch:
         newest = max((one.step for one in self.incoming.values()), default=0)
         old = [one for one in self.incoming.values() if one.step < newest and one.refetched_for < newest]
         for one in old:
-            one.refetched_for = newest
-            one.forget()
+            one.fetch_again_for(newest)
         return bool(old)
 
     def _some_have_failed_holders_only(self, known: Sequence[PeerId]) -> bool:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from random import Random
 
-from decentral.comm.wire.transport import Answered, AskFailed
+from decentral.comm.wire.transport import Answered, AskFailed, Effect, Event
 from decentral.core.fragments import Fragment, Layout
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import ImportState, Start, StateImported
-from decentral.core.machine import Effect, Woke, log
+from decentral.core.machine import Woke, log
 from decentral.core.units import Seconds
 from decentral.peers.joining.fetch import Fetch, FetchTag, Incoming
 
@@ -80,7 +80,7 @@ class Join:
         self.wake_at = now + ROSTER_S if self.contacts else now
         self.fetch.begin(self._all_fragments(), now)
 
-    def handle(self, event: object, now: Seconds, live: Sequence[PeerId]) -> list[Effect]:
+    def handle(self, event: Event, now: Seconds, live: Sequence[PeerId]) -> list[Effect]:
         """`live`: the peers that may be asked for a state."""
         match event:
             case Woke() if self.wake_at is not None and now >= self.wake_at:
@@ -105,7 +105,7 @@ class Join:
         self.fetch.choose([peer for peer in known if any(self._can_donate(peer, one.fragment) for one in missing)])
         if not self.fetch.donors and (not known or now > self.fetch.last_piece_at + GIVE_UP_S):
             if not self._waits_for_silent_holders(known):
-                self.fetch.incoming = {index: one for index, one in self.fetch.incoming.items() if one.complete()}
+                self.fetch.keep_complete()
                 return self._start_from_what_is_here()
             said = self._say_that_it_waits()
         if not self.fetch.donors:

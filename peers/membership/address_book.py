@@ -26,13 +26,11 @@ class AddressBook:
     @classmethod
     def load(cls, path: Path) -> "AddressBook":
         """The book in this file. It is empty if there is no file, or a damaged one, as it holds hints only."""
-        book = cls(path)
         try:
-            entries = strict_json.loads(path.read_text())
-            book.known = {PeerId(peer): _own(peer, tuple(map(str, addresses))) for peer, addresses in entries.items()}
+            entries = strict_json.loads(path.read_text()).items()
+            return cls(path, {PeerId(peer): _own(peer, tuple(map(str, addresses))) for peer, addresses in entries})
         except (OSError, ValueError, AttributeError, TypeError):
-            pass
-        return book
+            return cls(path)
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         """Remembers them, in the file as well. One that the disk refuses is written with the next that it takes."""

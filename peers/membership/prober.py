@@ -17,9 +17,9 @@ from typing import ClassVar
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_PROBE_BYTES, Ping, Probe
 from decentral.comm.wire.meter import Meter, Upload
-from decentral.comm.wire.transport import Answered, Ask, AskFailed, Tag
+from decentral.comm.wire.transport import Answered, Ask, AskFailed, Event, Tag
 from decentral.core.ids import PeerId
-from decentral.core.machine import Effect, Woke
+from decentral.core.machine import Woke
 from decentral.core.reasons import Reason
 from decentral.core.units import KiB, MiB, Seconds
 
@@ -29,6 +29,7 @@ DOWN_PROBE_BYTES = 256 * KiB  # it fills the other's uplink, perhaps beside thos
 LONG_PROBE_BYTES = MAX_PROBE_BYTES
 LEAST_PROBE_BYTES = 64 * KiB  # of an upload: in time over 3 kB/s
 PROBE_STEP = 4  # by which an upload that was too long, or said little, is changed
+PROBE_AFTER_S = 2.0  # from the start of training to the first probe
 PROBE_AGAIN_S = 15.0  # at first; twice as long each time, until
 PROBE_EVERY_S = 120.0
 PROBE_SOON_S = 5.0  # while nobody is there: the first peer that comes must not find our uplink unknown for long
@@ -61,13 +62,17 @@ class Prober:
 
     meter: Meter
     rng: Random
-    wake_at: Seconds | None
+    wake_at: Seconds | None = None  # None: it has not begun
     _again_s: Seconds = PROBE_AGAIN_S
     _up_bytes: int = PROBE_BYTES  # of the next upload
     _queue: list[tuple[PeerId, str]] = field(default_factory=list)
     _silent: set[PeerId] = field(default_factory=set)  # did not answer this time
 
-    def handle(self, event: object, now: Seconds, peers: Sequence[PeerId]) -> list[Effect]:
+    def begin(self, now: Seconds) -> None:
+        """This peer trains from now on."""
+        self.wake_at = now + PROBE_AFTER_S
+
+    def handle(self, event: Event, now: Seconds, peers: Sequence[PeerId]) -> list[Ask]:
         match event:
             case Woke() if self.wake_at is not None and now >= self.wake_at:
                 self.wake_at = now + (self._again_s if peers else PROBE_SOON_S)
@@ -97,7 +102,7 @@ class Prober:
         measured = Upload(upload.peer, upload.sent_bytes, upload.seconds)
         return not measured.limited(self.meter.latency_s(upload.peer))
 
-    def _choose(self, peers: Sequence[PeerId]) -> list[Effect]:
+    def _choose(self, peers: Sequence[PeerId]) -> list[Ask]:
         """Begins the probes of one link: of a new one until PROBED_PEERS are known, which is enough to know ours."""
         links = self.meter.links
         ups = {peer: links[peer].up or 0.0 for peer in sorted(peers) if peer in links and links[peer].up}
@@ -113,7 +118,7 @@ class Prober:
         self._queue = [(peer, what) for peer in again for what in ("ping", "up again")]  # pulls wait for their peer
         return self._next()
 
-    def _next(self) -> list[Effect]:
+    def _next(self) -> list[Ask]:
         if not self._queue:
             return []
         peer, what = self._queue.pop(0)

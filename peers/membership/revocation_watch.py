@@ -12,10 +12,10 @@ from random import Random
 
 from decentral.comm.wire.identity import MAX_LIFETIME_S, Signer
 from decentral.comm.wire.private_swarm import PrivateSwarm, revoked_key
-from decentral.comm.wire.transport import Announce, Found, Lookup
+from decentral.comm.wire.transport import Announce, Event, Found, Lookup
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
-from decentral.core.machine import Effect, Woke, log
+from decentral.core.machine import Log, Woke, log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
@@ -46,13 +46,16 @@ class MembershipOver:
     reason: str
 
 
+WatchEffect = Announce | Lookup | Exclude | MembershipOver | Log
+
+
 @dataclass(slots=True)
 class RevocationWatch:
     own: Signer
     private: PrivateSwarm
     chance: Random
     peers: Callable[[], int]  # how many others look for revocations, roughly
-    exclude: Callable[[PeerId, Seconds], list[Effect]]  # what a peer's exclusion makes of the roster
+    exclude: Callable[[PeerId, Seconds], list[Log]]  # what a peer's exclusion makes of the roster
     _look_at: Seconds = 0.0
     _told: bool = False  # whether the end of our membership was told
     _warned: bool = False
@@ -68,7 +71,7 @@ class RevocationWatch:
             return None
         return min(self._look_at, self.private.until if self._warned else self.private.until - WARN_S)
 
-    def handle(self, event: object, now: Seconds) -> list[Effect]:
+    def handle(self, event: Event, now: Seconds) -> list[WatchEffect]:
         match event:
             case Woke() if not self._told:
                 return self._over() + self._expiring(now) + self._look(now)
@@ -76,15 +79,15 @@ class RevocationWatch:
                 return self._found(values, now)
         return []
 
-    def _look(self, now: Seconds) -> list[Effect]:
+    def _look(self, now: Seconds) -> list[WatchEffect]:
         if now < self._look_at:
             return []
         self._look_at = now + LOOK_S
         return [Lookup(self.key)]
 
-    def _found(self, values: Mapping[str, bytes], now: Seconds) -> list[Effect]:
+    def _found(self, values: Mapping[str, bytes], now: Seconds) -> list[WatchEffect]:
         """Takes the latest list, and announces it again where too few copies of it last for long enough."""
-        effects, copies = list[Effect](), 0
+        effects, copies = list[WatchEffect](), 0
         for subkey, value in sorted(values.items()):
             try:
                 packed, expires = self.own.open(self.key, PeerId(subkey), value, now)
@@ -97,7 +100,7 @@ class RevocationWatch:
             effects.append(self._announce(now))
         return effects + self._over()
 
-    def _learn(self, packed: bytes, now: Seconds) -> list[Effect]:
+    def _learn(self, packed: bytes, now: Seconds) -> list[WatchEffect]:
         excluded = self.private.learn(packed)
         if excluded is None:
             return []
@@ -110,14 +113,14 @@ class RevocationWatch:
         value = self.own.seal(self.key, self.private.revocations.packed, expires)
         return Announce(self.key, self.own.peer, value, expires)
 
-    def _expiring(self, now: Seconds) -> list[Effect]:
+    def _expiring(self, now: Seconds) -> list[WatchEffect]:
         if self._warned or now < self.private.until - WARN_S or self._told:
             return []
         self._warned = True
         left = f"{max(0.0, self.private.until - now) / 60:.0f} minutes"
         return [log("error", reason=f"this peer's invitation expires in {left}, and then it stops: ask for a new one")]
 
-    def _over(self) -> list[Effect]:
+    def _over(self) -> list[WatchEffect]:
         over = self.private.over()
         if over is None or self._told:
             return []

@@ -21,18 +21,18 @@ from random import Random
 
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.private_swarm import PrivateSwarm
-from decentral.comm.wire.transport import Announce, Answered, AskFailed, Found, Lookup
+from decentral.comm.wire.transport import Announce, Answered, AskFailed, Event, Found, Lookup
 from decentral.core import rng
 from decentral.core.config import SwarmConfig
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.latest import keep_latest
-from decentral.core.machine import Effect, Woke, earliest, log
+from decentral.core.machine import Log, Woke, earliest, log
 from decentral.core.reasons import SILENT, Reason
 from decentral.core.units import Seconds
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord
-from decentral.peers.membership.revocation_watch import RevocationWatch
+from decentral.peers.membership.revocation_watch import RevocationWatch, WatchEffect
 
 REFRESH_SOON_S = 0.5  # until the next lookup after an unknown peer has asked us something
 SOUGHT_EACH = 4  # such lookups for one unknown peer
@@ -54,6 +54,9 @@ class Learn:
 
     peer: PeerId
     addresses: tuple[str, ...]
+
+
+RosterEffect = WatchEffect | Learn
 
 
 @dataclass(slots=True)
@@ -238,7 +241,7 @@ class Roster:
         revocations_at = self.revocations.wake_at if self.revocations else None
         return earliest((self._renew_at, self._refresh_at, self._expiry_at, revocations_at))
 
-    def handle(self, event: object, now: Seconds) -> list[Effect]:
+    def handle(self, event: Event, now: Seconds) -> list[RosterEffect]:
         match event:
             case Woke():
                 watched = self.revocations.handle(event, now) if self.revocations else []
@@ -246,7 +249,7 @@ class Roster:
             case Found(key, values) if key in records.keys(self.run, self.limits.shards):
                 return self._found(key, values, now)
             case Found() if self.revocations:
-                return self.revocations.handle(event, now)
+                return [*self.revocations.handle(event, now)]
             case Answered(peer=peer) if peer in self.live:
                 self.live[peer].failures = 0
             case AskFailed(peer=peer, reason=reason) if peer in self.live and reason in SILENT:
@@ -269,7 +272,7 @@ class Roster:
         if self.limits.shards == 1:  # with more nobody knows all peers
             self._refresh_at = self._sooner.instead_of(self._refresh_at, peer, now)
 
-    def look_up(self, now: Seconds) -> list[Effect]:
+    def look_up(self, now: Seconds) -> list[RosterEffect]:
         """Looks up records at once."""
         self._refresh_at = now
         return self._refresh(now)
@@ -278,16 +281,16 @@ class Roster:
         """From now on members whom the founder of this private swarm revokes are excluded."""
         self.revocations = RevocationWatch(self.own, private, chance, lambda: len(self.live), self.exclude)
 
-    def exclude(self, peer: PeerId, now: Seconds) -> list[Effect]:
+    def exclude(self, peer: PeerId, now: Seconds) -> list[Log]:
         """Drops a peer that is no member of this private swarm any more; its records are not opened again."""
         self._known.pop(peer, None)
         self._valid.pop(peer, None)
         return self._drop(peer, Reason.REVOKED, now) if peer in self.live else []
 
-    def leave(self, now: Seconds) -> list[Effect]:
+    def leave(self, now: Seconds) -> list[RosterEffect]:
         return [self._announce(now, leaving=True)]
 
-    def _renew(self, now: Seconds) -> list[Effect]:
+    def _renew(self, now: Seconds) -> list[RosterEffect]:
         if now < self._renew_at:
             return []
         self._renew_at = now + self.limits.renew_s
@@ -298,7 +301,7 @@ class Roster:
         key = records.key_of(self.run, self.own.peer, self.limits.shards)
         return self._published.announce(self.own, key, body, now + self.limits.record_ttl_s, now)
 
-    def _refresh(self, now: Seconds) -> list[Effect]:
+    def _refresh(self, now: Seconds) -> list[RosterEffect]:
         if now < self._refresh_at:
             return []
         self._refresh_at = now + max(self.limits.refresh_s, len(self.live) / PEERS_PER_REFRESH_S)
@@ -309,7 +312,7 @@ class Roster:
             lookups.append(self.chance.choice(records.keys(self.run, self.limits.shards)))
         return [Lookup(key) for key in dict.fromkeys(lookups)]
 
-    def _expire(self, now: Seconds) -> list[Effect]:
+    def _expire(self, now: Seconds) -> list[RosterEffect]:
         if self._expiry_at is None or now < self._expiry_at:
             return []
         gone = [peer for peer, entry in self.live.items() if entry.expires <= now]
@@ -317,8 +320,8 @@ class Roster:
         self._expiry_at = None if next_at is None else max(next_at, now + self.limits.refresh_s / 4)
         return [effect for peer in gone for effect in self._drop(peer, "expired", now)]
 
-    def _found(self, key: str, values: Mapping[str, bytes], now: Seconds) -> list[Effect]:
-        effects: list[Effect] = []
+    def _found(self, key: str, values: Mapping[str, bytes], now: Seconds) -> list[RosterEffect]:
+        effects: list[RosterEffect] = []
         known_first = sorted(values.items(), key=lambda one: (one[0] not in self.live, one[0]))
         for subkey, value in known_first[:MAX_PEERS]:
             peer = PeerId(subkey)
@@ -353,20 +356,20 @@ class Roster:
         remedy = "so the swarm counts both as one: stop one, and start it again with --join and a new --state-dir"
         return f"another peer at {self._published.copy_address} uses a copy of this peer's identity, {remedy}"
 
-    def _found_own(self, key: str, value: bytes, now: Seconds) -> list[Effect]:
+    def _found_own(self, key: str, value: bytes, now: Seconds) -> list[RosterEffect]:
         known = self.copy_warning(now)
         if self._published.read(self.own, key, value, now):
             self.renew_soon(now)
         said = self.copy_warning(now)
         return [log("error", reason=said)] if said and not known else []
 
-    def _heard(self, peer: PeerId, record: PeerRecord, expires: float, now: Seconds) -> list[Effect]:
+    def _heard(self, peer: PeerId, record: PeerRecord, expires: float, now: Seconds) -> list[RosterEffect]:
         if record.phase == "leaving":
             self._valid.pop(peer, None)
             was_silent = peer in self._dropped and self._dropped[peer] < record.time
             self._dropped[peer] = max(self._dropped.get(peer, 0.0), record.time)
             if peer in self.live:
-                return self._drop(peer, "left", now)
+                return [*self._drop(peer, "left", now)]
             return [log("goodbye", peer=peer)] if was_silent else []  # questions to it failed before we read this
         if record.time <= self._dropped.get(peer, 0.0):
             return []  # the record was written before the peer was dropped
@@ -385,7 +388,7 @@ class Roster:
             return [Learn(peer, record.addresses), joined]
         return [Learn(peer, record.addresses)] if known.record.addresses != record.addresses else []
 
-    def _unanswered(self, peer: PeerId, reason: str, asked_at: Seconds, now: Seconds) -> list[Effect]:
+    def _unanswered(self, peer: PeerId, reason: str, asked_at: Seconds, now: Seconds) -> list[RosterEffect]:
         """Questions that were under way together when a link stalled tell of one silence."""
         entry = self.live[peer]
         if reason == Reason.DEADLINE and asked_at < entry.failed_at <= now:
@@ -395,7 +398,7 @@ class Roster:
             return []
         self._dropped[peer] = entry.record.time
         keep_latest(self._valid, peer, entry.expires, MOST_DROPPED)
-        return self._drop(peer, Reason.SILENT, now)
+        return [*self._drop(peer, Reason.SILENT, now)]
 
     def _forget(self, now: Seconds) -> None:
         """Forgets peers of long ago, so that peers that come and go do not fill our memory."""
@@ -408,7 +411,7 @@ class Roster:
             del self._dropped[next(iter(self._dropped))]
         self._valid = {peer: until for peer, until in self._valid.items() if until > now}
 
-    def _drop(self, peer: PeerId, reason: str, now: Seconds) -> list[Effect]:
+    def _drop(self, peer: PeerId, reason: str, now: Seconds) -> list[Log]:
         del self.live[peer]
         self.changes += 1
         self.holders.drop(peer)

@@ -12,19 +12,17 @@ from decentral.comm.rounds.round import Rounds
 from decentral.comm.wire import messages
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_PROBE_BYTES, Message, Refused
-from decentral.comm.wire.transport import Asked, Reply
+from decentral.comm.wire.transport import Asked, Effect, Reply
 from decentral.core.ids import PeerId
 from decentral.core.jobs import RetainedExported, StateExported
-from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.joining.donor import Donor
 from decentral.peers.membership.prober import zeros
 from decentral.peers.node.fragment_exchanges import FragmentExchanges
-from decentral.peers.node.handlers import Handlers
+from decentral.peers.node.handlers import Handlers, PeerEffect
 from decentral.peers.node.progress import TrainingProgress
 from decentral.peers.node.setup import NodeSetup
-from decentral.peers.placement.span_move import SpanMove
 
 ROUTE_QUESTIONS = (
     messages.ForwardRequest,
@@ -57,16 +55,14 @@ class Answers:
     donor: Donor
     gossip: FragmentExchanges
     rounds: Rounds | None
-    span_move: SpanMove | None = None  # None: this peer never changes its layers
     waiting: dict[int, int] = field(default_factory=dict)  # the fragment of each open request, or NO_FRAGMENT
 
     def __post_init__(self) -> None:
         self.handlers.register(self._any_run, messages.Hello, messages.Ping, messages.Probe)
-        self.handlers.register(self._lease, messages.LeaseRequest)
         self.handlers.register(self._state, messages.StateRequest)
         self.handlers.register(self._pull, messages.Pull)
 
-    def asked(self, event: Asked, now: Seconds) -> list[Effect]:
+    def asked(self, event: Asked, now: Seconds) -> Sequence[PeerEffect]:
         self.waiting[event.request] = NO_FRAGMENT
         if not isinstance(event.envelope.message, FOR_STRANGERS) and not self.knows(event.sender):
             return [_reply(event, Refused(Reason.STRANGER))]
@@ -119,14 +115,19 @@ class Answers:
                 return [Reply(event.request, Envelope(probed, zeros(download_bytes)))]
         raise AssertionError(f"nothing registers {event.envelope.message!r} here")
 
-    def _lease(self, event: Asked, now: Seconds) -> list[Effect]:
-        message, setup = event.envelope.message, self.setup()
+    def lease_refusal(self, event: Asked) -> list[Effect]:
+        """Refuse a lease of another run, or while this peer does not train; [] where nothing speaks against it."""
+        message = event.envelope.message
         assert isinstance(message, messages.LeaseRequest)
-        if message.run != setup.run or not self.trains():
-            return [_reply(event, Refused(Reason.UNEXPECTED))]
-        if self.span_move:
-            return self.span_move.handle(event, now)
-        return [_reply(event, messages.Done() if message.fragment in setup.held else Refused(Reason.FRAGMENT))]
+        refused = message.run != self.setup().run or not self.trains()
+        return [_reply(event, Refused(Reason.UNEXPECTED))] if refused else []
+
+    def lease(self, event: Asked, now: Seconds) -> list[Effect]:
+        """Answer a LeaseRequest where this peer never changes its layers."""
+        message = event.envelope.message
+        assert isinstance(message, messages.LeaseRequest)
+        held = message.fragment in self.setup().held
+        return self.lease_refusal(event) or [_reply(event, messages.Done() if held else Refused(Reason.FRAGMENT))]
 
     def _state(self, event: Asked, now: Seconds) -> list[Effect]:
         message = event.envelope.message

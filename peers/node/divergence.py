@@ -7,7 +7,7 @@ warns, and keeps the checkpoint from before.
 from dataclasses import dataclass
 
 from decentral.core.jobs import DIVERGED
-from decentral.core.machine import Effect, log
+from decentral.core.machine import Log, log
 from decentral.core.units import Seconds
 
 SETTLED_STEPS = 20  # a mean over fewer steps is noise
@@ -35,7 +35,7 @@ class Divergence:
     _since: tuple[int, Seconds] | None = None  # step and time at which divergence began; None: training is well
     _said_at: Seconds = 0.0
 
-    def stepped(self, dropped: bool, loss: float | None, now: Seconds) -> list[Effect]:
+    def stepped(self, dropped: bool, loss: float | None, now: Seconds) -> list[Log]:
         """Take a step into account, and return a line for the journal now and then while training has diverged.
 
         Args:

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 from decentral.comm.gossip.pull import PullExchange
 from decentral.comm.wire.messages import MOST_FOLLOWED, Refused
-from decentral.core.algorithms import FragmentContext
+from decentral.comm.wire.transport import Effect, Event
+from decentral.core.algorithms import ExchangeCounts, FragmentContext
 from decentral.core.choices import ALGORITHMS, Algorithm
 from decentral.core.fragments import Fragment
-from decentral.core.machine import Effect, Woke, earliest
+from decentral.core.machine import Woke, earliest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.node.peer_selection import PeerSelection
@@ -24,6 +25,7 @@ from decentral.peers.node.setup import NodeSetup
 class FragmentExchanges:
     setup: Callable[[], NodeSetup]  # as it is now
     selection: PeerSelection
+    counts: ExchangeCounts = field(default_factory=ExchangeCounts)
     running: dict[int, PullExchange] = field(default_factory=dict)  # by fragment
     _dropped: set[int] = field(default_factory=set)  # fragments whose exchanges have been here before
     _wake: Seconds | None = None  # when the first machine wants to wake; infinite: none does; None: not known yet
@@ -88,7 +90,7 @@ class FragmentExchanges:
         for exchange in self.running.values():
             exchange.replan(now)
 
-    def tell(self, index: int, event: object, now: Seconds) -> list[Effect]:
+    def tell(self, index: int, event: Event, now: Seconds) -> list[Effect]:
         """Passes an event to the exchange of a fragment, which must be running."""
         self._wake = None
         return self.running[index].handle(event, now)
@@ -111,6 +113,7 @@ class FragmentExchanges:
         gossip, own = setup.config.gossip, setup.own.peer
         is_back = setup.restored_step is not None or fragment.index in self._dropped  # a move that failed, or one back
         restored_at = now if is_back and not known.blocking else 0.0
-        context = FragmentContext(setup.run, own, fragment.index, phase, gossip, self.selection, restored_at)
+        of_fragment = setup.run, own, fragment.index, phase
+        context = FragmentContext(*of_fragment, gossip, self.selection, self.counts, restored_at)
         close_at = context.next_close(now, 0)
         return PullExchange(context, close_at, blocking=known.blocking, light=known.light, seq=newest)

@@ -12,6 +12,7 @@ what this peer tells of itself (own_record.py), what it answers others (answers.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from random import Random
@@ -23,11 +24,11 @@ from decentral.comm.rounds.tags import RoundTag
 from decentral.comm.routes.router import Router
 from decentral.comm.routes.tags import RouteTag
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import Refused
+from decentral.comm.wire.messages import LeaseRequest, Refused
 from decentral.comm.wire.meter import Meter
-from decentral.comm.wire.transport import Answered, Asked, AskFailed, Found, Reply
+from decentral.comm.wire.transport import Answered, Asked, AskFailed, Effect, Event, Found, Reply
 from decentral.core import jobs, rng
-from decentral.core.machine import Effect, Woke, earliest, log
+from decentral.core.machine import Woke, earliest, log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.joining.donor import Donor
@@ -39,7 +40,7 @@ from decentral.peers.node.answers import ROUND_QUESTIONS, ROUTE_QUESTIONS, Answe
 from decentral.peers.node.divergence import Divergence
 from decentral.peers.node.fragment_exchanges import FragmentExchanges
 from decentral.peers.node.gossip_cost import CoresUsed
-from decentral.peers.node.handlers import Handlers
+from decentral.peers.node.handlers import Handlers, PeerEffect, PeerEvent
 from decentral.peers.node.own_record import OwnRecord
 from decentral.peers.node.peer_selection import PeerSelection
 from decentral.peers.node.progress import TrainingProgress
@@ -54,7 +55,6 @@ from decentral.peers.planning.plan_evaluation import PlansEvaluated
 from decentral.peers.planning.swarm_plans import key_of as plan_key
 
 STOPPED_S = 5.0  # a Woke that comes so late tells that this process was stopped
-PROBE_AFTER_S = 2.0  # from the start of training to the first probe
 ROUTE_OUTCOMES = (jobs.ForwardDone, jobs.BackwardDone, jobs.ExecutionFailed, jobs.Compared)
 FragmentJobDone = jobs.WindowClosed | jobs.SectionsEncoded | jobs.Merged
 
@@ -113,6 +113,8 @@ class Node:
         self.handlers.register(self.answers.exported, jobs.StateExported, jobs.RetainedExported)
         if self.route_planner and setup.memory_budget and not setup.whole and not run.synchronous:
             self._make_spans(self.route_planner)
+        else:
+            self.handlers.register(self.answers.lease, LeaseRequest)
 
     def _make_membership(self, chance: Random) -> None:
         setup, run = self.setup, self.setup.config
@@ -124,29 +126,30 @@ class Node:
         self.progress = TrainingProgress(*limits, lr_step=step, evaluates=setup.whole, divergence=judge)
         self.clock = StepClock(self.progress)
         self.selection = PeerSelection(self._present_setup, self.roster, self.meter, self.progress, chance)
-        self.prober = Prober(self.meter, chance, None)
+        self.prober = Prober(self.meter, chance)
         self.handlers.register(self._stepped, jobs.Stepped, jobs.Sealed)
-        self.handlers.register(self.progress.handle, jobs.Evaluated, jobs.Saved, jobs.JobFailed)
+        self.handlers.register(self.progress.handle, jobs.Evaluated, jobs.Saved, jobs.SaveFailed, jobs.JobFailed)
         self.handlers.register(lambda event, now: self.prober.handle(event, now, self.selection.live()), ProbeTag)
         if setup.private:
             self.roster.watch_revocations(setup.private, rng.stream(run.seed, "revocations", setup.own.peer))
 
     def _make_routes(self) -> None:
         setup = self.setup
-        self.route_planner = RoutePlanner(self._present_setup, self.roster, self.meter, Random(self.setup.secret))
-        routes = self.route_planner.routes
+        self.route_planner = RoutePlanner(
+            self._present_setup, self.roster, self.meter, self.selection, Random(setup.secret)
+        )
+        routes, self.rounds = self.route_planner.routes, self.route_planner.rounds
         self.handlers.register(routes.handle, RouteTag, *ROUTE_QUESTIONS)
         self.handlers.register(routes.handle, *ROUTE_OUTCOMES)
-        if setup.config.synchronous:
-            self.rounds = Rounds(routes, self.selection, setup.restored_step or 0, versions=dict(setup.versions))
-            self.route_planner.rounds = self.rounds
+        if self.rounds:
             self.handlers.register(self.rounds.handle, RoundTag, jobs.RoundClosed, *ROUND_QUESTIONS)
 
     def _make_spans(self, route_planner: RoutePlanner) -> None:
         machines = (self.own_record, self.donor, self.gossip, self.answers)
         spans = SpanManager(self._present_setup, self.selection, route_planner, *machines, self._replace_setup)
-        self.span_manager, self.answers.span_move = spans, spans.span_move
-        self.handlers.register(spans.span_move.handle, MoveTag, LeaseTag)
+        self.span_manager = spans
+        self.handlers.register(spans.moved, MoveTag, LeaseTag)
+        self.handlers.register(spans.asked, LeaseRequest)
         self.handlers.register(spans.changed, jobs.SpanChanged)
         self.handlers.register(spans.swarm_plans.handle, PlansEvaluated)
 
@@ -179,40 +182,42 @@ class Node:
             times.append(self.rounds.wake_at)
         return earliest(times)
 
-    def begin(self, now: Seconds) -> list[Effect]:
+    def begin(self, now: Seconds) -> list[PeerEffect]:
         self.join.begin(now)
         return self.handle(Woke(), now)
 
-    def handle(self, event: object, now: Seconds) -> list[Effect]:
+    def handle(self, event: PeerEvent, now: Seconds) -> list[PeerEffect]:
         """The effects of this event, in the order in which a host has to carry them out."""
         if self.phase is NodePhase.LEFT:  # what still comes in while the last checkpoint is written
             if isinstance(event, Asked):
                 return [Reply(event.request, Envelope(Refused(Reason.LEAVING)))]
-            return self.progress.handle(event, now) if isinstance(event, jobs.Saved | jobs.JobFailed) else []
-        effects = self.handlers.handle(event, event, now)
+            if isinstance(event, jobs.Saved | jobs.SaveFailed | jobs.JobFailed):
+                return [*self.progress.handle(event, now)]
+            return []
+        effects = [*self.handlers.handle(event, event, now)]
         if self.span_manager:
-            effects = self.span_manager.carry_out(effects, now)
+            effects += self.span_manager.settle(now)
         if self.rounds:
             effects += self._advance_round(self.rounds, now)
         for effect in effects:
-            self.traffic.emitted(effect)
             if isinstance(effect, Reply):
+                self.traffic.replied(len(effect.envelope.blob))
                 self.answers.replied(effect.request)
         return effects
 
-    def leave(self, reason: str, now: Seconds) -> list[Effect]:
+    def leave(self, reason: str, now: Seconds) -> list[PeerEffect]:
         """The last effects: others need not wait until our record expires."""
         self.phase = NodePhase.LEFT
         return [*self.answers.leave(), *self.progress.flush(now), self.traffic.line(), *self.roster.leave(now)]
 
     # Events that concern several machines
 
-    def _woke(self, event: Woke, now: Seconds) -> list[Effect]:
+    def _woke(self, event: Woke, now: Seconds) -> list[PeerEffect]:
         if self.routes and self._is_training():
             late_s = now - (self.wake_at or now)
             if late_s > STOPPED_S:
                 self.routes.was_stopped(late_s)
-        effects = self.roster.handle(event, now)
+        effects: list[PeerEffect] = [*self.roster.handle(event, now)]
         if _is_due(self.join.wake_at, now):
             effects += self._to_join(event, now)
         if _is_due(self.prober.wake_at, now):
@@ -224,18 +229,18 @@ class Node:
             if _is_due(self.route_planner.routes.wake_at, now):
                 effects += self.route_planner.routes.handle(event, now)
         if self.span_manager and _is_due(self.span_manager.span_move.wake_at, now):
-            effects += self.span_manager.span_move.handle(event, now)
+            effects += self.span_manager.moved(event, now)
         effects += self.donor.forget_old(now)
         totals = self.traffic.lines(now)
-        return effects + totals + ([self.own_record.status()] if totals and self._is_training() else [])
+        return [*effects, *totals, *([self.own_record.status()] if totals and self._is_training() else [])]
 
-    def _asked(self, event: Asked, now: Seconds) -> list[Effect]:
+    def _asked(self, event: Asked, now: Seconds) -> Sequence[PeerEffect]:
         if event.sender not in self.roster.live:
             self.roster.refresh_soon(event.sender, now)
         self.traffic.received(event)
         return self.answers.asked(event, now)
 
-    def _answered(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
+    def _answered(self, event: Answered | AskFailed, now: Seconds) -> list[PeerEffect]:
         # An answer that waits for its peer's device, those behind it, or our uplink may be late though the peer lives.
         late = event.tag.may_be_late and isinstance(event, AskFailed) and event.reason == Reason.DEADLINE
         effects = [] if late else self.roster.handle(event, now)
@@ -245,12 +250,12 @@ class Node:
                 self.meter.saw(event.peer, event.seconds, event.first_byte_s, event.sent_bytes, event.received_bytes)
         elif event.reason == Reason.DEADLINE and event.tag.measures_link and not late:
             self.meter.missed(event.peer)
-        return effects + self.handlers.handle(event.tag, event, now)
+        return [*effects, *self.handlers.handle(event.tag, event, now)]
 
-    def _found(self, event: Found, now: Seconds) -> list[Effect]:
+    def _found(self, event: Found, now: Seconds) -> list[PeerEffect]:
         if self.span_manager and event.key == plan_key(self.setup.run):
-            return self.span_manager.swarm_plans.handle(event, now)
-        effects = self.roster.handle(event, now)
+            return [*self.span_manager.swarm_plans.handle(event, now)]
+        effects: list[PeerEffect] = [*self.roster.handle(event, now)]
         if self.roster.revocations and event.key == self.roster.revocations.key:
             return effects
         effects += self.donor.recognise(self.answers.knows)
@@ -260,35 +265,36 @@ class Node:
             return effects  # the number of the round is the learning-rate step
         return effects + self.clock.follow(entry.record.lr_step for entry in self.roster.live.values())
 
-    def _started(self, event: jobs.Started, now: Seconds) -> list[Effect]:
+    def _started(self, event: jobs.Started, now: Seconds) -> list[PeerEffect]:
         self.phase = NodePhase.TRAINING
         if self.progress.joined_at is None:
             self.progress.begin(now, event.step, fetched=bool(self.join.fetch.used))
-        self.prober.wake_at = now + PROBE_AFTER_S
+        self.prober.begin(now)
         if not self.rounds:
             self.gossip.begin(now)
         self.roster.renew_soon(now)
         donors, seconds = sorted(self.join.fetch.used), round(now - self.join.began_at, 3)
         line = log("joined", peers=len(self.roster.live), donors=donors, seconds=seconds)
-        lines: list[Effect] = [line, self.own_record.status()]
+        lines: list[PeerEffect] = [line, self.own_record.status()]
         if self.route_planner is None:
             return lines
         if self.rounds:
             self.rounds.begin(event.step, self.join.taken())
-        routes = self.route_planner.routes
-        routes.active = self.rounds is None
-        return [*lines, *self._review_routes_and_span(self.route_planner, now), *routes.handle(Woke(), now)]
+        else:
+            self.route_planner.routes.start()
+        reviewed = self._review_routes_and_span(self.route_planner, now)
+        return [*lines, *reviewed, *self.route_planner.routes.handle(Woke(), now)]
 
-    def _stepped(self, event: jobs.Stepped | jobs.Sealed, now: Seconds) -> list[Effect]:
+    def _stepped(self, event: jobs.Stepped | jobs.Sealed, now: Seconds) -> list[PeerEffect]:
         routed = self.routes.handle(event, now) if self.routes else []
         routed += self.rounds.handle(event, now) if self.rounds else []
-        effects = self.progress.handle(event, now) + routed
+        effects: list[PeerEffect] = [*self.progress.handle(event, now), *routed]
         if not self.setup.profile.tokens_per_s and (speed := self.progress.tokens_per_s):  # it was not measured before
             self.setup = replace(self.setup, profile=replace(self.setup.profile, tokens_per_s=speed))
             self.roster.renew_soon(now)
         return effects
 
-    def _cores_used(self, event: CoresUsed, now: Seconds) -> list[Effect]:
+    def _cores_used(self, event: CoresUsed, now: Seconds) -> list[PeerEffect]:
         joined_at, routes = self.progress.joined_at, self.routes
         fetched = joined_at is None or joined_at > now - event.seconds  # our own state came in this interval
         routed = routes is not None and (not self.setup.whole or bool(routes.executions))
@@ -299,7 +305,7 @@ class Node:
             self.roster.renew_soon(now)
         return []
 
-    def _to_join(self, event: object, now: Seconds) -> list[Effect]:
+    def _to_join(self, event: Event, now: Seconds) -> list[Effect]:
         effects = self.join.handle(event, now, self.selection.donors())
         self.progress.waits_for_weights(bool(self.join.waits), now)
         return effects
@@ -311,12 +317,12 @@ class Node:
             self.selection.lengths.cost.did(event.cost_s, closed=isinstance(event, jobs.WindowClosed))
         return self.gossip.tell(tag.fragment, event, now) if tag.fragment in self.gossip.running else []
 
-    def _advance_round(self, rounds: Rounds, now: Seconds) -> list[Effect]:
+    def _advance_round(self, rounds: Rounds, now: Seconds) -> list[PeerEffect]:
         """After any event the round may go on. A peer that has fallen behind it fetches the state again.
 
         It looks the others up before: by old records it would miss the holders for whose weights it fell behind.
         """
-        effects = rounds.handle(Woke(), now)
+        effects: list[PeerEffect] = [*rounds.handle(Woke(), now)]
         if rounds.behind and self.phase is NodePhase.TRAINING:
             effects += [log("behind", round=rounds.number, reason=rounds.behind), *rounds.stop()]
             self.phase, self.join = NodePhase.JOINING, self._new_join(0, False, self.join.chance)
@@ -325,11 +331,11 @@ class Node:
             effects += self.roster.look_up(now)
         return effects
 
-    def _review_routes_and_span(self, route_planner: RoutePlanner, now: Seconds) -> list[Effect]:
+    def _review_routes_and_span(self, route_planner: RoutePlanner, now: Seconds) -> list[PeerEffect]:
         """Every few seconds: where routes should run, and which layers we should hold. Others learn our new speed."""
         if self.phase is not NodePhase.TRAINING:
             return []
-        effects = route_planner.look_for_lost(now)
+        effects: list[PeerEffect] = [*route_planner.look_for_lost(now)]
         if route_planner.is_due(now):
             if self.own_record.speed_outdated:
                 self.roster.renew_soon(now)

@@ -91,7 +91,7 @@ class OwnRecord:
         return log("status", **span, window_s=self.selection.lengths.window_s() * count, bound=bound, links=links)
 
     def _standing(self) -> Standing:
-        progress, exchanges = self.progress, self.traffic.exchanges
+        progress, exchanges = self.progress, self.gossip.counts.outcomes
         return Standing(
             loss=_told(None if progress.losses.lost else progress.losses.mean),
             held_out=_told(progress.evaluations.held_out),

@@ -3,9 +3,10 @@
 import math
 from dataclasses import asdict, dataclass, field
 
+from decentral.comm.wire.transport import Event
 from decentral.core.config import BYTES, SwarmConfig, TrainConfig
-from decentral.core.jobs import DIVERGED, Evaluate, Evaluated, JobFailed, Save, Saved, Sealed, Stepped
-from decentral.core.machine import Effect, Woke, earliest, log
+from decentral.core.jobs import DIVERGED, Evaluate, Evaluated, JobFailed, Save, Saved, SaveFailed, Sealed, Stepped
+from decentral.core.machine import Log, Woke, earliest, log
 from decentral.core.time_spent import NO_TIME, TimeSpent
 from decentral.core.units import Amount, Seconds
 from decentral.peers.node.divergence import Divergence
@@ -27,6 +28,9 @@ class Stop:
     """Effect: save a checkpoint and leave the swarm."""
 
     reason: str
+
+
+ProgressEffect = Evaluate | Save | Stop | Log
 
 
 @dataclass(slots=True)
@@ -61,6 +65,15 @@ class Evaluations:
     due_at: Seconds | None = None
     _warm: bool = False  # whether one was made: the first one also pays for what later ones find ready
 
+    def begin(self, now: Seconds, fetched: bool) -> None:
+        self.due_at = now + self.every_s if fetched else now  # donors have evaluated what was fetched
+
+    def take_due(self, now: Seconds) -> bool:
+        """Return whether one is due. It is not due again before its outcome has come."""
+        due = self.due_at is not None and now >= self.due_at
+        self.due_at = None if due else self.due_at
+        return due
+
     def measured(self, loss: float, seconds: Seconds, now: Seconds) -> None:
         """Take a result. What it cost decides when the next one is due, unless it was this process's first one."""
         least_s = seconds / EVALUATION_SHARE if self._warm else 0.0
@@ -72,8 +85,39 @@ class Evaluations:
 class SaveTimes:
     """When the next checkpoint is due, and since when one is being written."""
 
-    due_at: Seconds | None = None
+    every_s: Seconds  # at least
+    due_at: Seconds | None = None  # None: with the next step, if none is being written
     since: Seconds | None = None
+
+    def postpone(self, now: Seconds) -> None:
+        self.due_at = now + self.every_s
+
+    def soon(self, now: Seconds) -> None:
+        self.due_at = now
+
+    def stepped(self, now: Seconds) -> None:
+        if self.due_at is None and self.since is None:
+            self.due_at = now
+
+    def take_due(self, now: Seconds, diverged: bool) -> bool:
+        """Return whether one is to be written now. While training has diverged, that of before stays."""
+        if self.due_at is None or now < self.due_at:
+            return False
+        if diverged:
+            self.postpone(now)
+            return False
+        self.due_at, self.since = None, now
+        return True
+
+    def failed(self, now: Seconds) -> None:
+        self.since = None
+        self.postpone(now)
+
+    def saved(self, size: int, cost_s: Seconds, now: Seconds) -> Seconds:
+        """Return how long it took; 0 for that of leaving, which nothing here began."""
+        self.due_at = now + max(self.every_s, cost_s / CHECKPOINT_SHARE, size / CHECKPOINT_BYTES_PER_S)
+        took_s, self.since = 0.0 if self.since is None else now - self.since, None
+        return took_s
 
 
 @dataclass(slots=True)
@@ -95,18 +139,20 @@ class TrainingProgress:
     micro_batches: int = 0
     _steps: list[Stepped] = field(default_factory=list)  # steps since the last line
     _line_at: Seconds = 0.0
-    _saves: SaveTimes = field(default_factory=SaveTimes)
+    _saves: SaveTimes = field(init=False)
 
     def __post_init__(self) -> None:
         self.evaluations = Evaluations(self.train.eval_every_s)
+        self._saves = SaveTimes(self.limits.checkpoint_every_s)
 
     def begin(self, now: Seconds, lr_step: int, fetched: bool = False) -> None:
         """`fetched`: the state came from the swarm, and the disk has none or an older one: the first step saves it."""
         self.joined_at = self._line_at = now
         self.lr_step = max(self.lr_step, lr_step)
-        first_eval_at = now + self.train.eval_every_s if fetched else now  # donors have evaluated what was fetched
-        self.evaluations.due_at = first_eval_at if self.evaluates else None
-        self._saves.due_at = None if fetched else now + self.limits.checkpoint_every_s
+        if self.evaluates:
+            self.evaluations.begin(now, fetched)
+        if not fetched:
+            self._saves.postpone(now)
 
     def waits_for_weights(self, waits: bool, now: Seconds) -> None:
         """Count `--stop-after` in seconds from the begin of a wait for the first weights: such a wait may never end."""
@@ -114,13 +160,13 @@ class TrainingProgress:
 
     def save_soon(self, now: Seconds) -> None:
         """Saves at the next chance: the checkpoint on the disk is of another span than the present one."""
-        self._saves.due_at = now
+        self._saves.soon(now)
 
     @property
     def wake_at(self) -> Seconds | None:
         return earliest((self.evaluations.due_at, self._saves.due_at, self._stop_at()))
 
-    def handle(self, event: object, now: Seconds) -> list[Effect]:
+    def handle(self, event: Event, now: Seconds) -> list[ProgressEffect]:
         match event:
             case Stepped():
                 return self._stepped(event, now)
@@ -130,14 +176,10 @@ class TrainingProgress:
                 self.evaluations.measured(loss, seconds, now)
                 return [log("eval", tokens=tokens, loss=round(loss, 4), seconds=round(seconds, 4))]
             case Saved(step, size, cost_s):
-                least_s = max(cost_s / CHECKPOINT_SHARE, size / CHECKPOINT_BYTES_PER_S)
-                self._saves.due_at = now + max(self.limits.checkpoint_every_s, least_s)
-                took_s = 0.0 if self._saves.since is None else now - self._saves.since
-                self._saves.since = None  # the next one may be that of leaving, which nothing here began
+                took_s = self._saves.saved(size, cost_s, now)
                 return [log("checkpoint", step=step, bytes=size, seconds=round(took_s, 3))]
-            case JobFailed("Save", reason):
-                self._saves.since = None
-                self._saves.due_at = now + self.limits.checkpoint_every_s
+            case SaveFailed(reason):
+                self._saves.failed(now)
                 return [log("error", reason=f"checkpoint failed, the old one stays: {reason}")]
             case JobFailed(job, reason):
                 stop = Stop(reason if reason.startswith(DIVERGED) else f"error: {reason}")
@@ -155,7 +197,7 @@ class TrainingProgress:
         """Tokens/s, which fall while no step is taken."""
         return self.rate.at(now)
 
-    def flush(self, now: Seconds) -> list[Effect]:
+    def flush(self, now: Seconds) -> list[Log]:
         """The journal line about the steps since the last one."""
         if not self._steps:
             return []
@@ -172,11 +214,10 @@ class TrainingProgress:
         figures |= {"dropped": dropped} if dropped else {}
         return [log("step", **progress, **figures, aside=aside)]
 
-    def _stepped(self, step: Stepped, now: Seconds) -> list[Effect]:
+    def _stepped(self, step: Stepped, now: Seconds) -> list[ProgressEffect]:
         self._steps.append(step)
         self.rate.stepped(now, self.joined_at)
-        if self._saves.due_at is None and self._saves.since is None:
-            self._saves.due_at = now
+        self._saves.stepped(now)
         self.step, self.lr_step = step.step, step.lr_step
         self.tokens += step.tokens
         self.spent += step.spent
@@ -188,20 +229,16 @@ class TrainingProgress:
         stops = self.stop_after and 0 < self.stop_after.value <= reached
         return [*lines, Stop(f"--stop-after {self.stop_after}")] if stops else lines
 
-    def _judged(self, dropped: bool, loss: float | None, now: Seconds) -> list[Effect]:
+    def _judged(self, dropped: bool, loss: float | None, now: Seconds) -> list[ProgressEffect]:
         """Look whether training has diverged."""
         lines = self.divergence.stepped(dropped, loss, now)
-        return [*lines, Stop(self.divergence.trouble)] if self.divergence.hopeless else lines
+        return [*lines, *([Stop(self.divergence.trouble)] if self.divergence.hopeless else ())]
 
-    def _due(self, now: Seconds) -> list[Effect]:
-        effects: list[Effect] = []
-        if self.evaluations.due_at is not None and now >= self.evaluations.due_at:
-            self.evaluations.due_at = None  # until its outcome has come
+    def _due(self, now: Seconds) -> list[ProgressEffect]:
+        effects: list[ProgressEffect] = []
+        if self.evaluations.take_due(now):
             effects.append(Evaluate())
-        if self._saves.due_at is not None and now >= self._saves.due_at and self.divergence.trouble:
-            self._saves.due_at = now + self.limits.checkpoint_every_s
-        elif self._saves.due_at is not None and now >= self._saves.due_at:
-            self._saves.due_at, self._saves.since = None, now
+        if self._saves.take_due(now, bool(self.divergence.trouble)):
             effects.append(Save())
         stop_at = self._stop_at()
         if stop_at is not None and now >= stop_at:

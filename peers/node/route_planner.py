@@ -12,12 +12,15 @@ from random import Random
 
 from decentral.comm.rounds.contributions import ContributionRecord
 from decentral.comm.rounds.round import Rounds
+from decentral.comm.rounds.search import RoundView
 from decentral.comm.routes.ledger import GradientLedger
+from decentral.comm.routes.pacing import RoutingWeights
 from decentral.comm.routes.router import Router
 from decentral.comm.wire.meter import Meter
+from decentral.comm.wire.transport import Effect
 from decentral.core.fragments import Fragment, share
 from decentral.core.ids import PeerId
-from decentral.core.machine import Effect, log
+from decentral.core.machine import log
 from decentral.core.units import Seconds
 from decentral.peers.membership.roster import Roster
 from decentral.peers.node.setup import NodeSetup
@@ -36,9 +39,12 @@ class RoutePlanner:
     setup: Callable[[], NodeSetup]  # the present one, with a stage config
     roster: Roster
     meter: Meter
+    round_view: RoundView
     chance: Random  # a secret one: it draws which answers are audited
     routes: Router = field(init=False)
     rounds: Rounds | None = None  # in a synchronous run, where routes stay among the round's members
+    weights: RoutingWeights = field(default_factory=RoutingWeights)  # those of the present flow
+    usual_speed: float = 0.0  # as in RouteView
     routed: bool = field(init=False)  # whether our own micro-batches go along routes
     unheld: str = ""  # what the user reads when no peer has held some layer for UNHELD_S; "": all are held
     _unheld_since: dict[int, Seconds] = field(default_factory=dict)  # by fragment
@@ -54,6 +60,9 @@ class RoutePlanner:
         assert stage is not None
         own = GradientLedger(stage.micro_batches_per_step, stage.slots)
         self.routes = Router(stage, self, ContributionRecord() if stage.synchronous else own, self.chance)
+        if stage.synchronous:
+            restored, versions = setup.restored_step or 0, dict(setup.versions)
+            self.rounds = Rounds(self.routes, self.round_view, restored, versions=versions)
         # A peer with the whole model computes its micro-batches alone, except in synchronous rounds.
         self.routed = not setup.whole or setup.config.synchronous
 
@@ -89,9 +98,9 @@ class RoutePlanner:
         """Takes over the speeds in the roster, and solves the flow again if they have changed enough. The journal says
         when no micro-batch can get through, because some layer has no holder, and when all have one again."""
         holders = self.roster.holders
-        beyond = max(0, self.routes.forwarding.weights.size - routing_weights.SOLVED_AT_ONCE)
+        beyond = max(0, self.weights.size - routing_weights.SOLVED_AT_ONCE)
         self._check_at = now + FLOW_CHECK_S + routing_weights.FLOW_PAUSE_S * beyond
-        self.routes.load.usual_speed = sum(holders.speeds.values()) / holders.count if holders.count else 0.0
+        self.usual_speed = sum(holders.speeds.values()) / holders.count if holders.count else 0.0
         self.solve()
         before, worst = self.unheld, self._look_for_unheld(now)
         self.unheld = self._without_holder(worst) if worst else ""
@@ -142,7 +151,7 @@ class RoutePlanner:
         useful = routing_weights.useful_speeds(cuts, speeds) if whole_alone else speeds
         if always or routing_weights.changed(self._solved, useful):
             self._solved = useful
-            self.routes.forwarding.weights = routing_weights.solve(cuts, speeds, own, whole_alone)
+            self.weights = routing_weights.solve(cuts, speeds, own, whole_alone)
 
     def _speeds(self, own: routing_weights.Span) -> dict[routing_weights.Span, float]:
         """Tokens/s of the whole model, summed over all peers with the same fragments, ourselves included.

@@ -10,14 +10,15 @@ the training thread changes the layers, exchanges and questions about those that
 exchanges, donor and record go by the new span.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from decentral.comm.wire.private_swarm import may_train
+from decentral.comm.wire.transport import Asked, Effect, Event
 from decentral.core import rng
 from decentral.core.ids import PeerId
 from decentral.core.jobs import ChangeSpan, SpanChanged
-from decentral.core.machine import Effect, Woke
+from decentral.core.machine import Woke
 from decentral.core.units import Seconds
 from decentral.peers.joining.donor import Donor
 from decentral.peers.membership.records import Profile
@@ -28,7 +29,8 @@ from decentral.peers.node.peer_selection import NEVER, PeerSelection
 from decentral.peers.node.route_planner import RoutePlanner
 from decentral.peers.node.setup import NodeSetup
 from decentral.peers.placement.layer_recovery import LayerRecovery, TrainingPeer
-from decentral.peers.placement.span_move import Drained, HoldSpan, MovePhase, SpanMove
+from decentral.peers.placement.span_move import Drained, HoldSpan, MoveEffect, MovePhase, SpanMove
+from decentral.peers.planning.plan_evaluation import EvaluatePlans
 from decentral.peers.planning.swarm_plans import SwarmPlans
 
 SPAN_REVIEW_S = 2.0  # between two reviews of the swarm
@@ -62,63 +64,84 @@ class SpanManager:
             setup.run, own, budget.needs, hidden_bytes, replicas, run.seed, chances[2], self._known_for_s
         )
 
-    def review(self, now: Seconds) -> list[Effect]:
+    def review(self, now: Seconds) -> list[Effect | EvaluatePlans]:
         """Begins a move if this peer should hold other layers: lost ones in its turn, or those of the adopted plan."""
         self.wake_at = now + SPAN_REVIEW_S
         move, plans = self.span_move, self.swarm_plans
         members, joining = self._members(now)
-        effects = plans.review(members, now)
+        effects: list[Effect | EvaluatePlans] = [*plans.review(members, now)]
         relief = self.layer_recovery.span_to_relieve(members, joining, now, move.replicas)
         if move.why == "plan" and plans.adopted is not None:
-            effects += move.redirect(plans.planned_span(move.held), now)
+            effects += self._carry_out(move.redirect(plans.planned_span(move.held), now), now)
         elif move.why == "relief" and not self.layer_recovery.is_left(move.target):
-            effects += move.redirect(move.held, now)  # somebody else was there first
+            effects += self._carry_out(move.redirect(move.held, now), now)  # somebody else was there first
         if move.phase is not MovePhase.IDLE or now < move.rest_until:
             return effects
         lost = self.layer_recovery.span_to_take(members, joining, now, self._is_retained)
         if lost is not None:
-            return effects + move.begin(lost[0], "lost", now, may_initialise=lost[1])
-        if relief is not None:
-            return effects + self._relieve(relief, now)
-        target = plans.due_move(move.held, now)
-        return effects if target is None else effects + move.begin(target, "plan", now)
+            began = move.begin(lost[0], "lost", now, may_initialise=lost[1])
+        elif relief is not None:
+            began = self._relieve(relief, now)
+        else:
+            target = plans.due_move(move.held, now)
+            began = [] if target is None else move.begin(target, "plan", now)
+        return [*effects, *self._carry_out(began, now)]
 
-    def _relieve(self, target: range, now: Seconds) -> list[Effect]:
+    def _relieve(self, target: range, now: Seconds) -> list[MoveEffect]:
         self.layer_recovery.relief_tried(now)
         effects = self.span_move.begin(target, "relief", now)
         if self.span_move.phase is not MovePhase.IDLE:
-            self.swarm_plans.adopted = None  # it was made while somebody else held those layers, and may lead back
+            self.swarm_plans.drop_adopted()  # it was made while somebody else held those layers, and may lead back
         return effects
 
     # Moves in the other machines
 
+    def moved(self, event: Event | Drained, now: Seconds) -> list[Effect]:
+        """Give the move an event, and carry out in the other machines what follows."""
+        return self._carry_out(self.span_move.handle(event, now), now)
+
+    def asked(self, event: Asked, now: Seconds) -> list[Effect]:
+        """Answer another peer that asks for a replica lease, or gives one back."""
+        return self.answers.lease_refusal(event) or self.moved(event, now)
+
     def changed(self, event: SpanChanged, now: Seconds) -> list[Effect]:
         """The training thread has changed the layers, or could not."""
-        if event.accepted:
-            self.donor.retained = event.kept
-        return self.span_move.handle(event, now)
+        self.donor.changed(event)
+        return self.moved(event, now)
 
-    def carry_out(self, effects: list[Effect], now: Seconds) -> list[Effect]:
-        """The same effects, with what the move's own effects lead to in their place."""
-        routes, move = self.route_planner.routes, self.span_move
+    def settle(self, now: Seconds) -> list[Effect]:
+        """End the stage executions here while the move drains; once none is left, the layers change."""
+        routes, effects = self.route_planner.routes, list[Effect]()
+        if self.span_move.drains and not routes.draining:
+            routes.drain()
+            effects += routes.handle(Woke(), now)
+        if self.span_move.phase is MovePhase.DRAINING and routes.idle:
+            effects += self.moved(Drained(), now)
+        return effects
+
+    def _carry_out(self, effects: list[MoveEffect], now: Seconds) -> list[Effect]:
+        """Return the move's effects, with what the other machines do about a change of layers in its place."""
         done: list[Effect] = []
         for effect in effects:
-            if isinstance(effect, ChangeSpan):
-                self.donor.fragments = [cut for cut in self.setup().fragments if cut.index not in move.lost]
-                done += self.answers.refuse_about(move.lost)
-                self.gossip.drop(move.lost)
-            done += self._hold(effect.fragments, now) if isinstance(effect, HoldSpan) else [effect]
-        if move.drains and not routes.draining:
-            routes.drain()
-            done += routes.handle(Woke(), now)
-        if move.phase is MovePhase.DRAINING and routes.idle:
-            done += self.carry_out(move.handle(Drained(), now), now)
+            match effect:
+                case HoldSpan(held):
+                    done += self._hold(held, now)
+                case ChangeSpan():
+                    done += [*self._give_up(self.span_move.lost), effect]
+                case _:
+                    done.append(effect)
         return done
+
+    def _give_up(self, lost: Sequence[int]) -> list[Effect]:
+        self.donor.hold([cut for cut in self.setup().fragments if cut.index not in lost])
+        refused = self.answers.refuse_about(lost)
+        self.gossip.drop(lost)
+        return refused
 
     def _hold(self, held: range, now: Seconds) -> list[Effect]:
         before, setup = self.setup(), self.replace_setup(held)
         assert setup.routes is not None
-        self.donor.fragments = setup.fragments
+        self.donor.hold(setup.fragments)
         self.route_planner.routes.hold(setup.routes)
         self.gossip.begin(now)
         if list(setup.fragments) != list(before.fragments):

@@ -1,12 +1,10 @@
-"""Counts what a node sends and receives, and how its exchanges end; the journal gets the totals now and then."""
+"""Counts what a node sends and receives; the journal gets the totals now and then."""
 
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from decentral.comm.gossip.tags import ExchangeTag
-from decentral.comm.wire.transport import Answered, Asked, Reply
-from decentral.core.machine import Effect, Log, log
-from decentral.core.reasons import Reason
+from decentral.comm.wire.transport import Answered, Asked
+from decentral.core.machine import Log, log
 from decentral.core.units import KiB, Seconds
 from decentral.peers.node.gossip_cost import GossipTraffic
 
@@ -17,23 +15,12 @@ NO_EXCHANGES: dict[tuple[str, ...], float] = {
     ("solo", ""): 0,
     ("failed", ""): 0,
 }  # by outcome and reason
-OTHER_REASON = "other"  # a word that another peer has made up
-
-
-def known_reason(text: str) -> str:
-    """The text, if it is a reason of ours or none at all: what counts by reason counts by few."""
-    return text if text in _REASONS else OTHER_REASON
-
-
-_REASONS = frozenset({"", *map(str, Reason)})
 
 
 @dataclass(slots=True)
 class TrafficCounter:
     sent_bytes: int = 0
     received_bytes: int = 0
-    exchanges: Counter[str] = field(default_factory=Counter)  # by outcome
-    reasons: Counter[tuple[str, ...]] = field(default_factory=Counter)  # the same, by outcome and known reason
     _line_at: Seconds = 0.0
     _work_bytes: float = 0.0  # since gossip was asked for
     _exchange_bytes: float = 0.0  # of it, that of exchanges which we have asked for
@@ -49,14 +36,10 @@ class TrafficCounter:
             self.sent_bytes += event.sent_bytes
             self.received_bytes += event.received_bytes
 
-    def emitted(self, effect: Effect) -> None:
-        if isinstance(effect, Reply):
-            self.sent_bytes += len(effect.envelope.blob)
-            self._work_bytes += len(effect.envelope.blob)
-        elif isinstance(effect, Log) and effect.event == "exchange":
-            outcome, reason = effect.fields["outcome"], effect.fields["reason"]
-            self.exchanges[outcome] += 1
-            self.reasons[outcome, known_reason(reason)] += 1
+    def replied(self, blob_bytes: int) -> None:
+        """An answer of ours goes out."""
+        self.sent_bytes += blob_bytes
+        self._work_bytes += blob_bytes
 
     def gossip(self) -> GossipTraffic:
         """What exchanges had of the traffic since the last time. As many ask us as we ask; more is not gossip."""
@@ -64,7 +47,7 @@ class TrafficCounter:
         self._work_bytes = self._exchange_bytes = 0.0
         return GossipTraffic(min(1.0, own / work) if work else 1.0, own)
 
-    def lines(self, now: Seconds) -> list[Effect]:
+    def lines(self, now: Seconds) -> list[Log]:
         """The totals, if it is time for them."""
         if now < self._line_at:
             return []

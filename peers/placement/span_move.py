@@ -19,11 +19,11 @@ from typing import Protocol
 
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Done, LeaseRequest, Message, Refused
-from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
+from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Event, Reply
 from decentral.core.fragments import Layout
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import ChangeSpan, SpanChanged
-from decentral.core.machine import Effect, Woke, log
+from decentral.core.machine import Log, Woke, log
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -70,6 +70,9 @@ class HoldSpan:
 @dataclass(frozen=True, slots=True)
 class Drained:
     """Event: no stage execution is under way at this peer any more."""
+
+
+MoveEffect = Effect | HoldSpan
 
 
 class SpanView(Protocol):
@@ -128,7 +131,7 @@ class SpanMove:
         """Fragments that the move under way gives up."""
         return [] if self.phase is MovePhase.IDLE else [index for index in self.held if index not in self.target]
 
-    def begin(self, target: range, why: str, now: Seconds, may_initialise: bool = False) -> list[Effect]:
+    def begin(self, target: range, why: str, now: Seconds, may_initialise: bool = False) -> list[MoveEffect]:
         """Begins a move to these fragments, unless one is under way or this peer holds them already.
 
         `may_initialise`: a fragment that nobody holds or retains starts from its initial weights; else the move fails.
@@ -150,19 +153,19 @@ class SpanMove:
         self.fetch.begin((one for one in incoming.values() if one is not None), now)
         return self._review(now)
 
-    def redirect(self, target: range, now: Seconds) -> list[Effect]:
+    def redirect(self, target: range, now: Seconds) -> list[MoveEffect]:
         """Gives up a move to another target, unless the training thread changes the layers already."""
         if self.phase in (MovePhase.IDLE, MovePhase.SWITCHING) or self.target == target:
             return []
         return self._fail(Reason.REPLANNED, now)
 
-    def handle(self, event: object, now: Seconds) -> list[Effect]:
+    def handle(self, event: Event | Drained, now: Seconds) -> list[MoveEffect]:
         match event:
             case Woke() if self.wake_at is not None and now >= self.wake_at:
                 return self._review(now)
             case Answered(tag=MoveTag()) | AskFailed(tag=MoveTag()) if self.phase is MovePhase.FETCHING:
                 effects = self.fetch.handle(event, now)
-                return effects + self._review(now) if self.fetch.complete else effects
+                return [*effects, *(self._review(now) if self.fetch.complete else ())]
             case Answered(tag=LeaseTag() as tag) | AskFailed(tag=LeaseTag() as tag) if self._awaits(tag):
                 granted = isinstance(event, Answered) and isinstance(event.envelope.message, Done)
                 self.requests.answered(tag.fragment, event.peer if granted else None)
@@ -195,7 +198,7 @@ class SpanMove:
         )
         self.phase = phase
 
-    def _review(self, now: Seconds) -> list[Effect]:
+    def _review(self, now: Seconds) -> list[MoveEffect]:
         self.wake_at = now + MOVE_RETRY_S
         if self.phase is MovePhase.DRAINING and now >= self._drain_until:
             return self._fail(Reason.LEGS, now)
@@ -210,12 +213,12 @@ class SpanMove:
         self.fetch.choose(sorted({peer for index in self.fetch.incoming for peer in self._donors(index)}))
         if not self.fetch.donors:
             self.fetch.failures.clear()
-        return self.fetch.ask()
+        return [*self.fetch.ask()]
 
-    def _request_leases(self, now: Seconds) -> list[Effect]:
+    def _request_leases(self, now: Seconds) -> list[MoveEffect]:
         self._enter(MovePhase.LEASING)
         self.requests.begin(self.lost)
-        asks: list[Effect] = []
+        asks: list[MoveEffect] = []
         for index in self.lost:
             holders = list(self._keepers(index))
             tag, question = LeaseTag(index, self.requests.number), Envelope(LeaseRequest(self.run, index))
@@ -227,7 +230,7 @@ class SpanMove:
     def _awaits(self, tag: LeaseTag) -> bool:
         return self.phase is MovePhase.LEASING and tag.number == self.requests.number
 
-    def _drain(self, now: Seconds) -> list[Effect]:
+    def _drain(self, now: Seconds) -> list[MoveEffect]:
         """Begins to drain, if enough leases were granted."""
         if any(len(self.requests.granted[index]) < self.needed for index in self.lost):
             return self._fail(Reason.NEEDED, now)
@@ -245,11 +248,11 @@ class SpanMove:
         held = {index: set(self._keepers(index)) for index in self.lost}
         return any(len(held[index].intersection(self.requests.granted[index])) < self.needed for index in self.lost)
 
-    def _fail(self, reason: str, now: Seconds) -> list[Effect]:
+    def _fail(self, reason: str, now: Seconds) -> list[MoveEffect]:
         self.rest_until = now + MOVE_RETRY_S * (1 + self.chance.random())
         return self._end(self._line("failed", reason, now))
 
-    def _end(self, line: Effect) -> list[Effect]:
+    def _end(self, line: Log) -> list[MoveEffect]:
         """Gives the leases back, and forgets what was fetched."""
         granted, self.requests.granted = self.requests.granted, {}
         self._enter(MovePhase.IDLE)
@@ -261,13 +264,13 @@ class SpanMove:
         ]
         return [line, HoldSpan(self.held), *over]
 
-    def _line(self, outcome: str, reason: str, now: Seconds) -> Effect:
+    def _line(self, outcome: str, reason: str, now: Seconds) -> Log:
         first, last = self.budget.needs.span(self.target.start, self.target.stop)
         donors, seconds = sorted(self.fetch.used), round(now - self._began_at, 3)
         how = {"outcome": outcome, "reason": reason, "why": self.why}
         return log("move", **how, first=first, last=last, donors=donors, seconds=seconds)
 
-    def _grant(self, request: int, sender: PeerId, index: int, now: Seconds) -> list[Effect]:
+    def _grant(self, request: int, sender: PeerId, index: int, now: Seconds) -> list[MoveEffect]:
         """Answers a lease request. If we are about to give up the same fragment, the lower of the two ids yields.
 
         Only a holder of the fragment, by its record, gives it up, and only a lease that is granted ends our own move.

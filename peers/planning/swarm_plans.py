@@ -38,7 +38,7 @@ from decentral.comm.wire.transport import Announce, Found, Lookup
 from decentral.core import rng
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import Effect, log
+from decentral.core.machine import Log, log
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.plain_text import plain_text
 from decentral.core.units import Seconds
@@ -144,13 +144,13 @@ class SwarmPlans:
     def __post_init__(self) -> None:
         self.search = SearchSchedule(self.chance)
 
-    def review(self, swarm: Mapping[PeerId, TrainingPeer], now: Seconds) -> list[Effect]:
+    def review(self, swarm: Mapping[PeerId, TrainingPeer], now: Seconds) -> list[Lookup | EvaluatePlans]:
         """Looks up plans, and evaluates them if there are new ones or a search is due.
 
         `swarm`: all peers that train, ourselves included. To be called every few seconds.
         """
         members = {peer: one for peer, one in swarm.items() if len(one.held) < len(self.needs.fragments)}
-        effects: list[Effect] = []
+        effects: list[Lookup | EvaluatePlans] = []
         if now >= self._lookup_at:
             self._lookup_at = now + PLAN_LOOKUP_S
             effects.append(Lookup(key_of(self.run)))
@@ -172,7 +172,7 @@ class SwarmPlans:
             effects.append(self._evaluate(members, searches))
         return effects
 
-    def handle(self, event: object, now: Seconds) -> list[Effect]:
+    def handle(self, event: Found | PlansEvaluated, now: Seconds) -> list[Log | Announce]:
         match event:
             case Found(key, values) if key == key_of(self.run):
                 self._read(values, now)
@@ -187,6 +187,9 @@ class SwarmPlans:
         """Whether nobody has to move any more for the plan that we follow."""
         spans = self.adopted.spans if self.adopted is not None else ()
         return all(held.get(PeerId(peer), range(begin, end)) == range(begin, end) for peer, begin, end in spans)
+
+    def drop_adopted(self) -> None:
+        self.adopted = None
 
     def planned_span(self, held: range) -> range:
         """The span that the adopted plan gives this peer; `held` if there is none."""
@@ -212,7 +215,7 @@ class SwarmPlans:
         seed = rng.seed_of(self.seed, "plan", self.own.peer, self._number)
         return EvaluatePlans(self._number, task, tuple(plan.spans for plan in proposals), searches, seed)
 
-    def _evaluated(self, evaluation: Evaluation, found: PlansEvaluated, now: Seconds) -> list[Effect]:
+    def _evaluated(self, evaluation: Evaluation, found: PlansEvaluated, now: Seconds) -> list[Log | Announce]:
         """Adopts the best plan, if one is better than staying and not adopted yet."""
         plans = list(zip(found.proposed, evaluation.plans, strict=True))
         if any(plan == self.adopted and tokens <= found.stay_tokens for tokens, plan in plans):

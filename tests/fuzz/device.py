@@ -134,7 +134,7 @@ class Device:
             case jobs.Evaluate():
                 return jobs.Evaluated(self.steps * TOKENS, 2.0, 0.01)
             case jobs.Save():
-                return jobs.JobFailed("Save", "disk") if self._fails() else jobs.Saved(self.steps, 1000, 0.01)
+                return jobs.SaveFailed("disk") if self._fails() else jobs.Saved(self.steps, 1000, 0.01)
         return None  # Finish, which has no outcome
 
     def _do_stage(self, job: Any) -> Any:

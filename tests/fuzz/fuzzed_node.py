@@ -30,7 +30,7 @@ from decentral.core.config import Config, GossipConfig, TrainConfig
 from decentral.core.errors import ProtocolError
 from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import Effect, Woke
+from decentral.core.machine import Woke
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.reasons import Reason
 from decentral.peers.joining.fetch import FetchTag
@@ -38,6 +38,7 @@ from decentral.peers.membership import records
 from decentral.peers.membership.records import Profile
 from decentral.peers.membership.revocation_watch import WARN_S, MembershipOver
 from decentral.peers.node.gossip_cost import CoresUsed
+from decentral.peers.node.handlers import PeerEffect, PeerEvent
 from decentral.peers.node.node import Node
 from decentral.peers.node.progress import Stop
 from decentral.peers.node.setup import NodeSetup
@@ -106,7 +107,7 @@ class FuzzedNode:
         sizes = {cut.index: cut.parameters for cut in self.cuts}
         self.device = Device(self.chance, setup.own.peer, self.cuts[-1].last, sizes, kind == "synchronous")
         self.figures = figures or Figures()
-        self.watch: Callable[[object, list[Effect]], None] = lambda event, effects: None
+        self.watch: Callable[[object, list[PeerEffect]], None] = lambda event, effects: None
         self.founder = Founder(self.chance, setup.private) if setup.private else None
         if setup.private:
             setup.private.now = lambda: self.now
@@ -246,7 +247,7 @@ class FuzzedNode:
                 break
         self._check_patience()
 
-    def deliver(self, event: object) -> list[Effect]:
+    def deliver(self, event: PeerEvent) -> list[PeerEffect]:
         effects = self.node.handle(event, self.now)
         if len(effects) > MOST_EFFECTS:
             raise FuzzViolation(f"{len(effects)} effects of {event!r}"[:500])
@@ -262,7 +263,7 @@ class FuzzedNode:
 
     # What the node wants done
 
-    def _carry(self, effects: list[Effect]) -> None:
+    def _carry(self, effects: list[PeerEffect]) -> None:
         for effect in effects:
             if isinstance(effect, Ask | Reply):
                 _require_valid(effect)
@@ -354,7 +355,7 @@ def _require_valid(effect: Ask | Reply) -> None:
         raise FuzzViolation(f"{message!r} arrives as {there!r}"[:500])
 
 
-def _goes_on(effect: Effect) -> bool:
+def _goes_on(effect: PeerEffect) -> bool:
     """Whether the effect shows that an answer has led to something."""
     return isinstance(effect, Ask) or type(effect).__module__.endswith("core.jobs")
 

@@ -104,7 +104,7 @@ def play(swarm: RealSwarm, lie: str) -> None:
             honest = [swarm.hosts[name].node for name in HONEST]
             await swarm.until(lambda: all(node.progress.step >= STEPS for node in honest))
             await swarm.until(lambda: all(len(swarm.met(name)) >= MET for name in HONEST))
-            await swarm.until(lambda: all(node.traffic.exchanges["done"] >= EXCHANGED for node in honest))
+            await swarm.until(lambda: all(node.gossip.counts.outcomes["done"] >= EXCHANGED for node in honest))
             for host in swarm.hosts.values():
                 host.stop("enough")
             assert await asyncio.gather(*running) == ["enough"] * len(running)

@@ -15,13 +15,12 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from decentral.core.machine import log
+from decentral.core.algorithms import ExchangeCounts
 from decentral.core.time_spent import TimeSpent
 from decentral.observe import metrics_server
 from decentral.observe.metrics import METRICS, PeerMetric
 from decentral.observe.metrics_server import MetricsServer, bound, metrics_served
 from decentral.peers.hosts.host import Host
-from decentral.peers.node.traffic import TrafficCounter
 from tests.commands.refusals import refusal
 from tests.patient_time import LIMIT_S
 from tests.peers.hosts.host_swarm import Swarm
@@ -122,10 +121,11 @@ def test_each_ratio_falls_when_what_it_measures_does(played: Callable[[], Swarm]
 
 
 def test_a_reason_that_another_peer_makes_up_is_no_label_of_its_own() -> None:
-    traffic = TrafficCounter()
+    counts = ExchangeCounts()
     for reason in ("deadline", "x1", "x2"):
-        traffic.emitted(log("exchange", outcome="failed", reason=reason))
-    assert traffic.reasons == {("failed", "deadline"): 1, ("failed", "other"): 2}
+        counts.add("failed", reason)
+    assert counts.reasons == {("failed", "deadline"): 1, ("failed", "other"): 2}
+    assert counts.outcomes == {"failed": 3}
 
 
 def test_a_port_that_is_taken_is_one_clear_line_before_a_state_folder_is_made(tmp_path: Path) -> None:

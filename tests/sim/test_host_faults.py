@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from decentral.comm.wire.transport import Event
 from decentral.core import config, jobs
-from decentral.core.machine import Effect
 from decentral.core.units import Seconds
-from decentral.peers.node.progress import TrainingProgress
+from decentral.peers.node.progress import ProgressEffect, TrainingProgress
 from decentral.sim import faults, swarm, sweep
 from decentral.sim.evidence import Violation
 from decentral.sim.run import Scenario, run
@@ -50,8 +50,8 @@ def test_peers_that_keep_their_own_clocks_never_find_each_other_again(monkeypatc
 def test_a_peer_that_never_tries_to_save_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = TrainingProgress.handle
 
-    def gives_up(own: TrainingProgress, event: object, now: Seconds) -> list[Effect]:
-        return [] if isinstance(event, jobs.JobFailed) else handle(own, event, now)
+    def gives_up(own: TrainingProgress, event: Event, now: Seconds) -> list[ProgressEffect]:
+        return [] if isinstance(event, jobs.SaveFailed) else handle(own, event, now)
 
     monkeypatch.setattr(TrainingProgress, "handle", gives_up)
     assert violated(FULL_DISK) == "saved"

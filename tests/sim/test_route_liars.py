@@ -12,7 +12,9 @@ from decentral.comm.wire.messages import BackwardResponse, Hop
 from decentral.core import config, jobs
 from decentral.core.fragments import Section
 from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import Effect, Log
+from decentral.core.machine import Log
+from decentral.peers.node.handlers import PeerEffect, PeerEvent
+from decentral.peers.node.progress import Stop
 from decentral.sim import faults, sweep
 from decentral.sim.faults import HOP_LIES
 from decentral.sim.geography import TypicalLink
@@ -64,7 +66,7 @@ class Journals:
     def __init__(self) -> None:
         self.lines: list[tuple[float, PeerId, Log]] = []
 
-    def handled(self, host: VirtualHost, event: object, effects: Sequence[Effect]) -> None:
+    def handled(self, host: VirtualHost, event: PeerEvent | Stop, effects: Sequence[PeerEffect]) -> None:
         self.lines += [(host.agenda.now, host.peer, effect) for effect in effects if isinstance(effect, Log)]
 
     def done(self, host: VirtualHost, job: jobs.Job, outcome: jobs.Outcome) -> None: ...

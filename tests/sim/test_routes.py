@@ -20,12 +20,12 @@ from decentral.core.jobs import (
     Seal,
     Sealed,
 )
-from decentral.core.machine import Effect, Log
+from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.peers.placement import layer_recovery
-from decentral.peers.placement.span_move import MovePhase, SpanMove
+from decentral.peers.placement.span_move import MoveEffect, MovePhase, SpanMove
 from decentral.peers.planning.swarm_plans import SwarmPlan, SwarmPlans
 from decentral.sim import faults, sweep
 from decentral.sim.evidence import Violation
@@ -214,7 +214,7 @@ def test_one_part_takes_them_however_long_fetching_takes_and_whoever_else_begins
     """All three did, and nobody was left with the first layers: what whole-model peers lease does not count."""
     review = SpanMove._review
 
-    def fetching(move: SpanMove, now: Seconds) -> list[Effect]:
+    def fetching(move: SpanMove, now: Seconds) -> list[MoveEffect]:
         if move.phase is not MovePhase.FETCHING or now >= move._began_at + 60.0:
             return review(move, now)
         move.wake_at = move.fetch.last_piece_at = now + 2.0

@@ -259,8 +259,7 @@ def test_an_error_that_a_peer_can_go_on_after_is_an_outcome_whatever_the_phase(
             threads.do_at_edge(task)
     worker.join(LIMIT_S)
     (failed,) = outcomes
-    assert isinstance(failed, jobs.JobFailed)
-    assert failed.job == "Save"
+    assert isinstance(failed, jobs.SaveFailed)
     assert reason in failed.reason
 
 

@@ -51,7 +51,7 @@ def world_of(computes: dict[str, Compute], per_step: int) -> World:
         speed[held[0].index, held[-1].index + 1] = 1.0
     for name, peer in world.peers.items():
         held = computes[name].fragments
-        peer.routes.forwarding.weights = routing_weights.solve(
+        peer.routes.load.view.weights = routing_weights.solve(
             first.span.cuts, speed, (held[0].index, held[-1].index + 1)
         )
     return world
@@ -118,8 +118,9 @@ def test_a_run_over_three_unequal_spans_has_the_losses_of_one_process(setup_of: 
     spans = {"A": (0, 1), "B": (1, 4), "C": (4, 5)}
     parts = {name: Compute(with_span(setup_of(name), span, optimizer=optimizer)) for name, span in spans.items()}
     world = world_of(parts, per_step=1)
-    window = world.peers[PeerId("A")].routes.window
-    window.max_size = window.size = 1
+    origin = world.peers[PeerId("A")].routes
+    origin.load.hold(dataclasses.replace(origin.stage, capacity=1))
+    origin.window.size = 1
     carried(world, 60)
     whole = Compute(with_span(setup_of("A"), None, optimizer=optimizer))
     for _ in range(60):

@@ -27,13 +27,21 @@ from decentral.comm.gossip.snapshots import pick
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Done, Message, Pull, Refused, Snapshot
-from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
+from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Event, Reply
 from decentral.core.algorithms import FragmentContext
 from decentral.core.config import GossipConfig
 from decentral.core.fragments import Section
 from decentral.core.ids import PeerId, RunId
-from decentral.core.jobs import CloseWindow, EncodeSections, Merge, Merged, Rest, SectionsEncoded, WindowClosed
-from decentral.core.machine import Effect, Log, Woke
+from decentral.core.jobs import (
+    CloseWindow,
+    EncodeSections,
+    Merge,
+    Merged,
+    Rest,
+    SectionsEncoded,
+    WindowClosed,
+)
+from decentral.core.machine import Log, Woke
 from tests.comm.gossip.partners import Partners
 
 LIGHT, PHI = (Section("pseudo_gradient", "q4", 4, 2),), (Section("phi", "int8", 6, 6),)
@@ -108,7 +116,7 @@ def machine_of(kind: str, swarm: Swarm) -> PullExchange:
     return PullExchange(context, 10.0, blocking=True, seq=4)
 
 
-def event_of(text: str, now: float, swarm: Swarm) -> object:
+def event_of(text: str, now: float, swarm: Swarm) -> Event:
     if found := re.fullmatch(r"(\w) asks #(\d+): (.*)", text):
         return Asked(int(found[2]), PeerId(found[1]), said(found[1], found[3], now))
     if found := re.fullmatch(r"(\w): failed (\w+)", text):

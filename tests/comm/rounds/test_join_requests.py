@@ -37,11 +37,11 @@ def test_low_names_that_never_report_do_not_keep_an_honest_newcomer_out() -> Non
     requests, now, rounds, let_in = JoinRequests(), 0.0, 0, list[PeerId]()
     while HONEST not in let_in:
         rounds += 1
-        requests.round_began = now
+        requests.round_begins((), now)
         for peer in (*STRANGERS, HONEST):
             requests.ask(member(peer), now)
         let_in = names(requests, now)
-        requests.drop(let_in)
+        requests.round_begins(let_in, now)
         now += 6.0 if let_in else 1.0
         requests.round_over(let_in, [PeerId("A")], now)
         assert rounds < 150
@@ -50,10 +50,10 @@ def test_low_names_that_never_report_do_not_keep_an_honest_newcomer_out() -> Non
 def test_all_names_that_never_report_have_a_fifth_of_the_time_together() -> None:
     requests, now, lost_s = JoinRequests(), 0.0, 0.0
     for round in range(1000):
-        requests.round_began = now
+        requests.round_begins((), now)
         requests.ask(member(PeerId(f"name{round}")), now)
         let_in = names(requests, now)
-        requests.drop(let_in)
+        requests.round_begins(let_in, now)
         took_s = 5.0 if let_in else 0.5
         lost_s += took_s if let_in else 0.0
         now += took_s

@@ -41,11 +41,11 @@ from decentral.comm.wire.messages import (
     RoundStatus,
     Snapshot,
 )
-from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
+from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Event, Reply
 from decentral.core.fragments import Fragment, Section
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Advance, CloseRound, RoundClosed, SetClock, Stepped, WindowClosed
-from decentral.core.machine import Effect, Log, Woke
+from decentral.core.machine import Log, Woke
 from decentral.core.time_spent import NO_TIME
 from tests.comm.routes.one_form import one_form
 
@@ -73,18 +73,18 @@ class FakeRouter:
     def all_begun_are_over(self) -> bool:
         return self.under_way == 0
 
-    def begin_round(self, round: int, active: bool, quota: int) -> list[Effect]:
+    def begin_round(self, round: int, active: bool, quota: int) -> list[Told]:
         self.under_way = quota
         return [Told(f"begin round {round}, draw {quota}" if active else f"begin round {round}, idle")]
 
-    def end_round(self, everything: bool = False) -> list[Effect]:
+    def end_round(self, everything: bool = False) -> list[Told]:
         return [Told("end round" + ", early ones too" * everything)]
 
-    def give_up_own(self) -> list[Effect]:
+    def give_up_own(self) -> list[Told]:
         given_up, self.under_way = self.under_way, 0
         return [Told(f"give up {given_up}")] if given_up else []
 
-    def handle(self, event: object, now: float) -> list[Effect]:
+    def handle(self, event: Event, now: float) -> list[Effect]:
         return []
 
     def through(self, number: int, hops: list[tuple[str, int]]) -> None:
@@ -153,7 +153,7 @@ class World:
                 return self.rounds.handle(Woke(), now)
         return self.rounds.handle(self._event(text, now), now)
 
-    def _event(self, text: str, now: float) -> object:
+    def _event(self, text: str, now: float) -> Event:
         if found := re.fullmatch(r"(\w) asks #(\d+): (.*)", text):
             return Asked(int(found[2]), PeerId(found[1]), self._asked(found[3]))
         if found := re.fullmatch(r"(\w) on ([^:]*): failed (\w+)", text):

@@ -11,14 +11,15 @@ from random import Random
 from typing import Any, Protocol
 
 from decentral.comm.routes.ledger import GradientLedger
+from decentral.comm.routes.pacing import RoutingWeights
 from decentral.comm.routes.router import Router
 from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire.messages import CommitDecision
-from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
+from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Reply
 from decentral.core import jobs
 from decentral.core.fragments import ActivationForms, Fragment, Layout, Section, share
 from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import Effect, Log, Woke
+from decentral.core.machine import Log, Woke
 from decentral.core.time_spent import NO_TIME, TimeSpent
 from tests.comm.routes.one_form import one_form
 
@@ -139,7 +140,7 @@ class World:
 
     def start(self) -> None:
         for peer in self.peers.values():
-            peer.routes.active = True
+            peer.routes.start()
         for peer in list(self.peers.values()):
             self._handle(peer, Woke())
 
@@ -184,7 +185,7 @@ class World:
 
     # What happens
 
-    def _deliver(self, name: PeerId, event: object) -> None:
+    def _deliver(self, name: PeerId, event: Any) -> None:
         peer = self.peers.get(name)
         if isinstance(event, _Deadline):
             self._fail(event.number, "deadline")
@@ -198,7 +199,7 @@ class World:
         elif peer is not None and peer.alive:
             self._handle(peer, event)
 
-    def _handle(self, peer: Peer, event: object) -> None:
+    def _handle(self, peer: Peer, event: Any) -> None:
         for effect in peer.routes.handle(event, self.now):
             self._perform(peer, effect)
 
@@ -252,7 +253,7 @@ class World:
             seconds = self.now + self.delay_s - self._asked_at.pop(number)
             self._at(self.now + self.delay_s, asker, AskFailed(ask.tag, to, reason, seconds))
 
-    def _at(self, time: float, name: PeerId, event: object) -> None:
+    def _at(self, time: float, name: PeerId, event: Any) -> None:
         self._order += 1
         heapq.heappush(self._events, (time, self._order, name, event))
 
@@ -266,6 +267,8 @@ class _Deadline:
 class View:
     world: World
     own: PeerId
+    weights: RoutingWeights = field(default_factory=RoutingWeights)
+    usual_speed: float = 0.0
 
     def successors(self, layer: int) -> Sequence[PeerId]:
         return [

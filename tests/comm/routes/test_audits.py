@@ -98,7 +98,7 @@ def test_a_liar_that_comes_again_under_other_names_is_found_each_time() -> None:
     world = played(swarm("YZ"), 1.0)
     for turn in range(6):
         liar = world.add(f"X{turn}", 2, 3, device=Comparing(end=3, lies=True))
-        liar.routes.active = True
+        liar.routes.start()
         world.run(10.0)
         assert counted(liar) < 15
         world.kill(liar.name)

@@ -12,7 +12,7 @@ from decentral.comm.routes.commits import (
 from decentral.comm.routes.execution import ForwardedExecution
 from decentral.comm.routes.execution_table import ExecutionTable
 from decentral.comm.routes.ledger import GradientLedger
-from decentral.comm.routes.stage import StageConfig
+from decentral.comm.routes.stage import StageConfig, StageLoad
 from decentral.comm.routes.tags import CommitDecisionTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_EXECUTIONS, CommitDecision, Done, ExecutionId, Hop, Refused
@@ -22,6 +22,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Forward
 from decentral.core.reasons import Reason
 from tests.comm.routes.one_form import one_form
+from tests.comm.routes.route_world import View, World
 
 A, B = PeerId("A"), PeerId("B")
 DONE = Answered(CommitDecisionTag(), A, Envelope(Done()), 0.1, 0.1, 100, 10)
@@ -124,7 +125,9 @@ def test_of_an_origin_peer_that_does_not_answer_only_what_it_has_sent_here_itsel
     the training thread has is computed whatever we say: asked for again, it would be in a sum twice."""
     own = RunId("run"), PeerId("S"), 1, 2, (Fragment(0, 0, 1, 100), Fragment(1, 1, 2, 100))
     stage = StageConfig(*own, 8, 4, 1, lambda layer, sequences: one_form(()), overlap=not exact)
-    table = ExecutionTable(stage, GradientLedger(1), CommitProtocol(stage.run, stage.peer))
+    table = ExecutionTable(
+        StageLoad(stage, View(World([]), stage.peer)), GradientLedger(1), CommitProtocol(stage.run, stage.peer)
+    )
     for number, asker in ((1, A), (2, B), (3, A)):
         table.add(
             ForwardedExecution(

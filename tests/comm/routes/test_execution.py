@@ -1,7 +1,6 @@
 """The table of states of a stage execution: which moves are legal, and what an illegal one tells."""
 
 import ast
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,8 @@ import pytest
 from decentral.comm.routes import execution as module
 from decentral.comm.routes.execution import (
     EVENTS_KEPT,
-    MOVES,
+    TRANSITIONS,
+    ExecutionEvent,
     ExecutionState,
     InvalidTransition,
     OwnExecution,
@@ -33,48 +33,49 @@ def execution(state: ExecutionState = FORWARD) -> OwnExecution:
 
 
 @pytest.mark.parametrize(
-    "way",
+    ("events", "states"),
     [
-        (FORWARD, AWAY, BACKWARD, HELD, ENDED),
-        (FORWARD, AWAY, AWAY, BACKWARD, AWAY, BACKWARD, ENDED),
-        (FORWARD, HELD, ENDED),
-        (FORWARD, GONE, ENDED),
-        (FORWARD, AWAY, BACKWARD, GONE, ENDED),
+        ("SENT_ON GRADIENT_CAME COMPUTED DECIDED", (AWAY, BACKWARD, HELD, ENDED)),
+        ("SENT_ON SENT_ON GRADIENT_CAME SENT_ON", (AWAY, AWAY, BACKWARD, AWAY)),
+        ("SENT_ON GRADIENT_CAME COMPLETED", (AWAY, BACKWARD, ENDED)),
+        ("COMPUTED DECIDED", (HELD, ENDED)),
+        ("GIVEN_UP_AT_WORK THREAD_DONE", (GONE, ENDED)),
+        ("SENT_ON GRADIENT_CAME GIVEN_UP_AT_WORK THREAD_DONE", (AWAY, BACKWARD, GONE, ENDED)),
     ],
 )
-def test_an_execution_goes_through_its_states_in_order(way: tuple[ExecutionState, ...]) -> None:
+def test_an_execution_goes_through_its_states_in_order(events: str, states: tuple[ExecutionState, ...]) -> None:
     one = execution()
-    for before, after in pairwise(way):
-        assert one.state is before
-        one.move(after, "because")
-    assert one.state is way[-1]
+    for event, state in zip(events.split(), states, strict=True):
+        one.move(ExecutionEvent[event], "because")
+        assert one.state is state
 
 
 @pytest.mark.parametrize("before", ExecutionState)
-@pytest.mark.parametrize("after", ExecutionState)
-def test_every_other_move_raises_and_changes_nothing(before: ExecutionState, after: ExecutionState) -> None:
+@pytest.mark.parametrize("event", ExecutionEvent)
+def test_what_the_table_does_not_have_raises_and_changes_nothing(before: ExecutionState, event: ExecutionEvent) -> None:
     one = execution(before)
-    if after in MOVES[before]:
-        one.move(after, "because")
+    if before in TRANSITIONS[event]:
+        one.move(event, "because")
         return
-    with pytest.raises(InvalidTransition, match=f"{before.name} -> {after.name}"):
-        one.move(after, "because")
+    with pytest.raises(InvalidTransition, match=f"{event.name} in {before.name}"):
+        one.move(event, "because")
     assert one.state is before
 
 
 def test_an_execution_ends_from_every_state_and_never_comes_back() -> None:
-    assert not MOVES[ENDED]
-    assert all(ENDED in MOVES[state] for state in ExecutionState if state is not ENDED)
+    ends = {before for moves in TRANSITIONS.values() for before, after in moves.items() if after is ENDED}
+    assert ends == {FORWARD, AWAY, BACKWARD, HELD, GONE}
+    assert not any(ENDED in moves for moves in TRANSITIONS.values())
 
 
 def test_an_illegal_move_tells_the_last_events() -> None:
     one = execution()
-    one.move(AWAY, "forward pass done")
+    one.move(ExecutionEvent.SENT_ON, "forward pass done")
     one.events.append(("sent to", "C"))
     with pytest.raises(InvalidTransition) as raised:
-        one.move(HELD, "backward pass done")
+        one.move(ExecutionEvent.COMPUTED, "backward pass done")
     assert str(raised.value) == (
-        "AWAY -> HELD (backward pass done) is no legal move of A/7@0 (token 3, in AWAY): "
+        "COMPUTED in AWAY (backward pass done) is no legal move of A/7@0 (token 3, in AWAY): "
         "forward pass done: AWAY; sent to C"
     )
 
@@ -82,7 +83,7 @@ def test_an_illegal_move_tells_the_last_events() -> None:
 def test_only_the_last_events_are_kept() -> None:
     one = execution(AWAY)
     for number in range(3 * EVENTS_KEPT):
-        one.move(AWAY, f"try {number}.")
+        one.move(ExecutionEvent.SENT_ON, f"try {number}.")
     assert len(one.events) == EVENTS_KEPT
     assert f"try {3 * EVENTS_KEPT - 1}." in one.story()
     assert "try 0." not in one.story()

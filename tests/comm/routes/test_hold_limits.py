@@ -7,9 +7,9 @@ from decentral.comm.routes.router import Router
 from decentral.comm.routes.tags import CommitQueryTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import CommitDecision, CommitQuery, ExecutionId, ForwardRequest
-from decentral.comm.wire.transport import Answered, Ask, Asked, Reply
+from decentral.comm.wire.transport import Answered, Ask, Asked, Effect, Event, Reply
 from decentral.core.ids import PeerId
-from decentral.core.machine import Effect, Woke
+from decentral.core.machine import Woke
 from tests.comm.routes.route_world import RUN, Device, World, cuts_of, layout
 
 LIAR, HONEST = PeerId("liar"), PeerId("honest")
@@ -22,10 +22,10 @@ class LastStage:
         self.device = Device(end=2)
         peer = World(cuts_of([100, 100])).add("last", 1, 2, overlap=False, device=self.device)
         self.routes: Router = peer.routes
-        self.routes.active = True
+        self.routes.start()
         self.now, self.asked = 0.0, 0
 
-    def handle(self, event: object) -> list[Effect]:
+    def handle(self, event: Event) -> list[Effect]:
         found: list[Effect] = []
         waiting = list(self.routes.handle(event, self.now))
         while waiting:

@@ -5,8 +5,9 @@ import pytest
 from decentral.comm.routes.forwarding import reaches_the_end
 from decentral.comm.routes.ledger import CommitState, GradientEntry, GradientLedger
 from decentral.comm.wire.messages import ExecutionId, Hop
+from decentral.comm.wire.transport import Effect
 from decentral.core.jobs import Apply, Drop, Seal
-from decentral.core.machine import Effect, Log
+from decentral.core.machine import Log
 
 
 def entry(number: int, own: bool = False) -> GradientEntry:

@@ -11,7 +11,7 @@ import pytest
 from decentral import audit
 from decentral.comm.routes.admission import MOST_HELD
 from decentral.comm.routes.commits import COMMIT_QUERY_S, IN_DOUBT_S, LEAST_IN_DOUBT_S, LOST_S
-from decentral.comm.routes.execution import ExecutionState
+from decentral.comm.routes.execution import ExecutionState, Sent
 from decentral.comm.routes.ledger import GradientLedger
 from decentral.comm.routes.pacing import (
     HOP_DEADLINE_FLOOR_S,
@@ -34,10 +34,9 @@ from decentral.comm.wire.messages import (
     Offer,
     Refused,
 )
-from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
+from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Event, Reply
 from decentral.core import jobs
 from decentral.core.ids import PeerId
-from decentral.core.machine import Effect
 from decentral.core.reasons import Reason
 from decentral.peers.planning import routing_weights
 from tests.comm.routes.route_world import RUN, TOKENS, Device, Peer, World, cuts_of, is_decision, layout
@@ -106,7 +105,7 @@ def test_origin_peers_that_hand_on_to_each_other_do_not_wait_for_each_other() ->
     world = World(CUTS)
     for name, first, last in (("A", 0, 3), ("B", 0, 3), ("C", 3, 4)):
         peer = world.add(name, first, last, overlap=False)
-        peer.routes.forwarding.weights = RoutingWeights(ends={0: {2: 1.0}, 2: {3: 1.0}})
+        peer.routes.load.view.weights = RoutingWeights(ends={0: {2: 1.0}, 2: {3: 1.0}})
     world.start()
     completed = [0]
     for _ in range(20):
@@ -178,7 +177,7 @@ def at(world: World, peer: str) -> list[float]:
     """When the micro-batches of A that this peer has were sent to it."""
     origin = world.peers[PeerId("A")].routes
     hops = (one.next_hop for one in origin.executions.values())
-    return [hop.sent_at for hop in hops if hop is not None and hop.to == peer]
+    return [hop.place.at for hop in hops if hop is not None and isinstance(hop.place, Sent) and hop.place.to == peer]
 
 
 def test_where_gradients_are_exact_all_that_a_silent_peer_has_goes_to_others_with_one_question() -> None:
@@ -242,7 +241,7 @@ def test_a_silent_peer_gets_no_more_time_for_its_next_micro_batch_than_one_that_
     world.run(30.0)
     origin = world.peers[PeerId("A")].routes
     at_c = [one.next_hop for one in origin.executions.values() if one.next_hop is not None and one.next_hop.to == "C"]
-    assert all(hop.look_at is None or hop.look_at <= world.now + HOP_DEADLINE_FLOOR_S for hop in at_c)
+    assert all(hop.place.due <= world.now + HOP_DEADLINE_FLOOR_S or hop.place.due == float("inf") for hop in at_c)
     before = origin.completed
     world.run(30.0)
     assert origin.completed > before + 100
@@ -282,7 +281,7 @@ def test_peers_that_train_alone_are_asked_where_nobody_else_can_be(whole: int) -
     world.loses = seen
     origin = world.peers[PeerId("A")].routes
     speeds = {(0, 2): 1.0, (2, 4): 1.0, (0, 4): float(whole)}
-    origin.forwarding.weights = routing_weights.solve(CUTS, speeds, (0, 2), whole_alone=True)
+    origin.load.view.weights = routing_weights.solve(CUTS, speeds, (0, 2), whole_alone=True)
     world.start()
     world.run(10.0)
     assert asked["C"] > 50
@@ -300,14 +299,16 @@ class Hoarder:
     is `late`, answers just before it is too late."""
 
     def __init__(self, routes: Router, late: bool) -> None:
-        self.stage, self.active, self.taken, self.late = routes.stage, True, 0, late
+        self.stage, self.taken, self.late = routes.stage, 0, late
         self.executions, self.waiting = dict[int, Any](), list[tuple[float, Reply]]()
+
+    def start(self) -> None: ...
 
     @property
     def wake_at(self) -> float | None:
         return min((at for at, _ in self.waiting), default=None)
 
-    def handle(self, event: object, now: float) -> list[Effect]:
+    def handle(self, event: Event, now: float) -> list[Effect]:
         match event:
             case Asked(request, _, Envelope(Offer() as offer)):
                 return [Reply(request, Envelope(Load(offer.run, 0.0, 0.0, self.stage.last)))]
@@ -336,7 +337,7 @@ def test_who_takes_micro_batches_and_does_not_answer_in_time_gets_ever_fewer_of_
     liar.routes = hoarder  # type: ignore[assignment]
     origins = [world.peers[PeerId(name)].routes for name in "AB"]
     for origin in origins:
-        origin.load.usual_speed = TOKENS / 1.0
+        origin.load.view.usual_speed = TOKENS / 1.0
     world.start()
     world.run(200.0)
     first, completed = hoarder.taken, sum(origin.completed for origin in origins)
@@ -594,7 +595,7 @@ def test_a_backward_pass_goes_before_forward_passes() -> None:
     world.add("C", 2, 4)
     world.start()
 
-    def asked(number: int) -> list[object]:
+    def asked(number: int) -> list[Effect]:
         request = ForwardRequest(RUN, "S", number, 1, 1, 5.0, 20.0, layout(1, 1))
         return middle.routes.handle(Asked(number, PeerId("A"), Envelope(request, bytes(20))), 1.0)
 
@@ -739,7 +740,7 @@ def test_a_peer_that_does_not_know_an_execution_any_more_says_so_and_another_get
     assert restarted.routes.executions
     old = restarted.routes
     restarted.routes, restarted.device = Router(old.stage, old.forwarding.view, GradientLedger(1)), Device(end=4)
-    restarted.routes.active = True
+    restarted.routes.start()
     world.forget_what_was_for("C")
     before = origin.completed
     world.run(HOP_DEADLINE_FLOOR_S + 20.0)
@@ -765,7 +766,8 @@ def test_a_question_that_took_so_long_that_its_execution_is_counted_is_refused()
 def test_an_origin_peer_keeps_memory_for_executions_that_enter_behind_its_first_layer_and_for_its_own() -> None:
     world = World(CUTS)
     origin = world.add("A", 0, 3, capacity=16).routes
-    origin.active, origin.own.quota = True, 0
+    origin.start()
+    origin.own.quota = 0
     for _ in range(14):
         origin.own._new(3, 0.0)
     assert not origin.admission.has_memory(0)
@@ -797,7 +799,7 @@ def test_who_begins_an_execution_in_another_s_name_chooses_nothing_of_it() -> No
     world.add("S", 0, 2)
     world.add("Z", 1, 2)
     last = world.add("C", 2, 3, device=Noting(end=3))
-    last.routes.active = True
+    last.routes.start()
     for number in range(1, 9):  # the names that this World's origin peers give
         request = ForwardRequest(RUN, "S", number, 2, 1, 60.0, 60.0, layout(2, 1))
         world._handle(last, Asked(10_000 + number, PeerId("Z"), Envelope(request, b"Z" * 20)))
@@ -818,7 +820,7 @@ def test_naming_an_execution_takes_it_from_nobody() -> None:
     world.add("M", 0, 2)
     world.add("thief", 2, 4)
     world.add("other", 0, 1)
-    last.routes.active = True
+    last.routes.start()
     replies: list[Reply] = []
     keep = world._perform
 

@@ -22,6 +22,7 @@ import pytest
 
 from decentral.comm.rounds.contributions import ContributionRecord
 from decentral.comm.routes.ledger import GradientLedger
+from decentral.comm.routes.pacing import RoutingWeights
 from decentral.comm.routes.router import Router
 from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire import messages
@@ -40,10 +41,10 @@ from decentral.comm.wire.messages import (
     Offer,
     Refused,
 )
-from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
+from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Event, Reply
 from decentral.core import jobs
 from decentral.core.ids import PeerId
-from decentral.core.machine import Effect, Log, Woke
+from decentral.core.machine import Log, Woke
 from decentral.core.time_spent import NO_TIME
 from tests.comm.routes.route_world import RUN, cuts_of, forms, layout
 
@@ -61,6 +62,8 @@ class Scene:
 @dataclass
 class Peers:
     spans: dict[PeerId, tuple[int, int]]
+    weights: RoutingWeights = field(default_factory=RoutingWeights)
+    usual_speed: float = 0.0
 
     def successors(self, layer: int) -> Sequence[PeerId]:
         return [peer for peer, (first, last) in self.spans.items() if peer != "M" and first <= layer < last]
@@ -110,7 +113,9 @@ def router_of(setting: str) -> Router:
     stage = StageConfig(*own, capacity, step, forms, (), slots, overlap=overlap, synchronous=rounds)
     ledger = ContributionRecord() if rounds else GradientLedger(step, slots)
     routes = Router(stage, Peers(spans), ledger)
-    routes.active, routes.own.quota = not rounds, int(said["quota"]) if "quota" in said else None
+    routes.own.quota = int(said["quota"]) if "quota" in said else None
+    if not rounds:
+        routes.start()
     return routes
 
 
@@ -122,7 +127,7 @@ def span(text: str) -> tuple[int, int]:
 # What happens
 
 
-def happen(event: str, now: float, scene: Scene) -> list[Effect]:
+def happen(event: str, now: float, scene: Scene) -> Sequence[Effect | str]:
     routes = scene.routes
     match event.split():
         case ["next"]:
@@ -141,7 +146,7 @@ def happen(event: str, now: float, scene: Scene) -> list[Effect]:
     return routes.handle(event_of(event, scene), now)
 
 
-def event_of(text: str, scene: Scene) -> object:
+def event_of(text: str, scene: Scene) -> Event:
     if found := re.fullmatch(r"(\w+) asks #(\d+): (.*)", text):
         return Asked(int(found[2]), PeerId(found[1]), message_of(found[3]))
     if found := re.fullmatch(r"(\w+ [^:]*): failed (\w+)", text):

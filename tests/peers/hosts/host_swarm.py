@@ -115,7 +115,7 @@ class Swarm:
         return running
 
     def all_have_exchanged(self, times: int) -> bool:
-        return all(host.node.traffic.exchanges["done"] >= times for host in self.hosts.values())
+        return all(host.node.gossip.counts.outcomes["done"] >= times for host in self.hosts.values())
 
     def play(self, story: Coroutine[Any, Any, None]) -> None:
         """Runs the story; whatever comes of it, no compute thread is left."""

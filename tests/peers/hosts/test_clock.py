@@ -10,6 +10,7 @@ import pytest
 from decentral.core import jobs
 from decentral.peers.hosts import clock
 from decentral.peers.hosts.clock import SwarmClock
+from decentral.peers.node.handlers import PeerEvent
 from decentral.peers.node.node import Node
 from tests.peers.hosts.host_swarm import Swarm
 
@@ -93,8 +94,8 @@ def test_a_peer_whose_wall_clock_jumps_exchanges_on_and_says_so(
         wall = host.wall
         host.wall = lambda: wall() + jump_s
         await swarm.until(lambda: bool(swarm.journal("B", "clock")))
-        done = host.node.traffic.exchanges["done"]
-        await swarm.until(lambda: host.node.traffic.exchanges["done"] >= done + 6)
+        done = host.node.gossip.counts.outcomes["done"]
+        await swarm.until(lambda: host.node.gossip.counts.outcomes["done"] >= done + 6)
         assert f"3600 s {'ahead of' if jump_s > 0 else 'behind'} the swarm's" in " ".join(host.troubles())
 
     swarm.play(jumped())
@@ -117,9 +118,11 @@ def test_peers_that_were_suspended_for_ten_minutes_find_each_other_and_exchange(
             host.now = later(host.now, slept)
         await swarm.until(lambda: swarm.all_have_exchanged(2))
         slept[0] = 600.0
-        before = {name: host.node.traffic.exchanges["done"] for name, host in swarm.hosts.items()}
+        before = {name: host.node.gossip.counts.outcomes["done"] for name, host in swarm.hosts.items()}
         await swarm.until(
-            lambda: all(host.node.traffic.exchanges["done"] > before[name] + 3 for name, host in swarm.hosts.items())
+            lambda: all(
+                host.node.gossip.counts.outcomes["done"] > before[name] + 3 for name, host in swarm.hosts.items()
+            )
         )
 
     swarm.play(suspended())
@@ -146,7 +149,7 @@ def test_a_window_that_was_closed_before_the_machine_was_suspended_is_as_old_as_
             report(jobs.WindowClosed(0, 1, 5, 0.1, (), b""))
             raise RuntimeError("it was all that it had to do")
 
-    def heard(node: Node, event: object, now: float) -> list[Any]:
+    def heard(node: Node, event: PeerEvent, now: float) -> list[Any]:
         ages.extend([event.ago_s] if isinstance(event, jobs.WindowClosed) else [])
         return handle(node, event, now)
 

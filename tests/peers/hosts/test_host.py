@@ -64,10 +64,10 @@ def test_a_peer_that_is_unplugged_does_not_stop_the_others(swarm_of: Callable[[s
         gone, left = swarm.identities["C"].peer, [swarm.hosts[name].node for name in "AB"]
         swarm.network.unplug(gone)
         await swarm.until(lambda: not any(gone in node.roster.live for node in left))
-        before = [(node.traffic.exchanges["done"], node.progress.step) for node in left]
+        before = [(node.gossip.counts.outcomes["done"], node.progress.step) for node in left]
         await swarm.until(
             lambda: all(
-                node.traffic.exchanges["done"] > done and node.progress.step > step + 20
+                node.gossip.counts.outcomes["done"] > done and node.progress.step > step + 20
                 for node, (done, step) in zip(left, before, strict=True)
             )
         )
@@ -230,7 +230,8 @@ def move(swarm: Swarm, name: str, target: range) -> None:
     spans = host.node.span_manager
     assert spans is not None
     effects = spans.span_move.begin(target, "test", host.now())
-    host._carry_all(spans.carry_out(effects, host.now()))
+    now = host.now()
+    host._carry_all([*spans._carry_out(effects, now), *spans.settle(now)])
 
 
 def moved(swarm: Swarm, name: str) -> list[str]:

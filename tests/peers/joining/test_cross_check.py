@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import StateChunk, StateRequest
-from decentral.comm.wire.transport import Answered, Ask
+from decentral.comm.wire.transport import Answered, Ask, Effect
 from decentral.core.fragments import Fragment, Section
 from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import Effect, Log
+from decentral.core.machine import Log
 from decentral.core.units import KiB
 from decentral.peers.joining.fetch import PIECE_BYTES, Fetch, FetchTag, Incoming
 

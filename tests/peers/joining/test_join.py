@@ -8,11 +8,11 @@ import pytest
 from decentral.comm.net.fair_shares import MAX_STREAMS
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Refused, StateChunk, StateRequest
-from decentral.comm.wire.transport import Answered, Ask, AskFailed, Reply
+from decentral.comm.wire.transport import Answered, Ask, AskFailed, Effect, Reply
 from decentral.core.fragments import Fragment, Section
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import ExportState, ImportState, Start, StateExported, StateImported
-from decentral.core.machine import Effect, Log, Woke
+from decentral.core.machine import Log, Woke
 from decentral.core.reasons import Reason
 from decentral.peers.joining.donor import (
     EXPORT_KEPT_S,

@@ -8,7 +8,7 @@ from decentral.comm.wire.messages import Ping, Pong, Probe
 from decentral.comm.wire.meter import Meter
 from decentral.comm.wire.transport import Answered, Ask, AskFailed
 from decentral.core.ids import PeerId
-from decentral.core.machine import Effect, Woke
+from decentral.core.machine import Woke
 from decentral.peers.membership.prober import (
     DOWN_PROBE_BYTES,
     LEAST_PROBE_BYTES,
@@ -31,13 +31,13 @@ def prober() -> Prober:
     return Prober(Meter(), Random(1), 10.0)
 
 
-def only_ask(effects: list[Effect]) -> Ask:
+def only_ask(effects: list[Ask]) -> Ask:
     (ask,) = effects
     assert isinstance(ask, Ask)
     return ask
 
 
-def answered(probing: Prober, ask: Ask) -> list[Effect]:
+def answered(probing: Prober, ask: Ask) -> list[Ask]:
     return probing.handle(Answered(ask.tag, ask.to, Envelope(Pong(0)), 2.0, 0.1, 10, 10), 11.0, [A])
 
 
@@ -115,7 +115,7 @@ def test_a_megabyte_that_is_up_again_as_fast_as_slow_start_allows_is_followed_by
         assert not any(ask.tag == UploadTag("long up") for ask in asked_after(probing, other))
 
 
-def upload_of(probing: Prober, effects: list[Effect]) -> Ask:
+def upload_of(probing: Prober, effects: list[Ask]) -> Ask:
     """The next upload; the questions before it are answered."""
     ask = only_ask(effects)
     while not isinstance(ask.tag, UploadTag):

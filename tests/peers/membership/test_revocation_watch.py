@@ -5,7 +5,7 @@ from random import Random
 from decentral.comm.wire.invitations import FOR_EVER, Permission
 from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm, revoked_key
 from decentral.comm.wire.transport import Announce, Found, Lookup
-from decentral.core.machine import Effect, Log, Woke
+from decentral.core.machine import Log, Woke
 from decentral.core.reasons import Reason
 from decentral.peers.membership import revocation_watch
 from decentral.peers.membership.revocation_watch import (
@@ -16,6 +16,7 @@ from decentral.peers.membership.revocation_watch import (
     Exclude,
     MembershipOver,
     RevocationWatch,
+    WatchEffect,
 )
 from decentral.sim.virtual_signer import VirtualSigner
 from tests.comm.wire.invited import HOUR_S, NOW, founder, member
@@ -32,11 +33,11 @@ class Watched:
         own = signer(self.private)
         self.watch = RevocationWatch(own, self.private, Random(0), lambda: others, lambda peer, now: [])
 
-    def wake(self, now: float) -> list[Effect]:
+    def wake(self, now: float) -> list[WatchEffect]:
         self.now = now
         return self.watch.handle(Woke(), now)
 
-    def find(self, *values: tuple[PrivateSwarm, bytes], expires: float = NOW + COPY_S) -> list[Effect]:
+    def find(self, *values: tuple[PrivateSwarm, bytes], expires: float = NOW + COPY_S) -> list[WatchEffect]:
         found: dict[str, bytes] = {one.own: signer(one).seal(KEY, packed, expires) for one, packed in values}
         return self.watch.handle(Found(KEY, found), self.now)
 
@@ -60,11 +61,11 @@ def known(watched: Watched, name: str = "QmB") -> PrivateSwarm:
     return other
 
 
-def announced(effects: list[Effect]) -> list[Announce]:
+def announced(effects: list[WatchEffect]) -> list[Announce]:
     return [one for one in effects if isinstance(one, Announce)]
 
 
-def over(effects: list[Effect]) -> list[str]:
+def over(effects: list[WatchEffect]) -> list[str]:
     return [one.reason for one in effects if isinstance(one, MembershipOver)]
 
 

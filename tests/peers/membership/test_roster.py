@@ -1,7 +1,7 @@
 """Signed records and answers to questions tell which peers are alive."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,12 +17,12 @@ from decentral.comm.wire.messages import Pong
 from decentral.comm.wire.transport import Announce, Answered, AskFailed, Found, Lookup
 from decentral.core.config import SwarmConfig
 from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import Effect, Log, Woke
+from decentral.core.machine import Log, Woke
 from decentral.core.reasons import Reason
 from decentral.peers.membership import records
 from decentral.peers.membership.prober import ProbeTag
 from decentral.peers.membership.records import PeerRecord, Profile
-from decentral.peers.membership.roster import Holders, Learn, Roster
+from decentral.peers.membership.roster import Holders, Learn, Roster, RosterEffect
 
 RUN = RunId("gpt-3fa2c1")
 KEY = f"{RUN}/peers"
@@ -59,19 +59,19 @@ def sealed(record: PeerRecord = RECORD, expires: float = NOW + TTL, name: str = 
     return identity(name).seal(KEY, records.pack(record), expires)
 
 
-def find(roster: Roster, value: bytes, now: float = NOW, peer: PeerId | None = None) -> list[Effect]:
+def find(roster: Roster, value: bytes, now: float = NOW, peer: PeerId | None = None) -> list[RosterEffect]:
     return roster.handle(Found(KEY, {peer or other(): value}), now)
 
 
-def left(effects: list[Effect]) -> list[str]:
+def left(effects: Sequence[RosterEffect]) -> list[str]:
     return [one.fields["reason"] for one in effects if isinstance(one, Log) and one.event == "peer_left"]
 
 
-def goodbyes(effects: list[Effect]) -> list[str]:
+def goodbyes(effects: Sequence[RosterEffect]) -> list[str]:
     return [one.fields["peer"] for one in effects if isinstance(one, Log) and one.event == "goodbye"]
 
 
-def unanswered(roster: Roster, reason: str = "unreachable", now: float = NOW) -> list[Effect]:
+def unanswered(roster: Roster, reason: str = "unreachable", now: float = NOW) -> list[RosterEffect]:
     return roster.handle(AskFailed(PullTag(0, 1), other(), reason, 1.0), now)
 
 
@@ -246,13 +246,13 @@ def test_a_record_of_a_clock_that_is_far_ahead_is_refused_so_that_its_peer_is_no
     assert find(roster, sealed(replace(RECORD, time=NOW + TTL), NOW + 2 * TTL)) != []
 
 
-def of_copy(roster: Roster, now: float, written: float) -> list[Effect]:
+def of_copy(roster: Roster, now: float, written: float) -> list[RosterEffect]:
     """Finds a record under our own name that this peer has not written."""
     record = replace(RECORD, time=written, addresses=("/ip4/192.0.2.7/tcp/4001",))
     return find(roster, sealed(record, now + TTL + 1, "own"), now, identity("own").peer)
 
 
-def errors(effects: list[Effect]) -> list[str]:
+def errors(effects: Sequence[RosterEffect]) -> list[str]:
     return [one.fields["reason"] for one in effects if isinstance(one, Log) and one.event == "error"]
 
 

@@ -16,9 +16,11 @@ from decentral.comm.rounds.round import Rounds
 from decentral.comm.routes import stage
 from decentral.core import jobs
 from decentral.core.ids import PeerId
-from decentral.core.machine import Effect, Log
+from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.peers.membership.records import Profile
+from decentral.peers.node.handlers import PeerEffect, PeerEvent
+from decentral.peers.node.progress import Stop
 from decentral.peers.node.setup import NodeSetup
 from decentral.sim.geography import SwarmGeography, TypicalLink
 from decentral.sim.gradients import Trained
@@ -53,10 +55,10 @@ class World(SimulatedSwarm):
 
     # What the swarm asks for
 
-    def handled(self, host: VirtualHost, event: object, effects: list[Effect]) -> None: ...
+    def handled(self, host: VirtualHost, event: PeerEvent | Stop, effects: list[PeerEffect]) -> None: ...
 
     def done(self, host: VirtualHost, job: jobs.Job, outcome: jobs.Outcome) -> None:
-        assert not isinstance(outcome, jobs.JobFailed), outcome
+        assert not isinstance(outcome, jobs.JobFailed | jobs.SaveFailed), outcome
         if isinstance(job, jobs.Advance):
             assert isinstance(outcome, jobs.Stepped)
             self.losses.setdefault(host.peer, {})[job.round] = outcome.loss

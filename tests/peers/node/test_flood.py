@@ -16,7 +16,7 @@ from decentral.comm.wire import messages
 from decentral.comm.wire.messages import ExecutionId, ForwardRequest, Message
 from decentral.core import jobs
 from decentral.core.ids import PeerId
-from decentral.core.machine import Effect
+from decentral.peers.node.handlers import PeerEffect
 from tests.peers.node.test_node import ALGORITHMS, BLOB, LAYOUT, NOW, RUN, Algorithm, Played
 
 EACH = 1300  # names, each of which asks a question of each kind
@@ -26,7 +26,7 @@ MOST = 1040  # entries of any container that the flood made larger; the largest 
 class Slow(Played):
     """Its device never ends a stage execution, so that they pile up as far as they may."""
 
-    def carry(self, effects: list[Effect]) -> None:
+    def carry(self, effects: list[PeerEffect]) -> None:
         super().carry([effect for effect in effects if not isinstance(effect, jobs.Forward | jobs.Seal)])
 
 

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from decentral.core.machine import Effect
+from decentral.comm.wire.transport import Tag
+from decentral.core.machine import Woke, log
 from decentral.peers.node.handlers import Handlers
 
 
 @dataclass(frozen=True)
-class Base:
+class Base(Tag):
     number: int = 0
 
 
@@ -25,24 +26,23 @@ class Special(Derived):
 
 def table() -> Handlers:
     handlers = Handlers()
-    handlers.register(lambda event, now: ["base", event, now], Base)
-    handlers.register(lambda event, now: ["special", event, now], Special)
+    handlers.register(lambda event, now: [log("base", told=event, now=now)], Base)
+    handlers.register(lambda event, now: [log("special", told=event, now=now)], Special)
     return handlers
 
 
 def test_an_event_goes_to_the_handler_of_its_class() -> None:
-    assert table().handle(Base(1), "event", 2.0) == ["base", "event", 2.0]
+    assert table().handle(Base(1), Woke(), 2.0) == [log("base", told=Woke(), now=2.0)]
 
 
 @pytest.mark.parametrize(("subject", "name"), [(Derived(), "base"), (Special(), "special")])
 def test_a_class_without_a_handler_has_that_of_its_nearest_base(subject: Base, name: str) -> None:
-    effects: list[Effect] = table().handle(subject, subject, 0.0)
-    assert effects[0] == name
+    assert table().handle(subject, Woke(), 0.0) == [log(name, told=Woke(), now=0.0)]
 
 
 def test_what_nobody_handles_has_no_effects() -> None:
-    assert table().find("a word") is None
-    assert table().handle("a word", "a word", 0.0) == []
+    assert table().find(Woke()) is None
+    assert table().handle(Woke(), Woke(), 0.0) == []
 
 
 def test_a_class_has_one_handler() -> None:

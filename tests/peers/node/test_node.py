@@ -36,12 +36,13 @@ from decentral.core import jobs
 from decentral.core.config import Config, GossipConfig
 from decentral.core.fragments import Fragment, Section
 from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import Effect, Log, Woke, log
+from decentral.core.machine import Log, Woke, log
 from decentral.core.time_spent import TimeSpent
 from decentral.peers.membership import records
 from decentral.peers.membership.prober import ProbeTag, UploadTag
 from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.peers.node.gossip_cost import CoresUsed
+from decentral.peers.node.handlers import PeerEffect, PeerEvent
 from decentral.peers.node.node import Node, NodePhase
 from decentral.peers.node.setup import NodeSetup
 from tests.comm.routes.one_form import one_form
@@ -93,7 +94,7 @@ class Played:
         self.replies: Counter[int] = Counter()
         self.answers: dict[int, Envelope] = {}
         self.asks: list[Ask] = []
-        self.effects: list[Effect] = []
+        self.effects: list[PeerEffect] = []
         self.carry(self.node.begin(self.now) if phase == "joining" else [])
         if phase != "joining":
             self.join_a_swarm()
@@ -120,7 +121,7 @@ class Played:
         sealed = peer.seal(f"{RUN}/peers", records.pack(record), self.now + 600)
         self.deliver(Found(f"{RUN}/peers", {peer.peer: sealed}))
 
-    def deliver(self, event: object) -> None:
+    def deliver(self, event: PeerEvent) -> None:
         self.carry(self.node.handle(event, self.now))
 
     def ask(self, number: int, sender: PeerId, message: Message, blob: bytes = b"") -> None:
@@ -134,7 +135,7 @@ class Played:
             self.deliver(Woke())
         self.now = end
 
-    def carry(self, effects: list[Effect]) -> None:
+    def carry(self, effects: list[PeerEffect]) -> None:
         for effect in effects:
             self.effects.append(effect)
             match effect:
@@ -434,8 +435,8 @@ def test_a_partner_that_never_answers_is_dropped_and_training_goes_on() -> None:
             ask = played.asks.pop(0)
             played.deliver(AskFailed(ask.tag, ask.to, "unreachable", 0.1))
     assert played.known.peer not in played.node.roster.live
-    assert played.node.traffic.exchanges["failed"] >= 2
-    assert played.node.traffic.exchanges["solo"] >= 2
+    assert played.node.gossip.counts.outcomes["failed"] >= 2
+    assert played.node.gossip.counts.outcomes["solo"] >= 2
 
 
 @pytest.mark.parametrize(
@@ -524,7 +525,7 @@ def test_a_node_s_record_and_its_journal_say_how_its_training_goes() -> None:
     played = Played("pull", "training")
     partner = played.known.peer
     played.node.meter.saw(partner, 1.0, 0.05, 0, 1 << 20)
-    played.node.traffic.exchanges.update({"done": 3, "failed": 1})
+    played.node.gossip.counts.outcomes.update({"done": 3, "failed": 1})
     spent = TimeSpent(training=9.0, gossip=1.0)
     played.deliver(jobs.Stepped(1, 1, 256, 2.5, spent, 1))
     played.node.progress.evaluations.held_out = 1e9  # no loss that a valid record could tell

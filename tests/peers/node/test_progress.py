@@ -5,11 +5,11 @@ import math
 import pytest
 
 from decentral.core.config import SwarmConfig, TrainConfig
-from decentral.core.jobs import Evaluate, Evaluated, JobFailed, Save, Saved, Sealed, SetClock, Stepped
-from decentral.core.machine import Effect, Log, Woke
+from decentral.core.jobs import Evaluate, Evaluated, JobFailed, Save, Saved, SaveFailed, Sealed, SetClock, Stepped
+from decentral.core.machine import Log, Woke
 from decentral.core.time_spent import TimeSpent
 from decentral.core.units import Amount
-from decentral.peers.node.progress import EVALUATION_SHARE, Stop, TrainingProgress
+from decentral.peers.node.progress import EVALUATION_SHARE, ProgressEffect, Stop, TrainingProgress
 from decentral.peers.node.step_clock import ONE_TIMES, StepClock
 
 
@@ -29,7 +29,7 @@ def dropped(number: int) -> Stepped:
     return Stepped(number, number, 0, 3.0, TimeSpent(training=0.1), 0, dropped=True)
 
 
-def stops(effects: list[Effect]) -> list[str]:
+def stops(effects: list[ProgressEffect]) -> list[str]:
     return [effect.reason for effect in effects if isinstance(effect, Stop)]
 
 
@@ -136,7 +136,7 @@ def test_it_saves_every_so_often() -> None:
 def test_a_checkpoint_that_fails_does_not_stop_training_and_is_tried_again() -> None:
     progress = training()
     progress.handle(Woke(), 130.0)
-    (line,) = progress.handle(JobFailed("Save", "OSError: disk full"), 131.0)
+    (line,) = progress.handle(SaveFailed("OSError: disk full"), 131.0)
     assert isinstance(line, Log)
     assert line.event == "error"
     assert "disk full" in line.fields["reason"]
@@ -188,7 +188,7 @@ def test_a_newcomer_trains_before_it_evaluates() -> None:
 
 def test_one_step_without_a_finite_loss_is_journaled_and_does_not_stay_in_the_average() -> None:
     progress = training()
-    lines: list[Effect] = []
+    lines: list[ProgressEffect] = []
     for number, loss in enumerate((2.0, math.nan, 2.0), 1):
         lines += progress.handle(step(number, loss=loss), 100.0 + number)
     journaled = [(line.fields["loss"], line.fields.get("lost", 0)) for line in lines if isinstance(line, Log)]

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from decentral.comm.routes.execution import ExecutionState, NextHop, OwnExecution
+from decentral.comm.routes.execution import ExecutionState, NextHop, OwnExecution, Paused, Sent
 from decentral.comm.routes.forwarding import SUCCESSOR_RETRY_S
 from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire.identity import Identity
@@ -45,7 +45,8 @@ def planner(tmp_path: Path) -> RoutePlanner:
     budget = MemoryBudget(NEEDS, 30, (LAYOUT, LAYOUT))
     named = Config(), RUN, own, CUTS[:1], [LAYOUT], 3, PROFILE, ("/ip4/127.0.0.1/tcp/1",)
     setup = NodeSetup(*named, routes=stage, memory_budget=budget)
-    return RoutePlanner(lambda: setup, Node(setup).roster, Meter(), Random(0))
+    node = Node(setup)
+    return RoutePlanner(lambda: setup, node.roster, Meter(), node.selection, Random(0))
 
 
 def test_layers_without_a_holder_are_said_after_a_while_and_once(planner: RoutePlanner) -> None:
@@ -83,6 +84,9 @@ def test_a_link_is_thin_where_a_busy_device_would_fill_it(
     assert planner.is_thin() == thin
 
 
+AT_OTHER = Sent(PeerId("QmOther"), 0.0, 99.0, 99.0)
+
+
 def away(hop: NextHop) -> OwnExecution:
     """A micro-batch of ours that another peer has."""
     id = ExecutionId(PeerId("QmMe"), 7, 0)
@@ -92,7 +96,7 @@ def away(hop: NextHop) -> OwnExecution:
 
 
 def test_what_a_peer_has_under_way_goes_to_others_when_the_roster_has_lost_it(planner: RoutePlanner) -> None:
-    hop = NextHop(8, layout=(), payload=b"", gradients=(), to=PeerId("QmOther"))
+    hop = NextHop(8, layout=(), payload=b"", gradients=(), place=AT_OTHER)
     execution = away(hop)
     planner.routes.table.add(execution)
     assert planner.look_for_lost(0.0) == []
@@ -102,15 +106,15 @@ def test_what_a_peer_has_under_way_goes_to_others_when_the_roster_has_lost_it(pl
     assert isinstance(told, Ask)
     assert told.envelope.message == CommitDecision(RUN, (), (execution.next_id,))
     assert hop.to is None
-    assert hop.retry_at == 2.0 + SUCCESSOR_RETRY_S
+    assert hop.place == Paused(2.0 + SUCCESSOR_RETRY_S)
 
 
 def test_peers_with_the_whole_model_are_in_the_flow_where_gradients_overlap(planner: RoutePlanner) -> None:
-    planner.routes.stage = replace(planner.routes.stage, overlap=True)
+    planner.routes.load.hold(replace(planner.routes.stage, overlap=True))
     planner.routes.load.speed = 100.0
     planner.roster.holders.put(PeerId("QmWhole"), replace(OTHER, first=0, last=3))
     planner.refresh(0.0)
-    weights = planner.routes.forwarding.weights
+    weights = planner.weights
     assert weights.tokens_per_s == pytest.approx(100.0 + 300.0, rel=0.01), "what we can begin, and carry for us"
     assert set(weights.nexts[1]) == {(0, 3)}
 
@@ -120,13 +124,13 @@ def test_where_gradients_are_exact_they_have_turns_by_measured_times(planner: Ro
     planner.roster.holders.put(PeerId("QmWhole"), replace(OTHER, first=0, last=3))
     planner.roster.holders.put(PeerId("QmOther"), replace(OTHER, first=1, last=3))
     planner.refresh(0.0)
-    weights, (alone, other) = planner.routes.forwarding.weights, ((0, 3, 100.0), (1, 3, 100.0))
+    weights, (alone, other) = planner.weights, ((0, 3, 100.0), (1, 3, 100.0))
     assert weights.rate(1, alone) == weights.rate(1, other) > 0
 
 
 def test_a_roster_that_reads_some_keys_only_says_nothing_of_who_is_gone(planner: RoutePlanner) -> None:
     planner.roster.limits = planner.roster.limits.model_copy(update={"shards": 8})
-    hop = NextHop(8, layout=(), payload=b"", gradients=(), to=PeerId("QmOther"))
+    hop = NextHop(8, layout=(), payload=b"", gradients=(), place=AT_OTHER)
     planner.routes.table.add(away(hop))
     planner.roster.changes += 1
     assert planner.look_for_lost(2.0) == []

@@ -1,11 +1,11 @@
-"""Bytes and exchanges are counted, and the journal gets the totals now and then."""
+"""Bytes are counted, and the journal gets the totals now and then."""
 
 from decentral.comm.gossip.tags import PullTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Ping, Pong, Pull
-from decentral.comm.wire.transport import Answered, Asked, Reply
+from decentral.comm.wire.transport import Answered, Asked
 from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import Log, log
+from decentral.core.machine import Log
 from decentral.peers.node.traffic import QUESTION_BYTES, TRAFFIC_S, TrafficCounter
 
 A = PeerId("A")
@@ -15,16 +15,8 @@ def test_blobs_of_questions_and_replies_and_all_bytes_of_answers_count() -> None
     traffic = TrafficCounter()
     traffic.received(Asked(1, A, Envelope(Ping(0), bytes(5))))
     traffic.received(Answered(PullTag(0, 1), A, Envelope(Pong(0)), 0.1, 0.1, 10, 20))
-    traffic.emitted(Reply(1, Envelope(Pong(0), bytes(7))))
+    traffic.replied(7)
     assert (traffic.sent_bytes, traffic.received_bytes) == (17, 25)
-
-
-def test_exchanges_are_counted_by_their_outcome() -> None:
-    traffic = TrafficCounter()
-    for outcome in ("done", "failed", "done"):
-        traffic.emitted(log("exchange", outcome=outcome, reason=""))
-    traffic.emitted(log("eval", outcome="done"))
-    assert traffic.exchanges == {"done": 2, "failed": 1}
 
 
 def test_the_totals_are_written_every_few_seconds() -> None:
@@ -39,7 +31,7 @@ def test_gossip_has_the_part_of_the_traffic_that_its_own_questions_and_as_many_o
     for _ in range(10):
         traffic.received(Answered(PullTag(0, 1), A, Envelope(Pong(0)), 0.1, 0.1, 0, 1000))
         traffic.received(Asked(1, A, Envelope(Pull(RunId("run"), 0, 1, 5.0, 0.0))))
-        traffic.emitted(Reply(1, Envelope(Pong(0), bytes(1000))))
+        traffic.replied(1000)
     taken = traffic.gossip()
     assert taken.part == 1.0
     assert taken.work_bytes == 20 * (QUESTION_BYTES + 1000)

@@ -7,11 +7,11 @@ import pytest
 
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Done, LeaseRequest, Refused, StateChunk, StateRequest
-from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Reply
+from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Event, Reply
 from decentral.core.fragments import Fragment, Section
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import ChangeSpan, SpanChanged
-from decentral.core.machine import Effect, Log, Woke
+from decentral.core.machine import Log, Woke
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.peers.joining.fetch import FAILURES
 from decentral.peers.placement.replica_leases import LEASE_S
@@ -22,6 +22,7 @@ from decentral.peers.placement.span_move import (
     Drained,
     HoldSpan,
     MemoryBudget,
+    MoveEffect,
     MovePhase,
     SpanMove,
 )
@@ -43,13 +44,13 @@ class Swarm:
             for name, span in self.spans.items()
         }
         self.asks: list[tuple[PeerId, Ask]] = []
-        self.effects: dict[PeerId, list[Effect]] = {name: [] for name in self.peers}
+        self.effects: dict[PeerId, list[MoveEffect]] = {name: [] for name in self.peers}
         self.retained: dict[int, list[PeerId]] = {}
 
     def __getitem__(self, name: str) -> SpanMove:
         return self.peers[PeerId(name)]
 
-    def carry(self, name: PeerId, effects: Sequence[Effect]) -> None:
+    def carry(self, name: PeerId, effects: Sequence[MoveEffect]) -> None:
         self.asks += [(name, effect) for effect in effects if isinstance(effect, Ask)]
         self.effects[name] += [effect for effect in effects if not isinstance(effect, Ask)]
         self.spans[name] = self.peers[name].held
@@ -57,7 +58,7 @@ class Swarm:
     def begin(self, name: str, target: range, **how: bool) -> None:
         self.carry(PeerId(name), self[name].begin(target, "test", self.now, **how))
 
-    def tell(self, name: str, event: object) -> None:
+    def tell(self, name: str, event: Event | Drained) -> None:
         self.carry(PeerId(name), self[name].handle(event, self.now))
 
     def wake(self, name: str, seconds: float) -> None:

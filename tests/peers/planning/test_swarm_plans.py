@@ -1,6 +1,7 @@
 """After a change plans are proposed without a leader, judged by every peer, and one of them is followed by all."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,7 @@ from decentral.core import rng
 from decentral.core.errors import ProtocolError
 from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import Effect, Log
+from decentral.core.machine import Log
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.peers.placement.layer_recovery import TrainingPeer
 from decentral.peers.planning.plan_evaluation import (
@@ -77,7 +78,7 @@ class Together:
         self.searches = 0
         self.moved = 0
 
-    def carry(self, name: PeerId, effects: list[Effect]) -> None:
+    def carry(self, name: PeerId, effects: Sequence[Lookup | EvaluatePlans | Log | Announce]) -> None:
         for effect in effects:
             match effect:
                 case Lookup(key):
