@@ -23,10 +23,12 @@ from torch.nn import functional as F
 
 from benchmarks.processes import resident_bytes
 from decentral.core import config, rng
-from decentral.train import data, gpt, measure
-from decentral.train.inner import FINAL_RATE
-from decentral.train.muon import fastest_products
-from decentral.train.optimizers import BETA1, BETA2
+from decentral.data import corpora
+from decentral.engine import measure
+from decentral.engine.fragment import FINAL_RATE
+from decentral.engine.muon import fastest_products
+from decentral.engine.optimizers import BETA1, BETA2
+from decentral.model import decoder
 
 UNKNOWN_S = 1e9  # from now: while nobody has said when the interval begins
 SYNC_S = 1.0  # between two waits for a GPU's queue of work to run dry, as only then it is known which step has ended
@@ -43,7 +45,7 @@ def main() -> None:
     if args.wait:
         threading.Thread(target=_read_beginning, args=(interval,), daemon=True).start()
     device = measure.choose(args.device, run.train.dtype, 1.0, 0.0)
-    layers = gpt.build(run.model, run.seed)
+    layers = decoder.build(run.model, run.seed)
     model = nn.Sequential(*layers).to(device.device)
     forward = torch.compile(model) if run.train.compile and device.device.type == "cuda" else model
     marks = train(run, forward, model, device.device, device.dtype, interval)
@@ -82,7 +84,7 @@ def steps(
     dtype: torch.dtype,
 ) -> Iterator[int]:
     """Yield the tokens of each training step once it is in the device's queue; the loop never ends by itself."""
-    corpus, draw = data.corpus(run.data, run.model), rng.arrays(run.seed, "bare loop")
+    corpus, draw = corpora.corpus(run.data, run.model), rng.arrays(run.seed, "bare loop")
     optimizers, schedules = _optimizers(model, run.train)
     while True:
         for _ in range(run.train.accumulate):

@@ -36,7 +36,7 @@ from benchmarks.calibration_model import (
     replay,
     swarm_figures,
 )
-from decentral.core.journal import read
+from decentral.core.journal.file import read
 
 WARM_UP_S = 9.0  # the reference alone is still in its short windows then, on purpose
 MEASURED_S = 20.0

@@ -36,8 +36,8 @@ from benchmarks.calibration_links import (
 )
 from benchmarks.calibration_model import DevicePace, Journals, Setting, device_of
 from benchmarks.wan import namespaces
-from decentral import command
-from decentral.core.journal import read
+from decentral.commands import shared
+from decentral.core.journal.file import read
 
 WARM_UP_S = 8.0  # a peer has probed its links by then
 MEASURED_S = 50.0
@@ -59,7 +59,7 @@ SETTINGS = [
 
 
 def main() -> int:
-    return command.run(_main)
+    return shared.run(_main)
 
 
 def _main() -> None:
@@ -153,7 +153,7 @@ def _json(device: DevicePace, compared: Sequence[Compared]) -> dict[str, object]
 
 
 def _arguments() -> argparse.Namespace:
-    parser = command.Parser(
+    parser = shared.Parser(
         prog="python -m benchmarks.calibration_lab",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -18,8 +18,8 @@ from scipy.stats import spearmanr
 from benchmarks.calibration_model import LIGHT_TIMES, DevicePace, Journals, Setting, play, settings_of
 from benchmarks.wan import description
 from decentral.core.units import Seconds
-from decentral.scheduler.shared.topology import Topology, load
-from decentral.sim.geography import SwarmGeography
+from decentral.scheduler.topology.topology import Topology, load
+from decentral.sim.network.geography import SwarmGeography
 from decentral.sim.swarm import SimulatedSwarm
 
 LEAST_PULLS = 5  # of a pair and kind, in the lab: fewer have no median

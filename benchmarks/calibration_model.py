@@ -19,9 +19,9 @@ from decentral.core import config
 from decentral.core.ids import PeerId
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
-from decentral.sim.geography import SwarmGeography, TypicalLink
+from decentral.sim.host import Pace
+from decentral.sim.network.geography import SwarmGeography, TypicalLink
 from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
-from decentral.sim.virtual_host import Pace
 
 Line = dict[str, Any]  # one line of a journal: docs/PROTOCOL.md
 Journals = Sequence[Sequence[Line]]  # one journal for each peer of a run
@@ -72,7 +72,7 @@ class DevicePace:
     noise: float  # standard deviation of the steps between two lines, in steps
 
     def step_s(self, throttle: float, micro_batch_s: Seconds) -> Seconds:
-        """train/step.py throttles the micro-batch, and nothing else."""
+        """engine/step.py throttles the micro-batch, and nothing else."""
         return micro_batch_s * throttle + self.beside_s
 
 

@@ -6,8 +6,8 @@
 
 Time is virtual, in one process, and deterministic from the seed: a fast peer takes one step per unit, a slow one needs
 `--slow` units. Gradients are real (a byte-level GPT on the standard library's text), and so are the project's
-numerics: train/outer.py merges, train/compress.py quantises. Every method is trained at each of `--rates`, and its
-best rate counts.
+numerics: comm/gossip/outer.py merges, comm/codecs/blockwise.py quantises. Every method is trained at each of `--rates`,
+and its best rate counts.
 
     recovered gain = (fastest peer alone - swarm) / (fastest peer alone - synchronous with free communication)
 
@@ -31,7 +31,7 @@ from benchmarks import outer_step
 from benchmarks.convergence_model import Optimizer, held_out_loss
 from benchmarks.convergence_swarm import NEVER, PEERS, SEQUENCES, Method, Setting, Swarm
 from decentral.core import config
-from decentral.train import data
+from decentral.data import corpora
 
 HELD_OUT_SEQUENCES = 384
 
@@ -129,7 +129,7 @@ def method(name: str, peers: int) -> Method:
     return replace(found, peers=peers + found.peers - PEERS) if found.talks else found
 
 
-def run(name: str, setting: Setting, corpus: data.Corpus, peers: int = PEERS) -> Result:
+def run(name: str, setting: Setting, corpus: corpora.Corpus, peers: int = PEERS) -> Result:
     """Trains one swarm from its initial weights to the horizon."""
     began = time.perf_counter()
     swarm = Swarm(method(name, peers), setting, corpus)
@@ -210,7 +210,7 @@ def _loss(seeds: Sequence[Result]) -> float:
 def _run_all(args: argparse.Namespace) -> Iterator[Result]:
     depth, width, context = args.size
     model = config.ModelConfig(depth=depth, width=width, context=context)
-    corpus = data.corpus(config.DataConfig(), model)
+    corpus = corpora.corpus(config.DataConfig(), model)
     for horizon in args.horizons:
         for seed in args.seeds:
             for name in args.methods:

@@ -1,9 +1,9 @@
 """All replicas of a small GPT as one stacked model: one forward and one backward train every peer at once.
 
-It is the decoder of decentral/train/gpt.py with a leading peer dimension on every weight, so that four peers cost
+It is the decoder of decentral/model/decoder.py with a leading peer dimension on every weight, so that four peers cost
 one batched matmul for each weight instead of four. The weights of a peer are one row of `theta_PN`; every weight is a
 view into it, so that gossip is plain vector arithmetic on rows. AdamW is torch's fused kernel, per row; Muon is
-decentral/train/muon.py on the blocks' matrices, those that are fused here apart, and AdamW on the rest.
+decentral/engine/muon.py on the blocks' matrices, those that are fused here apart, and AdamW on the rest.
 
 Shapes: P peers, N parameters, S sequences, T positions, D width, H heads, F hidden channels, V vocabulary.
 """
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
 from decentral.core import config, rng
-from decentral.train.muon import muon_step
+from decentral.engine.muon import muon_step
 
 BETA1, BETA2, EPSILON, WEIGHT_DECAY, CLIP_NORM = 0.9, 0.95, 1e-8, 0.1, 1.0
 

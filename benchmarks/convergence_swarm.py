@@ -1,8 +1,8 @@
 """Four peers that gossip in virtual time: which of them train or close a window, and when messages arrive.
 
 A unit of time is one step of a fast peer; a slow peer needs several. Corrections are added at step edges,
-as in train/compute.py. No peer waits: it pulls what its partners have published by the end of its own window,
-and merges it `latency` later. The numerics are outer_step.py's and train/compress.py's. The whole model is one
+as in engine/compute.py. No peer waits: it pulls what its partners have published by the end of its own window,
+and merges it `latency` later. The numerics are outer_step.py's and comm/codecs/blockwise.py's. The whole model is one
 fragment. Synchronous averaging is the same thing with aligned windows, all partners, no latency, and fp32.
 
 With `parts` each peer owns one part of the vector: it gets that part of everybody's pseudo-gradient, and sends the
@@ -20,14 +20,15 @@ from torch import Tensor
 
 from benchmarks import outer_step
 from benchmarks.convergence_model import BETA1, BETA2, EPSILON, Optimizer, Replicas, Shape
+from decentral.comm.codecs import blockwise
+from decentral.comm.gossip.influence import token_weights
+from decentral.comm.gossip.outer_kernels import rho_of
 from decentral.core import config, rng
-from decentral.train import compress, data
-from decentral.train.influence import token_weights
-from decentral.train.outer_kernels import rho_of
+from decentral.data import corpora
 
 SEQUENCES = 8  # a peer's micro-batch
 PEERS = 4
-BEHIND = 1.5  # as in comm/gossip/pull.py
+BEHIND = 1.5  # as in comm/gossip/exchange.py
 NEVER = 1 << 30  # windows
 
 
@@ -89,7 +90,7 @@ class Pull:
 class Swarm:
     """All peers, and the pulls that are under way, unit by unit."""
 
-    def __init__(self, method: Method, setting: Setting, corpus: data.Corpus) -> None:
+    def __init__(self, method: Method, setting: Setting, corpus: corpora.Corpus) -> None:
         self.method, self.setting, self.corpus = method, setting, corpus
         self.replicas = Replicas(Shape(setting.model), method.peers, setting.seed, setting.optimizer)
         self.draws = [rng.arrays(setting.seed, "data", peer) for peer in range(method.peers)]
@@ -231,11 +232,11 @@ class Swarm:
     def _coded(self, codec: str, values: Tensor) -> Tensor:
         if self.method.exact:
             return values.clone()
-        return compress.decode(codec, compress.encode(codec, values), values.numel())
+        return blockwise.decode(codec, blockwise.encode(codec, values), values.numel())
 
     def _bytes(self, codec: str) -> float:
         size = self.replicas.theta_PN.shape[1]
-        return compress.CODECS["fp32" if self.method.exact else codec].size(size) / size
+        return blockwise.CODECS["fp32" if self.method.exact else codec].size(size) / size
 
 
 def rate_at(setting: Setting, now: int) -> float:

@@ -22,18 +22,20 @@ import torch
 
 from benchmarks.finetune_base import CPU
 from benchmarks.trained_swarm import keeping_models, say
-from decentral import export
+from decentral.comm.codecs import blockwise
+from decentral.commands import export
 from decentral.core import config
 from decentral.core.ids import PeerId
-from decentral.sim.gradients import real_gradients
+from decentral.data import corpora
+from decentral.engine.compute import Compute, ComputeSetup
+from decentral.engine.step import Chain
+from decentral.peers.startup.state import StateFolder
+from decentral.serving import replicas
+from decentral.serving.replicas import Weights
+from decentral.sim.host import Pace
+from decentral.sim.real_training import real_gradients
 from decentral.sim.run import Scenario, run
 from decentral.sim.swarm import SwarmSettings
-from decentral.sim.virtual_host import Pace
-from decentral.state import StateFolder
-from decentral.train import compress, data, replicas
-from decentral.train.compute import Compute, ComputeSetup
-from decentral.train.replicas import Weights
-from decentral.train.step import Chain
 
 PEERS, SEQUENCES, CONTEXT = 3, 8, 64
 EVALUATED = 256
@@ -98,7 +100,7 @@ def in_peft(swarm: Path, adapter: Path, base: Path) -> dict[str, float]:
     assert known is not None
     settings = known[1]
     weights = [found for folder in sorted(swarm.glob("peer-*/")) if (found := replicas.read(folder)) is not None]
-    inputs_BT, targets_BT = data.load(settings.data, settings.model).evaluation(64)
+    inputs_BT, targets_BT = corpora.load(settings.data, settings.model).evaluation(64)
     ours = Chain(replicas.layers_with(settings, replicas.average(weights)), run=settings)
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with torch.no_grad():
@@ -127,8 +129,8 @@ def alone(args: argparse.Namespace, steps: int) -> dict[str, Any]:
     """One process with the micro-batches of all three peers in each step."""
     settings = config.load(None, [*settings_of(args), f"train.micro_batch={PEERS * SEQUENCES}"])
     with tempfile.TemporaryDirectory() as place:
-        corpus = data.load(settings.data, settings.model)
-        compute = Compute(ComputeSetup(settings, PeerId("one"), corpus, compress, CPU, Path(place)))
+        corpus = corpora.load(settings.data, settings.model)
+        compute = Compute(ComputeSetup(settings, PeerId("one"), corpus, blockwise, CPU, Path(place)))
         before = loss_of(settings, [weights_of(compute)])
         for _ in range(steps):
             compute.step()

@@ -17,11 +17,13 @@ from pathlib import Path
 
 import torch
 
-from decentral import tokenize
+from decentral.commands import tokenize
 from decentral.core import config, rng
-from decentral.train import data, gpt, huggingface
-from decentral.train.inner import Inner, Live, fragments_of
-from decentral.train.step import Chain, Device, held_out_loss, train_step
+from decentral.data import corpora
+from decentral.engine.fragment import Inner, Live, fragments_of
+from decentral.engine.step import Chain, Device, held_out_loss, train_step
+from decentral.model import decoder as gpt
+from decentral.model import huggingface
 
 PEER_HEADERS = ("ATen", "torch/csrc", "c10")  # below torch's folder `include`: what each peer has
 TEXT_BYTES = 600_000  # of each peer, and three times as much to train the base
@@ -54,7 +56,7 @@ def make(folder: Path, steps: int) -> None:
 def write_texts(folder: Path) -> None:
     """Python of the standard library, and C++ of torch's headers, as text files of TEXT_BYTES."""
     library = Path(torch.__file__).parent / "include"
-    parts: dict[str, tuple[Iterable[Path], int]] = {"python": (data._stdlib_files(), 3 * TEXT_BYTES)}
+    parts: dict[str, tuple[Iterable[Path], int]] = {"python": (corpora._stdlib_files(), 3 * TEXT_BYTES)}
     for number, below in enumerate(PEER_HEADERS):
         parts[f"peer-{number}"] = sorted((library / below).rglob("*.h")), TEXT_BYTES
     for name, (files, most) in parts.items():
@@ -73,7 +75,7 @@ def train_base(folder: Path, steps: int) -> None:
     """One process, with the run's own optimizer and a rate that falls to a tenth."""
     run = base_run(folder)
     run = run.model_copy(update={"train": run.train.model_copy(update={"total_steps": steps})})
-    layers, corpus = gpt.build(run.model, run.seed), data.corpus(run.data, run.model)
+    layers, corpus = gpt.build(run.model, run.seed), corpora.corpus(run.data, run.model)
     inner = Inner([Live(cut, layers, CPU.device, run.train) for cut in fragments_of(run)], run.train)
     forward, draw, began = Chain(layers, run=run), rng.arrays(SEED, "base"), time.monotonic()
     for step in range(steps):

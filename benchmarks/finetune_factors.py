@@ -29,11 +29,12 @@ from torch import Tensor, nn
 
 from benchmarks.finetune_base import CPU, PEER_HEADERS
 from decentral.core import config, rng
-from decentral.train import data, gpt
-from decentral.train.lora import AdaptedLinear
-from decentral.train.muon import fastest_products
-from decentral.train.optimizers import BETA1, BETA2
-from decentral.train.step import Chain, held_out_loss
+from decentral.data import corpora
+from decentral.engine.muon import fastest_products
+from decentral.engine.optimizers import BETA1, BETA2
+from decentral.engine.step import Chain, held_out_loss
+from decentral.model import decoder
+from decentral.model.lora import AdaptedLinear
 
 METHODS = ("alone", "sync", "both", "B", "alternate", "product", "residual")
 EVALUATED = 64  # held-out sequences of each peer
@@ -58,8 +59,8 @@ class Replica:
 
     def __init__(self, run: config.Config, task: Task, folder: Path, number: int) -> None:
         keys = {"kind": "tokens", "path": str(folder / f"peer-{number}.bin")}
-        self.corpus = data.corpus(run.data.model_copy(update=keys), run.model)
-        self.layers = gpt.build(run.model, task.seed)
+        self.corpus = corpora.corpus(run.data.model_copy(update=keys), run.model)
+        self.layers = decoder.build(run.model, task.seed)
         self.forward = Chain(self.layers, run=run)
         self.draw = rng.arrays(task.seed, "factors", number)
         modules = (module for layer in self.layers for module in layer.modules())

@@ -20,7 +20,7 @@ from typing import Any
 
 from decentral.core.units import readable_bytes
 from tests.fuzz.fuzzed_node import KINDS, QUIET_S, Figures, FuzzedNode, Kind
-from tests.peers.node.test_flood import containers
+from tests.peers.runtime.test_flood import containers
 
 SHORT_LIVES = {"newcomer": 2000, "private": 2000}  # messages: it has joined, or never will; its invitation is over
 LOOK_EVERY = 100_000  # messages

@@ -5,7 +5,7 @@ Unix time at which all peers begin to measure, trains from that moment on, count
 measured window after the warm-up, and writes one JSON line to --result.
 
 Wherever there is a choice, the counts favour hivemind:
-- busy: forward, backward and the emulated rest of the micro-batch, as in decentral/train/step.py; and
+- busy: forward, backward and the emulated rest of the micro-batch, as in decentral/engine/step.py; and
   `optimizer.step()` too, unless that call ended an epoch or downloaded state, which is where hivemind waits.
 - useful tokens: all but those whose gradients hivemind threw away because this peer had to download the state of
   others. Gradients that are still accumulating when the window ends count as useful.
@@ -28,9 +28,10 @@ from hivemind.optim.grad_averager import GradientAverager
 from torch import Tensor, nn
 
 from decentral.core import config, rng
-from decentral.train import data, gpt
-from decentral.train.optimizers import BETA1, BETA2
-from decentral.train.step import Chain, Device, held_out_loss
+from decentral.data import corpora
+from decentral.engine.optimizers import BETA1, BETA2
+from decentral.engine.step import Chain, Device, held_out_loss
+from decentral.model import decoder
 
 STARTUP_S = 120.0  # hivemind's own 15 s for its daemon to start is too short on a loaded machine
 SHUTDOWN_S = 5.0
@@ -40,8 +41,8 @@ def main() -> None:
     args = _arguments()
     torch.set_num_threads(1)  # several peers share this machine, as in decentral.local
     run = config.load(args.config, args.set)
-    model = nn.Sequential(*gpt.build(run.model, run.seed))
-    corpus = data.corpus(run.data, run.model)
+    model = nn.Sequential(*decoder.build(run.model, run.seed))
+    corpus = corpora.corpus(run.data, run.model)
     dht = hivemind.DHT(initial_peers=args.join or None, start=True, startup_timeout=STARTUP_S)
     print("address", dht.get_visible_maddrs()[0], flush=True)
     optimizer = _optimizer(args, run, model, dht)
@@ -132,7 +133,7 @@ def train(
     run: config.Config,
     model: nn.Sequential,
     optimizer: Optimizer,
-    corpus: data.Corpus,
+    corpus: corpora.Corpus,
     window: Window,
 ) -> Counts:
     """Trains until the window ends: fetch, forward, backward, the rest of the emulated time, step."""
@@ -144,7 +145,7 @@ def train(
         if began >= window.ends:
             break
         optimizer.zero_grad()
-        loss = gpt.loss_of(model(inputs_BT), targets_BT)
+        loss = decoder.loss_of(model(inputs_BT), targets_BT)
         torch.autograd.backward(loss)
         took_s = time.time() - began
         time.sleep(max(took_s, run.train.emulated_micro_batch_s) * args.throttle - took_s)
@@ -159,7 +160,7 @@ def train(
     return peer.counts
 
 
-def _batches(corpus: data.Corpus, run: config.Config, index: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(corpus: corpora.Corpus, run: config.Config, index: int) -> Iterator[tuple[Tensor, Tensor]]:
     assert isinstance(run.train.micro_batch, int), "the benchmark names its micro-batch"
     generator = rng.arrays(run.seed, "hivemind", index)
     while True:

@@ -25,10 +25,10 @@ from benchmarks.trained_swarm import keeping_models, loss_of_mean, say
 from decentral.core import config
 from decentral.core.temporary import temporary_folder
 from decentral.sim import faults
-from decentral.sim.gradients import real_gradients
+from decentral.sim.host import Pace
+from decentral.sim.real_training import real_gradients
 from decentral.sim.run import Scenario, run
 from decentral.sim.swarm import SwarmSettings
-from decentral.sim.virtual_host import Pace
 from tests.hostile.credulous import without_defences
 from tests.hostile.liar import LIES
 

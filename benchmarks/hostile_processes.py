@@ -15,12 +15,12 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.kill import trouble
-from decentral import summary
-from decentral.core.journal import read
-from decentral.local import LocalSwarm
-from decentral.local import parse as parse_local
-from decentral.state import StateFolder
-from decentral.train import replicas
+from decentral.commands.local import LocalSwarm
+from decentral.commands.local import parse as parse_local
+from decentral.core.journal.file import read
+from decentral.peers.startup.state import StateFolder
+from decentral.serving import replicas
+from decentral.view import summary
 
 HONEST = 4
 STEP_S = 0.2

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentral.train import compress
-from decentral.train.kernel_choice import best_kernels
-from decentral.train.outer_kernels import OuterKernels, OuterVectors, Weighted
+from decentral.comm.codecs import blockwise
+from decentral.comm.gossip.kernel_choice import best_kernels
+from decentral.comm.gossip.outer_kernels import OuterKernels, OuterVectors, Weighted
 
 REPEATS = 7
 LEAST_S = 0.01  # a repetition calls a kernel as often as it takes to last so long
@@ -64,7 +64,7 @@ def main() -> None:
     flags = parser.parse_args()
     torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kernels, reason = best_kernels(device, compress)
+    kernels, reason = best_kernels(device, blockwise)
     if not flags.json:
         print(f"kernels: {reason}")
         print("   elements  kernel                   ms   million/s    GB/s  copy ms  copies")
@@ -91,21 +91,21 @@ def as_json(rate: KernelRate) -> str:
 
 def kernel_rates(elements: int, kernels: OuterKernels | None = None) -> list[KernelRate]:
     """Each kernel on vectors of so many elements, and the codecs; about 28 bytes of memory for each element."""
-    chosen = kernels or best_kernels(torch.device("cuda" if torch.cuda.is_available() else "cpu"), compress)[0]
+    chosen = kernels or best_kernels(torch.device("cuda" if torch.cuda.is_available() else "cpu"), blockwise)[0]
     copy = Copy()
     return [copy.beside(kernel, elements, size, call) for kernel, size, call in measured(chosen, elements)]
 
 
 def measured(kernels: OuterKernels, n: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
     """Name, bytes that it reads and writes, and a call of each kernel."""
-    q4, int8 = compress.size("q4", n), compress.size("int8", n)
+    q4, int8 = blockwise.size("q4", n), blockwise.size("int8", n)
     phi, baseline, other, values = (vector(n, seed) for seed in range(4))
-    blob, near = compress.encode("q4", values), compress.encode("int8", phi)
+    blob, near = blockwise.encode("q4", values), blockwise.encode("int8", phi)
     yield "close", 4 * FP32 * n + q4, partial(kernels.close, phi, baseline, other)
     yield "close q1", 4 * FP32 * n + q4, partial(kernels.close, phi, baseline, other, "q1")
-    signs, q1 = compress.encode("q1", values), compress.size("q1", n)
+    signs, q1 = blockwise.encode("q1", values), blockwise.size("q1", n)
     yield "widen q1", q1 + q4, partial(kernels.widen, signs, n)
-    yield "narrow q1", q1 + q4, partial(kernels.narrow, compress.widened(signs, n), n)
+    yield "narrow q1", q1 + q4, partial(kernels.narrow, blockwise.widened(signs, n), n)
     yield "length", q4, partial(kernels.length, blob, n)
     yield "distance", FP32 * n + int8, partial(kernels.distance, phi, near)
     own, partners = [Weighted(1 / 3, blob)], [Weighted(1 / 3, near)] * PARTNERS
@@ -113,11 +113,11 @@ def measured(kernels: OuterKernels, n: int) -> Iterator[tuple[str, int, Callable
     yield "merge alone", 5 * FP32 * n + q4, partial(kernels.merge, alone, own, [], RHO)
     together = 5 * FP32 * n + (1 + PARTNERS) * q4 + PARTNERS * int8
     yield f"merge {PARTNERS} partners", together, partial(kernels.merge, alone, own * 3, partners, RHO)
-    for codec in compress.CODECS:
-        size = compress.size(codec, n)
-        blob = compress.encode(codec, phi)
-        yield f"encode {codec}", FP32 * n + size, partial(compress.encode, codec, phi)
-        yield f"decode {codec}", FP32 * n + size, partial(compress.decode, codec, blob, n)
+    for codec in blockwise.CODECS:
+        size = blockwise.size(codec, n)
+        blob = blockwise.encode(codec, phi)
+        yield f"encode {codec}", FP32 * n + size, partial(blockwise.encode, codec, phi)
+        yield f"decode {codec}", FP32 * n + size, partial(blockwise.decode, codec, blob, n)
 
 
 def vector(n: int, seed: int) -> Tensor:
@@ -189,7 +189,7 @@ def steps_beside(elements: int) -> dict[str, float]:
 def gossip(elements: int, ready: Any, stop: Any) -> None:
     """Closes and merges until it is stopped."""
     torch.set_num_threads(1)
-    kernels, _ = best_kernels(torch.device("cuda" if torch.cuda.is_available() else "cpu"), compress)
+    kernels, _ = best_kernels(torch.device("cuda" if torch.cuda.is_available() else "cpu"), blockwise)
     work = [call for name, _, call in measured(kernels, elements) if name in ("close", f"merge {PARTNERS} partners")]
     ready.set()
     while not stop.is_set():

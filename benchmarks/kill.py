@@ -24,9 +24,9 @@ from typing import Any
 
 from rich.console import Console
 
-from decentral.core.journal import read
-from decentral.local import LocalPeer, LocalSwarm
-from decentral.local import parse as parse_local
+from decentral.commands.local import LocalPeer, LocalSwarm
+from decentral.commands.local import parse as parse_local
+from decentral.core.journal.file import read
 
 Line = dict[str, Any]
 WARM_UP_S = 25.0

@@ -32,12 +32,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from decentral.core.compiled import compiled, inner
 from decentral.core.errors import UserError
-from decentral.core.machine_code import compiled, inner
-from decentral.scheduler.shared.arrays import Floats, Ints
-from decentral.scheduler.shared.search_budget import SearchBudget, SearchProgress
 from decentral.scheduler.sync import local_search
 from decentral.scheduler.sync.layout_cost import Problem, best_layout
+from decentral.scheduler.topology.arrays import Floats, Ints
+from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 
 Words = NDArray[np.uint64]
 Bytes = NDArray[np.uint8]

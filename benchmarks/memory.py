@@ -3,7 +3,7 @@
 Each case is a fresh process that builds its layers and does what a peer does with them: LEAST_UNDER_WAY micro-batches
 go forward before the first comes back, a step is taken, every fragment closes a window, merges three partners'
 snapshots, and is given to a newcomer. The process's peak of resident memory, less what it had before it built anything
-(torch, data, and one round with a tiny model), is compared with train/memory.py's bytes for the same span.
+(torch, data, and one round with a tiny model), is compared with engine/memory.py's bytes for the same span.
 """
 
 import argparse
@@ -15,11 +15,13 @@ from pathlib import Path
 
 import torch
 
+from decentral.comm.codecs import blockwise
 from decentral.core import config, jobs, memory_needs
 from decentral.core.ids import PeerId
-from decentral.train import compress, data, memory
-from decentral.train.compute import Compute, ComputeSetup
-from decentral.train.step import Device
+from decentral.data import corpora
+from decentral.engine import memory
+from decentral.engine.compute import Compute, ComputeSetup
+from decentral.engine.step import Device
 
 MB = 1e6
 CASES = {  # overrides, and the span in fragments
@@ -84,7 +86,7 @@ def setup_of(run: config.Config, span: tuple[int, int], folder: Path) -> Compute
     folder.mkdir(exist_ok=True)
     device = Device(torch.device("cpu"), torch.float32)
     layers = memory.needs(run).span(*span)
-    return ComputeSetup(run, PeerId("A"), data.load(run.data, run.model), compress, device, folder, layers)
+    return ComputeSetup(run, PeerId("A"), corpora.load(run.data, run.model), blockwise, device, folder, layers)
 
 
 def exercise(run: config.Config, span: tuple[int, int], folder: Path) -> None:
@@ -114,7 +116,7 @@ def forward(compute: Compute, run: config.Config, number: int, first: int, last:
         sequences = run.train.micro_batch
         assert isinstance(sequences, int)
         expected = compute.span.forms(first, sequences).entering[0]
-        hidden = compress.encode(expected[0].codec, 0.1 * torch.randn(expected[0].elements))
+        hidden = blockwise.encode(expected[0].codec, 0.1 * torch.randn(expected[0].elements))
         blob = hidden + bytes(expected[1].size)
         done = compute.do(jobs.Forward(number, first, last, sequences, expected, blob))
     assert isinstance(done, jobs.ForwardDone | jobs.BackwardDone), done
@@ -127,7 +129,7 @@ def backward(compute: Compute, run: config.Config, number: int, last: int) -> No
     sequences = run.train.micro_batch
     assert isinstance(sequences, int)
     ((section,),) = compute.span.forms(last, sequences).gradients
-    blob = compress.encode(section.codec, 1e-3 * torch.randn(section.elements))
+    blob = blockwise.encode(section.codec, 1e-3 * torch.randn(section.elements))
     done = compute.do(jobs.Backward(number, (section,), blob))
     assert isinstance(done, jobs.BackwardDone), done
 

@@ -1,7 +1,7 @@
 """The outer step as pure functions of fp32 vectors: the reference of the tests, and of the experiments on convergence.
 
-The product's step (train/outer_kernels.py) has alpha = 0 and beta = gamma = 1. Beyond it there is NoLoCo's momentum
-(arXiv 2506.10911), and a first moment of AdamW that follows the merged step:
+The product's step (comm/gossip/outer_kernels.py) has alpha = 0 and beta = gamma = 1. Beyond it there is NoLoCo's
+momentum (arXiv 2506.10911), and a first moment of AdamW that follows the merged step:
 
     close:  d = b - theta;  b = theta;  a = e + d;  q = Q(a);  e = a - q       publish (phi, q, tokens, r)
             d is the window's pseudo-gradient, q is what partners read of it
@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from decentral.train.influence import token_weights
+from decentral.comm.gossip.influence import token_weights
 
 Quantise = Callable[[Tensor], Tensor]
 """What the partners will read: decode(encode(x)), fp32 [n]."""

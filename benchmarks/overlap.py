@@ -3,8 +3,8 @@
     python -m benchmarks.overlap [--seconds 120] [--slow] [--json FILE]
 
 Each of four layer groups takes 100 ms of computing, every link has a delay, and the nodes are the real ones
-(decentral/sim). The bound is that of peers/placement/span_choice.py, for which links cost nothing. With `--slow` one
-peer becomes 5 times slower in the middle of the run.
+(decentral/sim). The bound is that of scheduler/placement/span_choice.py, for which links cost nothing. With `--slow`
+one peer becomes 5 times slower in the middle of the run.
 """
 
 import argparse
@@ -21,14 +21,14 @@ import torch
 from decentral.core import config, jobs
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
-from decentral.peers.node.handlers import PeerEffect, PeerEvent
-from decentral.peers.node.progress import Stop
-from decentral.peers.placement.span_choice import flow, holder_of
+from decentral.peers.runtime.handlers import PeerEffect, PeerEvent
+from decentral.peers.runtime.progress import Stop
+from decentral.scheduler.placement.span_choice import flow, holder_of
 from decentral.sim import faults
-from decentral.sim.geography import TypicalLink
+from decentral.sim.host import Pace, VirtualHost
+from decentral.sim.network.geography import TypicalLink
 from decentral.sim.run import Scenario, run
 from decentral.sim.swarm import SwarmSettings
-from decentral.sim.virtual_host import Pace, VirtualHost
 
 LAYERS = 4  # groups of layers, of 100 ms each
 STEP_S = 0.4

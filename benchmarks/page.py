@@ -31,10 +31,10 @@ from selenium.webdriver import Chrome
 from benchmarks.browser import browsing, complaints, hosts_asked
 from benchmarks.page_roster import RENEWED_S, ROSTER, record, roster
 from benchmarks.page_training import training
-from decentral.core.journal import read
-from decentral.dashboard.address import PageAddress
-from decentral.dashboard.child import DashboardProcess
-from decentral.dashboard.record_lines import ToldRecords
+from decentral.core.journal.file import read
+from decentral.view.page.address import PageAddress
+from decentral.view.page.child import DashboardProcess
+from decentral.view.page.record_lines import ToldRecords
 
 START_S = 300.0  # until real peers train, on a busy machine
 ALL_JOINED_S = 1200.0  # until simulated ones do; they come over 200 s of virtual time

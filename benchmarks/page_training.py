@@ -37,11 +37,11 @@ from decentral.comm.wire.messages import Ping, Pong
 from decentral.comm.wire.transport import Answer
 from decentral.core import config, jobs
 from decentral.core.ids import PeerId
-from decentral.dashboard.address import PageAddress
-from decentral.dashboard.child import DashboardProcess
-from decentral.dashboard.record_lines import ToldRecords
-from decentral.dashboard.signs_of_life import ASKED_EVERY_S, SignsOfLife
 from decentral.peers.membership.records import PeerRecord
+from decentral.view.page.address import PageAddress
+from decentral.view.page.child import DashboardProcess
+from decentral.view.page.record_lines import ToldRecords
+from decentral.view.page.signs_of_life import ASKED_EVERY_S, SignsOfLife
 
 INTERVAL_S = 6.0
 SETTLE_S = 1.5  # after each switch, before steps are timed
@@ -222,7 +222,7 @@ class _OneForAll:
 
 
 class _Roster:
-    """1,000 records, 50 of them new in each second, handed on as decentral/dashboard/record_lines.py does."""
+    """1,000 records, 50 of them new in each second, handed on as decentral/view/page/record_lines.py does."""
 
     def __init__(self, page: DashboardProcess, signs: SignsOfLife) -> None:
         self._page, self._signs, self._told, self._second = page, signs, ToldRecords(), 0
@@ -253,13 +253,15 @@ class _Steps:
     """The training thread of a peer that has no partners; `ended`: when each of its steps was over."""
 
     def __init__(self, folder: Path) -> None:
-        from decentral.train import compress, data, measure
-        from decentral.train.compute import Compute, ComputeSetup
+        from decentral.comm.codecs import blockwise
+        from decentral.data import corpora
+        from decentral.engine import measure
+        from decentral.engine.compute import Compute, ComputeSetup
 
         run = config.load(None, [])
         device = measure.choose("cpu", "float32", 1.0, 0.0)
-        corpus = data.load(run.data, run.model)
-        compute = Compute(ComputeSetup(run, PeerId("A"), corpus, compress, device, folder))
+        corpus = corpora.load(run.data, run.model)
+        compute = Compute(ComputeSetup(run, PeerId("A"), corpus, blockwise, device, folder))
         self.ended = list[float]()
         compute.step = self._timed(compute.step)  # type: ignore[method-assign]
         compute.submit(jobs.Start(newcomer=False))

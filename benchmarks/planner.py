@@ -34,20 +34,15 @@ import numpy as np
 from benchmarks import layout_bound
 from benchmarks import planner_published as published_code
 from decentral.core import config
-from decentral.scheduler.shared import topology
-from decentral.scheduler.shared.search_budget import SearchBudget
-from decentral.scheduler.shared.topology import Topology, Workload, regions_of
+from decentral.scheduler.partners import mixing
 from decentral.scheduler.sync import evolve, gcma
 from decentral.scheduler.sync.layout_cost import best_layout, problem_of
-from decentral.scheduler.sync.sync_plan import sync_plan
-from decentral.scheduler.throughput import (
-    layer_costs,
-    max_flow,
-    milp,
-    partner_weights,
-    span_search,
-    throughput_plan,
-)
+from decentral.scheduler.sync.plan import sync_plan
+from decentral.scheduler.throughput import layer_costs, max_flow, milp, span_search
+from decentral.scheduler.throughput import plan as throughput_plan
+from decentral.scheduler.topology import topology
+from decentral.scheduler.topology.search_budget import SearchBudget
+from decentral.scheduler.topology.topology import Topology, Workload, regions_of
 
 OPTIMA = {"data-centre": 3.43980, "universities": 16.08684, "four-regions": 34.80204, "eight-cities": 49.21838,
           "spot": 31.63416}  # fmt: skip
@@ -81,8 +76,9 @@ def compilation(seed: int, _scale: float) -> None:
     """The first compilation of each solver. One seed is enough: others measure the same."""
     for solver in ("genetic", "annealing", "gcma"):
         code = (
-            "import time; from decentral.scheduler.shared import search_budget, topology; "
-            "from decentral.scheduler.sync import sync_plan; spot, begin = topology.load('spot'), time.process_time(); "
+            "import time; from decentral.scheduler.topology import search_budget, topology; "
+            "from decentral.scheduler.sync import plan as sync_plan; "
+            "spot, begin = topology.load('spot'), time.process_time(); "
             f"sync_plan.sync_plan(spot, {solver!r}, 0, search_budget.SearchBudget(rounds=1)); "
             "print(time.process_time() - begin)"
         )
@@ -199,7 +195,7 @@ def partners(seed: int, scale: float) -> None:
         swarm = scattered(count, seed)
         begin = time.process_time()
         budget = SearchBudget(2 * scale, clock=time.process_time)
-        found = partner_weights.partners(swarm, np.ones((count, 1), dtype=bool), np.array([1e8]), budget)
+        found = mixing.partners(swarm, np.ones((count, 1), dtype=bool), np.array([1e8]), budget)
         _line("gossip", seed=seed, peers=count, of_uniform=found.mixing_per_s / found.uniform_per_s,
               of_bandwidth=found.mixing_per_s / found.bandwidth_per_s, seconds=time.process_time() - begin)  # fmt: skip
 

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from decentral.scheduler.shared.topology import Topology, Workload
 from decentral.scheduler.sync import gcma
 from decentral.scheduler.sync.matching import held_karp
+from decentral.scheduler.topology.topology import Topology, Workload
 
 FORBIDDEN = 1e6
 Stages = list[list[int]]

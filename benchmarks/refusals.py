@@ -29,12 +29,13 @@ from statistics import median
 from typing import Any
 
 from benchmarks.trained_swarm import say
-from decentral import invitation_files, invite
 from decentral.comm.net import ports
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.invitations import Permission
-from decentral.invitation_files import FounderFile
-from decentral.peers.hosts.clock import SwarmClock
+from decentral.commands import invite
+from decentral.peers.runtime.clock import SwarmClock
+from decentral.peers.startup import invitation_files
+from decentral.peers.startup.invitation_files import FounderFile
 from tests.commands.peer_processes import TINY, Peers
 from tests.patient_time import LIMIT_S
 

@@ -21,23 +21,24 @@ from typing import Any
 import torch
 
 from benchmarks.trained_swarm import keeping_models, say
-from decentral.comm.routes.audits import RouteAudits
+from decentral.comm.codecs import blockwise
+from decentral.comm.pipeline.audits import RouteAudits
 from decentral.core import config, jobs
 from decentral.core.ids import PeerId
 from decentral.core.machine import Log
 from decentral.core.temporary import temporary_folder
-from decentral.peers.node.handlers import PeerEffect, PeerEvent
-from decentral.peers.node.progress import Stop
+from decentral.data import corpora
+from decentral.engine.compute import Compute, ComputeSetup
+from decentral.engine.step import Device, held_out_loss
+from decentral.peers.runtime.handlers import PeerEffect, PeerEvent
+from decentral.peers.runtime.progress import Stop
 from decentral.sim import faults
 from decentral.sim.faults import HOP_LIES
-from decentral.sim.geography import TypicalLink
-from decentral.sim.gradients import Trained, real_gradients
+from decentral.sim.host import Pace, VirtualHost
+from decentral.sim.network.geography import TypicalLink
+from decentral.sim.real_training import Trained, real_gradients
 from decentral.sim.run import Scenario, run
 from decentral.sim.swarm import SwarmSettings
-from decentral.sim.virtual_host import Pace, VirtualHost
-from decentral.train import compress, data
-from decentral.train.compute import Compute, ComputeSetup
-from decentral.train.step import Device, held_out_loss
 
 LIAR = 4
 SPANS = ((0, 4), (4, 5), (0, 4), (4, 5), (4, 5))
@@ -137,8 +138,8 @@ def agreement(observer: RouteObserver, liar: PeerId) -> dict[str, float]:
 
 def loss_of_mean(parts: list[Trained], run_config: config.Config) -> float:
     """The held-out loss of the model whose fragments are the means of these peers' fragments."""
-    corpus, device = data.load(run_config.data, run_config.model), Device(torch.device("cpu"), torch.float32)
-    whole = Compute(ComputeSetup(run_config, PeerId("whole"), corpus, compress, device, Path("unused")))
+    corpus, device = corpora.load(run_config.data, run_config.model), Device(torch.device("cpu"), torch.float32)
+    whole = Compute(ComputeSetup(run_config, PeerId("whole"), corpus, blockwise, device, Path("unused")))
     for live in whole.span.inner.lives:
         held = [one.theta for part in parts for one in part.span.inner.lives if one.fragment == live.fragment]
         live.theta.copy_(torch.stack(held).mean(dim=0))

@@ -22,12 +22,12 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.kill import kill_peer, lines_of, restart, trouble
-from decentral.audit import audit
-from decentral.comm.routes.pacing import HOP_DEADLINE_FLOOR_S
-from decentral.core.journal import read
-from decentral.local import LocalSwarm
-from decentral.local import parse as parse_local
-from decentral.train import replicas
+from decentral.comm.pipeline.pacing import HOP_DEADLINE_FLOOR_S
+from decentral.commands.audit import audit
+from decentral.commands.local import LocalSwarm
+from decentral.commands.local import parse as parse_local
+from decentral.core.journal.file import read
+from decentral.serving import replicas
 
 PEERS, MEMORY = 6, "160MB"
 MODEL = ["--set", "model.depth=4", "--set", "model.width=128", "--set", "swarm.checkpoint_every_s=5"]

@@ -4,7 +4,7 @@
 
 A peer has memory for an eighth to a third of the layers; speeds differ fourfold, and memories with them. Lifetimes are
 exponential, and a preempted peer is replaced after a minute by a newcomer, which chooses its layers. The bound is
-that of peers/placement/span_choice.py over the peers that train, every minute. `share` is the rate of tokens that a
+that of scheduler/placement/span_choice.py over the peers that train, every minute. `share` is the rate of tokens that a
 layer's weights have counted, as a mean over layers by their parameters, over the bound; `begun` is the same for the
 tokens of the origin peers' own micro-batches. After Ctrl-C or SIGTERM the run ends at the next full minute, and prints
 what it has measured.
@@ -24,16 +24,16 @@ from decentral.core import config, jobs, rng
 from decentral.core.fragments import share
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
-from decentral.peers.node.handlers import PeerEffect, PeerEvent
-from decentral.peers.node.progress import Stop
-from decentral.peers.placement.span_choice import flow, holder_of
+from decentral.engine import memory
+from decentral.peers.runtime.handlers import PeerEffect, PeerEvent
+from decentral.peers.runtime.progress import Stop
+from decentral.scheduler.placement.span_choice import flow, holder_of
 from decentral.sim import run as runs
 from decentral.sim.faults import Fault
-from decentral.sim.geography import TypicalLink
+from decentral.sim.host import Pace, VirtualHost
+from decentral.sim.network.geography import TypicalLink
 from decentral.sim.run import Scenario, StopRun, run
 from decentral.sim.swarm import SwarmSettings
-from decentral.sim.virtual_host import Pace, VirtualHost
-from decentral.train import memory
 
 THROTTLES = (1.0, 0.5, 1.0, 0.25)
 PARTS = (0.125, 0.2, 0.125, 0.3)  # the share of the layers that fits into the memory of the same peers

@@ -27,10 +27,10 @@ from typing import Any
 
 from benchmarks.hostile_processes import hostile
 from benchmarks.trained_swarm import say
-from decentral import summary
-from decentral.core.journal import read
-from decentral.local import LocalSwarm
-from decentral.local import parse as parse_local
+from decentral.commands.local import LocalSwarm
+from decentral.commands.local import parse as parse_local
+from decentral.core.journal.file import read
+from decentral.view import summary
 
 ORDER = (True, False, False, True)
 TICKS = os.sysconf("SC_CLK_TCK")

@@ -1,7 +1,7 @@
 """The shapes of models that benchmarks train, and how much of a GPU's peak a training speed is."""
 
 from decentral.core import config
-from decentral.train import gpt
+from decentral.model import decoder
 
 SIZES = {  # shapes of byte-level models, and the micro-batch
     "0.5M": ["model.depth=2"],
@@ -23,4 +23,4 @@ def utilisation(run: config.Config, tokens_per_s: float, device: str) -> float |
     """
     peak = next((flops for name, flops in PEAKS.items() if name in device), None)
     attention = 6 * run.model.depth * run.model.context * run.model.d_model
-    return tokens_per_s * (6 * sum(gpt.parameters(run.model)[1:]) + attention) / peak if peak else None
+    return tokens_per_s * (6 * sum(decoder.parameters(run.model)[1:]) + attention) / peak if peak else None

@@ -37,12 +37,12 @@ from benchmarks.kernels import kernel_rates
 from benchmarks.processes import CpuSeconds
 from benchmarks.shapes import SIZES, utilisation
 from benchmarks.straggler import Child
+from decentral.commands.local import LocalSwarm
+from decentral.commands.local import parse as parse_local
 from decentral.core import config
-from decentral.core.journal import read
-from decentral.local import LocalSwarm
-from decentral.local import parse as parse_local
-from decentral.summary import time_spent
-from decentral.train import gpt
+from decentral.core.journal.file import read
+from decentral.model import decoder
+from decentral.view.summary import time_spent
 
 Line = dict[str, Any]
 START_S = 300.0  # for a process to begin training
@@ -213,7 +213,7 @@ def _mean_cpu(peers: Sequence[CpuSeconds]) -> CpuSeconds:
 def summarised(case: Case, turns: Sequence[dict[str, Measured]], empty: dict[str, float]) -> dict[str, Any]:
     """One row of the table, with what each repetition measured."""
     run = config.load(None, case.overrides)
-    parameters = sum(gpt.parameters(run.model))
+    parameters = sum(decoder.parameters(run.model))
     means = {kind: mean(turn[kind].tokens_per_s for turn in turns) for kind in empty}
     resident = {kind: mean(turn[kind].resident_bytes for turn in turns) for kind in empty}
     ours = [turn["peers"] for turn in turns]

@@ -18,29 +18,31 @@ import time
 from pathlib import Path
 from typing import Any
 
-from decentral import audit
-from decentral.comm.routes import stage
+from decentral.comm.codecs import blockwise
+from decentral.comm.pipeline import stage
 from decentral.comm.wire.identity import Identity
+from decentral.commands import audit
 from decentral.core import config, jobs, memory_needs
 from decentral.core.ids import PeerId, RunId
-from decentral.core.journal import Journal, read
-from decentral.peers.hosts.clock import SwarmClock
-from decentral.peers.hosts.host import Host
+from decentral.core.journal.file import Journal, read
+from decentral.data import corpora
+from decentral.engine import memory
+from decentral.engine.compute import Compute, ComputeSetup
+from decentral.engine.measure import choose
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.records import Profile
-from decentral.peers.node.node import Node
-from decentral.peers.node.setup import NodeSetup
-from decentral.peers.placement import span_choice
-from decentral.peers.placement.layer_recovery import TrainingPeer
-from decentral.peers.placement.span_choice import Holder
-from decentral.peers.placement.span_move import MemoryBudget
-from decentral.peers.planning.plan_evaluation import PlanTask, work_of
-from decentral.scheduler.shared.arrays import Ints
+from decentral.peers.runtime.clock import SwarmClock
+from decentral.peers.runtime.host import Host
+from decentral.peers.runtime.node import Node
+from decentral.peers.runtime.setup import NodeSetup
+from decentral.scheduler.placement import span_choice
+from decentral.scheduler.placement.evaluate import PlanTask, work_of
+from decentral.scheduler.placement.move import MemoryBudget
+from decentral.scheduler.placement.recover import TrainingPeer
+from decentral.scheduler.placement.span_choice import Holder
 from decentral.scheduler.throughput import max_flow, milp
 from decentral.scheduler.throughput.layer_costs import LayerCosts
-from decentral.train import compress, data, memory
-from decentral.train.compute import Compute, ComputeSetup
-from decentral.train.measure import choose
+from decentral.scheduler.topology.arrays import Ints
 from tests.comm.net.loopback import Loopback, LoopbackDirectory
 
 PEERS, EVERY_S = 6, 10.0
@@ -67,7 +69,7 @@ class Swarm:
         count = len(self.needs.fragments)
         starts = range(count - count // 2 + 1)
         self.half = max(self.needs.span_bytes(begin, begin + count // 2, UNDER_WAY) for begin in starts)
-        self.corpus = data.load(self.run.data, self.run.model)
+        self.corpus = corpora.load(self.run.data, self.run.model)
         self.network = Loopback()
         self.hosts: list[Host] = []
         self.computes: list[Compute] = []
@@ -96,7 +98,7 @@ class Swarm:
         folder.mkdir()
         own = Identity.load_or_create(folder / "identity.key")
         device = choose("cpu", "float32", 1.0, self.seconds)
-        compute = Compute(ComputeSetup(self.run, own.peer, self.corpus, compress, device, folder, span))
+        compute = Compute(ComputeSetup(self.run, own.peer, self.corpus, blockwise, device, folder, span))
         capacity = self.needs.capacity(0, 3, self.half)
         place = stage.StageConfig(
             RUN, own.peer, *span, compute.span.cuts, 1, capacity, 1, compute.span.forms, self.needs.activations,

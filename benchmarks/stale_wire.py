@@ -7,7 +7,7 @@
 gradient is exact for what was received. `overlap`: so many micro-batches are between the first stage's forward pass and
 its backward pass, and a step follows each backward pass, as with `routes.overlap`: gradients are stale by up to
 `--under-way` - 1 steps in the first stage, by none in the last. Both passes run at the weights that the backward pass
-is likely to find (decentral/train/look_ahead.py); with `--stale` each runs at those of its own time.
+is likely to find (decentral/engine/look_ahead.py); with `--stale` each runs at those of its own time.
 
 Every run begins with the same weights and sees the same micro-batches, with the default optimizer; the loss is of 128
 held-out sequences. Printed is each seed's loss, and the mean of the quotients with the first line's.
@@ -29,11 +29,13 @@ from torch import Tensor, nn
 
 from benchmarks import rotated_codes
 from benchmarks.rotated_codes import HALF_STEP, SIGNS, TILE, transform
+from decentral.comm.codecs import blockwise
 from decentral.core import config, rng
-from decentral.train import compress, data, gpt
-from decentral.train.inner import Inner, Live, fragments, rate_at
-from decentral.train.look_ahead import LookAhead, WeightsAhead
-from decentral.train.step import Chain, Device, held_out_loss
+from decentral.data import corpora
+from decentral.engine.fragment import Inner, Live, fragments, rate_at
+from decentral.engine.look_ahead import LookAhead, WeightsAhead
+from decentral.engine.step import Chain, Device, held_out_loss
+from decentral.model import decoder
 
 HELD_OUT = 128  # sequences
 SETTINGS = ["model.depth=4", "model.width=128", "model.context=64", "train.micro_batch=8", "train.warmup_steps=50"]
@@ -49,7 +51,7 @@ def coded(codec: str) -> Code:
     def code(values: Tensor) -> Tensor:
         if codec in ROTATED:
             return rotated_codes.read(ROTATED[codec], values.flatten()).view_as(values)
-        return compress.decode(codec, compress.encode(codec, values.flatten()), values.numel()).view_as(values)
+        return blockwise.decode(codec, blockwise.encode(codec, values.flatten()), values.numel()).view_as(values)
 
     return code
 
@@ -144,8 +146,8 @@ class Pipeline:
 
     def __init__(self, run: config.Config, seed: int, wire: Wire, look_ahead: bool) -> None:
         self.run = run
-        self.layers: list[nn.Module] = list(gpt.build(run.model, seed))
-        cuts = fragments(gpt.parameters(run.model), run.gossip.fragment_parameters)
+        self.layers: list[nn.Module] = list(decoder.build(run.model, seed))
+        cuts = fragments(decoder.parameters(run.model), run.gossip.fragment_parameters)
         lives = [Live(cut, self.layers, torch.device("cpu"), run.train, range(len(self.layers))) for cut in cuts]
         self.inner = Inner(lives, run.train)
         self.stages = [
@@ -162,7 +164,7 @@ class Pipeline:
         hidden_BTD = entering_BTD
         for layer in self.layers[CUTS[-2] : -1]:
             hidden_BTD = layer(hidden_BTD)
-        return gpt.last_loss(self.run, self.layers[-1], hidden_BTD, targets_BT)
+        return decoder.last_loss(self.run, self.layers[-1], hidden_BTD, targets_BT)
 
     def step(self) -> None:
         with ExitStack() as stack:
@@ -187,7 +189,7 @@ class Case:
 def trained(case: Case, seed: int, steps: int) -> float:
     """The held-out loss after so many steps of one micro-batch each."""
     run = RUN if case.rate is None else config.load(None, [*SETTINGS, f"train.learning_rate={case.rate}"])
-    corpus, sequences = data.corpus(run.data, run.model), run.train.micro_batch
+    corpus, sequences = corpora.corpus(run.data, run.model), run.train.micro_batch
     assert isinstance(sequences, int)
     pipeline, chance = Pipeline(run, seed, WIRES[case.wire], case.look_ahead), rng.arrays(seed, "stale wire")
     zero, one = pipeline.stages

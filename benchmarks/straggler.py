@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Self
 
-from decentral.core.journal import read
+from decentral.core.journal.file import read
 
 HERE = Path(__file__).parent
 MODEL = [  # 139,584 parameters; forward and backward take about 10 ms of one core, the rest of 50 ms is slept

@@ -22,11 +22,11 @@ from decentral.core.ids import PeerId
 from decentral.core.machine import Log
 from decentral.core.temporary import temporary_folder
 from decentral.core.units import Seconds
-from decentral.sim.geography import TypicalLink
-from decentral.sim.gradients import real_gradients
+from decentral.sim.host import Pace
+from decentral.sim.network.geography import TypicalLink
+from decentral.sim.real_training import real_gradients
 from decentral.sim.run import Scenario, run
 from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
-from decentral.sim.virtual_host import Pace
 
 PEERS = 4
 STEP_S = 0.4

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from decentral.core.ids import PeerId
-from decentral.sim.gradients import Trained
+from decentral.engine.step import held_out_loss
+from decentral.sim.host import Training
+from decentral.sim.real_training import Trained
 from decentral.sim.swarm import SimulatedPeer, SwarmSettings
-from decentral.sim.virtual_host import Training
-from decentral.train.step import held_out_loss
 
 
 def keeping_models(settings: SwarmSettings) -> tuple[SwarmSettings, dict[PeerId, Trained]]:

@@ -8,8 +8,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from decentral import __version__, command
-from decentral.command_table import COMMANDS, module_of
+from decentral import __version__
+from decentral.commands import shared
+from decentral.commands.table import COMMANDS, module_of
 from decentral.core.errors import UserError
 from decentral.core.near_names import did_you_mean
 
@@ -17,12 +18,12 @@ from decentral.core.near_names import did_you_mean
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        return command.run(lambda: print(overview()))
+        return shared.run(lambda: print(overview()))
     if arguments[0] in ("-V", "--version"):
-        return command.run(lambda: print(f"decentral {__version__}"))
+        return shared.run(lambda: print(f"decentral {__version__}"))
     if arguments[0] not in COMMANDS:
-        return command.run(lambda: _unknown(arguments[0]))
-    ending = command.ending_signals()
+        return shared.run(lambda: _unknown(arguments[0]))
+    ending = shared.ending_signals()
     for each in ending:
         signal.signal(each, lambda *_: os._exit(0))  # there is nothing to save while the libraries load
     chosen = module_of(arguments[0])

@@ -13,7 +13,7 @@ from contextlib import redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path, PurePosixPath
 
-from decentral.command_table import COMMANDS, module_of
+from decentral.commands.table import COMMANDS, module_of
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")

@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import settings
 
+from decentral.comm.codecs import blockwise
 from decentral.core import config
 from decentral.core.ids import PeerId
-from decentral.train import compress, data
-from decentral.train.compute import ComputeSetup
-from decentral.train.step import Device
+from decentral.data import corpora
+from decentral.engine.compute import ComputeSetup
+from decentral.engine.step import Device
 from tests.commands.peer_processes import Peers
 from tests.sim.broken import no_baseline
 
@@ -78,7 +79,7 @@ def setup_of(text: Path, tmp_path: Path) -> Callable[..., ComputeSetup]:
         )
         folder = tmp_path / peer
         folder.mkdir(exist_ok=True)
-        corpus = data.load(run.data, run.model)
-        return ComputeSetup(run, PeerId(peer), corpus, compress, Device(torch.device(device), dtype), folder)
+        corpus = corpora.load(run.data, run.model)
+        return ComputeSetup(run, PeerId(peer), corpus, blockwise, Device(torch.device(device), dtype), folder)
 
     return build

@@ -20,7 +20,7 @@ CLASS_ATTRIBUTES = 18
 SEAMS = {"core", "comm", "scheduler", "train", "peers", "sim"}  # folders between which a function needs a docstring
 EXCEPTIONS: dict[str, str] = {  # "module", "module.Class" or "module.function" -> why no limit applies to it
     "core.jobs": "a list of plain values, in which a reader looks one up",
-    "core.model_config.ModelConfig": "a section of the config has as many attributes as a user has keys to set in it",
+    "model.shape.ModelConfig": "a section of the config has as many attributes as a user has keys to set in it",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -17,11 +17,10 @@ ROOMS = {
 PACKAGES = {
     "decentral",
     "decentral.algorithms",
-    "decentral.checks",
+    "decentral.commands.checks",
     "decentral.core",
     "decentral.dashboard",
-    "decentral.observe",
-    "decentral.pictures",
+    "decentral.view",
     "decentral.serving",
     "decentral.train",
     "decentral.sim",

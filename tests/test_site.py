@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from decentral.command_table import COMMANDS
+from decentral.commands.table import COMMANDS
 from docs import stage
 
 ROOT = Path(__file__).parent.parent
@@ -66,7 +66,7 @@ def test_the_pictures_of_the_pages_are_on_the_site(pages: Path) -> None:
 def test_a_link_to_a_source_file_becomes_its_text() -> None:
     page = PurePosixPath("docs/results/a.md")
     places = {page: PurePosixPath("results/a.md"), PurePosixPath("README.md"): PurePosixPath("index.md")}
-    text = "[code](../../decentral/peer.py), [first](../../README.md#two-commands), [there](#here), [out](http://x)"
+    text = "[code](../../decentral/commands/peer.py), [first](../../README.md#two-commands), [there](#here), [out](http://x)"
     assert (
         stage.relinked(text, page, places) == "code, [first](../index.md#two-commands), [there](#here), [out](http://x)"
     )

@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.contest import contestants, report, runner, scenarios, tuning
 from benchmarks.contest.runner import Line, Task
 from benchmarks.wan import namespaces
-from decentral import command
+from decentral.commands import shared
 from decentral.core.errors import UserError
 
 SECONDS = 40.0
@@ -26,7 +26,7 @@ FULL_SECONDS = 120.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return command.run(lambda: _main(parse(argv)))
+    return shared.run(lambda: _main(parse(argv)))
 
 
 def _main(flags: argparse.Namespace) -> None:
@@ -98,7 +98,7 @@ def _names(text: str) -> list[str]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.Parser(
+    parser = shared.Parser(
         prog="python -m benchmarks.contest", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--full", action="store_true", help="all contestants in all scenarios; takes about a day")

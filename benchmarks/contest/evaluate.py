@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from decentral.core import config
-from decentral.train import data, gpt, replicas
-from decentral.train.step import Chain, Device, held_out_loss
+from decentral.data import corpora
+from decentral.engine.step import Chain, Device, held_out_loss
+from decentral.model import decoder
+from decentral.serving import replicas
 
 AT_ONCE_SEQUENCES = 64
 FIRST = "0-0"  # the peer that is never killed
@@ -63,9 +65,9 @@ class Evaluation:
 
     def __init__(self, overrides: Sequence[str]) -> None:
         self.run = config.load(None, overrides)
-        self.layers = gpt.build(self.run.model, self.run.seed)
+        self.layers = decoder.build(self.run.model, self.run.seed)
         self.parameters = list(nn.Sequential(*self.layers).parameters())
-        self.batch = data.corpus(self.run.data, self.run.model).evaluation(SEQUENCES)
+        self.batch = corpora.corpus(self.run.data, self.run.model).evaluation(SEQUENCES)
 
     def losses(self, saved: Sequence[Saved], moments: Sequence[float], killed: Killed) -> list[Losses | None]:
         """At each of these moments (Unix time); None where nobody has saved anything yet."""

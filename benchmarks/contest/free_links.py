@@ -24,10 +24,11 @@ from benchmarks.contest.figures import Point
 from benchmarks.contest.optimizer import MuonAdamW, groups
 from benchmarks.contest.runner import GRID_S
 from decentral.core import config
-from decentral.train import data, gpt
-from decentral.train.data_source import Reading
-from decentral.train.inner import rate_at
-from decentral.train.step import Chain, Device, held_out_loss
+from decentral.data import corpora
+from decentral.data.source import Reading
+from decentral.engine.fragment import rate_at
+from decentral.engine.step import Chain, Device, held_out_loss
+from decentral.model import decoder
 
 
 def main() -> None:
@@ -45,11 +46,11 @@ def main() -> None:
 def trained(throttles: Sequence[float], rate: float, seed: int, seconds: float) -> list[Point]:
     """The curve of one run. `throttles`: how many times slower than the fastest each device is, whole numbers."""
     run = config.load(None, [*MODEL, f"seed={seed}", f"train.learning_rate={rate}"])
-    layers = gpt.build(run.model, run.seed)
+    layers = decoder.build(run.model, run.seed)
     model = nn.Sequential(*layers)
     parameters = list(model.parameters())
     optimizer = MuonAdamW(groups(layers, run.train), run.train)
-    corpus = data.corpus(run.data, run.model)
+    corpus = corpora.corpus(run.data, run.model)
     drawn = [corpus.micro_batches(Reading(run.seed, f"{place}-0")) for place in range(len(throttles))]
     held_out, cpu = corpus.evaluation(SEQUENCES), Device(torch.device("cpu"), torch.float32)
     assert isinstance(run.train.micro_batch, int), "the contest names its micro-batch"
@@ -58,7 +59,7 @@ def trained(throttles: Sequence[float], rate: float, seed: int, seconds: float) 
         ready = [place for place, slower in enumerate(throttles) if step % round(slower) == 0]
         for place in ready:
             inputs_BT, targets_BT = drawn[place](step // round(throttles[place]) - 1, run.train.micro_batch)
-            torch.autograd.backward(gpt.loss_of(model(inputs_BT), targets_BT))
+            torch.autograd.backward(decoder.loss_of(model(inputs_BT), targets_BT))
             tokens += inputs_BT.numel()
         for parameter in parameters:
             assert parameter.grad is not None, "every parameter takes part"

@@ -1,7 +1,7 @@
 """The project's inner optimizer as a torch.optim.Optimizer, for contestants whose libraries want one.
 
 Muon trains the matrices between the first and the last layer, AdamW all else, with the same numbers as
-decentral/train/optimizers.py: tests/contest/test_optimizer.py compares both. With train.optimizer: adamw AdamW trains
+decentral/engine/optimizers.py: tests/contest/test_optimizer.py compares both. With train.optimizer: adamw AdamW trains
 all.
 """
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from decentral.core import config
-from decentral.train.muon import muon_step
-from decentral.train.optimizers import BETA1, BETA2, EPSILON
+from decentral.engine.muon import muon_step
+from decentral.engine.optimizers import BETA1, BETA2, EPSILON
 
 Group = dict[str, Any]
 

@@ -13,9 +13,9 @@ from typing import Any
 from decentral.comm.wire.identity import Identity
 from decentral.core import config
 from decentral.core.errors import UserError
-from decentral.core.journal import read
-from decentral.train import memory
-from decentral.train.checkpoint import FILE
+from decentral.core.journal.file import read
+from decentral.engine import memory
+from decentral.engine.checkpoint import FILE
 
 LIBP2P_PORT = 4001
 JOIN_WAIT_S = 120

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.wan import description
 from benchmarks.wan.description import Description
 from decentral.core.errors import UserError
-from decentral.scheduler.shared import topology
+from decentral.scheduler.topology import topology
 
 MBIT = 1e6 / 8
 SCALE = 0.02  # of the published rates between cities: the contest's model is that much smaller than theirs, and more

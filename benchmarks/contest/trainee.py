@@ -4,7 +4,7 @@ The runner starts each peer as `python -m benchmarks.contest.KIND SETUP`, SETUP 
 the Unix time at which all begin, and trains until it is killed. A newcomer begins at once.
 
 A line of its journal sums up about a second: `{"t", "steps", "tokens", "loss", "busy_s"}`; busy is forward, backward
-and the emulated rest of a micro-batch, as in decentral/train/step.py, and the optimizer's own step. The weights are
+and the emulated rest of a micro-batch, as in decentral/engine/step.py, and the optimizer's own step. The weights are
 saved every few seconds, within the emulated time of a micro-batch, so that this costs no contestant anything.
 """
 
@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from benchmarks.contest.optimizer import MuonAdamW, groups
 from decentral.core import config
-from decentral.train import data, gpt
-from decentral.train.data_source import Reading
-from decentral.train.inner import rate_at
+from decentral.data import corpora
+from decentral.data.source import Reading
+from decentral.engine.fragment import rate_at
+from decentral.model import decoder
 
 LINE_S = 1.0
 
@@ -62,12 +63,12 @@ class Trainee:
     def __init__(self, setup: Setup) -> None:
         torch.set_num_threads(1)  # several peers share this machine, as in decentral.local
         self.setup, self.run = setup, config.load(None, setup.overrides)
-        self.layers = gpt.build(self.run.model, self.run.seed)
+        self.layers = decoder.build(self.run.model, self.run.seed)
         self.model = nn.Sequential(*self.layers)
         self.parameters = list(self.model.parameters())
         self.optimizer = MuonAdamW(groups(self.layers, self.run.train), self.run.train)
         reading = Reading(self.run.seed, setup.name)
-        self._batches = data.corpus(self.run.data, self.run.model).micro_batches(reading)
+        self._batches = corpora.corpus(self.run.data, self.run.model).micro_batches(reading)
         self.micro_batches, self.steps = 0, 0  # those of this peer; its optimizer's
         self._journal: IO[str] = (Path(setup.folder) / f"journal-{setup.name}.jsonl").open("a")
         self._line = {"steps": 0, "tokens": 0, "loss": 0.0, "busy_s": 0.0}
@@ -86,7 +87,7 @@ class Trainee:
         began = time.time()
         assert isinstance(self.run.train.micro_batch, int), "the contest names its micro-batch"
         inputs_BT, targets_BT = self._batches(self.micro_batches, self.run.train.micro_batch)
-        loss = gpt.loss_of(self.model(inputs_BT), targets_BT)
+        loss = decoder.loss_of(self.model(inputs_BT), targets_BT)
         torch.autograd.backward(loss)
         self.micro_batches += 1
         self._save()

@@ -20,14 +20,14 @@ from pathlib import Path
 from benchmarks.gpu import plan, report
 from benchmarks.gpu.plan import Check, Process, Step
 from benchmarks.straggler import Child
-from decentral import command
+from decentral.commands import shared
 
 SECONDS = 470.0
 PATIENCE = 10.0  # times the limits and the seconds, in a rehearsal: its machine may be busy
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return command.run(lambda: _main(parse(argv)))
+    return shared.run(lambda: _main(parse(argv)))
 
 
 def _main(flags: argparse.Namespace) -> None:
@@ -62,7 +62,7 @@ def take(name: str, figures: Path, rehearse: bool) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.Parser(
+    parser = shared.Parser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=SECONDS, help="after which no step begins; default 470")

@@ -9,9 +9,10 @@ from torch import nn
 from benchmarks.gpu.notes import Notes
 from benchmarks.gpu.scale import Scale
 from decentral.core.sampling import Sampling
-from decentral.train import decoding, gpt
-from decentral.train.measure import choose
-from decentral.train.step import Device
+from decentral.engine.measure import choose
+from decentral.engine.step import Device
+from decentral.model import decoder
+from decentral.serving import decoding
 
 PROMPT = range(32)
 WARM_TOKENS = 4
@@ -21,7 +22,7 @@ DTYPES = ("float32", "bfloat16")
 def measure(scale: Scale, notes: Notes, size: str) -> None:
     """Note tokens/s in each dtype; the prompt's reading is counted."""
     run = scale.run(size)
-    layers = gpt.build(run.model, run.seed)
+    layers = decoder.build(run.model, run.seed)
     for dtype in DTYPES:
         device = choose(scale.device, dtype, 1.0, 0.0)
         notes.attempt(f"{dtype}, tokens/s", partial(rate, layers, device, scale.generated))

@@ -16,13 +16,14 @@ from typing import Any
 
 from benchmarks.gpu.notes import Notes
 from benchmarks.gpu.scale import WARM_CALLS, Scale
+from decentral.comm.codecs import blockwise
+from decentral.comm.gossip.kernel_choice import best_kernels
 from decentral.core import jobs
 from decentral.core.ids import PeerId
-from decentral.train import compress, data
-from decentral.train.compute import Compute, ComputeSetup
-from decentral.train.device_copies import copy_in, copy_out
-from decentral.train.kernel_choice import best_kernels
-from decentral.train.measure import measure as measured
+from decentral.data import corpora
+from decentral.engine.compute import Compute, ComputeSetup
+from decentral.engine.device_copies import copy_in, copy_out
+from decentral.engine.measure import measure as measured
 
 WINDOW_S = 0.5
 LEAST_RATE = 1e-3  # stands for the learning rates of a partner's window, where ours has none yet
@@ -35,12 +36,12 @@ ALONE, WINDOWS, CHECKPOINT = "alone", "with windows", "with a checkpoint"
 
 def measure(scale: Scale, notes: Notes, size: str) -> None:
     """Note the speed of training in each phase, and what each job takes."""
-    kernels, reason = best_kernels(scale.computing.device, compress)
+    kernels, reason = best_kernels(scale.computing.device, blockwise)
     notes.put("kernels", reason)
     run = scale.run(size)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        corpus = data.load(run.data, run.model)
-        setup = ComputeSetup(run, PeerId("A"), corpus, compress, scale.computing, Path(folder), kernels=kernels)
+        corpus = corpora.load(run.data, run.model)
+        setup = ComputeSetup(run, PeerId("A"), corpus, blockwise, scale.computing, Path(folder), kernels=kernels)
         compute = Compute(setup)
         notes.put("fragments", len(compute.fragments))
         began = time.perf_counter()

@@ -12,11 +12,11 @@ from torch import Tensor
 from benchmarks.gpu.notes import Notes
 from benchmarks.gpu.scale import Scale
 from benchmarks.kernels import measured
-from decentral.train import compress
-from decentral.train.kernel_choice import best_kernels
+from decentral.comm.codecs import blockwise
+from decentral.comm.gossip.kernel_choice import best_kernels
 
 if TYPE_CHECKING:
-    from decentral.train.kernels_cuda import CudaKernels
+    from decentral.comm.gossip.kernels_cuda import CudaKernels
 
 OUTER = ("close", "merge", "length", "distance")  # of benchmarks/kernels.py; the codecs run on the host
 CODECS = ("bf16", "int8", "q4")  # of activations
@@ -28,7 +28,7 @@ WARP = 32
 def measure(scale: Scale, notes: Notes) -> None:
     """Note which kernels a peer would get here, and the times of each."""
     began = time.perf_counter()
-    kernels, reason = best_kernels(scale.computing.device, compress)
+    kernels, reason = best_kernels(scale.computing.device, blockwise)
     notes.put("chosen", reason)
     notes.put("choosing, s", time.perf_counter() - began)
     if scale.on_gpu:
@@ -39,13 +39,13 @@ def measure(scale: Scale, notes: Notes) -> None:
             notes.put(f"from host memory, {name}", {"ms": 1e3 * seconds, "GB/s": size / seconds / 1e9})
     activation = torch.randn(scale.elements // 4, device=scale.computing.device)
     for codec in CODECS:
-        seconds = scale.seconds(partial(compress.encode, codec, activation))
+        seconds = scale.seconds(partial(blockwise.encode, codec, activation))
         notes.put(f"encoding an activation, {codec}", {"elements": len(activation), "ms": 1e3 * seconds})
 
 
 def on_device(scale: Scale) -> dict[str, dict[str, float]]:
     """Return each CUDA kernel's speed on vectors that are all in the GPU's memory, beside a copy of as many bytes."""
-    from decentral.train.kernels_cuda import CudaKernels
+    from decentral.comm.gossip.kernels_cuda import CudaKernels
 
     kernels = CudaKernels(scale.computing.device)
     with kernels._slots[0].entered():
@@ -59,7 +59,7 @@ def launches(n: int, kernels: "CudaKernels") -> Iterator[tuple[str, int, Callabl
     """
     device, blocks, halves = kernels.device, -(-n // 128), -(-n // 256)  # blocks of q4, and of int8
     vectors = [torch.randn(n, device=device) for _ in range(4)]
-    blob = torch.empty(compress.size("q4", n), dtype=torch.uint8, device=device)
+    blob = torch.empty(blockwise.size("q4", n), dtype=torch.uint8, device=device)
     steps = encoded("q4", vectors[1]).repeat(STEPS)
     towards = encoded("int8", vectors[0]).repeat(TOWARDS)
     factors = torch.full((STEPS + TOWARDS + 4,), 0.25, device=device)
@@ -81,7 +81,7 @@ def launches(n: int, kernels: "CudaKernels") -> Iterator[tuple[str, int, Callabl
 
 def encoded(codec: str, vector: Tensor) -> Tensor:
     """Return the codec's bytes on the vector's device."""
-    blob = np.frombuffer(compress.encode(codec, vector), np.uint8)
+    blob = np.frombuffer(blockwise.encode(codec, vector), np.uint8)
     return torch.from_numpy(blob.copy()).to(vector.device)
 
 

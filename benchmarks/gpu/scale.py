@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.shapes import SIZES
 from decentral.core import config
-from decentral.train import measure
-from decentral.train.step import Device
+from decentral.engine import measure
+from decentral.engine.step import Device
 
 TINY = ("model.depth=2", "model.width=32", "model.context=32", "train.micro_batch=2")
 MICRO_BATCH = {"125M": ("train.micro_batch=16",), "10M": ("train.micro_batch=16",)}  # overrides benchmarks.shapes.SIZES

@@ -12,9 +12,9 @@ from benchmarks.gpu.notes import Notes
 from benchmarks.gpu.scale import Scale
 from benchmarks.gpu.training import whole_claim
 from benchmarks.sizes import rate, training
-from decentral.core.journal import read
-from decentral.local import LocalSwarm
-from decentral.local import parse as parse_local
+from decentral.commands.local import LocalSwarm
+from decentral.commands.local import parse as parse_local
+from decentral.core.journal.file import read
 
 SILENT = ("gossip.window_s=3600", "gossip.start_window_s=3600")
 CPU_THREADS = "8"

@@ -19,11 +19,14 @@ from benchmarks import bare_loop
 from benchmarks.gpu.notes import Notes
 from benchmarks.gpu.scale import WARM_CALLS, Scale
 from benchmarks.shapes import utilisation
+from decentral.comm.codecs import blockwise
 from decentral.core import config
 from decentral.core.ids import PeerId
-from decentral.train import compress, data, gpt, memory
-from decentral.train.compute import Compute, ComputeSetup
-from decentral.train.step import Device
+from decentral.data import corpora
+from decentral.engine import memory
+from decentral.engine.compute import Compute, ComputeSetup
+from decentral.engine.step import Device
+from decentral.model import decoder
 
 OPTIMIZERS = ("adamw", "muon")
 COMPILED = ("train.optimizer=adamw", "train.compile=true")
@@ -64,8 +67,8 @@ def compile_ahead(scale: Scale, notes: Notes, size: str, which: str) -> None:
 def drawn(scale: Scale, notes: Notes, size: str) -> list[nn.Module]:
     """Return the model's layers with their initial weights, in the host's memory."""
     began, run = perf_counter(), scale.run(size)
-    layers = gpt.build(run.model, run.seed)
-    notes.put("parameters", sum(gpt.parameters(run.model)))
+    layers = decoder.build(run.model, run.seed)
+    notes.put("parameters", sum(decoder.parameters(run.model)))
     notes.put("drawing, s", perf_counter() - began)
     return layers
 
@@ -92,8 +95,8 @@ def bare(scale: Scale, run: config.Config, layers: Sequence[nn.Module]) -> dict[
 
 def peer_step(scale: Scale, run: config.Config, layers: Sequence[nn.Module], folder: Path) -> Compute:
     """Return what a peer trains with, these weights in it. Nothing gossips, so no memory for gossip is taken."""
-    corpus = data.load(run.data, run.model)
-    compute = Compute(ComputeSetup(run, PeerId("A"), corpus, compress, scale.computing, folder, state_expected=True))
+    corpus = corpora.load(run.data, run.model)
+    compute = Compute(ComputeSetup(run, PeerId("A"), corpus, blockwise, scale.computing, folder, state_expected=True))
     for live in compute.span.inner.lives:
         live.draw(layers, 0)
     return compute

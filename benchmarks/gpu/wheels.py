@@ -19,7 +19,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from decentral import command
+from decentral.commands import shared
 from decentral.core.errors import UserError
 
 CHECKOUT = "decentral"
@@ -32,7 +32,7 @@ OLDEST_GLIBC = 5  # manylinux_2_5, which was called manylinux1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return command.run(lambda: _main(parse(argv)))
+    return shared.run(lambda: _main(parse(argv)))
 
 
 def _main(flags: argparse.Namespace) -> None:
@@ -94,7 +94,7 @@ def gather(package: str, flags: argparse.Namespace) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.Parser(
+    parser = shared.Parser(
         prog="python -m benchmarks.gpu.wheels",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

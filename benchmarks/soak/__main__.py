@@ -32,9 +32,9 @@ from benchmarks.soak.evidence import Evidence
 from benchmarks.soak.report import report, table
 from benchmarks.soak.swarm import LAYERS, SoakSwarm, lab_of, local_flags, write_json
 from benchmarks.wan import namespaces
-from decentral import command
+from decentral.commands import shared
+from decentral.commands.local import PEER_LEAVE_S, PEER_START_S
 from decentral.core.errors import UserError
-from decentral.local import PEER_LEAVE_S, PEER_START_S
 from decentral.sim.liars import FALSIFIED
 
 QUIET_S = 300.0
@@ -42,7 +42,7 @@ WARM_UP_S = 20.0  # from when all have joined: windows are short, and kernels ar
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return command.run(lambda: _main(_parse(argv)))
+    return shared.run(lambda: _main(_parse(argv)))
 
 
 def _main(flags: argparse.Namespace) -> None:
@@ -88,7 +88,7 @@ def _swarm(flags: argparse.Namespace, loopback: bool, generations: int) -> Itera
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.Parser(
+    parser = shared.Parser(
         prog="python -m benchmarks.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=3600.0, help="with faults")

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
+from decentral.comm.net.keep_daemon import DAEMON_RESTARTS, DAEMON_RESTARTS_S
 from decentral.core import rng
-from decentral.keep_daemon import DAEMON_RESTARTS, DAEMON_RESTARTS_S
 
 MOST_AT_ONCE = 2
 RECOVERS_S = 14.0  # a peer that starts again imports torch, fetches a state, and trains

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from statistics import mean
 
 from benchmarks.soak.evidence import Evidence, Line, Sample, Span, without
-from decentral import summary
-from decentral.audit import CountAudit, audit
+from decentral.commands.audit import CountAudit, audit
+from decentral.view import summary
 
 SETTLES_S = 5.0
 KEPT_SHARE = 0.97  # of training's share, under faults

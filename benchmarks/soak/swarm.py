@@ -23,10 +23,10 @@ from benchmarks.wan import description, namespaces
 from benchmarks.wan.lab import Lab
 from benchmarks.wan.swarm import LISTEN, OUTSIDE
 from decentral.comm.net.ports import LOOPBACK
-from decentral.core.journal import Tail
-from decentral.local import LocalPeer, LocalSwarm
-from decentral.local import parse as parse_local
-from decentral.scheduler.shared import topology
+from decentral.commands.local import LocalPeer, LocalSwarm
+from decentral.commands.local import parse as parse_local
+from decentral.core.journal.file import Tail
+from decentral.scheduler.topology import topology
 
 EMULATED_S = 0.4
 LAYERS = 6

@@ -27,15 +27,15 @@ from rich.console import Console
 
 from benchmarks.wan import churn, description, namespaces, newcomer, schedule, selftest, swarm
 from benchmarks.wan.lab import Lab
-from decentral import command
+from decentral.commands import shared
+from decentral.commands.local import PEER_LEAVE_S, PEER_START_S
+from decentral.commands.local import parse as parse_local
 from decentral.core.errors import UserError
-from decentral.local import PEER_LEAVE_S, PEER_START_S
-from decentral.local import parse as parse_local
-from decentral.scheduler.shared import topology
+from decentral.scheduler.topology import topology
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return command.run(lambda: _main(_parse(argv)))
+    return shared.run(lambda: _main(_parse(argv)))
 
 
 def _main(flags: argparse.Namespace) -> None:
@@ -111,7 +111,7 @@ def _write(path: Path | None, result: object) -> None:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     given = list(sys.argv[1:] if argv is None else argv)
     own, local = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
-    parser = command.Parser(
+    parser = shared.Parser(
         prog="python -m benchmarks.wan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = parser.add_mutually_exclusive_group(required=True)

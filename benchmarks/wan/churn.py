@@ -18,9 +18,9 @@ from rich.console import Console
 from benchmarks.kill import trouble
 from benchmarks.wan.lab import Lab
 from benchmarks.wan.swarm import LabSwarm, Line, of_router
-from decentral import summary
 from decentral.core.config import load
-from decentral.core.journal import read
+from decentral.core.journal.file import read
+from decentral.view import summary
 
 
 class ChurningSwarm(LabSwarm):

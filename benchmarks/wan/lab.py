@@ -30,7 +30,7 @@ from benchmarks.wan.description import Description
 from benchmarks.wan.links import Count
 from benchmarks.wan.router import address_of
 from decentral.core.errors import UserError
-from decentral.scheduler.shared.arrays import Ints
+from decentral.scheduler.topology.arrays import Ints
 
 ROOT = Path(__file__).parent.parent.parent
 START_S = 600.0  # the loop is compiled at the first start after a change

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from decentral.core.machine_code import compiled, inlined
-from decentral.scheduler.shared.arrays import Flags, Floats, Ints
+from decentral.core.compiled import compiled, inlined
+from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 
 QUEUE_NS = 250_000_000  # the longest that a packet may wait before a link
 DROPPED = -1

@@ -10,7 +10,7 @@ import sys
 import time
 
 from decentral.peers.membership import records
-from decentral.visit import visit
+from decentral.peers.startup.visit import visit
 
 
 async def look(address: str) -> dict[str, dict[str, float]]:

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from benchmarks.wan.links import Count, Links, receive, send
 from benchmarks.wan.nat import Nat, address_at, inbound, outbound
 from benchmarks.wan.packets import Packets, Stage, give_slot, next_due, pop, push, take_slot
-from decentral.core.machine_code import compiled, inlined
-from decentral.scheduler.shared.arrays import Ints
+from decentral.core.compiled import compiled, inlined
+from decentral.scheduler.topology.arrays import Ints
 
 SHORTEST_TICK_NS, LONGEST_TICK_NS = 200_000, 1_000_000
 TICKS = 20  # in the shortest delay

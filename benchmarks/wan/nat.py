@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from decentral.core.machine_code import compiled, inlined
-from decentral.scheduler.shared.arrays import Flags, Ints
+from decentral.core.compiled import compiled, inlined
+from decentral.scheduler.topology.arrays import Flags, Ints
 
 KINDS = ("home", "symmetric")
 SESSIONS = 1024  # of a router; the one that expires first is given up for another

@@ -17,8 +17,8 @@ from benchmarks.wan.description import Description
 from benchmarks.wan.lab import Lab, Traffic
 from benchmarks.wan.links import Count
 from benchmarks.wan.swarm import LabSwarm, Line, of_router
-from decentral.core.journal import read
-from decentral.local import POLL_S
+from decentral.commands.local import POLL_S
+from decentral.core.journal.file import read
 
 
 def join_late(lab: Lab, flags: argparse.Namespace, folder: Path, seconds: float, console: Console) -> Line:

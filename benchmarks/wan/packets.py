@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from decentral.core.machine_code import compiled
-from decentral.scheduler.shared.arrays import Ints
+from decentral.core.compiled import compiled
+from decentral.scheduler.topology.arrays import Ints
 
 PACKETS = 1 << 16  # on their way at once: 0.5 s of 1.5 Gb/s at 1500 bytes
 NOTHING_DUE = np.iinfo(np.int64).max

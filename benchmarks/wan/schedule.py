@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.wan.description import Description
 from decentral.core.errors import UserError
-from decentral.scheduler.shared.arrays import Flags, Floats
+from decentral.scheduler.topology.arrays import Flags, Floats
 
 KINDS_OF_CHANGE = ("part", "oneway", "degrade", "delay", "loss", "move")
 

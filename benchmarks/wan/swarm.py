@@ -20,9 +20,9 @@ from rich.console import Console
 
 from benchmarks.wan.lab import ROOT, Lab, Traffic
 from benchmarks.wan.links import Count
-from decentral import summary
-from decentral.core.journal import read
-from decentral.local import LocalSwarm
+from decentral.commands.local import LocalSwarm
+from decentral.core.journal.file import read
+from decentral.view import summary
 
 LISTEN = "/ip4/0.0.0.0/tcp/0"  # every interface of its namespace, as a peer does without a flag
 OUTSIDE = "/ip4/11."

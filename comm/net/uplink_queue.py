@@ -8,7 +8,7 @@ here instead, where their order can be chosen: activations before snapshots befo
 starves. Within a kind the message comes first that would be through first if it had the uplink for itself: with all of
 them at once a small one would be through as late as a large one.
 
-comm/net/uplink.py drives it on an event loop, comm/net/virtual_uplink.py in virtual time.
+comm/net/uplink.py drives it on an event loop, decentral/sim/network/virtual_uplink.py in virtual time.
 """
 
 import heapq

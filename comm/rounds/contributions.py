@@ -4,15 +4,15 @@
     count       says which executions these are, and how many tokens each member's sum of each fragment should hold
     versions    of a fragment are digests of its last version and of the sums that went into the step
 
-In routes without rounds each peer decides which gradients go into its own steps (comm/routes/ledger.py). Here the
+In routes without rounds each peer decides which gradients go into its own steps (comm/pipeline/ledger.py). Here the
 reports decide for all peers at once, so a ContributionRecord only remembers what is in a peer's sums.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from decentral.comm.pipeline.ledger import CommitState, GradientEntry, Ledger
 from decentral.comm.rounds.members import whole_fragments
-from decentral.comm.routes.ledger import CommitState, GradientEntry, Ledger
 from decentral.comm.wire import blobs
 from decentral.comm.wire.messages import (
     CompletedMicroBatch,

@@ -12,7 +12,7 @@ asks, with however many names, holds up no more than half of the time, and one n
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from decentral.comm.routes.stage import StageConfig
+from decentral.comm.pipeline.stage import StageConfig
 from decentral.comm.wire.messages import (
     MAX_MEMBERS,
     MOST_FOLLOWED,

@@ -4,7 +4,7 @@
     a round   --all that we followed are gone--> searching
 
 A round has `train.accumulate` micro-batches, divided over the members that hold layer 0. They travel as in any routed
-run (comm/routes/router.py), but meet the weights of their round only, as no weights change while it lasts. When a
+run (comm/pipeline/router.py), but meet the weights of their round only, as no weights change while it lasts. When a
 member's own micro-batches are complete or given up, its report says who has executed them; a member that draws none
 reports at once. A peer that has all reports knows whose gradients count, closes its sums, fetches those of all other
 holders of its layers, and takes the step (comm/rounds/round_state.py).
@@ -21,6 +21,7 @@ another version of a fragment than most of its holders, and the lesser of two pa
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from decentral.comm.pipeline.router import Router
 from decentral.comm.rounds import contributions
 from decentral.comm.rounds.contributions import ContributionRecord, Versions
 from decentral.comm.rounds.join_requests import JoinRequests
@@ -28,7 +29,6 @@ from decentral.comm.rounds.members import DonorHolds, next_members, own_fragment
 from decentral.comm.rounds.round_state import Round, RoundPhase
 from decentral.comm.rounds.search import RoundSearch, RoundView, queries
 from decentral.comm.rounds.tags import CollectTag, ElsewhereTag, FollowTag
-from decentral.comm.routes.router import Router
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_NEWCOMERS, CollectRequest, Refused, RoundMember, RoundQuery, RoundStatus
 from decentral.comm.wire.transport import Answered, Asked, AskFailed, Effect, Event, Reply

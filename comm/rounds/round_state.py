@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from decentral.comm.pipeline.ledger import GradientEntry
+from decentral.comm.pipeline.stage import StageConfig
 from decentral.comm.rounds import contributions
 from decentral.comm.rounds.collection import Collection, Key, Wanted
 from decentral.comm.rounds.contributions import ContributionRecord, RoundCount, Versions
@@ -25,8 +27,6 @@ from decentral.comm.rounds.members import (
     own_member,
     precedence,
 )
-from decentral.comm.routes.ledger import GradientEntry
-from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import CollectRequest, Refused, RoundMembers, RoundReport, RoundStatus, Snapshot

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from decentral.comm.pipeline.stage import StageConfig
 from decentral.comm.rounds.collection import COLLECT_RETRY_S
 from decentral.comm.rounds.members import is_valid
 from decentral.comm.rounds.tags import FollowTag, RoundTag
-from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import RoundQuery, RoundStatus
 from decentral.comm.wire.transport import Answered, Ask, AskFailed, Effect
@@ -22,7 +22,7 @@ QUERY_DEADLINE_S = 5.0
 
 
 class RoundView(Protocol):
-    """What rounds need to know of the swarm; peers/node/peer_selection.py has it from the roster and the meter."""
+    """What rounds need to know of the swarm; peers/runtime/peer_selection.py has it from the roster and the meter."""
 
     def knows(self, peer: PeerId) -> bool:
         """Whether it has a record, or has answered our Hello."""

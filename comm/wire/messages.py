@@ -66,7 +66,7 @@ class Hello:
 @dataclass(frozen=True, slots=True)
 class Welcome:
     run: Run
-    config: Annotated[str, Strict(), Field(max_length=MAX_CONFIG_BYTES)]  # plain JSON: core/swarm_config.py
+    config: Annotated[str, Strict(), Field(max_length=MAX_CONFIG_BYTES)]  # plain JSON: core/received.py
 
 
 @dataclass(frozen=True, slots=True)

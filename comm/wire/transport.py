@@ -21,7 +21,7 @@ from decentral.core.units import Seconds
 class Tag:
     """What a question is for. It comes back with the answer, untouched.
 
-    Each machine that asks has subclasses of its own below one that the node knows it by (peers/node/node.py).
+    Each machine that asks has subclasses of its own below one that the node knows it by (peers/runtime/node.py).
     `measures_link` tells whether the time until the answer says how fast the link is. `may_be_late` tells whether
     an answer may be late because a peer computes, or because our own uplink is thin for what we send, so that a missed
     deadline does not mean that the peer is gone.
@@ -72,7 +72,7 @@ class Lookup:
 
 NetworkEffect = Ask | Reply | Announce | Lookup
 Effect = NetworkEffect | Job | Log
-"""What a machine of comm returns. A machine of peers returns a few kinds more (peers/node/handlers.py)."""
+"""What a machine of comm returns. A machine of peers returns a few kinds more (peers/runtime/handlers.py)."""
 
 
 # Events

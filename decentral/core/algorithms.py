@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class GossipView(Protocol):
-    """What gossip needs to know of the swarm; peers/node/peer_selection.py knows it from the roster and the meter."""
+    """What gossip needs to know of the swarm; peers/runtime/peer_selection.py knows it from the roster and the
+    meter."""
 
     def partners(self, fragment: int, now: Seconds) -> Sequence[PeerId]:
         """The peers to exchange with in this window."""

@@ -16,7 +16,7 @@ class Algorithm:
     """What a value of `gossip.algorithm` is. A run has either exchanges, or exact gradients by comm/rounds."""
 
     name: str
-    rule: str  # its UpdateRule, of train/update_rules.py
+    rule: str  # its UpdateRule, of comm/gossip/update_rules.py
     memory_bytes: int  # at most, for each parameter, of gossip state on the device and in published snapshots
     light: tuple[str, ...] = ()  # sections pulled in every window; the others now and then; (): all
     blocking: bool = False  # every window is exchanged with all holders, and training waits for its merge
@@ -32,9 +32,9 @@ class Optimizer:
 
     name: str
     peak_rate: float  # the best of those that docs/results/convergence.md compares
-    stretch: str = ""  # its StretchOptimizer, of train/optimizers.py; "": AdamW trains these matrices too
+    stretch: str = ""  # its StretchOptimizer, of engine/optimizers.py; "": AdamW trains these matrices too
     scratch_bytes: int = 0  # while it takes a step, for each parameter of the largest matrix
-    takes_all: bool = False  # merges correct weights in full, however late they come (train/outer_kernels.py)
+    takes_all: bool = False  # merges correct weights in full, however late they come (comm/gossip/outer_kernels.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class DataKind:
     """What a value of `data.kind` needs from the user of a peer, and gives."""
 
     name: str
-    opens: str  # (DataConfig, ModelConfig) -> TrainingData, of train/data_source.py
+    opens: str  # (DataConfig, ModelConfig) -> TrainingData, of data/source.py
     needs_path: bool = True
     needs_tokenizer: bool = False
     is_bytes: bool = False  # a token is a byte
@@ -55,19 +55,19 @@ ALGORITHMS = {
     for one in (
         Algorithm(
             name="pull",
-            rule="decentral.algorithms.pull:PullRule",
+            rule="decentral.comm.gossip.pull_rule:PullRule",
             memory_bytes=24,  # four vectors in fp32, two published snapshots, and answers made of them
             light=("pseudo_gradient",),
         ),
         Algorithm(
             name="allreduce",
-            rule="decentral.algorithms.allreduce:AllReduceRule",
+            rule="decentral.comm.gossip.allreduce:AllReduceRule",
             memory_bytes=16,
             blocking=True,
         ),
         Algorithm(
             name="synchronous",
-            rule="decentral.algorithms.synchronous:SynchronousRule",
+            rule="decentral.comm.rounds.synchronous_rule:SynchronousRule",
             memory_bytes=24,  # of three holders the gradient sums of two rounds, in fp32
             exact=True,
         ),
@@ -81,7 +81,7 @@ OPTIMIZERS = {
         Optimizer(
             name="muon",
             peak_rate=8e-3,
-            stretch="decentral.train.muon:Muon",
+            stretch="decentral.engine.muon:Muon",
             scratch_bytes=24,  # its iterations' matrices
             takes_all=True,
         ),
@@ -91,12 +91,12 @@ OPTIMIZERS = {
 DATA_KINDS = {
     one.name: one
     for one in (
-        DataKind(name="python-stdlib", opens="decentral.train.data:corpus", needs_path=False, is_bytes=True),
-        DataKind(name="text", opens="decentral.train.data:corpus", is_bytes=True),
-        DataKind(name="tokens", opens="decentral.train.data:corpus"),
+        DataKind(name="python-stdlib", opens="decentral.data.corpora:corpus", needs_path=False, is_bytes=True),
+        DataKind(name="text", opens="decentral.data.corpora:corpus", is_bytes=True),
+        DataKind(name="tokens", opens="decentral.data.corpora:corpus"),
         DataKind(
             name="huggingface",
-            opens="decentral.train.text_stream:TextStream",
+            opens="decentral.data.stream:TextStream",
             needs_tokenizer=True,
             has_formats=True,
             may_be_on_hub=True,

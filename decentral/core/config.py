@@ -1,7 +1,7 @@
 """One strict YAML describes a run. An unknown key fails and names the nearest valid one.
 
 The peer that starts a run loads the file; the others take it from the swarm in its canonical form
-(decentral/core/swarm_config.py). A setting of one peer alone (device, state folder, throttle) is a flag, never a key.
+(decentral/core/received.py). A setting of one peer alone (device, state folder, throttle) is a flag, never a key.
 
 Every number and text has bounds, for a stranger may have sent it: none may fill a memory or keep a core busy. Where
 several together make something large, a validator bounds their product.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from decentral.core import model_families, own_yaml
+from decentral.core import own_yaml
 from decentral.core.choices import ALGORITHMS, DATA_KINDS, OPTIMIZERS, DataKind
 from decentral.core.config_values import (
     MIN_INTERVAL_S,
@@ -32,10 +32,11 @@ from decentral.core.config_values import (
     Strict,
 )
 from decentral.core.errors import UserError
-from decentral.core.model_config import ModelConfig as ModelConfig
 from decentral.core.near_names import did_you_mean
 from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs, agreed_code
 from decentral.core.plain_text import printable
+from decentral.model import families
+from decentral.model.shape import ModelConfig as ModelConfig
 
 MAX_YAML_BYTES = 64 * 1024  # of a user's own YAML
 MAX_CONFIG_BYTES = 8 * 1024  # of the canonical form, which travels; the longest valid one has about 2 KiB
@@ -70,7 +71,7 @@ else:  # the names in the tables of core/choices.py
 
 
 class DataConfig(Strict):
-    """Where the tokens come from: train/data.py."""
+    """Where the tokens come from: data/corpora.py."""
 
     kind: DataKindName = "python-stdlib"
     path: OwnPath | None = None  # a file or folder on this peer's own disk; huggingface: or a data set's name
@@ -328,12 +329,12 @@ def _take_model(tree: dict[str, object], folder: str | None) -> None:
     folder = folder or (model.get("from") if isinstance(model, dict) else None)
     if not isinstance(model, dict) or not isinstance(folder, str):
         return  # an error that `validated` names, or no folder
-    found = model_families.model_keys(Path(folder))
+    found = families.model_keys(Path(folder))
     for key, value in found.items():
         if key in model and model[key] != value:
-            source = Path(folder) / model_families.CONFIG_FILE
+            source = Path(folder) / families.CONFIG_FILE
             raise UserError(f"config: model.{key} is {model[key]}, and {source} says {value}; leave the key out")
-    model.setdefault("context", min(found["positions"], model_families.MOST_START_CONTEXT))
+    model.setdefault("context", min(found["positions"], families.MOST_START_CONTEXT))
     tree["model"] = {**model, **found, "from": folder}
 
 

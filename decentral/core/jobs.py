@@ -2,7 +2,7 @@
 
 All are plain values: tensors cross this border only as encoded bytes, a blob and the layout of its sections. Jobs that
 touch live weights are done at step edges, in order; gossip, states for newcomers and checkpoints go on beside training
-(train/job_phases.py). Each job has exactly one outcome: the one that its docstring names, with the same `fragment`,
+(engine/threads.py). Each job has exactly one outcome: the one that its docstring names, with the same `fragment`,
 `token` or `round`, or JobFailed. A `token` names an execution at this peer; `tokens` of a contribution or an outcome
 count text.
 """
@@ -128,7 +128,7 @@ class Finish:
     """End the training thread after all jobs before this one. It has no outcome."""
 
 
-# Jobs of routed training (comm/routes/router.py)
+# Jobs of routed training (comm/pipeline/router.py)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """How much of a device's memory the fragments of a model take: which spans fit, and how many micro-batches beside them.
 
-train/memory.py has the bytes of a run's model. What follows from them is here, for those who know nothing of tensors.
+engine/memory.py has the bytes of a run's model. What follows from them is here, for those who know nothing of tensors.
 """
 
 from collections.abc import Callable

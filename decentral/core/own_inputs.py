@@ -1,7 +1,7 @@
 """What only the user of a peer may name: the code of a model, and the files that data are read from.
 
 Whoever starts a swarm says so in the config or by flags; whoever joins one, by flags. Nothing that comes from the
-network ever gets here (decentral/core/swarm_config.py).
+network ever gets here (decentral/core/received.py).
 """
 
 from argparse import Namespace

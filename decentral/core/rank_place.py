@@ -1,4 +1,4 @@
-"""Where this process stands among the ranks of its island (decentral/train/island.py), by its environment."""
+"""Where this process stands among the ranks of its island (decentral/engine/island.py), by its environment."""
 
 import os
 from dataclasses import dataclass

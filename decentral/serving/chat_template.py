@@ -15,9 +15,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from decentral.core import strict_json
 from decentral.core.errors import UserError
+from decentral.data import tokenizer
+from decentral.data.tokenizer import TOKENIZER_SETTINGS
 from decentral.serving.openai_requests import ApiError, ChatMessage
-from decentral.train import tokenizer
-from decentral.train.tokenizer import TOKENIZER_SETTINGS
 
 TEMPLATE_FILE = "chat_template.jinja"
 

@@ -6,10 +6,10 @@ Text that may be the beginning of a stop string is held back until it is known w
 from collections.abc import Sequence
 
 from decentral.core.sampling import Sampling
+from decentral.engine.step import Device
+from decentral.serving import decoding
 from decentral.serving.loaded_model import LoadedModel
 from decentral.serving.openai_requests import ApiError
-from decentral.train import decoding
-from decentral.train.step import Device
 
 
 class Completion:

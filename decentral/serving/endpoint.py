@@ -25,9 +25,12 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from decentral import command
+from decentral.commands import shared
 from decentral.core import strict_json
 from decentral.core.errors import UserError
+from decentral.data.text_codec import TokenizerCodec
+from decentral.engine import measure
+from decentral.serving import decoding
 from decentral.serving.completion import Completion
 from decentral.serving.loaded_model import SEED_BITS, LoadedModel
 from decentral.serving.openai_requests import (
@@ -41,8 +44,6 @@ from decentral.serving.openai_requests import (
 from decentral.serving.replies import ApiReply, ChatReply, CompletionReply
 from decentral.serving.served_model import ServedModel
 from decentral.serving.turns import ANSWERED_AT_ONCE, Turns
-from decentral.train import decoding, measure
-from decentral.train.text_codec import TokenizerCodec
 
 BODY_S = 20.0  # in which a request's body has to be here
 ANSWER_S = 600.0  # after which an answer ends where it is
@@ -101,7 +102,7 @@ class Endpoint:
             room = measure.memory_bytes(device.device)
             decoding.check_memory(model.config, max(1, len(prompt)), sampling.tokens, room, ANSWERED_AT_ONCE)
         except UserError as error:
-            raise ApiError(400, command.one_line(error), "out_of_memory", "max_tokens") from None
+            raise ApiError(400, shared.one_line(error), "out_of_memory", "max_tokens") from None
         return Completion(model, prompt, sampling, asked.stops, device)
 
     async def _answer(self, request: Request, asked: TextRequest, begin: Any, kind: type[ApiReply]) -> Response:
@@ -160,7 +161,7 @@ class _Answer:
                 late = loop.time() > deadline
                 yield self.completion.cut("length") if late else await self.turns.in_thread(self.completion.step)
         except UserError as error:
-            raise ApiError(500, command.one_line(error), "model_failed") from None
+            raise ApiError(500, shared.one_line(error), "model_failed") from None
 
     def _usage(self) -> dict[str, int]:
         read, written = self.completion.prompt_tokens, self.completion.generated

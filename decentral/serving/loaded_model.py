@@ -5,15 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decentral import gather_weights
-from decentral.core import model_families
 from decentral.core.config import ModelConfig, validated
 from decentral.core.errors import UserError
 from decentral.core.own_inputs import OwnInputs
-from decentral.gather_weights import GatheredRun
-from decentral.train import gpt, measure, memory, replicas, text_codec
-from decentral.train.start_weights import ADAPTER
-from decentral.train.text_codec import TextCodec
+from decentral.data import text_codec
+from decentral.data.text_codec import TextCodec
+from decentral.engine import measure, memory
+from decentral.model import decoder
+from decentral.model import families as model_families
+from decentral.model.start_weights import ADAPTER
+from decentral.serving import gather_weights, replicas
+from decentral.serving.gather_weights import GatheredRun
 
 SEED_BITS = 32
 
@@ -48,4 +50,4 @@ def of_folder(folder: Path, tokenizer: str | None) -> LoadedModel:
     run = validated({"model": {**keys, "context": context, "from": str(folder)}})
     memory.copies_that_fit(run, 1, measure.machine_bytes())
     codec = text_codec.of_folder(folder, tokenizer)
-    return LoadedModel(run.model, gpt.build(run.model, run.seed), codec, f"weights of {folder}")
+    return LoadedModel(run.model, decoder.build(run.model, run.seed), codec, f"weights of {folder}")

@@ -12,18 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decentral import command, gather_weights
-from decentral.core import model_families
+from decentral.commands import shared
 from decentral.core.errors import UserError
 from decentral.core.units import Seconds
-from decentral.serving import chat_template, loaded_model
+from decentral.data import text_codec
+from decentral.engine import measure
+from decentral.engine.memory import WEIGHT_BYTES
+from decentral.engine.step import Device
+from decentral.model import families
+from decentral.peers.startup.visit import VisitedSwarm
+from decentral.serving import chat_template, gather_weights, loaded_model
 from decentral.serving.chat_template import ChatTemplate
 from decentral.serving.loaded_model import LoadedModel
 from decentral.serving.openai_requests import ApiError
-from decentral.train import measure, text_codec
-from decentral.train.memory import WEIGHT_BYTES
-from decentral.train.step import Device
-from decentral.visit import VisitedSwarm
 
 REFRESH_S = 600.0  # between two gatherings of a swarm's weights, which its peers upload
 FOLDER_LOOK_S = 20.0  # between two looks at a folder
@@ -69,7 +70,7 @@ class ServedModel:
             try:
                 newest = await load()
             except UserError as error:
-                newest, trouble = None, command.one_line(error)
+                newest, trouble = None, shared.one_line(error)
             if newest is not None:
                 self.take(newest)
             if trouble and trouble != self.trouble:
@@ -96,7 +97,7 @@ class ServedSource:
 
 def of_folder(folder: Path, tokenizer: str | None, device: Device) -> ServedSource:
     """A Hugging Face folder's model, or that of peers' state folders. Raises UserError."""
-    is_model = (folder / model_families.CONFIG_FILE).is_file()
+    is_model = (folder / families.CONFIG_FILE).is_file()
 
     def load() -> LoadedModel:
         if is_model:

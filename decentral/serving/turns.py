@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
+from decentral.serving import decoding
 from decentral.serving.openai_requests import ApiError
-from decentral.train import decoding
 
 ANSWERED_AT_ONCE = 4  # requests: each keeps keys and values of its own
 MOST_WAITING_REQUESTS = 16

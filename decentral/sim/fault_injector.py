@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentral.algorithms.pull import PullRule
+from decentral.comm.gossip.pull_rule import PullRule
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import BackwardResponse, Snapshot
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 from decentral.sim import liars
 from decentral.sim.faults import ALL, HOP_LIES, Fault
+from decentral.sim.host import VirtualHost
 from decentral.sim.route_liars import falsify_gradient
 from decentral.sim.swarm import SimulatedPeer, SimulatedSwarm
-from decentral.sim.virtual_host import VirtualHost
 
 STALE = 0.2  # the share of lookups in the directory that are stale while records come late
 

@@ -27,13 +27,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from decentral.algorithms.pull import PSEUDO_GRADIENT
+from decentral.comm.codecs.sections import Codecs, Packer, unpack
+from decentral.comm.gossip.pull_rule import PSEUDO_GRADIENT
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Snapshot
 from decentral.core import rng
 from decentral.core.synthetic import SyntheticBlob
-from decentral.train.sections import Codecs, Packer, unpack
 
 GROWN = 100.0
 HUGE = 1e38

@@ -9,12 +9,12 @@ from typing import Any
 
 import msgpack
 
-from decentral.audit import MicroBatchCounts
+from decentral.commands.audit import MicroBatchCounts
 from decentral.core.ids import PeerId
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
-from decentral.sim.convergence_audit import distances, loss_of_mean
 from decentral.sim.faults import Fault
+from decentral.sim.invariants.convergence import distances, loss_of_mean
 from decentral.sim.swarm import SimulatedPeer, SimulatedSwarm
 
 SAMPLED = 256  # peers that a sample looks at closely
@@ -57,7 +57,7 @@ class ExchangeReport:
 class RouteReport:
     """What became of micro-batches and spans, where peers hold spans of the model."""
 
-    routed: dict[str, int]  # micro-batches by what became of them: decentral/audit.py
+    routed: dict[str, int]  # micro-batches by what became of them: decentral/commands/audit.py
     moves: dict[str, int]  # changes of span, by why and outcome: "plan done"
     plans: int  # different plans that were followed
 

@@ -17,11 +17,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from decentral.comm.codecs.sections import Codecs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import BackwardResponse
 from decentral.core import rng
 from decentral.core.synthetic import SyntheticBlob
-from decentral.train.sections import Codecs
 
 HOP_GROWN = 10.0
 HOP_LOSS = 0.5  # of the true loss

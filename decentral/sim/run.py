@@ -13,15 +13,15 @@ from typing import Protocol
 from decentral.core.ids import PeerId
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
-from decentral.scheduler.shared.topology import Topology
-from decentral.sim.audit import CHECK_S, InvariantAudit
-from decentral.sim.evidence import Violation
+from decentral.scheduler.topology.topology import Topology
 from decentral.sim.fault_injector import FaultInjector
 from decentral.sim.faults import Fault
-from decentral.sim.geography import SwarmGeography, TypicalLink
+from decentral.sim.host import Observer
+from decentral.sim.invariants.audit import CHECK_S, InvariantAudit
+from decentral.sim.invariants.evidence import Violation
+from decentral.sim.network.geography import SwarmGeography, TypicalLink
 from decentral.sim.report import RunReport, RunStatistics
 from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
-from decentral.sim.virtual_host import Observer
 
 SAMPLES = 200
 MANY_SIMULATED = 1000

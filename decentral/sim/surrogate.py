@@ -1,7 +1,7 @@
 """Training without a model: a few numbers stand for each fragment, and their gossip is the real one.
 
 The numbers descend towards the minimum of a quadratic objective, with noise of each peer's own, as replicas do that see
-different data. Windows end and merge in train/fragment_gossip.py, so what a simulation checks (progress is counted
+different data. Windows end and merge in engine/gossip_jobs.py, so what a simulation checks (progress is counted
 once, replicas stay together) is checked on the code that trains. Blobs are as long as real ones.
 """
 
@@ -14,22 +14,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from decentral.comm.gossip.outer_kernels import TorchKernels
+from decentral.comm.gossip.update_rules import RuleTools
 from decentral.core import config, jobs
 from decentral.core.fragments import Fragment, Layout
 from decentral.core.ids import PeerId
 from decentral.core.time_spent import TimeSpent
+from decentral.engine.checkpoint import MicroBatchNumbers
+from decentral.engine.counters import Counters
+from decentral.engine.fragment import Live
+from decentral.engine.gossip_jobs import FragmentGossip, WindowCounts
+from decentral.engine.job_runner import JobRunner
+from decentral.engine.micro_batch_names import MicroBatchNames
+from decentral.engine.span_change import RetainedState
+from decentral.engine.threads import Phase, Program
 from decentral.sim.surrogate_model import DESCENT_RATE, NUMBERS, STEP_NOISE, SurrogateModel, loss_of
 from decentral.sim.surrogate_stages import SurrogateStages
-from decentral.train.checkpoint import MicroBatchNumbers
-from decentral.train.counters import Counters
-from decentral.train.fragment_gossip import FragmentGossip, WindowCounts
-from decentral.train.inner import Live
-from decentral.train.job_phases import Phase, Program
-from decentral.train.job_runner import JobRunner
-from decentral.train.micro_batch_names import MicroBatchNames
-from decentral.train.outer_kernels import TorchKernels
-from decentral.train.span_change import RetainedState
-from decentral.train.update_rules import RuleTools
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class SurrogateDisk:
 
 
 class SurrogateSpan:
-    """What train/span.py is for a surrogate peer: the fragments that it holds, their gossip and work for routes."""
+    """What engine/span.py is for a surrogate peer: the fragments that it holds, their gossip and work for routes."""
 
     stages: SurrogateStages
 
@@ -121,7 +121,7 @@ def _live(fragment: Fragment, train: config.TrainConfig) -> Live:
 
 
 class SurrogateWorkload(JobRunner):
-    """Does the jobs of train/compute.py, and steps when it is told to. It goes on from the disk's checkpoint."""
+    """Does the jobs of engine/compute.py, and steps when it is told to. It goes on from the disk's checkpoint."""
 
     span: SurrogateSpan
 

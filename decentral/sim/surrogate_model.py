@@ -8,12 +8,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from decentral.comm.codecs.sections import Codecs
 from decentral.core import config
 from decentral.core.errors import ProtocolError
 from decentral.core.fragments import ActivationForms, Fragment
 from decentral.core.reasons import Reason
 from decentral.core.synthetic import SyntheticBlob
-from decentral.train.sections import Codecs
 
 Numbers = NDArray[np.float32]
 """The weights of one fragment, as numpy sees them."""

@@ -1,8 +1,8 @@
-"""Routes without a model: what train/stage_runner.py does with tensors, done with the few numbers of a surrogate.
+"""Routes without a model: what engine/stage_runner.py does with tensors, done with the few numbers of a surrogate.
 
 Blobs have their true sizes, and name the micro-batch that they belong to and the layer that they enter or leave. So the
 sums themselves show a micro-batch that lost its way, a gradient that came to another execution, and one that was added
-twice (sim/route_audit.py).
+twice (sim/invariants/routes.py).
 
 The gradient of a micro-batch is that of the quadratic objective, at the weights of its backward pass. Sums are weighted
 by tokens. One step with one micro-batch moves a fragment as one step of sim/surrogate.py does.
@@ -21,8 +21,8 @@ from decentral.core.ids import PeerId
 from decentral.core.jobs import UNLIKE
 from decentral.core.reasons import Reason
 from decentral.core.synthetic import SyntheticBlob
+from decentral.engine.fragment import Live
 from decentral.sim.surrogate_model import DESCENT_RATE, NUMBERS, STEP_NOISE, Numbers, SurrogateModel, loss_of
-from decentral.train.inner import Live
 
 FLOOR = 1.0  # of a micro-batch's loss, as text has one; the losses of honest replicas that have learned are alike
 

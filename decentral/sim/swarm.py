@@ -7,35 +7,38 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
-from decentral import claim_span
-from decentral.comm.net.virtual_directory import Records
-from decentral.comm.net.virtual_network import Network
+from decentral.comm.codecs import blockwise
+from decentral.comm.gossip import update_rules
+from decentral.comm.pipeline.activations import ActivationFormat
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.invitations import FOR_EVER, NOTHING_REVOKED, FounderKeys, Holding, Permission, Revocations
 from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm, may_train
 from decentral.core import jobs, rng
-from decentral.core.agenda import Agenda
 from decentral.core.config import Config
 from decentral.core.fragments import Fragment, Layout
 from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Log, log
 from decentral.core.units import Seconds
-from decentral.peers.hosts.clock import MOST_FINDERS, agreed_s
+from decentral.engine import memory
+from decentral.engine.fragment import fragments_of
+from decentral.model import decoder
 from decentral.peers.membership.records import Profile
-from decentral.peers.node.node import Node, NodePhase
-from decentral.peers.node.setup import NodeSetup
-from decentral.peers.placement.span_move import MemoryBudget
-from decentral.sim.geography import SwarmGeography
-from decentral.sim.network_faults import NetworkFaults
+from decentral.peers.runtime.clock import MOST_FINDERS, agreed_s
+from decentral.peers.runtime.node import Node, NodePhase
+from decentral.peers.runtime.setup import NodeSetup
+from decentral.scheduler.placement import claim_span
+from decentral.scheduler.placement.move import MemoryBudget
+from decentral.sim.host import Connection, Observer, Pace, Respond, Training, VirtualHost
+from decentral.sim.network.agenda import Agenda
+from decentral.sim.network.geography import SwarmGeography
+from decentral.sim.network.network_faults import NetworkFaults
+from decentral.sim.network.virtual_directory import Records
+from decentral.sim.network.virtual_network import Network
 from decentral.sim.surrogate import SurrogateDisk, SurrogateWorkload
 from decentral.sim.surrogate_model import NUMBERS, PlainCodecs, SurrogateModel, SyntheticCodecs
 from decentral.sim.virtual_claims import DelayedDirectory, VirtualClock, play, wait
-from decentral.sim.virtual_host import Connection, Observer, Pace, Respond, Training, VirtualHost
 from decentral.sim.virtual_signer import VirtualSigner
-from decentral.train import compress, gpt, memory, update_rules
-from decentral.train.activations import ActivationFormat
-from decentral.train.inner import fragments_of
 
 RUN = RunId("simulated-000000")
 EPOCH = 1_700_000_000.0  # unix time at the agenda's zero
@@ -73,7 +76,7 @@ class SwarmSettings:
 
     @property
     def model(self) -> claim_span.RoutedModel:
-        forms = cache(ActivationFormat(self.config, compress, gpt.widths(self.config.model)).forms)
+        forms = cache(ActivationFormat(self.config, blockwise, decoder.widths(self.config.model)).forms)
         kept = memory.needs(self.config, self.fragments).activations
         return claim_span.RoutedModel(self.fragments, self.tokens_per_step // self.config.model.context, kept, forms)
 
@@ -84,7 +87,7 @@ class SwarmSettings:
     def state_layouts(self) -> list[Layout]:
         if self.donated is not None:
             return list(self.donated)
-        codecs = SyntheticCodecs(compress, self.fragments[0].parameters / NUMBERS)
+        codecs = SyntheticCodecs(blockwise, self.fragments[0].parameters / NUMBERS)
         return [update_rules.layout_of(update_rules.donated(self.config.gossip), NUMBERS, codecs)] * len(self.fragments)
 
 
@@ -276,7 +279,8 @@ class SimulatedSwarm:
         return lambda: EPOCH + self.agenda.now + member.skew_s + member.clock_s
 
     def jump_clock(self, member: SimulatedPeer, seconds: Seconds) -> None:
-        """Sets a machine's clock. The peer that runs there goes by the time since its start (peers/hosts/clock.py)."""
+        """Sets a machine's clock. The peer that runs there goes by the time since its start
+        (peers/runtime/clock.py)."""
         if not any(other.machine_s for other in self.members):
             self.agenda.after(CLOCKS_COMPARED_S, self._compare_clocks)
         member.machine_s += seconds
@@ -298,7 +302,7 @@ class SimulatedSwarm:
                 self.start(member)
 
     def _of_another_time(self, member: SimulatedPeer) -> list[PeerId]:
-        """What decentral/lost_peers.py finds: where the others were that it knows, and who has found it there.
+        """What peers/startup/lost_peers.py finds: where the others were that it knows, and who has found it there.
 
         They are those by whose time this peer would go if it started again, and none if that is its own.
         """
@@ -347,7 +351,7 @@ class SimulatedSwarm:
         settings = self.settings
         if settings.gradients is not None:
             return settings.gradients(member)
-        codecs = PlainCodecs(compress) if settings.unquantised else compress
+        codecs = PlainCodecs(blockwise) if settings.unquantised else blockwise
         chance = rng.arrays(self.seed, "noise", member.number, member.lives)
         model = SurrogateModel(settings.config, settings.fragments, codecs, settings.tokens_per_step, self.model.forms)
         return SurrogateWorkload(model, member.peer, member.span, chance, member.disk)

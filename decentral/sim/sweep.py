@@ -16,13 +16,13 @@ import torch
 
 from decentral.core import config, rng
 from decentral.core.units import Seconds
+from decentral.engine import memory
 from decentral.sim import faults
-from decentral.sim.evidence import Violation
-from decentral.sim.geography import TypicalLink
+from decentral.sim.host import Pace
+from decentral.sim.invariants.evidence import Violation
+from decentral.sim.network.geography import TypicalLink
 from decentral.sim.run import ROSTER_SETTLE_S, Scenario, run
 from decentral.sim.swarm import SwarmSettings
-from decentral.sim.virtual_host import Pace
-from decentral.train import memory
 
 FAULTS_UNTIL_S: Seconds = 60.0
 SPANS_EVERY = 4  # in every so many seeds, the last one stands for a swarm whose peers hold spans of the model

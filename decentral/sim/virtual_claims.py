@@ -1,14 +1,14 @@
-"""decentral/claim_span.py in virtual time: the waits of its coroutine happen on an agenda."""
+"""scheduler/placement/claim_span.py in virtual time: the waits of its coroutine happen on an agenda."""
 
 import types
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from decentral.comm.net.virtual_directory import Records, VirtualDirectory
-from decentral.core.agenda import Agenda
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
+from decentral.sim.network.agenda import Agenda
+from decentral.sim.network.virtual_directory import Records, VirtualDirectory
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ def play(agenda: Agenda, work: Coroutine[Seconds, None, T], done: Callable[[T], 
 
 @dataclass(frozen=True, slots=True)
 class VirtualClock:
-    """A Clock (decentral/claim_span.py) that waits on the agenda."""
+    """A Clock (scheduler/placement/claim_span.py) that waits on the agenda."""
 
     now: Callable[[], Seconds]
 

@@ -154,7 +154,7 @@ class Fetch:
     @property
     def step(self) -> int:
         """The learning-rate step to begin with: the lower median of the donors', as one of them may name any. The clock
-        of the swarm (peers/node/progress.py) catches up. Where all pieces have to be of one version, the newest."""
+        of the swarm (peers/runtime/progress.py) catches up. Where all pieces have to be of one version, the newest."""
         steps = sorted(self.steps.values())
         return (steps[-1] if self.exact else steps[(len(steps) - 1) // 2]) if steps else 0
 

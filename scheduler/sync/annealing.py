@@ -6,11 +6,11 @@ Every round starts from a random layout and cools twice as slowly as the one bef
 
 import numpy as np
 
-from decentral.scheduler.shared.arrays import Ints
-from decentral.scheduler.shared.search_budget import SearchBudget, SearchProgress
 from decentral.scheduler.sync import layouts, local_search
 from decentral.scheduler.sync.layout_cost import Problem
 from decentral.scheduler.sync.local_search import Cooling
+from decentral.scheduler.topology.arrays import Ints
+from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 
 CHUNK = 5_000  # proposals between two looks at the clock
 LONGEST = 400_000  # proposals in one round

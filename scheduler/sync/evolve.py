@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from decentral.scheduler.shared.arrays import Ints
-from decentral.scheduler.shared.search_budget import SearchBudget, SearchProgress
 from decentral.scheduler.sync import layouts, local_search
 from decentral.scheduler.sync.layout_cost import Problem, boundary_costs
 from decentral.scheduler.sync.local_search import Cooling, Proposals
 from decentral.scheduler.sync.matching import EXACT_STAGES, stage_order
+from decentral.scheduler.topology.arrays import Ints
+from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 
 PARENTS = 10
 CHUNK_WORK = 500_000  # pairs of peers that proposals look at: about 20 ms between two looks at the clock

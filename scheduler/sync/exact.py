@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from decentral.core.compiled import compiled
 from decentral.core.errors import UserError
-from decentral.core.machine_code import compiled
-from decentral.scheduler.shared.arrays import Floats, Ints
-from decentral.scheduler.shared.search_budget import SearchBudget
 from decentral.scheduler.sync.gcma import score
 from decentral.scheduler.sync.layout_cost import Problem
+from decentral.scheduler.topology.arrays import Floats, Ints
+from decentral.scheduler.topology.search_budget import SearchBudget
 
 MOST_PEERS = 16
 

@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decentral.core.machine_code import compiled, inner
-from decentral.scheduler.shared.arrays import Flags, Floats, Ints
-from decentral.scheduler.shared.search_budget import SearchBudget, SearchProgress
+from decentral.core.compiled import compiled, inner
 from decentral.scheduler.sync.layout_cost import Problem
 from decentral.scheduler.sync.local_search import boundary
 from decentral.scheduler.sync.matching import held_karp
+from decentral.scheduler.topology.arrays import Flags, Floats, Ints
+from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 
 POPULATION = 100
 CROSSED = 5  # peers

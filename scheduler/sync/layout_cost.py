@@ -21,9 +21,9 @@ from typing import NamedTuple
 import numpy as np
 
 from decentral.core.errors import UserError
-from decentral.scheduler.shared.arrays import Floats, Ints
-from decentral.scheduler.shared.topology import Topology, Workload
 from decentral.scheduler.sync.matching import bottleneck_matching, stage_order
+from decentral.scheduler.topology.arrays import Floats, Ints
+from decentral.scheduler.topology.topology import Topology, Workload
 
 
 class Problem(NamedTuple):

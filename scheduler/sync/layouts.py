@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from decentral.scheduler.shared.arrays import Ints
+from decentral.scheduler.topology.arrays import Ints
 
 Start = Callable[[Ints, int, int, np.random.Generator], Ints]
 """(region_N, stages, replicas, rng) -> slots"""

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from decentral.core.machine_code import compiled, inner
-from decentral.scheduler.shared.arrays import Flags, Floats, Ints
+from decentral.core.compiled import compiled, inner
 from decentral.scheduler.sync.layout_cost import Problem
 from decentral.scheduler.sync.matching import matching_above
+from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 
 RandomState = NDArray[np.uint64]  # one word that is not 0; numba takes seconds to compile numpy's own generators
 REVERSALS, PIECES = 0.03, 0.12  # shares of the proposals

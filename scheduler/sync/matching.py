@@ -7,8 +7,8 @@ matched so that the slowest of their links is as fast as possible, and the stage
 
 import numpy as np
 
-from decentral.core.machine_code import compiled, inner
-from decentral.scheduler.shared.arrays import Floats, Ints
+from decentral.core.compiled import compiled, inner
+from decentral.scheduler.topology.arrays import Floats, Ints
 
 EXACT_STAGES = 14  # up to here the stage order is exact: 14 * 14 * 2**14 steps are 10 ms
 

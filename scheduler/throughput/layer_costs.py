@@ -14,8 +14,8 @@ import numpy as np
 
 from decentral.core.config import Config
 from decentral.core.errors import UserError
-from decentral.scheduler.shared.arrays import Floats, Ints
-from decentral.scheduler.shared.topology import Topology
+from decentral.scheduler.topology.arrays import Floats, Ints
+from decentral.scheduler.topology.topology import Topology
 
 STATE_BYTES = 36.0  # per parameter
 SNAPSHOT_BYTES = 1.5  # per parameter: what one exchange moves in one direction

@@ -19,8 +19,8 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
-from decentral.scheduler.shared.arrays import Flags, Floats, Ints
 from decentral.scheduler.throughput.layer_costs import LayerCosts
+from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 
 FLOWS_REMEMBERED = 1024
 NEAREST = 8  # links that a peer keeps between two layers that many peers hold

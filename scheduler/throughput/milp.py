@@ -11,8 +11,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_matrix
 
-from decentral.scheduler.shared.arrays import Floats, Ints
 from decentral.scheduler.throughput.layer_costs import LayerCosts
+from decentral.scheduler.topology.arrays import Floats, Ints
 
 
 def options(costs: LayerCosts) -> int:

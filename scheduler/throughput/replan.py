@@ -9,10 +9,10 @@ slowest download counts.
 import numpy as np
 
 from decentral.core import rng as chance
-from decentral.scheduler.shared.arrays import Ints
-from decentral.scheduler.shared.search_budget import SearchBudget
 from decentral.scheduler.throughput import max_flow, span_search
 from decentral.scheduler.throughput.layer_costs import LayerCosts
+from decentral.scheduler.topology.arrays import Ints
+from decentral.scheduler.topology.search_budget import SearchBudget
 
 
 def spans_replan(

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decentral.scheduler.shared.arrays import Ints
-from decentral.scheduler.shared.search_budget import SearchBudget, SearchProgress
 from decentral.scheduler.throughput import max_flow, milp
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.throughput.max_flow import FlowSolver, MaxFlow
+from decentral.scheduler.topology.arrays import Ints
+from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 
 SMALL_SWARM = 250  # possible spans of all peers together: below this the exact solver finishes the search
 DRAWS = 12  # random starts beside the chains

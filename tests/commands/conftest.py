@@ -3,7 +3,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from decentral.start_peer import LOADING
+from decentral.peers.startup.start_peer import LOADING
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from decentral.core import journal
+from decentral.core.journal import file as journal
 from tests.patient_time import LIMIT_S
 
 TINY = [

@@ -4,7 +4,7 @@ import io
 from contextlib import redirect_stderr
 from pathlib import Path
 
-from decentral import peer
+from decentral.commands import peer
 
 LOOPBACK = ["--listen", "/ip4/127.0.0.1/tcp/0"]
 ERROR = "error: "

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from decentral import audit
+from decentral.commands import audit
 
 
 def line(*executions: tuple[str, int, int, int], event: str = "counted") -> dict[str, object]:

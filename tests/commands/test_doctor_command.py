@@ -1,6 +1,6 @@
 """The doctor in broken set-ups, made with real things: it names each, and its remedy.
 
-One real peer serves all of them, the founder of a private swarm. Checks that need no peer are in tests/checks.
+One real peer serves all of them, the founder of a private swarm. Checks that need no peer are in tests/commands/checks.
 """
 
 import json
@@ -20,23 +20,24 @@ import pytest
 
 from benchmarks.wan import description, namespaces
 from benchmarks.wan.lab import Lab
-from decentral import doctor, invitation_files, invite
-from decentral.checks import swarm as swarm_checks
 from decentral.comm.wire import codec
 from decentral.comm.wire.invitations import Permission
 from decentral.comm.wire.messages import VERSION
+from decentral.commands import doctor, invite
+from decentral.commands.checks import swarm as swarm_checks
 from decentral.core import config
 from decentral.core.ids import RunId
-from decentral.invitation_files import FounderFile
-from decentral.scheduler.shared import topology
-from decentral.state import StateFolder
-from decentral.train import checkpoint
+from decentral.engine import checkpoint
+from decentral.peers.startup import invitation_files
+from decentral.peers.startup.invitation_files import FounderFile
+from decentral.peers.startup.state import StateFolder
+from decentral.scheduler.topology import topology
 from tests.commands.peer_processes import TINY, Peers
 from tests.commands.refusals import LOOPBACK
 from tests.patient_time import LIMIT_S
 
 HOUR_AHEAD = "import sys, time; wall = time.time; time.time = lambda: wall() + 3600.0; "
-HOUR_AHEAD += "from decentral import doctor; sys.exit(doctor.main(sys.argv[1:]))"
+HOUR_AHEAD += "from decentral.commands import doctor; sys.exit(doctor.main(sys.argv[1:]))"
 
 pytestmark = pytest.mark.swarm
 

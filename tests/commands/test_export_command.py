@@ -8,16 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from decentral import export, gather_weights
 from decentral.comm.wire.identity import Identity
+from decentral.commands import export
 from decentral.core import jobs
 from decentral.core.config import Config, ModelConfig
 from decentral.core.errors import UserError
 from decentral.core.ids import RunId
-from decentral.gather_weights import HolderWeights
-from decentral.state import StateFolder
-from decentral.train import checkpoint, replicas
-from decentral.train.compute import Compute, ComputeSetup
+from decentral.engine import checkpoint
+from decentral.engine.compute import Compute, ComputeSetup
+from decentral.peers.startup.state import StateFolder
+from decentral.serving import gather_weights, replicas
+from decentral.serving.gather_weights import HolderWeights
 
 RUN = RunId("words-3fa2c1")
 ONE = torch.ones(1)

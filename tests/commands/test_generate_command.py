@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from decentral import export, gather_weights, generate
+from decentral.commands import export, generate
 from decentral.core import jobs
 from decentral.core.ids import RunId
 from decentral.core.plain_text import printable_lines
-from decentral.gather_weights import HolderWeights
-from decentral.state import StateFolder
-from decentral.train import decoding, huggingface
-from decentral.train.compute import Compute, ComputeSetup
-from decentral.train.text_codec import ByteCodec
+from decentral.data.text_codec import ByteCodec
+from decentral.engine.compute import Compute, ComputeSetup
+from decentral.model import huggingface
+from decentral.peers.startup.state import StateFolder
+from decentral.serving import decoding, gather_weights
+from decentral.serving.gather_weights import HolderWeights
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_what_is_forgotten_is_said(folder: Path, capfd: pytest.CaptureFixture[st
 
 
 def test_a_folder_s_model_reads_all_its_positions(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    hf_folders = pytest.importorskip("tests.train.hf_folders")
+    hf_folders = pytest.importorskip("tests.model.hf_folders")
     hf_folders.made(tmp_path / "in", max_position_embeddings=8192)
     (tmp_path / "in" / "tokenizer.json").write_text(json.dumps(huggingface.tokenizer()))
     theirs, prompt = hf_folders.loaded(tmp_path / "in"), "x" * 2400 + "the swarm"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from decentral.train import checkpoint
+from decentral.engine import checkpoint
 from tests.commands.peer_processes import TINY, Peers, exchanged
 from tests.patient_time import LIMIT_S
 

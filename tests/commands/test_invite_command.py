@@ -13,17 +13,19 @@ from typing import Any, cast
 
 import pytest
 
-from decentral import command, generate, invitation_files, invite, plan
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.invitations import FOR_EVER, KEY_BYTES, MOST_REVOKED, Permission
 from decentral.comm.wire.messages import Welcome
 from decentral.comm.wire.transport import Answer
+from decentral.commands import generate, invite, plan
+from decentral.commands import shared as command
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
-from decentral.invitation_files import FounderFile, read_holding
-from decentral.peers.hosts.clock import SwarmClock
-from decentral.visit import say_hello
+from decentral.peers.runtime.clock import SwarmClock
+from decentral.peers.startup import invitation_files
+from decentral.peers.startup.invitation_files import FounderFile, read_holding
+from decentral.peers.startup.visit import say_hello
 from tests.comm.wire.invited import founder
 from tests.commands.peer_processes import TINY, Peers, exchanged
 from tests.commands.refusals import refusal

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from decentral import launch, peer
+from decentral.commands import peer
 from decentral.core import rank_place
 from decentral.core.errors import UserError
 from decentral.core.rank_place import Place
+from decentral.engine import launch
 from tests.commands.peer_processes import TINY, Peers, exchanged
 from tests.patient_time import LIMIT_S
 

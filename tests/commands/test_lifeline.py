@@ -11,7 +11,7 @@ from tests.patient_time import LIMIT_S
 
 CHILD = """
 import os, signal
-from decentral import lifeline
+from decentral.commands import lifeline
 
 def notice(*_):
     os.write(1, b"notice\\n")  # in one piece: both children write to one pipe
@@ -26,7 +26,7 @@ while True:
 """
 PARENT = f"""
 import os, signal, subprocess, sys
-from decentral import lifeline
+from decentral.commands import lifeline
 
 for _ in range(2):
     subprocess.Popen([sys.executable, "-c", {CHILD!r}], start_new_session=True, **lifeline.tied(dict(os.environ)))
@@ -44,7 +44,7 @@ def test_children_get_notice_when_their_parent_has_ended(end: signal.Signals) ->
 
 
 def test_a_process_that_nobody_has_tied_is_left_alone() -> None:
-    code = "from decentral import lifeline; import threading; lifeline.heed(); print(threading.active_count())"
+    code = "from decentral.commands import lifeline; import threading; lifeline.heed(); print(threading.active_count())"
     environment = {name: text for name, text in os.environ.items() if not name.startswith("DECENTRAL")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout == "1\n"

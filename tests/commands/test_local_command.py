@@ -12,13 +12,15 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from decentral import command, local, summary
-from decentral.core import config, journal
+from decentral.commands import local, shared
+from decentral.core import config
 from decentral.core.ids import RunId
-from decentral.dashboard.child import DashboardProcess
-from decentral.invitation_files import FounderFile, read_holding
-from decentral.state import StateFolder
-from decentral.train import replicas
+from decentral.core.journal import file as journal
+from decentral.peers.startup.invitation_files import FounderFile, read_holding
+from decentral.peers.startup.state import StateFolder
+from decentral.serving import replicas
+from decentral.view import summary
+from decentral.view.page.child import DashboardProcess
 from tests.commands.peer_processes import TINY, Peers, exchanged
 from tests.patient_time import LIMIT_S
 
@@ -329,9 +331,9 @@ def test_a_peer_says_what_it_does_before_it_trains(finished: tuple[Path, dict[st
     folder, _ = finished
     said = {
         number: [
-            line.removeprefix(command.STAGE)
+            line.removeprefix(shared.STAGE)
             for line in (folder / f"peer-{number}" / "output.txt").read_text().splitlines()
-            if line.startswith(command.STAGE)
+            if line.startswith(shared.STAGE)
             and not any(words in line for words in ("joining;", "loading torch", "trying for"))  # as fast as it is
         ]
         for number in (0, 1)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from decentral import state, visit
 from decentral.comm.wire.identity import Identity
 from decentral.peers.membership import records
+from decentral.peers.startup import state, visit
 from tests.commands.peer_processes import TINY, Peers, exchanged
 from tests.patient_time import LIMIT_S
 

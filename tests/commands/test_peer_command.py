@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from decentral import peer, start_peer
 from decentral.comm.wire.identity import Identity
+from decentral.commands import peer
 from decentral.core import config
 from decentral.core.ids import RunId
 from decentral.core.own_inputs import OwnInputs
-from decentral.invitation_files import FounderFile
-from decentral.state import PeerFlags, StateFolder
+from decentral.peers.startup import start_peer
+from decentral.peers.startup.invitation_files import FounderFile
+from decentral.peers.startup.state import PeerFlags, StateFolder
 from tests.commands.played_swarm import PlayedSwarm
 from tests.commands.refusals import LOOPBACK, refusal
 from tests.patient_time import LIMIT_S

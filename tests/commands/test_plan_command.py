@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from decentral import plan
 from decentral.comm.wire.identity import Identity
+from decentral.commands import plan
 from decentral.core.config import Config, ModelConfig
 from tests.commands.played_swarm import PlayedSwarm
 

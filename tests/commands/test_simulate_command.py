@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from decentral import simulate
+from decentral.commands import simulate
 from decentral.sim import faults, sweep
 
 QUICK = [word for setting in sweep.SETTINGS for word in ("--set", setting)]

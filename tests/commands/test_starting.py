@@ -9,13 +9,13 @@ from typing import cast
 
 import pytest
 
-from decentral import reach_swarm, start_peer
 from decentral.comm.net import ports
 from decentral.comm.net.libp2p import Libp2p
 from decentral.core.ids import PeerId, RunId
-from decentral.peers.hosts.clock import SwarmClock
-from decentral.state import StateFolder
-from decentral.visit import NobodyAnswers
+from decentral.peers.runtime.clock import SwarmClock
+from decentral.peers.startup import reach_swarm, start_peer
+from decentral.peers.startup.state import StateFolder
+from decentral.peers.startup.visit import NobodyAnswers
 
 NOBODY = cast(Libp2p, None)
 

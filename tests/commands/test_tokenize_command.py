@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("datasets", reason="needs the extra hf: pip install 'decentral[hf]'")
 
-from decentral import tokenize
+from decentral.commands import tokenize
 from decentral.core import config
-from decentral.train import data, tokenizer
+from decentral.data import corpora, tokenizer
 
 TEXTS = [f"the {number} quick brown foxes jump over the lazy dog, again and again\n" * 20 for number in range(30)]
 
@@ -33,7 +33,7 @@ def test_a_trained_tokenizer_s_tokens_are_the_text_again(rows: Path, tmp_path: P
         text + tokenize.SEPARATOR for text in TEXTS
     )
     model = config.ModelConfig(depth=1, width=32, context=16, vocabulary=300)
-    inputs_BT, _ = data.load(config.DataConfig(kind="tokens", path=str(out)), model).evaluation(4)
+    inputs_BT, _ = corpora.load(config.DataConfig(kind="tokens", path=str(out)), model).evaluation(4)
     assert inputs_BT.shape == (4, 16)
 
 

@@ -10,7 +10,8 @@ from benchmarks.contest import ours
 from benchmarks.contest.contestants import MODEL
 from benchmarks.contest.evaluate import Evaluation, Losses, Saved, latest, saved_in
 from decentral.core import config
-from decentral.train import gpt, memory
+from decentral.engine import memory
+from decentral.model import decoder
 
 SMALL = ["model.depth=1", "model.width=16", "model.context=16"]
 
@@ -37,7 +38,7 @@ def test_a_user_keeps_the_better_of_the_mean_and_the_first_peer() -> None:
 
 def test_losses_are_those_of_the_saved_weights_and_of_their_mean(tmp_path: Path) -> None:
     run = config.load(None, SMALL)
-    drawn = [p.detach().flatten() for layer in gpt.build(run.model, 0) for p in layer.parameters()]
+    drawn = [p.detach().flatten() for layer in decoder.build(run.model, 0) for p in layer.parameters()]
     weights = torch.cat(drawn)
     noise = torch.randn(weights.shape, generator=torch.Generator().manual_seed(0))
     saved = []

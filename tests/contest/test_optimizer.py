@@ -6,9 +6,9 @@ from torch import nn
 
 from benchmarks.contest.optimizer import MuonAdamW, groups
 from decentral.core import config
-from decentral.train import gpt
-from decentral.train.inner import Inner, Live, fragments_of
-from decentral.train.step import Chain
+from decentral.engine.fragment import Inner, Live, fragments_of
+from decentral.engine.step import Chain
+from decentral.model import decoder
 
 SMALL = ["model.depth=2", "model.width=32", "model.context=16", "train.learning_rate=0.01"]
 
@@ -16,7 +16,7 @@ SMALL = ["model.depth=2", "model.width=32", "model.context=16", "train.learning_
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_three_steps_change_the_weights_as_our_optimizer_does(optimizer: str) -> None:
     run = config.load(None, [*SMALL, f"train.optimizer={optimizer}"])
-    ours, theirs = gpt.build(run.model, 0), gpt.build(run.model, 0)
+    ours, theirs = decoder.build(run.model, 0), decoder.build(run.model, 0)
     inner = Inner([Live(one, ours, torch.device("cpu"), run.train) for one in fragments_of(run)], run.train)
     other = MuonAdamW(groups(theirs, run.train), run.train)
     generator = torch.Generator().manual_seed(1)
@@ -36,14 +36,14 @@ def test_three_steps_change_the_weights_as_our_optimizer_does(optimizer: str) ->
 
 def test_every_parameter_is_in_one_group() -> None:
     run = config.load(None, SMALL)
-    layers = gpt.build(run.model, 0)
+    layers = decoder.build(run.model, 0)
     counted = sum(one.numel() for group in groups(layers, run.train) for one in group["params"])
     assert counted == sum(run.model.layer_parameters)
 
 
 def test_the_state_s_vectors_are_there_before_the_first_step() -> None:
     run = config.load(None, SMALL)
-    other = MuonAdamW(groups(gpt.build(run.model, 0), run.train), run.train)
+    other = MuonAdamW(groups(decoder.build(run.model, 0), run.train), run.train)
     before = [one.shape for one in other.vectors()]
     assert before
     assert [one.shape for one in other.vectors()] == before

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from decentral.core.errors import UserError
-from decentral.core.journal import LONGEST_LINE_BYTES, Journal, Tail, first, read, recent, rotated
+from decentral.core.journal.file import LONGEST_LINE_BYTES, Journal, Tail, first, read, recent, rotated
 
 
 @pytest.fixture

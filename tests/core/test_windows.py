@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decentral.comm.gossip.pull import PullExchange
+from decentral.comm.gossip.exchange import PullExchange
 from decentral.core.algorithms import FragmentContext
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId, RunId

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from decentral import identity, peer
 from decentral.comm.wire.identity import Identity
-from decentral.peers.hosts.host import FAREWELL_S, FINISH_S
+from decentral.commands import identity, peer
+from decentral.peers.runtime.host import FAREWELL_S, FINISH_S
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"

@@ -16,30 +16,34 @@ import torch
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 
-from decentral.checks import running_peer
+from decentral.comm.codecs import blockwise
+from decentral.comm.gossip import update_rules
+from decentral.comm.gossip.outer_kernels import TorchKernels
 from decentral.comm.gossip.token_claims import TokenClaims
 from decentral.comm.net import libp2p, libp2p_directory, libp2p_services
+from decentral.comm.pipeline import activations
 from decentral.comm.rounds import contributions
 from decentral.comm.wire import blobs, codec, identity, messages
 from decentral.comm.wire.messages import RoundMember
-from decentral.core import choices, config, jobs, journal, own_yaml, strict_json, swarm_config
+from decentral.commands.checks import running_peer
+from decentral.core import choices, config, jobs, own_yaml, received, strict_json
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.fragments import Fragment, Layout, Section, layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution
+from decentral.core.journal import file as journal
 from decentral.core.plain_text import plain_text
-from decentral.dashboard.follow import SwarmTime
-from decentral.dashboard.sources import JournalFolder
-from decentral.dashboard.swarm_view import SwarmView
+from decentral.engine import checkpoint, gossip_jobs
 from decentral.peers.joining.fetch import Incoming
 from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
-from decentral.peers.planning import swarm_plans
-from decentral.scheduler.shared import topology
+from decentral.peers.startup.state import StateFolder
+from decentral.scheduler.placement import plans
+from decentral.scheduler.topology import topology
 from decentral.sim import faults
-from decentral.state import StateFolder
-from decentral.train import activations, checkpoint, compress, fragment_gossip, update_rules
-from decentral.train.outer_kernels import TorchKernels
+from decentral.view.page.follow import SwarmTime
+from decentral.view.page.sources import JournalFolder
+from decentral.view.page.swarm_view import SwarmView
 from tests.fuzz import private
 from tests.fuzz.files import folder, written
 
@@ -49,11 +53,11 @@ KEY = f"{RUN}/peers"
 CUTS = (Fragment(0, 0, 1, 300), Fragment(1, 1, 3, 300))
 MEMBERS = (RoundMember("A", 0, 3), RoundMember("B", 0, 3))
 ALGORITHMS = tuple(choices.ALGORITHMS)
-TOOLS = update_rules.RuleTools(compress, TorchKernels(compress))
-CODECS = tuple(compress.CODECS)
-STATE = (Section("theta", "int8", 300, compress.size("int8", 300)),)
+TOOLS = update_rules.RuleTools(blockwise, TorchKernels(blockwise))
+CODECS = tuple(blockwise.CODECS)
+STATE = (Section("theta", "int8", 300, blockwise.size("int8", 300)),)
 SMALL = config.Config(model=config.ModelConfig(depth=1, width=32, context=16), routes=config.RoutesConfig(wire="auto"))
-FORMAT = activations.ActivationFormat(SMALL, compress, (32, 32, 32, 32))
+FORMAT = activations.ActivationFormat(SMALL, blockwise, (32, 32, 32, 32))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +93,7 @@ def header(data: bytes) -> None:
             layout = (Section("gradient", "fp32", 300, 1200),)
             contributions.check_sum(message, 1200, 64, messages.Snapshot(RUN, 0, 7, 0, 0.0, 0.0, layout, b""))
         case messages.Welcome():
-            swarm_config.received(message.config)
+            received.received(message.config)
 
 
 class Bytes:
@@ -142,9 +146,9 @@ def record(data: bytes) -> None:
 
 
 def plan(data: bytes) -> None:
-    found = swarm_plans.unpack(data)
-    swarm_plans.is_sound(found.spans, 4)
-    assert swarm_plans.unpack(swarm_plans.pack(found)).digest() == found.digest()
+    found = plans.unpack(data)
+    plans.is_sound(found.spans, 4)
+    assert plans.unpack(plans.pack(found)).digest() == found.digest()
 
 
 # Configs and addresses
@@ -152,8 +156,8 @@ def plan(data: bytes) -> None:
 
 def received_config(data: bytes) -> None:
     """A config that is accepted is one when it is told on."""
-    settings = swarm_config.received(data.decode(errors="surrogateescape")).built_in()
-    swarm_config.received(settings.canonical())
+    settings = received.received(data.decode(errors="surrogateescape")).built_in()
+    received.received(settings.canonical())
 
 
 def own_config(data: bytes) -> None:
@@ -188,11 +192,11 @@ def section(data: bytes) -> None:
     """Machine code and formula agree on what they take and on what it says."""
     choice, elements = _choice(data, len(CODECS)), int.from_bytes(data[1:3], "big")
     name, blob = CODECS[choice], data[3:]
-    by_formula = refused(lambda data: compress.decode_by_formula(name, data, elements), blob)
-    assert refused(lambda data: compress.decode(name, data, elements), blob) == by_formula
-    values = compress.decode(name, memoryview(bytearray(blob)), elements)
+    by_formula = refused(lambda data: blockwise.decode_by_formula(name, data, elements), blob)
+    assert refused(lambda data: blockwise.decode(name, data, elements), blob) == by_formula
+    values = blockwise.decode(name, memoryview(bytearray(blob)), elements)
     assert torch.isfinite(values).all()
-    assert torch.equal(values, compress.decode_by_formula(name, blob, elements))
+    assert torch.equal(values, blockwise.decode_by_formula(name, blob, elements))
 
 
 def contribution(data: bytes) -> None:
@@ -205,7 +209,7 @@ def contribution(data: bytes) -> None:
 
 
 def donated_state(data: bytes) -> None:
-    found = fragment_gossip.unpacked(compress, [(0, STATE, data)], {0: STATE})
+    found = gossip_jobs.unpacked(blockwise, [(0, STATE, data)], {0: STATE})
     assert found[0]["theta"].numel() == 300
 
 
@@ -328,7 +332,7 @@ def _choice(data: bytes, count: int) -> int:
 def _rule(name: str) -> tuple[update_rules.UpdateRule, Layout]:
     gossip = config.GossipConfig.model_validate({"algorithm": name})
     rule = update_rules.rule(gossip, torch.zeros(300), PeerId("A"), TOOLS)
-    return rule, update_rules.layout_of(rule.sections, 300, compress)
+    return rule, update_rules.layout_of(rule.sections, 300, blockwise)
 
 
 DECODERS: dict[str, Decoder] = {
@@ -363,8 +367,8 @@ DECODERS: dict[str, Decoder] = {
         private.private_record, ("comm.wire.private_swarm._decrypted", "comm.wire.private_swarm.open")
     ),
     "record": Decoder(record, ("peers.membership.records.unpack", "peers.membership.records.checked")),
-    "plan": Decoder(plan, ("peers.planning.swarm_plans.unpack",)),
-    "received_config": Decoder(received_config, ("core.swarm_config.received",)),
+    "plan": Decoder(plan, ("scheduler.placement.plans.unpack",)),
+    "received_config": Decoder(received_config, ("core.received.received",)),
     "own_config": Decoder(own_config, ("core.own_yaml.mapping", "core.config.validated")),
     "yaml_value": Decoder(yaml_value, ("core.own_yaml.value",)),
     "address": Decoder(address, ("comm.net.libp2p.parse_address",)),
@@ -375,61 +379,69 @@ DECODERS: dict[str, Decoder] = {
     "section": Decoder(
         section,
         (
-            "train.compress.decode",
-            "train.compress.as_bytes",
-            "train.compress.refuse",
-            "train.compress.unpack",
+            "comm.codecs.blockwise.decode",
+            "comm.codecs.blockwise.as_bytes",
+            "comm.codecs.blockwise.refuse",
+            "comm.codecs.blockwise.unpack",
         ),
     ),
     "contribution": Decoder(
         contribution,
         (
-            "train.update_rules.fits",
-            "train.update_rules.read",
-            "algorithms.synchronous.check",
+            "comm.gossip.update_rules.fits",
+            "comm.gossip.update_rules.read",
+            "comm.rounds.synchronous_rule.check",
         ),
     ),
-    "donated_state": Decoder(donated_state, ("train.fragment_gossip.unpacked", "train.sections.unpack")),
+    "donated_state": Decoder(donated_state, ("engine.gossip_jobs.unpacked", "comm.codecs.sections.unpack")),
     "pieces": Decoder(
         pieces, ("peers.joining.fetch.take", "peers.joining.cross_check.largest", "peers.joining.cross_check._numbers")
     ),
-    "activation": Decoder(activation, ("train.activations.unpack", "train.activations._decode")),
-    "gradient": Decoder(gradient, ("train.activations.decode_gradient",)),
+    "activation": Decoder(activation, ("comm.pipeline.activations.unpack", "comm.pipeline.activations._decode")),
+    "gradient": Decoder(gradient, ("comm.pipeline.activations.decode_gradient",)),
     "token_claim": Decoder(token_claim, ("comm.gossip.token_claims.believed",)),
     "journal_file": Decoder(
         journal_file,
         (
-            "core.journal.read",
-            "core.journal.recent",
-            "core.journal.first",
-            "core.journal._entry",
+            "core.journal.file.read",
+            "core.journal.file.recent",
+            "core.journal.file.first",
+            "core.journal.file._entry",
             "core.strict_json.loads",
-            "dashboard.sources.lines",
+            "view.page.sources.lines",
         ),
     ),
-    "checkpoint_file": Decoder(checkpoint_file, ("train.checkpoint.read", "train.checkpoint._read"), 1 << 14),
-    "retained_file": Decoder(retained_file, ("train.checkpoint._facts", "train.checkpoint.read")),
-    "position_file": Decoder(position_file, ("train.checkpoint.of",), 64),
-    "run_file": Decoder(run_file, ("state.read_run", "state._read", "dashboard.sources.facts")),
-    "listen_file": Decoder(listen_file, ("state.listen",), 256),
-    "profile_file": Decoder(profile_file, ("state.read_profile",), 512),
+    "checkpoint_file": Decoder(checkpoint_file, ("engine.checkpoint.read", "engine.checkpoint._read"), 1 << 14),
+    "retained_file": Decoder(retained_file, ("engine.checkpoint._facts", "engine.checkpoint.read")),
+    "position_file": Decoder(position_file, ("engine.checkpoint.of",), 64),
+    "run_file": Decoder(
+        run_file, ("peers.startup.state.read_run", "peers.startup.state._read", "view.page.sources.facts")
+    ),
+    "listen_file": Decoder(listen_file, ("peers.startup.state.listen",), 256),
+    "profile_file": Decoder(profile_file, ("peers.startup.state.read_profile",), 512),
     "peers_file": Decoder(peers_file, ("peers.membership.address_book.load",)),
     "identity_file": Decoder(identity_file, ("comm.wire.identity.load_or_create", "comm.wire.identity._strip")),
     "invitation_file": Decoder(
         private.invitation_file,
-        ("invitation_files._read", "invitation_files.read_holding", "comm.wire.invitations.require_secret"),
+        (
+            "peers.startup.invitation_files._read",
+            "peers.startup.invitation_files.read_holding",
+            "comm.wire.invitations.require_secret",
+        ),
     ),
-    "founder_file": Decoder(private.founder_file, ("invitation_files._read", "invitation_files._parsed")),
+    "founder_file": Decoder(
+        private.founder_file, ("peers.startup.invitation_files._read", "peers.startup.invitation_files._parsed")
+    ),
     "topology_file": Decoder(
         topology_file,
         (
-            "scheduler.shared.topology.load",
-            "scheduler.shared.topology._read",
-            "scheduler.shared.topology._validated",
-            "scheduler.shared.topology._matrices",
-            "scheduler.shared.topology._by_region",
-            "scheduler.shared.topology._require",
-            "scheduler.shared.topology._find",
+            "scheduler.topology.topology.load",
+            "scheduler.topology.topology._read",
+            "scheduler.topology.topology._validated",
+            "scheduler.topology.topology._matrices",
+            "scheduler.topology.topology._by_region",
+            "scheduler.topology.topology._require",
+            "scheduler.topology.topology._find",
         ),
     ),
     "trace_file": Decoder(trace_file, ("sim.faults.trace",)),

@@ -14,7 +14,7 @@ from decentral.core.fragments import ActivationForms, Layout, Section
 from decentral.core.ids import PeerId
 from decentral.core.time_spent import TimeSpent
 from decentral.core.units import Seconds
-from decentral.peers.planning.plan_evaluation import EvaluatePlans, PlansEvaluated
+from decentral.scheduler.placement.evaluate import EvaluatePlans, PlansEvaluated
 
 TOKENS = 8  # of a micro-batch
 WINDOW = (Section("pseudo_gradient", "q4", 4, 2),)

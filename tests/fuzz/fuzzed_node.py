@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from decentral.comm.gossip.gossip_cost import CoresUsed
 from decentral.comm.net.fair_shares import QuestionShare, QuestionShares
+from decentral.comm.pipeline.stage import StageConfig
 from decentral.comm.rounds.tags import CollectTag, RoundTag
-from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire import codec
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Signer
@@ -37,14 +38,13 @@ from decentral.peers.joining.fetch import FetchTag
 from decentral.peers.membership import records
 from decentral.peers.membership.records import Profile
 from decentral.peers.membership.revocation_watch import WARN_S, MembershipOver
-from decentral.peers.node.gossip_cost import CoresUsed
-from decentral.peers.node.handlers import PeerEffect, PeerEvent
-from decentral.peers.node.node import Node
-from decentral.peers.node.progress import Stop
-from decentral.peers.node.setup import NodeSetup
-from decentral.peers.placement.span_move import MemoryBudget
-from decentral.peers.planning import swarm_plans
-from decentral.peers.planning.plan_evaluation import EvaluatePlans
+from decentral.peers.runtime.handlers import PeerEffect, PeerEvent
+from decentral.peers.runtime.node import Node
+from decentral.peers.runtime.progress import Stop
+from decentral.peers.runtime.setup import NodeSetup
+from decentral.scheduler.placement import plans
+from decentral.scheduler.placement.evaluate import EvaluatePlans
+from decentral.scheduler.placement.move import MemoryBudget
 from decentral.sim.virtual_signer import VirtualSigner
 from tests.fuzz import grammar
 from tests.fuzz.device import FORMS, STATE, Device
@@ -337,8 +337,8 @@ class FuzzedNode:
     def _propose(self) -> None:
         """A plan of a liar."""
         assert self.node.span_manager
-        peer, key, expires = self.chance.choice(self._present().crowd), swarm_plans.key_of(RUN), self.now + 60
-        body = swarm_plans.pack(grammar.plan(self._present()))
+        peer, key, expires = self.chance.choice(self._present().crowd), plans.key_of(RUN), self.now + 60
+        body = plans.pack(grammar.plan(self._present()))
         self.deliver(Found(key, {peer: VirtualSigner(peer).seal(key, body, expires)}))
         kept = peer in self.node.span_manager.swarm_plans._known
         self.figures.add("plan", "" if kept else "refused")

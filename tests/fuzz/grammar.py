@@ -18,8 +18,8 @@ from decentral.core.ids import PeerId, RunId
 from decentral.peers.joining.fetch import PIECE_BYTES
 from decentral.peers.membership.prober import zeros
 from decentral.peers.membership.records import PeerPhase, PeerRecord
-from decentral.peers.node.node import Node
-from decentral.peers.planning.swarm_plans import SwarmPlan
+from decentral.peers.runtime.node import Node
+from decentral.scheduler.placement.plans import SwarmPlan
 from tests.fuzz import values
 from tests.fuzz.device import FORMS, ON_REQUEST, SPARSE_WINDOW, STATE, TOKENS, WINDOW, blob_of
 

@@ -9,17 +9,18 @@ from functools import cache
 
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
-from decentral import invitation_files, invite
 from decentral.comm.wire import codec, invitations
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.invitations import FounderKeys, Holding, Permission, Revocations
 from decentral.comm.wire.messages import Hello, MembershipProof
 from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm, revoked_key
+from decentral.commands import invite
 from decentral.core import rng
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
-from decentral.invitation_files import FounderFile
-from decentral.peers.hosts.clock import SwarmClock
+from decentral.peers.runtime.clock import SwarmClock
+from decentral.peers.startup import invitation_files
+from decentral.peers.startup.invitation_files import FounderFile
 from decentral.sim.virtual_signer import VirtualSigner
 from tests.fuzz.files import folder, written
 

@@ -18,19 +18,19 @@ import numpy as np
 import torch
 from safetensors.numpy import save
 
+from decentral.comm.codecs import blockwise
 from decentral.comm.wire import codec, messages
 from decentral.comm.wire.blobs import CHUNK_BYTES, LENGTH_BYTES, digest
 from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.invitations import KEY_BYTES, Permission
 from decentral.comm.wire.messages import MembershipProof, Refused
 from decentral.core.config import Config
-from decentral.invitation_files import FounderFile, write_holding
+from decentral.engine.tensor_file import SUMS
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile
-from decentral.peers.planning import swarm_plans
-from decentral.peers.planning.swarm_plans import SwarmPlan
-from decentral.train import compress
-from decentral.train.tensor_file import SUMS
+from decentral.peers.startup.invitation_files import FounderFile, write_holding
+from decentral.scheduler.placement import plans
+from decentral.scheduler.placement.plans import SwarmPlan
 from tests.comm.wire.test_codec import EXAMPLES
 from tests.fuzz import decoders, files, private
 from tests.fuzz.decoders import ALGORITHMS, CODECS, DECODERS, FORMAT, KEY, NOW, RUN, STATE
@@ -66,7 +66,7 @@ def seeds(name: str, folder: Path) -> Iterator[bytes]:
         case "record":
             yield records.pack(RECORD)
         case "plan":
-            yield swarm_plans.pack(SwarmPlan(RUN, NOW, bytes(16), 1e4, 1, "faster", (("A", 0, 2), ("B", 1, 3))))
+            yield plans.pack(SwarmPlan(RUN, NOW, bytes(16), 1e4, 1, "faster", (("A", 0, 2), ("B", 1, 3))))
         case "received_config":
             yield Config().canonical().encode()
         case "own_config":
@@ -135,21 +135,21 @@ def _numbers(name: str) -> Iterator[bytes]:
         case "section":
             for place, codec_name in enumerate(CODECS):
                 for count in (0, 1, 129):
-                    yield bytes([place]) + count.to_bytes(2, "big") + compress.encode(codec_name, values[:count])
+                    yield bytes([place]) + count.to_bytes(2, "big") + blockwise.encode(codec_name, values[:count])
         case "contribution":
             for place, algorithm in enumerate(ALGORITHMS):
                 _, layout = decoders._rule(algorithm)
-                parts = [compress.encode(one.codec, values[: one.elements].abs() + 0.1) for one in layout]
+                parts = [blockwise.encode(one.codec, values[: one.elements].abs() + 0.1) for one in layout]
                 yield bytes([place]) + b"".join(parts)
         case "donated_state":
-            yield compress.encode("int8", values)
+            yield blockwise.encode("int8", values)
         case "activation" | "gradient":
             forms = FORMAT.forms(1, 1)
             for section, *_ in forms.gradients if name == "gradient" else forms.entering:
-                hidden = compress.encode(section.codec, torch.linspace(-1, 1, section.elements))
+                hidden = blockwise.encode(section.codec, torch.linspace(-1, 1, section.elements))
                 yield hidden if name == "gradient" else hidden + bytes(32)
         case "pieces":
-            blob = compress.encode("int8", values)
+            blob = blockwise.encode("int8", values)
             head = codec.encode(messages.StateChunk(RUN, 0, 0, len(blob), 9, STATE), len(blob))
             yield len(head).to_bytes(2, "big") + head + blob
         case "token_claim":

@@ -17,7 +17,7 @@ from decentral.core.reasons import Reason
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord
 from decentral.peers.membership.roster import MOST_DROPPED
-from tests.peers.node.test_node import LAYOUT, PROFILE, RUN, Played, identity
+from tests.peers.runtime.test_node import LAYOUT, PROFILE, RUN, Played, identity
 
 LARGEST = (1 << 62) - 1  # that a message can carry
 

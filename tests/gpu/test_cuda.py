@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from decentral.comm.codecs import blockwise
+from decentral.comm.gossip.kernel_choice import best_kernels
+from decentral.comm.gossip.kernel_proof import prove
+from decentral.comm.gossip.kernels_cpu import CompiledKernels
+from decentral.comm.gossip.outer_kernels import OuterKernels, OuterVectors, Weighted
 from decentral.core import jobs
-from decentral.train import compress
-from decentral.train.compute import Compute, ComputeSetup
-from decentral.train.device_copies import copy_in
-from decentral.train.kernel_choice import best_kernels
-from decentral.train.kernel_proof import prove
-from decentral.train.kernels_cpu import CompiledKernels
-from decentral.train.muon import muon_step
-from decentral.train.outer_kernels import OuterKernels, OuterVectors, Weighted
-from decentral.train.step import Device
+from decentral.engine.compute import Compute, ComputeSetup
+from decentral.engine.device_copies import copy_in
+from decentral.engine.muon import muon_step
+from decentral.engine.step import Device
 
 pytestmark = pytest.mark.gpu
 
@@ -58,7 +58,7 @@ def test_compiled_training_runs_and_learns(setup_of: MakeSetup) -> None:
 @pytest.mark.parametrize("scale", [1e-30, 1e-4, 1.0, 1e30])
 def test_the_bytes_from_cuda_are_those_from_the_cpu(codec: str, scale: float) -> None:
     values = scale * torch.randn(100_001, generator=torch.Generator().manual_seed(0))
-    assert compress.encode(codec, values.cuda()) == compress.encode(codec, values)
+    assert blockwise.encode(codec, values.cuda()) == blockwise.encode(codec, values)
 
 
 @pytest.mark.parametrize("codec", ["q4", "int8"])
@@ -66,7 +66,7 @@ def test_the_bytes_are_the_same_where_the_scale_is_a_bf16_number_exactly(codec: 
     """Division by a constant may round differently on CUDA, as a product with its reciprocal; this would show here."""
     levels = {"q4": 7, "int8": 127}[codec]
     values = torch.cat([torch.full((256,), float(levels * k)) for k in range(1, 257)])
-    assert compress.encode(codec, values.cuda()) == compress.encode(codec, values)
+    assert blockwise.encode(codec, values.cuda()) == blockwise.encode(codec, values)
 
 
 def test_a_window_merges_between_a_cuda_and_a_cpu_peer(setup_of: MakeSetup) -> None:
@@ -123,7 +123,7 @@ def test_a_correction_stays_as_it_is_until_the_device_has_added_it() -> None:
 @pytest.fixture
 def kernels() -> OuterKernels:
     pytest.importorskip("cupy", reason="needs cupy: install the extra `cuda`")
-    from decentral.train.kernels_cuda import CudaKernels
+    from decentral.comm.gossip.kernels_cuda import CudaKernels
 
     return CudaKernels(torch.device("cuda"), chunk_elements=1024)
 
@@ -137,7 +137,7 @@ def test_the_kernels_of_this_gpu_prove_themselves(kernels: OuterKernels) -> None
 
 
 def test_a_peer_with_a_gpu_and_cupy_gets_cuda_kernels(kernels: OuterKernels) -> None:
-    chosen, reason = best_kernels(torch.device("cuda"), compress)
+    chosen, reason = best_kernels(torch.device("cuda"), blockwise)
     assert type(chosen) is type(kernels)
     assert reason == "CUDA, proven against torch"
 
@@ -158,8 +158,8 @@ def test_a_snapshot_on_the_device_closes_as_one_in_host_memory(kernels: OuterKer
 
 def test_pinned_vectors_of_many_chunks_merge_as_on_the_cpu(kernels: OuterKernels) -> None:
     n = 100_001
-    steps = [Weighted(0.5, compress.encode("q4", pinned(n, 10 + k))) for k in range(3)]
-    towards = [Weighted(0.3, compress.encode("int8", pinned(n, 20 + k))) for k in range(2)]
+    steps = [Weighted(0.5, blockwise.encode("q4", pinned(n, 10 + k))) for k in range(3)]
+    towards = [Weighted(0.3, blockwise.encode("int8", pinned(n, 20 + k))) for k in range(2)]
     results = []
     for one in (kernels, CompiledKernels()):
         vectors = OuterVectors(pinned(n, 1), pinned(n, 2), pinned(n, 3))

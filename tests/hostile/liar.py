@@ -10,7 +10,9 @@ from contextlib import suppress
 
 from torch import Tensor
 
-from decentral.algorithms.pull import PSEUDO_GRADIENT
+from decentral.comm.codecs import blockwise
+from decentral.comm.codecs.sections import unpack
+from decentral.comm.gossip.pull_rule import PSEUDO_GRADIENT
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Pull, Snapshot
@@ -18,8 +20,6 @@ from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler, 
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 from decentral.sim import liars
-from decentral.train import compress
-from decentral.train.sections import unpack
 
 FLOOD_PER_S = 50.0  # questions to each partner
 FLOOD_STREAMS = 8  # to each partner, at once
@@ -81,7 +81,7 @@ class LyingLibp2p(Libp2p):
     def _learn_window(self, partner: PeerId, answer: Envelope) -> None:
         snapshot = answer.message
         if isinstance(snapshot, Snapshot):
-            vectors = unpack(compress, snapshot.layout, answer.blob)
+            vectors = unpack(blockwise, snapshot.layout, answer.blob)
             if PSEUDO_GRADIENT in vectors:
                 self.windows[snapshot.fragment, partner] = vectors[PSEUDO_GRADIENT]
 
@@ -93,7 +93,7 @@ class LyingLibp2p(Libp2p):
         if self.kind == REPLAYED:
             return self._firsts.setdefault((fragment, asker), answer)
         honest = [vector for (index, _), vector in self.windows.items() if index == fragment]
-        return liars.falsify(self.kind, self.peer, answer, compress, honest) if self.kind else answer
+        return liars.falsify(self.kind, self.peer, answer, blockwise, honest) if self.kind else answer
 
     def _flood(self, to: PeerId, envelope: Envelope, max_blob_bytes: int) -> None:
         """Begins once for each partner; its questions are the first one, again and again."""

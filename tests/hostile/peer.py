@@ -10,7 +10,8 @@ FLAGS are those of `decentral.peer`. For tests and benchmarks only.
 import argparse
 import sys
 
-from decentral import peer, start_peer
+from decentral.commands import peer
+from decentral.peers.startup import start_peer
 from tests.hostile.credulous import without_defences
 from tests.hostile.liar import lying
 

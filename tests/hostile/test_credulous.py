@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from decentral.algorithms import pull
+from decentral.comm.gossip import influence, pull_rule
 from decentral.comm.gossip.token_claims import TokenClaims
 from decentral.core.ids import PeerId
-from decentral.train import influence
 from tests.hostile.credulous import without_defences
 
 LIAR = PeerId("liar")
@@ -61,4 +60,4 @@ def new_experience() -> influence.Experience:
 
 def made_by_rules(name: str) -> Any:
     """What a rule makes by this name."""
-    return vars(pull)[name]()
+    return vars(pull_rule)[name]()

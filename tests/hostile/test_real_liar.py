@@ -15,11 +15,11 @@ from decentral.core import config
 from decentral.core.jobs import Stepped
 from decentral.core.reasons import Reason
 from decentral.core.units import Amount
-from decentral.peers.hosts.host import Host
 from decentral.peers.membership import records
-from decentral.train import replicas
+from decentral.peers.runtime.host import Host
+from decentral.serving import replicas
 from tests.hostile.liar import LyingLibp2p, lying
-from tests.peers.hosts.host_swarm import RUN, MakeSetup, Swarm
+from tests.peers.runtime.host_swarm import RUN, MakeSetup, Swarm
 
 HONEST, LIAR = "ABCD", "E"
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)

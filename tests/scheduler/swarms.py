@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from decentral.scheduler.shared.topology import Topology
+from decentral.scheduler.topology.topology import Topology
 
 
 def subset(swarm: Topology, keep: Sequence[int]) -> Topology:

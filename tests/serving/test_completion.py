@@ -8,12 +8,13 @@ import torch
 
 from decentral.core.config import ModelConfig
 from decentral.core.sampling import Sampling
+from decentral.data.text_codec import ByteCodec
+from decentral.engine.step import Device
+from decentral.model import decoder
+from decentral.serving import decoding
 from decentral.serving.completion import Completion
 from decentral.serving.loaded_model import LoadedModel
 from decentral.serving.openai_requests import ApiError
-from decentral.train import decoding, gpt
-from decentral.train.step import Device
-from decentral.train.text_codec import ByteCodec
 
 CPU = Device(torch.device("cpu"), torch.float32)
 TINY = ModelConfig(depth=1, width=32, heads=2, context=16)
@@ -27,7 +28,7 @@ class EndingCodec(ByteCodec):
 
 
 def model(codec: ByteCodec | None = None) -> LoadedModel:
-    return LoadedModel(TINY, gpt.build(TINY, 0), codec or ByteCodec(), "weights of A at step 3")
+    return LoadedModel(TINY, decoder.build(TINY, 0), codec or ByteCodec(), "weights of A at step 3")
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_it_is_what_the_model_generates() -> None:
     completion = Completion(model(), list(b"the"), sampling, (), CPU)
     text = "".join(completion.step() for _ in range(12))
     decode = ByteCodec().decoder()
-    found = decoding.generate(gpt.build(TINY, 0), list(b"the"), sampling, CPU)
+    found = decoding.generate(decoder.build(TINY, 0), list(b"the"), sampling, CPU)
     assert text == "".join(decode(token) for token in found if token is not None)
     assert (completion.finish, completion.generated, completion.prompt_tokens) == ("length", 12, 3)
 
@@ -108,7 +109,7 @@ def test_an_empty_prompt_begins_a_text() -> None:
 
 def test_a_prompt_may_be_as_long_as_the_model_s_positions() -> None:
     wide = TINY.model_copy(update={"positions": 64})
-    loaded = LoadedModel(wide, gpt.build(wide, 0), ByteCodec(), "weights of A at step 3")
+    loaded = LoadedModel(wide, decoder.build(wide, 0), ByteCodec(), "weights of A at step 3")
     assert Completion(loaded, [1] * 60, Sampling(tokens=1), (), CPU).prompt_tokens == 60
     with pytest.raises(ApiError, match="reads 64 tokens at once, and the prompt has 65"):
         Completion(loaded, [1] * 65, Sampling(), (), CPU)

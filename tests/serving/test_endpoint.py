@@ -14,16 +14,17 @@ from starlette.testclient import TestClient
 
 from decentral.core.config import ModelConfig
 from decentral.core.sampling import Sampling
-from decentral.dashboard.server import Updates, application
-from decentral.dashboard.swarm_view import SwarmView
-from decentral.serving import chat_template, endpoint
+from decentral.data.text_codec import ByteCodec
+from decentral.engine import measure
+from decentral.engine.step import Device
+from decentral.model import decoder
+from decentral.serving import chat_template, decoding, endpoint
 from decentral.serving.loaded_model import LoadedModel
 from decentral.serving.openai_requests import MOST_BODY_BYTES, ApiError
 from decentral.serving.served_model import ServedModel
 from decentral.serving.turns import Turns
-from decentral.train import decoding, gpt, measure
-from decentral.train.step import Device
-from decentral.train.text_codec import ByteCodec
+from decentral.view.page.server import Updates, application
+from decentral.view.page.swarm_view import SwarmView
 
 CPU = Device(torch.device("cpu"), torch.float32)
 TINY = ModelConfig(depth=1, width=32, heads=2, context=64)
@@ -34,7 +35,7 @@ SOURCE = "run words-3fa2c1: weights of A at step 3"
 @pytest.fixture
 def served() -> ServedModel:
     found = ServedModel("words-3fa2c1", CPU)
-    found.take(LoadedModel(TINY, gpt.build(TINY, 0), ByteCodec(), SOURCE))
+    found.take(LoadedModel(TINY, decoder.build(TINY, 0), ByteCodec(), SOURCE))
     return found
 
 
@@ -71,7 +72,7 @@ def generated(prompt: str, **values: Any) -> str:
     decode = ByteCodec().decoder()
     for byte in prompt.encode():
         decode(byte)
-    found = decoding.generate(gpt.build(TINY, 0), list(prompt.encode()), sampling, CPU)
+    found = decoding.generate(decoder.build(TINY, 0), list(prompt.encode()), sampling, CPU)
     return "".join(decode(token) for token in found if token is not None)
 
 

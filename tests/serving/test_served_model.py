@@ -8,19 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from decentral import export
+from decentral.commands import dashboard, export
 from decentral.core import jobs
 from decentral.core.errors import UserError
 from decentral.core.ids import RunId
-from decentral.dashboard import __main__ as dashboard
+from decentral.data.text_codec import ByteCodec
+from decentral.engine.compute import Compute, ComputeSetup
+from decentral.engine.step import Device
+from decentral.peers.startup.state import StateFolder
 from decentral.serving import served_model
 from decentral.serving.loaded_model import LoadedModel
 from decentral.serving.openai_requests import ApiError
 from decentral.serving.served_model import AGAIN_S, ServedModel
-from decentral.state import StateFolder
-from decentral.train.compute import Compute, ComputeSetup
-from decentral.train.step import Device
-from decentral.train.text_codec import ByteCodec
 
 CPU = Device(torch.device("cpu"), torch.float32)
 

@@ -3,7 +3,7 @@
 import pytest
 from torch import Tensor
 
-from decentral.train.outer_kernels import TorchKernels
+from decentral.comm.gossip.outer_kernels import TorchKernels
 
 
 def no_baseline(off: pytest.MonkeyPatch) -> None:

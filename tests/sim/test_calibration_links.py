@@ -66,7 +66,7 @@ def test_links_that_are_wrong_show_in_the_error() -> None:
 
 def test_a_simulator_without_slow_start_does_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = pulls(0, SELDOM)
-    monkeypatch.setattr("decentral.sim.geography.SwarmGeography.round_trip_s", lambda self, source, target: 0.0)
+    monkeypatch.setattr("decentral.sim.network.geography.SwarmGeography.round_trip_s", lambda self, source, target: 0.0)
     assert pair_seconds([Compared(SELDOM, measured, pulls(0, SELDOM), 1)]).median_error > GOOD
 
 

@@ -1,7 +1,7 @@
 """Each fault does what it says to a small swarm of real nodes, and the swarm recovers.
 
-The audit checks all of it (decentral/sim/audit.py): a test that ends with `settle` has also shown that every peer
-knows who is there, and that the replicas are together.
+The audit checks all of it (decentral/sim/invariants/audit.py): a test that ends with `settle` has also shown that every
+peer knows who is there, and that the replicas are together.
 """
 
 from collections import Counter
@@ -14,16 +14,16 @@ from decentral.core import config
 from decentral.core.ids import PeerId
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
-from decentral.peers.hosts.clock import CLOCKS_AGREE_S
 from decentral.peers.joining.join import JoinPhase
+from decentral.peers.runtime.clock import CLOCKS_AGREE_S
 from decentral.sim import faults
-from decentral.sim.audit import InvariantAudit
 from decentral.sim.fault_injector import FaultInjector
-from decentral.sim.geography import SwarmGeography, TypicalLink
+from decentral.sim.host import Pace
+from decentral.sim.invariants.audit import InvariantAudit
+from decentral.sim.network.geography import SwarmGeography, TypicalLink
 from decentral.sim.run import ROSTER_SETTLE_S
 from decentral.sim.swarm import SimulatedPeer, SimulatedSwarm, SwarmSettings
 from decentral.sim.sweep import SETTINGS
-from decentral.sim.virtual_host import Pace
 
 LINK = TypicalLink(delay_s=0.02)
 

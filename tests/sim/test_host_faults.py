@@ -7,12 +7,12 @@ import pytest
 from decentral.comm.wire.transport import Event
 from decentral.core import config, jobs
 from decentral.core.units import Seconds
-from decentral.peers.node.progress import ProgressEffect, TrainingProgress
+from decentral.peers.runtime.progress import ProgressEffect, TrainingProgress
 from decentral.sim import faults, swarm, sweep
-from decentral.sim.evidence import Violation
+from decentral.sim.host import Pace
+from decentral.sim.invariants.evidence import Violation
 from decentral.sim.run import Scenario, run
 from decentral.sim.swarm import SwarmSettings
-from decentral.sim.virtual_host import Pace
 
 FULL_DISK = "full-disk 1 at 20 for 25; full-disk 2 at 20 for 30; crash 2 at 45; restart 2 at 48"
 HOUR_AHEAD = "clock 1 by 3600 at 20; crash 1 at 25; restart 1 at 30"

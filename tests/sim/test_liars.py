@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from decentral.algorithms.pull import PSEUDO_GRADIENT
+from decentral.comm.codecs import blockwise
+from decentral.comm.codecs.sections import Packer, unpack
+from decentral.comm.gossip.pull_rule import PSEUDO_GRADIENT
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Snapshot
 from decentral.core.ids import RunId
 from decentral.sim import faults, liars, surrogate, surrogate_model, surrogate_stages, swarm
-from decentral.sim.convergence_audit import distances, loss_of_mean
-from decentral.train import compress
-from decentral.train.sections import Packer, unpack
+from decentral.sim.invariants.convergence import distances, loss_of_mean
 from tests.sim.test_fault_injector import FaultySwarm
 
 NUMBERS = 512
@@ -24,16 +24,16 @@ def drawn(seed: int) -> Tensor:
 
 def falsified(kind: str) -> tuple[Snapshot, dict[str, Tensor]]:
     """The snapshot that a liar sends instead of one with 100 tokens, and what partners read of it."""
-    packer = Packer(compress)
+    packer = Packer(blockwise)
     packer.add(PSEUDO_GRADIENT, "q4", drawn(0))
     packer.add("phi", "int8", drawn(9))
     layout, blob = packer.finish()
     snapshot = Snapshot(RunId("run"), 0, 1, 100, 0.1, 1.0, layout, blobs.digest(blob))
-    envelope = liars.falsify(kind, "liar", Envelope(snapshot, blob), compress, [drawn(1), drawn(2), drawn(3)])
+    envelope = liars.falsify(kind, "liar", Envelope(snapshot, blob), blockwise, [drawn(1), drawn(2), drawn(3)])
     assert isinstance(envelope.message, Snapshot)
     assert envelope.message.layout == layout
     assert envelope.message.digest == blobs.digest(envelope.blob)
-    return envelope.message, unpack(compress, layout, envelope.blob)
+    return envelope.message, unpack(blockwise, layout, envelope.blob)
 
 
 @pytest.mark.parametrize("kind", liars.FALSIFIED)

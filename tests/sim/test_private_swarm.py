@@ -9,12 +9,12 @@ from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm, revoke
 from decentral.core import config
 from decentral.peers.membership.revocation_watch import NO_MEMBER
 from decentral.sim import faults
-from decentral.sim.geography import SwarmGeography, TypicalLink
+from decentral.sim.host import Pace
+from decentral.sim.network.geography import SwarmGeography, TypicalLink
 from decentral.sim.report import RunReport
 from decentral.sim.run import Scenario, run
 from decentral.sim.swarm import EPOCH, SimulatedPeer, SimulatedSwarm, SwarmSettings
 from decentral.sim.sweep import SETTINGS, SPAN_MODEL, memory_for
-from decentral.sim.virtual_host import Pace
 from decentral.sim.virtual_signer import VirtualSigner
 
 SEED = 3

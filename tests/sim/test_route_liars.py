@@ -7,23 +7,23 @@ from typing import Any
 import pytest
 import torch
 
+from decentral.comm.codecs import blockwise
+from decentral.comm.pipeline.activations import likeness
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import BackwardResponse, Hop
 from decentral.core import config, jobs
 from decentral.core.fragments import Section
 from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Log
-from decentral.peers.node.handlers import PeerEffect, PeerEvent
-from decentral.peers.node.progress import Stop
+from decentral.peers.runtime.handlers import PeerEffect, PeerEvent
+from decentral.peers.runtime.progress import Stop
 from decentral.sim import faults, sweep
 from decentral.sim.faults import HOP_LIES
-from decentral.sim.geography import TypicalLink
+from decentral.sim.host import Pace, VirtualHost
+from decentral.sim.network.geography import TypicalLink
 from decentral.sim.route_liars import HOP_LOSS, falsify_gradient
 from decentral.sim.run import Scenario, run
 from decentral.sim.swarm import SwarmSettings
-from decentral.sim.virtual_host import Pace, VirtualHost
-from decentral.train import compress
-from decentral.train.activations import likeness
 
 NUMBERS = 256
 LIAR = PeerId("sim00004")
@@ -33,7 +33,7 @@ SPANS = ((0, 3), (3, 6), (0, 3), (3, 6), (3, 6))
 def answer(seed: int) -> Envelope:
     """The answer of an honest hop."""
     gradient = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(seed))
-    blob = compress.encode("bf16", gradient)
+    blob = blockwise.encode("bf16", gradient)
     layout = (Section("hidden", "bf16", NUMBERS, len(blob)),)
     return Envelope(BackwardResponse(RunId("run"), 8.0, 4, (Hop("X", 1, 2),), layout), blob)
 
@@ -41,7 +41,7 @@ def answer(seed: int) -> Envelope:
 @pytest.mark.parametrize("kind", HOP_LIES)
 def test_a_hop_that_lies_sends_what_has_the_form_of_an_answer_and_is_none(kind: str) -> None:
     true, before = answer(1), answer(2)
-    false = falsify_gradient(kind, "seed", true, compress, before)
+    false = falsify_gradient(kind, "seed", true, blockwise, before)
     assert isinstance(false.message, BackwardResponse)
     assert isinstance(true.message, BackwardResponse)
     assert len(false.blob) == len(true.blob)
@@ -49,7 +49,7 @@ def test_a_hop_that_lies_sends_what_has_the_form_of_an_answer_and_is_none(kind: 
         assert false.message.loss == HOP_LOSS * true.message.loss
         return
     assert replace(false.message, loss=0.0) == replace(true.message, loss=0.0)
-    values = [compress.decode("bf16", memoryview(one.blob), NUMBERS) for one in (false, true)]
+    values = [blockwise.decode("bf16", memoryview(one.blob), NUMBERS) for one in (false, true)]
     found = likeness(*values)
     assert found.cosine < 0.3 or found.ratio > 5
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from decentral.comm.routes.router import Router
+from decentral.comm.codecs import blockwise
+from decentral.comm.pipeline.router import Router
 from decentral.core import config, jobs, rng
 from decentral.core.ids import PeerId
 from decentral.core.jobs import (
@@ -22,24 +23,24 @@ from decentral.core.jobs import (
 )
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
+from decentral.engine import memory
+from decentral.engine.micro_batch_names import MicroBatchNames
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile
-from decentral.peers.placement import layer_recovery
-from decentral.peers.placement.span_move import MoveEffect, MovePhase, SpanMove
-from decentral.peers.planning.swarm_plans import SwarmPlan, SwarmPlans
+from decentral.scheduler.placement import recover
+from decentral.scheduler.placement.move import MoveEffect, MovePhase, SpanMove
+from decentral.scheduler.placement.plans import SwarmPlan, SwarmPlans
 from decentral.sim import faults, sweep
-from decentral.sim.evidence import Violation
-from decentral.sim.geography import TypicalLink
-from decentral.sim.gradients import real_gradients
+from decentral.sim.host import Pace
+from decentral.sim.invariants.evidence import Violation
+from decentral.sim.network.geography import TypicalLink
+from decentral.sim.real_training import real_gradients
 from decentral.sim.report import RunReport
 from decentral.sim.run import Scenario, run
 from decentral.sim.surrogate import SurrogateDisk, SurrogateWorkload
 from decentral.sim.surrogate_model import DESCENT_RATE, STEP_NOISE, SurrogateModel
 from decentral.sim.swarm import EPOCH, RUN, SimulatedPeer, SimulatedSwarm, SwarmSettings
-from decentral.sim.virtual_host import Pace
 from decentral.sim.virtual_signer import VirtualSigner
-from decentral.train import compress, memory
-from decentral.train.micro_batch_names import MicroBatchNames
 
 MODEL = [*sweep.SETTINGS, *sweep.SPAN_MODEL]
 
@@ -73,7 +74,7 @@ def test_a_peer_that_says_it_joins_and_never_comes_does_not_keep_lost_layers_fro
 ) -> None:
     """One record with all layers, renewed for ever, is all that it takes to say so. It might be the holder that comes
     back with the only state of them, so that they wait for half an hour: here for two minutes."""
-    monkeypatch.setattr(layer_recovery, "RETURN_S", layer_recovery.JOINING_S)
+    monkeypatch.setattr(recover, "RETURN_S", recover.JOINING_S)
 
     class Ghost:
         def begin(self, swarm: SimulatedSwarm) -> None:
@@ -132,7 +133,7 @@ def test_a_killed_peer_comes_back_to_its_layers_and_its_numbers_go_on() -> None:
 
 
 def test_only_a_peer_that_was_frozen_knows_that_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its held executions could not be decided meanwhile (tests/comm/routes/test_hold_limits.py)."""
+    """Its held executions could not be decided meanwhile (tests/comm/pipeline/test_hold_limits.py)."""
     told: dict[PeerId, Seconds] = {}
     monkeypatch.setattr(Router, "was_stopped", lambda routes, seconds: told.update({routes.stage.peer: seconds}))
     run(scenario("freeze 1 at 15 for 25", seconds=45.0))
@@ -221,7 +222,7 @@ def test_one_part_takes_them_however_long_fetching_takes_and_whoever_else_begins
         return []
 
     monkeypatch.setattr(SpanMove, "_review", fetching)
-    monkeypatch.setattr(layer_recovery, "RELIEF_TURN_S", 10.0)
+    monkeypatch.setattr(recover, "RELIEF_TURN_S", 10.0)
     moves = beside_whole_models("crash {} at 30", seconds=240.0).routes.moves
     assert moves["relief done"] == 1
     assert moves["relief failed"] >= 2
@@ -281,7 +282,7 @@ def test_real_gradients_travel_through_spans_and_learn(text: Path, tmp_path: Pat
 def surrogate(first: int, last: int) -> SurrogateWorkload:
     settings = settings_for(2)
     chance = rng.arrays(1, "surrogate")
-    model = SurrogateModel(settings.config, settings.fragments, compress, 64, settings.model.forms)
+    model = SurrogateModel(settings.config, settings.fragments, blockwise, 64, settings.model.forms)
     return SurrogateWorkload(model, PeerId("P"), (first, last), chance, SurrogateDisk())
 
 

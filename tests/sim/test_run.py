@@ -10,11 +10,11 @@ from decentral.core import config
 from decentral.core.units import Seconds
 from decentral.sim import faults, sweep
 from decentral.sim import run as runs
-from decentral.sim.evidence import Violation
-from decentral.sim.gradients import real_gradients
+from decentral.sim.host import Pace
+from decentral.sim.invariants.evidence import Violation
+from decentral.sim.real_training import real_gradients
 from decentral.sim.run import Scenario, StopRun, run, shrink
 from decentral.sim.swarm import SwarmSettings
-from decentral.sim.virtual_host import Pace
 
 
 def scenario(spec: str = "", seconds: float = 40.0, seed: int = 1, throttles: tuple[float, ...] = (1.0,)) -> Scenario:

@@ -9,17 +9,17 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from decentral.algorithms.pull import PullRule
-from decentral.comm.gossip import pull, snapshots
-from decentral.comm.net import virtual_network
-from decentral.comm.routes import ledger
+from decentral.comm.gossip import exchange, snapshots
+from decentral.comm.gossip.pull_rule import PullRule
+from decentral.comm.pipeline import ledger
 from decentral.comm.wire import blobs
 from decentral.core.algorithms import FragmentContext
 from decentral.core.units import Seconds
-from decentral.peers.placement import span_move
-from decentral.peers.planning import swarm_plans
-from decentral.sim import route_audit, sweep
-from decentral.train import checkpoint
+from decentral.engine import checkpoint
+from decentral.scheduler.placement import move, plans
+from decentral.sim import sweep
+from decentral.sim.invariants import routes
+from decentral.sim.network import virtual_network
 from tests.sim.broken import no_baseline
 
 FOUND = {
@@ -87,7 +87,7 @@ def test_a_bug_that_the_sweep_has_found_stays_mended(seed: int) -> None:
 
 
 def test_more_offers_than_executions_explain_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route_audit, "CANDIDATES", 0)
+    monkeypatch.setattr(routes, "CANDIDATES", 0)
     outcome = sweep.play(210223)
     assert outcome.violated == "bounded"
     assert "offers" in outcome.said
@@ -124,19 +124,19 @@ def no_write_deadline(off: Switch) -> None:
 
 def no_staleness_limit(off: Switch) -> None:
     """No age is too old, neither when an answer comes nor when it is merged."""
-    check, merge = snapshots.check, pull.PullExchange._merge
+    check, merge = snapshots.check, exchange.PullExchange._merge
 
     def endless(context: FragmentContext) -> FragmentContext:
         return replace(context, gossip=context.gossip.model_copy(update={"max_age_s": 1e12}))
 
-    def merge_all(machine: pull.PullExchange, now: Seconds) -> object:
+    def merge_all(machine: exchange.PullExchange, now: Seconds) -> object:
         context, machine.context = machine.context, endless(machine.context)
         effects = merge(machine, now)
         machine.context = context
         return effects
 
     off.setattr(snapshots, "check", lambda context, *rest: check(endless(context), *rest))
-    off.setattr(pull.PullExchange, "_merge", merge_all)
+    off.setattr(exchange.PullExchange, "_merge", merge_all)
 
 
 def no_aborts(off: Switch) -> None:
@@ -151,12 +151,12 @@ def no_reserved_numbers(off: Switch) -> None:
 
 def no_others_plans(off: Switch) -> None:
     """Each peer follows only plans that it finds itself."""
-    off.setattr(swarm_plans.SwarmPlans, "_read", lambda *_: None)
+    off.setattr(plans.SwarmPlans, "_read", lambda *_: None)
 
 
 def no_leases(off: Switch) -> None:
     """A peer that moves needs no other holder's lease for the layers that it gives up."""
-    off.setattr(span_move.SpanMove, "needed", property(lambda own: 0))
+    off.setattr(move.SpanMove, "needed", property(lambda own: 0))
 
 
 def no_settled_windows(off: Switch) -> None:

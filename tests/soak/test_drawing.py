@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.soak import faults
-from decentral.keep_daemon import DAEMON_RESTARTS, DAEMON_RESTARTS_S
+from decentral.comm.net.keep_daemon import DAEMON_RESTARTS, DAEMON_RESTARTS_S
 
 PLACES, HOUR_S, EVERY_S = 6, 3600.0, 20.0
 SEEDS = range(20)

@@ -16,7 +16,7 @@ from benchmarks.wan import description, namespaces, selftest
 from benchmarks.wan.lab import Lab
 from benchmarks.wan.links import Count
 from decentral.core.errors import UserError
-from decentral.scheduler.shared import topology
+from decentral.scheduler.topology import topology
 from tests.patient_time import LIMIT_S
 
 ROOT = Path(__file__).parent.parent.parent
@@ -27,7 +27,7 @@ STARTS = """
 import time
 from benchmarks.wan import description, selftest
 from benchmarks.wan.lab import Lab
-from decentral.scheduler.shared import topology
+from decentral.scheduler.topology import topology
 
 tree = {"regions": {"x": {"count": 2}}, "inside": {"delay_ms": 20, "bandwidth_gbps": 0.02}}
 with Lab(description.from_topology(topology.parse(tree)), 3600) as lab:

@@ -6,7 +6,7 @@ import pytest
 from benchmarks.wan.description import Description, from_json, from_topology, parse_nat
 from benchmarks.wan.schedule import conditions, parse
 from decentral.core.errors import UserError
-from decentral.scheduler.shared import topology
+from decentral.scheduler.topology import topology
 
 HOMES = {
     "regions": {"homes": {"count": 4, "up_gbps": 0.02, "down_gbps": 0.1}},

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import count
 
-from decentral.comm.gossip.pull import DOUBTED_WINDOWS, PullExchange
+from decentral.comm.gossip.exchange import DOUBTED_WINDOWS, PullExchange
 from decentral.comm.wire.transport import Ask, AskFailed
 from decentral.core.algorithms import FragmentContext
 from decentral.core.config import GossipConfig

@@ -3,7 +3,7 @@
 The codec refuses an empty reason, so this holds the machine to it that gets its messages without the codec.
 """
 
-from decentral.comm.gossip.pull import PullExchange
+from decentral.comm.gossip.exchange import PullExchange
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Refused
 from decentral.comm.wire.transport import Answered, Ask

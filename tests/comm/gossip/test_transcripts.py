@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from decentral.comm.gossip.pull import PullExchange
+from decentral.comm.gossip.exchange import PullExchange
 from decentral.comm.gossip.snapshots import pick
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope

@@ -18,8 +18,8 @@ from decentral.core.config import Config
 from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId, RunId
 from decentral.peers.membership.records import Profile
-from decentral.peers.node.node import Node
-from decentral.peers.node.setup import NodeSetup
+from decentral.peers.runtime.node import Node
+from decentral.peers.runtime.setup import NodeSetup
 from tests.patient_time import PatientLoop
 
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)

@@ -15,15 +15,15 @@ from decentral.comm.net.fair_shares import (
     QuestionShares,
 )
 from decentral.comm.net.streams import STREAM_ANSWER_S, Server, ask_on
-from decentral.comm.net.virtual_network import Network, Outcome
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_PROBE_BYTES, Message, Ping, Pong, Probe, Refused
 from decentral.comm.wire.transport import Answer, Ask, Tag
-from decentral.core.agenda import Agenda
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
+from decentral.sim.network.agenda import Agenda
+from decentral.sim.network.virtual_network import Network, Outcome
 from tests.comm.net.loopback import pipe
-from tests.comm.net.test_virtual_network import Bad, Wires
+from tests.sim.network.test_virtual_network import Bad, Wires
 
 GREEDY, HONEST = PeerId("greedy"), PeerId("honest")
 MANY = MAX_STREAMS + 20

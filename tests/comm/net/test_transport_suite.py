@@ -17,20 +17,20 @@ from hivemind.p2p import PeerID
 from decentral.comm.net.fair_shares import MAX_STREAMS
 from decentral.comm.net.libp2p import PROTOCOL, Libp2p
 from decentral.comm.net.libp2p_directory import HivemindDirectory, SignedRecords
-from decentral.comm.net.virtual_directory import Records, VirtualDirectory
-from decentral.comm.net.virtual_network import Network
 from decentral.comm.wire import blobs, codec
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import MAX_PEER_RECORD_BYTES, Identity
 from decentral.comm.wire.messages import VERSION, Message, Ping, Pong, Probe, Probed, Refused
 from decentral.comm.wire.transport import Answer, AskError, Directory, Handler, Transport
-from decentral.core.agenda import Agenda
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
+from decentral.sim.network.agenda import Agenda
+from decentral.sim.network.virtual_directory import Records, VirtualDirectory
+from decentral.sim.network.virtual_network import Network
 from tests.comm.net.loopback import Loopback, LoopbackDirectory, LoopbackTransport, pipe
 from tests.comm.net.virtual_transport import NoFaults, VirtualTransport
-from tests.core.next_action import next_at
 from tests.patient_time import PatientLoop
+from tests.sim.network.next_action import next_at
 
 T = TypeVar("T")
 RUN = "gpt-3fa2c1"
@@ -159,7 +159,7 @@ class InVirtualTime:
                 self.agenda.run(due)
 
     async def raw(self, use: Callable[[blobs.Reader, blobs.Writer], Awaitable[T]]) -> T:
-        pytest.skip("envelopes travel here, not bytes; tests/comm/net/test_virtual_network.py has damage")
+        pytest.skip("envelopes travel here, not bytes; tests/sim/network/test_virtual_network.py has damage")
 
     async def gone(self, folder: Path) -> PeerId:
         third = VirtualTransport(self.network, PeerId("QmThird"))

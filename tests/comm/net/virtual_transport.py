@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
-from decentral.comm.net.virtual_network import Network, Outcome, Respond
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Refused
 from decentral.comm.wire.private_swarm import PrivateSwarm
@@ -11,6 +10,7 @@ from decentral.comm.wire.transport import Answer, Ask, AskError, BlobBound, Hand
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
+from decentral.sim.network.virtual_network import Network, Outcome, Respond
 
 
 class VirtualTransport:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from decentral.comm.pipeline.ledger import CommitState, GradientEntry
 from decentral.comm.rounds import contributions, members
-from decentral.comm.routes.ledger import CommitState, GradientEntry
 from decentral.comm.wire.messages import CompletedMicroBatch, ExecutionId, Hop, RoundMember, RoundReport, Snapshot
 from decentral.core.errors import ProtocolError
 from decentral.core.fragments import Fragment, Section

@@ -2,12 +2,12 @@
 
 import pytest
 
+from decentral.comm.pipeline.stage import StageConfig
 from decentral.comm.rounds.round_state import LEGAL_MOVES, IllegalRoundMove, Round, RoundPhase
-from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire.messages import RoundMember
 from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId, RunId
-from tests.comm.routes.one_form import one_form
+from tests.comm.pipeline.one_form import one_form
 
 CUTS = tuple(Fragment(index, index, index + 1, 100) for index in range(2))
 STAGE = StageConfig(

@@ -21,11 +21,11 @@ from typing import cast
 
 import pytest
 
+from decentral.comm.pipeline.ledger import CommitState, GradientEntry
+from decentral.comm.pipeline.router import Router
+from decentral.comm.pipeline.stage import StageConfig
 from decentral.comm.rounds.contributions import ContributionRecord
 from decentral.comm.rounds.round import Rounds
-from decentral.comm.routes.ledger import CommitState, GradientEntry
-from decentral.comm.routes.router import Router
-from decentral.comm.routes.stage import StageConfig
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import (
@@ -47,7 +47,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Advance, CloseRound, RoundClosed, SetClock, Stepped, WindowClosed
 from decentral.core.machine import Log, Woke
 from decentral.core.time_spent import NO_TIME
-from tests.comm.routes.one_form import one_form
+from tests.comm.pipeline.one_form import one_form
 
 CUTS = tuple(Fragment(index, index, index + 1, 10) for index in range(4))
 LAYOUT = (Section("gradient", "fp32", 10, 40),)

@@ -5,11 +5,11 @@ import pytest
 
 from benchmarks import layout_bound
 from decentral.core.errors import UserError
-from decentral.scheduler.shared import topology
-from decentral.scheduler.shared.search_budget import SearchBudget
-from decentral.scheduler.shared.topology import Workload
 from decentral.scheduler.sync import exact
 from decentral.scheduler.sync.layout_cost import Problem, best_layout, problem_of
+from decentral.scheduler.topology import topology
+from decentral.scheduler.topology.search_budget import SearchBudget
+from decentral.scheduler.topology.topology import Workload
 
 SHAPES = [(4, 3, 5), (3, 3, 9), (3, 4, 4), (6, 2, 4), (2, 5, 3), (5, 2, 6), (1, 5, 2), (5, 2, 1)]
 WHOLE = SearchBudget(rounds=1e9)

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from benchmarks import planner_published
 from decentral.core.errors import UserError
-from decentral.scheduler.shared import topology
-from decentral.scheduler.shared.arrays import Floats, Ints
-from decentral.scheduler.shared.plan import adopts
-from decentral.scheduler.shared.search_budget import SearchBudget
-from decentral.scheduler.shared.topology import Topology, Workload, regions_of
 from decentral.scheduler.sync import annealing, evolve, exact, gcma, layouts, local_search, matching
 from decentral.scheduler.sync.layout_cost import Problem, best_layout, cost_of_pipelines, problem_of
 from decentral.scheduler.sync.local_search import Cooling
-from decentral.scheduler.sync.sync_plan import candidates, sync_plan
+from decentral.scheduler.sync.plan import candidates, sync_plan
+from decentral.scheduler.topology import topology
+from decentral.scheduler.topology.arrays import Floats, Ints
+from decentral.scheduler.topology.plan import adopts
+from decentral.scheduler.topology.search_budget import SearchBudget
+from decentral.scheduler.topology.topology import Topology, Workload, regions_of
 from tests.scheduler.swarms import subset
 
 OPTIMA = {

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from decentral.scheduler.shared.arrays import Ints
-from decentral.scheduler.shared.search_budget import SearchBudget
 from decentral.scheduler.throughput import max_flow, replan
 from decentral.scheduler.throughput.layer_costs import LayerCosts
+from decentral.scheduler.topology.arrays import Ints
+from decentral.scheduler.topology.search_budget import SearchBudget
 
 AHEAD_S = 600.0
 

@@ -10,17 +10,13 @@ from hypothesis import strategies as st
 
 from decentral.core import config
 from decentral.core.errors import UserError
-from decentral.scheduler.shared import topology
-from decentral.scheduler.shared.arrays import Floats, Ints
-from decentral.scheduler.shared.search_budget import SearchBudget
-from decentral.scheduler.throughput import (
-    max_flow,
-    milp,
-    partner_weights,
-    span_search,
-    throughput_plan,
-)
+from decentral.scheduler.partners import mixing
+from decentral.scheduler.throughput import max_flow, milp, span_search
+from decentral.scheduler.throughput import plan as throughput_plan
 from decentral.scheduler.throughput.layer_costs import LayerCosts
+from decentral.scheduler.topology import topology
+from decentral.scheduler.topology.arrays import Floats, Ints
+from decentral.scheduler.topology.search_budget import SearchBudget
 from tests.scheduler.swarms import subset
 
 
@@ -165,7 +161,7 @@ def test_a_pool_with_too_little_memory_is_refused_in_one_line() -> None:
 def test_gossip_partners_mix_at_least_as_fast_as_the_simple_rules() -> None:
     swarm = subset(topology.load("eight-cities"), range(0, 64, 4))
     holds = np.ones((16, 1), dtype=bool)
-    found = partner_weights.partners(swarm, holds, np.array([1e8]), SearchBudget(rounds=4))
+    found = mixing.partners(swarm, holds, np.array([1e8]), SearchBudget(rounds=4))
     assert found.mixing_per_s >= max(found.uniform_per_s, found.bandwidth_per_s)
     np.testing.assert_allclose(found.weight_NN.sum(axis=1), 1.0)
     assert (np.diag(found.weight_NN) == 0).all()
@@ -174,37 +170,37 @@ def test_gossip_partners_mix_at_least_as_fast_as_the_simple_rules() -> None:
 def test_two_peers_gossip_with_each_other_for_their_share_of_the_time() -> None:
     seconds = np.array([[np.inf, 2.0], [2.0, np.inf]])
     slow = np.array([[0.0, 0.01], [0.01, 0.0]])
-    rate = partner_weights.fastest(seconds, [np.array([0, 1])], slow, SearchBudget(rounds=3))
-    assert rate[0, 1] == pytest.approx(partner_weights.LINK_SHARE / 2.0)
-    assert partner_weights.slowest(rate, [np.array([0, 1])]) == pytest.approx(partner_weights.LINK_SHARE)
+    rate = mixing.fastest(seconds, [np.array([0, 1])], slow, SearchBudget(rounds=3))
+    assert rate[0, 1] == pytest.approx(mixing.LINK_SHARE / 2.0)
+    assert mixing.slowest(rate, [np.array([0, 1])]) == pytest.approx(mixing.LINK_SHARE)
 
 
-@pytest.mark.parametrize("search", [partner_weights.ascended, partner_weights.fastest])
+@pytest.mark.parametrize("search", [mixing.ascended, mixing.fastest])
 def test_rates_fill_nobodys_links_and_mix_faster_than_where_they_began(search: Callable[..., Floats]) -> None:
     swarm = topology.load("ten-cities")
     seconds = swarm.delay_s + 1e8 / swarm.bandwidth
     np.fill_diagonal(seconds, np.inf)
     everyone = [np.arange(10)]
-    start = partner_weights.scaled(np.isfinite(seconds).astype(float), seconds)
-    rate = search(seconds, everyone, start, SearchBudget(rounds=partner_weights.ASCENT_ROUNDS))
-    assert partner_weights.slowest(rate, everyone) > 1.05 * partner_weights.slowest(start, everyone)
+    start = mixing.scaled(np.isfinite(seconds).astype(float), seconds)
+    rate = search(seconds, everyone, start, SearchBudget(rounds=mixing.ASCENT_ROUNDS))
+    assert mixing.slowest(rate, everyone) > 1.05 * mixing.slowest(start, everyone)
     np.testing.assert_allclose(rate, rate.T)
     busy = (rate * np.where(np.isfinite(seconds), seconds, 0.0)).sum(axis=1)
-    assert (busy <= partner_weights.LINK_SHARE * (1 + 1e-6)).all()
+    assert (busy <= mixing.LINK_SHARE * (1 + 1e-6)).all()
 
 
 def test_the_search_for_partners_ends_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = 0  # evaluations of the slope, each of which takes a second
-    slope = partner_weights._slope
+    slope = mixing._slope
 
     def slow(rate: Floats, groups: Sequence[Ints]) -> tuple[float, Floats]:
         nonlocal looks
         looks += 1
         return slope(rate, groups)
 
-    monkeypatch.setattr(partner_weights, "_slope", slow)
+    monkeypatch.setattr(mixing, "_slope", slow)
     holds = np.ones((64, 1), dtype=bool)
-    partner_weights.partners(
+    mixing.partners(
         topology.load("eight-cities"), holds, np.array([1e8]), SearchBudget(10.0, clock=lambda: float(looks))
     )
     assert looks <= 11

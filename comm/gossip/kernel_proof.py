@@ -1,0 +1,164 @@
+"""Holds kernels of the outer step to torch's formulas: vectors and bytes bit for bit, lengths within rounding.
+
+The cases are few and small, so that a peer can run them each time it starts: sizes around the blocks' edges, numbers
+from the smallest to the largest that fp32 has, and blobs that must be refused.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from decentral.comm.codecs import blockwise
+from decentral.comm.gossip.outer_kernels import (
+    ONE_BIT_CODEC,
+    PSEUDO_GRADIENT_CODEC,
+    SLOW_WEIGHTS_CODEC,
+    OuterKernels,
+    OuterVectors,
+    TorchKernels,
+    Weighted,
+)
+from decentral.core.errors import ProtocolError
+
+PROVEN_SIZES = (0, 1, 127, 128, 129, 255, 256, 257, 1000, 10_001)
+PROVEN_MAGNITUDES = (1e-42, 1e-30, 1.0, 1e36)
+EXTREMES = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 3e38, -3e38, 1.0, 7.0, 127.0])
+LENGTH_TOLERANCE = 1e-9  # relative: lengths are fp64 sums in any order
+PROVEN_WEIGHTS = (0.5, 0.3, 0.2)
+
+T = TypeVar("T")
+Argument = Tensor | OuterKernels | bytes | int | str
+
+
+class Disagreement(Exception):
+    """What a kernel gives, where torch gives something else."""
+
+
+class Formulas:
+    """The codecs of comm/codecs/blockwise.py by torch's formulas, without machine code."""
+
+    def encode(self, codec: str, values: Tensor) -> bytes:
+        return blockwise.CODECS[codec].pack(values)
+
+    def decode(self, codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
+        return blockwise.decode_by_formula(codec, blob, elements)
+
+    def size(self, codec: str, elements: int) -> int:
+        return blockwise.size(codec, elements)
+
+
+def prove(kernels: OuterKernels) -> None:
+    """Raises Disagreement, or whatever the kernels raise, unless they do what torch does on this machine."""
+    both = (kernels, TorchKernels(Formulas()))
+    for vectors in _cases():
+        for code in (PSEUDO_GRADIENT_CODEC, ONE_BIT_CODEC):
+            _prove_close(both, vectors, code)
+        _prove_merge(both, [vector / 16 for vector in vectors])  # no level overflows
+    _prove_refusals(both)
+
+
+def _cases() -> Iterator[list[Tensor]]:
+    """Six vectors of one size each time: random ones of several magnitudes, and extremes side by side."""
+    generator = torch.Generator().manual_seed(0)
+    for n in PROVEN_SIZES:
+        for magnitude in PROVEN_MAGNITUDES:
+            yield [magnitude * torch.randn(n, generator=generator) for _ in range(6)]
+        yield [EXTREMES[torch.randint(len(EXTREMES), (n,), generator=generator)] for _ in range(6)]
+
+
+def _prove_close(both: tuple[OuterKernels, OuterKernels], vectors: list[Tensor], code: str) -> None:
+    snapshot, baseline, residual = vectors[:3]
+    kept = [residual.clone(), residual.clone()]
+    ours, theirs = (_outcome(one.close, snapshot, baseline, mine, code) for one, mine in zip(both, kept, strict=True))
+    if not isinstance(ours, tuple) or not isinstance(theirs, tuple):
+        _same("close", ours, theirs)  # both refuse, or one that should not
+        return
+    _same("the bytes of close", ours[0], theirs[0])
+    _near("the length of close", ours[1], theirs[1])
+    _same_bits("the residual", *kept)
+    _near("length", *(one.length(theirs[0], residual.numel()) for one in both))
+    if code == ONE_BIT_CODEC:
+        _prove_one_bit(both, theirs[0], residual.numel())
+
+
+def _prove_one_bit(both: tuple[OuterKernels, OuterKernels], blob: bytes, elements: int) -> None:
+    narrow = [one.narrow(blob, elements) for one in both]
+    _same("narrow", *narrow)
+    wide = [Formulas().decode(PSEUDO_GRADIENT_CODEC, one.widen(narrow[0], elements), elements) for one in both]
+    _same("widen", *(values.tolist() for values in wide))
+
+
+def _prove_merge(both: tuple[OuterKernels, OuterKernels], vectors: list[Tensor]) -> None:
+    phi, baseline, correction, *others = vectors
+    encode = Formulas().encode
+    steps = [Weighted(w, encode(PSEUDO_GRADIENT_CODEC, one)) for w, one in zip(PROVEN_WEIGHTS, others, strict=True)]
+    towards = [Weighted(w, encode(SLOW_WEIGHTS_CODEC, one)) for w, one in zip(PROVEN_WEIGHTS, others, strict=True)][1:]
+    for partner in towards:
+        _near("distance", *(one.distance(phi, partner.blob) for one in both))
+    for pulled in (towards, []):
+        merged = []
+        for one in both:
+            moved = OuterVectors(*(vector.clone() for vector in (phi, baseline, correction)))
+            one.merge(moved, steps, pulled, rho=0.6)
+            merged.append(moved)
+        for name in ("phi", "baseline", "correction"):
+            _same_bits(f"{name} of merge", *(getattr(moved, name) for moved in merged))
+
+
+def _prove_refusals(both: tuple[OuterKernels, OuterKernels]) -> None:
+    ones, n = torch.ones(300), 300
+    for value in (float("nan"), float("inf"), float("-inf")):
+        bad = ones.clone()
+        bad[200] = value
+        _same(f"close of {value}", *(_outcome(one.close, bad, ones, ones.clone()) for one in both))
+    for blob in _damaged(Formulas().encode(PSEUDO_GRADIENT_CODEC, ones)):
+        _same("length of a damaged blob", *(_reason(one.length, blob, n) for one in both))
+    for blob in _damaged(Formulas().encode(ONE_BIT_CODEC, ones)):
+        _same("a damaged blob of q1", *(_reason(_length_of_signs, one, blob, n) for one in both))
+    for blob in _damaged(Formulas().encode(SLOW_WEIGHTS_CODEC, ones)):
+        _same("distance of a damaged blob", *(_reason(one.distance, ones, blob) for one in both))
+
+
+def _length_of_signs(kernels: OuterKernels, blob: bytes, elements: int) -> float:
+    return kernels.length(kernels.widen(blob, elements), elements)
+
+
+def _damaged(blob: bytes) -> Iterator[bytes]:
+    """Other sizes; scales that are infinite, not numbers, negative, minus zero, huge; levels that there are not."""
+    yield from (blob[:-1], blob + b"\0")
+    for scale in (0x7F80, 0xFF80, 0x7FC0, 0xBF80, 0x8000, 0x7F7F):
+        yield scale.to_bytes(2, "little") + blob[2:]
+    yield from (blob[:-1] + b"\x80", blob[:-1] + b"\x00")
+
+
+def _outcome(call: Callable[..., T], *arguments: Argument) -> T | str:
+    """What it gives, or the reason of its refusal."""
+    try:
+        return call(*arguments)
+    except ProtocolError as error:
+        return error.reason
+
+
+def _reason(call: Callable[..., T], *arguments: Argument) -> str | None:
+    outcome = _outcome(call, *arguments)
+    return outcome if isinstance(outcome, str) else None
+
+
+def _same(what: str, ours: T, theirs: T) -> None:
+    if ours != theirs:
+        raise Disagreement(f"{what} is {ours!r:.60}; by torch {theirs!r:.60}")
+
+
+def _same_bits(what: str, ours: Tensor, theirs: Tensor) -> None:
+    """Bit for bit; any two that are not numbers are alike."""
+    equal = (ours.view(torch.int32) == theirs.view(torch.int32)) | (ours.isnan() & theirs.isnan())
+    if not bool(equal.all()):
+        at = int((~equal).nonzero()[0])
+        raise Disagreement(f"{what}[{at}] of {len(ours)} is {float(ours[at])!r}; by torch {float(theirs[at])!r}")
+
+
+def _near(what: str, ours: float, theirs: float) -> None:
+    if ours != theirs and not abs(ours - theirs) <= LENGTH_TOLERANCE * abs(theirs):
+        raise Disagreement(f"{what} is {ours!r}; by torch {theirs!r}")

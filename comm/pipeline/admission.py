@@ -1,0 +1,208 @@
+"""Which executions begin here: those of other peers, and why they are refused, our own, and those of a new round.
+
+Memory is counted in what an execution's activations take, as parts of an execution through the whole span
+(StageConfig.memory_share). An execution that is held has given its activations back: only its answer is kept.
+"""
+
+from dataclasses import dataclass
+
+from decentral.comm.pipeline.execution import FORWARD, GONE, HELD, OwnExecution
+from decentral.comm.pipeline.execution_table import ExecutionTable
+from decentral.comm.pipeline.forwarding import MIN_PATIENCE_S, SUCCESSOR_RETRY_S, Forwarding
+from decentral.comm.pipeline.pacing import MicroBatchWindow, budget_s
+from decentral.comm.pipeline.stage import StageConfig
+from decentral.comm.wire.messages import Done, ExecutionId, ForwardRequest, ForwardStatusQuery, Load, Offer, Refused
+from decentral.comm.wire.transport import Asked, Effect
+from decentral.core.jobs import MOST_UNDER_WAY, Draw, Forward
+from decentral.core.reasons import Reason
+from decentral.core.units import Seconds
+
+MOST_HELD = 4  # times the micro-batches that the memory takes: executions, with those whose backward pass is done
+KEPT_PART = 8  # one part in so many of the memory is kept for executions that enter at later layers
+ROUNDING = 1e-6  # of sums of parts of the memory
+
+
+@dataclass(slots=True)
+class Admission:
+    table: ExecutionTable
+    forwarding: Forwarding
+    window: MicroBatchWindow
+    active: bool = False  # this peer trains
+    draining: bool = False  # no new executions: those that are here are brought to their end
+    round: int = 0  # of synchronous training (comm/rounds/round.py)
+
+    @property
+    def stage(self) -> StageConfig:
+        return self.forwarding.load.stage
+
+    def start(self) -> None:
+        """This peer trains from now on."""
+        self.active = True
+
+    def drain(self, drains: bool) -> None:
+        """Take no executions any more, or take them again."""
+        self.draining = drains
+
+    def refusal(self, request: ForwardRequest, blob_bytes: int) -> Reason | None:
+        """Why this execution is not taken; None: it is."""
+        stage = self.stage
+        if not self.active:
+            return Reason.NOT_READY
+        if ExecutionId(request.origin, request.number, request.first) in self.table.counted:
+            return Reason.COUNTED  # an old question that was delayed: a later one has been answered long ago
+        if stage.size(request) == 0 or request.origin == stage.peer:
+            return Reason.SPAN
+        if not stage.fits(request, blob_bytes):
+            return Reason.SHAPE
+        if request.patience_s < MIN_PATIENCE_S or request.round < self.round:
+            return Reason.LATE
+        if request.round > self.round + stage.synchronous:  # without rounds there is no next one to wait for
+            return Reason.NOT_READY
+        return None if self.has_memory(request.first) and not self.draining else Reason.BUSY
+
+    def answer(self, event: Asked) -> Load | Done | Refused | None:
+        """The answer to a question that changes nothing: there are many more of them than of executions."""
+        match event.envelope.message:
+            case Offer() as offer:
+                return self._load(offer)
+            case ForwardStatusQuery(execution=id):
+                execution = self.table.by_id.get(id)
+                return Done() if execution is not None and event.sender in execution.askers else Refused(Reason.GONE)
+        return None
+
+    def _load(self, offer: Offer) -> Load | Refused:
+        """How soon this peer would be through with one more execution."""
+        if not self.active or self.draining:
+            return Refused(Reason.NOT_READY)
+        if not self.stage.begins(offer.first):
+            return Refused(Reason.SPAN)
+        if not self.has_memory(offer.first):
+            return Refused(Reason.BUSY)
+        last = self.forwarding.usual_end(offer.first)
+        load = self.forwarding.load
+        wait_s = load.wait_s(self.table.by_token.values())
+        return Load(self.stage.run, wait_s, load.execution_s(offer.first, last), last)
+
+    def may_begin(self, own: int) -> bool:
+        """Whether a micro-batch of our own may begin while so many are under way: the training thread has time for it,
+        and no gradients wait for a step."""
+        return not self.table.jobs.full and self.has_memory(0) and own < self.window.size and not self.table.step_waits
+
+    def has_memory(self, first: int) -> bool:
+        """Whether there is memory for an execution that enters at this layer.
+
+        The memory of one execution is kept for each later layer at which executions may enter (buffer classes: Merlin
+        and Schweitzer, 1980). Else peers that hold the same layers could fill each other with executions that wait for
+        one another.
+        """
+        capacity, count, in_use, own_count, own = self.stage.capacity, 0, 0.0, 0, 0.0
+        for execution in self.table.by_token.values():
+            if execution.state is not HELD:
+                count, in_use = count + 1, in_use + execution.memory_share
+                if execution.own:
+                    own_count, own = own_count + 1, own + execution.memory_share
+        more = self.stage.memory_share(first, self.stage.last)
+        full = count >= MOST_UNDER_WAY or len(self.table.by_token) >= MOST_HELD * capacity
+        if full or in_use + more > capacity + ROUNDING:
+            return False
+        kept = min(self.stage.later_entries(first), capacity // KEPT_PART)
+        most = capacity - kept + ROUNDING
+        if self.stage.first > 0:
+            return in_use + more <= most
+        if first == 0:
+            return own + more <= most
+        usual = own / own_count if own_count else 1.0
+        wanted = min(self.window.size * usual, capacity - kept) - own  # no other peer can begin our micro-batches
+        others = in_use - own + more
+        return others <= capacity // KEPT_PART + ROUNDING or others + own + wanted <= capacity + ROUNDING
+
+    # Forward passes, which wait for their round in synchronous training
+
+    def push(self, job: Forward, round: int) -> None:
+        """The job waits for the training thread, or, if it belongs to the next round, for that."""
+        if round > self.round:
+            self.table.jobs.early[job.token] = job
+        else:
+            self.table.jobs.push(job)
+
+    def begin_round(self, round: int, active: bool) -> list[Effect]:
+        """The weights are those of this round now. Micro-batches that came early belong to it."""
+        self.round, self.active = round, active
+        effects: list[Effect] = []
+        early, self.table.jobs.early = self.table.jobs.early, {}
+        for job in early.values():
+            execution = self.table.by_token.get(job.token)
+            if execution is not None and execution.state is FORWARD and active:
+                self.table.jobs.push(job)
+            elif execution is not None:
+                effects += self.table.give_up(execution, Reason.NOT_READY)
+        return effects
+
+    def end_round(self, everything: bool) -> list[Effect]:
+        """What is under way is given up. `everything`: also what came early."""
+        effects: list[Effect] = []
+        for execution in list(self.table.by_token.values()):
+            if execution.state is GONE or (execution.round > self.round and not everything):
+                continue
+            if execution.state is HELD:
+                self.table.end_held(execution, "the round is over")
+            else:
+                effects += self.table.give_up(execution, Reason.LATE)
+        return effects
+
+
+@dataclass(slots=True)
+class OwnMicroBatches:
+    """How many micro-batches of our own are under way, and when the next one begins."""
+
+    table: ExecutionTable
+    admission: Admission
+    forwarding: Forwarding
+    quota: int | None = None  # micro-batches that may still begin; None: as many as the window allows
+    look_at: Seconds | None = None  # when to see whether a peer holds the next layers
+
+    def begin(self, now: Seconds) -> list[Effect]:
+        """Begins as many micro-batches as the window allows, while the training thread has nothing better to do."""
+        jobs: list[Effect] = []
+        self.look_at = None
+        stage = self.admission.stage
+        alone = stage.last == stage.layers and not stage.synchronous
+        elsewhere = stage.first > 0 or not stage.originates
+        if not self.admission.active or self.admission.draining or elsewhere or alone:
+            return jobs
+        own = sum(execution.own for execution in self.table.by_token.values())
+        while self.quota != 0 and self.admission.may_begin(own):
+            last = self.forwarding.end(0)
+            if last < stage.layers and not self.forwarding.view.successors(last):
+                self.look_at = now + SUCCESSOR_RETRY_S
+                break
+            execution = self._new(last, now)
+            self.table.jobs.running.add(execution.token)  # at once: nothing else waits for the training thread
+            jobs.append(Draw(execution.token, last, self.forwarding.view.is_thin()))
+            own += 1
+            self.quota = None if self.quota is None else self.quota - 1
+        return jobs
+
+    def _new(self, last: int, now: Seconds) -> OwnExecution:
+        execution = OwnExecution(
+            token=next(self.table.tokens),
+            id=ExecutionId(self.admission.stage.peer, 0, 0),
+            last=last,
+            memory_share=self.admission.stage.memory_share(0, last),
+            started_at=now,
+            until=now + budget_s(self.admission.window.typical_s),
+            drawn=now,
+            round=self.admission.round,
+        )
+        self.table.add(execution)
+        return execution
+
+    @property
+    def under_way(self) -> list[OwnExecution]:
+        own = (one for one in self.table.by_token.values() if isinstance(one, OwnExecution))
+        return [execution for execution in own if execution.state is not GONE]
+
+    def give_up_all(self) -> list[Effect]:
+        """Gives up those under way, and begins none any more: no peers are left that could take them on."""
+        self.quota = 0
+        return [effect for execution in self.under_way for effect in self.table.give_up(execution, Reason.GONE)]

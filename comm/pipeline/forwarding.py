@@ -1,0 +1,244 @@
+"""Forwarding: how far an execution goes here, which peer is next, and what follows when that peer is slow or gone.
+
+send --few holders-------------------------> ForwardRequest --answered--> (comm/pipeline/lifecycle.py)
+     --many--> Offer to some --all heard---> ForwardRequest --busy------> another peer, or a pause
+     --nobody--> waits                             --late------> asked whether it still computes
+                                                   --failed----> another peer gets the same activations
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from decentral.comm.pipeline.execution import ExecutionEvent, NextHop, Offered, Sent, StageExecution
+from decentral.comm.pipeline.execution_table import ExecutionTable
+from decentral.comm.pipeline.offers import CANDIDATES, FEW, MOST_BUSY, OFFER_S, pause_s
+from decentral.comm.pipeline.pacing import STATUS_S, PeerScheduler, StrideScheduler
+from decentral.comm.pipeline.reputation import Reputations
+from decentral.comm.pipeline.stage import RouteView, StageConfig, StageLoad
+from decentral.comm.pipeline.tags import ForwardStatusTag, ForwardTag, OfferTag, PresenceTag
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import (
+    MAX_HOPS,
+    MAX_ROUTE_S,
+    BackwardResponse,
+    ForwardRequest,
+    ForwardStatusQuery,
+    Hop,
+    Load,
+    Offer,
+)
+from decentral.comm.wire.transport import Answered, Ask, AskFailed, Effect
+from decentral.core.fragments import fits_one
+from decentral.core.ids import PeerId
+from decentral.core.reasons import Reason
+from decentral.core.units import Seconds
+
+MAX_TRIES = 6  # ForwardRequests for one execution, to whichever peers
+SUCCESSOR_RETRY_S = 0.25  # where nobody holds the next layer
+MIN_PATIENCE_S = 0.05  # an asker that waits for less gets no answer in time
+
+
+@dataclass(slots=True)
+class Forwarding:
+    view: RouteView
+    load: StageLoad
+    table: ExecutionTable
+    scheduler: PeerScheduler = field(default_factory=PeerScheduler)
+    trust: Reputations = field(default_factory=Reputations)
+    questioned: Counter[PeerId] = field(default_factory=Counter)  # questions whether they still compute, not answered
+    _ends: dict[int, StrideScheduler[int]] = field(default_factory=dict)  # by the layer that an execution begins with
+
+    @property
+    def stage(self) -> StageConfig:
+        return self.load.stage
+
+    def forget_ends(self) -> None:
+        """This peer holds other layers from now on."""
+        self._ends.clear()
+
+    def end(self, first: int) -> int:
+        """How far an execution from layer `first` goes here: by the routing weights, in turns; without any, to the end
+        of our span."""
+        rates = {end: rate for end, rate in self.view.weights.ends.get(first, {}).items() if rate > 0}
+        costs = {end: 1 / rate for end, rate in rates.items() if end == self.stage.layers or self.view.successors(end)}
+        return self._ends.setdefault(first, StrideScheduler()).choose(costs)[0] if costs else self.stage.last
+
+    def usual_end(self, first: int) -> int:
+        """How far most executions from layer `first` go here. No turn is taken."""
+        ends = self.view.weights.ends.get(first, {})
+        return max(ends, key=ends.__getitem__) if ends else self.stage.last
+
+    def send(self, execution: StageExecution, now: Seconds, cause: str) -> list[Effect]:
+        """Asks the next peer to take the micro-batch on, or waits until there is one."""
+        successors = self.view.successors(execution.last)
+        return [*self._ask_presence(execution, successors, now), *self._send(execution, successors, now, cause)]
+
+    def _ask_presence(self, execution: StageExecution, successors: Sequence[PeerId], now: Seconds) -> list[Effect]:
+        """Asks those that have failed whether they are there again: they get no micro-batch before they say so."""
+        offer = Envelope(Offer(self.stage.run, execution.last, execution.sequences))
+        due = self.scheduler.absent(successors, STATUS_S, now)
+        return [Ask(PresenceTag(), peer, offer, STATUS_S) for peer in due]
+
+    def _send(self, execution: StageExecution, successors: Sequence[PeerId], now: Seconds, cause: str) -> list[Effect]:
+        execution.move(ExecutionEvent.SENT_ON, cause)
+        hop = execution.sent
+        hop.pause(now)
+        if len(hop.tried) >= MAX_TRIES:
+            return self.table.give_up(execution, Reason.TRIED)
+        trust = {peer: self.trust.weight(peer, now) for peer in successors}
+        holders = [peer for peer, weight in trust.items() if weight]
+        peers = [peer for peer in holders if peer not in hop.tried]
+        peers = peers or [peer for peer in holders if peer != hop.tried[-1]] or holders
+        peers = [peer for peer in self.scheduler.askable(peers, now) if peer not in hop.busy]
+        if self.stage.exact:
+            peers = [peer for peer in peers if peer not in self.questioned] or peers
+        if not peers:
+            return self._wait(hop, now)
+        rates = self._rates(execution.last, {peer: trust[peer] for peer in peers})
+        chosen = self.scheduler.choose(execution.last, rates, CANDIDATES if len(rates) > FEW else 1)
+        if len(rates) <= FEW:
+            return self._send_to(execution, chosen[0], now)
+        hop.offer(chosen)
+        tag = OfferTag(execution.token, hop.attempts)
+        offer = Envelope(Offer(self.stage.run, execution.last, execution.sequences))
+        return [Ask(tag, peer, offer, OFFER_S) for peer in sorted(chosen)]
+
+    def _rates(self, layer: int, trust: Mapping[PeerId, float]) -> dict[PeerId, float]:
+        """By which weights these peers take turns at this layer; all zero: by their measured times alone."""
+        rates = {peer: self.view.weights.rate(layer, self.view.span_and_speed(peer)) for peer in trust}
+        if any(weight < 1 for weight in trust.values()):
+            equal = not any(rates.values())
+            rates = {peer: trust[peer] * (equal or rate) for peer, rate in rates.items()}
+        if any(rates.values()):
+            rates = {peer: rate for peer, rate in rates.items() if rate or not self._trains_alone(peer)}
+        return rates
+
+    def _trains_alone(self, peer: PeerId) -> bool:
+        """Whether a peer has work of its own all the time: however soon it would be through, what it takes of others
+        is in the place of its own. Only the routing weights know when that is worth it. Where gradients are exact it
+        is, as spans wait for each other."""
+        first, last, _ = self.view.span_and_speed(peer)
+        return self.stage.overlap and (first, last) == (0, self.stage.layers)
+
+    def heard(self, execution: StageExecution, event: Answered | AskFailed, now: Seconds) -> list[Effect] | None:
+        """An offer of this execution was answered, or failed. None: it waits for other offers."""
+        hop = execution.sent
+        assert isinstance(hop.place, Offered)
+        offers = hop.place.offers
+        answer = event.envelope.message if isinstance(event, Answered) else None
+        load = answer if isinstance(answer, Load) and execution.last < answer.last <= self.stage.layers else None
+        if load is not None:
+            load = replace(load, wait_s=self.scheduler.believable_wait_s(event.peer, load))
+        offers.answered(event.peer, load, self.load.share(execution.last, load.last) if load else 0.0)
+        if load is None:
+            hop.busy.append(event.peer)
+        if offers.asked:
+            return None
+        if offers.best is not None:
+            return self._send_to(execution, offers.best, now)
+        return self._after_refusal(execution, CANDIDATES, now)
+
+    def _send_to(self, execution: StageExecution, to: PeerId, now: Seconds) -> list[Effect]:
+        patience_s = min(execution.deadline() - now, MAX_ROUTE_S)
+        if patience_s < MIN_PATIENCE_S:
+            return self.table.give_up(execution, Reason.LATE)
+        hop, id = execution.sent, execution.next_id
+        execution.events.append(("sent to", to))
+        look_at = now + self.scheduler.look_s(to, self._guess_s(execution))
+        hop.send(Sent(to, now, now + self._deadline_s(execution, to), look_at))
+        self.scheduler.asked(to, now)
+        times = patience_s, min(MAX_ROUTE_S, max(0.0, execution.until - now))
+        of_micro_batch = self.stage.run, id.origin, id.number, id.first, execution.sequences
+        request = ForwardRequest(*of_micro_batch, *times, hop.layout, execution.round, execution.drawn)
+        tag = ForwardTag(execution.token, hop.attempts)
+        return [Ask(tag, to, Envelope(request, hop.payload), patience_s, hop.most_bytes)]
+
+    def _deadline_s(self, execution: StageExecution, to: PeerId) -> Seconds:
+        return self.scheduler.deadline_s(to, self._guess_s(execution))
+
+    def _guess_s(self, execution: StageExecution) -> Seconds:
+        """What the rest of its way takes if nothing waits, by the devices' speeds."""
+        return self.load.rest_s(execution.sent.tokens, execution.last)
+
+    def refused(self, execution: StageExecution, now: Seconds) -> list[Effect]:
+        """The next peer is busy: another one is asked, or, if all have been, there is a pause."""
+        hop = execution.sent
+        assert hop.to is not None
+        execution.events.append(("refused by", hop.to))
+        hop.tried.remove(hop.to)
+        hop.busy.append(hop.to)
+        return self._after_refusal(execution, 1, now)
+
+    def _after_refusal(self, execution: StageExecution, refusals: int, now: Seconds) -> list[Effect]:
+        hop = execution.sent
+        hop.refusals += refusals
+        if len(hop.busy) < MOST_BUSY:
+            return self.send(execution, now, "another peer is asked")
+        return self._wait(hop, now)
+
+    def _wait(self, hop: NextHop, now: Seconds) -> list[Effect]:
+        """Waits until a peer holds the next layer; or has memory, which takes about as long as an execution of ours."""
+        span_s = self.load.seconds(self.load.share(self.stage.first, self.stage.last))
+        hop.pause(now + (pause_s(hop.refusals, span_s) if hop.busy else SUCCESSOR_RETRY_S))
+        hop.busy.clear()
+        return []
+
+    def ask_status(self, execution: StageExecution, sent: Sent) -> Ask:
+        """Its gradient should be here soon. A peer that is only slow keeps the execution: if all are slow, sending it
+        again would have everything computed twice."""
+        execution.sent.look_again(sent, math.inf, sent.late)
+        self.questioned[sent.to] += 1
+        tag, status_s = ForwardStatusTag(execution.token, execution.sent.attempts), self.scheduler.status_s(sent.to)
+        return Ask(tag, sent.to, Envelope(ForwardStatusQuery(self.stage.run, execution.next_id)), status_s)
+
+    def status_heard(self, peer: PeerId) -> None:
+        """A question of `ask_status` was answered, or failed."""
+        self.questioned[peer] -= 1
+        if self.questioned[peer] <= 0:
+            del self.questioned[peer]
+
+    def only_late(self, execution: StageExecution, peer: PeerId, now: Seconds) -> None:
+        """The next peer still computes."""
+        sent = execution.sent.place
+        assert isinstance(sent, Sent)
+        if now < sent.late_at:
+            execution.sent.look_again(sent, sent.late_at, sent.late)
+            return
+        if not sent.late:
+            execution.events.append(("late at", peer))
+            self.scheduler.missed(peer)
+        execution.sent.look_again(sent, now + self._deadline_s(execution, peer), late=True)
+
+    def ran_out(self, hop: NextHop, now: Seconds) -> None:
+        """The micro-batch's time is over. Who has had it for as long as a gradient may take has failed; what came to it
+        late already says nothing of it."""
+        if isinstance(hop.place, Sent) and now - hop.place.at >= self.scheduler.usual_deadline_s():
+            self.scheduler.failed(hop.place.to, now)
+
+    def missed(self, execution: StageExecution, peer: PeerId, now: Seconds) -> list[Effect]:
+        """No usable gradient comes from this peer: it gets fewer turns, and another one gets the same activations."""
+        self.scheduler.failed(peer, now)
+        self.table.commits.abort(peer, execution.next_id)
+        return self.send(execution, now, f"no gradient from {peer}")
+
+    def fits(self, hop: NextHop, first: int, peer: PeerId, response: BackwardResponse, blob: bytes) -> bool:
+        """Whether this may be the gradient of what was sent to layer `first`, by its form, and its hops lead from there
+        to the model's end."""
+        hops = response.hops
+        return (
+            response.run == self.stage.run
+            and response.tokens == hop.tokens
+            and fits_one(hop.gradients, response.layout, len(blob))
+            and 0 < len(hops) < MAX_HOPS
+            and hops[0].peer == peer
+            and reaches_the_end(hops, first, self.stage.layers)
+            and self.table.ledger.believes(hops, response.loss, response.tokens)
+        )
+
+
+def reaches_the_end(hops: tuple[Hop, ...], first: int, layers: int) -> bool:
+    """Whether these hops lead from layer `first` to the model's end, without a gap or an overlap."""
+    edges = [first, *(hop.last for hop in hops)]
+    return edges[-1] == layers and all(begin == hop.first < hop.last for begin, hop in zip(edges, hops, strict=False))

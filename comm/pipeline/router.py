@@ -1,0 +1,211 @@
+"""The router: micro-batches through peers that hold a part of the model each, activations on, gradients back.
+
+    own micro-batch    FORWARD --ForwardRequest--> AWAY --gradient--> BACKWARD --> counted; its hops are told to commit
+    another peer's     FORWARD --ForwardRequest--> AWAY --gradient--> BACKWARD --> HELD --CommitDecision--> counted
+    at the last stage  FORWARD ------------------------------------------------> HELD --CommitDecision--> counted
+
+A ForwardRequest takes the activations to the next peer, and its answer brings the gradient back when all peers behind
+that one are done with it. Each layer counts a micro-batch exactly once, or not at all: gradients are held
+(comm/pipeline/ledger.py) until the origin peer, to which the route's hops come back with the gradient, has committed
+them, and it commits one route per micro-batch.
+
+This file puts the parts together and hands each event to the one that it belongs to. execution.py has the states of a
+micro-batch here, lifecycle.py what happens to it, forwarding.py the choice of the next peer, admission.py what begins
+and what is refused, and commits.py what counts. audits.py has some of what came back computed again by others.
+"""
+
+import math
+from collections.abc import Callable
+from random import Random
+
+from decentral.comm.pipeline.admission import Admission, OwnMicroBatches
+from decentral.comm.pipeline.audits import RouteAudits
+from decentral.comm.pipeline.commits import CommitProtocol
+from decentral.comm.pipeline.execution import StageExecution
+from decentral.comm.pipeline.execution_table import ExecutionTable
+from decentral.comm.pipeline.forwarding import Forwarding
+from decentral.comm.pipeline.ledger import Ledger
+from decentral.comm.pipeline.lifecycle import ExecutionLifecycle
+from decentral.comm.pipeline.pacing import FULL, LARGE_STEP, LEAN, MicroBatchWindow
+from decentral.comm.pipeline.stage import RouteView, StageConfig, StageLoad
+from decentral.comm.pipeline.tags import (
+    AuditTag,
+    CommitDecisionTag,
+    CommitQueryTag,
+    ExecutionTag,
+    OfferTag,
+    PresenceTag,
+)
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import CommitDecision, CommitQuery, Done, ForwardRequest
+from decentral.comm.wire.transport import Answered, Asked, AskFailed, Effect, Event, Reply
+from decentral.core.ids import PeerId
+from decentral.core.jobs import BackwardDone, Compared, ExecutionFailed, ForwardDone, Sealed, Stepped
+from decentral.core.machine import Woke, earliest, log
+from decentral.core.units import Seconds
+
+
+class Router:
+    """A machine (core/machine.py). It does nothing until `active` is set, or a round begins.
+
+    `chance` draws what is audited, and nobody else may know it; None: nothing is.
+    """
+
+    def __init__(self, stage: StageConfig, view: RouteView, ledger: Ledger, chance: Random | None = None) -> None:
+        full = stage.overlap or stage.synchronous or stage.micro_batches_per_step >= LARGE_STEP
+        stages = -(-stage.layers // (stage.last - stage.first))
+        self.ledger = ledger
+        self.window = MicroBatchWindow(FULL if full else LEAN, max(2, min(stages, stage.capacity)))
+        self.load, self.commits = StageLoad(stage, view), CommitProtocol(stage.run, stage.peer)
+        self.table = ExecutionTable(self.load, ledger, self.commits)
+        self.forwarding = Forwarding(view, self.load, self.table)
+        self.admission = Admission(self.table, self.forwarding, self.window)
+        self.own = OwnMicroBatches(self.table, self.admission, self.forwarding)
+        self.audits = RouteAudits(self.forwarding, chance)
+        self.lifecycle = ExecutionLifecycle(self.table, self.admission, self.forwarding, self.audits)
+        self._wake: Seconds | None = None  # the earliest time of all; infinite: never; None: to be looked for
+
+    @property
+    def stage(self) -> StageConfig:
+        return self.load.stage
+
+    @property
+    def active(self) -> bool:
+        """Whether this peer trains."""
+        return self.admission.active
+
+    def start(self) -> None:
+        """This peer trains from now on."""
+        self.admission.start()
+
+    @property
+    def draining(self) -> bool:
+        return self.admission.draining
+
+    @property
+    def executions(self) -> dict[int, StageExecution]:
+        """The executions that are here, by token."""
+        return self.table.by_token
+
+    @property
+    def completed(self) -> int:
+        """How many micro-batches of our own got through the model."""
+        return self.lifecycle.completed
+
+    @property
+    def wake_at(self) -> Seconds | None:
+        """The time is found once after each event, as that takes a look at every execution."""
+        if not self.admission.active:
+            return None
+        if self._wake is None:
+            times = (execution.wake_at() for execution in self.table.by_token.values())
+            at = earliest((self.own.look_at, self.commits.wake_at, *times))
+            self._wake = math.inf if at is None else at
+        return None if self._wake == math.inf else self._wake
+
+    @property
+    def idle(self) -> bool:
+        """Whether no execution is here, and no gradient waits for a step."""
+        return not self.table.by_token and not self.ledger.entries and not self.ledger.sealing
+
+    def was_stopped(self, seconds: Seconds) -> None:
+        """This process was stopped for so long: no origin peer could tell it a decision meanwhile."""
+        self.lifecycle.was_stopped(seconds)
+        self._wake = None
+
+    def drain(self) -> None:
+        """Takes no more executions; gradients need not wait for more of them before a step."""
+        self.admission.drain(True)
+        self.ledger.expect(1)
+
+    def hold(self, stage: StageConfig) -> None:
+        """From now on this peer holds the layers of `stage`; executions are taken again."""
+        self.load.hold(stage)
+        self.ledger.expect(stage.micro_batches_per_step)
+        self.admission.drain(False)
+        self.forwarding.forget_ends()
+
+    def handle(self, event: Event, now: Seconds) -> list[Effect]:
+        """Effects: Ask, Reply, jobs, the journal's lines `counted`, `applied`, `uncounted`, `abandoned` and `audit`."""
+        heard: list[Effect] | None = None
+        if isinstance(event, Asked):
+            answer = self.admission.answer(event)
+            if answer is not None:
+                return [Reply(event.request, Envelope(answer))]
+        elif isinstance(event, Answered | AskFailed) and isinstance(event.tag, OfferTag):
+            heard = self.lifecycle.offer_heard(event, now)
+            if heard is None:
+                return []
+        self._wake = None
+        self.ledger.quiet = self.table.quiet
+        effects = self._react(event, now) if heard is None else heard
+        effects += self.ledger.look(self.table.quiet)
+        effects += self.table.dispatch()
+        return effects + self.own.begin(now) + self.commits.tell()
+
+    def _react(self, event: Event, now: Seconds) -> list[Effect]:
+        match event:
+            case Woke():
+                return [*self.lifecycle.overdue(now), *self.commits.ask(now, self.table.usually_decides_s)]
+            case Asked(envelope=Envelope(ForwardRequest() as request)):
+                return self.lifecycle.requested(event, request, now)
+            case Asked(request, sender, Envelope(CommitDecision() as decision)):
+                return [*self.table.decided(sender, decision, now), Reply(request, Envelope(Done()))]
+            case Asked(request, sender, Envelope(CommitQuery(executions=executions))):
+                under_way = {execution.id.number for execution in self.executions.values() if execution.own}
+                return [Reply(request, Envelope(self.commits.answer(sender, executions, under_way)))]
+            case Answered(tag=CommitQueryTag()):
+                return self.table.decided(event.peer, self.commits.answered(event), now)
+            case AskFailed(tag=CommitQueryTag()):
+                self.commits.unanswered(event.peer)
+                return self.table.origin_is_gone(event.peer)
+            case Answered(tag=CommitDecisionTag()) | AskFailed(tag=CommitDecisionTag()):
+                self.commits.told(event)
+            case Answered(tag=PresenceTag()) | AskFailed(tag=PresenceTag()):
+                self.forwarding.scheduler.heard_from(event.peer, isinstance(event, Answered), now)
+            case Answered(tag=AuditTag()) | AskFailed(tag=AuditTag()):
+                return self.audits.answered(event, now)
+            case Compared():
+                return self.audits.compared(event, now)
+            case Answered(tag=ExecutionTag()) | AskFailed(tag=ExecutionTag()):
+                return self.lifecycle.answered(event, now)
+            case ForwardDone() | BackwardDone() | ExecutionFailed():
+                self.table.jobs.running.discard(event.token)
+                return self.lifecycle.computed(event, now)
+            case Sealed(tokens, slot, sound):
+                self.audits.stepped(len(tokens))
+                return self.ledger.sealed(tokens, slot, sound)
+            case Stepped(spent=spent, executions=executions, applied=applied):
+                self.load.stepped(spent.busy)
+                if executions:
+                    self.audits.stepped(len(executions))
+                told = [] if applied is None else [log("applied", of=[list(one) for one in applied])]
+                return told + (self.ledger.stepped(executions) if executions else [])
+        return []
+
+    def look_for_lost(self, is_there: Callable[[PeerId], bool], now: Seconds) -> list[Effect]:
+        """Some peers may have left the swarm: what they had under way for this peer goes to others at once."""
+        self._wake = None
+        return [*self.lifecycle.lost(is_there, now), *self.commits.tell()]
+
+    # What synchronous rounds (comm/rounds/round.py) ask for
+
+    def begin_round(self, round: int, active: bool, quota: int) -> list[Effect]:
+        """The weights are those of this round now. This peer begins as many micro-batches in it as its quota says."""
+        self._wake, self.own.quota = None, quota
+        return self.admission.begin_round(round, active)
+
+    @property
+    def all_begun_are_over(self) -> bool:
+        """Whether our own micro-batches of the round are complete, or given up."""
+        return self.own.quota == 0 and not self.own.under_way
+
+    def give_up_own(self) -> list[Effect]:
+        """Our own micro-batches are given up, and none begins any more in this round."""
+        self._wake = None
+        return self.own.give_up_all()
+
+    def end_round(self, everything: bool = False) -> list[Effect]:
+        """Nothing more counts in this round: what is under way is given up. `everything`: also what came early."""
+        self._wake = None
+        return self.admission.end_round(everything)

@@ -1,1 +1,0 @@
-"""The update rules of the gossip algorithms, one a module; their records are in decentral/core/choices.py."""

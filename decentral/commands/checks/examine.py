@@ -1,0 +1,213 @@
+"""Which checks are made, in the order in which one needs another: machine, disk, network, swarm, running peer."""
+
+import argparse
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from decentral.comm.net import ports
+from decentral.comm.net.libp2p import Libp2p, parse_address
+from decentral.comm.wire.identity import Identity
+from decentral.comm.wire.invitations import Holding
+from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm
+from decentral.commands.checks import clock, disk, machine, network, running_peer, swarm
+from decentral.commands.checks.finding import Finding, FindingState, unknown, warn, wrong
+from decentral.commands.checks.swarm import Visit
+from decentral.core.errors import UserError
+from decentral.core.ids import PeerId, RunId
+from decentral.core.temporary import temporary_folder
+from decentral.peers.runtime.clock import SwarmClock
+from decentral.peers.startup import invitation_files
+from decentral.peers.startup.state import PeerFlags, StateFolder
+from decentral.peers.startup.visit import known_addresses
+
+
+@dataclass(frozen=True, slots=True)
+class PeerPlace:
+    """The peer that is looked at: the one of a state folder, or one that would start here."""
+
+    folder: Path | None  # None: a new one
+    running: bool
+    listen: list[str]  # where libp2p is started for the checks
+    addresses: list[str]  # of peers to say hello to
+    given: bool  # whether the user has named these
+    run: RunId  # that the folder or the invitation is for; "": any
+    peer: PeerId | None  # the folder's own
+    holding: Holding | None
+
+    @classmethod
+    def of(cls, flags: argparse.Namespace) -> "PeerPlace":
+        """Raises UserError for an address of --join that is none."""
+        for address in flags.join:
+            parse_address(address)
+        if flags.state_dir and Path(flags.state_dir).is_dir() and not os.access(flags.state_dir, os.R_OK | os.X_OK):
+            raise UserError(f"--state-dir {flags.state_dir} cannot be read; run this as the user whose peer it is")
+        folder = Path(flags.state_dir) if flags.state_dir and Path(flags.state_dir).is_dir() else None
+        kept = _kept_flags(folder)
+        flags.device, flags.announce = flags.device or kept.device.split(",")[0], flags.announce or list(kept.announce)
+        flags.listen = flags.listen or list(kept.listen)
+        running = folder is not None and disk.in_use(folder)
+        listen = ports.anywhere() if running else flags.listen or ports.anywhere()
+        if folder is not None and not running:
+            listen = StateFolder(folder).listen(flags.listen)
+        holding = _holding(flags.invite, folder)
+        return cls(
+            folder,
+            running,
+            listen,
+            flags.join or (_known(folder, running) if folder else []),
+            bool(flags.join),
+            _run(folder) or (holding.invitation.run if holding else RunId("")),
+            _own_peer(folder),
+            holding,
+        )
+
+
+def _kept_flags(folder: Path | None) -> PeerFlags:
+    """Return the flags that the folder keeps; the defaults where it keeps none, or they cannot be read."""
+    try:
+        return StateFolder(folder).read_flags() if folder else PeerFlags()
+    except UserError:  # the check of the folder says it
+        return PeerFlags()
+
+
+def _holding(invite: str | None, folder: Path | None) -> Holding | None:
+    """The invitation of --invite, or the folder's; None if there is none. One that cannot be read is a finding."""
+    path = _invitation_path(invite, folder)
+    try:
+        return invitation_files.read_holding(path) if path else None
+    except UserError:
+        return None
+
+
+def _invitation_path(invite: str | None, folder: Path | None) -> Path | None:
+    kept = invitation_files.kept_path(folder) if folder else None
+    return Path(invite) if invite else kept if kept and kept.exists() else None
+
+
+def _known(folder: Path, running: bool) -> list[str]:
+    """Return where the folder's peer has met others, and, while it runs, where it listens, by its journal as well."""
+    tail = running_peer.JournalTail.of(folder)
+    said = tail.started.get("addresses") if tail and running else None
+    found = [one for one in said if isinstance(one, str)] if isinstance(said, list) else []
+    with suppress(UserError):  # of a damaged key; the check of the folder says it
+        found = [*known_addresses(folder), *found[:1]]
+    own = _own_peer(folder)
+    return [one for one in dict.fromkeys(found) if running or not one.endswith(f"/p2p/{own}")]
+
+
+def _own_peer(folder: Path | None) -> PeerId | None:
+    key = folder / "identity.key" if folder else None
+    with suppress(UserError):
+        return Identity.load_or_create(key).peer if key and key.exists() else None
+    return None
+
+
+def _run(folder: Path | None) -> RunId:
+    try:
+        kept = StateFolder(folder).read_run() if folder else None
+    except UserError:  # the check of the folder says it
+        kept = None
+    return kept[0] if kept else RunId("")
+
+
+async def findings(flags: argparse.Namespace) -> AsyncIterator[Finding]:
+    """What all checks find, those of Python and its packages apart. Raises UserError."""
+    place = PeerPlace.of(flags)
+    for finding in _machine_and_disk(flags, place):
+        yield finding
+    swarm_clock = SwarmClock()
+    async for finding in _from_here(flags, place, swarm_clock):
+        yield finding
+    if place.folder is not None:
+        for finding in running_peer.checks(place.folder, swarm_clock()):
+            yield finding
+
+
+def _machine_and_disk(flags: argparse.Namespace, place: PeerPlace) -> Iterator[Finding]:
+    yield machine.open_files()
+    yield machine.compute_device(flags.device)
+    yield from disk.checks(Path(flags.state_dir or "."), place.folder is not None)
+    path = _invitation_path(flags.invite, place.folder)
+    if path is not None:
+        yield swarm.invitation(path)
+    if place.holding and place.run != place.holding.invitation.run:
+        seen = f"it is for run {place.holding.invitation.run}; the state folder belongs to {place.run}"
+        yield wrong("invitation", seen, "use another --state-dir, or the invitation to that run")
+
+
+async def _from_here(flags: argparse.Namespace, place: PeerPlace, swarm_clock: SwarmClock) -> AsyncIterator[Finding]:
+    """Starts libp2p as a peer would, under a key that is thrown away, and looks from there."""
+    with temporary_folder() as folder:
+        key = folder / "identity.key"
+        try:
+            transport = await Libp2p.start(key, place.listen, flags.announce, swarm_clock)
+        except UserError as error:
+            yield network.cannot_listen(str(error), place.listen)
+            return
+        try:
+            yield network.listens(await transport.addresses(), place.running)
+            async for finding in _swarm(flags, place, transport, swarm_clock, Identity.load_or_create(key)):
+                yield finding
+        finally:
+            await transport.close()
+
+
+async def _swarm(
+    flags: argparse.Namespace, place: PeerPlace, transport: Libp2p, swarm_clock: SwarmClock, own: Identity
+) -> AsyncIterator[Finding]:
+    private = PrivateSwarm(transport.peer, place.holding, swarm_clock) if place.holding else None
+    if private:
+        await transport.enclose(private)
+    contacts, refusals = await swarm.meet(transport, place.addresses, place.run)
+    welcomes = [swarm.welcomed(contact, place.peer) for contact in contacts]
+    for finding in [*welcomes, *_excused(refusals, bool(contacts), place.given)]:
+        yield finding
+    if not contacts:
+        if not place.addresses:
+            yield unknown("swarm", "no peer's address is known", "give --join ADDR to look at a swarm from here")
+        yield clock.clock([])
+        return
+    try:
+        visit = Visit(transport, contacts, swarm_clock, MemberSigner(own, private) if private else own, private)
+    except UserError as error:
+        yield unknown("swarm", str(error))
+        return
+    await visit.begin(place.peer)
+    yield clock.clock(visit.ahead_s)
+    for finding in visit.findings(place.peer, running_peer.departure(place.folder, swarm_clock())):
+        yield finding
+    async for finding in _links(flags, place, visit):
+        yield finding
+
+
+def _excused(refusals: list[Finding], answered: bool, given: bool) -> list[Finding]:
+    """A peer that is gone is no fault while others answer: of those that a folder knows some always are."""
+    if not answered:
+        return refusals
+    return [warn(one.check, one.seen, one.remedy) for one in refusals] if given else []
+
+
+async def _links(flags: argparse.Namespace, place: PeerPlace, visit: Visit) -> AsyncIterator[Finding]:
+    transport, others = visit.transport, [peer for peer in visit.reached if peer != place.peer]
+    addresses, seen = await transport.addresses(), await network.seen_by(transport, others or visit.reached)
+    yield network.address_translation(addresses, seen)
+    came = await network.dialled_back(transport, seen, flags.announce)
+    reachable = network.reachability(addresses, seen, came)
+    if place.running and reachable.state == FindingState.WARN:
+        there = "from another machine: python -m decentral.doctor --join, with this peer's address"
+        reachable = unknown("reachability", f"{reachable.seen} (a port of this check, not the peer's)", there)
+    yield reachable
+    if not others:  # the way to this machine's own peer tells nothing of the ways to others
+        gone = (
+            "no other peer is there" if visit.known.keys() <= {place.peer} else "no other peer can be reached from here"
+        )
+        yield unknown("latency", gone)
+        return
+    yield await network.latency(transport, others)
+    own = visit.known.get(place.peer) if place.peer else None
+    rates, fetched = network.measured(own.profile) if own else [], await network.download(transport, others, visit.run)
+    for finding in [fetched] if fetched.state == FindingState.WRONG or not rates else rates:
+        yield finding

@@ -1,0 +1,203 @@
+"""Who holds which layers, in which order, with whom: `python -m decentral.plan TOPOLOGY`.
+
+python -m decentral.plan eight-cities                       least communication of a synchronous step
+python -m decentral.plan swarm.yaml --model default         the asynchronous swarm's throughput
+python -m decentral.plan --join ADDR                        a live swarm, as its peers measured themselves
+python -m decentral.plan spot --solver annealing --json     another solver; the plan as JSON
+python -m decentral.plan spot --compare --plot spot.png     cost against seconds for all solvers
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from decentral.commands import shared
+from decentral.core import strict_json
+from decentral.core.config import Config
+from decentral.core.config import load as load_config
+from decentral.core.errors import UserError
+from decentral.core.ids import PeerId
+from decentral.core.plain_text import plain_text
+from decentral.peers.membership.records import PeerRecord
+from decentral.scheduler.throughput import layer_costs
+from decentral.scheduler.topology import topology as topologies
+from decentral.scheduler.topology.plan import SyncPlan, ThroughputPlan
+from decentral.scheduler.topology.search_budget import Report, SearchBudget
+from decentral.scheduler.topology.topology import Topology
+from decentral.view.solver_picture import draw_comparison
+
+PLAN_REASON_CHARS = 1000
+ROWS = 32  # of a table on the terminal
+PLAN_LOOKS = 4  # tries to read the swarm's records: distant ones in the DHT may need a second
+LOOK_PAUSE_S = 0.5
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return shared.run(lambda: _main(parse(arguments)), interrupted=130)
+
+
+def _main(options: argparse.Namespace) -> None:
+    topology, config = _swarm(options)
+    if options.compare:
+        _compare(topology, options)
+        return
+    plan = _plan(topology, config, options)
+    if options.plot:
+        from decentral.view.plan_picture import draw_plan
+
+        draw_plan(plan, topology, options.plot)
+    print(strict_json.dumps(plan.to_json())) if options.json else _show(plan, topology, Console())
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = shared.Parser(prog="python -m decentral.plan", description=(__doc__ or "").split("\n")[0])
+    place = "a YAML or JSON file, or a shipped name such as eight-cities"
+    parser.add_argument("topology", metavar="TOPOLOGY", nargs="?", help=place)
+    parser.add_argument("--join", metavar="ADDR", help="instead of TOPOLOGY: the address of a peer of a live swarm")
+    parser.add_argument("--invite", metavar="FILE", help="with --join: the invitation to a private swarm")
+    parser.add_argument("--model", metavar="CONFIG", help="plan the throughput of this run's model")
+    objectives = "sync: least communication of a synchronous step (default); "
+    objectives += "throughput: most tokens/s of an asynchronous swarm (default with --model or --join)"
+    parser.add_argument("--objective", choices=["sync", "throughput"], help=objectives)
+    parser.add_argument("--solver", default="genetic", help="genetic, annealing, gcma, exact, flow, or a hand layout")
+    parser.add_argument("--seconds", type=_positive, default=5.0, help="how long to search (default 5)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--holders", type=int, default=1, help="live holders of each layer, at least (throughput)")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the plan; with --compare, cost against seconds")
+    parser.add_argument("--compare", action="store_true", help="run all solvers on the topology")
+    options = parser.parse_args(arguments)
+    if (options.topology is None) == (options.join is None):
+        raise UserError("give either a TOPOLOGY (such as eight-cities, or a file) or --join ADDR (see --help)")
+    if options.holders < 1:
+        raise UserError(f"--holders expects at least 1; got {options.holders}")
+    options.objective = options.objective or ("throughput" if options.model or options.join else "sync")
+    return options
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e7:
+        raise argparse.ArgumentTypeError(f"expected seconds above 0; got {text}")
+    return value
+
+
+def _swarm(options: argparse.Namespace) -> tuple[Topology, Config | None]:
+    """The devices and links to plan for, and the live swarm's own config."""
+    if options.join is None:
+        return topologies.load(options.topology), None
+    profiles, config = asyncio.run(_live(options.join, options.invite))
+    if len(profiles) < 2:
+        raise UserError(f"--join: that swarm has {len(profiles)} peer; a plan needs at least 2: try when more joined")
+    return topologies.topology_from_profiles(profiles, {}), config
+
+
+def _plan(topology: Topology, config: Config | None, options: argparse.Namespace) -> SyncPlan | ThroughputPlan:
+    with _bar(options.objective, quiet=options.json) as report:
+        budget = SearchBudget(seconds=options.seconds, clock=time.monotonic, report=report)
+        if options.objective == "sync":
+            from decentral.scheduler.sync.plan import sync_plan
+
+            return sync_plan(topology, options.solver, options.seed, budget)
+        from decentral.scheduler.throughput.plan import throughput_plan
+
+        if options.model or config is None:
+            config = load_config(options.model)
+        return throughput_plan(topology, config, options.solver, options.seed, budget, options.holders)
+
+
+async def _live(address: str, invite: str | None) -> tuple[dict[str, dict[str, Any]], Config]:
+    """Each peer's own signed profile, by peer id, and the swarm's config. Raises UserError if nobody answers."""
+    from decentral.peers.startup.invitation_files import read_holding
+    from decentral.peers.startup.visit import visit
+
+    async with visit([address], read_holding(Path(invite)) if invite else None) as swarm:
+        known: dict[PeerId, PeerRecord] = {}
+        for _ in range(PLAN_LOOKS):
+            known |= await swarm.records()
+            if len(known) > 1:
+                break
+            await asyncio.sleep(LOOK_PAUSE_S)
+        return {peer: _profile(record, swarm.config) for peer, record in known.items()}, swarm.config
+
+
+def _profile(record: PeerRecord, config: Config) -> dict[str, Any]:
+    """A peer's profile, with the FLOP/s that it reached on the run's own model where it has trained."""
+    reached = record.profile.tokens_per_s * layer_costs.flops_per_token(config)
+    return dataclasses.asdict(record.profile) | {"flops": reached or record.profile.flops}
+
+
+def _compare(topology: Topology, options: argparse.Namespace) -> None:
+    """Cost against seconds for every solver of the synchronous objective."""
+    from decentral.scheduler.sync.plan import solver_records
+
+    records = solver_records(topology, options.seed, options.seconds, time.monotonic)
+    if options.plot:
+        draw_comparison(records, options.plot)
+    if options.json:
+        print(strict_json.dumps(records))
+        return
+    table = Table("solver", "cost, s", "found after, s", title="all solvers")
+    for name, record in sorted(records.items(), key=lambda item: item[1][-1][1]):
+        table.add_row(name, f"{record[-1][1]:.5f}", f"{record[-1][0]:.2f}")
+    Console().print(table)
+
+
+@contextmanager
+def _bar(title: str, quiet: bool) -> Iterator[Report]:
+    """A progress bar on the terminal (on stderr, so that --json stays clean)."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda _fraction, _best: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("best {task.fields[best]:.5g}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+        task = progress.add_task(title, total=1.0, best=float("nan"))
+        yield lambda fraction, best: progress.update(task, completed=fraction, best=best)
+
+
+def _show(plan: SyncPlan | ThroughputPlan, topology: Topology, console: Console) -> None:
+    """Prints the plan as tables, and its reason."""
+    region = {peer: plain_text(name) for peer, name in zip(topology.ids, topology.regions, strict=True)}
+    console.print(_stages(plan, region) if isinstance(plan, SyncPlan) else _spans(plan, region))
+    if plan.baselines:
+        table = Table("beside it", "cost" if isinstance(plan, SyncPlan) else "tokens/s")
+        for name, value in sorted(plan.baselines.items(), key=lambda item: item[1]):
+            table.add_row(name, f"{value:.5g}")
+        console.print(table)
+    console.print(plain_text(plan.reason, PLAN_REASON_CHARS))
+
+
+def _stages(plan: SyncPlan, region: Mapping[str, str]) -> Table:
+    """The first ROWS stages, with their peers counted by region."""
+    table = Table("stage", "peers by region", title=f"{plan.objective}, {plan.solver}: {plan.cost['total']:.5f} s")
+    for number, stage in enumerate(plan.stages[:ROWS]):
+        names = [region[peer] for peer in stage]
+        table.add_row(str(number), ", ".join(f"{name} x{names.count(name)}" for name in dict.fromkeys(names)))
+    return table
+
+
+def _spans(plan: ThroughputPlan, region: Mapping[str, str]) -> Table:
+    """The layers and micro-batches of the first ROWS peers."""
+    rate, bound = plan.throughput["tokens_per_s"], plan.throughput["bound"]
+    table = Table("peer", "region", "layers", "micro-batch", title=f"{rate:.4g} tokens/s of at most {bound:.4g}")
+    for peer, (first, last) in list(plan.spans.items())[:ROWS]:
+        table.add_row(plain_text(peer), region[peer], f"{first}-{last - 1}", str(plan.micro_batches.get(peer, "")))
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

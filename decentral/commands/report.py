@@ -1,0 +1,49 @@
+"""python -m decentral.report DIR: one page about a run, from the journals of its peers.
+
+python -m decentral.report swarm                   all peers whose state folders are in swarm/; writes report.html
+python -m decentral.report ann/ bob/ -o run.html   these two
+
+The page is one file without scripts, which opens in any browser without a network.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from decentral.commands import audit, shared
+from decentral.core.errors import UserError
+from decentral.view.canvas import can_draw
+from decentral.view.report import NO_CHARTS, page_of
+from decentral.view.run_history import history_of
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return shared.run(lambda: _main(parse(argv)), lasting=True)
+
+
+def _main(flags: argparse.Namespace) -> None:
+    found = [journal for folder in flags.folders for journal in audit.journals(Path(folder))]
+    run = history_of((journal.parent.name, journal) for journal in found)
+    if not run.peers:
+        raise UserError(f"none of the {len(found)} journals has a line that can be read")
+    try:
+        Path(flags.out).write_text(page_of(run), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"-o {flags.out}: {error.strerror}; choose a place that can be written") from None
+    print(f"{flags.out}: {len(run.peers)} peers, {run.tokens:,.0f} tokens")
+    if not can_draw():
+        print(NO_CHARTS, file=sys.stderr)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = shared.Parser(prog="python -m decentral.report", description="A page about a run, from its journals.")
+    parser.add_argument("folders", nargs="+", metavar="DIR", help="peers' state folders, or a folder of such")
+    parser.add_argument(
+        "-o", "--out", default="report.html", metavar="FILE", help="where to write; default report.html"
+    )
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

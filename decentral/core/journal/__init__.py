@@ -1,0 +1,1 @@
+"""The journal: a line for each event of a peer."""

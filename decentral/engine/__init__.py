@@ -1,0 +1,1 @@
+"""What computes on this peer's device: the training thread, its worker, the optimizers, and the checkpoint."""

@@ -1,0 +1,83 @@
+"""A folder that Hugging Face's peft loads over the model that a run with `model.lora` started from: adapters alone.
+
+adapter_config.json  adapter_model.safetensors
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from decentral.core import config
+from decentral.core.atomic_file import write_atomically
+from decentral.core.errors import UserError
+from decentral.model import decoder, families, huggingface
+from decentral.model.start_weights import ADAPTER, FUSED, WHOLE
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of a tensor's name: peft's wrapper, and within it transformers' model
+
+
+def write(folder: Path, run: config.Config, layers: Sequence[nn.Module]) -> list[str]:
+    """Writes the folder and gives its files' names. The layers' frozen weights are not read.
+
+    Raises UserError if the run has no adapters, the folder has a whole model, or the disk refuses.
+    """
+    lora = run.model.lora
+    if lora is None:
+        raise UserError("--format peft: this run trains all weights, no adapters; leave --format out")
+    huggingface.refuse_mixture(folder, (families.CONFIG_FILE, WHOLE, *huggingface.SHARDS))
+    named = decoder.named_weights(layers, run.model.depth)
+    weights = {PREFIX + name: one.detach().float().contiguous() for name, one in named.items() if ".lora_" in name}
+    settings: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": run.model.start_from,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(lora.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    if run.model.options.fused:
+        _fuse(weights, settings, run.model)
+    described = (json.dumps(settings, indent=1) + "\n").encode()
+    files = {ADAPTER: described, ADAPTER_WEIGHTS: save(weights, {"format": "pt"})}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            write_atomically(folder / name, content)
+    except OSError as error:
+        raise UserError(f"--out {folder}: {error.strerror}; choose a folder that can be written") from None
+    return list(files)
+
+
+def _fuse(weights: dict[str, Tensor], settings: dict[str, Any], model: config.ModelConfig) -> None:
+    """Fuse the adapters of matrices that the family stores as one, in place.
+
+    The factors A of n matrices stand one below the other, and the factors B on a diagonal: n times the rank, and the
+    same product.
+    """
+    assert model.lora is not None
+    settings |= {"rank_pattern": {}, "alpha_pattern": {}}
+    for whole, parts in FUSED.items():
+        adapted = [part for part in parts if part in model.lora.targets]
+        for name in [name for name in weights if f".{adapted[0]}.lora_A." in name] if adapted else []:
+            place = name.replace(adapted[0], whole)
+            factors = {part: name.replace(adapted[0], part) for part in adapted}
+            weights[place] = torch.cat([weights.pop(one) for one in factors.values()])
+            none = {part: torch.zeros(model.block_shapes[part][1], 0) for part in parts}
+            given = {part: weights.pop(one.replace("lora_A", "lora_B")) for part, one in factors.items()}
+            diagonal: Tensor = torch.block_diag(*(none | given).values())  # type: ignore[no-untyped-call]
+            weights[place.replace("lora_A", "lora_B")] = diagonal
+        if adapted:
+            settings["rank_pattern"][whole] = len(adapted) * model.lora.rank
+            settings["alpha_pattern"][whole] = len(adapted) * model.lora.alpha
+            kept = [one for one in settings["target_modules"] if one not in parts]
+            settings["target_modules"] = [*kept, whole]

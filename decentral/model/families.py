@@ -1,0 +1,319 @@
+"""Families of decoders that differ from Llama by a few options, and how a Hugging Face config.json names those.
+
+Our model (model/decoder.py) is one; a family says which of its options it has, and `model_keys` turns a config.json
+into keys of `model`. What the file asks for and we do not compute is refused by name; fields that transformers itself
+does not read for such a model are left alone. `config_json` is the way back.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from decentral.core import strict_json
+from decentral.core.errors import UserError
+from decentral.core.plain_text import SHOWN_CHARS, printable
+
+if TYPE_CHECKING:
+    from decentral.model.shape import ModelConfig, RopeScaling
+
+CONFIG_FILE = "config.json"
+MAX_CONFIG_JSON_BYTES = 1 << 20
+MOST_START_CONTEXT = 2048  # tokens of a sequence, where the folder allows more and the user has not said how many
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What transformers calls it, the options that it has, and what it means where config.json is silent."""
+
+    architecture: str
+    block: tuple[str, ...] = ()  # the fields of model.block (model/shape.py) that it has
+    query_bias: bool = False  # of the projections to queries, keys and values, always
+    query_norm: str = ""  # RMSNorm of queries and of keys: over the channels of each of the "heads", or over "all"
+    norm_after: bool = False  # a branch's norm comes behind it, not before
+    window: bool = False  # `sliding_window` holds for all blocks
+    fused: bool = False  # its files have queries, keys and values in one matrix, and gate and up in one
+    silent: Mapping[str, Any] = field(default_factory=dict)
+
+
+BIASES = ("attention_bias", "mlp_bias")
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", BIASES),
+    "mistral": Family("MistralForCausalLM", window=True, silent={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "qwen2": Family("Qwen2ForCausalLM", query_bias=True, silent={"num_key_value_heads": 32}),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        ("attention_bias",),
+        query_norm="heads",
+        silent={"num_key_value_heads": 32, "head_dim": 128},
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM", ("attention_bias",), query_norm="all", norm_after=True, silent={"rms_norm_eps": 1e-5}
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        (*BIASES, "unrotated"),
+        silent={
+            "num_key_value_heads": 4,
+            "rope_theta": 2e6,
+            "tie_word_embeddings": True,
+            "no_rope_layer_interval": 4,
+        },
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        (*BIASES, *MULTIPLIERS),
+        silent=dict.fromkeys(MULTIPLIERS, 1.0),
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        ("partial_rotary_factor",),
+        window=True,
+        fused=True,
+        silent={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+    ),
+}
+THEIR_NAMES = {  # theirs -> ours; all but the last two must be there
+    "vocab_size": "vocabulary",
+    "hidden_size": "width",
+    "intermediate_size": "hidden",
+    "num_hidden_layers": "depth",
+    "num_attention_heads": "heads",
+    "max_position_embeddings": "positions",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_channels",
+}
+OPTIONAL = ("num_key_value_heads", "head_dim")
+ONLY = {  # a field, and the values of it with which it changes nothing that we compute
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "use_sliding_window": (False,),
+    "partial_rotary_factor": (1, 1.0),
+    "quantization_config": (),
+    "auto_map": (),  # Phi-3's own folders name code that transformers has as well, and does not run
+}
+ROPE_NAMES = {  # of the kinds of scaling that we compute: their fields -> ours
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "original_max_position_embeddings": "positions",
+        "low_freq_factor": "low",
+        "high_freq_factor": "high",
+    },
+    "yarn": {
+        "factor": "factor",
+        "original_max_position_embeddings": "positions",
+        "beta_slow": "low",
+        "beta_fast": "high",
+        "attention_factor": "attention",
+        "truncate": "truncate",
+    },
+    "longrope": {
+        "factor": "factor",
+        "original_max_position_embeddings": "positions",
+        "attention_factor": "attention",
+        "short_factor": "short",
+        "long_factor": "long",
+    },
+}
+IDLE = {"rope_type", "type", "rope_theta", "original_max_position_embeddings", "partial_rotary_factor"}
+MSCALES = ("mscale", "mscale_all_dim")  # of yarn: where both are given, they decide what `attention_factor` says
+
+
+def model_keys(folder: Path) -> dict[str, Any]:
+    """The keys of `model` that the folder's config.json stands for. Raises UserError, which names the field."""
+    found = read(folder)
+    try:
+        return _keys(folder, found)
+    except (TypeError, ValueError, ArithmeticError, LookupError):  # such as a list for a number
+        raise UserError(f"{folder / CONFIG_FILE} has a value of another kind than transformers writes") from None
+
+
+def _keys(folder: Path, found: Mapping[str, Any]) -> dict[str, Any]:
+    name = found.get("model_type")
+    if name not in FAMILIES:
+        raise _refusal(folder, "model_type", name, f"one of {', '.join(FAMILIES)}")
+    family = FAMILIES[str(name)]
+    passed = {*family.block, "auto_map"} if family.fused else {*family.block}
+    for theirs, allowed in ONLY.items():
+        value = found.get(theirs)
+        if theirs not in passed and value is not None and value not in allowed:
+            raise _refusal(folder, theirs, value, repr(allowed[0]) if allowed else "no such field")
+    fields = {**family.silent, **found}
+    for theirs in THEIR_NAMES:
+        if theirs not in OPTIONAL and fields.get(theirs) is None:
+            raise UserError(f"{folder / CONFIG_FILE} lacks {theirs}")
+        if not isinstance(fields.get(theirs, 0), int | None):
+            raise _refusal(folder, theirs, fields[theirs], "a whole number")
+    keys = {ours: fields[theirs] for theirs, ours in THEIR_NAMES.items() if fields.get(theirs) is not None}
+    rope = _rope(folder, family, fields)
+    keys |= {"family": name, "norm_eps": float(fields.get("rms_norm_eps", 1e-6)), "rope_theta": rope.pop("theta")}
+    if rope:
+        keys["rope_scaling"] = rope
+    if block := _block(family, fields):
+        keys["block"] = block
+    if window := _window(folder, family, fields):
+        keys["window"] = window
+    return keys
+
+
+def _block(family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of `model.block` that this config.json sets."""
+    found = {name: fields[name] for name in family.block if fields.get(name) is not None}
+    if "unrotated" in family.block:
+        kept, every = fields.get("no_rope_layers"), fields["no_rope_layer_interval"]
+        if kept is None:
+            kept = [(block + 1) % every for block in range(fields["num_hidden_layers"])]
+        found["unrotated"] = tuple(block for block in range(fields["num_hidden_layers"]) if not kept[block])
+    if "partial_rotary_factor" in family.block and "partial_rotary_factor" in _rope_given(fields):
+        found["partial_rotary_factor"] = _rope_given(fields)["partial_rotary_factor"]
+    return {name: float(value) if type(value) is int else value for name, value in found.items()}
+
+
+def is_tied(folder: Path) -> bool:
+    """Whether the head's weights are the embedding's. Raises UserError."""
+    found = read(folder)
+    silent: Mapping[str, Any] = FAMILIES[str(found["model_type"])].silent if found.get("model_type") in FAMILIES else {}
+    return bool({**silent, **found}.get("tie_word_embeddings", False))
+
+
+def _rope_given(fields: Mapping[str, Any]) -> Any:
+    """Return the mapping of rotary settings: `rope_scaling` (transformers 4), else `rope_parameters` (5), else {}."""
+    return fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+
+
+def _rope(folder: Path, family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of `rope_scaling`, if any, and `theta`. Raises UserError."""
+    given = _rope_given(fields)
+    if not isinstance(given, dict):
+        raise _refusal(folder, "rope_scaling", given, "a mapping")
+    theta = given.get("rope_theta", fields.get("rope_theta"))
+    found: dict[str, Any] = {"theta": float(10_000.0 if theta is None else theta)}
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind != "default" and (kind not in ROPE_NAMES or (family.fused and kind != "longrope")):
+        raise _refusal(folder, "rope_type", kind, f"default, {'longrope' if family.fused else ', '.join(ROPE_NAMES)}")
+    names = ROPE_NAMES.get(kind, {})
+    known = {*names, *IDLE, *(MSCALES if kind == "yarn" else ())}
+    for theirs, value in given.items():
+        if theirs not in known and value is not None and value not in ONLY.get(theirs, ()):
+            raise _refusal(folder, f"rope_scaling.{theirs}", value, "no such field")
+    if not family.fused and given.get("partial_rotary_factor", 1) != 1:
+        raise _refusal(folder, "rope_scaling.partial_rotary_factor", given["partial_rotary_factor"], "1")
+    if kind == "default":
+        return found
+    found["kind"] = kind
+    # transformers prefers the number beside the mapping, and takes all positions where there is none
+    inside, most = given.get("original_max_position_embeddings"), fields["max_position_embeddings"]
+    first = fields.get("original_max_position_embeddings") or inside or most
+    values = {**given, "original_max_position_embeddings": first}
+    if values.get("factor") is None and kind in ("yarn", "longrope"):
+        values["factor"] = max(1.0, most / first)
+    if kind == "yarn" and values.get("attention_factor") is None and all(map(values.get, MSCALES)):
+        above, below = (0.1 * float(values[name]) * math.log(values["factor"]) + 1 for name in MSCALES)
+        values["attention_factor"] = above / below
+    for theirs, ours in names.items():
+        value = values.get(theirs)
+        if ours in ("short", "long"):
+            found[ours] = tuple(map(float, value or ()))
+        elif value or (value is not None and ours not in ("low", "high")):  # transformers takes a turn of 0 for none
+            found[ours] = value if ours in ("positions", "truncate") else float(value)
+    return found
+
+
+def _window(folder: Path, family: Family, fields: Mapping[str, Any]) -> int | None:
+    kinds = set(fields.get("layer_types") or ())
+    allowed = {"full_attention", "sliding_attention"} if family.window else {"full_attention"}
+    if not kinds <= allowed or len(kinds) > 1:
+        raise _refusal(folder, "layer_types", sorted(map(str, kinds)), "full_attention for all layers")
+    window: int | None = fields.get("sliding_window")
+    return window if family.window else None
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The folder's config.json. Raises UserError."""
+    path = folder / CONFIG_FILE
+    try:
+        if path.stat().st_size > MAX_CONFIG_JSON_BYTES:
+            raise UserError(f"{path} is larger than {MAX_CONFIG_JSON_BYTES} bytes; is it a model's?")
+        found = strict_json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(
+            f"model.from: cannot read {path} ({error.strerror}); give a Hugging Face model's folder"
+        ) from None
+    except ValueError:
+        raise UserError(f"{path} is not valid JSON") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} must be an object; it is a {type(found).__name__}")
+    return found
+
+
+def _refusal(folder: Path, name: str, value: object, expected: str) -> UserError:
+    said = printable(str(value), SHOWN_CHARS)
+    return UserError(
+        f"{folder / CONFIG_FILE}: {name} is {said}, which this model does not compute; expected {expected}"
+    )
+
+
+def config_json(model: "ModelConfig", tied: bool) -> dict[str, Any]:
+    """A config.json from which transformers 4 or 5 builds this model. `tied`: its head has the embedding's weights."""
+    family = FAMILIES[model.family]
+    rope = {"rope_type": "default"} if model.rope_scaling is None else _rope_fields(model, model.rope_scaling)
+    beside = ("original_max_position_embeddings",) if family.fused else ()
+    found: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": model.family,
+        "vocab_size": model.vocabulary,
+        "hidden_size": model.d_model,
+        "intermediate_size": model.d_hidden,
+        "num_hidden_layers": model.depth,
+        "num_attention_heads": model.n_heads,
+        "num_key_value_heads": model.n_kv_heads,
+        "head_dim": model.d_head,
+        "max_position_embeddings": model.positions or model.context,
+        "rms_norm_eps": model.norm_eps,
+        "rope_theta": model.rope_theta,  # transformers 4 reads this and rope_scaling, 5 the last
+        "rope_scaling": None
+        if model.rope_scaling is None
+        else {name: rope[name] for name in rope if name not in beside},
+        "rope_parameters": {**rope, "rope_theta": model.rope_theta},
+        "hidden_act": "silu",
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "torch_dtype": "float32",
+    }
+    if family.window:
+        found["sliding_window"] = model.window
+    if family.fused and model.rope_scaling is not None:
+        found["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+    return found | _block_fields(model)
+
+
+def _block_fields(model: "ModelConfig") -> dict[str, Any]:
+    found = {name: getattr(model.block, name) for name in FAMILIES[model.family].block}
+    if "unrotated" in found:
+        unrotated = found.pop("unrotated")
+        found |= {
+            "no_rope_layers": [int(block not in unrotated) for block in range(model.depth)],
+            "layer_types": ["full_attention"] * model.depth,
+            "use_sliding_window": False,
+        }
+    if found.get("attention_multiplier", 0) is None:
+        found["attention_multiplier"] = model.d_head**-0.5
+    return found
+
+
+def _rope_fields(model: "ModelConfig", scaling: "RopeScaling") -> dict[str, Any]:
+    names = ROPE_NAMES[scaling.kind]
+    values = {theirs: getattr(scaling, ours) for theirs, ours in names.items()}
+    if "original_max_position_embeddings" in values:
+        values["original_max_position_embeddings"] = first = scaling.positions or model.positions or model.context
+    if scaling.kind == "longrope" and scaling.factor == max(1.0, (model.positions or model.context) / first):
+        del values["factor"]  # transformers 4 wants no more than the three fields of Phi-3's own folders
+    kept = {theirs: value for theirs, value in values.items() if value not in (None, ())}
+    return {"type" if scaling.kind == "longrope" else "rope_type": scaling.kind, **kept}

@@ -1,0 +1,1 @@
+"""What must hold in a simulated swarm whatever goes wrong, checked while it runs."""

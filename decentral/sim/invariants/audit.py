@@ -1,0 +1,188 @@
+"""What must hold whatever goes wrong, checked while it goes.
+
+    gossip.py       whole, once, baseline, timely, folded, fresh
+    routes.py        micro-batches that travel through several peers
+    convergence.py  together, drift, roster
+    here                  saved: a peer's checkpoint is no older than two intervals, but for a disk that was full
+                          holds state: no peer starts from nothing while a peer that trains can be reached
+                          bounded: requests open at a peer, its own requests, its jobs and held answers have limits,
+                          and all end in time
+                          never waits: a peer that trains is never longer without a step than its device needs, but
+                          for others' work
+
+A violation names the seed, the time, and what the peers concerned did last (evidence.py).
+"""
+
+from collections.abc import Iterator
+
+from decentral.comm.gossip.snapshots import MAX_WAITING_PULLS
+from decentral.comm.net.fair_shares import MAX_STREAMS
+from decentral.comm.net.streams import READ_S, WRITE_S
+from decentral.comm.wire.messages import ForwardRequest, Offer
+from decentral.core import jobs
+from decentral.core.choices import ALGORITHMS
+from decentral.core.ids import PeerId
+from decentral.core.machine import Log
+from decentral.core.reasons import Reason
+from decentral.core.units import Seconds
+from decentral.peers.runtime.clock import CLOCKS_AGREE_S
+from decentral.peers.runtime.handlers import PeerEffect, PeerEvent
+from decentral.peers.runtime.progress import Stop
+from decentral.sim.fault_injector import FaultInjector
+from decentral.sim.host import VirtualHost
+from decentral.sim.invariants.convergence import ConvergenceAudit
+from decentral.sim.invariants.evidence import SLACK_S, Evidence, slowest_step_s
+from decentral.sim.invariants.gossip import GossipAudit
+from decentral.sim.invariants.routes import RouteAudit
+from decentral.sim.network.virtual_network import Question
+from decentral.sim.swarm import SimulatedPeer, SimulatedSwarm
+
+MOST_OWN_REQUESTS = 64  # of a peer, under way; offers of micro-batches aside, which routes.py counts
+MOST_OPEN = 2 * MAX_STREAMS  # those that are being refused as busy are open for a moment too
+MOST_JOBS = 256
+LONGEST_REQUEST_S = 75.0 + 60.0  # patience, and the longest deadline
+LONGEST_ANSWER_S = READ_S + 90.0 + WRITE_S + 1.0  # routes here are shorter than the protocol's longest
+STEP_STALLED_S = 5.0  # beyond a step, its jobs and the reporting interval
+SAVE_SLACK_S = 10.0  # for the jobs before a checkpoint
+CHECK_S = 1.0
+SETTLED_S = 60.0  # after trouble in the network, or after a peer has joined, until others must have found it
+
+
+class InvariantAudit:
+    """An Observer of every event, effect and job of a swarm. It raises Violation."""
+
+    def __init__(self, swarm: SimulatedSwarm, injector: FaultInjector) -> None:
+        self.swarm = swarm
+        self.evidence = Evidence(swarm, injector)
+        self.gossip, self.routes = GossipAudit(self.evidence), RouteAudit(self.evidence)
+        self.convergence = ConvergenceAudit(self.evidence)
+        self.checks = 0  # jobs that were audited
+        self._stepped_at: dict[PeerId, Seconds] = {}
+        self._saved_at: dict[PeerId, Seconds] = {}  # or when it was excused last
+        self._blocking = ALGORITHMS[swarm.settings.config.gossip.algorithm].blocking
+
+    def handled(self, host: VirtualHost, event: PeerEvent | Stop, effects: list[PeerEffect]) -> None:
+        if not isinstance(event, jobs.Stepped):
+            self.evidence.note(host, event)
+        for effect in effects:
+            match effect:
+                case Log("joined"):
+                    self._joined(host, bool(effect.fields["donors"]))
+                case Log("peer_left") if effect.fields["reason"] == Reason.SILENT:
+                    self.convergence.unanswered(host, effect.fields["peer"])
+                case Log("counted" | "uncounted"):
+                    self.routes.logged(host, effect)
+                case jobs.Merge(fragment, _, contributions):
+                    self.gossip.taken_for_merge(host, fragment, contributions)
+
+    def done(self, host: VirtualHost, job: jobs.Job, outcome: jobs.Outcome) -> None:
+        self.checks += 1
+        match job, outcome:
+            case jobs.CloseWindow(), jobs.WindowClosed():
+                self.gossip.closed(host, outcome)
+                self.convergence.closed(host, outcome.fragment)
+            case _, jobs.Rested():
+                self.gossip.resting.add((host.peer, outcome.fragment))
+            case _, jobs.SectionsEncoded():
+                self.gossip.encoded(host, outcome)
+            case jobs.Merge(fragment, _, contributions), jobs.Merged(used=used):
+                for one in contributions:
+                    if one.peer in used:
+                        self.gossip.merged(host, fragment, one)
+                forged = any(self.evidence.has_forged(one.peer, one.blob) for one in contributions if one.peer in used)
+                self.convergence.corrected(host, fragment, forged)
+            case jobs.Seal() | jobs.Apply(), jobs.Stepped() if host.ended is None:
+                self.routes.stepped(host)
+            case jobs.ChangeSpan(), jobs.SpanChanged(accepted=True):
+                self.gossip.moved(host)
+            case _, jobs.Saved():
+                self.gossip.saved(host)
+                self._saved_at[host.peer] = host.agenda.now
+
+    def check(self) -> None:
+        """The rules that are checked every CHECK_S of virtual time."""
+        self.evidence.note_network()
+        self.convergence.check()
+        for member in self.swarm.living:
+            self._check_bounds(member)
+        if self.swarm.settings.memory:
+            self.routes.check()
+
+    def finish(self, settled: bool) -> None:
+        """The rules at the end. `settled`: the last fault is long enough ago for all of them."""
+        self.check()
+        if not self.evidence.injector.last_at:
+            self.routes.finish()
+        if settled:
+            self.convergence.finish()
+
+    def _check_bounds(self, member: SimulatedPeer) -> None:
+        """A peer waits for others by design in all-reduce, and where it needs them for a micro-batch."""
+        assert member.host is not None
+        host, now = member.host, self.swarm.agenda.now
+        if member.frozen:
+            self._stepped_at[member.peer] = self._saved_at[member.peer] = now
+            return
+        self._check_saved(member, host)
+        for detail in _broken_bounds(host, now):
+            self.evidence.violated("bounded", f"{member.peer}: {detail}", host)
+        if not member.training or self._blocking or not host.node.setup.whole:
+            return
+        last = max(self._stepped_at.get(member.peer, 0.0), host.engine.last_computed or 0.0)
+        self._stepped_at[member.peer] = last
+        longest = slowest_step_s(host) + host.engine.pace.report_s + STEP_STALLED_S
+        if now - last > longest:
+            self.evidence.violated("never waits", f"{member.peer} has made no step for {longest:.0f} s", host)
+
+    def _check_saved(self, member: SimulatedPeer, host: VirtualHost) -> None:
+        """A full disk is written again one interval after it has room. What was fetched is saved after a first step."""
+        stepped = bool(host.node.progress.spent.total)
+        if member.disk.full or not member.training or not stepped or self.swarm.settings.gradients is not None:
+            self._saved_at[member.peer] = self.swarm.agenda.now
+            return
+        longest = 2 * host.node.setup.config.swarm.checkpoint_every_s + host.engine.pace.report_s
+        longest += 2 * slowest_step_s(host) + SAVE_SLACK_S
+        age_s = self.swarm.agenda.now - self._saved_at.setdefault(member.peer, self.swarm.agenda.now)
+        if age_s > longest:
+            self.evidence.violated("saved", f"{member.peer} has had no checkpoint for {age_s:.0f} s", host)
+
+    def _joined(self, host: VirtualHost, from_donors: bool) -> None:
+        self._stepped_at[host.peer] = self._saved_at[host.peer] = host.agenda.now
+        self.gossip.joined(host, from_donors)
+        restored = host.node.setup.restored_step is not None
+        if from_donors or restored or host.agenda.now < self.evidence.network_trouble_at + SETTLED_S:
+            return
+        held = set(host.node.setup.fragments)
+        for other in self.swarm.members:
+            if other.training and other.peer != host.peer and not other.byzantine and other.host is not None:
+                node, apart_s = other.host.node, abs(other.host.clock() - host.clock())
+                if apart_s > CLOCKS_AGREE_S or not held & set(node.setup.fragments):
+                    continue  # peers with another time do not see each other's records
+                if (node.progress.joined_at or 0) < host.clock() - SETTLED_S:
+                    self.evidence.violated("holds state", f"started from nothing while {other.peer} trains", host)
+
+
+def _patience_s(question: Question) -> Seconds:
+    """What a micro-batch may wait besides: before any is counted, its origin peer waits as long as the protocol lets
+    it, since a layer that nobody holds may find a holder."""
+    request = question.envelope.message
+    return request.patience_s if isinstance(request, ForwardRequest) else 0.0
+
+
+def _broken_bounds(host: VirtualHost, now: Seconds) -> Iterator[str]:
+    port, queued = host.port, len(host.engine.inbox)
+    asked = sum(not isinstance(one.envelope.message, Offer) for one in port.asked)
+    if len(port.open) > MOST_OPEN or asked > MOST_OWN_REQUESTS or queued > MOST_JOBS:
+        yield f"{len(port.open)} open, {asked} asked, {queued} jobs"
+    waits = [
+        ("a question has been open", [(at, LONGEST_ANSWER_S + _patience_s(one)) for one, at in port.open.items()]),
+        ("an answer is written", [(one.writing, WRITE_S) for one in port.open if one.writing is not None]),
+        ("it has waited for an answer", [(one.began, LONGEST_REQUEST_S + _patience_s(one)) for one in port.asked]),
+    ]
+    for what, begun in waits:
+        late = [now - at for at, limit_s in begun if now - at > limit_s + SLACK_S]
+        if late:
+            yield f"{what} for {max(late):.0f} s"
+    for exchange in host.node.gossip.running.values():
+        if len(exchange.published.waiting) > MAX_WAITING_PULLS:
+            yield f"{len(exchange.published.waiting)} answers are held"

@@ -1,0 +1,1 @@
+"""The virtual network: time, links, faults and places of simulated swarms."""

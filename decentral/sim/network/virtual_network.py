@@ -1,0 +1,384 @@
+"""A network in virtual time: what libp2p does, without sockets, bytes or waiting.
+
+A question travels as in comm/net/streams.py: it is read within READ_S, answered within STREAM_ANSWER_S, the answer is
+written within WRITE_S, each asker has its share of what a peer answers at a time (comm/net/fair_shares.py), and the
+asker gives up at its deadline. Messages take the delay of their link, and blobs the time that
+decentral/sim/network/shared_links.py gives them; where a peer knows its uplink to be thin they leave at its pace
+(decentral/sim/network/virtual_uplink.py). Envelopes are handed over as they are; only those that a fault damages go
+through the real codec (decentral/sim/network/fault_model.py).
+
+    ask     question travels -> Asked at the other's host -> Reply -> answer travels -> Answered
+            refused at once (nobody listens there), cut (it died), or nothing until the deadline (silence)
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from decentral.comm.net.fair_shares import QuestionShare, QuestionShares
+from decentral.comm.net.streams import STREAM_ANSWER_S, WRITE_S
+from decentral.comm.wire import blobs, codec
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import MembershipProof, Message, Probe, Refused
+from decentral.comm.wire.private_swarm import PrivateSwarm
+from decentral.comm.wire.transport import Answer, Ask, AskError, BlobBound, knows_all
+from decentral.core.errors import ProtocolError
+from decentral.core.ids import PeerId
+from decentral.core.reasons import Reason
+from decentral.core.units import KiB, Seconds
+from decentral.sim.network.agenda import Agenda, TimeLimit, Timer
+from decentral.sim.network.congestion import WITH_HEADERS
+from decentral.sim.network.fault_model import NetworkFaultModel, read, written
+from decentral.sim.network.shared_links import Geography, SharedLinks, Transfer
+from decentral.sim.network.virtual_proofs import ProvenAsk
+from decentral.sim.network.virtual_uplink import PacedMessage, VirtualUplink
+
+SMALL_MESSAGE_BYTES = 4 * KiB  # a smaller message takes no share of its link: its delay is all that counts
+CONNECT_RETRY_S = 0.3  # after a lost packet, doubled each time
+Outcome = Answer | AskError
+Respond = Callable[[Envelope | None], None]
+"""It takes the answer; None: there will be none, and the stream ends."""
+
+Serve = Callable[[PeerId, Envelope, Respond], None]
+"""It takes the sender, its question, and the function that takes the answer, once."""
+
+
+@dataclass(slots=True)
+class Port:
+    """A peer's place on the network."""
+
+    peer: PeerId
+    uplink: VirtualUplink
+    serve: Serve | None = None
+    bound: BlobBound = lambda _: 0
+    frozen: bool = False  # the process is stopped: nothing is read, and nothing it writes leaves
+    open: dict["Question", Seconds] = field(default_factory=dict)  # questions to this peer, and since when
+    shares: QuestionShares = field(default_factory=QuestionShares)  # of those that are not refused
+    refused: Counter[str] = field(default_factory=Counter)
+    waiting: deque[Callable[[], None]] = field(default_factory=deque)  # what happens when the process goes on
+    asked: dict["Question", None] = field(default_factory=dict)  # questions of this peer that are under way
+    private: PrivateSwarm | None = None  # None: the swarm is public
+
+    def enclose(self, private: PrivateSwarm | None) -> None:
+        """From now on only members of this swarm are asked and answered; None: anybody."""
+        self.private, self.shares.admits = private, private.admits if private else knows_all
+
+    def check(self, sender: PeerId, envelope: Envelope) -> None:
+        """Raises ProtocolError for a question that is refused, or whose blob is too large."""
+        if self.private is not None:
+            self.private.check(sender, envelope.message)
+        if len(envelope.blob) > self.bound(envelope.message):
+            kind = type(envelope.message).__name__
+            raise ProtocolError(Reason.OVERSIZE, f"{kind} with a blob of {len(envelope.blob)} bytes")
+
+
+@dataclass(slots=True, eq=False)
+class Question:
+    source: Port
+    target: PeerId
+    envelope: Envelope
+    began: Seconds
+    max_blob_bytes: int
+    done: Callable[[Outcome], None] | None
+    sent_bytes: int = 0
+    writing: Seconds | None = None  # since when the answer is on its way
+    first_byte_s: Seconds = 0.0  # from the question's beginning until the answer's
+    timers: list[Timer] = field(default_factory=list)  # of the asker
+    transfer: Transfer | None = None
+    paced: PacedMessage | None = None  # what leaves piece by piece
+    share: QuestionShare | None = None  # of its target's, while it is answered
+
+
+@dataclass(slots=True)
+class Serving:
+    """A question that its target is answering. It lets go of the question once that is done."""
+
+    network: "Network"
+    port: Port
+    question: Question | None
+
+    def respond(self, answer: Envelope | None) -> None:
+        """The first answer counts; later ones are ignored."""
+        question, self.question = self.question, None
+        if question is None:
+            return
+        if answer is not None:
+            self.network.answer(question, self.port, answer)
+        elif self.network.ports.get(self.port.peer) is self.port:
+            self.port.refused[Reason.CUT] += 1
+            self.network.cut(question, self.port.peer)
+
+    def late(self) -> None:
+        question, self.question = self.question, None
+        if question is not None:
+            self.network.late(question, self.port)
+
+
+class Network:
+    """All ports, and what travels between them. `faults` decides what happens to a message on its way."""
+
+    def __init__(self, agenda: Agenda, geography: Geography, faults: NetworkFaultModel) -> None:
+        self.agenda, self.geography, self.faults = agenda, geography, faults
+        self.links = SharedLinks(agenda, geography)
+        self.ports: dict[PeerId, Port] = {}
+        self._answers, self._writes = TimeLimit(agenda, STREAM_ANSWER_S), TimeLimit(agenda, WRITE_S)
+        self._header_bytes: dict[type[Message], int] = {}
+
+    def plug(self, peer: PeerId) -> Port:
+        self.ports[peer] = Port(peer, VirtualUplink(self.agenda))
+        return self.ports[peer]
+
+    def unplug(self, peer: PeerId) -> None:
+        """The process is gone: its own questions end, and peers that asked it see their streams end."""
+        port = self.ports.pop(peer, None)
+        if port is None:
+            return
+        for question in list(port.asked):
+            self._end(question)
+        for question in list(port.open):
+            self.cut(question, peer)
+
+    def drop(self, port: Port, peer: PeerId) -> None:
+        """Ends the questions between a port and a peer that is no member any more."""
+        for question in [one for one in port.open if one.source.peer == peer]:
+            self.cut(question, port.peer)
+        for question in [one for one in port.asked if one.target == peer]:
+            self._fail(question, Reason.CUT)
+
+    def thaw(self, port: Port) -> None:
+        """Lets the process go on: all that arrived or was to leave while it was frozen does so now, in order."""
+        port.frozen = False
+        while port.waiting and not port.frozen:
+            port.waiting.popleft()()
+
+    # A question
+
+    def ask(self, source: Port, ask: Ask, done: Callable[[Outcome], None]) -> None:
+        """Calls `done` once, with an Answer or an AskError, within `ask.deadline_s` of virtual time.
+
+        In a private swarm up to two more questions go before, each within that time.
+        """
+        if source.private is None:
+            self._send(source, ask, done)
+        else:
+            ProvenAsk(source.private, partial(self._send, source), ask, done).begin()
+
+    def _send(self, source: Port, ask: Ask, done: Callable[[Outcome], None]) -> None:
+        question = Question(source, ask.to, ask.envelope, self.agenda.now, ask.max_blob_bytes, done)
+        source.asked[question] = None
+        question.timers.append(self.agenda.after(ask.deadline_s, lambda: self._fail(question, Reason.DEADLINE)))
+        if _is_upload_probe(question):
+            source.uplink.hold(lambda: self._connect(question, CONNECT_RETRY_S))
+        else:
+            self._connect(question, CONNECT_RETRY_S)
+
+    def _connect(self, question: Question, again_s: Seconds) -> None:
+        """Opens the stream and sends the question. Where packets are lost, TCP tries again, ever more rarely."""
+        source, target = question.source.peer, question.target
+        if question.done is None:
+            return
+        if not (self._reaches(source, target) and self._reaches(target, source)):
+            self.agenda.after(again_s, lambda: self._connect(question, 2 * again_s))
+        elif target not in self.ports:
+            self._fail_later(question, Reason.UNREACHABLE, 2 * self.geography.delay_s(source, target))
+        else:
+            question.sent_bytes = self._size(question.envelope)
+            arriving = None
+            for _ in range(self.faults.copies(source, target)):
+                arriving = self._travel(question, question.envelope, arriving=arriving)
+
+    def _arrive(self, question: Question, envelope: Envelope | ProtocolError) -> None:
+        """The question has crossed the wire."""
+        port = self.ports.get(question.target)
+        if port is None:
+            self.cut(question, question.target)
+        elif port.frozen:
+            port.waiting.append(lambda: self._arrive(question, envelope))
+        else:
+            self._serve(question, port, envelope)
+
+    def _serve(self, question: Question, port: Port, envelope: Envelope | ProtocolError) -> None:
+        if question not in port.open:
+            port.open[question] = self.agenda.now
+        serving = Serving(self, port, question)
+        try:
+            if isinstance(envelope, ProtocolError):
+                raise envelope
+            if question.share is None:  # a message that arrives twice is one question
+                question.share = port.shares.begin(question.source.peer)
+            port.check(question.source.peer, envelope)
+            if not question.share.blob_bytes:
+                question.share.reserve(len(envelope.blob))
+        except ProtocolError as error:
+            port.refused[error.reason] += 1
+            serving.respond(Envelope(Refused(error.reason, str(error)[:200])))
+            return
+        if port.private is not None and isinstance(envelope.message, MembershipProof):
+            serving.respond(port.private.answer(question.source.peer, envelope.message))
+            return
+        assert port.serve is not None, "nobody serves here"
+        self._answers.watch(lambda: serving.question is None, serving.late)
+        port.serve(question.source.peer, envelope, serving.respond)
+
+    def answer(self, question: Question, port: Port, answer: Envelope) -> None:
+        if port.frozen:
+            port.waiting.append(lambda: self.answer(question, port, answer))
+            return
+        if self.ports.get(port.peer) is not port or question.done is None:
+            self._close(question, port)  # one of the two is gone
+            return
+        question.writing = self.agenda.now
+        self._writes.watch(lambda: question not in port.open, lambda: self.late(question, port))
+        self._write(question, port, answer, CONNECT_RETRY_S)
+
+    def _write(self, question: Question, port: Port, answer: Envelope, again_s: Seconds) -> None:
+        if question not in port.open:
+            return
+        if self._reaches(port.peer, question.source.peer):
+            self._travel(question, answer, back=True)
+        else:
+            self.agenda.after(again_s, lambda: self._write(question, port, answer, 2 * again_s))
+
+    def _answered(self, question: Question, answer: Envelope | ProtocolError) -> None:
+        source = question.source
+        if source.frozen:
+            source.waiting.append(lambda: self._answered(question, answer))
+            return
+        if isinstance(answer, ProtocolError):
+            self._fail(question, answer.reason)
+        elif len(answer.blob) > question.max_blob_bytes:
+            self._fail(question, Reason.OVERSIZE)
+        else:
+            times = self.agenda.now - question.began, question.first_byte_s
+            self._finish(question, Answer(answer, *times, question.sent_bytes, self._size(answer)))
+
+    # Ends
+
+    def _finish(self, question: Question, outcome: Outcome) -> None:
+        done = question.done
+        if done is None:
+            return
+        if question.source.frozen:
+            question.source.waiting.append(lambda: self._finish(question, outcome))
+            return
+        self._end(question)
+        done(outcome)
+
+    def _fail(self, question: Question, reason: str) -> None:
+        self._finish(question, AskError(reason))
+
+    def _fail_later(self, question: Question, reason: str, delay_s: Seconds) -> None:
+        question.timers.append(self.agenda.after(delay_s, lambda: self._fail(question, reason)))
+
+    def late(self, question: Question, port: Port) -> None:
+        """Ends a stream on which the port has worked for too long."""
+        if question in port.open:
+            port.refused[Reason.DEADLINE] += 1
+            self.cut(question, port.peer)
+
+    def cut(self, question: Question, at: PeerId) -> None:
+        """Ends the stream at the target; the asker hears of it if packets still pass."""
+        port = self.ports.get(at)
+        if port is not None:
+            self._close(question, port)
+        if question.done is not None and self._reaches(at, question.source.peer):
+            self._fail_later(question, Reason.CUT, self.geography.delay_s(at, question.source.peer))
+
+    def _end(self, question: Question) -> None:
+        """Ends the stream at the asker. The target notices when it writes, if packets still pass."""
+        question.done = None
+        question.source.asked.pop(question, None)
+        for timer in question.timers:
+            timer.cancel()
+        self._stop_transfer(question)
+        if _is_upload_probe(question):
+            question.source.uplink.let_go()
+        port = self.ports.get(question.target)
+        if port is not None and question.writing is not None and self._reaches(question.source.peer, question.target):
+            self._close(question, port)
+
+    def _close(self, question: Question, port: Port) -> None:
+        if port.open.pop(question, None) is not None and question.share is not None:
+            question.share.end()
+            question.share = None
+        self._stop_transfer(question)
+
+    def _stop_transfer(self, question: Question) -> None:
+        if question.paced is not None:
+            question.paced.given_up, question.paced = True, None
+        if question.transfer is not None:
+            self.links.stop(question.transfer)
+            question.transfer = None
+
+    # The wire
+
+    def _reaches(self, source: PeerId, target: PeerId) -> bool:
+        return self.faults.cut_off_at(source, target) is None
+
+    def _travel(
+        self,
+        question: Question,
+        envelope: Envelope,
+        back: bool = False,
+        arriving: Envelope | ProtocolError | None = None,
+    ) -> Envelope | ProtocolError | None:
+        """Sends the question to its target, or the answer `back` to the asker. Gives what arrives.
+
+        A message that comes twice is damaged in both copies alike (`arriving`), as it was damaged before it was copied.
+        """
+        source, target = question.source.peer, question.target
+        if back:
+            source, target = target, source
+        delay_s = self.faults.delay_s(source, target, self.geography.delay_s(source, target))
+        if delay_s == float("inf"):
+            self._fail_later(question, Reason.CUT, 2 * self.geography.delay_s(source, target))
+            return arriving
+        if arriving is None:
+            arriving = self._as_it_arrives(question, envelope, source, target, back)
+        landing = arriving
+
+        def landed() -> None:
+            question.transfer = question.paced = None
+            arrived = self._answered if back else self._arrive
+            self.agenda.after(delay_s, lambda: arrived(question, landing))
+
+        def begin(done: Callable[[], None]) -> None:
+            if back:
+                question.first_byte_s = self.agenda.now + delay_s - question.began
+            if size > SMALL_MESSAGE_BYTES:
+                question.transfer = self.links.start(source, target, size * WITH_HEADERS, done)
+            else:
+                self.links.use(source, target)
+                done()
+
+        size, sender = self._size(envelope), self.ports.get(source)
+        if size <= SMALL_MESSAGE_BYTES:
+            delay_s += self.links.queue_s(source, target)
+        if sender is not None and sender.uplink.paces(envelope):
+            question.paced = sender.uplink.send(envelope, size, begin, landed)
+        else:
+            begin(landed)
+        return arriving
+
+    def _as_it_arrives(
+        self, question: Question, envelope: Envelope, source: PeerId, target: PeerId, back: bool
+    ) -> Envelope | ProtocolError:
+        wire = self.faults.damage(source, target, lambda: written(envelope))
+        if wire is None:
+            return envelope
+        port = self.ports.get(target)
+        return read(wire, port.bound if port and not back else lambda _: question.max_blob_bytes if back else 0)
+
+    def _size(self, envelope: Envelope) -> int:
+        """Bytes on the wire. Headers of one kind of message differ by a few bytes; the first one stands for all."""
+        kind = type(envelope.message)
+        if kind not in self._header_bytes:
+            self._header_bytes[kind] = 4 + len(codec.encode(envelope.message, len(envelope.blob)))
+        chunks = -(-len(envelope.blob) // blobs.CHUNK_BYTES)
+        return self._header_bytes[kind] + len(envelope.blob) + chunks * blobs.DIGEST_BYTES
+
+
+def _is_upload_probe(question: Question) -> bool:
+    """Whether nothing else leaves the asker meanwhile, as in comm/net/streams.py."""
+    return isinstance(question.envelope.message, Probe) and bool(question.envelope.blob)

@@ -1,0 +1,1 @@
+"""What people see of a swarm: the terminal, the live page, reports, pictures, metrics."""

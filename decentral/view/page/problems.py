@@ -1,0 +1,153 @@
+"""What is wrong in the swarm, as the page says it: of the last minutes only, and the most serious first."""
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from decentral.core.reasons import known_reason
+from decentral.core.units import Seconds
+from decentral.view.page.events import BAD, WARNING
+from decentral.view.page.peer_view import PeerView, gone_words
+
+TROUBLED_S = 120.0  # after which what went wrong is history
+STILL_MISSED_S = 3600.0  # how long a peer that ended without a goodbye is shown as missed
+EXCHANGES_SEEN = 300  # the last ones, by which failing ones are judged
+MOST_FAILED = 0.25  # of them, before it is a problem
+FEW_EXCHANGES = 20  # exchanges say nothing yet
+PROBLEMS_SHOWN = 8
+ALONE_S = 30.0  # a peer that trains beside others for so long, and for ALONE_WINDOWS, has exchanged something
+ALONE_WINDOWS = 3
+LEAST_TRAINING = 0.5  # of the time: a peer that trains less is held up by something
+
+Problem = tuple[str, int, str]  # how serious, the peer's number or -1 for the swarm, words
+
+
+@dataclass(frozen=True, slots=True)
+class RunKind:
+    """What of a run decides whether peers wait for each other."""
+
+    layers: int = 0  # of the model; 0: not known
+    synchronous: bool = False
+
+
+USUAL_RUN = RunKind()
+
+
+@dataclass(slots=True)
+class RecentTroubles:
+    """The last exchanges, and the last serious events."""
+
+    _exchanges: deque[tuple[Seconds, str, str]] = field(default_factory=lambda: deque(maxlen=EXCHANGES_SEEN))
+    _told: deque[tuple[Seconds, Problem]] = field(default_factory=lambda: deque(maxlen=EXCHANGES_SEEN))
+    _unheld: dict[int, tuple[range, str]] = field(default_factory=dict)  # by the peer that says it: layers, words
+
+    def exchanged(self, t: Seconds, outcome: str, reason: str) -> None:
+        self._exchanges.append((t, outcome, known_reason(reason)))
+
+    def told(self, t: Seconds, peer: int, level: str, words: str) -> None:
+        if level in (BAD, WARNING):
+            self._told.append((t, (level, peer, words)))
+
+    def unheld(self, peer: int, span: tuple[int, int], words: str) -> None:
+        """Record that a peer reports layers [first, last) without a holder."""
+        self._unheld[peer] = range(*span), words
+
+    def held(self, peer: int) -> None:
+        """Forget that peer's report, since it reports holders again, or has gone."""
+        self._unheld.pop(peer, None)
+
+    def problems(self, peers: Iterable[PeerView], now: Seconds, run: RunKind = USUAL_RUN) -> list[Problem]:
+        """Return what is wrong now, the most serious first: at most PROBLEMS_SHOWN, none twice."""
+        known = list(peers)
+        found = [*_silent(known, now), *self._without_holder(known), *self._serious(now), *self._failing(now)]
+        found += [] if run.synchronous else _alone(known, now)
+        found += _idle(known, run)
+        return sorted(dict.fromkeys(found), key=lambda one: one[0] != BAD)[:PROBLEMS_SHOWN]
+
+    def _serious(self, now: Seconds) -> list[Problem]:
+        return [problem for t, problem in reversed(self._told) if t > now - TROUBLED_S]
+
+    def _without_holder(self, known: list[PeerView]) -> list[Problem]:
+        """Return reports of layers without a holder, unless the table of peers shows a holder: rosters lag behind."""
+        if not self._unheld:
+            return []
+        spans = {(peer.device.first, peer.device.last) for peer in known if peer.state == "training"}
+        held = {layer for span in spans for layer in range(*span)}
+        return [(BAD, -1, words) for layers, words in self._unheld.values() if not held.issuperset(layers)]
+
+    def _failing(self, now: Seconds) -> list[Problem]:
+        recent = [(outcome, reason) for t, outcome, reason in self._exchanges if t > now - TROUBLED_S]
+        failed = Counter(reason for outcome, reason in recent if outcome == "failed")
+        count = sum(failed.values())
+        if len(recent) < FEW_EXCHANGES or count < MOST_FAILED * len(recent):
+            return []
+        why = ", ".join(f"{reason} {times}" for reason, times in failed.most_common(3))
+        return [(WARNING, -1, f"{count} of the last {len(recent)} exchanges failed: {why}")]
+
+
+def _silent(peers: Iterable[PeerView], now: Seconds) -> list[Problem]:
+    """Return peers that ended without a goodbye: BAD in the last 2 minutes, then WARNING for an hour."""
+    gone = [peer for peer in peers if peer.state in ("silent", "ended") and peer.since > now - STILL_MISSED_S]
+    lost = [peer for peer in gone if peer.since > now - TROUBLED_S]
+    missed = [peer for peer in gone if peer not in lost]
+    found = [(BAD, peer.number, gone_words(peer)) for peer in lost]
+    if len(lost) > PROBLEMS_SHOWN // 2:
+        found = [(BAD, -1, f"{len(lost)} peers have fallen silent or ended in the last two minutes")]
+    if len(missed) > PROBLEMS_SHOWN // 2:
+        return [
+            *found,
+            (WARNING, -1, f"{len(missed)} peers have fallen silent or ended in the last hour, and not come back"),
+        ]
+    ago = ((peer, f"{gone_words(peer)}, for {(now - peer.since) / 60:.0f} min") for peer in missed)
+    return [*found, *((WARNING, peer.number, words) for peer, words in ago)]
+
+
+def _alone(peers: list[PeerView], now: Seconds) -> list[Problem]:
+    training = [peer for peer in peers if peer.state == "training"]
+    waited = [peer for peer in training if peer.own and now > peer.since + _alone_s(peer)]
+    beside = (peer for peer in waited if any(_share_layers(peer, other) for other in training if other is not peer))
+    alone = [peer for peer in beside if not peer.work.exchanges["done"]]
+    if len(alone) > PROBLEMS_SHOWN // 2:
+        return [(WARNING, -1, f"{len(alone)} peers have not exchanged anything since they joined")]
+    reasons = {peer.number: ", ".join(name for name, _ in peer.work.reasons.most_common(2)) for peer in alone}
+    return [
+        (
+            WARNING,
+            peer.number,
+            f"has not exchanged anything since it joined ({reasons[peer.number] or 'no window yet'})",
+        )
+        for peer in alone
+    ]
+
+
+def _alone_s(peer: PeerView) -> Seconds:
+    """Return how long a peer beside others may train without an exchange."""
+    return max(ALONE_S, ALONE_WINDOWS * peer.network.window_s)
+
+
+def _share_layers(one: PeerView, other: PeerView) -> bool:
+    """Return whether two peers have anything to exchange. A peer whose layers are not known may hold any."""
+    unknown = not one.device.last or not other.device.last
+    return unknown or (one.device.first < other.device.last and other.device.first < one.device.last)
+
+
+def _waits_by_design(peer: PeerView, run: RunKind) -> bool:
+    """Return whether a peer's training thread waits for other peers: for micro-batches of routes, or for a round."""
+    part = 0 < peer.device.last - peer.device.first < run.layers
+    return run.synchronous or part
+
+
+def _idle(peers: Iterable[PeerView], run: RunKind) -> list[Problem]:
+    """Return peers that train less than half of the time, time that they wait by design left out."""
+    found = []
+    for peer in peers:
+        if peer.state != "training" or peer.work.spent.total <= ALONE_S:
+            continue
+        designed = {"waiting"} if _waits_by_design(peer, run) else set()
+        aside = {kind: share for kind, share in peer.work.shares.items() if kind not in {"training", *designed}}
+        training, worst = peer.work.shares["training"], max(aside, key=aside.__getitem__)
+        if training < LEAST_TRAINING * (training + sum(aside.values())):
+            found.append((WARNING, peer.number, f"trains {training:.0%} of the time; {worst} takes most of the rest"))
+    if len(found) > PROBLEMS_SHOWN // 2:
+        return [(WARNING, -1, f"{len(found)} peers train less than half of the time")]
+    return found

@@ -1,0 +1,74 @@
+"""What peers' records in the DHT say, as lines for the page; and how a peer that trains hands them on."""
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from heapq import nsmallest
+from typing import Any
+
+from decentral.core.ids import PeerId
+from decentral.core.units import Seconds
+from decentral.peers.membership.records import PeerRecord
+from decentral.peers.runtime.host import Host
+from decentral.view.page.child import DashboardProcess
+from decentral.view.page.signs_of_life import ASKED_EVERY_S, SignsOfLife
+
+FEED_S = 1.0
+RECORDS_AT_ONCE = 100  # in that time: each takes the event loop 30 us
+
+
+def record_line(peer: PeerId, record: PeerRecord, t: Seconds) -> dict[str, Any]:
+    """A line `record` (sources.py), as of time `t`."""
+    profile, standing = record.profile, record.standing
+    links = [(suffix, rate, latency_ms / 1e3) for suffix, rate, latency_ms in standing.links]
+    return {
+        **{"t": t, "event": "record", "peer": peer, "phase": record.phase, "window_s": record.window_s},
+        **{"first": record.first, "last": record.last, "step": record.step, "tokens": record.tokens},
+        **{"device": profile.device, "region": profile.region, "software": profile.software},
+        **{"memory_bytes": profile.memory_bytes, "speed": profile.tokens_per_s, "latency_s": profile.latency_s},
+        **{"up": profile.up, "down": profile.down, "loss": standing.loss, "held_out": standing.held_out},
+        **{"shares": [share / 1000 for share in standing.shares], "exchanges": standing.exchanges},
+        **{"sent_bytes": standing.sent_bytes, "received_bytes": standing.received_bytes, "links": links},
+    }
+
+
+@dataclass(slots=True)
+class ToldRecords:
+    """Which records the page has, so that each is told once."""
+
+    _times: dict[PeerId, Seconds] = field(default_factory=dict)  # of the last one, by peer; told last, it stands last
+
+    def news(self, live: Mapping[PeerId, PeerRecord], now: Seconds) -> Iterator[dict[str, Any]]:
+        """Lines about the records that are new, RECORDS_AT_ONCE at most; the others come the next time.
+
+        Those come first that were never told, and then those that were told longest ago: a peer that renews its record
+        all the time keeps no other out.
+        """
+        turn = {peer: number for number, peer in enumerate(self._times)}
+        new = [peer for peer, record in live.items() if self._times.get(peer) != record.time]
+        for peer in nsmallest(RECORDS_AT_ONCE, new, key=lambda peer: turn.get(peer, -1)):
+            self._times.pop(peer, None)
+            self._times[peer] = live[peer].time
+            yield record_line(peer, live[peer], now)
+        if len(self._times) > 2 * len(live) + RECORDS_AT_ONCE:
+            self._times = {peer: time for peer, time in self._times.items() if peer in live}
+
+
+async def feed_page(host: Host, page: DashboardProcess) -> None:
+    """Hands what this peer knows of the others on to its page, once a second, for as long as it runs."""
+    told = ToldRecords()
+    while True:
+        live = {peer: entry.record for peer, entry in host.node.roster.live.items()}
+        for line in told.news(live, host.now()):
+            page.tell("", line)
+        await asyncio.sleep(FEED_S)
+
+
+async def watch_for_page(host: Host, page: DashboardProcess) -> None:
+    """Asks the others for signs of life, and tells the page who gives none. Exchanges find that out much later, where
+    windows are long."""
+    signs = SignsOfLife(host.transport)
+    while True:
+        for peer, reason in await signs.missed(host.node.roster.live):
+            page.tell("", {"t": host.now(), "event": "missed", "peer": peer, "reason": reason})
+        await asyncio.sleep(ASKED_EVERY_S)

@@ -1,0 +1,97 @@
+"""The figures of the whole swarm: what is trained, how fast, how well, and what exchanges and time come to."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from statistics import median, quantiles
+from typing import Any
+
+from decentral.core.journal.file import OUTCOMES
+from decentral.core.time_spent import KINDS
+from decentral.core.units import Seconds
+from decentral.view.page.peer_view import REASONS_SHOWN, PeerView
+
+TOTAL_SERIES = {"tokens", "live"}  # of which a bucket of the timeline has the last value
+TREND_S = 60.0  # over which the loss's trend is seen
+
+
+@dataclass(slots=True)
+class Totals:
+    """`low` and `high`: between them are the losses of four fifths of the peers."""
+
+    live: int = 0
+    training: int = 0
+    gone: int = 0
+    tokens: int = 0
+    tokens_per_s: float = 0.0
+    loss: float | None = None  # the median
+    low: float | None = None
+    high: float | None = None
+    held_out: float | None = None  # the latest evaluation of a peer; older ones say less
+    evaluated: Seconds = 0.0  # when that was, Unix time; 0.0: not known
+    trend: float | None = None  # of the loss: its relative change in the last minute
+    exchanges: list[int] = field(default_factory=lambda: [0] * len(OUTCOMES))
+    reasons: dict[str, int] = field(default_factory=dict)
+    shares: list[float] = field(default_factory=list)  # of all training threads' time, by kind
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    forgotten_tokens: int = 0  # of peers that are no more shown
+    _losses: list[tuple[Seconds, float]] = field(default_factory=list)  # of the last minute
+
+    def series(self) -> dict[str, float]:
+        """What the timeline keeps of it."""
+        known = {"tokens": self.tokens, "tokens_per_s": self.tokens_per_s, "live": self.live}
+        losses = {"median": self.loss, "low": self.low, "high": self.high}
+        return known | {name: value for name, value in losses.items() if value is not None}
+
+    def to_json(self) -> dict[str, Any]:
+        found = asdict(self)
+        del found["_losses"]
+        return {name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}
+
+
+def totals_of(peers: Iterable[PeerView], before: Totals, now: Seconds) -> Totals:
+    """The totals of all peers. `before`: those of the last time, from which the trend is taken."""
+    known = list(peers)
+    live = [view for view in known if view.live]
+    training = [view for view in live if view.state == "training"]
+    judged = training or known  # of a swarm that is over, what it came to
+    losses = sorted(view.work.loss for view in judged if view.work.loss is not None)
+    known_losses = [view.work for view in judged if view.work.held_out is not None]
+    evaluated = max(known_losses, key=lambda work: work.evaluated, default=None)
+    reasons, exchanges = Counter[str](), [0] * len(OUTCOMES)
+    for view in known:
+        for at, outcome in enumerate(OUTCOMES):
+            exchanges[at] += view.work.exchanges[outcome]
+        if view.work.reasons:
+            reasons.update(view.work.reasons)
+    middle = median(losses) if losses else None
+    kept = [(t, loss) for t, loss in before._losses if t > now - TREND_S] + (
+        [(now, middle)] if middle and training else []
+    )
+    tenths = quantiles(losses, n=10, method="inclusive") if len(losses) > 1 else [middle, middle]
+    return Totals(
+        live=len(live),
+        training=len(training),
+        gone=len(known) - len(live),
+        tokens=before.forgotten_tokens + sum(view.work.tokens for view in known),
+        tokens_per_s=round(sum(view.work.tokens_per_s for view in training), 1),
+        loss=middle,
+        low=tenths[0],
+        high=tenths[-1],
+        held_out=evaluated.held_out if evaluated else None,
+        evaluated=evaluated.evaluated if evaluated else 0.0,
+        trend=kept[-1][1] / kept[0][1] - 1 if kept and kept[-1][0] > kept[0][0] + TREND_S / 3 else None,
+        exchanges=exchanges,
+        reasons=dict(reasons.most_common(2 * REASONS_SHOWN)),
+        shares=_shares(judged),
+        sent_bytes=sum(view.network.sent_bytes for view in known),
+        received_bytes=sum(view.network.received_bytes for view in known),
+        forgotten_tokens=before.forgotten_tokens,
+        _losses=kept,
+    )
+
+
+def _shares(peers: Iterable[PeerView]) -> list[float]:
+    known = [view.work.shares for view in peers if view.work.shares]
+    return [round(sum(shares.get(kind, 0.0) for shares in known) / len(known), 4) for kind in KINDS] if known else []

@@ -1,0 +1,102 @@
+"""A visitor's lines: the records in a live swarm's DHT, and which of their peers answer.
+
+A visitor is no member, holds no layers, and throws its key away. Every few seconds it reads the records, which peers
+renew about every 20 s, and asks some peers for a sign of life (signs_of_life.py).
+"""
+
+import asyncio
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from decentral.comm.net.keep_daemon import keep_daemon
+from decentral.core.ids import PeerId
+from decentral.core.received import facts_of
+from decentral.peers.membership.records import PeerRecord
+from decentral.peers.startup.invitation_files import read_holding
+from decentral.peers.startup.visit import VisitedSwarm, visit
+from decentral.view.page.record_lines import ToldRecords
+from decentral.view.page.signs_of_life import ASKED_EVERY_S, SignsOfLife
+from decentral.view.page.sources import Told
+
+LINES_KEPT = 10_000  # that nobody has taken yet
+VISITOR_NOTE = (
+    "This page is a visitor's: it shows what peers say in their records, about every 20 s, and which of them answer. "
+    "Events, reasons of failed exchanges and plans stand in the peers' own journals."
+)
+
+
+@dataclass(slots=True)
+class Visitor:
+    """A LineSource: what a visited swarm's records say."""
+
+    swarm: VisitedSwarm
+    over: bool = False
+    _lines: deque[Told] = field(default_factory=lambda: deque(maxlen=LINES_KEPT))
+    _told: ToldRecords = field(default_factory=ToldRecords)
+    _known: dict[PeerId, PeerRecord] = field(default_factory=dict)
+    _signs: SignsOfLife = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._signs = SignsOfLife(self.swarm.transport)
+
+    def lines(self) -> Iterator[Told]:
+        while self._lines:
+            yield self._lines.popleft()
+
+    async def stay(self) -> None:
+        """Looks again and again, for as long as the page is served."""
+        self._say("facts", facts={"run": self.swarm.run, "note": VISITOR_NOTE, **facts_of(self.swarm.config)})
+        while True:
+            await self.look()
+            await asyncio.sleep(ASKED_EVERY_S)
+
+    async def look(self) -> None:
+        """Reads the records once, and asks those for a sign of life whose turn it is."""
+        try:
+            found = await self._records()
+        except Exception:  # of the directory: it is looked up again
+            found = self._known
+        for line in self._told.news(found, self.swarm.clock()):
+            self._lines.append(("", line))
+        for peer in self._known.keys() - found.keys():
+            self._say("missed", peer=peer, reason=self._why_gone(peer))
+        self._known = found
+        for peer, reason in await self._signs.missed(found):
+            self._say("missed", peer=peer, reason=reason)
+
+    def _why_gone(self, peer: PeerId) -> str:
+        """Return "expired" if the record outlived its term and the peer failed to answer, else "left"."""
+        over = self.swarm.clock() > self._known[peer].time + self.swarm.config.swarm.record_ttl_s
+        return "expired" if over and self._signs.failures.get(peer) else "left"
+
+    async def _records(self) -> dict[PeerId, PeerRecord]:
+        found = await self.swarm.records()
+        for peer, record in found.items():
+            if peer not in self._known:
+                self.swarm.transport.learn(peer, record.addresses)
+        return found
+
+    def _say(self, event: str, **fields: Any) -> None:
+        self._lines.append(("", {"t": self.swarm.clock(), "event": event, **fields}))
+
+
+@asynccontextmanager
+async def visiting(join: Sequence[str], invite: str | None) -> AsyncIterator[Visitor]:
+    """Raises UserError if no peer at these addresses answers."""
+    async with visit(join, read_holding(Path(invite)) if invite else None) as swarm:
+        visitor = Visitor(swarm)
+        say = partial(print, file=sys.stderr, flush=True)
+        tasks = [asyncio.create_task(work) for work in (visitor.stay(), keep_daemon(swarm.transport, swarm.clock, say))]
+        for task in tasks:
+            task.add_done_callback(lambda _: setattr(visitor, "over", True))
+        try:
+            yield visitor
+        finally:
+            for task in tasks:
+                task.cancel()

@@ -1,0 +1,254 @@
+"""A plan as a picture: where its peers are, what each does, which links it uses, and which of them is slow."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from decentral.core.plain_text import printable
+from decentral.core.units import readable_number
+from decentral.scheduler.sync.layout_cost import Problem, problem_of
+from decentral.scheduler.sync.plan import divided
+from decentral.scheduler.topology.arrays import Flags, Floats
+from decentral.scheduler.topology.plan import SyncPlan, ThroughputPlan
+from decentral.scheduler.topology.topology import Topology, Workload
+from decentral.view.canvas import DIM, INK, NAME_CHARS, RED, USED, full_name, heading, picture, seconds_text
+from decentral.view.swarm_map import MapLinks, SwarmMap, matrix_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.patches import FancyBboxPatch
+
+MAP_IN = 6.6  # width of a map
+NAMED_CELLS = 160  # peers of a synchronous plan whose names stand in their cells
+NAMED_ROWS = 32  # peers that have a row each; of more, those that are alike share one
+MOST_SPAN_ROWS = 64
+SAME_TIME = 1e-6  # of the larger one: times that differ by less are the same, but for rounding
+
+
+def draw_plan(plan: SyncPlan | ThroughputPlan, topology: Topology, file: str) -> None:
+    """Writes the picture. Raises UserError without matplotlib, or where the file cannot be written."""
+    if isinstance(plan, SyncPlan):
+        _draw_sync(plan, topology, file)
+    else:
+        _draw_throughput(plan, topology, file)
+
+
+# A synchronous step
+
+
+def _draw_sync(plan: SyncPlan, topology: Topology, file: str) -> None:
+    stages, replicas = len(plan.stages), len(plan.pipelines)
+    workload = divided(topology.workload or Workload(stages=None, replicas=None), stages, replicas)
+    grid, swarm = StageGrid(plan, topology, problem_of(topology, workload)), SwarmMap(topology)
+    width, height = MAP_IN + max(6.6, 1.6 + 0.95 * stages), max(5.6, 2.6 + 0.42 * replicas)
+    with picture(file, width, height) as figure:
+        top = heading(figure, grid.heading(), f"{len(topology)} peers, objective sync, solver {plan.solver}")
+        low = 0.2 / height
+        place = figure.add_axes((0.2 / width, low, (MAP_IN - 0.4) / width, top - low))
+        _title(place, "Links between places: the wider, the faster; red decides how long it takes")
+        swarm.draw(place, MapLinks(grid.used(), grid.slow(), wide_is_fast=True))
+        grid.draw(figure.add_axes((MAP_IN / width, low, 1 - (MAP_IN + 0.2) / width, top - low)), swarm)
+
+
+class StageGrid:
+    """The peers of a synchronous plan: a column for each stage, a row for each pipeline."""
+
+    def __init__(self, plan: SyncPlan, topology: Topology, problem: Problem) -> None:
+        index = {peer: number for number, peer in enumerate(topology.ids)}
+        self.topology, self.cost = topology, plan.cost
+        self.peers_SR = np.array([[index[peer] for peer in stage] for stage in plan.stages])
+        self.hops_SR = 2 * problem.pipe_NN[self.peers_SR[:-1], self.peers_SR[1:]]  # seconds, there and back
+        pairs = [problem.data_NN[np.ix_(stage, stage)] for stage in self.peers_SR]
+        self.averaging_SRR = np.array(pairs)  # seconds between any two peers of a stage
+
+    @property
+    def joints(self) -> Floats:
+        """Seconds of each joint of two stages: those of its slowest hop."""
+        return np.asarray(self.hops_SR.max(axis=1)) if len(self.hops_SR) else np.zeros(0)
+
+    @property
+    def averaging_S(self) -> Floats:
+        """Seconds of averaging in each stage: those of its slowest peer."""
+        return np.asarray(self.averaging_SRR.sum(axis=2).max(axis=1))
+
+    def heading(self) -> str:
+        stages, replicas = self.peers_SR.shape
+        return (
+            f"A synchronous step communicates for {seconds_text(self.cost['total'])}: "
+            f"{seconds_text(self.cost['pipeline'])} along pipelines of {stages} stages, and "
+            f"{seconds_text(self.cost['data_parallel'])} to average the {replicas} replicas of each stage"
+        )
+
+    def used(self) -> Floats:
+        """1 for each pair of peers that send each other something."""
+        found = np.zeros((len(self.topology), len(self.topology)))
+        np.add.at(found, (self.peers_SR[:-1], self.peers_SR[1:]), 1.0)
+        for stage in self.peers_SR:
+            found[np.ix_(stage, stage)] += 1 / max(1, len(stage))
+        np.fill_diagonal(found, 0.0)
+        return found
+
+    def slow(self) -> Floats:
+        """1 for the hops of the dearest joint that decide it, and for the slowest links of the peer that decides what
+        averaging costs. Where all cost the same none decides."""
+        found = np.zeros((len(self.topology), len(self.topology)))
+        for joint, row in zip(*np.nonzero(self.deciding_hops()), strict=True):
+            found[self.peers_SR[joint, row], self.peers_SR[joint + 1, row]] = 1.0
+        for stage, row in zip(*np.nonzero(self.deciding_peers()), strict=True):
+            links = self.averaging_SRR[stage, row]
+            found[self.peers_SR[stage, row], self.peers_SR[stage][links * 1.1 >= links.max()]] = 1.0
+        return found
+
+    def deciding_hops(self) -> Flags:
+        """Which hops, joints x rows, decide the dearest joint's time; none where all joints' hops take as long."""
+        if not self.hops_SR.size or np.ptp(self.hops_SR) <= SAME_TIME * self.hops_SR.max():
+            return np.zeros(self.hops_SR.shape, bool)
+        return np.asarray(self.hops_SR >= (1 - SAME_TIME) * self.hops_SR.max())
+
+    def deciding_peers(self) -> Flags:
+        """Which peers, stages x rows, decide the dearest stage's averaging; none where all take as long."""
+        seconds = self.averaging_SRR.sum(axis=2)
+        if np.ptp(seconds) <= SAME_TIME * seconds.max():
+            return np.zeros(seconds.shape, bool)
+        return np.asarray(seconds >= (1 - SAME_TIME) * seconds.max())
+
+    def draw(self, axes: "Axes", swarm: SwarmMap) -> None:
+        stages, replicas = self.peers_SR.shape
+        _title(axes, "Each row is a pipeline; the peers of a column hold the same layers")
+        axes.set_axis_off()
+        axes.set(xlim=(-1.05, stages - 0.4), ylim=(replicas + 0.2, -1.1))
+        red_peers, red_hops = self.deciding_peers(), self.deciding_hops()
+        for stage in range(stages):
+            axes.text(stage, -0.78, f"stage {stage + 1}", ha="center", fontsize=8.5, color=DIM)
+            for row, peer in enumerate(self.peers_SR[stage]):
+                self._draw_cell(axes, (stage, row), swarm.colour_of(int(peer)), bool(red_peers[stage, row]))
+            self._say(axes, stage, replicas - 0.15, self.averaging_S[stage], bool(red_peers[stage].any()))
+        for joint in range(stages - 1):
+            for row in range(replicas):
+                colour, width = (RED, 2.6) if red_hops[joint, row] else (USED, 1.2)
+                axes.plot([joint + 0.38, joint + 0.62], [row, row], color=colour, linewidth=width, zorder=2)
+            self._say(axes, joint + 0.5, -0.45, self.joints[joint], bool(red_hops[joint].any()))
+        if stages > 1:
+            axes.text(-0.5, -0.45, "slowest hop,\nboth ways", ha="right", va="center", fontsize=7, color=DIM)
+        axes.text(-0.5, replicas - 0.15, "averaging", ha="right", va="center", fontsize=7, color=DIM)
+
+    def _draw_cell(self, axes: "Axes", at: tuple[int, int], colour: tuple[float, float, float], red: bool) -> None:
+        (x, y), edge, width = at, RED if red else INK, 2.0 if red else 0.5
+        axes.add_patch(_cell(x, y, colour, edge, width))
+        if self.peers_SR.size <= NAMED_CELLS:
+            name = full_name(self.topology.ids[self.peers_SR[at]])
+            axes.text(x, y, name, ha="center", va="center", fontsize=min(8.0, 68 / max(6, len(name))), zorder=4)
+
+    def _say(self, axes: "Axes", x: float, y: float, seconds: float, red: bool) -> None:
+        color, weight, said = RED if red else DIM, "bold" if red else "normal", seconds_text(float(seconds))
+        axes.text(x, y, said, ha="center", va="center", fontsize=8, color=color, fontweight=weight)
+
+
+def _title(axes: "Axes", text: str) -> None:
+    axes.set_title(text, fontsize=9.5, loc="left", color=DIM)
+
+
+def _cell(x: float, y: float, colour: tuple[float, float, float], edge: str, width: float) -> "FancyBboxPatch":
+    from matplotlib.patches import FancyBboxPatch
+
+    return FancyBboxPatch((x - 0.37, y - 0.3), 0.74, 0.6, boxstyle="round,pad=0,rounding_size=0.08", facecolor=colour,
+                          edgecolor=edge, linewidth=width, zorder=3)  # fmt: skip
+
+
+# An asynchronous swarm
+
+
+def _draw_throughput(plan: ThroughputPlan, topology: Topology, file: str) -> None:
+    swarm, rows = SwarmMap(topology), span_rows(plan, topology)
+    maps: dict[str, Mapping[tuple[str, str], float]] = {
+        "Who averages with whom: the wider, the more often": gossip_of(plan),
+        "Routes of micro-batches: the wider, the more tokens": hops_of(plan),
+    }
+    drawn = [(title, matrix_of(topology, used)) for title, used in maps.items()]
+    drawn = [(title, used) for title, used in drawn if swarm.crossed(used)]
+    width, height = MAP_IN * len(drawn) + 6.4, max(5.6, 1.9 + 0.2 * min(MOST_SPAN_ROWS, len(rows)))
+    with picture(file, width, height) as figure:
+        rate, bound = plan.throughput["tokens_per_s"], plan.throughput["bound"]
+        share = f"{rate / bound:.0%} of what the devices could compute if links cost nothing"
+        text = f"{readable_number(rate)} tokens/s, {share}"
+        top = heading(figure, text, f"{len(topology)} peers, objective throughput, solver {plan.solver}")
+        for number, (title, used) in enumerate(drawn):
+            high = min(top - 0.2 / height, MAP_IN / height)
+            axes = figure.add_axes(((MAP_IN * number + 0.2) / width, top - high, (MAP_IN - 0.4) / width, high))
+            _title(axes, f"{title}; red: the slowest links")
+            swarm.draw(axes, MapLinks(used, swarm.slowest(used)))
+        left, low = (MAP_IN * len(drawn) + 1.3) / width, 0.6 / height
+        _draw_spans(figure.add_axes((left, low, 1 - left - 0.9 / width, top - low)), rows, swarm)
+
+
+def gossip_of(plan: ThroughputPlan) -> dict[tuple[str, str], float]:
+    """The probability with which a peer pulls from another one, by the two."""
+    return {(peer, other): part for peer, row in plan.gossip["weights"].items() for other, part in row.items()}
+
+
+def hops_of(plan: ThroughputPlan) -> dict[tuple[str, str], float]:
+    """The share of all tokens that passes from one peer to the next, by the two peers."""
+    found: dict[tuple[str, str], float] = {}
+    for route in plan.routes:
+        names = [hop[0] for hop in route["hops"]]
+        for pair in itertools.pairwise(names):
+            found[pair] = found.get(pair, 0.0) + route["share"]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRow:
+    """Peers of one place that hold the same layers, and their part of all the work."""
+
+    name: str
+    peer: int  # the first of them
+    first: int
+    last: int
+    share: float
+
+
+def span_rows(plan: ThroughputPlan, topology: Topology) -> list[SpanRow]:
+    """What is drawn of the spans: a row for each peer, or where these are many for peers that are alike."""
+    share, shared = _shares(plan), len(plan.spans) > NAMED_ROWS
+    groups: dict[tuple[int, int, str], list[int]] = {}
+    for number, (peer, region) in enumerate(zip(topology.ids, topology.regions, strict=True)):
+        if peer in plan.spans:
+            first, last = plan.spans[peer]
+            groups.setdefault((first, last, region if shared else peer), []).append(number)
+    rows = []
+    for (first, last, region), peers in sorted(groups.items(), key=lambda item: (item[0][:2], item[1])):
+        one = full_name(topology.ids[peers[0]])
+        name = f"{printable(region, NAME_CHARS)}, {len(peers)} peers" if len(peers) > 1 else one
+        rows.append(SpanRow(name, peers[0], first, last, sum(share[topology.ids[peer]] for peer in peers)))
+    return rows
+
+
+def _draw_spans(axes: "Axes", rows: Sequence[SpanRow], swarm: SwarmMap) -> None:
+    """A bar for each row over the layers that it holds, and behind it the share of the work and the device."""
+    shown, layers = rows[:MOST_SPAN_ROWS], max(row.last for row in rows)
+    more = f" (the first {len(shown)} of {len(rows)} rows)" if len(shown) < len(rows) else ""
+    _title(axes, f"Who holds which layers; at the right the share of the work{more}")
+    devices = swarm.topology.devices
+    for number, row in enumerate(shown):
+        colour = swarm.colour_of(row.peer)
+        axes.barh(number, row.last - row.first, 0.72, row.first, color=colour, edgecolor=INK, linewidth=0.5)
+        device = f"  {printable(devices[row.peer], 14)}" if len(set(devices)) > 1 else ""
+        axes.text(1.01 * layers, number, f"{row.share:.1%}{device}", va="center", fontsize=7.5, color=DIM)
+    axes.set_yticks(range(len(shown)), [row.name for row in shown], fontsize=8)
+    axes.set(xlim=(0, layers), ylim=(len(shown) - 0.4, -0.6))
+    axes.set_xlabel("layers of the model, from tokens to logits", fontsize=8.5)
+    axes.locator_params(axis="x", integer=True)
+    axes.tick_params(length=0, labelsize=8)
+
+
+def _shares(plan: ThroughputPlan) -> dict[str, float]:
+    """Each peer's part of all layers' executions."""
+    done = dict.fromkeys(plan.spans, 0.0)
+    for route in plan.routes:
+        for peer, first, last in route["hops"]:
+            done[peer] += route["share"] * (last - first)
+    total = sum(done.values()) or 1.0
+    return {peer: done[peer] / total for peer in plan.spans}

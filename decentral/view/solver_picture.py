@@ -1,0 +1,29 @@
+"""Solvers compared as a picture: the best cost that each had found so far, against seconds."""
+
+from collections.abc import Mapping, Sequence
+
+from decentral.view.canvas import DIM, picture
+
+
+def draw_comparison(records: Mapping[str, Sequence[tuple[float, float]]], file: str) -> None:
+    """A line for each solver, with its name at its end; a hand layout is level. May raise UserError."""
+    with picture(file, 9, 5) as figure:
+        axes = figure.add_axes((0.08, 0.12, 0.68, 0.78))
+        end = max(record[-1][0] for record in records.values()) or 1.0
+        names = []
+        for name, record in records.items():
+            seconds, costs = zip(*record, (end, record[-1][1]), strict=True)
+            (line,) = axes.step(seconds, costs, where="post", linestyle="--" if len(record) == 1 else "-")
+            names.append((record[-1][1], f"{name}  {record[-1][1]:.4g} s", line.get_color()))
+        low, high = axes.get_ylim()
+        last = low - 1.0
+        for cost, text, colour in sorted(names):
+            last = max(cost, last + 0.045 * (high - low))
+            axes.text(end * 1.01, last, text, color=colour, fontsize=9, va="center")
+        axes.set(xlim=(0, end), xlabel="seconds of search", ylabel="communication of a step, s")
+        axes.set_title(
+            "The best plan of each solver so far; dashed: layouts that a person would draw",
+            fontsize=11,
+            loc="left",
+            color=DIM,
+        )

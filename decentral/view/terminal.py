@@ -1,0 +1,255 @@
+"""What a peer shows its user: a live view on a terminal, or a line every few seconds."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from decentral.commands.shared import stage
+from decentral.core.ids import PeerId, short
+from decentral.core.journal.file import OUTCOMES
+from decentral.core.plain_text import plain_text, printable
+from decentral.core.units import Seconds, plural, readable_bytes
+from decentral.peers.runtime.node import Node, NodePhase
+from decentral.peers.runtime.progress import Evaluations
+from decentral.peers.runtime.setup import NodeSetup
+from decentral.peers.startup.invitation_files import founder_path
+
+LONG_STEP_S = 15.0  # of a first step, after which the user is told
+MOST_CHANGES = 8  # peers that came or went, named between two updates
+REASON_CHARS = 500  # of why a peer has stopped
+
+
+class Display(Protocol):
+    """Shows a node from its start to its end."""
+
+    interval_s: float  # between two updates
+
+    def introduce(self, node: Node, folder: Path) -> None: ...
+
+    def update(self, node: Node, now: Seconds, troubles: Sequence[str] = ()) -> None:
+        """`troubles`: what is wrong with this machine, a line each."""
+
+    def close(self) -> None: ...
+
+
+class Company:
+    """Which peers a display has shown, so that it can tell who came and who left."""
+
+    def __init__(self) -> None:
+        self._shown: set[PeerId] | None = None
+
+    def changes(self, node: Node) -> list[str]:
+        """Return a line for each peer that came or left since the last call, none before this peer trains."""
+        if node.phase is not NodePhase.TRAINING:
+            return []
+        here = set(node.roster.live)
+        before, self._shown = here if self._shown is None else self._shown, here
+        counts = f"peers {len(before)} -> {len(here)}"
+        came = [f"peer {plain_text(short(peer))} joined ({counts})" for peer in sorted(here - before)]
+        left = [f"peer {plain_text(short(peer))} left ({counts})" for peer in sorted(before - here)]
+        changes = left + came
+        more = len(changes) - MOST_CHANGES
+        return [*changes[:MOST_CHANGES], *([f"and {more} more"] if more > 0 else [])]
+
+
+class LineDisplay:
+    """A line of figures every few seconds."""
+
+    interval_s = 5.0
+
+    def __init__(self) -> None:
+        self._company = Company()
+
+    def introduce(self, node: Node, folder: Path) -> None:
+        say(introduction(node, folder))
+
+    def update(self, node: Node, now: Seconds, troubles: Sequence[str] = ()) -> None:
+        for change in self._company.changes(node):
+            say(change)
+        shown = figures(node, now)
+        if node.phase is NodePhase.JOINING:
+            stage(f"joining; {shown['peers']} peers are known, {shown['received']} received")
+        else:
+            say("  ".join(f"{name} {value}" for name, value in shown.items()))
+        for trouble in (*troubles, *first_step(node, now)):
+            say(f"warning: {printable(trouble, REASON_CHARS)}")
+
+    def close(self) -> None: ...
+
+
+class LiveDisplay:
+    """A progress bar towards --stop-after over a table of figures and a table of peers."""
+
+    interval_s = 0.5
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._company, self._console = Company(), console or Console(highlight=False)
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[end]}")
+        )
+        self._task = self._bar.add_task("joining", total=None, end="")
+        self._live = Live(self._bar, console=self._console, refresh_per_second=4)
+
+    def introduce(self, node: Node, folder: Path) -> None:
+        self._console.print(introduction(node, folder), soft_wrap=True, markup=False)
+        self._live.start()
+
+    def update(self, node: Node, now: Seconds, troubles: Sequence[str] = ()) -> None:
+        for change in self._company.changes(node):
+            self._console.print(change, markup=False)
+        done, total, end = _progress(node, now)
+        self._bar.update(self._task, description=node.phase.name.lower(), completed=done, total=total, end=end)
+        warnings = (
+            Text(f"warning: {printable(trouble, REASON_CHARS)}", style="yellow")
+            for trouble in (*troubles, *first_step(node, now))
+        )
+        self._live.update(Group(self._bar, _table(node, now), _peers(node), *warnings))
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def say(text: str) -> None:
+    """Print a line for the user, at once."""
+    print(text, flush=True)
+
+
+def first_step(node: Node, now: Seconds) -> list[str]:
+    """Return a line where this process's first step takes longer than LONG_STEP_S, none otherwise."""
+    progress = node.progress
+    if node.phase is not NodePhase.TRAINING or progress.tokens or progress.joined_at is None:
+        return []
+    taken_s = now - progress.joined_at
+    said = f"the first step is taking {taken_s:.0f} s (train.micro_batch {node.setup.config.train.micro_batch})"
+    return [said] if taken_s >= LONG_STEP_S else []
+
+
+def introduction(node: Node, folder: Path) -> str:
+    """What the user reads first: the run, the device, and how others join."""
+    setup, profile = node.setup, node.setup.profile
+    parameters = sum(fragment.parameters for fragment in setup.fragments)
+    speed = f"{profile.tokens_per_s:,.0f}" if profile.tokens_per_s else "its first steps will tell its"
+    adapters = setup.config.model.lora is not None
+    trained = "trained parameters (adapters; the other weights are frozen)" if adapters else "parameters"
+    return (
+        f"run {setup.run}: {parameters / 1e6:.2f} M {trained} in {plural(len(setup.fragments), 'fragment')}\n"
+        f"peer {setup.own.peer} on {profile.device}: {speed} tokens/s\n"
+        f"state in {folder}; go on later with: python -m decentral.peer --state-dir {shlex.quote(str(folder))}\n"
+        f"others join with:\n    {' '.join(['python -m decentral.peer --join', setup.addresses[0], *_needed(setup)])}"
+    )
+
+
+def openness(setup: NodeSetup, folder: Path) -> str:
+    """Who may join, in one line."""
+    if setup.private is None:
+        public = "this swarm is public: anybody who has an address may join, read the weights and change them"
+        if (used := setup.config.gossip.algorithm) == "pull":
+            return public
+        return f"{public}; with gossip.algorithm={used} one hostile peer can undo training; pull is made against that"
+    if founder_path(folder).exists():
+        return f"this swarm is private; invite others with: python -m decentral.invite --state-dir {folder} --for NAME"
+    return "this swarm is private: only those whom its founder has invited take part"
+
+
+def _needed(setup: NodeSetup) -> list[str]:
+    """Return the flags without which nobody can join, in the sense of ReceivedConfig.adopt: no peer takes code or paths
+    from another."""
+    model, data = setup.config.model, setup.config.data
+    reads_folder = model.lora is not None and model.weights is not None
+    needed = {
+        f"--trust-model-code {shlex.quote(model.layers or '')}": model.layers is not None,
+        "--invite FILE": setup.private is not None,
+        "--data PATH": data.facts.needs_path,
+        "--model-from DIR": reads_folder,
+        "--tokenizer PATH": data.facts.needs_tokenizer and (data.tokenizer is not None or not reads_folder),
+    }
+    return [flag for flag, is_needed in needed.items() if is_needed]
+
+
+def farewell(node: Node, folder: Path, reason: str, unsaved: str = "") -> None:
+    """Prints what the user reads last. `unsaved`: why there is no checkpoint of the end."""
+    progress = node.progress
+    done = f"after {progress.tokens:,} tokens, loss {progress.losses}"
+    why, said = printable(unsaved, REASON_CHARS), printable(reason, REASON_CHARS)
+    before = f"{folder} keeps the previous checkpoint, if there is one"
+    saved = (
+        f"saved in {folder}"
+        if not unsaved
+        else f"NOT saved: {before}"
+        if why in said
+        else f"NOT saved ({why}): {before}"
+    )
+    say(f"stopped ({said}) {done}; {saved}")
+
+
+def figures(node: Node, now: Seconds) -> dict[str, str]:
+    """The figures of both displays, by their names."""
+    progress = node.progress
+    return {
+        "step": f"{progress.step}",
+        "loss": str(progress.losses),
+        "held-out": _held_out(progress.evaluations, now),
+        "tokens/s": f"{progress.speed(now):,.0f}",
+        "busy": _busy(node) if progress.spent.total else "-",
+        "windows": _windows(node),
+        "peers": f"{len(node.roster.live)}",
+        "exchanges": "/".join(str(node.gossip.counts.outcomes[outcome]) for outcome in OUTCOMES),
+        "sent": readable_bytes(node.traffic.sent_bytes),
+        "received": readable_bytes(node.traffic.received_bytes),
+    }
+
+
+def _held_out(known: Evaluations, now: Seconds) -> str:
+    """Return the last held-out loss and its age in seconds; "-" before the first evaluation."""
+    return "-" if known.held_out is None else f"{known.held_out:.3f} ({now - known.measured_at:.0f} s ago)"
+
+
+def _windows(node: Node) -> str:
+    """How long windows are now, and which bound stretches them."""
+    count, bound = node.gossip.windows
+    return f"{node.selection.window_s() * count:g} s" + (f" ({bound})" if bound else "")
+
+
+def _busy(node: Node) -> str:
+    """Training's share of the training thread's time, and what else took a per cent of it or more."""
+    shares = node.progress.spent.shares()
+    training = shares.pop("training")
+    aside = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.01)
+    return f"{training:.0%}" + (f" ({aside})" if aside else "")
+
+
+def _table(node: Node, now: Seconds) -> Table:
+    table = Table.grid(padding=(0, 3))
+    shown = figures(node, now)
+    table.add_row(*(f"[dim]{name}[/dim]" for name in shown))
+    table.add_row(*shown.values())
+    return table
+
+
+def _peers(node: Node) -> Table:
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for column in ("peer", "device", "region", "step", "tokens/s", "from it"):
+        table.add_column(column)
+    for peer, entry in sorted(node.roster.live.items())[:12]:
+        record, rate = entry.record, node.meter.bandwidth(peer)
+        link = f"{readable_bytes(rate)}/s" if rate else "-"
+        speed = f"{record.profile.tokens_per_s:,.0f}"
+        device, region = plain_text(record.profile.device), plain_text(record.profile.region)
+        table.add_row(plain_text(short(peer)), device, region, str(record.step), speed, link)
+    return table
+
+
+def _progress(node: Node, now: Seconds) -> tuple[float, float | None, str]:
+    goal, progress = node.progress.stop_after, node.progress
+    if node.phase is not NodePhase.TRAINING or goal is None:
+        return 0.0, None, ""
+    elapsed = now - (progress.joined_at or now)
+    done = {"s": elapsed, "steps": float(progress.step), "tokens": float(progress.tokens)}[goal.kind]
+    return done, goal.value, f"{done:,.0f} of {goal}"

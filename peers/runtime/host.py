@@ -1,0 +1,344 @@
+"""Drives a node in the real world: an event loop, a transport, a directory, a journal, and threads that compute.
+
+Everything that happens becomes an event for the node, one at a time, in the loop's thread, and each effect that the
+node returns is carried out here. The threads that compute get jobs by `submit`, and report outcomes with
+`call_soon_threadsafe`.
+
+What fails on this machine has one of two ends, and never silence. Where training and gossip can go on they do: a full
+disk costs journal lines and the newest checkpoint, and `troubles` says so. Where they cannot, the peer saves what it
+can and `run` ends with a reason that begins with `error`; after an error of our own in the event loop too, because
+half of the machines would go on after it and the others never again.
+"""
+
+import asyncio
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, assert_never
+
+from decentral.comm.gossip.gossip_cost import CoresUsed
+from decentral.comm.wire import transport as wire
+from decentral.comm.wire.codec import Envelope
+from decentral.core import jobs
+from decentral.core.ids import PeerId
+from decentral.core.journal.file import Journal
+from decentral.core.machine import Log, Woke
+from decentral.core.reasons import Reason
+from decentral.core.units import Seconds
+from decentral.peers.membership.address_book import AddressBook
+from decentral.peers.membership.revocation_watch import Exclude, MembershipOver
+from decentral.peers.membership.roster import Learn
+from decentral.peers.runtime.clock import CLOCKS_AGREE_S, difference
+from decentral.peers.runtime.handlers import PeerEffect, PeerEvent
+from decentral.peers.runtime.host_watch import HostWatch
+from decentral.peers.runtime.node import Node
+from decentral.peers.runtime.progress import Stop
+from decentral.scheduler.placement.evaluate import EvaluatePlans, evaluate_plans
+
+NOTHING_TO_SAVE = "no peer has given this one the run's weights yet"
+FAREWELL_S = 5.0  # time to tell others that we leave
+CORES_S = 5.0  # between two reports of what the processor did
+CLOCK_S = 5.0  # between two looks at the machine's clock
+SUSPENDED_S = 15.0  # an event loop that is so late was stopped
+REFUSED_S = 10.0  # between two checks whether something was refused
+SAID = 300  # characters of an error
+FINISH_S = 120.0  # time for the training thread's last step and checkpoint
+
+
+class Computing(Protocol):
+    """What a host needs of engine/compute.py's Compute."""
+
+    def submit(self, job: jobs.Job) -> None: ...
+
+    def training_s(self) -> Seconds:
+        """Processor time that training has had so far; on a GPU, that there was for it."""
+
+    def run(self, report: Callable[[jobs.Outcome], None]) -> None: ...
+
+
+@dataclass(slots=True)
+class Host:
+    node: Node
+    transport: wire.Transport
+    directory: wire.Directory
+    compute: Computing
+    journal: Journal
+    book: AddressBook
+    now: Callable[[], Seconds]
+    wall: Callable[[], Seconds] = time.time  # the machine's clock
+    keep_revocations: Callable[[bytes], None] = lambda packed: None  # in the state folder
+    unsaved: str = ""  # why the last checkpoint failed; "": it did not
+    watch: HostWatch = field(init=False)
+    _requests: dict[int, asyncio.Future[Envelope]] = field(default_factory=dict)
+    _tasks: set[asyncio.Task[object]] = field(default_factory=set)
+    _last_request: int = 0
+    _timer: asyncio.TimerHandle | None = None
+    _timer_at: Seconds = 0.0  # when the timer goes off, which may be before the node wants to be woken
+    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _reason: str = ""  # why it stops, once it does
+
+    def __post_init__(self) -> None:
+        self.watch = HostWatch(self.journal, self.now)
+
+    async def run(self) -> str:
+        """Trains until something stops it, writes a checkpoint, tells the others, and gives the reason."""
+        loop = asyncio.get_running_loop()
+        thread = threading.Thread(target=self._compute, args=(loop,), name="compute", daemon=True)
+        thread.start()
+        self.transport.pace(self.node.meter.pace)
+        await self.transport.serve(self._answer, self.node.answers.blob_bound, self.node.answers.knows)
+        self._carry_all(self.node.begin(self.now()))
+        self._spawn(self._report_refusals())
+        self._spawn(self._report_cores())
+        self._spawn(self._report_clock())
+        await self._stopping.wait()
+        await self._leave(self._reason, thread)
+        return self._reason
+
+    def troubles(self) -> list[str]:
+        """Return what is wrong with this machine, or keeps this peer from training, at present, a line each.
+
+        Whether the last checkpoint could be written is not known while the peer stops: its farewell says it.
+        """
+        failed = self.unsaved and not self._stopping.is_set()
+        unsaved = f"no checkpoint could be written, the old one stays: {self.unsaved}" if failed else ""
+        ahead_s = self.wall() - self.now()
+        clock = f"this machine's clock is {difference(ahead_s)} the swarm's, by which this peer goes; set the wrong one"
+        apart = [clock] if abs(ahead_s) > CLOCKS_AGREE_S else []
+        unheld = self.node.route_planner.unheld if self.node.route_planner else ""
+        progress, roster = self.node.progress, self.node.roster
+        of_node = (self.node.join.waits, unheld, progress.divergence.trouble, roster.copy_warning(self.now()))
+        return [one for one in (self.journal.trouble, unsaved, *of_node, *apart, *self.watch.present()) if one]
+
+    def stop(self, reason: str) -> None:
+        """Make `run` save and leave, even before it has begun; call it in the loop's thread."""
+        if not self._stopping.is_set():
+            self._reason = reason
+            self._stopping.set()
+
+    # Events
+
+    def _deliver(self, event: PeerEvent) -> None:
+        match event:
+            case jobs.Saved():
+                self.unsaved = ""
+            case jobs.SaveFailed(reason):
+                self.unsaved = reason
+        try:
+            self._carry_all(self.node.handle(event, self.now()))
+        except Exception as error:  # an error of our own
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends the peer, with the place of the error in the journal."""
+        place = traceback.extract_tb(error.__traceback__)[-1:]
+        where = "".join(f" ({Path(one.filename).name}:{one.lineno})" for one in place)
+        reason = f"{type(error).__name__}: {error}{where}"
+        self.journal.write("error", reason=reason)
+        self.stop(f"error: {reason}")
+
+    async def _answer(self, sender: PeerId, envelope: Envelope) -> Envelope:
+        self._last_request += 1
+        number = self._last_request
+        future: asyncio.Future[Envelope] = asyncio.get_running_loop().create_future()
+        self._requests[number] = future
+        try:
+            self._deliver(wire.Asked(number, sender, envelope))
+            return await future
+        finally:
+            self._requests.pop(number, None)
+
+    def _wake(self) -> None:
+        self._timer = None
+        wake_at = self.node.wake_at
+        if wake_at is not None and wake_at <= self.now():
+            self._deliver(Woke())
+        else:
+            self._arm()
+
+    def _compute(self, loop: asyncio.AbstractEventLoop) -> None:
+        def report(outcome: jobs.Outcome) -> None:
+            loop.call_soon_threadsafe(self._report, outcome, self.now())
+
+        try:
+            self.compute.run(report)
+        except Exception as error:  # a bug, or a device that is gone: the peer stops with this reason
+            with suppress(RuntimeError):  # the loop is closed, so there is nobody to report to
+                report(jobs.JobFailed("training", f"{type(error).__name__}: {error}"))
+
+    def _report(self, outcome: jobs.Outcome, at: Seconds) -> None:
+        """`at`: when the training thread was done. A window may be old, though nobody has heard of it yet."""
+        self._deliver(outcome.reported(self.now() - at) if isinstance(outcome, jobs.WindowClosed) else outcome)
+
+    # Effects
+
+    def _carry_all(self, effects: list[PeerEffect]) -> None:
+        for effect in effects:
+            self._carry(effect)
+        self._arm()
+
+    def _carry(self, effect: PeerEffect) -> None:
+        match effect:
+            case wire.Ask():
+                self._spawn(self._ask(effect))
+            case wire.Reply(request, envelope):
+                future = self._requests.get(request)
+                if future is not None and not future.done():
+                    future.set_result(envelope)
+            case Log(event, fields):
+                self.journal.write(event, **fields)
+            case wire.Announce():
+                self._spawn(self._announce(effect), name="announce")
+            case wire.Lookup(key):
+                self._spawn(self._lookup(key))
+            case Learn(peer, addresses):
+                self.transport.learn(peer, addresses)
+                self.book.learn(peer, addresses)
+            case Exclude(peers, revocations):
+                self.keep_revocations(revocations)
+                for peer in peers:
+                    self._spawn(self.transport.drop(peer))
+            case EvaluatePlans():
+                self._spawn(self._evaluate(effect))
+            case Stop(reason) | MembershipOver(reason):
+                self.stop(reason)
+            case _:
+                if not isinstance(effect, jobs.Job):
+                    assert_never(effect)
+                self.compute.submit(effect)
+
+    def _arm(self) -> None:
+        """Sets the one timer, if it would go off after the time at which the node wants to be woken.
+
+        Most events move that time on, so a timer that goes off too early is set anew then, not with every event.
+        """
+        wake_at = self.node.wake_at
+        if wake_at is None or (self._timer is not None and self._timer_at <= wake_at):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        delay_s = max(0.0, wake_at - self.now())
+        self._timer, self._timer_at = asyncio.get_running_loop().call_later(delay_s, self._wake), wake_at
+
+    def _spawn(self, work: Coroutine[Any, Any, object], name: str | None = None) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[object]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    async def _ask(self, ask: wire.Ask) -> None:
+        began = self.now()
+        try:
+            answer = await self.transport.ask(ask.to, ask.envelope, ask.deadline_s, ask.max_blob_bytes)
+        except wire.AskError as error:
+            if error.reason == Reason.RESOURCES:
+                self.watch.note(error.reason, str(error))
+            self._deliver(wire.AskFailed(ask.tag, ask.to, error.reason, self.now() - began))
+            return
+        except Exception as error:  # of the transport: whoever asked must not wait for ever
+            self._note(error)
+            self._deliver(wire.AskFailed(ask.tag, ask.to, Reason.UNREACHABLE, self.now() - began))
+            return
+        moved = (answer.seconds, answer.first_byte_s, answer.sent_bytes, answer.received_bytes)
+        self._deliver(wire.Answered(ask.tag, ask.to, answer.envelope, *moved))
+
+    async def _evaluate(self, asked: EvaluatePlans) -> None:
+        """Evaluates plans in a thread of their own, as it may take seconds."""
+        self._deliver(await asyncio.to_thread(evaluate_plans, asked))
+
+    async def _announce(self, record: wire.Announce) -> None:
+        try:
+            await self.directory.store(record.key, record.subkey, record.value, record.expires)
+        except Exception as error:  # of the directory: the record is announced again
+            self._note(error)
+
+    async def _lookup(self, key: str) -> None:
+        try:
+            found = await self.directory.fetch(key)
+        except Exception as error:  # of the directory: it is looked up again
+            self._note(error)
+            return
+        self._deliver(wire.Found(key, found))
+
+    def _note(self, error: Exception) -> None:
+        """An error of the network's code, after which the peer goes on."""
+        self.watch.note(type(error).__name__, f"{type(error).__name__}: {error}"[:SAID])
+
+    async def _report_refusals(self) -> None:
+        """Writes to the journal how many invalid questions and records came from other peers, by reason."""
+        known: dict[str, int] = {}
+        while True:
+            await asyncio.sleep(REFUSED_S)
+            counts = {**self.transport.refused, **{f"record-{k}": n for k, n in self.node.roster.refused.items()}}
+            if counts != known:
+                known = dict(counts)
+                self.journal.write("refused", by_reason=known)
+
+    async def _report_cores(self) -> None:
+        """Tells the node what training and the network take of the processor."""
+        known = self._processor()
+        while True:
+            await asyncio.sleep(CORES_S)
+            now = self._processor()
+            self._deliver(CoresUsed(*(new - old for new, old in zip(now, known, strict=True))))
+            known = now
+
+    async def _report_clock(self) -> None:
+        """Writes to the journal when the machine's clock has jumped, and when this process was suspended."""
+        ahead_s = self.wall() - self.now()
+        while True:
+            began = self.now()
+            await asyncio.sleep(CLOCK_S)
+            late_s, jumped_s = self.now() - began - CLOCK_S, self.wall() - self.now() - ahead_s
+            if late_s > SUSPENDED_S:
+                self.journal.write("suspended", seconds=round(late_s, 1))
+            if abs(jumped_s) > CLOCKS_AGREE_S:
+                self.journal.write("clock", jumped_s=round(jumped_s, 1))
+                ahead_s += jumped_s
+
+    def _processor(self) -> tuple[Seconds, Seconds, Seconds, Seconds]:
+        """The clock, the processor time of training, that of this thread and of the network, and that of nobody."""
+        network_s = time.thread_time() + self.transport.processor_s()
+        return time.monotonic(), self.compute.training_s(), network_s, _idle_s()
+
+    # Leaving
+
+    async def _leave(self, reason: str, thread: threading.Thread) -> None:
+        try:
+            self._carry_all(self.node.leave(reason, self.now()))
+        except Exception as error:
+            self._fail(error)
+        self.unsaved = "the thread that computes has ended" if not thread.is_alive() else "it took too long"
+        if diverged := self.node.progress.divergence.trouble:
+            self.unsaved = diverged
+        elif not self.node.join.has_state:
+            self.unsaved = NOTHING_TO_SAVE
+        else:
+            self.compute.submit(jobs.Save())
+        self.compute.submit(jobs.Finish())
+        farewell = [task for task in self._tasks if task.get_name() == "announce" and not task.done()]
+        if farewell:
+            await asyncio.wait(farewell, timeout=FAREWELL_S)
+        await asyncio.get_running_loop().run_in_executor(None, thread.join, FINISH_S)
+        await asyncio.sleep(0)  # so that the thread's last reports are delivered
+        for task in list(self._tasks):
+            task.cancel()
+        self.journal.write("stopped", reason=reason, **({"unsaved": self.unsaved} if self.unsaved else {}))
+
+
+def _idle_s() -> Seconds:
+    """Processor time that no process has used since the machine started, over all cores. Only Linux says so."""
+    try:
+        fields = Path("/proc/stat").read_text().split(maxsplit=5)  # cpu user nice system idle
+        return int(fields[4]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return 0.0

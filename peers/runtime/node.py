@@ -1,0 +1,364 @@
+"""A peer without its network, clock and tensors: makes the machines, and gives each event to the one that handles it.
+
+    JOINING --Started--> TRAINING --leave--> LEFT
+
+One event in, a list of effects out. peers/runtime/host.py carries the effects out over libp2p; a simulator does it in
+virtual time. Nothing here raises for what another peer sends: it is refused, counted, and the journal shows it.
+
+Which handler takes an event, the answer to a question of ours, or another peer's question is in one table
+(handlers.py), and each machine is registered there where it is made. What several machines need is beside them: which
+peers to ask (peer_selection.py), where routes should run (route_planner.py), which layers to hold (span_manager.py),
+what this peer tells of itself (own_record.py), what it answers others (answers.py).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from random import Random
+from typing import get_args
+
+from decentral.comm.gossip.gossip_cost import CoresUsed
+from decentral.comm.gossip.tags import ExchangeTag
+from decentral.comm.pipeline.router import Router
+from decentral.comm.pipeline.tags import RouteTag
+from decentral.comm.rounds.round import Rounds
+from decentral.comm.rounds.tags import RoundTag
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import LeaseRequest, Refused
+from decentral.comm.wire.meter import Meter
+from decentral.comm.wire.transport import Answered, Asked, AskFailed, Effect, Event, Found, Reply
+from decentral.core import jobs, rng
+from decentral.core.machine import Woke, earliest, log
+from decentral.core.reasons import Reason
+from decentral.core.units import Seconds
+from decentral.peers.joining.donor import Donor
+from decentral.peers.joining.join import Join, JoinPhase, JoinTag
+from decentral.peers.membership.prober import Prober, ProbeTag
+from decentral.peers.membership.records import PeerRecord
+from decentral.peers.membership.roster import Holders, Roster
+from decentral.peers.runtime.answers import ROUND_QUESTIONS, ROUTE_QUESTIONS, Answers
+from decentral.peers.runtime.divergence import Divergence
+from decentral.peers.runtime.fragment_exchanges import FragmentExchanges
+from decentral.peers.runtime.handlers import Handlers, PeerEffect, PeerEvent
+from decentral.peers.runtime.own_record import OwnRecord
+from decentral.peers.runtime.peer_selection import PeerSelection
+from decentral.peers.runtime.progress import TrainingProgress
+from decentral.peers.runtime.route_planner import RoutePlanner
+from decentral.peers.runtime.setup import NodeSetup
+from decentral.peers.runtime.span_manager import SpanManager
+from decentral.peers.runtime.step_clock import StepClock
+from decentral.peers.runtime.traffic import TrafficCounter
+from decentral.scheduler.placement.evaluate import PlansEvaluated
+from decentral.scheduler.placement.move import MoveTag
+from decentral.scheduler.placement.plans import key_of as plan_key
+from decentral.scheduler.placement.replica_leases import LeaseTag
+
+STOPPED_S = 5.0  # a Woke that comes so late tells that this process was stopped
+ROUTE_OUTCOMES = (jobs.ForwardDone, jobs.BackwardDone, jobs.ExecutionFailed, jobs.Compared)
+FragmentJobDone = jobs.WindowClosed | jobs.SectionsEncoded | jobs.Merged
+
+
+class NodePhase(Enum):
+    JOINING = auto()
+    TRAINING = auto()
+    LEFT = auto()
+
+
+@dataclass(slots=True)
+class Node:
+    setup: NodeSetup  # the present one: a span move replaces it, so no other object keeps a copy
+    phase: NodePhase = NodePhase.JOINING
+    meter: Meter = field(default_factory=Meter)
+    traffic: TrafficCounter = field(default_factory=TrafficCounter)
+    handlers: Handlers = field(default_factory=Handlers)
+    roster: Roster = field(init=False)
+    progress: TrainingProgress = field(init=False)
+    clock: StepClock = field(init=False)
+    selection: PeerSelection = field(init=False)
+    prober: Prober = field(init=False)
+    join: Join = field(init=False)
+    donor: Donor = field(init=False)
+    gossip: FragmentExchanges = field(init=False)
+    own_record: OwnRecord = field(init=False)
+    answers: Answers = field(init=False)
+    route_planner: RoutePlanner | None = None  # None: this peer takes part in no routes
+    rounds: Rounds | None = None  # None: the run is not synchronous
+    span_manager: SpanManager | None = None  # None: this peer never changes its layers
+
+    # The machines, and what each of them handles
+
+    def __post_init__(self) -> None:
+        setup, run = self.setup, self.setup.config
+        chance = rng.stream(run.seed, "node", setup.own.peer)
+        self.handlers.register(self._woke, Woke)
+        self.handlers.register(self._asked, Asked)
+        self.handlers.register(self._answered, Answered, AskFailed)
+        self.handlers.register(self._found, Found)
+        self._make_membership(chance)
+        self.join = self._new_join(setup.restored_step or 0, setup.restored_step is not None, chance)
+        self.donor = Donor(setup.run, setup.fragments, setup.retained, exact=run.synchronous)
+        self.handlers.register(self._to_join, JoinTag, jobs.StateImported)
+        self.handlers.register(self._started, jobs.Started)
+        self.gossip = FragmentExchanges(self._present_setup, self.selection)
+        self.handlers.register(self._cores_used, CoresUsed)
+        self.handlers.register(self._to_exchange, ExchangeTag, *get_args(FragmentJobDone))
+        assert setup.routes or not run.synchronous, "all peers of a synchronous run take part in its routes"
+        if setup.routes:
+            self._make_routes()
+        state = (self.meter, self.selection, self.progress, self.donor, self.gossip, self.traffic)
+        self.own_record = OwnRecord(self._present_setup, *state, self.routes)
+        machines = (self.progress, self.donor, self.gossip, self.rounds)
+        self.answers = Answers(self._present_setup, self._is_training, self.handlers, *machines)
+        self.handlers.register(self.answers.exported, jobs.StateExported, jobs.RetainedExported)
+        if self.route_planner and setup.memory_budget and not setup.whole and not run.synchronous:
+            self._make_spans(self.route_planner)
+        else:
+            self.handlers.register(self.answers.lease, LeaseRequest)
+
+    def _make_membership(self, chance: Random) -> None:
+        setup, run = self.setup, self.setup.config
+        holders = Holders(setup.own.peer, setup.layers if setup.routes else 0)  # only routes ask for holders
+        roster_chance = rng.stream(run.seed, "roster", setup.own.peer)
+        self.roster = Roster(setup.run, setup.own, run.swarm, self._compose_record, roster_chance, holders)
+        step = setup.restored_step or 0
+        limits, judge = (run.train, run.swarm, setup.stop_after), Divergence(math.log(run.model.vocabulary))
+        self.progress = TrainingProgress(*limits, lr_step=step, evaluates=setup.whole, divergence=judge)
+        self.clock = StepClock(self.progress)
+        self.selection = PeerSelection(self._present_setup, self.roster, self.meter, self.progress, chance)
+        self.prober = Prober(self.meter, chance)
+        self.handlers.register(self._stepped, jobs.Stepped, jobs.Sealed)
+        self.handlers.register(self.progress.handle, jobs.Evaluated, jobs.Saved, jobs.SaveFailed, jobs.JobFailed)
+        self.handlers.register(lambda event, now: self.prober.handle(event, now, self.selection.live()), ProbeTag)
+        if setup.private:
+            self.roster.watch_revocations(setup.private, rng.stream(run.seed, "revocations", setup.own.peer))
+
+    def _make_routes(self) -> None:
+        setup = self.setup
+        self.route_planner = RoutePlanner(
+            self._present_setup, self.roster, self.meter, self.selection, Random(setup.secret)
+        )
+        routes, self.rounds = self.route_planner.routes, self.route_planner.rounds
+        self.handlers.register(routes.handle, RouteTag, *ROUTE_QUESTIONS)
+        self.handlers.register(routes.handle, *ROUTE_OUTCOMES)
+        if self.rounds:
+            self.handlers.register(self.rounds.handle, RoundTag, jobs.RoundClosed, *ROUND_QUESTIONS)
+
+    def _make_spans(self, route_planner: RoutePlanner) -> None:
+        machines = (self.own_record, self.donor, self.gossip, self.answers)
+        spans = SpanManager(self._present_setup, self.selection, route_planner, *machines, self._replace_setup)
+        self.span_manager = spans
+        self.handlers.register(spans.moved, MoveTag, LeaseTag)
+        self.handlers.register(spans.asked, LeaseRequest)
+        self.handlers.register(spans.changed, jobs.SpanChanged)
+        self.handlers.register(spans.swarm_plans.handle, PlansEvaluated)
+
+    def _new_join(self, step: int, restored: bool, chance: Random) -> Join:
+        setup, view = self.setup, (self.selection.donates, self.selection.newest_retained, self.selection.swarm_step)
+        contacts = tuple(sorted({*setup.contacts, *self.selection.live()}))
+        needed = (setup.run, setup.fragments, setup.state_layouts, contacts)
+        exact, has_weights = setup.config.synchronous, restored or self.progress.joined_at is not None
+        return Join(*needed, step, restored, chance, *view, exact=exact, has_weights=has_weights)
+
+    # What a host calls
+
+    @property
+    def routes(self) -> Router | None:
+        return self.route_planner.routes if self.route_planner else None
+
+    @property
+    def wake_at(self) -> Seconds | None:
+        """When the node wants a Woke; None if only another event can move it."""
+        if self.phase is NodePhase.LEFT:
+            return None
+        times = [self.roster.wake_at, self.join.wake_at, self.prober.wake_at, self.progress.wake_at]
+        times.append(self.gossip.wake_at)
+        if self.route_planner:
+            times += [self.route_planner.routes.wake_at, self.route_planner.wake_at]
+        if self.span_manager:
+            times.append(self.span_manager.span_move.wake_at)
+            times.append(self.span_manager.wake_at if self.phase is NodePhase.TRAINING else None)
+        if self.rounds:
+            times.append(self.rounds.wake_at)
+        return earliest(times)
+
+    def begin(self, now: Seconds) -> list[PeerEffect]:
+        self.join.begin(now)
+        return self.handle(Woke(), now)
+
+    def handle(self, event: PeerEvent, now: Seconds) -> list[PeerEffect]:
+        """The effects of this event, in the order in which a host has to carry them out."""
+        if self.phase is NodePhase.LEFT:  # what still comes in while the last checkpoint is written
+            if isinstance(event, Asked):
+                return [Reply(event.request, Envelope(Refused(Reason.LEAVING)))]
+            if isinstance(event, jobs.Saved | jobs.SaveFailed | jobs.JobFailed):
+                return [*self.progress.handle(event, now)]
+            return []
+        effects = [*self.handlers.handle(event, event, now)]
+        if self.span_manager:
+            effects += self.span_manager.settle(now)
+        if self.rounds:
+            effects += self._advance_round(self.rounds, now)
+        for effect in effects:
+            if isinstance(effect, Reply):
+                self.traffic.replied(len(effect.envelope.blob))
+                self.answers.replied(effect.request)
+        return effects
+
+    def leave(self, reason: str, now: Seconds) -> list[PeerEffect]:
+        """The last effects: others need not wait until our record expires."""
+        self.phase = NodePhase.LEFT
+        return [*self.answers.leave(), *self.progress.flush(now), self.traffic.line(), *self.roster.leave(now)]
+
+    # Events that concern several machines
+
+    def _woke(self, event: Woke, now: Seconds) -> list[PeerEffect]:
+        if self.routes and self._is_training():
+            late_s = now - (self.wake_at or now)
+            if late_s > STOPPED_S:
+                self.routes.was_stopped(late_s)
+        effects: list[PeerEffect] = [*self.roster.handle(event, now)]
+        if _is_due(self.join.wake_at, now):
+            effects += self._to_join(event, now)
+        if _is_due(self.prober.wake_at, now):
+            effects += self.prober.handle(event, now, self.selection.live())
+        effects += self.progress.handle(event, now)
+        effects += self.gossip.woke(event, now)
+        if self.route_planner:
+            effects += self._review_routes_and_span(self.route_planner, now)
+            if _is_due(self.route_planner.routes.wake_at, now):
+                effects += self.route_planner.routes.handle(event, now)
+        if self.span_manager and _is_due(self.span_manager.span_move.wake_at, now):
+            effects += self.span_manager.moved(event, now)
+        effects += self.donor.forget_old(now)
+        totals = self.traffic.lines(now)
+        return [*effects, *totals, *([self.own_record.status()] if totals and self._is_training() else [])]
+
+    def _asked(self, event: Asked, now: Seconds) -> Sequence[PeerEffect]:
+        if event.sender not in self.roster.live:
+            self.roster.refresh_soon(event.sender, now)
+        self.traffic.received(event)
+        return self.answers.asked(event, now)
+
+    def _answered(self, event: Answered | AskFailed, now: Seconds) -> list[PeerEffect]:
+        # An answer that waits for its peer's device, those behind it, or our uplink may be late though the peer lives.
+        late = event.tag.may_be_late and isinstance(event, AskFailed) and event.reason == Reason.DEADLINE
+        effects = [] if late else self.roster.handle(event, now)
+        if isinstance(event, Answered):
+            self.traffic.received(event)
+            if event.tag.measures_link:
+                self.meter.saw(event.peer, event.seconds, event.first_byte_s, event.sent_bytes, event.received_bytes)
+        elif event.reason == Reason.DEADLINE and event.tag.measures_link and not late:
+            self.meter.missed(event.peer)
+        return [*effects, *self.handlers.handle(event.tag, event, now)]
+
+    def _found(self, event: Found, now: Seconds) -> list[PeerEffect]:
+        if self.span_manager and event.key == plan_key(self.setup.run):
+            return [*self.span_manager.swarm_plans.handle(event, now)]
+        effects: list[PeerEffect] = [*self.roster.handle(event, now)]
+        if self.roster.revocations and event.key == self.roster.revocations.key:
+            return effects
+        effects += self.donor.recognise(self.answers.knows)
+        if self.join.phase is not JoinPhase.DONE:
+            return effects + self.join.roster_known(now, self.selection.donors())
+        if self.rounds:
+            return effects  # the number of the round is the learning-rate step
+        return effects + self.clock.follow(entry.record.lr_step for entry in self.roster.live.values())
+
+    def _started(self, event: jobs.Started, now: Seconds) -> list[PeerEffect]:
+        self.phase = NodePhase.TRAINING
+        if self.progress.joined_at is None:
+            self.progress.begin(now, event.step, fetched=bool(self.join.fetch.used))
+        self.prober.begin(now)
+        if not self.rounds:
+            self.gossip.begin(now)
+        self.roster.renew_soon(now)
+        donors, seconds = sorted(self.join.fetch.used), round(now - self.join.began_at, 3)
+        line = log("joined", peers=len(self.roster.live), donors=donors, seconds=seconds)
+        lines: list[PeerEffect] = [line, self.own_record.status()]
+        if self.route_planner is None:
+            return lines
+        if self.rounds:
+            self.rounds.begin(event.step, self.join.taken())
+        else:
+            self.route_planner.routes.start()
+        reviewed = self._review_routes_and_span(self.route_planner, now)
+        return [*lines, *reviewed, *self.route_planner.routes.handle(Woke(), now)]
+
+    def _stepped(self, event: jobs.Stepped | jobs.Sealed, now: Seconds) -> list[PeerEffect]:
+        routed = self.routes.handle(event, now) if self.routes else []
+        routed += self.rounds.handle(event, now) if self.rounds else []
+        effects: list[PeerEffect] = [*self.progress.handle(event, now), *routed]
+        if not self.setup.profile.tokens_per_s and (speed := self.progress.tokens_per_s):  # it was not measured before
+            self.setup = replace(self.setup, profile=replace(self.setup.profile, tokens_per_s=speed))
+            self.roster.renew_soon(now)
+        return effects
+
+    def _cores_used(self, event: CoresUsed, now: Seconds) -> list[PeerEffect]:
+        joined_at, routes = self.progress.joined_at, self.routes
+        fetched = joined_at is None or joined_at > now - event.seconds  # our own state came in this interval
+        routed = routes is not None and (not self.setup.whole or bool(routes.executions))
+        alone = not (self.donor.exports or fetched or routed)
+        self.selection.lengths.cost.measured(event, alone, self.traffic.gossip())
+        self.gossip.replan(now)
+        if self.own_record.windows_outdated:
+            self.roster.renew_soon(now)
+        return []
+
+    def _to_join(self, event: Event, now: Seconds) -> list[Effect]:
+        effects = self.join.handle(event, now, self.selection.donors())
+        self.progress.waits_for_weights(bool(self.join.waits), now)
+        return effects
+
+    def _to_exchange(self, event: Answered | AskFailed | FragmentJobDone, now: Seconds) -> list[Effect]:
+        tag = event.tag if isinstance(event, Answered | AskFailed) else event
+        assert isinstance(tag, ExchangeTag | FragmentJobDone)
+        if isinstance(event, FragmentJobDone):
+            self.selection.lengths.cost.did(event.cost_s, closed=isinstance(event, jobs.WindowClosed))
+        return self.gossip.tell(tag.fragment, event, now) if tag.fragment in self.gossip.running else []
+
+    def _advance_round(self, rounds: Rounds, now: Seconds) -> list[PeerEffect]:
+        """After any event the round may go on. A peer that has fallen behind it fetches the state again.
+
+        It looks the others up before: by old records it would miss the holders for whose weights it fell behind.
+        """
+        effects: list[PeerEffect] = [*rounds.handle(Woke(), now)]
+        if rounds.behind and self.phase is NodePhase.TRAINING:
+            effects += [log("behind", round=rounds.number, reason=rounds.behind), *rounds.stop()]
+            self.phase, self.join = NodePhase.JOINING, self._new_join(0, False, self.join.chance)
+            self.join.begin(now)
+            self.roster.renew_soon(now)
+            effects += self.roster.look_up(now)
+        return effects
+
+    def _review_routes_and_span(self, route_planner: RoutePlanner, now: Seconds) -> list[PeerEffect]:
+        """Every few seconds: where routes should run, and which layers we should hold. Others learn our new speed."""
+        if self.phase is not NodePhase.TRAINING:
+            return []
+        effects: list[PeerEffect] = [*route_planner.look_for_lost(now)]
+        if route_planner.is_due(now):
+            if self.own_record.speed_outdated:
+                self.roster.renew_soon(now)
+            effects += route_planner.refresh(now)
+        if self.span_manager and now >= self.span_manager.wake_at:
+            effects += self.span_manager.review(now)
+        return effects
+
+    # What the machines ask the node
+
+    def _present_setup(self) -> NodeSetup:
+        return self.setup
+
+    def _replace_setup(self, held: range) -> NodeSetup:
+        self.setup = self.setup.holding(held)
+        return self.setup
+
+    def _is_training(self) -> bool:
+        return self.phase is NodePhase.TRAINING
+
+    def _compose_record(self, now: Seconds, leaving: bool) -> PeerRecord:
+        return self.own_record.compose("leaving" if leaving else "training" if self._is_training() else "joining", now)
+
+
+def _is_due(wake_at: Seconds | None, now: Seconds) -> bool:
+    return wake_at is not None and now >= wake_at

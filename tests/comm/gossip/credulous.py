@@ -1,0 +1,50 @@
+"""A peer that believes all that partners say: for tests of what rules keep where nobody lies."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from decentral.comm.gossip.agreement import Agreement
+from decentral.comm.gossip.copies import CopiedParts, CountedWindows
+from decentral.comm.gossip.influence import Experience
+from decentral.comm.gossip.outliers import Outliers
+from decentral.comm.gossip.pull_rule import PullRule
+from decentral.comm.gossip.update_rules import UpdateRule
+from decentral.core.ids import PeerId
+
+
+class Credulous(Experience):
+    """Partners may go any way at once."""
+
+    @property
+    def progress(self) -> float:
+        return float("inf")
+
+
+class Trustful(Agreement):
+    """Partners may go anywhere."""
+
+    def trust(self, window: Tensor, partners: Sequence[tuple[PeerId, Tensor]]) -> list[float]:
+        return [1.0] * len(partners)
+
+
+class Anywhere(Outliers):
+    """Partners' weights may be anywhere, and they count all the same."""
+
+    def trust(self, partners: Sequence[tuple[PeerId, Tensor]], steps: Sequence[float]) -> list[float]:
+        return [1.0] * len(partners)
+
+
+class AllNew(CountedWindows):
+    """Nobody copies."""
+
+    def copied_parts(
+        self, window: Tensor, partners: Sequence[tuple[PeerId, Tensor]], known: float | None
+    ) -> CopiedParts:
+        count = range(len(partners))
+        return CopiedParts([0.0] * len(partners), [[float(one == other) for other in count] for one in count])
+
+
+def believe_all(rule: UpdateRule) -> None:
+    if isinstance(rule, PullRule):
+        rule.experience, rule.agreement, rule.outliers, rule.counted = Credulous(), Trustful(), Anywhere(), AllNew()

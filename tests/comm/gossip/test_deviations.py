@@ -1,0 +1,99 @@
+"""Who differs from us in the same direction window after window counts for less, and for nothing in the end."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from decentral.comm.gossip import deviations
+from decentral.comm.gossip.deviations import Deviations
+from decentral.core import rng
+from decentral.core.ids import PeerId
+
+SIZE = 4096
+SIGNAL = 0.12  # the common part of a window, where its noise has length one
+CARRIED = 0.65  # of a window's noise, to the next one: what Muon's momentum of 0.95 does over windows of 5 steps
+WINDOWS = 40
+
+Lie = Callable[[list[Tensor], int], Tensor]
+
+
+def unit(*seed: object) -> Tensor:
+    chance = torch.Generator().manual_seed(rng.seed_of(0, *map(str, seed)) % 2**63)
+    return torch.nn.functional.normalize(torch.randn(SIZE, generator=chance), dim=0)
+
+
+class Swarm:
+    """Four peers' windows, with noise that momentum carries on; ours are the first ones."""
+
+    def __init__(self, lie: Lie | None = None, lives: int = 3) -> None:
+        self.noise, self.lie, self.known = [unit("begin", peer) for peer in range(1 + lives)], lie, Deviations()
+        self.number = 0
+
+    def window(self) -> list[float]:
+        """How much of each partner's counts in the next window; the liar is the last of them."""
+        self.number += 1
+        rest = (1 - CARRIED**2) ** 0.5
+        self.noise = [CARRIED * one + rest * unit(self.number, peer) for peer, one in enumerate(self.noise)]
+        ours, *theirs = [SIGNAL * unit("signal") + one for one in self.noise]
+        if self.lie is not None:
+            theirs.append(self.lie([ours, *theirs], self.number))
+        named = [(PeerId(str(place)), one) for place, one in enumerate(theirs)]
+        return self.known.unbiased(ours, named)
+
+    def after(self, windows: int) -> list[list[float]]:
+        return [self.window() for _ in range(windows)]
+
+
+def little(honest: list[Tensor], number: int) -> Tensor:
+    stacked = torch.stack(honest)
+    return stacked.mean(dim=0) - stacked.std(dim=0)
+
+
+def test_a_little_is_not_enough() -> None:
+    counted = Swarm(little).after(WINDOWS)
+    assert max(one[-1] for one in counted[3 * deviations.PERIOD_WINDOWS :]) < 0.1
+
+
+def test_honest_peers_count_whole_beside_a_liar_and_without_one() -> None:
+    for lie in (None, little):
+        honest = [part for one in Swarm(lie).after(WINDOWS) for part in one[:3]]
+        assert min(honest) == 1.0
+
+
+def test_a_direction_that_changes_is_noise() -> None:
+    counted = Swarm(lambda honest, number: honest[-1] + unit("changing", number)).after(WINDOWS)
+    assert min(one[-1] for one in counted) == 1.0
+
+
+@pytest.mark.parametrize(("bias", "counts"), [(0.2, 1.0), (1.0, 0.0)])
+def test_a_bias_for_good_counts_whole_only_while_it_is_small(bias: float, counts: float) -> None:
+    counted = Swarm(lambda honest, number: honest[-1] + bias * unit("bias")).after(WINDOWS)
+    assert counted[-1][-1] == counts
+
+
+def test_who_stops_to_deviate_counts_again() -> None:
+    swarm = Swarm(lambda honest, number: little(honest, number) if number < WINDOWS else honest[-1] + unit(number, 99))
+    assert swarm.after(WINDOWS - 1)[-1][-1] < 0.1
+    assert swarm.after(WINDOWS * 2)[-1][-1] == 1.0
+
+
+def test_where_all_have_data_of_their_own_all_count_whole() -> None:
+    """Each partner's windows have a direction of their own, as long as the noise: then that is usual."""
+    known = Deviations()
+    for number in range(WINDOWS):
+        theirs = [(PeerId(str(peer)), unit("own", peer) + unit(number, peer)) for peer in range(3)]
+        counted = known.unbiased(unit("own", 9) + unit(number, 9), theirs)
+    assert counted == [1.0] * 3
+
+
+def test_before_anything_is_old_all_count_whole() -> None:
+    assert Swarm(little).after(2 * deviations.PERIOD_WINDOWS - 1) == [[1.0] * 4] * (2 * deviations.PERIOD_WINDOWS - 1)
+
+
+def test_what_is_known_of_partners_who_left_is_forgotten() -> None:
+    known = Deviations()
+    for number in range(50):
+        known.unbiased(unit("ours"), [(PeerId(str(number)), unit(number))])
+    assert len(known.known) == deviations.MOST_KNOWN

@@ -1,0 +1,175 @@
+"""What gossip costs the cores, and how far that stretches the windows."""
+
+import pytest
+
+from decentral.comm.gossip.gossip_cost import FIXED_CORES, LONGER, CoresUsed, GossipCost, GossipTraffic
+from decentral.peers.runtime.traffic import QUESTION_BYTES
+
+LEFT = 0.02  # for windows
+SHARE = LEFT + FIXED_CORES
+WINDOW_S = 0.5
+
+
+def cost_of(window_cost_s: float, cores: float = 1.0) -> GossipCost:
+    """After an interval in which each window cost so much, half of it for the network."""
+    cost = GossipCost()
+    spend(cost, window_cost_s, cores)
+    return cost
+
+
+def spend(cost: GossipCost, window_cost_s: float, cores: float = 1.0, windows: int = 16) -> None:
+    for _ in range(windows):
+        cost.did(window_cost_s / 4, closed=True)
+        cost.did(window_cost_s / 4, closed=False)  # its merge
+    network_s = windows * window_cost_s / 2 + FIXED_CORES * 5.0
+    cost.measured(CoresUsed(5.0, 5.0 * cores, network_s), gossip_alone=True)
+
+
+def test_the_cost_of_a_window_is_that_of_its_jobs_and_its_part_of_the_network() -> None:
+    assert cost_of(0.1).window_cost_s == pytest.approx(0.1)
+
+
+def test_before_anything_is_known_windows_are_as_the_config_has_them() -> None:
+    assert GossipCost().windows(WINDOW_S, 3, SHARE) == 1
+
+
+def test_an_interval_without_windows_is_shared_by_those_of_the_next() -> None:
+    cost = GossipCost()
+    cost.did(0.5, closed=False)
+    cost.measured(CoresUsed(5.0, 5.0, 0.0), gossip_alone=True)
+    assert cost.window_cost_s == 0
+    cost.did(0.5, closed=True)
+    cost.measured(CoresUsed(5.0, 5.0, 0.0), gossip_alone=True)
+    assert cost.window_cost_s == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("window_cost_s", "fragments", "cores", "stretch"),
+    [
+        (0.001, 3, 1.0, 1),  # 0.3 windows would do
+        (0.01, 1, 1.0, 1),  # exactly the share
+        (0.01, 3, 1.0, 4),  # 3 windows are needed, and the next power of two is 4
+        (0.01, 3, 3.0, 1),  # three times as many cores
+        (0.1, 8, 1.0, 128),
+    ],
+)
+def test_all_fragments_together_cost_their_share_of_the_cores(
+    window_cost_s: float, fragments: int, cores: float, stretch: int
+) -> None:
+    assert cost_of(window_cost_s, cores).windows(WINDOW_S, fragments, SHARE) == stretch
+
+
+def test_cores_that_nobody_uses_may_be_used_more_freely() -> None:
+    cost = cost_of(0.1)
+    assert cost.windows(WINDOW_S, 1, SHARE) == 16  # 10 are needed, of 2% of a core
+    for _ in range(20):
+        cost.measured(CoresUsed(5.0, 5.0, 0.0, idle_s=5.0), gossip_alone=True)
+    assert cost.windows(WINDOW_S, 1, SHARE) == 4  # 12% of a core are there, and 4 are not yet too many
+    for _ in range(20):
+        cost.measured(CoresUsed(5.0, 5.0, 0.0, idle_s=0.0), gossip_alone=True)
+    assert cost.windows(WINDOW_S, 1, SHARE) == 16
+
+
+def test_what_is_just_above_a_bound_changes_nothing_either_way() -> None:
+    cost = cost_of(0.0001)
+    seen = set()
+    for factor in (1.0, 1.05, 0.95, LONGER, 0.9):
+        cost.compute_s, cost.network_s = factor * 4 * LEFT * WINDOW_S, 0.0
+        seen.add(cost.windows(WINDOW_S, 1, SHARE))
+    assert seen == {4}
+
+
+def test_windows_grow_and_shrink_with_what_they_cost() -> None:
+    cost, stretches = GossipCost(), []
+    for window_cost_s in (0.001, 0.04, 0.2, 0.2, 0.04, 0.001, 0.001):
+        cost.compute_s, cost.cores = window_cost_s, 1.0
+        stretches.append(cost.windows(WINDOW_S, 1, SHARE))
+    assert stretches == [1, 4, 32, 32, 8, 1, 1]  # 4 windows are needed of 8: not yet so few that 4 will do
+
+
+def test_a_cost_that_changes_is_believed_little_by_little() -> None:
+    cost = cost_of(0.1)
+    spend(cost, 0.2, windows=4)
+    assert cost.window_cost_s == pytest.approx(0.125)
+
+
+def test_an_outlier_counts_as_twice_the_average_at_most() -> None:
+    cost = cost_of(0.1)
+    spend(cost, 50.0, windows=4)
+    assert cost.window_cost_s == pytest.approx(0.125)
+
+
+def test_what_long_windows_cost_is_believed_within_seconds_and_not_windows() -> None:
+    """The first windows of a peer that starts beside others cost more than any later one."""
+    cost = cost_of(0.1)
+    for _ in range(8):
+        spend(cost, 0.05, windows=1)
+    assert cost.window_cost_s == pytest.approx(0.05 + 0.05 * 0.75**8)
+
+
+def test_another_share_of_the_cores_starts_from_the_shortest_windows() -> None:
+    """Between 8 windows, which are enough, and 16, which are not yet too many, the past decides: but not that of the
+    swarm's first steps, with another share."""
+    cost = cost_of(7.5 * LEFT * WINDOW_S)
+    cost.stretch.times, cost.compute_s = 1, 16 * LEFT * WINDOW_S
+    assert cost.windows(WINDOW_S, 1, SHARE) == 32
+    cost.compute_s = 3.75 * LEFT * WINDOW_S
+    cost.stretch.times = 16
+    assert cost.windows(WINDOW_S, 1, SHARE) == 16
+    assert cost.windows(WINDOW_S, 1, 1.01 * SHARE) == 8
+
+
+def test_transfers_after_a_windows_end_count_with_the_next_window() -> None:
+    cost = GossipCost()
+    cost.did(0.1, closed=True)
+    cost.measured(CoresUsed(5.0, 5.0, FIXED_CORES * 5.0), gossip_alone=True)
+    cost.measured(CoresUsed(5.0, 5.0, 0.2 + FIXED_CORES * 5.0), gossip_alone=True)
+    cost.did(0.1, closed=True)
+    cost.measured(CoresUsed(5.0, 5.0, FIXED_CORES * 5.0), gossip_alone=True)
+    assert cost.network_s == pytest.approx(0.2)
+
+
+def test_what_the_network_did_for_a_newcomer_is_no_cost_of_gossip() -> None:
+    cost = cost_of(0.1)
+    cost.did(0.05, closed=True)
+    cost.measured(CoresUsed(5.0, 5.0, 4.0), gossip_alone=False)
+    assert cost.window_cost_s == pytest.approx(0.1)
+
+
+def test_peers_that_do_not_train_stretch_nothing() -> None:
+    assert cost_of(1.0, cores=0.0).windows(WINDOW_S, 3, SHARE) == 1
+
+
+@pytest.mark.parametrize(
+    "pause", [CoresUsed(3600.0, 5.0, 0.0), CoresUsed(5.0, 0.02, 0.0)], ids=["stopped", "evaluates"]
+)
+def test_a_pause_of_training_is_not_taken_for_a_slower_device(pause: CoresUsed) -> None:
+    cost = cost_of(0.01)
+    cost.measured(pause, gossip_alone=True)
+    assert cost.windows(WINDOW_S, 3, SHARE) == 4
+
+
+def test_a_device_that_has_become_slower_is_believed_within_minutes() -> None:
+    cost = cost_of(0.01)
+    for _ in range(60):
+        cost.measured(CoresUsed(5.0, 0.5, 0.0), gossip_alone=True)
+    assert cost.cores == pytest.approx(0.1, rel=0.05)
+
+
+@pytest.mark.parametrize(("others_cores", "part"), [(0.03, 0.5), (0.2, 0.1), (0.2, 1.0)])
+def test_load_that_others_put_on_the_network_does_not_stretch_windows_ever_more(
+    others_cores: float, part: float
+) -> None:
+    """A window's cost was the load of all over ever fewer windows. `part`: of the traffic seen that is gossip's."""
+    cost, times, due = GossipCost(), 1, 0.0
+    for interval in range(240):
+        due += 4 * 5.0 / (WINDOW_S * times)
+        closed, due = int(due), due % 1
+        for _ in range(closed):
+            cost.did(0.0005, closed=True)
+        others_s = 5.0 * others_cores if interval >= 24 else 0.0
+        network_s = FIXED_CORES * 5.0 + 0.002 * closed + others_s
+        work = GossipTraffic(part=part if others_s else 1.0, work_bytes=closed * 6 * QUESTION_BYTES)
+        cost.measured(CoresUsed(5.0, 20.0, network_s), gossip_alone=True, gossip=work)
+        times = min(1024, cost.windows(WINDOW_S, 4, SHARE))
+    assert times <= 4

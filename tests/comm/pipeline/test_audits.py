@@ -1,0 +1,228 @@
+"""Audits of routes: who gives back something else than two others is found out, and honest peers are left alone."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from decentral.comm.pipeline.audits import AUDIT_SHARE, OPENING_AUDITS, twin
+from decentral.comm.pipeline.reputation import NO_ROUTES_S
+from decentral.comm.wire.messages import ForwardRequest
+from decentral.comm.wire.transport import Ask
+from decentral.commands import audit
+from decentral.core import jobs
+from decentral.core.ids import PeerId
+from decentral.core.jobs import UNLIKE
+from decentral.engine.micro_batch_names import MicroBatchNames
+from tests.comm.pipeline.route_world import Device, Peer, World, cuts_of
+
+CUTS = cuts_of([100, 100, 100])
+SAME = jobs.Likeness(1.0, 1.0)
+
+
+@dataclass
+class AuditedDevice(Device):
+    """Names its micro-batches as a real device does. A liar's gradients are like nobody's, and like each other.
+
+    What comes from a lying hop behind is passed on, as the chain rule does.
+    """
+
+    lies: bool = False
+    chance: Random = field(default_factory=lambda: Random(7))
+    names: MicroBatchNames = field(default_factory=lambda: MicroBatchNames.known("a"))
+
+    def do(self, job: Any) -> Any:
+        outcome = super().do(job)
+        match job:
+            case jobs.Draw():
+                return replace(outcome, number=self.names.pair(outcome.number) + self.chance.randrange(2))
+            case jobs.Backward() if any(job.blob):
+                outcome = replace(outcome, blob=job.blob)
+        if isinstance(outcome, jobs.BackwardDone) and self.lies:
+            return replace(outcome, blob=b"\1" * 16)
+        return outcome
+
+
+@dataclass
+class Comparing(AuditedDevice):
+    def do(self, job: Any) -> Any:
+        if isinstance(job, jobs.Compare):
+            *others, newest = (blob for _, blob in job.gradients)
+            return jobs.Compared(job.token, tuple(SAME if newest == one else UNLIKE for one in others))
+        return super().do(job)
+
+
+def swarm(ends: str, liars: str = "", middle: str = "", audited: bool = True, per_step: int = 1) -> World:
+    """A and B begin, each of `middle` goes on, each of `ends` ends."""
+    world = World(CUTS)
+    cut = 1 if middle else 2
+    spans = {"A": (0, cut), "B": (0, cut), **dict.fromkeys(middle, (1, 2)), **dict.fromkeys(ends, (2, 3))}
+    for name, span in spans.items():
+        device = Comparing(end=3, lies=name in liars)
+        world.add(name, *span, device=device, per_step=per_step, chance=Random(name) if audited else None)
+    return world
+
+
+def lines(world: World, event: str = "audit") -> Iterator[tuple[str, dict[str, Any]]]:
+    for peer in world.peers.values():
+        yield from ((peer.name, line) for line in peer.lines if line["event"] == event)
+
+
+def counted(peer: Peer) -> int:
+    return sum(len(line["of"]) for line in peer.lines if line["event"] == "counted")
+
+
+def played(world: World, seconds: float = 15.0) -> World:
+    world.start()
+    world.run(seconds)
+    return world
+
+
+def wrong(world: World) -> set[str]:
+    return {line["wrong"] for _, line in lines(world) if "wrong" in line}
+
+
+def test_a_hop_that_lies_is_found_out_and_gets_no_more_routes() -> None:
+    world = played(swarm("XYZ", liars="X"), 5.0)
+    assert wrong(world) == {"X"}
+    early = counted(world.peers[PeerId("X")])
+    world.run(15.0)
+    assert counted(world.peers[PeerId("X")]) == early < 30
+    assert counted(world.peers[PeerId("Y")]) > 80
+
+
+def test_a_liar_that_comes_again_under_other_names_is_found_each_time() -> None:
+    """What its first names cost is not taken from the audits of the later ones."""
+    world = played(swarm("YZ"), 1.0)
+    for turn in range(6):
+        liar = world.add(f"X{turn}", 2, 3, device=Comparing(end=3, lies=True))
+        liar.routes.start()
+        world.run(10.0)
+        assert counted(liar) < 15
+        world.kill(liar.name)
+        world.run(2.0)
+    assert wrong(world) == {f"X{turn}" for turn in range(6)}
+
+
+def test_without_audits_the_same_hop_has_its_part_of_all_routes() -> None:
+    world = played(swarm("XYZ", liars="X", audited=False))
+    assert counted(world.peers[PeerId("X")]) > 40
+
+
+def test_a_liar_that_is_asked_in_audits_harms_only_itself() -> None:
+    world = played(swarm("XYZW", liars="X"))
+    assert wrong(world) == {"X"}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nobody_is_blamed_where_all_are_honest(seed: int) -> None:
+    world = swarm("XYZ")
+    for peer in world.peers.values():
+        peer.routes.audits.chance = Random(seed)
+    played(world)
+    verdicts = [line["verdict"] for _, line in lines(world)]
+    assert set(verdicts) == {"agreed"}
+
+
+@pytest.mark.parametrize("per_step", [1, 16])
+def test_nothing_counts_twice_and_audits_cost_what_they_may(per_step: int) -> None:
+    world = played(swarm("XYZ", per_step=per_step), 60.0)
+    found = audit.audit(world.lines(), len(CUTS))
+    assert found.sound
+    assert found.everywhere > 300
+    spent = found.dropped + sum(len(line["peers"]) - 1 for _, line in lines(world))
+    once = sum(OPENING_AUDITS * world.peers[PeerId(name)].routes.audits.cost for name in "AB")
+    assert 0 < spent <= AUDIT_SHARE * found.everywhere + once
+
+
+def test_with_two_holders_nobody_can_tell_who_lies() -> None:
+    world = played(swarm("XY", liars="X"))
+    assert {line["verdict"] for _, line in lines(world)} == {"undecided"}
+    assert wrong(world) == set()
+
+
+def test_with_one_holder_there_is_nobody_to_ask() -> None:
+    assert list(lines(played(swarm("X", liars="X")))) == []
+
+
+def test_a_liar_at_the_end_is_found_by_those_before_it_and_they_keep_their_routes() -> None:
+    world = played(swarm("XYZ", liars="X", middle="MNO"), 25.0)
+    finders = {name for name, line in lines(world) if line.get("wrong") == "X"}
+    assert finders <= set("MNO")
+    assert len(finders) >= 2
+    for name in "AB":
+        trust = world.peers[PeerId(name)].routes.forwarding.trust
+        assert all(trust.weight(PeerId(middle), world.now) > 0 for middle in "MNO")
+
+
+def test_a_peer_that_was_found_out_is_tried_again_after_a_while() -> None:
+    world = played(swarm("XYZ", liars="X"), 10.0)
+    device = world.peers[PeerId("X")].device
+    assert isinstance(device, AuditedDevice)
+    device.lies = False
+    before = counted(world.peers[PeerId("X")])
+    for name in "AB":
+        reputation = world.peers[PeerId(name)].routes.forwarding.trust.by_peer[PeerId("X")]
+        reputation.suspended_until, reputation.at = world.now, world.now - NO_ROUTES_S
+    world.run(15.0)
+    assert counted(world.peers[PeerId("X")]) > before + 10
+
+
+def test_an_audit_looks_like_any_other_request() -> None:
+    """But for its number, which only those tell from an origin peer's own who have seen both."""
+    world = swarm("XYZ")
+    requests: dict[str, list[ForwardRequest]] = {}
+
+    def seen(now: float, ask: Ask) -> bool:
+        if isinstance(ask.envelope.message, ForwardRequest):
+            requests.setdefault(ask.to, []).append(ask.envelope.message)
+        return False
+
+    world.loses = seen
+    played(world, 40.0)
+    sent = [one for own in requests.values() for one in own]
+    numbers = {(one.origin, one.number) for one in sent}
+    audits = [one for one in sent if (one.origin, twin(one.number)) in numbers]
+    assert len(audits) >= 16  # pairs of a micro-batch and its audit
+    for to, own in requests.items():
+        pairs = {(one.origin, twin(one.number)) for one in own} & {(one.origin, one.number) for one in own}
+        assert pairs == set(), f"{to} has seen both of a pair"
+    originals = {(one.origin, one.number): one for one in sent}
+    for one in audits:
+        other = originals[one.origin, twin(one.number)]
+        assert (one.first, one.sequences, one.layout, one.round) == (
+            other.first,
+            other.sequences,
+            other.layout,
+            other.round,
+        )
+        assert one.patience_s == pytest.approx(other.patience_s)
+        assert one.hold_s == pytest.approx(other.hold_s)
+
+
+def test_an_origin_peer_s_numbers_do_not_show_which_of_a_pair_they_are() -> None:
+    device = Comparing(end=3)
+    drawn = [device.do(jobs.Draw(token, 2)).number for token in range(200)]
+    assert 60 < sum(number % 2 for number in drawn) < 140
+    assert not {twin(number) for number in drawn} & set(drawn)
+
+
+def test_what_cannot_be_an_answer_blames_nobody() -> None:
+    """Neither a refusal nor a peer that is gone is an opinion."""
+    world = swarm("XYZ")
+    world.start()
+    world.run(1.0)
+    world.kill("Y")
+    world.run(20.0)
+    assert wrong(world) == set()
+    assert all(not peer.routes.audits.open for peer in world.peers.values())
+
+
+def test_who_never_answers_does_not_keep_audits_from_others() -> None:
+    """Y takes requests and says nothing; the audits go on with the others, and find X."""
+    world = swarm("XYZW", liars="X")
+    world.loses = lambda now, ask: ask.to == "Y" and isinstance(ask.envelope.message, ForwardRequest)
+    played(world, 25.0)
+    assert wrong(world) == {"X"}

@@ -1,0 +1,149 @@
+"""A sum of gradients counts when all in it are committed, and not at all when one is aborted."""
+
+import pytest
+
+from decentral.comm.pipeline.forwarding import reaches_the_end
+from decentral.comm.pipeline.ledger import CommitState, GradientEntry, GradientLedger
+from decentral.comm.wire.messages import ExecutionId, Hop
+from decentral.comm.wire.transport import Effect
+from decentral.core.jobs import Apply, Drop, Seal
+from decentral.core.machine import Log
+
+
+def entry(number: int, own: bool = False) -> GradientEntry:
+    return GradientEntry(ExecutionId("A", number, 0), 2, 10, 20.0, own)
+
+
+def kinds(effects: list[Effect]) -> list[str]:
+    return [effect.event if isinstance(effect, Log) else type(effect).__name__ for effect in effects]
+
+
+def test_a_committed_sum_is_applied_and_named_in_the_journal() -> None:
+    ledger = GradientLedger(1)
+    assert ledger.add(1, entry(7, own=True), CommitState.IN_DOUBT) == [Seal()]
+    assert ledger.sealed((1,)) == []
+    applied, line = ledger.commit(1)
+    assert applied == Apply(10, 1, 2.0)
+    assert isinstance(line, Log)
+    assert (line.event, line.fields["of"]) == ("counted", [["A", 7, 0, 2, 10]])
+
+
+def test_an_aborted_one_takes_the_sum_with_it_and_what_comes_later_is_too_late() -> None:
+    ledger = GradientLedger(1)
+    ledger.add(1, entry(1), CommitState.IN_DOUBT)
+    ledger.add(2, entry(2), CommitState.IN_DOUBT)
+    ledger.sealed((1, 2))
+    assert kinds(ledger.commit(1)) == []
+    drop, line = ledger.abort(2)
+    assert drop == Drop()
+    assert isinstance(line, Log)
+    assert (line.event, len(line.fields["of"])) == ("uncounted", 2)
+    assert ledger.commit(2) == []
+
+
+def test_a_decision_is_final() -> None:
+    ledger = GradientLedger(1)
+    ledger.add(1, entry(1), CommitState.IN_DOUBT)
+    ledger.abort(1)
+    ledger.commit(1)
+    assert kinds(ledger.sealed((1,))) == ["Drop", "uncounted"]
+
+
+def test_later_gradients_go_into_the_next_sum_while_one_waits() -> None:
+    ledger = GradientLedger(1)
+    ledger.add(1, entry(1), CommitState.IN_DOUBT)
+    ledger.sealed((1,))
+    assert ledger.add(2, entry(2), CommitState.COMMITTED) == []
+    assert kinds(ledger.commit(1)) == ["Apply", "counted", "Seal"]
+    assert kinds(ledger.sealed((2,))) == ["Apply", "counted"]
+
+
+def test_a_sum_that_is_committed_already_is_sealed_and_applied_in_one() -> None:
+    ledger = GradientLedger(1)
+    assert ledger.add(1, entry(1, own=True), CommitState.COMMITTED) == [Seal((1,), Apply(10, 1, 2.0))]
+    assert kinds(ledger.stepped((1,))) == ["counted"]
+    assert not ledger.entries
+
+
+def test_a_step_waits_for_as_many_micro_batches_as_the_config_says() -> None:
+    ledger = GradientLedger(3)
+    assert [kinds(ledger.add(n, entry(n), CommitState.COMMITTED)) for n in range(3)] == [[], [], ["Seal"]]
+
+
+def test_what_was_sealed_is_applied_even_if_nothing_else_comes() -> None:
+    ledger = GradientLedger(1)
+    ledger.add(1, entry(1), CommitState.COMMITTED)
+    assert ledger.sealed((1,))[0] == Apply(0, 0, 2.0)
+    assert not ledger.entries
+    assert Drop() not in ledger.sealed(())
+
+
+def test_sums_wait_side_by_side_and_an_aborted_one_takes_only_its_own_with_it() -> None:
+    ledger = GradientLedger(1, slots=2)
+    assert ledger.add(1, entry(1), CommitState.IN_DOUBT) == [Seal(slot=0)]
+    ledger.sealed((1,), 0)
+    assert ledger.add(2, entry(2), CommitState.IN_DOUBT) == [Seal(slot=1)]
+    ledger.sealed((2,), 1)
+    dropped, applied = ledger.abort(1), ledger.commit(2)
+    assert dropped[0] == Drop(0)
+    assert applied[0] == Apply(0, 0, 2.0, slot=1)
+    assert [(line.event, len(line.fields["of"])) for line in dropped + applied if isinstance(line, Log)] == [
+        ("uncounted", 1),
+        ("counted", 1),
+    ]
+
+
+def test_the_journal_names_steps_in_the_order_in_which_they_are_taken() -> None:
+    ledger = GradientLedger(1, slots=2)
+    ledger.add(1, entry(1), CommitState.IN_DOUBT)
+    ledger.sealed((1,), 0)
+    assert kinds(ledger.add(2, entry(2), CommitState.COMMITTED)) == ["Seal"]  # its step is taken at once
+    assert ledger.commit(1) == []
+    counted, applied, after = ledger.stepped((2,))
+    assert isinstance(counted, Log)
+    assert isinstance(after, Log)
+    assert applied == Apply(0, 0, 2.0, slot=0)
+    assert [line.fields["of"][0][1] for line in (counted, after)] == [2, 1]
+
+
+def test_what_waits_is_spread_evenly_over_the_slots() -> None:
+    ledger = GradientLedger(1, slots=2)
+    ledger.add(1, entry(1), CommitState.IN_DOUBT)
+    ledger.sealed((1,), 0)
+    ledger.quiet = False
+    for number in range(2, 5):
+        ledger.add(number, entry(number), CommitState.IN_DOUBT)
+    assert kinds(ledger.look(quiet=True)) == ["Seal"]  # four wait: two of them, at least, in the second sum
+    ledger.sealed((2, 3, 4), 1)
+    assert kinds(ledger.commit(1)) == ["Apply", "counted"]
+    assert ledger.add(5, entry(5), CommitState.IN_DOUBT) == []  # of four the slots have three already
+    assert ledger.add(6, entry(6), CommitState.IN_DOUBT) == [Seal(slot=0)]
+
+
+@pytest.mark.parametrize(
+    ("hops", "whole"),
+    [
+        ([(2, 3), (3, 5)], True),
+        ([(2, 5)], True),
+        ([(2, 4)], False),
+        ([(2, 3), (4, 5)], False),
+        ([(1, 5)], False),
+        ([(2, 4), (3, 5)], False),
+        ([], False),
+    ],
+)
+def test_hops_reach_the_end_without_a_gap(hops: list[tuple[int, int]], whole: bool) -> None:
+    assert reaches_the_end(tuple(Hop("X", *hop) for hop in hops), 2, 5) is whole
+
+
+@pytest.mark.parametrize("state", CommitState)
+def test_a_sum_that_no_step_can_take_counts_for_nothing_whatever_its_origin_peers_decide(state: CommitState) -> None:
+    ledger = GradientLedger(2)
+    ledger.add(1, entry(1), CommitState.COMMITTED)
+    ledger.add(2, entry(2), state)
+    drop, line = ledger.sealed((1, 2), sound=False)
+    assert drop == Drop()
+    assert isinstance(line, Log)
+    assert (line.event, len(line.fields["of"]), line.fields["reason"]) == ("uncounted", 2, "nan")
+    assert not ledger.entries
+    assert ledger.commit(2) == []

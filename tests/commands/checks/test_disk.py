@@ -1,0 +1,70 @@
+"""The checks of a disk, on disks that are full, cannot be written, or are slow."""
+
+import resource
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.wan import namespaces
+from decentral.commands.checks import disk
+from decentral.commands.checks.finding import FindingState
+from decentral.core.units import MiB
+
+needs_root = pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 4 MiB, in memory."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    namespaces.mount_memory(folder, 4 * MiB)
+    yield folder
+    namespaces.unmount(folder)
+
+
+def test_a_disk_with_room_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    found = disk.write_speed(tmp_path)
+    assert found.seen.startswith("writes ")
+    assert found.seen.endswith("B/s")
+    assert not list(tmp_path.iterdir())
+
+
+@needs_root
+def test_a_full_disk(mounted: Path) -> None:
+    found = {one.check: one for one in disk.checks(mounted, of_a_peer=True)}
+    assert "No space left on device" in found["disk"].seen
+    assert "make room there" in found["disk"].remedy
+    assert found["disk space"].state == FindingState.WRONG
+    assert not list(mounted.iterdir())
+
+
+@needs_root
+def test_a_disk_that_is_mounted_read_only(mounted: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(mounted)], check=True)
+    found = disk.write_speed(mounted / "peer")  # a folder that is to be made there
+    assert "Read-only file system" in found.seen
+    assert "choose a --state-dir that this user can write" in found.remedy
+
+
+def test_a_limit_of_a_file_s_size(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MiB, hard))
+    try:
+        found = disk.write_speed(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "File too large" in found.seen
+    assert "ulimit -f unlimited" in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("file", "said"), [("run.json", "run.json is damaged"), ("identity.key", "holds no libp2p identity")]
+)
+def test_a_damaged_file_of_the_folder(tmp_path: Path, file: str, said: str) -> None:
+    (tmp_path / file).write_text("{")
+    found = disk.belongs_to(tmp_path)
+    assert said in found.seen
+    assert "another --state-dir" in found.remedy

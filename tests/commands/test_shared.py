@@ -1,0 +1,200 @@
+"""What all commands share: flags, signals that end them, and output that nobody reads."""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import pytest
+
+from decentral import __main__ as decentral_main
+from decentral.commands import local, peer, shared
+from decentral.commands.table import COMMANDS, module_of
+from decentral.core.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("9100", ("127.0.0.1", 9100)),
+        ("0.0.0.0:9100", ("0.0.0.0", 9100)),
+        ("[::1]:0", ("::1", 0)),
+        ("lab.example:80", ("lab.example", 80)),
+    ],
+)
+def test_a_port_is_on_this_machine_unless_a_host_is_named(text: str, address: tuple[str, int]) -> None:
+    assert shared.host_port(text) == address
+
+
+@pytest.mark.parametrize("text", ["", ":9100", "65536", "-1", "port", "a:b", "1.5", "９１００"])
+def test_what_is_no_port_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="expected \\[HOST:\\]PORT"):
+        shared.host_port(text)
+
+
+def test_logs_are_named_once_each() -> None:
+    assert shared.log_names("wandb,tensorboard,wandb") == ["wandb", "tensorboard"]
+    with pytest.raises(argparse.ArgumentTypeError, match="expected tensorboard or wandb"):
+        shared.log_names("mlflow")
+
+
+@pytest.mark.parametrize("text", ["8gigs", "", "0", "1e30", "nan", "-1GB"])
+def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a size such as 800MB or 16GB"):
+        shared.size(text)
+
+
+def test_an_unknown_flag_or_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match=r"arguments: --dahboard; did you mean --dashboard\?"):
+        peer.parse(["--dahboard"])
+    assert decentral_main.main(["per"]) == 2
+    assert capsys.readouterr().err.endswith("got 'per'; did you mean peer?\n")
+
+
+def test_a_missing_extra_is_one_line_that_names_the_command() -> None:
+    shared.require_extra("--metrics", "json", "json", "metrics")
+    with pytest.raises(UserError, match=r"^--metrics needs nothing-here: pip install 'decentral\[metrics\]'$"):
+        shared.require_extra("--metrics", "nothing-here", "nothing_here", "metrics")
+
+
+def test_the_ports_of_a_local_swarm_follow_the_first() -> None:
+    flags = local.parse(["--peers", "2", "--metrics", "[::1]:9100"])
+    assert [local.metrics_address(flags.metrics, number) for number in (0, 1)] == ["[::1]:9100", "[::1]:9101"]
+    assert local.metrics_address(("127.0.0.1", 0), 3) == "127.0.0.1:0"
+
+
+# Output that nobody reads
+
+
+@pytest.fixture
+def unread() -> Iterator[TextIO]:
+    """A pipe whose reader has ended."""
+    theirs, ours = os.pipe()
+    os.close(theirs)
+    with os.fdopen(ours, "w") as stream:
+        yield stream
+        os.dup2(os.open(os.devnull, os.O_WRONLY), ours)  # whatever a failing test leaves in its buffer
+
+
+@pytest.fixture
+def full() -> Iterator[TextIO]:
+    """A file on a disk that takes no more."""
+    with Path("/dev/full").open("w") as stream:
+        yield stream
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def exit_code(main: Callable[[], Any]) -> int:
+    """Return the exit code of a process whose last call this is."""
+    try:
+        return int(main() or 0)
+    except SystemExit as ended:
+        return int(ended.code or 0)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_commands_help_may_be_cut_off_by_its_reader(
+    name: str, unread: TextIO, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", unread)
+    assert exit_code(lambda: module_of(name).main(["--help"])) == 0
+    unread.flush()
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("lasting", "done"), [(True, [1, 2, 3]), (False, [1])])
+def test_only_a_command_whose_work_is_its_output_ends_with_its_reader(
+    lasting: bool, done: list[int], unread: TextIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worked = []
+
+    def work() -> None:
+        for number in (1, 2, 3):
+            worked.append(number)
+            print(number, flush=True)
+
+    monkeypatch.setattr(sys, "stdout", unread)
+    assert shared.run(work, lasting=lasting) == 0
+    assert worked == done
+
+
+def test_a_result_that_the_disk_does_not_take_is_an_error(
+    full: TextIO, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", full)
+    assert shared.run(lambda: print("the result")) == 2
+    assert capfd.readouterr().err == "error: the output cannot be written (No space left on device)\n"
+
+
+def test_a_command_that_works_on_does_not_mind_a_full_disk_under_its_log(
+    full: TextIO, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", full)
+    assert shared.run(lambda: print("a line", flush=True), lasting=True) == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_a_remedy_that_nobody_reads_changes_no_exit_code(unread: TextIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mistaken() -> None:
+        raise UserError("do it otherwise")
+
+    monkeypatch.setattr(sys, "stderr", unread)
+    assert shared.run(mistaken) == 2
+
+
+def test_a_command_without_any_output_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert shared.run(lambda: print("a line")) == 0
+
+
+def test_the_list_of_commands_may_be_cut_off_by_its_reader(unread: TextIO) -> None:
+    found = subprocess.run([sys.executable, "-m", "decentral"], stdout=unread, stderr=subprocess.PIPE, check=False)
+    assert (found.returncode, found.stderr) == (0, b"")
+
+
+# Signals
+
+
+@pytest.fixture
+def kept_handlers() -> Iterator[None]:
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for each, handler in handlers.items():
+        signal.signal(each, handler)
+
+
+@pytest.mark.usefixtures("kept_handlers")
+@pytest.mark.parametrize("notice", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_whatever_ends_a_command_lets_it_leave_in_order(notice: signal.Signals) -> None:
+    left = []
+
+    def work() -> None:
+        try:
+            signal.raise_signal(notice)
+        finally:
+            for again in {notice} - {signal.SIGINT}:  # as a session that ends sends several
+                signal.raise_signal(again)
+            left.append(notice)
+
+    assert shared.run(work, interrupted=130) == 130
+    assert left == [notice]
+    signal.raise_signal(signal.SIGINT)  # once more, while the interpreter ends
+
+
+@pytest.mark.usefixtures("kept_handlers")
+@pytest.mark.parametrize("notice", [signal.SIGTERM, signal.SIGHUP])
+def test_a_notice_ends_a_command_that_a_script_has_started_in_the_background(notice: signal.Signals) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the shell does
+    assert shared.run(lambda: signal.raise_signal(notice), interrupted=130) == 130
+
+
+@pytest.mark.usefixtures("kept_handlers")
+def test_nohup_keeps_a_command_running_where_its_terminal_is_closed() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert shared.run(lambda: signal.raise_signal(signal.SIGHUP), interrupted=130) == 0
+    assert signal.SIGHUP not in shared.ending_signals()

@@ -1,0 +1,61 @@
+"""Plans are evaluated by figures that others publish, so no figure that a record may carry ends the evaluation."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from decentral.core.fragments import Fragment
+from decentral.core.ids import PeerId
+from decentral.core.memory_needs import MemoryNeeds
+from decentral.peers.membership.records import MOST_PER_S
+from decentral.scheduler.placement.evaluate import HORIZON_S, EvaluatePlans, PlanTask, evaluate_plans, work_of
+from decentral.scheduler.placement.recover import TrainingPeer
+from decentral.scheduler.throughput import max_flow
+
+CUTS = tuple(Fragment(index, index, index + 1, 10**6) for index in range(4))
+NEEDS = MemoryNeeds(CUTS, (10**7,) * 4, (10**6,) * 4, (10**6,) * 4, (10**6,) * 4)
+HONEST = {
+    PeerId("a"): TrainingPeer(range(2), 10**9, 100.0, 1e7),
+    PeerId("b"): TrainingPeer(range(2, 4), 10**9, 100.0, 1e7),
+}
+
+
+def task(stranger: TrainingPeer) -> PlanTask:
+    return PlanTask(NEEDS, tuple(sorted({**HONEST, PeerId("z"): stranger}.items())), 1024.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_s", "rate"), product((0.0, 1e-300, 100.0, MOST_PER_S, 9e17), (0.0, 1e-300, 1e7, MOST_PER_S, 9e17))
+)
+def test_no_speed_and_no_rate_that_one_peer_publishes_ends_the_evaluation(tokens_per_s: float, rate: float) -> None:
+    for held in (range(2), range(1, 3), range(0)):
+        found = evaluate_plans(
+            EvaluatePlans(1, task(TrainingPeer(held, 10**9, tokens_per_s, rate)), (), searches=False, seed=1)
+        )
+        assert 0 <= found.stay_tokens < float("inf")
+
+
+def test_who_only_donates_is_planned_where_others_begin_nothing() -> None:
+    """At first the others hold the last layers, and nobody begins."""
+    donor = TrainingPeer(range(2), 4 * 10**7, 100.0, 1e9, originates=False)
+    trainer = TrainingPeer(range(2, 4), 4 * 10**7, 100.0, 1e9)
+    peers = {PeerId("a"): donor, PeerId("b"): trainer, PeerId("c"): trainer, PeerId("d"): trainer}
+    asked = PlanTask(NEEDS, tuple(sorted(peers.items())), 1024.0, 1)
+    found = evaluate_plans(EvaluatePlans(1, asked, (), searches=True, seed=1))
+    assert found.stay_tokens < 100
+    spans = {peer: range(begin, end) for peer, begin, end in found.found}
+    assert [0 in spans[peer] for peer in ("a", "b", "c", "d")].count(True) == 2
+    assert 0 not in spans["a"]
+    assert found.found_tokens > 0.98 * 400 * HORIZON_S
+
+
+def test_a_swarm_whose_flow_cannot_be_solved_is_worth_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failed:
+        status, message = 4, "numerical difficulties"
+
+    monkeypatch.setattr(max_flow, "linprog", lambda *given, **named: Failed())
+    asked = EvaluatePlans(1, task(TrainingPeer(range(2), 10**9, 50.0, 1e7)), (), searches=True, seed=1)
+    found = evaluate_plans(asked)
+    assert (found.stay_tokens, found.found, found.found_tokens) == (0.0, (), 0.0)
+    assert np.all(max_flow.maximum(work_of(asked.task), np.array([(0, 2), (2, 4), (0, 2)])).computed_NL == 0)

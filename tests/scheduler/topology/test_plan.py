@@ -1,0 +1,31 @@
+"""The JSON of both kinds of plan: fixed names in a fixed order, which scripts rely on."""
+
+from decentral.scheduler.topology.plan import SyncPlan, ThroughputPlan
+
+FOUND = {"solver": "genetic", "seed": 7, "seconds": 0.5, "baselines": {"random": 2.0}, "reason": "why", "digest": "d"}
+
+
+def test_a_synchronous_plan_as_json() -> None:
+    cost = {"total": 1.0, "data_parallel": 0.25, "pipeline": 0.75}
+    plan = SyncPlan(**FOUND, cost=cost, stages=[["a"], ["b"]], pipelines=[["a", "b"]])  # type: ignore[arg-type]
+    shown = plan.to_json()
+    names = ["objective", "solver", "seed", "seconds", "cost", "stages", "pipelines", "baselines", "reason", "digest"]
+    assert list(shown) == names
+    assert shown["objective"] == "sync"
+    assert shown["cost"] == cost
+
+
+def test_a_throughput_plan_as_json() -> None:
+    plan = ThroughputPlan(
+        **FOUND,  # type: ignore[arg-type]
+        throughput={"tokens_per_s": 1.0, "bound": 2.0},
+        spans={"a": [0, 2]},
+        micro_batches={"a": 4},
+        routes=[{"share": 1.0, "hops": [["a", 0, 2]]}],
+        gossip={},
+    )
+    shown = plan.to_json()
+    assert list(shown)[:4] == ["objective", "solver", "seed", "seconds"]
+    assert list(shown)[4:9] == ["throughput", "spans", "micro_batches", "routes", "gossip"]
+    assert list(shown)[9:] == ["baselines", "reason", "digest"]
+    assert shown["objective"] == "throughput"

@@ -1,0 +1,145 @@
+"""The page in a real browser: it shows what is there, does what is clicked, complains of nothing, asks nobody else."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import uvicorn
+from selenium.webdriver import Chrome
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from benchmarks.browser import CHROMIUM, DRIVER, browsing, complaints, hosts_asked, until
+from decentral.view.page.address import PageAddress, link
+from decentral.view.page.server import Updates, application
+from decentral.view.page.swarm_view import SwarmView
+
+pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver; apt-get has both")
+HOSTILE = "<img src=x onerror=\"document.title='broken'\"><script>alert(1)</script>"
+PEERS = [f"Qm{'x' * 36}{name}" for name in ("aaaaaaaa", "bbbbbbbb", "cccccccc", "dddddddd")]
+
+
+@dataclass(slots=True)
+class Served:
+    """A page served from this process; `tell` and `publish` are for its event loop's thread, by `do`."""
+
+    view: SwarmView = field(default_factory=SwarmView)
+    updates: Updates = field(init=False)
+    url: str = ""
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+
+    def __post_init__(self) -> None:
+        self.updates = Updates(self.view)
+
+    def tell(self, owner: str, t: float, event: str, **fields: Any) -> None:
+        self._loop.call_soon_threadsafe(self.view.take, owner, {"t": t, "event": event, **fields})
+
+    def publish(self, now: float) -> None:
+        self._loop.call_soon_threadsafe(self._publish, now)
+
+    def _publish(self, now: float) -> None:
+        self.view.tick(now)
+        self.updates.publish()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    page = Served()
+    with PageAddress(port=0, strict=True).bind() as listening:
+        page.url = link(listening)
+        settings = uvicorn.Config(application(page.updates), log_level="critical", lifespan="off")
+        settings.timeout_graceful_shutdown = 0  # streams have no end
+        server = uvicorn.Server(settings)
+        work = server.serve(sockets=[listening])
+        thread = threading.Thread(target=page._loop.run_until_complete, args=(work,))
+        thread.start()
+        yield page
+        server.should_exit = True
+        thread.join()
+    page._loop.close()
+
+
+def four_peers(page: Served) -> None:
+    page.tell("", 0.0, "facts", facts={"run": "test-000000", "layers": 4, "parameters": 467_584, "data": HOSTILE})
+    for number, peer in enumerate(PEERS):
+        page.tell(peer, 0.0, "started", peer=peer, device=HOSTILE, region="home" if number else "", first=0, last=4)
+        page.tell(peer, 0.0, "joined", donors=[], seconds=0.1)
+        for t in range(1, 8):
+            page.tell(peer, t, "step", step=t, tokens=100, loss=3 - t / 5, seconds=0.9, aside={"gossip": 0.1})
+        page.tell(peer, 8.0, "exchange", partner=PEERS[number - 1], outcome="done")
+    page.publish(8.0)
+
+
+def row(peer: str) -> str:
+    return f"tr:has([title={peer}])"
+
+
+def text(driver: Chrome, selector: str) -> str:
+    return driver.find_element(By.CSS_SELECTOR, selector).text
+
+
+def test_a_reader_finds_a_peer_and_its_figures_and_the_page_is_silent_about_it(served: Served) -> None:
+    four_peers(served)
+    with browsing(served.url) as driver:
+        until(driver, lambda: "4 peers train" in text(driver, "#verdict"))
+        assert len(driver.find_elements(By.CSS_SELECTOR, ".peers tbody tr")) == 4
+        assert driver.find_elements(By.CSS_SELECTOR, "#loss canvas")
+
+        driver.find_element(By.CSS_SELECTOR, f"{row(PEERS[1])} .peer").click()
+        assert "Peer bbbbbb" in text(driver, "#one")
+        driver.find_element(By.TAG_NAME, "body").send_keys(Keys.ESCAPE)
+        assert not driver.find_element(By.ID, "one").is_displayed()
+
+        driver.find_element(By.CSS_SELECTOR, "[data-axis=tokens]").click()
+        assert driver.find_element(By.CSS_SELECTOR, "[data-axis=tokens]").get_attribute("aria-pressed") == "true"
+        driver.find_element(By.ID, "filter").send_keys("cccccc")
+        assert len(driver.find_elements(By.CSS_SELECTOR, ".peers tbody tr")) == 1
+        before = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+        driver.find_element(By.ID, "theme").click()
+        assert driver.execute_script("return getComputedStyle(document.body).backgroundColor") != before
+
+        assert driver.find_elements(By.CSS_SELECTOR, ".place img, #facts img, script:not([src])") == []
+        assert driver.title.startswith("test-000000")
+        assert complaints(driver) == []
+        assert hosts_asked(driver) == {served.url.removeprefix("http://")}
+
+
+def test_what_happens_shows_while_the_page_is_open(served: Served) -> None:
+    four_peers(served)
+    with browsing(served.url) as driver:
+        until(driver, lambda: "Nothing is wrong" in text(driver, "#verdict"))
+        served.tell("", 9.0, "missed", peer=PEERS[2], reason="killed by signal 9", certain=True)
+        served.publish(9.0)
+        until(driver, lambda: "1 thing is wrong" in text(driver, "#verdict"))
+        assert "cccccc has ended (killed by signal 9)" in text(driver, "#problems")
+        assert "ended" in text(driver, row(PEERS[2]))
+        assert complaints(driver) == []
+
+
+def test_a_page_with_a_thousand_peers_on_a_phone_is_as_wide_as_the_phone(served: Served) -> None:
+    for number in range(1000):
+        peer = f"sim{number:05d}"
+        served.tell(peer, 0.0, "joined", donors=[], seconds=0.1)
+        served.tell(peer, 1.0, "step", step=1, tokens=100, loss=2.0, seconds=0.9)
+    served.publish(1.0)
+    with browsing(served.url, width=375, height=800) as driver:
+        until(driver, lambda: "1000 peers train" in text(driver, "#verdict"))
+        assert driver.execute_script("return document.documentElement.scrollWidth") == 375
+        assert "1 to 20 of 1000" in text(driver, "#page")
+        assert complaints(driver) == []
+
+
+def test_peers_that_name_a_region_each_do_not_break_the_page(served: Served) -> None:
+    four_peers(served)
+    for number in range(600):
+        of_others = {"phase": "training", "device": "cpu", "region": f"region {number}", "first": 0, "last": 4}
+        served.tell("", 8.0, "record", peer=f"Qm{number:040d}", **of_others)
+    served.publish(8.0)
+    with browsing(served.url) as driver:
+        until(driver, lambda: "604 peers train" in text(driver, "#verdict"))
+        until(driver, lambda: "1 to 20 of 604" in text(driver, "#page"))
+        assert "in 602 regions" in text(driver, "#map-note")
+        assert complaints(driver) == []

@@ -1,0 +1,213 @@
+"""Where lines come from: journals as they grow, and a parent process through a pipe."""
+
+import asyncio
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from decentral.commands import audit
+from decentral.core import config, strict_json
+from decentral.core.ids import PeerId
+from decentral.core.journal.file import Journal
+from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.view.page.follow import PageFollower, SwarmTime
+from decentral.view.page.record_lines import RECORDS_AT_ONCE, ToldRecords
+from decentral.view.page.sources import MOST_LINE_BYTES, SOURCE_EVENTS, JournalFolder, ParentFeed
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def journal(folder: Path, peer: str, clock: Clock) -> Journal:
+    (folder / peer).mkdir()
+    written = Journal(folder / peer / "journal.jsonl", clock)
+    written.write("started", peer=peer, device="cpu")
+    return written
+
+
+def test_lines_of_several_journals_come_in_the_order_of_their_times(tmp_path: Path) -> None:
+    clock = Clock()
+    one, other = journal(tmp_path, "A", clock), journal(tmp_path, "B", clock)
+    for now, written in ((1.0, other), (2.0, one), (3.0, other)):
+        clock.now = now
+        written.write("step", step=now)
+    source = JournalFolder(tmp_path)
+    told = [(peer, line["t"]) for peer, line in source.lines() if line["event"] == "step"]
+    assert told == [("B", 1.0), ("A", 2.0), ("B", 3.0)]
+    clock.now = 4.0
+    one.write("step", step=4)
+    journal(tmp_path, "C", clock)
+    assert [(peer, line["event"]) for peer, line in source.lines()] == [("A", "step"), ("C", "started")]
+    assert list(source.lines()) == []
+
+
+def test_the_backup_of_a_peer_s_folder_is_not_another_peer(tmp_path: Path) -> None:
+    clock = Clock()
+    own = journal(tmp_path, "A", clock)
+    (tmp_path / "A" / "identity.key").write_bytes(b"of A")
+    shutil.copytree(tmp_path / "A", tmp_path / "A-before")
+    os.utime(tmp_path / "A-before" / "journal.jsonl", (1.0, 1.0))
+    source = JournalFolder(tmp_path)
+    assert [path.parent.name for path in audit.journals(tmp_path)] == ["A"]
+    assert [(peer, line["event"]) for peer, line in source.lines()] == [("A", "started")]
+    shutil.copytree(tmp_path / "A", tmp_path / "A-later")
+    own.write("step", step=1)
+    assert [(peer, line["event"]) for peer, line in source.lines()] == [("A", "step")]
+
+
+def test_a_state_folder_is_one_journal_and_names_its_run(tmp_path: Path) -> None:
+    journal(tmp_path, "A", Clock())
+    kept = {"run": "gpt-000000", "config": config.load("default").canonical()}
+    (tmp_path / "A" / "run.json").write_text(strict_json.dumps(kept))
+    source = JournalFolder(tmp_path / "A")
+    assert [peer for peer, _ in source.lines()] == ["A"]
+    facts = source.facts()
+    assert (facts["run"], facts["data"], facts["layers"]) == ("gpt-000000", "python-stdlib", 4)
+    assert facts["parameters"] == 467_584
+
+
+def test_a_run_that_is_garbage_or_code_is_not_run(tmp_path: Path) -> None:
+    journal(tmp_path, "A", Clock())
+    (tmp_path / "A" / "run.json").write_text('{"run": 5}')
+    assert JournalFolder(tmp_path).facts() == {}
+    code = config.load("default", ["model.layers=no_such_module:function"])
+    (tmp_path / "A" / "run.json").write_text(strict_json.dumps({"run": "r", "config": code.canonical()}))
+    facts = JournalFolder(tmp_path).facts()
+    assert (facts["code"], facts["parameters"]) == ("no_such_module:function", 0)
+
+
+def test_a_process_that_ends_without_a_farewell_is_missed_after_its_last_line(tmp_path: Path) -> None:
+    clock = Clock()
+    written = journal(tmp_path, "A", clock)
+    source = JournalFolder(tmp_path)
+    with (tmp_path / "A" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert [line["event"] for _, line in source.lines()] == ["started"]
+        written.write("step", step=1)
+    assert [line["event"] for _, line in source.lines()] == ["step"]
+    ((_, missed),) = source.lines()
+    assert (missed["event"], missed["peer"], missed["certain"]) == ("missed", "A", True)
+    assert list(source.lines()) == []
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[ParentFeed, int]]:
+    theirs, ours = os.pipe()
+    yield ParentFeed(theirs), ours
+    os.close(theirs)
+
+
+def test_a_parent_s_lines_come_whole_and_its_end_is_the_end(pipe: tuple[ParentFeed, int]) -> None:
+    feed, ours = pipe
+    assert list(feed.lines()) == []
+    os.write(ours, b'["A", {"event": "step"}]\n["B", {"eve')
+    assert list(feed.lines()) == [("A", {"event": "step"})]
+    os.write(ours, b'nt": "eval"}]\n["C", 5]\nnonsense\n')
+    assert list(feed.lines()) == [("B", {"event": "eval"})]
+    assert not feed.over
+    os.close(ours)
+    assert list(feed.lines()) == []
+    assert feed.over
+
+
+def test_a_line_that_never_ends_does_not_fill_the_memory(pipe: tuple[ParentFeed, int]) -> None:
+    feed, ours = pipe
+    for _ in range(2 * MOST_LINE_BYTES // 4096):
+        os.write(ours, b"x" * 4096)
+        assert list(feed.lines()) == []
+    os.write(ours, b'\n["A", {"event": "step"}]\n')
+    assert list(feed.lines()) == [("A", {"event": "step"})]
+    os.close(ours)
+
+
+def test_of_a_run_that_is_over_time_has_stopped() -> None:
+    clock = Clock()
+    clock.now = 1e9
+    time = SwarmTime(clock)
+    time.saw({"t": 5.0, "event": "step"}, live=False)
+    assert (time.past, time.now()) == (True, 5.0)
+
+
+def test_a_swarm_s_clock_that_is_another_than_ours_goes_on_as_ours_does() -> None:
+    clock = Clock()
+    clock.now = 1000.0
+    time = SwarmTime(clock)
+    time.saw({"t": 700.0, "event": "step"}, live=False)
+    time.saw({"t": 701.0, "event": "step"}, live=True)
+    clock.now = 1004.0
+    assert (time.past, time.now()) == (False, 705.0)
+
+
+def test_virtual_time_is_the_simulator_s() -> None:
+    clock = Clock()
+    time = SwarmTime(clock)
+    time.saw({"t": 7.0, "event": "now"}, live=True)
+    clock.now = 50.0
+    assert time.now() == 7.0
+
+
+def written_by_another(folder: Path, *lines: str) -> JournalFolder:
+    """The journal of somebody else, with these lines after one of a peer that joins."""
+    (folder / "A").mkdir()
+    begin = '{"t":1e9,"event":"started","peer":"A","device":"cpu"}'
+    (folder / "A" / "journal.jsonl").write_text("\n".join([begin, *lines, ""]))
+    return JournalFolder(folder)
+
+
+@pytest.mark.parametrize("t", ["1e999", "1e300", "1" + "0" * 400, "-1", '"now"', "null"])
+def test_a_line_of_no_time_moves_no_clock(tmp_path: Path, t: str) -> None:
+    source = written_by_another(tmp_path, f'{{"t":{t},"event":"eval","loss":1.0}}')
+    follower = PageFollower([source], Clock())
+    asyncio.run(follower.take(source, live=True))
+    assert follower.time.now() == 1e9
+    follower.view.tick(follower.time.now())
+    assert follower.view.peers["A"].work.held_out is None
+
+
+def test_what_only_sources_say_is_not_taken_from_a_journal(tmp_path: Path) -> None:
+    said = '{"t":1e9,"event":"%s","peer":"B","facts":{"run":"not-this"},"phase":"training","certain":true}'
+    source = written_by_another(tmp_path, *(said % event for event in SOURCE_EVENTS))
+    assert [line["event"] for _, line in source.lines()] == ["started"]
+
+
+def test_history_is_taken_with_its_totals(tmp_path: Path) -> None:
+    clock = Clock()
+    written = journal(tmp_path, "A", clock)
+    written.write("joined", seconds=0.0)
+    for step in range(1, 50):
+        clock.now = float(step)
+        written.write("step", step=step, tokens=10, loss=1.0, seconds=1.0, aside={})
+    follower = PageFollower([JournalFolder(tmp_path)], clock)
+    asyncio.run(follower.take(follower.sources[0], live=False))
+    tokens = follower.view.timeline.since(0, ["tokens"])["series"]["tokens"]
+    assert tokens[10] < tokens[30] < tokens[-1] <= 490
+    assert len([one for one in tokens if one is not None]) > 20
+
+
+def told_record(time: float) -> PeerRecord:
+    return PeerRecord("run", time, (), Profile("cpu", 1, 1.0, 1.0), 0, 3, 0, 0, 0, phase="training")
+
+
+def test_each_record_is_told_once_and_not_too_many_at_once() -> None:
+    told = ToldRecords()
+    live = {PeerId(f"peer{number}"): told_record(1.0) for number in range(RECORDS_AT_ONCE + 20)}
+    assert len(list(told.news(live, 2.0))) == RECORDS_AT_ONCE
+    assert len(list(told.news(live, 3.0))) == 20
+    assert list(told.news(live, 4.0)) == []
+    (line,) = told.news({PeerId("peer0"): told_record(5.0)}, 6.0)
+    assert (line["peer"], line["t"], line["event"]) == ("peer0", 6.0, "record")
+
+
+def test_records_that_change_all_the_time_keep_no_other_from_being_told() -> None:
+    told, peers = ToldRecords(), [PeerId(f"peer{number}") for number in range(3 * RECORDS_AT_ONCE)]
+    seen = {line["peer"] for look in range(3) for line in told.news(dict.fromkeys(peers, told_record(look)), look)}
+    assert seen == {*peers}

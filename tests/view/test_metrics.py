@@ -1,0 +1,194 @@
+"""What Prometheus reads of a real peer: its own parser takes it, its conventions hold, and each figure can fall."""
+
+import asyncio
+import json
+import re
+import socket
+import threading
+import urllib.request
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from decentral.core.algorithms import ExchangeCounts
+from decentral.core.time_spent import TimeSpent
+from decentral.peers.runtime.host import Host
+from decentral.view import metrics_server
+from decentral.view.metrics import METRICS, PeerMetric
+from decentral.view.metrics_server import MetricsServer, bound, metrics_served
+from tests.commands.refusals import refusal
+from tests.patient_time import LIMIT_S
+from tests.peers.runtime.host_swarm import Swarm
+
+ROOT = Path(__file__).parents[2]
+HERE = ("127.0.0.1", 0)
+UNITS = ("seconds", "bytes", "ratio", "info", "per_second")
+NO_UNITS = ("milliseconds", "ms", "kilobytes", "megabytes", "percent", "minutes")
+
+Scrape = dict[str, Metric]
+
+
+async def scraped(url: str) -> Scrape:
+    text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=LIMIT_S).read().decode())
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+@pytest.fixture
+def two_scrapes(swarm: Swarm) -> tuple[Scrape, Scrape]:
+    """Of one of two peers that train: when it has begun, and when both have exchanged."""
+    found: list[Scrape] = []
+
+    async def story() -> None:
+        running = [await swarm.start("A")]
+        async with metrics_served(bound(HERE), swarm.hosts["A"]) as url:
+            found.append(await scraped(url))
+            running.append(await swarm.start("B", contacts="A"))
+            await swarm.until(lambda: swarm.all_have_exchanged(2))
+            found.append(await scraped(url))
+        for host in swarm.hosts.values():
+            host.stop("enough")
+        await asyncio.gather(*running)
+
+    swarm.play(story())
+    return found[0], found[1]
+
+
+def values(scrape: Scrape, name: str) -> dict[tuple[str, ...], float]:
+    family = scrape[name]
+    return {tuple(sample.labels.values()): sample.value for sample in family.samples}
+
+
+def metric(name: str) -> PeerMetric:
+    return next(one for one in METRICS if one.shown_name == name)
+
+
+def value(host: Host, name: str, *labels: str) -> float:
+    return metric(name).values(host, host.now())[labels]
+
+
+def test_a_scraped_peer_has_the_table_s_metrics_and_its_counters_only_grow(two_scrapes: tuple[Scrape, Scrape]) -> None:
+    before, after = two_scrapes
+    counters = [one.name for one in METRICS if one.kind == "counter"]
+    for name in counters:
+        later = values(after, name)
+        assert all(later[labels] >= number for labels, number in values(before, name).items()), name
+    for name in ("decentral_tokens", "decentral_micro_batches", "decentral_sent_bytes"):
+        assert values(after, name)[()] > values(before, name)[()], name
+    assert values(after, "decentral_exchanges")["done", ""] >= 2
+    assert sum(values(after, "decentral_peers").values()) == 1
+    assert values(after, "decentral_phase") == {("joining",): 0, ("training",): 1, ("leaving",): 0}
+    shares = values(after, "decentral_training_thread_ratio")
+    assert sum(shares.values()) == pytest.approx(1)
+    assert all(0 <= share <= 1 for share in shares.values())
+    own = {name: family for name, family in after.items() if name.startswith("decentral_")}
+    assert set(own) == {one.name for one in METRICS}
+    for one in METRICS:
+        assert own[one.name].type == one.kind, one.name
+        assert all(set(sample.labels) == set(one.labels) for sample in own[one.name].samples), one.name
+
+
+def test_names_follow_the_conventions_of_prometheus() -> None:
+    names = [one.shown_name for one in METRICS]
+    assert len(set(names)) == len(names)
+    for one in METRICS:
+        assert re.fullmatch(r"decentral(_[a-z]+)+", one.name), one.name
+        assert not one.name.endswith("_total"), one.name
+        assert not any(one.name.endswith(f"_{unit}") for unit in NO_UNITS), one.name
+        assert one.help[0].isupper() or one.help[0] == "1", one.name
+        assert not one.help.endswith("."), one.name
+        assert "le" not in one.labels
+        assert one.name.endswith("_info") == ("peer" in one.labels), one.name
+
+
+def test_each_ratio_falls_when_what_it_measures_does(played: Callable[[], Swarm]) -> None:
+    host = played().hosts["A"]
+    assert {one.name for one in METRICS if one.name.endswith("_ratio")} == {
+        "decentral_training_thread_ratio",
+        "decentral_model_held_ratio",
+    }
+    host.node.progress.spent = TimeSpent(training=9.0, waiting=1.0)
+    assert value(host, "decentral_training_thread_ratio", "training") == pytest.approx(0.9)
+    host.node.progress.spent = TimeSpent(training=9.0, waiting=9.0)
+    assert value(host, "decentral_training_thread_ratio", "training") == pytest.approx(0.5)
+    assert value(host, "decentral_model_held_ratio") == 1
+    host.node.setup = replace(host.node.setup, fragments=host.node.setup.fragments[1:])
+    assert 0 < value(host, "decentral_model_held_ratio") < 1
+
+
+def test_a_reason_that_another_peer_makes_up_is_no_label_of_its_own() -> None:
+    counts = ExchangeCounts()
+    for reason in ("deadline", "x1", "x2"):
+        counts.add("failed", reason)
+    assert counts.reasons == {("failed", "deadline"): 1, ("failed", "other"): 2}
+    assert counts.outcomes == {"failed": 3}
+
+
+def test_a_port_that_is_taken_is_one_clear_line_before_a_state_folder_is_made(tmp_path: Path) -> None:
+    folder = tmp_path / "peer"
+    with socket.create_server(HERE) as taken:
+        said = refusal(folder, "small", "--metrics", f"127.0.0.1:{taken.getsockname()[1]}")
+    assert re.match(r"--metrics: 127\.0\.0\.1:\d+ cannot be used .*choose another port", said)
+    assert not folder.exists()
+
+
+class EndedByHand:
+    """A threading.Timer whose time comes when the test says so."""
+
+    begun: SimpleQueue[Callable[[], None]]  # what each does at its end
+
+    def __init__(self, seconds: float, end: Callable[[], None]) -> None:
+        assert seconds == metrics_server.WHOLE_SCRAPE_S
+        self.end = end
+
+    def start(self) -> None:
+        self.begun.put(self.end)
+
+    def cancel(self) -> None:
+        """Its time never comes by itself."""
+
+
+def test_a_connection_that_does_not_come_to_an_end_keeps_no_scraper_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EndedByHand, "begun", SimpleQueue(), raising=False)
+    monkeypatch.setattr(threading, "Timer", EndedByHand)
+    monkeypatch.setattr(metrics_server._Scrape, "timeout", None)  # a client that sends a byte now and then is not idle
+
+    def answer(_: object, start: Callable[[str, list[tuple[str, str]]], object]) -> list[bytes]:
+        start("200 OK", [])
+        return [b"metrics"]
+
+    server = MetricsServer(HERE, answer)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    with socket.create_connection((server.server_name, server.server_port)) as slow:
+        slow.sendall(b"GET /metrics HTTP/1.1\r\nHost: ")
+        EndedByHand.begun.get(timeout=LIMIT_S)()
+        with urllib.request.urlopen(server.url, timeout=LIMIT_S) as scrape:
+            assert scrape.read() == b"metrics"
+        assert slow.recv(1) == b""
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_the_dashboard_asks_only_for_metrics_that_there_are() -> None:
+    dashboard = json.loads((ROOT / "deploy/grafana/decentral.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked = {name for query in queries for name in re.findall(r"\b(?:decentral|process)_\w+", query)}
+    assert asked <= {one.shown_name for one in METRICS} | {"process_resident_memory_bytes"}
+    assert len(asked) > 15
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    labels = {label for query in queries for label in re.findall(r"(\w+)(?:=~|!=|=)\"", query)}
+    assert labels <= {"instance", *(label for one in METRICS for label in one.labels)}
+
+
+def test_the_page_about_metrics_lists_all_of_them() -> None:
+    rows = re.findall(
+        r"^\| `(decentral_\w+)` \| (\w+) \| ([^|]*) \|", (ROOT / "docs/OBSERVING.md").read_text(), re.MULTILINE
+    )
+    labels = {one.shown_name: (one.kind, ", ".join(f"`{label}`" for label in one.labels)) for one in METRICS}
+    assert {name: (kind, given.strip()) for name, kind, given in rows} == labels

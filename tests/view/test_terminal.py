@@ -1,0 +1,167 @@
+"""What a peer shows its user of strangers: their names, and nothing that a terminal or rich obeys."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from decentral.comm.wire.identity import Identity
+from decentral.comm.wire.transport import Found
+from decentral.core import jobs
+from decentral.core.config import Config, DataConfig, GossipConfig, ModelConfig
+from decentral.core.fragments import Fragment, Section
+from decentral.core.ids import RunId, short
+from decentral.core.machine import Log
+from decentral.model.shape import LoraConfig
+from decentral.peers.membership import records
+from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.peers.runtime.node import Node, NodePhase
+from decentral.peers.runtime.setup import NodeSetup
+from decentral.view import terminal
+
+RUN, NOW = RunId("gpt-3fa2c1"), 1.7e9
+KEY = f"{RUN}/peers"
+NAMES = ["\x1b[2J\x1b[H", "\x1b]0;title\x07", "[red]a[/red]", "[/]", "[link=https://example.org]a", "\u202eb", "a\nb\r"]
+
+
+def node(folder: Path, config: Config) -> Node:
+    own = Identity.load_or_create(folder / "own.key")
+    profile, layout = Profile("cpu", 1 << 30, 1e9, 1e4), (Section("phi", "int8", 6, 6),)
+    fragments = (Fragment(0, 0, 3, 100),)
+    made = Node(NodeSetup(config, RUN, own, fragments, [layout], 3, profile, ("/ip4/127.0.0.1/tcp/1",)))
+    made.begin(NOW)
+    return made
+
+
+@pytest.fixture
+def met(tmp_path: Path) -> tuple[Node, list[Log]]:
+    """A node that has met a stranger for each of these names, and what it journals of them."""
+    ours, lines = node(tmp_path, Config()), []
+    for number, name in enumerate(NAMES):
+        stranger = Identity.load_or_create(tmp_path / f"{number}.key")
+        profile = Profile(name, 1 << 30, 1e9, 1e4, region=name, software=name)
+        record = PeerRecord(RUN, NOW, (), profile, 0, 3, 5, 5, 100, phase="training")
+        sealed = stranger.seal(KEY, records.pack(record), NOW + 60)
+        lines += [one for one in ours.handle(Found(KEY, {stranger.peer: sealed}), NOW) if isinstance(one, Log)]
+    assert len(ours.roster.live) == len(NAMES)
+    return ours, lines
+
+
+def test_the_live_view_shows_strangers_names_as_plain_text(met: tuple[Node, list[Log]]) -> None:
+    shown = io.StringIO()
+    display = terminal.LiveDisplay(Console(file=shown, width=200, highlight=False))
+    display.introduce(met[0], Path("folder"))
+    display.update(met[0], NOW)
+    display.close()
+    text = shown.getvalue()
+    assert "?(2J?(H" in text
+    assert "(red)a(/red)" in text
+    assert all(char.isprintable() or char == "\n" for char in text)
+
+
+def test_a_peer_that_joins_says_so_instead_of_figures(
+    met: tuple[Node, list[Log]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, _ = met
+    ours.phase = NodePhase.JOINING
+    terminal.LineDisplay().update(ours, NOW)
+    assert capsys.readouterr().out == f"starting: joining; {len(NAMES)} peers are known, 0 B received\n"
+    ours.phase = NodePhase.TRAINING
+    terminal.LineDisplay().update(ours, NOW)
+    assert capsys.readouterr().out.startswith("step 0  loss ")
+
+
+def test_a_peer_that_leaves_or_joins_has_a_line(
+    met: tuple[Node, list[Log]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, shown, display = met[0], io.StringIO(), terminal.LineDisplay()
+    live = terminal.LiveDisplay(Console(file=shown, width=200, highlight=False))
+    ours.phase = NodePhase.TRAINING
+    for one in (display, live):
+        one.update(ours, NOW)
+    assert "peer " not in capsys.readouterr().out
+    gone = sorted(ours.roster.live)[0]
+    entry = ours.roster.live.pop(gone)
+    for one in (display, live):
+        one.update(ours, NOW)
+    said = f"peer {short(gone)} left (peers {len(NAMES)} -> {len(NAMES) - 1})"
+    assert capsys.readouterr().out.splitlines()[0] == said
+    assert said in shown.getvalue()
+    ours.roster.live[gone] = entry
+    display.update(ours, NOW)
+    assert capsys.readouterr().out.startswith(f"peer {short(gone)} joined (peers {len(NAMES) - 1} -> {len(NAMES)})")
+
+
+def test_a_first_step_that_takes_long_is_said(met: tuple[Node, list[Log]]) -> None:
+    ours = met[0]
+    ours.phase, ours.progress.joined_at = NodePhase.TRAINING, NOW
+    assert terminal.first_step(ours, NOW + terminal.LONG_STEP_S - 1) == []
+    assert terminal.first_step(ours, NOW + 60) == ["the first step is taking 60 s (train.micro_batch 8)"]
+    ours.progress.tokens = 1
+    assert terminal.first_step(ours, NOW + 60) == []
+
+
+def test_a_run_with_adapters_says_what_is_trained(tmp_path: Path) -> None:
+    ours = node(tmp_path, Config(model=ModelConfig(depth=1, width=32, lora=LoraConfig(rank=1))))
+    assert (
+        "0.00 M trained parameters (adapters; the other weights are frozen) in 1 fragment\n"
+        in terminal.introduction(ours, tmp_path)
+    )
+
+
+def test_a_journal_has_strangers_names_as_plain_text(met: tuple[Node, list[Log]]) -> None:
+    joined = [line for line in met[1] if line.event == "peer_joined"]
+    assert len(joined) == len(NAMES)
+    for line in joined:
+        for name in ("device", "region"):
+            assert line.fields[name].isprintable()
+            assert not set("[]") & set(line.fields[name])
+
+
+def test_a_held_out_loss_is_shown_with_its_age(tmp_path: Path) -> None:
+    peer = node(tmp_path, Config())
+    assert terminal.figures(peer, NOW)["held-out"] == "-"
+    peer.progress.handle(jobs.Evaluated(64, 1.8531, 0.1), NOW)
+    assert terminal.figures(peer, NOW + 47.2)["held-out"] == "1.853 (47 s ago)"
+
+
+def test_a_peer_that_has_diverged_says_so_once_in_its_last_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    peer, why = node(tmp_path, Config()), "training has diverged: the mean loss has risen"
+    terminal.farewell(peer, tmp_path, why, why)
+    (line,) = capfd.readouterr().out.splitlines()
+    kept = f"{tmp_path} keeps the previous checkpoint, if there is one"
+    assert line == f"stopped ({why}) after 0 tokens, loss -; NOT saved: {kept}"
+
+
+def test_the_line_for_others_names_the_flags_without_which_they_cannot_join(tmp_path: Path) -> None:
+    plain = terminal.introduction(node(tmp_path, Config()), tmp_path)
+    assert plain.endswith("--join /ip4/127.0.0.1/tcp/1")
+    own = Config(model=ModelConfig(layers="mine:layers"), data=DataConfig(kind="text", path="/home/me/text"))
+    needed = terminal.introduction(node(tmp_path, own), tmp_path)
+    assert needed.endswith("--join /ip4/127.0.0.1/tcp/1 --trust-model-code mine:layers --data PATH")
+    text = DataConfig(kind="huggingface", path="/home/me/text")
+    own = Config(model=ModelConfig(weights=32 * "a"), data=text)
+    assert terminal.introduction(node(tmp_path, own), tmp_path).endswith("/tcp/1 --data PATH --tokenizer PATH")
+    lora = LoraConfig(rank=8)
+    own = Config(model=ModelConfig(weights=32 * "a", lora=lora), data=text)
+    assert terminal.introduction(node(tmp_path, own), tmp_path).endswith("/tcp/1 --data PATH --model-from DIR")
+    named = text.model_copy(update={"tokenizer": "/home/me/tokenizer"})
+    needed = terminal.introduction(node(tmp_path, own.model_copy(update={"data": named})), tmp_path)
+    assert needed.endswith("/tcp/1 --data PATH --model-from DIR --tokenizer PATH")
+
+
+def test_the_line_to_go_on_with_can_be_given_to_a_shell(tmp_path: Path) -> None:
+    said = terminal.introduction(node(tmp_path, Config()), Path("/home/my peers/one"))
+    assert "go on later with: python -m decentral.peer --state-dir '/home/my peers/one'\n" in said
+
+
+@pytest.mark.parametrize("algorithm", ["pull", "allreduce"])
+def test_a_public_swarm_says_so_and_whether_its_algorithm_is_made_against_hostile_peers(
+    algorithm: str, tmp_path: Path
+) -> None:
+    said = terminal.openness(node(tmp_path, Config(gossip=GossipConfig(algorithm=algorithm))).setup, tmp_path)
+    assert said.startswith("this swarm is public")
+    assert ("can undo" in said) == (algorithm != "pull")
