@@ -7,26 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.test_rooms import MODULES
+
 ROOT = Path(__file__).parent.parent
 LINKED = ("comm", "scheduler", "peers", "configs")
-ROOMS = {
-    "comm": ("wire", "gossip", "routes", "rounds", "net"),
-    "peers": ("membership", "joining", "placement", "planning", "node", "hosts"),
-    "scheduler": ("shared", "sync", "throughput"),
-}
-PACKAGES = {
-    "decentral",
-    "decentral.algorithms",
-    "decentral.commands.checks",
-    "decentral.core",
-    "decentral.dashboard",
-    "decentral.view",
-    "decentral.serving",
-    "decentral.train",
-    "decentral.sim",
-    *(f"decentral.{name}" for name in LINKED),
-    *(f"decentral.{folder}.{room}" for folder, rooms in ROOMS.items() for room in rooms),
-}
 
 
 def setuptools() -> dict[str, Any]:
@@ -35,8 +19,14 @@ def setuptools() -> dict[str, Any]:
     return found
 
 
-def test_the_packages_are_listed_once_each() -> None:
-    assert sorted(setuptools()["packages"]) == sorted(PACKAGES)
+def package(module: str) -> str:
+    """Return the package that a module is in, by the module's name below `decentral`."""
+    return ".".join(["decentral", *module.split(".")[:-1]])
+
+
+def test_every_folder_with_modules_is_a_listed_package_and_no_other_is() -> None:
+    expected = {*map(package, MODULES), *(f"decentral.{name}" for name in LINKED)}
+    assert sorted(setuptools()["packages"]) == sorted(expected)
 
 
 def test_the_folders_at_the_top_install_under_decentral() -> None:
@@ -57,13 +47,9 @@ def test_a_folder_at_the_top_and_its_rooms_have_no_init_file(name: str) -> None:
     assert not list((ROOT / name).rglob("__init__.py"))
 
 
-def test_every_folder_with_modules_is_a_listed_package() -> None:
-    folders = {Path("decentral"), *(Path(name) for name in LINKED)}
-    modules = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    assert modules
-    for module in modules:
-        package = ".".join(module.relative_to(ROOT).parent.parts).removeprefix("decentral.")
-        assert package == "decentral" or f"decentral.{package}" in PACKAGES, f"{module} is not packaged"
+def test_every_other_folder_with_modules_says_in_its_init_file_what_it_holds() -> None:
+    own = {path.parent for module, path in MODULES.items() if module.split(".")[0] not in LINKED}
+    assert [folder for folder in own if not (folder / "__init__.py").is_file()] == []
 
 
 def test_every_shipped_config_is_package_data() -> None:

@@ -41,6 +41,7 @@ class Kind(IntEnum):
 
 
 def kind_of(message: messages.Message) -> Kind:
+    """Return the kind of traffic that a message and its blob are, which decides what leaves first."""
     match message:
         case messages.ForwardRequest() | messages.BackwardResponse():
             return Kind.ACTIVATIONS

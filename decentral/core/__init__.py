@@ -1,1 +1,1 @@
-"""The floor that everything stands on: names, units, errors, chance, machines, config, journal."""
+"""What every room names: ids, units, errors, chance, the contract of a machine, jobs, config, journal."""

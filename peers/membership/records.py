@@ -110,6 +110,7 @@ SMALL_BYTES = 2048  # larger records are not cached: several thousand of this si
 
 
 def pack(record: PeerRecord) -> bytes:
+    """Return the bytes of a record as they are signed and stored in the DHT."""
     profile = {name: getattr(record.profile, name) for name in _PROFILE_NAMES}
     body: bytes = msgpack.packb({name: getattr(record, name) for name in _NAMES} | {"profile": profile})
     return body

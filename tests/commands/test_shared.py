@@ -18,6 +18,27 @@ from decentral.core.errors import UserError
 
 
 @pytest.mark.parametrize(
+    ("text", "size"),
+    [("800", 800), ("1.5e9", 1_500_000_000), ("800MB", 800_000_000), ("2g", 2_000_000_000), ("1kB", 1000)],
+)
+def test_sizes_as_people_write_them(text: str, size: int) -> None:
+    assert shared.size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1", "0", "1e30", "nan", "MB"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a size such as"):
+        shared.size(text)
+
+
+def test_a_flag_that_is_no_size(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert peer.main(["--memory", "much", "--state-dir", str(tmp_path / "peer")]) == 2
+    assert "--memory" in capfd.readouterr().err
+    assert local.main(["--peers", "3", "--memory", "1GB,2GB"]) == 2
+    assert capfd.readouterr().err == "error: --memory expects one size or 3, such as 800MB,16GB; got '1GB,2GB'\n"
+
+
+@pytest.mark.parametrize(
     ("text", "address"),
     [
         ("9100", ("127.0.0.1", 9100)),

@@ -10,7 +10,7 @@ import pytest
 
 from tests.fuzz import decoders, seeds
 from tests.fuzz.decoders import DECODERS
-from tests.test_floors import MODULES
+from tests.test_rooms import MODULES
 
 PARSERS = {
     "msgpack.unpackb",

@@ -23,7 +23,7 @@ from decentral.peers.membership.address_book import ADDRESSES_KEPT, AddressBook
 from decentral.peers.membership.records import PeerRecord
 from tests.fuzz import grammar, values
 from tests.fuzz.fuzzed_node import QUIET_S, FuzzedNode, Kind
-from tests.test_floors import MODULES
+from tests.test_rooms import MODULES
 
 ROUNDS = grammar.ROUNDS
 ROUTES = (
@@ -126,7 +126,7 @@ def test_no_liars_break_a_machine(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def handling_classes() -> Iterator[str]:
-    """Classes of floors 1 and 2 that are machines: they have `handle`, with the time."""
+    """Classes of comm, peers and scheduler that are machines: they have `handle`, with the time."""
     for module, path in MODULES.items():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and module.split(".")[0] in ("comm", "peers", "scheduler"):

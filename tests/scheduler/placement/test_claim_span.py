@@ -3,12 +3,10 @@
 Time passes only while all wait.
 """
 
-import argparse
 import asyncio
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -16,7 +14,6 @@ import pytest
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.messages import Refused
-from decentral.commands import shared
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.core.fragments import Fragment
@@ -233,26 +230,3 @@ def test_claims_of_others_that_are_no_records_are_left_out(identities: list[Iden
     network = Loopback(now=now)
     network.records[f"{RUN}/peers", "QmNobody"] = (b"garbage", 4e9)
     assert play(claimed(network, identities[0], HALF)).span == (0, 3)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("800", 800), ("1.5e9", 1_500_000_000), ("800MB", 800_000_000), ("2g", 2_000_000_000), ("1kB", 1000)],
-)
-def test_sizes_as_people_write_them(text: str, size: int) -> None:
-    assert shared.size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "much", "-1", "0", "1e30", "nan", "MB"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="expected a size such as"):
-        shared.size(text)
-
-
-def test_a_flag_that_is_no_size(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from decentral.commands import local, peer
-
-    assert peer.main(["--memory", "much", "--state-dir", str(tmp_path / "peer")]) == 2
-    assert "--memory" in capfd.readouterr().err
-    assert local.main(["--peers", "3", "--memory", "1GB,2GB"]) == 2
-    assert capfd.readouterr().err == "error: --memory expects one size or 3, such as 800MB,16GB; got '1GB,2GB'\n"
