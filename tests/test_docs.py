@@ -78,7 +78,8 @@ def test_a_path_that_a_document_names_is_there(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_command_that_a_document_names_is_there(name: str) -> None:
     text = (ROOT / name).read_text()
-    named = {module.replace("decentral.", "decentral.commands.") for module in COMMAND.findall(text)}
+    found = set(COMMAND.findall(text)) - {f"decentral.{PLACEHOLDER}"}
+    named = {module.replace("decentral.", "decentral.commands.") for module in found}
     commands = {ROOT / module.replace(".", "/") for module in named}
     assert not [path for path in commands if not (path.with_suffix(".py").exists() or (path / "__main__.py").exists())]
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

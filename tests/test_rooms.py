@@ -80,10 +80,10 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
     "torch": {
         "model": "adapter_folder decoder huggingface lora rotary start_weights",
         "data": "corpora source stream",
-        "comm.codecs": "blockwise rotated sections",
+        "comm.codecs": "blockwise sections",
         "comm.gossip": (
-            "agreement allreduce bounded_rule copies deviations kernel_choice kernel_proof kernels_cpu "
-            "kernels_cuda outer outer_kernels outliers pull_rule push_sum symmetric update_rules"
+            "agreement allreduce copies deviations kernel_choice kernel_proof kernels_cpu kernels_cuda "
+            "outer_kernels outliers pull_rule update_rules"
         ),
         "comm.pipeline": "activations",
         "comm.rounds": "synchronous_rule",
@@ -95,7 +95,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "sim": "fault_injector liars real_training route_liars surrogate surrogate_model sweep",
         "sim.invariants": "convergence gossip",
         "view": "scalar_logs",
-        "commands": "simulate",
+        "commands": "simulation",
     },
     "cupy": {
         "comm.gossip": "kernels_cuda",
@@ -114,7 +114,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "comm.net": "daemon libp2p libp2p_directory streams uplink",
         "scheduler.placement": "claim_span",
         "peers.runtime": "host",
-        "peers.startup": "copied_identity lost_peers prepare reach_swarm",
+        "peers.startup": "copied_identity lost_peers prepare reach_swarm start_peer",
         "serving": "endpoint gather_weights served_model turns",
         "sim.network": "fault_model",
         "view": "metrics_server scalar_logs",
@@ -141,7 +141,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "peers.startup": "reach_swarm",
         "serving": "replies served_model",
         "commands.checks": "disk",
-        "commands": "dashboard invite local plan simulate",
+        "commands": "dashboard invite local plan simulation",
     },
     "random": {
         "core": "rng",
