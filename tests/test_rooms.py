@@ -49,7 +49,6 @@ SHAPE = "the section `model` of a config stands with the models; it loads no tor
 LIVE = "a rule reads and corrects the live weights of a fragment, which have no Protocol yet"
 LINES = "the lines and signals of commands, which print and end alike whichever room does it"
 VIEW = "puts a whole peer together, with what its user sees"
-LOADED = "the model that `generate` and the endpoint run is loaded by the command"
 COUNTS = "the audit of journals, which the command shares with the simulator"
 EXCEPTIONS = {  # (module, what it imports from a later room) -> why
     ("core.config", "model.families"): SHAPE,
@@ -62,6 +61,7 @@ EXCEPTIONS = {  # (module, what it imports from a later room) -> why
     ("engine.launch", "commands.shared"): LINES,
     ("peers.startup.prepare", "commands.shared"): LINES,
     ("peers.startup.reach_swarm", "commands.shared"): LINES,
+    ("peers.startup.start_peer", "commands.shared"): LINES,
     ("serving.endpoint", "commands.shared"): LINES,
     ("serving.served_model", "commands.shared"): LINES,
     ("view.page.address", "commands.shared"): LINES,
@@ -70,9 +70,9 @@ EXCEPTIONS = {  # (module, what it imports from a later room) -> why
     ("peers.startup.prepare", "view.page.record_lines"): VIEW,
     ("peers.startup.prepare", "view.scalar_logs"): VIEW,
     ("peers.startup.prepare", "view.terminal"): VIEW,
-    ("serving.completion", "commands.generate"): LOADED,
-    ("serving.endpoint", "commands.generate"): LOADED,
-    ("serving.served_model", "commands.generate"): LOADED,
+    ("peers.startup.start_peer", "view.metrics_server"): VIEW,
+    ("peers.startup.start_peer", "view.page.address"): VIEW,
+    ("peers.startup.start_peer", "view.page.child"): VIEW,
     ("sim.invariants.routes", "commands.audit"): COUNTS,
     ("sim.report", "commands.audit"): COUNTS,
 }
