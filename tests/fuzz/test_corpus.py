@@ -61,7 +61,6 @@ NOT_OF_BYTES = {
     "train.tensor_file.__init__": "memory of our own",
     "train.tensor_file.finish": "a header of our own",
     "sim.liars._scaled": "a simulated liar's own numbers",
-    "sim.gossip_audit._weight_of": "simulated numbers",
     "train.tensor_file.checksum": "a tensor of our own",
     "train.kernels_cpu.close": "numbers of our own",
     "train.kernels_cuda.close": "numbers of our own",
