@@ -12,7 +12,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")
-PATIENCE_S = 60.0  # until something shows; the machine may be busy
+PATIENCE_S = 900.0  # against hanging: the machine may be busy
 
 
 @contextmanager
@@ -35,9 +35,9 @@ def browsing(url: str, width: int = 1280, height: int = 900) -> Iterator[Chrome]
         driver.quit()
 
 
-def until(driver: Chrome, holds: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
-    """Waits until that holds. Raises TimeoutException."""
-    WebDriverWait(driver, patience_s, poll_frequency=0.05).until(lambda _: holds())
+def until(driver: Chrome, holds: Callable[[], object]) -> None:
+    """Wait until that holds. Raises TimeoutException."""
+    WebDriverWait(driver, PATIENCE_S, poll_frequency=0.05).until(lambda _: holds())
 
 
 def complaints(driver: Chrome) -> list[str]:

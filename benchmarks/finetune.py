@@ -113,8 +113,10 @@ def in_peft(swarm: Path, adapter: Path, base: Path) -> dict[str, float]:
 def in_virtual_time(args: argparse.Namespace) -> dict[str, Any]:
     settings = config.load(None, [*settings_of(args), f"train.micro_batch={SEQUENCES}"])
     pace = Pace(1.0, 0.05, report_s=10.0)
-    shape, trained = keeping_models(real_gradients(SwarmSettings.of(settings, pace, (1.0,), SEQUENCES * CONTEXT)))
-    report = run(Scenario(shape, PEERS, float(args.steps), args.seed, audited=False))
+    swarm = SwarmSettings.of(settings, pace, (1.0,), SEQUENCES * CONTEXT)
+    with tempfile.TemporaryDirectory() as place:
+        shape, trained = keeping_models(real_gradients(swarm, Path(place)))
+        report = run(Scenario(shape, PEERS, float(args.steps), args.seed, audited=False))
     weights = [weights_of(one) for one in trained.values()]
     tokens = sum(one.counters.tokens for one in trained.values())
     received = report.throughput.received_bytes

@@ -23,6 +23,7 @@ import torch
 from benchmarks import hostile_processes
 from benchmarks.trained_swarm import keeping_models, loss_of_mean, say
 from decentral.core import config
+from decentral.core.temporary import temporary_folder
 from decentral.sim import faults
 from decentral.sim.gradients import real_gradients
 from decentral.sim.run import Scenario, run
@@ -57,18 +58,19 @@ def main() -> None:
                 line = {"lie": lie, "seed": seed, **result}
                 losses[lie][seed] = result["loss"]
             else:
-                losses[lie][seed] = held_out(lie, seed, args.seconds, args.set)
+                with temporary_folder() as folder:
+                    losses[lie][seed] = held_out(lie, seed, args.seconds, args.set, folder)
                 line = {"lie": lie, "seed": seed, "seconds": args.seconds, "loss": round(losses[lie][seed], 4)}
             line["credulous"], line["took_s"] = args.credulous, round(time.perf_counter() - began, 1)
             say(line, args.json)
     print("\n".join(table(losses)))
 
 
-def held_out(lie: str, seed: int, seconds: float, more: Sequence[str] = ()) -> float:
+def held_out(lie: str, seed: int, seconds: float, more: Sequence[str], folder: Path) -> float:
     """The held-out loss of the honest peers' mean after one swarm's life."""
     run_config = config.load(None, [*SETTINGS, f"train.total_steps={int(seconds / STEP_S)}", f"seed={seed}", *more])
     pace = Pace(STEP_S, 0.05, report_s=10.0)
-    settings, trained = keeping_models(real_gradients(SwarmSettings.of(run_config, pace, (1.0,), 512)))
+    settings, trained = keeping_models(real_gradients(SwarmSettings.of(run_config, pace, (1.0,), 512), folder))
     lying = [] if lie in ("none", "honest") else faults.parse(f"lie {HONEST} {lie} at 0 for {seconds + 1:g}")
     peers = HONEST + (lie != "none")
     report = run(Scenario(settings, peers, seconds, seed, tuple(lying), audited=False))

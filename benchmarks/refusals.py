@@ -35,7 +35,8 @@ from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.invitations import Permission
 from decentral.invitation_files import FounderFile
 from decentral.peers.hosts.clock import SwarmClock
-from tests.commands.peer_processes import LIMIT_S, TINY, Peers
+from tests.commands.peer_processes import TINY, Peers
+from tests.patient_time import LIMIT_S
 
 LONG_AGO, FAR_AHEAD = 1e9, 9e9  # unix time
 QUIET_S = 0.3  # after an attempt, for the last packets

@@ -25,6 +25,7 @@ from decentral.comm.routes.audits import RouteAudits
 from decentral.core import config, jobs
 from decentral.core.ids import PeerId
 from decentral.core.machine import Log
+from decentral.core.temporary import temporary_folder
 from decentral.peers.node.handlers import PeerEffect, PeerEvent
 from decentral.peers.node.progress import Stop
 from decentral.sim import faults
@@ -78,16 +79,16 @@ def main() -> None:
     for seed in args.seeds:
         for lie in args.lies:
             began = time.perf_counter()
-            with unaudited(args.without):
-                line = played(lie, seed, args.seconds, args.set)
+            with unaudited(args.without), temporary_folder() as folder:
+                line = played(lie, seed, args.seconds, args.set, folder)
             line |= {"audits_on": not args.without, "took_s": round(time.perf_counter() - began, 1)}
             say(line, args.json)
 
 
-def played(lie: str, seed: int, seconds: float, more: list[str]) -> dict[str, Any]:
+def played(lie: str, seed: int, seconds: float, more: list[str], folder: Path) -> dict[str, Any]:
     """One swarm's life."""
     run_config = config.load(None, [*SETTINGS, f"train.total_steps={int(seconds)}", f"seed={seed}", *more])
-    made = real_gradients(SwarmSettings.of(run_config, Pace(1.0, 0.05, report_s=10.0), (1.0,), 512))
+    made = real_gradients(SwarmSettings.of(run_config, Pace(1.0, 0.05, report_s=10.0), (1.0,), 512), folder)
     settings, trained = keeping_models(replace(made, memory=(1 << 28,), spans=SPANS))
     lying = faults.parse(f"lie {LIAR} {lie} at 0 for {seconds + 1:g}") if lie in HOP_LIES else []
     observer, liar = RouteObserver(seconds), PeerId(f"sim{LIAR:05d}")

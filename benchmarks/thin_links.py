@@ -20,6 +20,7 @@ from benchmarks.trained_swarm import keeping_models, loss_of_mean, say
 from decentral.core import config
 from decentral.core.ids import PeerId
 from decentral.core.machine import Log
+from decentral.core.temporary import temporary_folder
 from decentral.core.units import Seconds
 from decentral.sim.geography import TypicalLink
 from decentral.sim.gradients import real_gradients
@@ -61,17 +62,18 @@ def main() -> None:
             for rate in args.rates:
                 began = time.perf_counter()
                 line = {"code": code, "up_mbps": args.up_mbps, "steps": args.steps, "rate": rate, "seed": seed}
-                line |= trained(args, code, rate, seed)
+                with temporary_folder() as folder:
+                    line |= trained(args, code, rate, seed, folder)
                 say(line | {"took_s": round(time.perf_counter() - began, 1)}, args.json)
 
 
-def trained(args: argparse.Namespace, code: str, rate: float, seed: int) -> dict[str, Any]:
+def trained(args: argparse.Namespace, code: str, rate: float, seed: int, folder: Path) -> dict[str, Any]:
     """One swarm's life, and what it came to."""
     settings = [f"gossip.code={code}", f"train.learning_rate={rate}", f"train.total_steps={args.steps}", f"seed={seed}"]
     run_config = config.load(None, [*settings, "train.eval_sequences=256", *args.set])
     tokens = int(run_config.train.micro_batch) * run_config.model.context
     swarm, trainings = keeping_models(
-        real_gradients(SwarmSettings.of(run_config, Pace(STEP_S, 0.05, report_s=10.0), (1.0,), tokens))
+        real_gradients(SwarmSettings.of(run_config, Pace(STEP_S, 0.05, report_s=10.0), (1.0,), tokens), folder)
     )
     link = TypicalLink(ONE_WAY_S, args.up_mbps * MBIT, DOWN * args.up_mbps * MBIT)
     seconds, exchanges = args.steps * STEP_S + JOIN_S, Exchanges()

@@ -5,10 +5,12 @@ to mend.
 """
 
 import argparse
+import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -117,14 +119,31 @@ def _end_as_ctrl_c_does() -> None:
     """
     notices = [each for each in ending_signals() if each != signal.SIGINT]
 
-    def notice(number: int, frame: FrameType | None) -> None:
+    def notice(_: int, frame: FrameType | None) -> None:
         for each in notices:
             signal.signal(each, signal.SIG_IGN)
-        signal.raise_signal(signal.SIGINT)
+        ctrl_c = signal.getsignal(signal.SIGINT)  # a shell that starts a script's `command &` has it ignored
+        (ctrl_c if callable(ctrl_c) else signal.default_int_handler)(signal.SIGINT, frame)
 
     if threading.current_thread() is threading.main_thread():
         for each in notices:
             signal.signal(each, notice)
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """End this process at once on Ctrl-C, and on the other ends' signals, while a command imports what computes.
+
+    torch and libp2p take seconds to load, and an import that is interrupted may leave a half of a library behind. To
+    be used before the command holds anything that must be cleaned up.
+    """
+    ending = ending_signals() if threading.current_thread() is threading.main_thread() else ()
+    before = [signal.signal(each, lambda *_: os._exit(0)) for each in ending]
+    try:
+        yield
+    finally:
+        for each, handler in zip(ending, before, strict=True):
+            signal.signal(each, handler)
 
 
 def run(main: Callable[[], None], interrupted: int = 0, lasting: bool = False) -> int:

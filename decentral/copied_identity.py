@@ -6,18 +6,17 @@ those are not dialled.
 """
 
 import asyncio
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from decentral.comm.net import ports
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.identity import Signer
 from decentral.core.errors import ProtocolError, UserError
+from decentral.core.temporary import temporary_folder
 from decentral.peers.membership import records
 from decentral.reach_swarm import SwarmAccess, connect
 
-ANSWERS_S = 5.0  # for the start of a helper and the answer of a peer that runs; without them the check is skipped
+ANSWERS_S = 5.0  # for the answer of a peer that runs; without one the check is skipped
 
 
 async def refuse_copy(access: SwarmAccess, own: Signer, transport: Libp2p, named: Sequence[str]) -> None:
@@ -36,14 +35,14 @@ async def refuse_copy(access: SwarmAccess, own: Signer, transport: Libp2p, named
     places = [address for address in dict.fromkeys(places) if address not in access.addresses]
     if not places:
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         caller: Libp2p | None = None
         try:
+            try:  # without a limit of its own: on a loaded machine a daemon takes long, and the check counts there, too
+                caller = await Libp2p.start(folder / "identity.key", [ports.LOOPBACK], [], only_dials=True)
+            except UserError:  # the check is worth no failed start
+                return
             async with asyncio.timeout(ANSWERS_S):
-                try:
-                    caller = await Libp2p.start(Path(folder) / "identity.key", [ports.LOOPBACK], [], only_dials=True)
-                except UserError:  # the check is worth no failed start
-                    return
                 reached = await connect(caller, places)
             if reached == own.peer and not await transport.has_connection_to(caller.peer):  # a router may lead to us
                 remedy = "stop it, or start this one with a new --state-dir, since a copied folder is the same peer"

@@ -13,11 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from decentral import command, gather_weights
+from decentral import command
 from decentral.core.errors import UserError
 from decentral.core.own_inputs import OwnInputs
 from decentral.core.plain_text import printable
-from decentral.train import adapter_folder, huggingface, replicas
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,6 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(flags: argparse.Namespace) -> None:
+    with command.loading():
+        from decentral import gather_weights
+        from decentral.train import adapter_folder, huggingface, replicas
     own = OwnInputs(model_folder=flags.model_from)
     if flags.join:
         found = asyncio.run(gather_weights.from_swarm(flags.join, flags.invite))

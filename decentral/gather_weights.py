@@ -24,7 +24,7 @@ from decentral.core.peer_folders import newest_of_each_peer
 from decentral.core.plain_text import plain_text
 from decentral.core.synthetic import Blob
 from decentral.invitation_files import read_holding
-from decentral.peers.joining.fetch import PIECE_BYTES, PIECE_DEADLINE_S, Incoming
+from decentral.peers.joining.fetch import MOST_HOLDERS, PIECE_BYTES, PIECE_DEADLINE_S, Incoming
 from decentral.peers.membership.records import PeerRecord
 from decentral.train import checkpoint, compress, measure, memory, replicas, update_rules
 from decentral.train.inner import fragments_of
@@ -32,7 +32,6 @@ from decentral.train.replicas import Weights
 from decentral.train.sections import unpack
 from decentral.visit import VisitedSwarm, visit
 
-MOST_HOLDERS = 16  # of a layer are asked for it: more would change the average by little
 RECORD_LOOKS = 10  # lookups in the DHT, until some peer's record is there
 RECORD_LOOK_S = 1.0
 LAG_SHARE, LAG_STEPS = 0.1, 20  # a checkpoint so far behind the newest one, in both, would spoil the mean
@@ -101,7 +100,8 @@ def from_folders(paths: Sequence[str], own: OwnInputs = NOTHING_NAMED) -> Gather
     pairs = ((folder, peer) for folder, peer in newest.items() if folder != peer)
     copies = [f"{copy} at step {steps[copy]}: a copy of {peer}, which is at step {steps[peer]}" for copy, peer in pairs]
     left_out = [*copies, *leave_out_laggards(holders)]
-    return GatheredRun(*runs[0], [one for one in holders if one.weights], tuple(left_out))
+    run, settings = runs[0]
+    return GatheredRun(run, settings, [one for one in holders if one.weights], tuple(left_out))
 
 
 def _of_folder(folder: Path, step: int) -> HolderWeights:

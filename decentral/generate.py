@@ -13,35 +13,17 @@ import asyncio
 import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from decentral import command, gather_weights
-from decentral.core import model_families
-from decentral.core.config import ModelConfig, validated
+from decentral import command
 from decentral.core.errors import UserError
 from decentral.core.own_inputs import OwnInputs
 from decentral.core.plain_text import printable, printable_lines
-from decentral.gather_weights import MOST_HOLDERS, GatheredRun
-from decentral.train import decoding, gpt, measure, memory, replicas, text_codec
-from decentral.train.decoding import Sampling
-from decentral.train.start_weights import ADAPTER
-from decentral.train.text_codec import TextCodec
+from decentral.core.sampling import Sampling
+from decentral.peers.joining.fetch import MOST_HOLDERS
 
 MOST_GENERATED = 1 << 20  # that one call may generate
 HOTTEST = 100.0  # temperature: all tokens are about as likely as each other
-SEED_BITS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model's layers on the CPU, what its tokens mean, and whose weights it has."""
-
-    config: ModelConfig
-    layers: Sequence[Any]  # torch modules
-    codec: TextCodec
-    source: str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,14 +31,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(flags: argparse.Namespace) -> None:
+    with command.loading():
+        from decentral import gather_weights
+        from decentral.serving import loaded_model
+        from decentral.train import decoding, measure
     device = measure.choose(flags.device, "auto", 1.0, 0.0)
-    model = of_folder(Path(flags.model), flags.tokenizer) if flags.model else _of_flags(flags)
+    if flags.model:
+        model = loaded_model.of_folder(Path(flags.model), flags.tokenizer)
+    else:
+        if flags.join:
+            found = asyncio.run(gather_weights.from_swarm(flags.join, flags.invite, flags.peers))
+        else:
+            found = gather_weights.from_folders(flags.state_dir, OwnInputs(model_folder=flags.model_from))
+        model = loaded_model.of_run(found, flags.tokenizer, flags.model_from)
     prompt = model.codec.encode(flags.text) or [model.codec.start]
     if max(prompt) >= model.config.vocabulary:
         known = f"the model knows those below {model.config.vocabulary}"
         raise UserError(f"the prompt has token {max(prompt)}, and {known}; use the model's own tokenizer")
     decoding.check_memory(model.config, len(prompt), flags.max_tokens, measure.memory_bytes(device.device))
-    seed = secrets.randbits(SEED_BITS) if flags.seed is None else flags.seed
+    seed = secrets.randbits(loaded_model.SEED_BITS) if flags.seed is None else flags.seed
     print(printable(f"{model.source}; seed {seed}", command.ERROR_CHARS), file=sys.stderr, flush=True)
     _say_what_is_forgotten(model.config.most_positions, len(prompt), flags.max_tokens)
     sampling = Sampling(flags.temperature, flags.top_p, seed, flags.max_tokens, model.codec.size)
@@ -83,39 +76,6 @@ def _say_what_is_forgotten(most: int, prompt: int, tokens: int) -> None:
 def _show(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     print(printable_lines(text).encode(encoding, "replace").decode(encoding), end="", flush=True)
-
-
-def _gathered(flags: argparse.Namespace) -> GatheredRun:
-    if flags.join:
-        return asyncio.run(gather_weights.from_swarm(flags.join, flags.invite, flags.peers))
-    return gather_weights.from_folders(flags.state_dir, OwnInputs(model_folder=flags.model_from))
-
-
-def _of_flags(flags: argparse.Namespace) -> LoadedModel:
-    return of_run(_gathered(flags), flags.tokenizer, flags.model_from)
-
-
-def of_run(found: GatheredRun, tokenizer: str | None, model_folder: str | None = None) -> LoadedModel:
-    """The mean of what the holders gave. Raises UserError if layers are missing, or nobody says what the tokens are."""
-    run = found.config.with_own(OwnInputs(model_folder=model_folder))
-    codec = text_codec.of_run(run, tokenizer)
-    layers = replicas.layers_with(run, found.average())
-    aside = "".join(f"; left out: {line}" for line in found.left_out)
-    return LoadedModel(run.model, layers, codec, f"run {found.run}: {gather_weights.whose(found.holders)}{aside}")
-
-
-def of_folder(folder: Path, tokenizer: str | None) -> LoadedModel:
-    """The model of a Hugging Face folder. Raises UserError if it is of no family that we compute."""
-    if not (folder / model_families.CONFIG_FILE).is_file():
-        adapter = "this folder is a peft adapter: export with --format huggingface, or generate from --state-dir"
-        advice = adapter if (folder / ADAPTER).is_file() else "give a Hugging Face model's folder"
-        raise UserError(f"--model {folder}: there is no {model_families.CONFIG_FILE}; {advice}")
-    keys = model_families.model_keys(folder)
-    context = min(keys["positions"], model_families.MOST_START_CONTEXT)
-    run = validated({"model": {**keys, "context": context, "from": str(folder)}})
-    memory.copies_that_fit(run, 1, measure.machine_bytes())
-    codec = text_codec.of_folder(folder, tokenizer)
-    return LoadedModel(run.model, gpt.build(run.model, run.seed), codec, f"weights of {folder}")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

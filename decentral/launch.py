@@ -3,7 +3,8 @@
     --device cuda:0,cuda:1     this command becomes torch's elastic launcher, and runs itself once for each device
     torchrun ... -m decentral.peer     torchrun is the launcher; each rank finds its place in the environment
 
-All devices are of one type. Ctrl-C goes to every rank: rank 0 saves, leaves the swarm and lets the others finish.
+All devices are of one type. Ctrl-C goes to every rank: rank 0 saves, leaves the swarm and lets the others finish. So do
+SIGHUP and, under torchrun, SIGTERM: torchrun passes the one that it gets on to the ranks, and kills them after 30 s.
 """
 
 import logging
@@ -13,7 +14,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FrameType
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -26,30 +27,11 @@ from decentral.command import ending_signals, one_line
 from decentral.core import config
 from decentral.core.end_with_parent import end_with_parent
 from decentral.core.errors import UserError
+from decentral.core.rank_place import ATTEMPT, Place
 from decentral.train import measure, memory
 from decentral.train.island import BUCKET_BYTES, Island, follow
 
 RESTARTS = 100  # of an island; a device that fails every time must end it some day
-ATTEMPT = "DECENTRAL_ATTEMPT"  # in the environment of ranks: how often this launcher has started them before
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A rank's place in its island, as torch's launchers name it in the environment."""
-
-    rank: int
-    local_rank: int  # on this machine
-    local_size: int
-    restarts: int
-
-    @classmethod
-    def here(cls) -> "Place | None":
-        """None: no launcher has started this process, or it started nothing else."""
-        if int(os.environ.get("WORLD_SIZE", 1)) < 2:
-            return None
-        names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", ATTEMPT)
-        rank, local_rank, local_size, restarts, attempt = (int(os.environ.get(name, 0)) for name in names)
-        return cls(rank, local_rank, local_size, restarts + attempt)
 
 
 def devices(wanted: str, place: Place | None) -> list[str]:
@@ -130,32 +112,39 @@ class Launcher:
             max_restarts=0,
             local_addr="127.0.0.1",
         )
-        return LocalElasticAgent(spec, DefaultLogsSpecs())
+        return LocalElasticAgent(spec, DefaultLogsSpecs(os.devnull))  # else it leaves a temporary folder
 
 
 def rank(flags: Namespace, place: Place, lead: Callable[[Island], None]) -> None:
     """Takes this process's place in its island: rank 0 leads, as the peer, and the others follow."""
     end_with_parent(signal.SIGINT)
-    ending = ending_signals()
-    for each in ending:
+    for each in ending_signals():
         signal.signal(each, signal.SIG_DFL)  # a rank that waits for the others does so where Python cannot act
     island = Island(measure.choose(flags.device, "auto", 1.0, 0.0).device)
     if place.rank == 0:
-        for each in ending:
-            if each != signal.SIGTERM:  # by which a launcher ends ranks that start again
-                signal.signal(each, signal.default_int_handler)
+        for each in notices():
+            signal.signal(each, signal.default_int_handler)
         try:
             lead(island)
         finally:
             island.close()
         return
-    for each in (signal.SIGINT, signal.SIGHUP):
+    for each in notices():
         signal.signal(each, signal.SIG_IGN)  # rank 0 gets it as well, and tells the others when to finish
     try:
         _follow(flags, island)
     except (RuntimeError, UserError) as error:
         print(f"error: rank {place.rank} ends: {one_line(error)}", file=sys.stderr)
         raise SystemExit(1) from None
+
+
+def notices() -> tuple[signal.Signals, ...]:
+    """Return the signals that tell a rank to leave in order: those that end a command, but SIGTERM only of torchrun.
+
+    This file's launcher sends SIGTERM only to ranks that start again because one of them has died. torchrun sends it to
+    those as well, and nothing tells the ranks why; they leave then as far as they can without the dead one.
+    """
+    return tuple(each for each in ending_signals() if each != signal.SIGTERM or ATTEMPT not in os.environ)
 
 
 def _follow(flags: Namespace, island: Island) -> None:

@@ -12,8 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,12 +32,11 @@ from decentral.core.own_inputs import OwnInputs
 from decentral.core.plain_text import printable
 from decentral.core.temporary import temporary_folder
 from decentral.core.units import Amount, readable_bytes
-from decentral.dashboard.address import add_dashboard_flag
+from decentral.dashboard.address import add_dashboard_flag, reserved
 from decentral.dashboard.child import DashboardProcess, dashboard
 from decentral.invitation_files import FounderFile, founded, write_holding
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.state import StateFolder
-from decentral.train import measure, memory
 
 PEER_START_S = 180.0  # a peer imports torch, reads data and measures itself; four at once on two cores
 PEER_LEAVE_S = 120.0
@@ -54,13 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(flags: argparse.Namespace) -> None:
     console = Console(highlight=False)
     with ExitStack() as stack:
+        page_socket = stack.enter_context(reserved(flags.dashboard))
         if flags.state_dir is None:
             folder = stack.enter_context(temporary_folder())
         else:
             folder = Path(flags.state_dir)
         check_memory(flags, folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        page = stack.enter_context(dashboard(flags.dashboard, folder))
+        with _writing("--state-dir", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        page = stack.enter_context(dashboard(flags.dashboard, folder, listening=page_socket))
         if page:
             console.print(f"the page: {page.url}", style="bold")
         swarm = LocalSwarm(flags, folder, page)
@@ -75,9 +76,19 @@ def _main(flags: argparse.Namespace) -> None:
         result = summary.summarise(swarm.folders(), swarm.throttles, swarm.seconds, deaths)
     _report(console, result)
     if flags.summary:
-        Path(flags.summary).write_text(strict_json.dumps(result, indent=1) + "\n")
+        with _writing("--summary", flags.summary):
+            Path(flags.summary).write_text(strict_json.dumps(result, indent=1) + "\n")
     if deaths:
         raise SystemExit(1)
+
+
+@contextmanager
+def _writing(flag: str, path: str | Path) -> Iterator[None]:
+    """Raise UserError where the block cannot write what a flag names."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{flag} {path}: {error.strerror}; choose a place that can be written") from None
 
 
 def check_memory(flags: argparse.Namespace, folder: Path) -> None:
@@ -89,6 +100,8 @@ def check_memory(flags: argparse.Namespace, folder: Path) -> None:
         return
     run = config.load(flags.config, flags.set)
     if run.model.layers is None:
+        from decentral.train import measure, memory  # load torch
+
         needs = memory.needs_on(run, measure.choose(flags.device, run.train.dtype, 1.0, 0.0))
         memory.check_together(needs, len(flags.memory), max(flags.memory))
 
@@ -387,7 +400,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UserError(f"--peers expects 1 to 64; got {flags.peers}")
     flags.throttle = _throttles(flags.throttle, flags.peers)
     flags.memory = _memories(flags.memory, flags.peers)
+    if flags.summary:
+        _require_place(Path(flags.summary))
     return flags
+
+
+def _require_place(summary_file: Path) -> None:
+    """Raise UserError before the run if its summary could not be written after it."""
+    there, folder = summary_file.exists(), f"{summary_file.absolute().parent}/"
+    if summary_file.is_dir() or not os.access(summary_file if there else folder, os.W_OK):
+        raise UserError(f"--summary {summary_file} cannot be written; name a file in a folder that can be")
 
 
 def _memories(text: str | None, peers: int) -> list[int]:

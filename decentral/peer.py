@@ -1,9 +1,7 @@
 """python -m decentral.peer: one peer, which starts a swarm, joins one, or goes on where its state folder stopped.
 
-decentral/reach_swarm.py   says hello to the swarm, and learns the run and its config
-decentral/prepare.py       chooses layers, loads data and model, trains
-
-Imports are few here, so that libp2p starts early: what computes is loaded meanwhile.
+decentral/start_peer.py    opens the network, reaches the swarm, prepares and trains
+decentral/launch.py        starts a process for each device, where a peer has several
 """
 
 import argparse
@@ -11,17 +9,14 @@ import asyncio
 import atexit
 import gc
 import os
-import resource
 import signal
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # while the libraries below load, which takes seconds, there is nothing to save
+if __name__ == "__main__":  # while the libraries below load there is nothing to save
     from decentral.command import ending_signals
     from decentral.lifeline import heed
 
@@ -29,26 +24,17 @@ if __name__ == "__main__":  # while the libraries below load, which takes second
         signal.signal(_each, lambda *_: os._exit(0))
     heed()
 
-from decentral import command, compile_caches, launch, state
-from decentral.comm.net import ports
-from decentral.comm.net.libp2p import Libp2p
-from decentral.comm.wire.identity import Identity
-from decentral.copied_identity import refuse_copy
+from decentral import command, compile_caches, state
 from decentral.core.errors import UserError
-from decentral.core.own_inputs import NOTHING_NAMED
+from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
 from decentral.core.plain_text import SHOWN_CHARS, plain_text
+from decentral.core.rank_place import ATTEMPT, Place
 from decentral.core.units import Amount
 from decentral.dashboard.address import add_dashboard_flag
-from decentral.dashboard.child import dashboard
 from decentral.lifeline import heed
-from decentral.peers.hosts.clock import SwarmClock
 from decentral.peers.membership import records
-from decentral.peers.membership.address_book import AddressBook
-from decentral.reach_swarm import commit_start, named_by, reach_swarm
-from decentral.train.island import Island
 
 MAX_JOIN_WAIT_S = 7 * 86400.0
-LOADING = "loading"  # how the names of the thread begin that loads the rest of the program
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,14 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _start(arguments: Sequence[str]) -> None:
     """Runs the peer, or with several devices one of its ranks, or the launcher that starts these."""
-    place = launch.Place.here()
+    place = Place.here()
     try:
         flags = parse(arguments)
+        with command.loading():
+            from decentral import launch, start_peer
         devices = launch.devices(flags.device, place)
         if place and not flags.state_dir:
             raise UserError("a peer of several ranks needs --state-dir, so that it finds its checkpoint again")
-        if flags.state_dir and launch.ATTEMPT not in os.environ:  # ranks of our own launcher: it has looked
-            state.require_meant(flags.state_dir, _says_run(flags))
+        if flags.state_dir and ATTEMPT not in os.environ:  # ranks of our own launcher: it has looked
+            state.require_meant(flags.state_dir, _says_run(flags), flags.of_peer != state.PeerFlags())
     except UserError:
         if place is None or place.rank == 0:
             raise
@@ -76,101 +64,18 @@ def _start(arguments: Sequence[str]) -> None:
     if place is not None:
         flags.device, flags.restarted = devices[place.local_rank], place.restarts > 0
         compile_caches.keep_in(Path(flags.state_dir).absolute())
-        launch.rank(flags, place, lambda island: asyncio.run(_main(flags, island)))
+        launch.rank(flags, place, lambda island: asyncio.run(start_peer.start(flags, island)))
     elif len(devices) > 1:
         flags.state_dir = flags.state_dir or str(state.new_path())
         raise SystemExit(launch.island(arguments, flags, devices))
     else:
-        asyncio.run(_main(flags))
-
-
-async def _main(flags: argparse.Namespace, island: Island | None = None) -> None:
-    """One peer: alone, or as rank 0 of its island."""
-    _raise_file_limit()
-    flags.island, flags.warnings = island, []  # what the user is told when training begins
-    with (
-        _metrics_server(flags) as flags.metrics_server,
-        state.StateFolder.claim(flags.state_dir) as folder,
-        dashboard(flags.dashboard, folder.path) as flags.page,
-    ):
-        compile_caches.keep_in(folder.path)
-        if flags.restarted:
-            _forget_start(flags, folder)
-        own = Identity.load_or_create(folder.path / "identity.key")
-        # On threads of its own: asyncio waits for those of its executor before a user who is refused would hear of it.
-        loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1, LOADING), _load, flags)
-        key, clock = folder.path / "identity.key", SwarmClock()
-        command.stage("opening the network (libp2p)")
-        transport = await _listen(flags, folder, key, clock)
-        try:
-            named = flags.join
-            access = await reach_swarm(flags, folder, transport, clock)
-            await refuse_copy(access, access.signer(own), transport, named)
-            if not loading.done():
-                command.stage("loading torch and the training code")
-            await loading
-            from decentral import prepare
-
-            request, claimed = await prepare.claim_layers(flags, folder, access.signer(own), transport, access)
-            host = await prepare.prepare(flags, folder, transport, access, request, claimed)
-            commit_start(flags, folder, access)
-            await prepare.train(flags, folder, host)
-        finally:
-            await transport.close()
-
-
-async def _listen(flags: argparse.Namespace, folder: state.StateFolder, key: Path, clock: SwarmClock) -> Libp2p:
-    """Start libp2p where this peer listened before, or at a free port if another program has that one now.
-
-    Raises UserError, also if a port is taken that --listen names.
-    """
-    wanted = list(flags.listen) or ports.anywhere()
-    kept = folder.listen(wanted)
-    try:
-        return await Libp2p.start(key, kept, flags.announce, clock, command.stage)
-    except ports.PortTaken as error:
-        if kept == wanted:
-            raise
-        said = str(error).removesuffix(f"; {ports.TAKEN}")
-        flags.warnings.append(f"{said}, where this peer listened before; it listens at a free port instead")
-    return await Libp2p.start(key, wanted, flags.announce, clock, command.stage)
-
-
-def _metrics_server(flags: argparse.Namespace) -> AbstractContextManager[Any]:
-    """Return the server of --metrics, which has its port before anything is settled. Raises UserError if it cannot."""
-    if not flags.metrics:
-        return nullcontext()
-    from decentral.observe.metrics_server import bound
-
-    return bound(flags.metrics)
+        asyncio.run(start_peer.start(flags))
 
 
 def _says_run(flags: argparse.Namespace) -> bool:
     """Return whether the flags say which run to begin or to join."""
     named = flags.config, flags.set, flags.join, flags.private, flags.invite
-    return any(named) or named_by(flags) != NOTHING_NAMED
-
-
-def _raise_file_limit() -> None:
-    """Lets this process open as many files as the system allows it: each stream to another peer is one."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _load(flags: argparse.Namespace) -> None:
-    """Loads the rest of the program, and proves the kernels of gossip."""
-    from decentral import prepare
-
-    flags.proven = prepare.prove_kernels(flags.device)
-
-
-def _forget_start(flags: argparse.Namespace, folder: state.StateFolder) -> None:
-    """Makes ranks that were started again go on from the folder, whatever the user's line said of the start."""
-    if folder.read_run():
-        flags.config, flags.set, flags.private, flags.invite = None, [], False, None
-    if AddressBook.load(folder.path / "peers.json").known:
-        flags.join = []  # that peer may be gone by now
+    return any(named) or OwnInputs.named_by(flags) != NOTHING_NAMED
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -29,14 +29,12 @@ from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.core.plain_text import plain_text
 from decentral.peers.membership.records import PeerRecord
-from decentral.pictures.plan_picture import draw_plan
 from decentral.pictures.solver_picture import draw_comparison
 from decentral.scheduler.shared import topology as topologies
+from decentral.scheduler.shared.plan import SyncPlan, ThroughputPlan
 from decentral.scheduler.shared.search_budget import Report, SearchBudget
 from decentral.scheduler.shared.topology import Topology
-from decentral.scheduler.sync.sync_plan import SyncPlan, solver_records, sync_plan
 from decentral.scheduler.throughput import layer_costs
-from decentral.scheduler.throughput.throughput_plan import ThroughputPlan, throughput_plan
 
 PLAN_REASON_CHARS = 1000
 ROWS = 32  # of a table on the terminal
@@ -55,6 +53,8 @@ def _main(options: argparse.Namespace) -> None:
         return
     plan = _plan(topology, config, options)
     if options.plot:
+        from decentral.pictures.plan_picture import draw_plan
+
         draw_plan(plan, topology, options.plot)
     print(strict_json.dumps(plan.to_json())) if options.json else _show(plan, topology, Console())
 
@@ -109,7 +109,11 @@ def _plan(topology: Topology, config: Config | None, options: argparse.Namespace
     with _bar(options.objective, quiet=options.json) as report:
         budget = SearchBudget(seconds=options.seconds, clock=time.monotonic, report=report)
         if options.objective == "sync":
+            from decentral.scheduler.sync.sync_plan import sync_plan
+
             return sync_plan(topology, options.solver, options.seed, budget)
+        from decentral.scheduler.throughput.throughput_plan import throughput_plan
+
         if options.model or config is None:
             config = load_config(options.model)
         return throughput_plan(topology, config, options.solver, options.seed, budget, options.holders)
@@ -138,6 +142,8 @@ def _profile(record: PeerRecord, config: Config) -> dict[str, Any]:
 
 def _compare(topology: Topology, options: argparse.Namespace) -> None:
     """Cost against seconds for every solver of the synchronous objective."""
+    from decentral.scheduler.sync.sync_plan import solver_records
+
     records = solver_records(topology, options.seed, options.seconds, time.monotonic)
     if options.plot:
         draw_comparison(records, options.plot)

@@ -10,7 +10,6 @@ To load this module takes about a second: decentral/peer.py does it while libp2p
 import argparse
 import asyncio
 import secrets
-import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -204,9 +203,8 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
     if flags.island:
         host.journal.write("island", ranks=[asdict(member) for member in flags.island.members])
     loop = asyncio.get_running_loop()
-    for name in command.ending_signals():
-        if name != signal.SIGTERM or not flags.island:  # by which a launcher ends ranks that start again
-            loop.add_signal_handler(name, host.stop, "interrupted")
+    for name in launch.notices() if flags.island else command.ending_signals():
+        loop.add_signal_handler(name, host.stop, "interrupted")
     tasks = [
         asyncio.create_task(work)
         for work in (_show(host, shown), look_for_the_lost(host, flags.join), _revive(host), _watch_addresses(host))

@@ -18,7 +18,7 @@ from decentral.comm.wire.invitations import FOR_EVER, Permission, is_private
 from decentral.comm.wire.messages import Welcome
 from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm, revoked_key
 from decentral.comm.wire.transport import AskError
-from decentral.core import config, own_inputs, swarm_config
+from decentral.core import config, swarm_config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.own_inputs import OwnInputs
@@ -66,7 +66,7 @@ async def reach_swarm(
 
     Raises UserError.
     """
-    own = named_by(flags)
+    own = OwnInputs.named_by(flags)
     kept = folder.read_run(own)
     flags.join = [address for address in flags.join if not address.endswith(f"/p2p/{transport.peer}")]
     _check_flags(flags, kept, folder.path)
@@ -112,11 +112,6 @@ def commit_start(flags: argparse.Namespace, folder: state.StateFolder, access: S
         invitation_files.write_holding(invitation_files.kept_path(folder.path), access.private.holding)
     folder.write_listen(access.addresses, flags.listen)
     folder.write_run(access.run, access.config)
-
-
-def named_by(flags: argparse.Namespace) -> OwnInputs:
-    """The code and the files that the user of this peer has named by flags."""
-    return OwnInputs(**{name: getattr(flags, flag[2:].replace("-", "_")) for name, flag in own_inputs.FLAGS.items()})
 
 
 async def _greet(

@@ -8,12 +8,11 @@ trains settles nothing, and leaves no folder behind where there was none.
 import fcntl
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -23,7 +22,7 @@ from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import UserError
 from decentral.core.ids import RunId
 from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
-from decentral.train.measure import Measured
+from decentral.core.units import Measured
 
 MADE_BY_A_START = (  # names, with wildcards, of what a start makes before the peer trains
     *("lock", "identity.key", "listen.json", "profile.json", "flags.json", "peers.json", "journal.jsonl", "compiled"),
@@ -49,6 +48,7 @@ class PeerFlags:
 
 
 _PEER_FLAGS = TypeAdapter(PeerFlags)
+_MEASURED = TypeAdapter(Measured)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,8 @@ class StateFolder:
             settings = swarm_config.received(text)
         except UserError as error:
             raise UserError(f"{self.path / 'run.json'}: {error}; or use another --state-dir") from None
-        return RunId(run), settings.adopt(own.or_else(_own_inputs(named)))
+        kept_own = OwnInputs.of(lambda name: text if isinstance(text := named.get(name), str) else None)
+        return RunId(run), settings.adopt(own.or_else(kept_own))
 
     def write_run(self, run: RunId, settings: config.Config) -> None:
         """Keeps the config, and what the user has named; files with their whole path. Raises UserError if the disk
@@ -108,7 +109,7 @@ class StateFolder:
         """
         named = asdict(settings.own_inputs)
         for key in ("data", "model_folder", "tokenizer"):
-            on_hub = key == "data" and settings.data.kind == "huggingface" and not Path(named[key] or "").exists()
+            on_hub = key == "data" and settings.data.facts.may_be_on_hub and not Path(named[key] or "").exists()
             if named[key] is not None and not on_hub:
                 named[key] = str(Path(named[key]).absolute())
         self._write("run.json", {"run": run, "config": settings.canonical(), "own": named})
@@ -143,7 +144,7 @@ class StateFolder:
         for address in addresses:
             if "/tcp/" in address:
                 by_protocol.setdefault(address.split("/")[1], set()).add(address.split("/tcp/")[1].split("/")[0])
-        every, kept = set().union(*by_protocol.values()), {}
+        every, kept = {port for found in by_protocol.values() for port in found}, {}
         usual = (ports.ALL_IPV4, ports.ALL_IPV6, ports.LOOPBACK)
         for place in (*usual, *(one for one in wanted if one.endswith("/tcp/0"))):
             numbers = by_protocol.get(place.split("/")[1], every)
@@ -157,34 +158,34 @@ class StateFolder:
         """What was measured of this device, model and version; None if nothing was, or the file is damaged."""
         kept = self._hints("profile.json")
         try:
-            return Measured(**kept["measured"]) if kept.get("key") == key else None
-        except (KeyError, TypeError):
+            return _MEASURED.validate_python(kept.get("measured")) if kept.get("key") == key else None
+        except ValidationError:
             return None
 
     def write_profile(self, key: str, measured: Measured) -> None:
         with suppress(UserError):  # it is measured again
             self._write("profile.json", {"key": key, "measured": asdict(measured)})
 
-    def _read(self, name: str, remedy: str = "move it away, or use another --state-dir") -> dict[str, Any] | None:
+    def _read(self, name: str, remedy: str = "move it away, or use another --state-dir") -> dict[str, object] | None:
         path = self.path / name
         if not path.exists():
             return None
         try:
-            content: dict[str, Any] = strict_json.loads(path.read_text())
+            content: dict[str, object] = strict_json.loads(path.read_text())
             if not isinstance(content, dict):
                 raise ValueError("not a mapping")
             return content
         except (OSError, ValueError):
             raise UserError(f"{path} is damaged; {remedy}") from None
 
-    def _hints(self, name: str) -> dict[str, Any]:
+    def _hints(self, name: str) -> dict[str, object]:
         """The content of a file that the peer can do without; nothing, if it is damaged."""
         try:
             return self._read(name) or {}
         except UserError:
             return {}
 
-    def _write(self, name: str, content: dict[str, Any]) -> None:
+    def _write(self, name: str, content: Mapping[str, object]) -> None:
         """A file that has this content is left as it is, so that a peer starts again on a full disk."""
         path, data = self.path / name, json.dumps(content, indent=1).encode()
         try:
@@ -194,17 +195,12 @@ class StateFolder:
             raise UserError(f"{path} cannot be written ({error.strerror}); {DISK_REMEDY}") from None
 
 
-def _own_inputs(named: dict[str, Any]) -> OwnInputs:
-    """What run.json says that the user has named."""
-    known = {one.name for one in fields(OwnInputs)}
-    return OwnInputs(**{key: text for key, text in named.items() if key in known and isinstance(text, str)})
-
-
-def require_meant(wanted: str, says_run: bool) -> None:
+def require_meant(wanted: str, says_run: bool, says_peer: bool = False) -> None:
     """Raise UserError if `--state-dir` is probably mistyped, so that no new swarm starts by mistake.
 
-    A folder that does not exist, or whose first start was killed before it had a run, is accepted only if the command
-    names a run (`says_run`). A folder that holds the folders of peers is not the folder of one peer.
+    A folder that does not exist, or whose first start was killed before it had a run, is accepted if the command names
+    a run (`says_run`), or has flags of a peer (`says_peer`) and no other peer's folder is beside it. A folder that
+    holds the folders of peers is not the folder of one peer.
     """
     path = Path(wanted)
     if (path / "run.json").exists():
@@ -214,8 +210,8 @@ def require_meant(wanted: str, says_run: bool) -> None:
             f"--state-dir expects the folder of one peer; {path} holds folders of peers: name one: {inside}"
         )
     there = path.exists()
-    if not says_run and (not there or _made_by_a_start(path)):
-        beside = _peers_in(path.parent)
+    beside = _peers_in(path.parent)
+    if not (says_run or (says_peer and not beside)) and (not there or _made_by_a_start(path)):
         known = f" (peers beside it: {beside})" if beside else ""
         found = "has no run: the start that made it ended too early" if there else "does not exist"
         start = "to start one there, add a CONFIG, such as default, or --join ADDR"

@@ -8,7 +8,6 @@ from typing import Any
 from decentral.core.journal import OUTCOMES, read
 from decentral.core.time_spent import TimeSpent
 from decentral.state import StateFolder
-from decentral.train import replicas
 
 Line = dict[str, Any]  # one line of a journal
 NO_DEATHS: Mapping[int, str] = {}
@@ -93,6 +92,8 @@ def time_spent(steps: Iterable[Line]) -> TimeSpent:
 
 def _of_replicas(folders: Sequence[Path]) -> tuple[float | None, float | None]:
     """The held-out loss of the average of all checkpoints, and their spread around it; None if a layer is missing."""
+    from decentral.train import replicas  # loads torch
+
     weights = [found for found in map(replicas.read, folders) if found is not None]
     run = StateFolder(folders[0]).read_run() if folders else None
     if not weights or run is None or replicas.missing(run[1], replicas.average(weights)):

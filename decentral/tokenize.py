@@ -11,7 +11,6 @@ write     each document's tokens and a separator, as uint16 or, where the vocabu
 import argparse
 import itertools
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,11 +19,10 @@ import numpy as np
 
 from decentral import command
 from decentral.core import config
-from decentral.core.atomic_file import write_atomically
+from decentral.core.atomic_file import replacing, write_atomically
 from decentral.core.errors import UserError
 from decentral.train import tokenizer
 from decentral.train.documents import Documents, TextPiece
-from decentral.train.text_stream import TokenPacker
 from decentral.train.token_file import Description, describe
 
 SEPARATOR = "<|endoftext|>"  # of a tokenizer that is trained here
@@ -98,23 +96,20 @@ def _first(pieces: Iterator[TextPiece], most_bytes: int) -> Iterator[str]:
 
 def write(pieces: Iterator[TextPiece], found: tokenizer.TextTokenizer, out: Path, width: int) -> int:
     """Write the tokens and their description; return how many. Raises UserError, and leaves an old file then."""
-    packer, part, count = TokenPacker(found), out.with_name(out.name + ".new"), 0
+    from decentral.train.text_stream import TokenPacker  # loads torch
+
+    packer, count = TokenPacker(found), 0
     dtype = np.uint16 if width == 2 else np.uint32
     try:
-        with part.open("wb") as file:
+        with replacing(out) as file:
             while some := list(itertools.islice(pieces, PIECES_AT_ONCE)):
                 packer.add(some)
                 tokens, _ = packer.take()
                 file.write(tokens.astype(dtype).tobytes())
                 count += len(tokens)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(out)
         describe(out, Description(found.digest, width, found.size, count))
     except OSError as error:
         raise UserError(f"--out {out}: {error.strerror}; choose a file that can be written") from None
-    finally:
-        part.unlink(missing_ok=True)
     return count
 
 

@@ -166,9 +166,9 @@ def _needed(setup: NodeSetup) -> list[str]:
     needed = {
         f"--trust-model-code {shlex.quote(model.layers or '')}": model.layers is not None,
         "--invite FILE": setup.private is not None,
-        "--data PATH": data.kind != "python-stdlib",
+        "--data PATH": data.facts.needs_path,
         "--model-from DIR": reads_folder,
-        "--tokenizer PATH": data.kind == "huggingface" and (data.tokenizer is not None or not reads_folder),
+        "--tokenizer PATH": data.facts.needs_tokenizer and (data.tokenizer is not None or not reads_folder),
     }
     return [flag for flag, is_needed in needed.items() if is_needed]
 

@@ -4,11 +4,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from decentral import state
 from decentral.comm.net import ports
-from decentral.comm.net.libp2p import Libp2p
-from decentral.comm.net.libp2p_directory import HivemindDirectory
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Identity, Signer
 from decentral.comm.wire.invitations import Holding, is_private
@@ -25,6 +24,10 @@ from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.records import PeerRecord
 
+if TYPE_CHECKING:
+    from decentral.comm.net.libp2p import Libp2p
+    from decentral.comm.net.libp2p_directory import HivemindDirectory
+
 HELLO_S = 15.0
 PEERS_TRIED = 4  # of those that the founder's peer has met: one that is gone may take ten seconds
 CHECK = "check the address, that the peer there runs, and its port"
@@ -38,11 +41,11 @@ class NobodyAnswers(UserError):
 class VisitedSwarm:
     """A swarm that a command looks at, and the connections through which it does."""
 
-    transport: Libp2p
+    transport: "Libp2p"
     run: RunId
     config: config.Config
     contacts: list[PeerId]
-    directory: HivemindDirectory
+    directory: "HivemindDirectory"
     clock: SwarmClock
     own: Signer  # who looks; it opens the records in the DHT
 
@@ -58,6 +61,8 @@ async def visit(join: Sequence[str], holding: Holding | None = None) -> AsyncIte
 
     `holding`: the invitation to a private swarm.
     """
+    from decentral.comm.net.libp2p import Libp2p
+
     with temporary_folder() as folder:
         clock = SwarmClock()
         transport = await Libp2p.start(folder / "identity.key", ports.anywhere(), [], clock)
@@ -86,7 +91,7 @@ def known_addresses(folder: Path) -> list[str]:
     return own + met[-PEERS_TRIED:]
 
 
-async def say_hello(join: Sequence[str], transport: Libp2p, run: RunId) -> tuple[list[PeerId], Welcome | None]:
+async def say_hello(join: Sequence[str], transport: "Libp2p", run: RunId) -> tuple[list[PeerId], Welcome | None]:
     """The peers at --join that gave a welcome, and the first welcome.
 
     Raises UserError if all addresses fail: NobodyAnswers, unless one that answers takes us for no member of its run.
@@ -116,7 +121,7 @@ async def say_hello(join: Sequence[str], transport: Libp2p, run: RunId) -> tuple
     return contacts, welcome
 
 
-async def refused_member(transport: Libp2p, peer: PeerId, run: RunId) -> str:
+async def refused_member(transport: "Libp2p", peer: PeerId, run: RunId) -> str:
     """Why this peer of a private swarm does not take us for a member; "": it does, or does not answer."""
     try:
         message = (await transport.ask(peer, Envelope(Hello(run)), HELLO_S, 0)).envelope.message

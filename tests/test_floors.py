@@ -45,7 +45,7 @@ MAY = {  # ... but for these
     "train.measure": {"time"},
 }
 ALLOWED = {
-    "torch": {"train", "algorithms", "sim", "simulate", "launch", "observe.scalar_logs"},
+    "torch": {"train", "algorithms", "sim", "launch", "observe.scalar_logs"},
     "hivemind": {"comm.net.daemon", "comm.net.libp2p", "comm.net.libp2p_directory"},
     "cupy": {"train.kernels_cuda"},
 }  # who may use it, by module or package

@@ -8,6 +8,7 @@ from torch import nn
 
 from benchmarks.gpu.notes import Notes
 from benchmarks.gpu.scale import Scale
+from decentral.core.sampling import Sampling
 from decentral.train import decoding, gpt
 from decentral.train.measure import choose
 from decentral.train.step import Device
@@ -30,6 +31,6 @@ def rate(layers: Sequence[nn.Module], device: Device, tokens: int) -> float:
     """Return tokens/s of so many tokens, after a few that are not counted."""
     for count in (WARM_TOKENS, tokens):
         began = perf_counter()
-        for _ in decoding.generate(layers, PROMPT, decoding.Sampling(tokens=count, seed=0), device):
+        for _ in decoding.generate(layers, PROMPT, Sampling(tokens=count, seed=0), device):
             pass
     return tokens / (perf_counter() - began)

@@ -33,7 +33,7 @@ from decentral.core.errors import UserError
 from decentral.scheduler.shared.arrays import Ints
 
 ROOT = Path(__file__).parent.parent.parent
-START_S = 120.0  # the loop is compiled at the first start after a change
+START_S = 600.0  # the loop is compiled at the first start after a change
 ANSWER_S = 30.0
 LATE_SHARE = 0.05  # of a round trip: a router that is later for one in a hundred packets was itself the bottleneck,
 LATE_MS = 5.0  # unless it is no later than this, which is what a process waits for its core on a busy machine

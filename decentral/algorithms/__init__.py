@@ -1,1 +1,1 @@
-"""The gossip algorithms: each module holds one update rule and its record, listed in decentral/core/algorithms.py."""
+"""The update rules of the gossip algorithms, one a module; their records are in decentral/core/choices.py."""

@@ -8,7 +8,6 @@ from statistics import median, median_low
 import torch
 from torch import Tensor
 
-from decentral.core.algorithms import Algorithm
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
 from decentral.train import influence
@@ -95,11 +94,3 @@ class AllReduceRule(UpdateRule):
 
 def _length(vector: Tensor) -> float:
     return float(torch.linalg.vector_norm(vector, dtype=torch.float64))
-
-
-ALGORITHM = Algorithm(
-    name="allreduce",
-    rule=AllReduceRule,
-    memory_bytes=16,
-    blocking=True,
-)

@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from decentral.core.algorithms import Algorithm
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution
@@ -260,11 +259,3 @@ def _differences(
     known = {one.peer: one.phi for one in partners if one.phi is not None}
     ours = sample.take(phi) if known else phi
     return {peer: sample.read(SLOW_WEIGHTS_CODEC, codecs, theirs) - ours for peer, theirs in known.items()}
-
-
-ALGORITHM = Algorithm(
-    name="pull",
-    rule=PullRule,
-    light=(PSEUDO_GRADIENT,),
-    memory_bytes=24,  # phi, baseline, residual and spare in fp32, two published snapshots, and answers made of them
-)

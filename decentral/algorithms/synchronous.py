@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from decentral.core.algorithms import Algorithm
 from decentral.core.errors import ProtocolError
 from decentral.core.reasons import Reason
 from decentral.train.inner import Live, step_clipped
@@ -67,11 +66,3 @@ class SynchronousRule(UpdateRule):
     def _seconds(self, live: Live, vector: Tensor) -> Tensor:
         """The part of a vector [n] at which AdamW's second moments are."""
         return vector[vector.numel() - live.state.exp_avg_sq.numel() :]
-
-
-ALGORITHM = Algorithm(
-    name="synchronous",
-    rule=SynchronousRule,
-    memory_bytes=24,  # of three holders the gradient sums of two rounds, in fp32
-    exact=True,
-)

@@ -1,15 +1,11 @@
-"""Gossip algorithms: what one is, and the fixed table in which its name is looked up.
+"""Between the exchanges of a fragment and the node: what the exchange machine is told, and what it may ask.
 
-An algorithm is one record in one module of decentral/algorithms. That module is imported when somebody asks for the
-record, so the floors below it, the node among them, know no algorithm by name and load no torch. A name comes from the
-strict config and must stand in MODULES: nothing that comes from the network chooses code.
+The gossip algorithms themselves are records of decentral/core/choices.py.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 from decentral.core.ids import PeerId, RunId
@@ -19,12 +15,6 @@ from decentral.core.units import Seconds
 
 if TYPE_CHECKING:
     from decentral.core.config import GossipConfig
-
-MODULES = {
-    "pull": "decentral.algorithms.pull",
-    "allreduce": "decentral.algorithms.allreduce",
-    "synchronous": "decentral.algorithms.synchronous",
-}
 
 
 class GossipView(Protocol):
@@ -117,27 +107,3 @@ class FragmentContext:
             sent_bytes=moved[0],
             received_bytes=moved[1],
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Algorithm:
-    """All that the project needs to know of one value of `gossip.algorithm`."""
-
-    name: str
-    rule: type
-    """The class of its update rules, a subclass of UpdateRule in train/update_rules.py."""
-
-    memory_bytes: int
-    """At most this many bytes per parameter of gossip state on the device and in published snapshots."""
-
-    light: tuple[str, ...] = ()  # sections that are asked of every partner in every window; none: all
-    blocking: bool = False  # every window is exchanged with all holders, and training waits for its merge
-    exact: bool = False  # all peers take one step with the gradients of all: comm/rounds takes the place of exchanges
-
-
-@cache
-def algorithm(name: str) -> Algorithm:
-    """The record of that name, which must be one of MODULES."""
-    found: Algorithm = import_module(MODULES[name]).ALGORITHM
-    assert found.name == name, f"{MODULES[name]} says that it is {found.name}"
-    return found

@@ -12,13 +12,14 @@ import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
-from pydantic_core import PydanticKnownError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from decentral.core import algorithms, model_families, own_yaml
+from decentral.core import model_families, own_yaml
+from decentral.core.choices import ALGORITHMS, DATA_KINDS, OPTIMIZERS, DataKind
 from decentral.core.config_values import (
     MIN_INTERVAL_S,
     Digest,
@@ -55,28 +56,23 @@ RETIRED_KEYS: dict[str, dict[str, float]] = {
 }
 MAX_ROUND = 256  # micro-batches of a synchronous round, because one peer's report names them all
 SEALED_SUMS = 4  # sealed sums of gradients that may wait at once, with `routes.overlap`
-LEARNING_RATES = {"adamw": 4e-3, "muon": 8e-3}  # the best of those that docs/results/convergence.md compares
 _BRANCHES = {"int", "float", "constrained-int", "constrained-float", "literal['auto']"}  # of a key with several types
 _SHORT = reprlib.Repr()  # shows a wrong value with at most six entries, or thirty characters of a text
 _SHORT.maxlevel = 2
 
 
-def _algorithm_name(value: object) -> object:
-    """Says of an unknown name what pydantic says of a value that is none of a Literal's."""
-    names = tuple(algorithms.MODULES)
-    if value not in names:
-        expected = ", ".join(map(repr, names[:-1])) + f" or {names[-1]!r}"
-        raise PydanticKnownError("literal_error", {"expected": expected})
-    return value
-
-
-AlgorithmName = Annotated[str, BeforeValidator(_algorithm_name), Field(max_length=32)]
+if TYPE_CHECKING:
+    AlgorithmName = str
+    DataKindName = str
+    OptimizerName = str
+else:  # the names in the tables of core/choices.py
+    AlgorithmName, DataKindName, OptimizerName = Literal[*ALGORITHMS], Literal[*DATA_KINDS], Literal[*OPTIMIZERS]
 
 
 class DataConfig(Strict):
     """Where the tokens come from: train/data.py."""
 
-    kind: Literal["python-stdlib", "text", "tokens", "huggingface"] = "python-stdlib"
+    kind: DataKindName = "python-stdlib"
     path: OwnPath | None = None  # a file or folder on this peer's own disk; huggingface: or a data set's name
     glob: Annotated[str, Field(max_length=256)] | None = None  # which files of a folder; text: **/*.txt
     # huggingface: what a row is. chat: a list of messages, of which the assistant's are learned; completion: a prompt
@@ -89,9 +85,14 @@ class DataConfig(Strict):
     token_bytes: Literal[2, 4] = 2  # width of an entry of a tokens file
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05  # share of the tokens that no peer trains on
 
+    @property
+    def facts(self) -> DataKind:
+        """What data of this kind need and give."""
+        return DATA_KINDS[self.kind]
+
     @model_validator(mode="after")
     def format_is_read(self) -> "DataConfig":
-        if self.format != "text" and self.kind != "huggingface":
+        if self.format != "text" and not self.facts.has_formats:
             raise ValueError(f"data.format {self.format} needs data.kind huggingface; it is {self.kind}")
         return self
 
@@ -112,8 +113,8 @@ class TrainConfig(Strict):
     micro_batch: Positive | Literal["auto"] = 8  # sequences; auto: the fastest number that fits the device
     accumulate: Positive = 1  # micro-batches in one inner step; with `gossip.algorithm: synchronous` of the whole swarm
     # Muon trains the matrices between the first and the last layer, AdamW all else: docs/CONVERGENCE.md
-    optimizer: Literal["adamw", "muon"] = "muon"  # of the matrices between the first and last layer: AdamW has the rest
-    learning_rate: PositiveFloat | Literal["auto"] = "auto"  # auto: the optimizer's own, of LEARNING_RATES
+    optimizer: OptimizerName = "muon"  # of the matrices between the first and last layer: AdamW has the rest
+    learning_rate: PositiveFloat | Literal["auto"] = "auto"  # auto: the optimizer's own, of core/choices.py
     warmup_steps: Steps = 50
     total_steps: Large | None = None  # the learning rate's decay ends here; None: it is constant after the warm-up
     weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.1
@@ -127,13 +128,13 @@ class TrainConfig(Strict):
     @property
     def peak_rate(self) -> float:
         """The learning rate between warm-up and decay."""
-        return LEARNING_RATES[self.optimizer] if self.learning_rate == "auto" else self.learning_rate
+        return OPTIMIZERS[self.optimizer].peak_rate if self.learning_rate == "auto" else self.learning_rate
 
 
 class GossipConfig(Strict):
     """What the numbers do, and why these: docs/CONVERGENCE.md."""
 
-    # A name in core/algorithms.py. With `synchronous` nothing is averaged but gradients, before each step
+    # A name in core/choices.py. With `synchronous` nothing is averaged but gradients, before each step
     # (docs/ROUTES.md): of the settings below it uses fragment_parameters alone.
     algorithm: AlgorithmName = "pull"
     window_s: Interval = 0.5
@@ -202,7 +203,7 @@ class Config(Strict):
     @property
     def synchronous(self) -> bool:
         """Whether all peers take the same step, with the gradients of all: comm/rounds/round.py."""
-        return algorithms.algorithm(self.gossip.algorithm).exact
+        return ALGORITHMS[self.gossip.algorithm].exact
 
     @model_validator(mode="after")
     def rounds_are_possible(self) -> "Config":
@@ -234,7 +235,7 @@ class Config(Strict):
     @property
     def reads_bytes(self) -> bool:
         """Whether a token is a byte."""
-        return self.data.kind in ("python-stdlib", "text")
+        return self.data.facts.is_bytes
 
     @property
     def tokenizer(self) -> str | None:
@@ -306,21 +307,22 @@ def load(path: str | Path | None, overrides: Sequence[str] = (), own: OwnInputs 
     if own.model_code is not None and found.model.layers is not None:
         agreed_code(found.model.layers, own.model_code, "the config's")
     found = found.with_own(own)
-    if found.data.kind == "python-stdlib" and own.of_data():
+    kind = found.data.facts
+    if not kind.needs_path and own.of_data():
         rows = own.model_folder or own.tokenizer or str(own.data).endswith(FILES_OF_ROWS)
-        kind = "huggingface" if rows else "text"
-        raise UserError(f"{own.of_data()}: data.kind python-stdlib reads no file; add --set data.kind={kind}")
-    if found.data.kind != "python-stdlib" and found.data.path is None:
-        raise UserError(f"config: data.kind {found.data.kind} needs data.path, or the flag --data PATH")
-    if found.data.kind == "huggingface" and found.tokenizer is None:
-        raise UserError("config: data.kind huggingface needs data.tokenizer, or the flag --tokenizer PATH")
-    if found.model.start_from is not None and found.reads_bytes and found.model.vocabulary != BYTES:
-        other = f"data.kind {found.data.kind} gives bytes, and the model of model.from reads other tokens"
+        other = "huggingface" if rows else "text"
+        raise UserError(f"{own.of_data()}: data.kind {kind.name} reads no file; add --set data.kind={other}")
+    if kind.needs_path and found.data.path is None:
+        raise UserError(f"config: data.kind {kind.name} needs data.path, or the flag --data PATH")
+    if kind.needs_tokenizer and found.tokenizer is None:
+        raise UserError(f"config: data.kind {kind.name} needs data.tokenizer, or the flag --tokenizer PATH")
+    if found.model.start_from is not None and kind.is_bytes and found.model.vocabulary != BYTES:
+        other = f"data.kind {kind.name} gives bytes, and the model of model.from reads other tokens"
         raise UserError(f"config: {other}: take data.kind huggingface, or tokens")
     return found
 
 
-def _take_model(tree: dict[str, Any], folder: str | None) -> None:
+def _take_model(tree: dict[str, object], folder: str | None) -> None:
     """Fills in the keys of `model` that the folder's config.json has: the flag's, or else that of model.from."""
     model = tree.setdefault("model", {})
     folder = folder or (model.get("from") if isinstance(model, dict) else None)
@@ -349,11 +351,11 @@ def _read(path: str | Path | None) -> str:
         raise UserError(f"config: cannot read {path} ({error}); {shipped_ones}") from None
 
 
-def shipped_configs() -> list[Any]:
+def shipped_configs() -> list[Traversable]:
     return [entry for entry in files("decentral.configs").iterdir() if entry.name.endswith(".yaml")]
 
 
-def _set(tree: dict[str, Any], override: str) -> None:
+def _set(tree: dict[str, object], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise UserError(f"--set expects key=value, such as gossip.window_s=2; got {override!r}")
@@ -369,7 +371,7 @@ def _set(tree: dict[str, Any], override: str) -> None:
         raise UserError(f"--set {key}: {value!r} is not a YAML value") from None
 
 
-def validated(tree: Mapping[str, Any]) -> Config:
+def validated(tree: Mapping[str, object]) -> Config:
     """The config in a tree of plain values. Raises UserError, in one line of printable text."""
     try:
         return Config.model_validate(_without_retired(tree))
@@ -377,7 +379,7 @@ def validated(tree: Mapping[str, Any]) -> Config:
         raise UserError("config: " + printable(_explain(error), 300)) from None  # another peer may have sent it
 
 
-def _without_retired(tree: Mapping[str, Any]) -> dict[str, Any]:
+def _without_retired(tree: Mapping[str, object]) -> dict[str, object]:
     """Return the tree without `RETIRED_KEYS`. Raises UserError if one of them has another value than it always has."""
     left = dict(tree)
     for section, retired in RETIRED_KEYS.items():

@@ -4,6 +4,8 @@ Whoever starts a swarm says so in the config or by flags; whoever joins one, by 
 network ever gets here (decentral/core/swarm_config.py).
 """
 
+from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from decentral.core.errors import UserError
@@ -22,9 +24,19 @@ class OwnInputs:
     data_part: str | None = None  # k/n: which of n parts of them
     tokenizer: str | None = None  # its file or folder
 
+    @classmethod
+    def of(cls, value_of: Callable[[str], str | None]) -> "OwnInputs":
+        """Return what this gives for the name of each input."""
+        return cls(*(value_of(one.name) for one in fields(cls)))
+
+    @classmethod
+    def named_by(cls, flags: Namespace) -> "OwnInputs":
+        """Return the code and the files that the user of this peer has named by flags."""
+        return cls.of(lambda name: getattr(flags, FLAGS[name][2:].replace("-", "_")))
+
     def or_else(self, kept: "OwnInputs") -> "OwnInputs":
         """These, and where they name nothing, those that were kept."""
-        return OwnInputs(*(getattr(self, one.name) or getattr(kept, one.name) for one in fields(self)))
+        return OwnInputs.of(lambda name: getattr(self, name) or getattr(kept, name))
 
     def flags(self) -> list[str]:
         """The flags of decentral.peer that name the same."""

@@ -34,7 +34,7 @@ _PlainLoader.add_implicit_resolver(
 )
 
 
-def mapping(text: str, source: str) -> dict[str, Any]:
+def mapping(text: str, source: str) -> dict[str, object]:
     """The mapping in a text; empty for an empty text. Raises UserError, which names `source`, for anything else."""
     try:
         tree = yaml.load(text, Loader=_PlainLoader)  # _PlainLoader is a SafeLoader: it makes plain values only
@@ -51,7 +51,7 @@ def mapping(text: str, source: str) -> dict[str, Any]:
     return tree
 
 
-def value(text: str) -> Any:
+def value(text: str) -> object:
     """The value that a text stands for. Raises ValueError if it stands for none."""
     try:
         return yaml.load(text, Loader=_PlainLoader)

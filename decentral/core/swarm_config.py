@@ -10,7 +10,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from decentral.core import config, model_families
 from decentral.core.config import Config, ModelConfig
@@ -33,12 +32,12 @@ class ReceivedConfig:
         that the run needs."""
         settings = self._settings
         agreed_code(settings.model.layers, own.model_code, "this swarm's")
-        kind = settings.data.kind
-        if kind == "python-stdlib" and own.of_data():
+        kind = settings.data.facts
+        if not kind.needs_path and own.of_data():
             raise UserError(f"{own.of_data()}: this swarm trains on Python's standard library; leave the flag out")
-        if kind != "python-stdlib" and own.data is None:
-            raise UserError(f"this swarm trains on data of kind {kind}, each peer on its own: give --data PATH")
-        if kind == "huggingface" and own.tokenizer is None and own.model_folder is None:
+        if kind.needs_path and own.data is None:
+            raise UserError(f"this swarm trains on data of kind {kind.name}, each peer on its own: give --data PATH")
+        if kind.needs_tokenizer and own.tokenizer is None and own.model_folder is None:
             raise UserError("this swarm's text is read by a tokenizer: give --tokenizer PATH, its file or folder")
         if settings.model.lora is not None and settings.model.weights is not None and own.model_folder is None:
             raise UserError("this swarm trains adapters of a model that each peer reads itself: give --model-from DIR")
@@ -66,19 +65,20 @@ class ReceivedConfig:
             raise UserError(f"--join: this swarm's model is code, {code}, which only peers run; nothing to look at")
         return self._settings
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, str | int]:
         """What people are told of the run."""
         return facts_of(self._settings)
 
 
-def facts_of(settings: Config) -> dict[str, Any]:
+def facts_of(settings: Config) -> dict[str, str | int]:
     """What people are told of a run: its model, its data and how it trains, as plain values by name.
 
     `layers` and `parameters` are 0 where the model is code.
     """
     model, built_in = settings.model, settings.model.layers is None
     size = {"layers": len(model.layer_parameters), "parameters": sum(model.layer_parameters)} if built_in else {}
-    shape = {"width": model.d_model, "context": model.context, "code": plain_text(model.layers or "")}
+    code = plain_text(model.layers or "")
+    shape: dict[str, str | int] = {"width": model.d_model, "context": model.context, "code": code}
     training = {"algorithm": settings.gossip.algorithm, "optimizer": settings.train.optimizer}
     return {"layers": 0, "parameters": 0, **size, **shape, "data": settings.data.kind, **training}
 
@@ -107,7 +107,7 @@ def _refuse(constant: str) -> float:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def _once(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
     tree = dict(pairs)
     if len(tree) < len(pairs):
         raise ValueError("a key stands twice")

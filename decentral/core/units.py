@@ -15,6 +15,16 @@ Kind = Literal["s", "steps", "tokens"]
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured of a device."""
+
+    device: str  # its name
+    memory_bytes: int
+    flops: float  # a second, of a matrix product
+    tokens_per_s: float  # on the run's model; 0: not measured
+
+
+@dataclass(frozen=True, slots=True)
 class Amount:
     """An amount of work: seconds since joining, inner steps of this peer, or tokens of this peer."""
 

@@ -3,6 +3,7 @@
 import argparse
 import ipaddress
 import socket
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -42,6 +43,14 @@ class PageAddress:
     def _listening(self, port: int) -> socket.socket:
         found = socket.getaddrinfo(self.host, port, type=socket.SOCK_STREAM)
         return socket.create_server((self.host, port), family=found[0][0])
+
+
+def reserved(address: PageAddress | None) -> AbstractContextManager[socket.socket | None]:
+    """Return the socket of a page that is served later, or None where the user wants no page. Raises UserError.
+
+    So a port that is taken ends a command before it has made or settled anything.
+    """
+    return address.bind() if address else nullcontext()
 
 
 def add_dashboard_flag(parser: argparse.ArgumentParser) -> None:

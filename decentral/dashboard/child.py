@@ -35,9 +35,25 @@ class DashboardProcess:
     _waiting: bytearray = field(default_factory=bytearray)
 
     @classmethod
-    def start(cls, address: PageAddress, folder: Path | None = None, waits: bool = False) -> "DashboardProcess":
-        """`folder`: of journals that the page reads itself. Raises UserError if the address cannot be had."""
-        with address.bind() as listening:
+    def start(
+        cls,
+        address: PageAddress,
+        folder: Path | None = None,
+        waits: bool = False,
+        listening: socket.socket | None = None,
+    ) -> "DashboardProcess":
+        """Start the page's process.
+
+        Args:
+            address: Where it is served.
+            folder: Of journals that the page reads itself.
+            waits: Whether `tell` waits until the page has read.
+            listening: The address's socket, if it was `reserved`; it is closed here.
+
+        Raises:
+            UserError: If the address cannot be had.
+        """
+        with listening or address.bind() as listening:
             theirs, ours = os.pipe()
             try:
                 process = _spawn(address, folder, listening, theirs)
@@ -81,10 +97,16 @@ class DashboardProcess:
 
 @contextmanager
 def dashboard(
-    address: PageAddress | None, folder: Path | None = None, waits: bool = False
+    address: PageAddress | None,
+    folder: Path | None = None,
+    waits: bool = False,
+    listening: socket.socket | None = None,
 ) -> Iterator[DashboardProcess | None]:
-    """The page of a command, for as long as that runs; none if the user has asked for none."""
-    page = DashboardProcess.start(address, folder, waits) if address else None
+    """Yield the page of a command, until the block ends; None if the user has asked for none.
+
+    The arguments and the errors are those of `DashboardProcess.start`.
+    """
+    page = DashboardProcess.start(address, folder, waits, listening) if address else None
     try:
         yield page
     finally:

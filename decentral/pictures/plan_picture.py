@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,17 +12,20 @@ from decentral.core.units import readable_number
 from decentral.pictures.canvas import DIM, INK, NAME_CHARS, RED, USED, full_name, heading, picture, seconds_text
 from decentral.pictures.swarm_map import MapLinks, SwarmMap, matrix_of
 from decentral.scheduler.shared.arrays import Flags, Floats
+from decentral.scheduler.shared.plan import SyncPlan, ThroughputPlan
 from decentral.scheduler.shared.topology import Topology, Workload
 from decentral.scheduler.sync.layout_cost import Problem, problem_of
-from decentral.scheduler.sync.sync_plan import SyncPlan, divided
-from decentral.scheduler.throughput.throughput_plan import ThroughputPlan
+from decentral.scheduler.sync.sync_plan import divided
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.patches import FancyBboxPatch
 
 MAP_IN = 6.6  # width of a map
 NAMED_CELLS = 160  # peers of a synchronous plan whose names stand in their cells
 NAMED_ROWS = 32  # peers that have a row each; of more, those that are alike share one
 MOST_SPAN_ROWS = 64
 SAME_TIME = 1e-6  # of the larger one: times that differ by less are the same, but for rounding
-TITLE = {"fontsize": 9.5, "loc": "left", "color": DIM}
 
 
 def draw_plan(plan: SyncPlan | ThroughputPlan, topology: Topology, file: str) -> None:
@@ -45,7 +48,7 @@ def _draw_sync(plan: SyncPlan, topology: Topology, file: str) -> None:
         top = heading(figure, grid.heading(), f"{len(topology)} peers, objective sync, solver {plan.solver}")
         low = 0.2 / height
         place = figure.add_axes((0.2 / width, low, (MAP_IN - 0.4) / width, top - low))
-        place.set_title("Links between places: the wider, the faster; red decides how long it takes", **TITLE)
+        _title(place, "Links between places: the wider, the faster; red decides how long it takes")
         swarm.draw(place, MapLinks(grid.used(), grid.slow(), wide_is_fast=True))
         grid.draw(figure.add_axes((MAP_IN / width, low, 1 - (MAP_IN + 0.2) / width, top - low)), swarm)
 
@@ -112,9 +115,9 @@ class StageGrid:
             return np.zeros(seconds.shape, bool)
         return np.asarray(seconds >= (1 - SAME_TIME) * seconds.max())
 
-    def draw(self, axes: Any, swarm: SwarmMap) -> None:
+    def draw(self, axes: "Axes", swarm: SwarmMap) -> None:
         stages, replicas = self.peers_SR.shape
-        axes.set_title("Each row is a pipeline; the peers of a column hold the same layers", **TITLE)
+        _title(axes, "Each row is a pipeline; the peers of a column hold the same layers")
         axes.set_axis_off()
         axes.set(xlim=(-1.05, stages - 0.4), ylim=(replicas + 0.2, -1.1))
         red_peers, red_hops = self.deciding_peers(), self.deciding_hops()
@@ -132,18 +135,23 @@ class StageGrid:
             axes.text(-0.5, -0.45, "slowest hop,\nboth ways", ha="right", va="center", fontsize=7, color=DIM)
         axes.text(-0.5, replicas - 0.15, "averaging", ha="right", va="center", fontsize=7, color=DIM)
 
-    def _draw_cell(self, axes: Any, at: tuple[int, int], colour: tuple[float, float, float], red: bool) -> None:
-        axes.add_patch(_cell(*at, colour, RED if red else INK, 2.0 if red else 0.5))
+    def _draw_cell(self, axes: "Axes", at: tuple[int, int], colour: tuple[float, float, float], red: bool) -> None:
+        (x, y), edge, width = at, RED if red else INK, 2.0 if red else 0.5
+        axes.add_patch(_cell(x, y, colour, edge, width))
         if self.peers_SR.size <= NAMED_CELLS:
             name = full_name(self.topology.ids[self.peers_SR[at]])
-            axes.text(*at, name, ha="center", va="center", fontsize=min(8.0, 68 / max(6, len(name))), zorder=4)
+            axes.text(x, y, name, ha="center", va="center", fontsize=min(8.0, 68 / max(6, len(name))), zorder=4)
 
-    def _say(self, axes: Any, x: float, y: float, seconds: float, red: bool) -> None:
-        how = {"color": RED, "fontweight": "bold"} if red else {"color": DIM}
-        axes.text(x, y, seconds_text(float(seconds)), ha="center", va="center", fontsize=8, **how)
+    def _say(self, axes: "Axes", x: float, y: float, seconds: float, red: bool) -> None:
+        color, weight, said = RED if red else DIM, "bold" if red else "normal", seconds_text(float(seconds))
+        axes.text(x, y, said, ha="center", va="center", fontsize=8, color=color, fontweight=weight)
 
 
-def _cell(x: float, y: float, colour: tuple[float, float, float], edge: str, width: float) -> Any:
+def _title(axes: "Axes", text: str) -> None:
+    axes.set_title(text, fontsize=9.5, loc="left", color=DIM)
+
+
+def _cell(x: float, y: float, colour: tuple[float, float, float], edge: str, width: float) -> "FancyBboxPatch":
     from matplotlib.patches import FancyBboxPatch
 
     return FancyBboxPatch((x - 0.37, y - 0.3), 0.74, 0.6, boxstyle="round,pad=0,rounding_size=0.08", facecolor=colour,
@@ -170,7 +178,7 @@ def _draw_throughput(plan: ThroughputPlan, topology: Topology, file: str) -> Non
         for number, (title, used) in enumerate(drawn):
             high = min(top - 0.2 / height, MAP_IN / height)
             axes = figure.add_axes(((MAP_IN * number + 0.2) / width, top - high, (MAP_IN - 0.4) / width, high))
-            axes.set_title(f"{title}; red: the slowest links", **TITLE)
+            _title(axes, f"{title}; red: the slowest links")
             swarm.draw(axes, MapLinks(used, swarm.slowest(used)))
         left, low = (MAP_IN * len(drawn) + 1.3) / width, 0.6 / height
         _draw_spans(figure.add_axes((left, low, 1 - left - 0.9 / width, top - low)), rows, swarm)
@@ -218,11 +226,11 @@ def span_rows(plan: ThroughputPlan, topology: Topology) -> list[SpanRow]:
     return rows
 
 
-def _draw_spans(axes: Any, rows: Sequence[SpanRow], swarm: SwarmMap) -> None:
+def _draw_spans(axes: "Axes", rows: Sequence[SpanRow], swarm: SwarmMap) -> None:
     """A bar for each row over the layers that it holds, and behind it the share of the work and the device."""
     shown, layers = rows[:MOST_SPAN_ROWS], max(row.last for row in rows)
     more = f" (the first {len(shown)} of {len(rows)} rows)" if len(shown) < len(rows) else ""
-    axes.set_title(f"Who holds which layers; at the right the share of the work{more}", **TITLE)
+    _title(axes, f"Who holds which layers; at the right the share of the work{more}")
     devices = swarm.topology.devices
     for number, row in enumerate(shown):
         colour = swarm.colour_of(row.peer)

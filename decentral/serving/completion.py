@@ -5,10 +5,10 @@ Text that may be the beginning of a stop string is held back until it is known w
 
 from collections.abc import Sequence
 
-from decentral.generate import LoadedModel
+from decentral.core.sampling import Sampling
+from decentral.serving.loaded_model import LoadedModel
 from decentral.serving.openai_requests import ApiError
 from decentral.train import decoding
-from decentral.train.decoding import Sampling
 from decentral.train.step import Device
 
 

@@ -28,8 +28,8 @@ from starlette.types import Receive, Scope, Send
 from decentral import command
 from decentral.core import strict_json
 from decentral.core.errors import UserError
-from decentral.generate import SEED_BITS, LoadedModel
 from decentral.serving.completion import Completion
+from decentral.serving.loaded_model import SEED_BITS, LoadedModel
 from decentral.serving.openai_requests import (
     MOST_BODY_BYTES,
     ApiError,

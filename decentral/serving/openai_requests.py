@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from decentral.train.decoding import Sampling
+from decentral.core.sampling import Sampling
 
 MOST_BODY_BYTES = 1 << 20
 MOST_SERVED_TOKENS = 4096  # that one request may generate

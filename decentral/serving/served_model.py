@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decentral import command, gather_weights, generate
+from decentral import command, gather_weights
 from decentral.core import model_families
 from decentral.core.errors import UserError
 from decentral.core.units import Seconds
-from decentral.generate import LoadedModel
-from decentral.serving import chat_template
+from decentral.serving import chat_template, loaded_model
 from decentral.serving.chat_template import ChatTemplate
+from decentral.serving.loaded_model import LoadedModel
 from decentral.serving.openai_requests import ApiError
 from decentral.train import measure, text_codec
 from decentral.train.memory import WEIGHT_BYTES
@@ -100,8 +100,8 @@ def of_folder(folder: Path, tokenizer: str | None, device: Device) -> ServedSour
 
     def load() -> LoadedModel:
         if is_model:
-            return generate.of_folder(folder, tokenizer)
-        return generate.of_run(gather_weights.from_folders([str(folder)]), tokenizer)
+            return loaded_model.of_folder(folder, tokenizer)
+        return loaded_model.of_run(gather_weights.from_folders([str(folder)]), tokenizer)
 
     known = tokenizer or (str(folder) if is_model else None)
     served = ServedModel(folder.resolve().name, device, chat_template.of_tokenizer(known))
@@ -138,6 +138,6 @@ def of_swarm(swarm: VisitedSwarm, tokenizer: str | None, device: Device) -> Serv
 
     async def load() -> LoadedModel:
         found = await gather_weights.of_visited(swarm, 1, measure.machine_bytes() - own_bytes)
-        return await asyncio.to_thread(generate.of_run, found, tokenizer)
+        return await asyncio.to_thread(loaded_model.of_run, found, tokenizer)
 
     return ServedSource(ServedModel(swarm.run, device, chat_template.of_tokenizer(tokenizer)), load, REFRESH_S)

@@ -21,7 +21,7 @@ from decentral.comm.net.streams import READ_S, WRITE_S
 from decentral.comm.net.virtual_network import Question
 from decentral.comm.wire.messages import ForwardRequest, Offer
 from decentral.core import jobs
-from decentral.core.algorithms import algorithm
+from decentral.core.choices import ALGORITHMS
 from decentral.core.ids import PeerId
 from decentral.core.machine import Log
 from decentral.core.reasons import Reason
@@ -59,7 +59,7 @@ class InvariantAudit:
         self.checks = 0  # jobs that were audited
         self._stepped_at: dict[PeerId, Seconds] = {}
         self._saved_at: dict[PeerId, Seconds] = {}  # or when it was excused last
-        self._blocking = algorithm(swarm.settings.config.gossip.algorithm).blocking
+        self._blocking = ALGORITHMS[swarm.settings.config.gossip.algorithm].blocking
 
     def handled(self, host: VirtualHost, event: PeerEvent | Stop, effects: list[PeerEffect]) -> None:
         if not isinstance(event, jobs.Stepped):

@@ -33,7 +33,8 @@ from random import Random
 from decentral.core.errors import UserError
 from decentral.core.units import Seconds
 
-HOSTS = ("clock", "full-disk")  # faults of one machine, drawn apart from the others
+BESIDES = ("hosts", "liars")  # drawn apart from the others: faults of machines (HOSTS), and liars who know
+HOSTS = ("clock", "full-disk")  # faults of one machine
 PEERS = ("crash", "restart", "wipe", "freeze", "slow", "leave", "part", "skew", "nat", "lie")
 PAIRS = {"oneway": ">", "degrade": "-"}
 SHARES = ("loss", "corrupt", "truncate", "duplicate", "reorder", "late")

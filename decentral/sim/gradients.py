@@ -1,6 +1,5 @@
 """Real gradients in virtual time: train/compute.py's Compute trains; only its seconds are the simulation's."""
 
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,15 +29,19 @@ class Trained(Compute):
         return replace(outcome, seconds=0.0) if isinstance(outcome, jobs.Evaluated) else outcome
 
 
-def real_gradients(shape: SwarmSettings) -> SwarmSettings:
-    """The same swarm, with the config's model trained on its data; checkpoints in a temporary folder."""
+def real_gradients(shape: SwarmSettings, folder: Path) -> SwarmSettings:
+    """Return the same swarm, with the config's model trained on its data.
+
+    Args:
+        shape: The swarm.
+        folder: Of the peers' checkpoints, from which those go on that fail and come back; it has none yet.
+    """
     run = shape.config
     corpus = data.load(run.data, run.model)
-    folder = Path(tempfile.mkdtemp(prefix="simulated-"))
 
     def train(member: SimulatedPeer) -> Training:
         place = folder / member.peer
-        place.mkdir(exist_ok=True)
+        place.mkdir(parents=True, exist_ok=True)
         trained = Trained(ComputeSetup(run, member.peer, corpus, compress, device, place, member.span))
         trained.resume()
         trained.numbers.names = MicroBatchNames.known(member.peer)

@@ -26,14 +26,13 @@ from decentral.train import memory
 
 FAULTS_UNTIL_S: Seconds = 60.0
 SPANS_EVERY = 4  # in every so many seeds, the last one stands for a swarm whose peers hold spans of the model
-BESIDES = ("hosts", "liars")
 HOSTS_EVERY, HOSTS_AT = 10, 3  # of so many rows of SPANS_EVERY seeds, one has faults of machines: full disks, clocks
 LIARS_EVERY, LIARS_AT = 10, 5  # likewise of knowing liars
 SPAN_MODEL = [
     *("model.depth=4", "model.width=32", "model.context=32", "train.micro_batch=2"),
     "gossip.fragment_parameters=10000",  # which makes four fragments
 ]
-ALGORITHMS = (*5 * ("pull",), "allreduce")
+SAMPLED_ALGORITHMS = (*5 * ("pull",), "allreduce")
 SETTINGS = [
     "gossip.window_s=3",
     "gossip.start_window_s=1",
@@ -65,7 +64,7 @@ def scenario_of(seed: int) -> Scenario:
     chance = rng.stream(seed, "sweep")
     peers = chance.randint(3, 6)
     throttles = tuple(chance.choice([1.0, 1.0, 1.5, 4.0]) for _ in range(peers))
-    algorithm = f"gossip.algorithm={chance.choice(ALGORITHMS)}"
+    algorithm = f"gossip.algorithm={chance.choice(SAMPLED_ALGORITHMS)}"
     if seed % SPANS_EVERY == SPANS_EVERY - 1:
         settings = _span_settings(algorithm, throttles, seed)
     else:

@@ -18,13 +18,12 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from decentral.core import config, rng
+from decentral.core import choices, config, rng
 from decentral.core.errors import UserError
 from decentral.train import token_file
 from decentral.train.data_files import left_out, visible
 from decentral.train.data_source import MicroBatches, Reading, TrainingData, batch_of
 from decentral.train.held_out import Runs, divide
-from decentral.train.text_stream import TextStream
 from decentral.train.token_file import Tokens
 
 LEAST_WINDOWS = 20  # in the shortest text, each a token apart from the next
@@ -66,7 +65,8 @@ class Corpus:
 
 def load(data: config.DataConfig, model: config.ModelConfig) -> TrainingData:
     """This peer's data. Raises UserError when they cannot be read, are too few, or do not fit the vocabulary."""
-    return TextStream(data, model) if data.kind == "huggingface" else corpus(data, model)
+    found: TrainingData = choices.load(data.facts.opens)(data, model)
+    return found
 
 
 def corpus(data: config.DataConfig, model: config.ModelConfig) -> Corpus:
@@ -82,8 +82,8 @@ def corpus(data: config.DataConfig, model: config.ModelConfig) -> Corpus:
         raise UserError(f"data: token {highest} does not fit model.vocabulary {model.vocabulary}")
     if tokens.dtype.kind == "i" and (lowest := min(int(chunk.min()) for chunk in chunks)) < 0:
         raise UserError(f"data: {data.path} has the token {lowest}; a token is at least 0")
-    runs = divide(tokens, data.held_out, model.context + 1)
-    return Corpus(tokens, model.context, *runs, [said] if said else [])
+    train, held_out = divide(tokens, data.held_out, model.context + 1)
+    return Corpus(tokens, model.context, train, held_out, [said] if said else [])
 
 
 def _read(data: config.DataConfig, vocabulary: int) -> tuple[Tokens, str | None]:

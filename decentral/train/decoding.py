@@ -12,7 +12,6 @@ D width, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,21 +19,11 @@ from torch import Tensor, nn
 
 from decentral.core.config import ModelConfig
 from decentral.core.errors import UserError
+from decentral.core.sampling import Sampling
 from decentral.train import gpt, memory, rotary
 from decentral.train.step import Device
 
 READ_AT_ONCE = 512  # positions of a prompt: their attention mask has so many rows
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How a token is drawn from the model's distribution over all tokens."""
-
-    temperature: float = 0.8  # 0: the likeliest token, always
-    top_p: float = 0.95  # the least set of likeliest tokens with this probability is drawn from
-    seed: int = 0
-    tokens: int = 200  # how many
-    below: int | None = None  # only tokens below this: a vocabulary may have more than there are texts for
 
 
 def generate(

@@ -82,6 +82,23 @@ class HoldingOut:
         return _hash(text) < self.below
 
 
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What to read of a shard: from where on, which of its rows, and which of their pieces."""
+
+    shard: int
+    piece_chars: int = PIECE_CHARS
+    wanted: Callable[[str], bool] = lambda text: True  # whether a piece with this text, or identity, is read
+    lane: int = 0  # of the shard's `lanes`: row n is in lane n % lanes, and of a text file piece n
+    lanes: int = 1
+    state: State | None = None  # where reading begins; None: where the shard does
+    read: int = 0  # rows before that place, or pieces of a text file, of all lanes
+
+    def takes(self, number: int) -> bool:
+        """Return whether the row, or piece, of this number in the shard is in the lane."""
+        return number % self.lanes == self.lane
+
+
 class Documents:
     """A data set as parts that are read one after another, in any order, and again. Not thread-safe."""
 
@@ -143,37 +160,35 @@ class Documents:
 
         Raises UserError where the data cannot be read.
         """
-        lane, holding_out = part % self.per_shard, self.holding_out
-
-        def ours(number: int) -> bool:
-            return number % self.per_shard == lane
+        holding_out, (shard, lane) = self.holding_out, divmod(part, self.per_shard)
 
         def trained(text: str) -> bool:
             return not holding_out.holds(text)
 
-        yield from self._batches(part // self.per_shard, state, read, ours, trained, holding_out.piece_chars)
+        yield from self._batches(Selection(shard, holding_out.piece_chars, trained, lane, self.per_shard, state, read))
 
     def held_out(self) -> Iterator[TextPiece]:
         """All pieces that are held out, in the order of the data."""
-        return self._all(self.holding_out.holds, self.holding_out.piece_chars)
+        return self._all(self.holding_out.piece_chars, self.holding_out.holds)
 
     def all_pieces(self) -> Iterator[TextPiece]:
         """All pieces, in the order of the data."""
-        return self._all(_every, PIECE_CHARS)
+        return self._all(PIECE_CHARS, lambda text: True)
 
-    def _all(self, wanted: Callable[[str], bool], piece_chars: int) -> Iterator[TextPiece]:
+    def _all(self, piece_chars: int, wanted: Callable[[str], bool]) -> Iterator[TextPiece]:
         for shard in range(self.shards):
-            for batch in self._batches(shard, None, 0, _every, wanted, piece_chars):
+            for batch in self._batches(Selection(shard, piece_chars, wanted)):
                 yield from batch.pieces
 
     def _identities(self, piece_chars: int) -> Iterator[str]:
         """Yield the texts whose hashes decide what is held out, in the order of the data."""
         for shard in range(self.shards):
+            everything = Selection(shard, piece_chars)
             if self.opened.kind == "text":
-                for batch in self._pieces_of_file(shard, None, 0, _every, _every, piece_chars):
+                for batch in self._pieces_of_file(everything):
                     yield from (piece.text for piece in batch.pieces)
                 continue
-            for rows in self._rows(shard, None, 0, _every):
+            for rows in self._rows(everything):
                 for number, row in rows.rows:
                     found = self._read(shard, number, row)
                     if isinstance(found, str):
@@ -183,35 +198,26 @@ class Documents:
                             identity = found.identity
                         yield identity
 
-    def _batches(
-        self,
-        shard: int,
-        state: State | None,
-        read: int,
-        ours: Callable[[int], bool],
-        wanted: Callable[[str], bool],
-        piece_chars: int,
-    ) -> Iterator[Batch]:
-        """Yield the pieces of a shard's rows whose number is `ours` and whose text is `wanted`."""
+    def _batches(self, selection: Selection) -> Iterator[Batch]:
+        """Yield the pieces of the selected rows, or of the text file, in batches."""
         if self.opened.kind == "text":
-            yield from self._pieces_of_file(shard, state, read, ours, wanted, piece_chars)
+            yield from self._pieces_of_file(selection)
             return
-        for rows in self._rows(shard, state, read, ours):
-            found = (self._pieces_of_row(shard, number, row, wanted, piece_chars) for number, row in rows.rows)
+        for rows in self._rows(selection):
+            found = (self._pieces_of_row(selection, number, row) for number, row in rows.rows)
             yield Batch(tuple(itertools.chain.from_iterable(found)), rows.state, rows.read)
 
-    def _pieces_of_row(
-        self, shard: int, number: int, row: Any, wanted: Callable[[str], bool], piece_chars: int
-    ) -> Iterator[TextPiece]:
+    def _pieces_of_row(self, selection: Selection, number: int, row: Any) -> Iterator[TextPiece]:
+        shard = selection.shard
         found, at = self._read(shard, number, row), shard * PIECES_OF_SHARD + number * PIECES_OF_ROW
         if isinstance(found, str):
-            texts = pieces.cut(found, piece_chars)
+            texts = pieces.cut(found, selection.piece_chars)
             for place, text in enumerate(texts):
-                if wanted(text):
+                if selection.wanted(text):
                     yield TextPiece(text, at + place, not place, place + 1 == len(texts))
         elif found is not None:
             with self._naming(shard, number):
-                if not wanted(found.identity):
+                if not selection.wanted(found.identity):
                     return
                 made = conversations.document(found, self.tokenizer)
             self.unlearned += made is None
@@ -259,20 +265,21 @@ class Documents:
 
     # Rows
 
-    def _rows(self, shard: int, state: State | None, read: int, ours: Callable[[int], bool]) -> Iterator[Rows]:
-        """Yield the rows of a shard whose number is `ours`, in batches."""
+    def _rows(self, selection: Selection) -> Iterator[Rows]:
+        """Yield the rows of the selection's lane, in batches."""
+        state, read = selection.state, selection.read
         if state == END_OF_ONE_VALUE:
             return
         json_rows = self.opened.kind == "json"
-        for table, after in self._tables(shard, state, ROWS_AT_ONCE):
+        for table, after in self._tables(selection.shard, state, ROWS_AT_ONCE):
             if json_rows:
                 lines = table.column("text")
                 if not read and state is None and _is_one_value(lines.to_pylist()):
-                    yield from self._rows_of_one_value(shard, ours)
+                    yield from self._rows_of_one_value(selection)
                     return
-                yield Rows(list(self._parsed_lines(shard, lines, read, ours)), after, read := read + len(lines))
+                yield Rows(list(self._parsed_lines(selection, lines, read)), after, read := read + len(lines))
             else:
-                own = [place for place in range(len(table)) if ours(read + place)]
+                own = [place for place in range(len(table)) if selection.takes(read + place)]
                 rows = self._rows_of_table(table, own)
                 yield Rows(
                     [(read + place, row) for place, row in zip(own, rows, strict=True)],
@@ -280,19 +287,19 @@ class Documents:
                     read := read + len(table),
                 )
 
-    def _parsed_lines(
-        self, shard: int, lines: Any, read: int, ours: Callable[[int], bool]
-    ) -> Iterator[tuple[int, Any]]:
-        own = [place for place in range(len(lines)) if ours(read + place)]
+    def _parsed_lines(self, selection: Selection, lines: Any, read: int) -> Iterator[tuple[int, Any]]:
+        own = [place for place in range(len(lines)) if selection.takes(read + place)]
         for place, line in zip(own, lines.take(own).to_pylist() if own else (), strict=True):
             if line.strip():
                 try:
                     yield read + place, json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    raise UserError(f"data: {self._place(shard, read + place)} is no JSON ({error})") from None
+                    named = self._place(selection.shard, read + place)
+                    raise UserError(f"data: {named} is no JSON ({error})") from None
 
-    def _rows_of_one_value(self, shard: int, ours: Callable[[int], bool]) -> Iterator[Rows]:
+    def _rows_of_one_value(self, selection: Selection) -> Iterator[Rows]:
         """Yield the rows of a file that is one JSON list, or objects over several lines; it is read whole."""
+        shard = selection.shard
         if self._parsed[0] != shard:
             lines = (table.column("text").to_pylist() for table, _ in self._tables(shard, None, LINES_AT_ONCE))
             try:
@@ -300,7 +307,8 @@ class Documents:
             except (ValueError, RecursionError) as error:
                 raise UserError(f"data: {self.opened.files[shard]} is no JSON ({error})") from None
         rows = self._parsed[1]
-        yield Rows([(number, row) for number, row in enumerate(rows) if ours(number)], END_OF_ONE_VALUE, len(rows))
+        own = [(number, row) for number, row in enumerate(rows) if selection.takes(number)]
+        yield Rows(own, END_OF_ONE_VALUE, len(rows))
 
     def _rows_of_table(self, table: Any, own: Sequence[int]) -> list[dict[str, Any]]:
         names = [name for name in table.column_names if name in conversations.columns(self.data)]
@@ -330,19 +338,12 @@ class Documents:
 
     # Files of text
 
-    def _pieces_of_file(
-        self,
-        shard: int,
-        state: State | None,
-        read: int,
-        ours: Callable[[int], bool],
-        wanted: Callable[[str], bool],
-        piece_chars: int,
-    ) -> Iterator[Batch]:
-        """Yield the pieces of a text file, which is one document, from `state` on.
+    def _pieces_of_file(self, selection: Selection) -> Iterator[Batch]:
+        """Yield the selected pieces of a text file, which is one document.
 
-        `state`: of the lines in which the next piece begins.
+        A batch's state is that of the lines in which the next piece begins.
         """
+        state, read = selection.state, selection.read
         at, skip = (state["at"], state["skip"]) if state else (None, 0)
         open_lines: list[str] = []  # of the piece whose end is not known yet
         origins: list[
@@ -353,21 +354,21 @@ class Documents:
         def batch(texts: Sequence[str], ends: bool) -> Batch:
             numbered = list(enumerate(map(_encodable, texts), read))
             last = numbered[-1][0] if numbered and ends else None
-            own = [(number, text) for number, text in numbered if ours(number) and wanted(text)]
-            first = shard * PIECES_OF_SHARD
+            own = [(number, text) for number, text in numbered if selection.takes(number) and selection.wanted(text)]
+            first = selection.shard * PIECES_OF_SHARD
             made = (TextPiece(text, first + number, not number, number == last) for number, text in own)
             begin, skipped, _ = origins[0] if origins else (before, 0, 0)
             return Batch(tuple(made), {"at": begin, "skip": skipped}, read + len(texts))
 
-        for table, after in self._tables(shard, at, LINES_AT_ONCE):
+        for table, after in self._tables(selection.shard, at, LINES_AT_ONCE):
             lines = table.column("text").to_pylist()
             open_lines += lines[skip:]
             origins.append((before, skip, len(lines)))
             before, skip = after, 0
-            if whole and sum(map(len, open_lines)) <= pieces.UNCUT * piece_chars:
+            if whole and sum(map(len, open_lines)) <= pieces.UNCUT * selection.piece_chars:
                 continue
             whole = False
-            texts, open_lines = pieces.cut_lines(open_lines, piece_chars)
+            texts, open_lines = pieces.cut_lines(open_lines, selection.piece_chars)
             origins = _last(origins, len(open_lines))
             made = batch(texts, ends=False)
             read = made.read
@@ -400,10 +401,6 @@ def parts_of_a_shard(shards: int, least_parts: int, readers: int) -> int:
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest())
-
-
-def _every(_: str | int) -> bool:
-    return True
 
 
 def _encodable(text: str) -> str:

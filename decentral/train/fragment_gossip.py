@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from decentral.core import config, jobs
-from decentral.core.algorithms import algorithm
+from decentral.core.choices import ALGORITHMS
 from decentral.core.errors import ProtocolError
 from decentral.core.fragments import Layout
 from decentral.core.ids import PeerId
@@ -184,7 +184,7 @@ class FragmentGossip:
                 return self._export(fragment)
 
     def begin(self, newcomer: bool) -> None:
-        self.pause, self.merging = Pause.EVERY_ROUND if algorithm(self.gossip.algorithm).exact else None, set()
+        self.pause, self.merging = Pause.EVERY_ROUND if ALGORITHMS[self.gossip.algorithm].exact else None, set()
         for gossiped in self.fragments:
             gossiped.newcomer = newcomer
 
@@ -216,8 +216,8 @@ class FragmentGossip:
         gossiped.rule.close(theta, window, packer)
         layout, blob = packer.finish()
         assert set(layout) <= {*gossiped.layout, *gossiped.codings}
-        counted, on_request = (window.tokens, window.lr_sum), gossiped.on_request
-        return jobs.WindowClosed(job.fragment, job.seq, *counted, layout, blob, on_request, gossiped.codings)
+        tokens, lr_sum, on_request = window.tokens, window.lr_sum, gossiped.on_request
+        return jobs.WindowClosed(job.fragment, job.seq, tokens, lr_sum, layout, blob, on_request, gossiped.codings)
 
     def _rest(self, fragment: int) -> Program:
         yield Phase.EDGE
@@ -228,7 +228,8 @@ class FragmentGossip:
         yield Phase.BESIDE
         packer = Packer(self.tools.codecs)
         self._by_index[fragment].rule.encode(packer)
-        return jobs.SectionsEncoded(fragment, seq, *packer.finish())
+        layout, blob = packer.finish()
+        return jobs.SectionsEncoded(fragment, seq, layout, blob)
 
     def _merge(self, job: jobs.Merge) -> Program:
         yield Phase.BESIDE
@@ -257,7 +258,8 @@ class FragmentGossip:
             yield Phase.EDGE
         packer = Packer(self.tools.codecs)
         gossiped.rule.donate(gossiped.live, packer)
-        return jobs.StateExported(fragment, *packer.finish())
+        layout, blob = packer.finish()
+        return jobs.StateExported(fragment, layout, blob)
 
     # With exact gradients: both at a step edge
 
@@ -267,7 +269,8 @@ class FragmentGossip:
         live = gossiped.live
         gossiped.rule.close_round(live, packer)
         tokens, lr_sum, live.tokens, live.lr_sum = live.tokens, live.lr_sum, 0, 0.0
-        return jobs.WindowClosed(fragment, seq, tokens, lr_sum, *packer.finish())
+        layout, blob = packer.finish()
+        return jobs.WindowClosed(fragment, seq, tokens, lr_sum, layout, blob)
 
     def advance(self, fragment: int, sums: Sequence[jobs.Contribution]) -> list[tuple[PeerId, str]]:
         """Takes the round's step with these sums; gives the peers whose sums were refused, with the reasons."""

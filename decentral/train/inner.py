@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from decentral.core import config, rng
+from decentral.core.choices import OPTIMIZERS
 from decentral.core.fragments import Fragment
 from decentral.train import gpt
 from decentral.train.optimizers import (
@@ -44,7 +45,7 @@ def fragments(parameters: Sequence[int], at_least: int) -> list[Fragment]:
     if len(groups) > 1 and groups[-1][2] < at_least:
         _, last, count = groups.pop()
         groups[-1] = [groups[-1][0], last, groups[-1][2] + count]
-    return [Fragment(number, *group) for number, group in enumerate(groups)]
+    return [Fragment(number, first, last, count) for number, (first, last, count) in enumerate(groups)]
 
 
 class Live:
@@ -141,12 +142,12 @@ class Live:
     def _groups(self, layers: Sequence[nn.Module], start: int) -> tuple[list[nn.Parameter], ...]:
         """The fragment's parameters in their order in theta: Muon's matrices, AdamW's matrices, gains."""
         blocks, matrices, gains = [], [], []
+        apart = bool(OPTIMIZERS[self.train.optimizer].stretch)
         for number in range(self.fragment.first, self.fragment.last):
-            muon = self.train.optimizer == "muon" and 0 < number < self._last
             for parameter in layers[number - start].parameters():
                 if parameter.ndim < 2:
                     gains.append(parameter)
-                elif muon and parameter.ndim == 2:
+                elif apart and 0 < number < self._last and parameter.ndim == 2:
                     blocks.append(parameter)
                 else:
                     matrices.append(parameter)

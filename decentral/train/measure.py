@@ -2,14 +2,14 @@
 
 import platform
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from decentral.core import config
 from decentral.core.errors import UserError
-from decentral.core.units import plural
+from decentral.core.units import Measured, plural
 from decentral.train import control_groups
 from decentral.train.step import ALONE, Device, ModelForward, Ranks
 
@@ -17,14 +17,6 @@ PASSES_S = 0.5  # after so much time no further pass is measured: where passes a
 MATMUL_S = 0.2  # how long matrices are multiplied
 LARGEST = 512  # sequences in a micro-batch, at most
 GOOD_ENOUGH = 0.9  # share of the best tokens/s that a micro-batch must reach; the smallest one gives the most steps
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    device: str  # its name
-    memory_bytes: int
-    flops: float
-    tokens_per_s: float
 
 
 def choose(wanted: str, dtype: str, throttle: float, emulated_s: float) -> Device:

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from decentral.core import config
-from decentral.core.algorithms import algorithm
+from decentral.core.choices import ALGORITHMS, OPTIMIZERS
 from decentral.core.errors import UserError
 from decentral.core.fragments import Fragment
 from decentral.core.memory_needs import MemoryNeeds
@@ -48,7 +48,6 @@ SUM_BYTES = 4  # for each parameter, as is the next one
 SCRATCH_BYTES = 16
 ROUNDING_BYTES = 12  # for each parameter of a stretch in bf16, while it is trained: weights and gradient in fp32, noise
 WIDENING_BYTES = 20  # for each parameter with moments in int8, while they are computed with in fp32
-MUON_BYTES = 24  # for each parameter of Muon's largest matrix: its iterations' matrices
 MASK_BYTES = 5  # for each pair of positions, where a window masks them: as a truth value, and as a float while computed
 LOGIT_BYTES = 12  # for each logit: itself, its softmax, its gradient
 PART_BYTES = 16  # where the loss is computed in parts, for each logit of a part
@@ -72,7 +71,7 @@ def needs(run: config.Config, cuts: Sequence[Fragment] | None = None, gossip_apa
     """The bytes of this run's model, its activations in fp32 (bf16 keeps less). `cuts`: the fragments, if not those of
     the run. `gossip_apart`: what gossip needs is in another memory."""
     cut, layers = tuple(cuts or fragments_of(run)), layer_bytes(run)
-    gossip, shared = algorithm(run.gossip.algorithm).memory_bytes, SCRATCH_BYTES
+    gossip, shared = ALGORITHMS[run.gossip.algorithm].memory_bytes, SCRATCH_BYTES
     if gossip_apart:
         gossip, shared = 0, 0
     sums = SUM_BYTES * (run.routes.slots + (run.train.weights == "bfloat16"))
@@ -114,18 +113,19 @@ def needs_on(run: config.Config, device: Device) -> MemoryNeeds:
 def layer_bytes(run: config.Config) -> list[LayerBytes]:
     """What each layer of the run's model takes."""
     train, found, number_bytes = run.train, [], 2 if run.train.weights == "bfloat16" else 4
+    chosen = OPTIMIZERS[train.optimizer]
     kept, last = activation_bytes(run.model), len(gpt.sizes(run.model)) - 1
     entering, logits = gpt.widths(run.model), _tokens(run) * run.model.vocabulary
     for number, sizes in enumerate(gpt.sizes(run.model)):
         inner = 0 < number < last
-        muon = sum(sizes.matrices) if inner and train.optimizer == "muon" else 0
-        decayed, gains = sum(sizes.matrices) + sum(sizes.larger) - muon, sum(sizes.gains)
-        step, moments = MUON_BYTES * max(sizes.matrices, default=0) if muon else 0, 8 * decayed
+        apart = sum(sizes.matrices) if inner and chosen.stretch else 0  # what AdamW does not train
+        decayed, gains = sum(sizes.matrices) + sum(sizes.larger) - apart, sum(sizes.gains)
+        step, moments = chosen.scratch_bytes * max(sizes.matrices, default=0) if apart else 0, 8 * decayed
         if train.moments == "int8":
             moments, step = 2 * decayed + 8 * -(-decayed // BLOCK), max(step, WIDENING_BYTES * decayed)
         if train.weights == "bfloat16":
-            step += ROUNDING_BYTES * max(muon, decayed)
-        weights = number_bytes * (muon + decayed + gains)
+            step += ROUNDING_BYTES * max(apart, decayed)
+        weights = number_bytes * (apart + decayed + gains)
         frozen = number_bytes * run.model.layer_parameters[number] if run.model.lora is not None else 0
         largest = max((*sizes.matrices, *sizes.larger, *sizes.gains), default=0)
         token, computed = kept[number], number_bytes * largest
@@ -135,7 +135,7 @@ def layer_bytes(run: config.Config) -> list[LayerBytes]:
             token, computed = 4 * entering[number], computed + _tokens(run) * token
         if number == last and logits > gpt.LOGITS_AT_ONCE and run.model.layers is None:
             token, computed = token - LOGIT_BYTES * run.model.vocabulary, computed + PART_BYTES * gpt.LOGITS_AT_ONCE
-        found.append(LayerBytes(frozen + 2 * weights + 4 * muon + moments + 8 * gains, step, computed, token))
+        found.append(LayerBytes(frozen + 2 * weights + 4 * apart + moments + 8 * gains, step, computed, token))
     return found
 
 

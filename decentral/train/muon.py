@@ -1,4 +1,4 @@
-"""Muon's step on matrices that are views into flat vectors.
+"""Muon: the optimizer of a stretch of matrices, which are views into flat vectors.
 
 On a CPU this is torch.optim.Muon, in fp32 where that is faster. It works on one matrix at a time, in about 25 small
 kernels, which keep a GPU waiting for its host: there, matrices of one shape are multiplied in batches.
@@ -9,16 +9,18 @@ et al., arXiv 2502.16982, section 2.2), so that one learning rate serves both.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from decentral.core.config import TrainConfig
 from decentral.core.errors import UserError
+from decentral.train.optimizers import Operands, views
 
 _MOMENTUM = 0.95
 _NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # coefficients of one iteration, Jordan's and torch's
@@ -28,10 +30,31 @@ BATCH_ELEMENTS = 1 << 24  # of matrices that are multiplied at once: enough work
 _BF16_SIDE = 256  # a matrix's shorter side, from which on bf16 takes half as long on a CPU with units for it
 
 
-def check() -> None:
-    """Raises UserError if this torch has no Muon."""
-    if not hasattr(torch.optim, "Muon"):
-        raise UserError(f"train.optimizer: muon needs torch 2.9 or newer; this is torch {torch.__version__}")
+@dataclass(frozen=True, slots=True)
+class Muon:
+    """Muon on the matrices that lie one after another in the stretch. Raises UserError if this torch has no Muon."""
+
+    begin: int
+    end: int
+    train: TrainConfig
+    shapes: tuple[torch.Size, ...]
+    momentum: Tensor
+
+    def __post_init__(self) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise UserError(f"train.optimizer: muon needs torch 2.9 or newer; this is torch {torch.__version__}")
+
+    @property
+    def kind(self) -> Hashable:
+        return "muon"
+
+    def operands(self, theta: Tensor, gradients: Sequence[Tensor]) -> Operands:
+        if [gradient.shape for gradient in gradients] != list(self.shapes):
+            gradients = views(gradients[0], self.shapes)
+        return Operands(views(theta, self.shapes), list(gradients), views(self.momentum, self.shapes), [])
+
+    def step(self, operands: Operands, steps: int, rate: float) -> None:
+        muon_step(operands.weights, operands.gradients, operands.first, rate, self.train.weight_decay)
 
 
 def muon_step(
@@ -46,7 +69,7 @@ def muon_step(
     if matrices[0].device.type != "cpu":
         batched_step(matrices, gradients, momenta, rate, decay)
         return
-    from torch.optim._muon import muon  # not there before torch 2.9: `check` says so
+    from torch.optim._muon import muon  # not there before torch 2.9: `Muon` says so
 
     with fastest_products(matrices[0].device):
         muon(
@@ -101,7 +124,7 @@ def _semi_orthogonal(wide_NRC: Tensor) -> Tensor:
     return x_NRC
 
 
-def fastest_products(device: torch.device) -> AbstractContextManager[Any]:
+def fastest_products(device: torch.device) -> AbstractContextManager[object]:
     """Within it torch.optim.Muon multiplies in bf16, as it is written, or on a CPU in fp32 where that is faster."""
     return _FastestOnCpu() if device.type == "cpu" else nullcontext()
 
@@ -109,7 +132,7 @@ def fastest_products(device: torch.device) -> AbstractContextManager[Any]:
 @cache
 def cpu_multiplies_bf16() -> bool:
     """Whether this processor has instructions for products in bf16."""
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # earlier versions have none
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # earlier versions have none
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
@@ -122,11 +145,11 @@ class _FastestOnCpu(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: Sequence[Tensor] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func is Tensor.bfloat16 and not (cpu_multiplies_bf16() and min(args[0].shape) >= _BF16_SIDE):
             return args[0].to(torch.float32, copy=True)
         return func(*args, **(kwargs or {}))

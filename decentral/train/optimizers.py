@@ -1,23 +1,24 @@
-"""The optimizers of a fragment's stretches: AdamW on a flat vector, the same with its moments in 8 bits, and Muon.
+"""The optimizers of a fragment's stretches: AdamW on a flat vector, the same with its moments in 8 bits, or another.
 
 A stretch is consecutive parameters of a fragment that one optimizer trains alike. Its state lies in flat vectors, so
-that checkpoints and newcomers get it as they get the weights. Weight decay is decoupled in all three (Loshchilov &
-Hutter, arXiv 1711.05101).
+that checkpoints and newcomers get it as they get the weights. Weight decay is decoupled in all (Loshchilov & Hutter,
+arXiv 1711.05101). `train.optimizer` names that of the matrices between the model's first and last layer: its record in
+core/choices.py has the class, such as Muon of train/muon.py.
 """
 
 import importlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from decentral.core import config
+from decentral.core import choices, config
 from decentral.core.errors import UserError
-from decentral.train import muon
 
 BLOCK = 256  # numbers that share a scale in an 8-bit moment: what bitsandbytes' kernels expect
 BETA1, BETA2 = 0.9, 0.95  # of AdamW's moments
@@ -127,7 +128,7 @@ class AdamW8bit:
     moments: tuple[Tensor, Tensor]  # uint8
     scales: tuple[Tensor, Tensor]  # fp32, one for each block
     tables: tuple[Tensor, Tensor]  # fp32 [256], of the signed and the unsigned moment
-    kernels: Any
+    kernels: ModuleType  # bitsandbytes.functional
 
     @property
     def kind(self) -> Hashable:
@@ -137,34 +138,10 @@ class AdamW8bit:
         return Operands([theta], [torch.cat([one.flatten() for one in gradients])], [], [])
 
     def step(self, operands: Operands, steps: int, rate: float) -> None:
-        self.kernels.optimizer_update_8bit_blockwise(
-            *("adam", operands.gradients[0], operands.weights[0], *self.moments),
-            *(BETA1, BETA2, 0.0, 0.0, EPSILON, steps + 1, rate, *self.tables, *self.scales),
-            weight_decay=self.decay,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Muon:
-    """Muon on the matrices that lie one after another in the stretch."""
-
-    begin: int
-    end: int
-    decay: float
-    shapes: tuple[torch.Size, ...]
-    momentum: Tensor
-
-    @property
-    def kind(self) -> Hashable:
-        return "muon", self.decay
-
-    def operands(self, theta: Tensor, gradients: Sequence[Tensor]) -> Operands:
-        if [gradient.shape for gradient in gradients] != list(self.shapes):
-            gradients = views(gradients[0], self.shapes)
-        return Operands(views(theta, self.shapes), list(gradients), views(self.momentum, self.shapes), [])
-
-    def step(self, operands: Operands, steps: int, rate: float) -> None:
-        muon.muon_step(operands.weights, operands.gradients, operands.first, rate, self.decay)
+        gradient, weights = operands.gradients[0], operands.weights[0]
+        betas = BETA1, BETA2, 0.0, 0.0  # those that Adam does not have
+        state = self.moments + betas + (EPSILON, steps + 1, rate) + self.tables + self.scales
+        self.kernels.optimizer_update_8bit_blockwise("adam", gradient, weights, *state, weight_decay=self.decay)
 
 
 class OptimizerState:
@@ -190,17 +167,17 @@ class OptimizerState:
         self.tensors = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         self.stretches: list[StretchOptimizer] = []
         if blocks:
-            muon.check()
-            self.stretches.append(Muon(0, cut, train.weight_decay, tuple(blocks), self.exp_avg[:cut]))
+            stretch = choices.load(choices.OPTIMIZERS[train.optimizer].stretch)
+            self.stretches.append(stretch(0, cut, train, tuple(blocks), self.exp_avg[:cut]))
         if in_bytes:
             self.stretches.append(self._in_bytes(cut, end, train, device))
         at = 0
         for begin, stop, decay in wide:
-            count = stop - begin
-            moments = self.exp_avg[cut + at : cut + at + count], self.exp_avg_sq[at : at + count]
-            if count:
-                self.stretches.append(AdamW(begin, stop, decay, *moments))
-            at += count
+            after = at + stop - begin
+            first, second = self.exp_avg[cut + at : cut + after], self.exp_avg_sq[at:after]
+            if after > at:
+                self.stretches.append(AdamW(begin, stop, decay, first, second))
+            at = after
 
     def _in_bytes(self, begin: int, end: int, train: config.TrainConfig, device: torch.device) -> "AdamW8bit":
         kernels, count = kernels_8bit(), end - begin
@@ -227,7 +204,7 @@ def views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def kernels_8bit() -> Any:
+def kernels_8bit() -> ModuleType:
     """bitsandbytes' functions. Raises UserError where it is not installed."""
     try:
         return importlib.import_module("bitsandbytes.functional")

@@ -29,6 +29,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from decentral.core.choices import OPTIMIZERS
 from decentral.core.errors import ProtocolError
 from decentral.core.reasons import Reason
 from decentral.train.sections import Codecs
@@ -154,4 +155,4 @@ def rho_of(steps: int, optimizer: str) -> float:
     Where the loss is steep, a deviation of the weights has decayed by itself when a late correction arrives, and the
     whole of it would overshoot. With Muon the whole is better however late it comes (docs/results/convergence.md).
     """
-    return 1.0 if optimizer == "muon" else min(1.0, 2 / (1 + max(0, steps)))
+    return 1.0 if OPTIMIZERS[optimizer].takes_all else min(1.0, 2 / (1 + max(0, steps)))

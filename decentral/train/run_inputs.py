@@ -38,7 +38,7 @@ def check(run: Config, begun: bool) -> None:
     if own is None:
         unknown = f"{run.data.path} has no description ({run.data.path}.json) of the tokenizer that made it"
         raise UserError(f"data: {unknown}, and this run compares tokenizers; name it with --tokenizer PATH")
-    if run.data.kind == "tokens":
+    if not run.data.facts.needs_tokenizer:
         raise UserError(f"data: {run.data.path} was made by another tokenizer than this run's; {NEW_TOKENS}")
     also = ", or its chat template," if run.data.format == "chat" else ","
     raise UserError(
@@ -48,7 +48,7 @@ def check(run: Config, begun: bool) -> None:
 
 def _tokenizer_digest(run: Config) -> str | None:
     """Return the tokenizer's digest, for chats with the template's; None if a token file's tokenizer is unknown."""
-    if run.data.kind == "tokens":
+    if not run.data.facts.needs_tokenizer:
         return token_file.digest(run)
     assert run.tokenizer is not None
     return conversations.digest(run.data, run.tokenizer, tokenizer.load(run.tokenizer).digest)

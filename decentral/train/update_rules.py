@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decentral.core.algorithms import algorithm
+from decentral.core.choices import ALGORITHMS, load
 from decentral.core.config import GossipConfig
 from decentral.core.errors import ProtocolError
 from decentral.core.fragments import Layout, Section, layout_bytes
@@ -198,11 +198,14 @@ def layout_of(sections: Mapping[str, str], parameters: int, codecs: Codecs) -> L
 
 def donated(gossip: GossipConfig) -> Mapping[str, str]:
     """The sections that a newcomer gets under this algorithm."""
-    made: type[UpdateRule] = algorithm(gossip.algorithm).rule
-    return made.donated
+    return _rule(gossip).donated
 
 
 def rule(gossip: GossipConfig, theta: Tensor, peer: PeerId, tools: RuleTools) -> UpdateRule:
     """A new rule of the run's algorithm, for the fragment whose weights theta [n] are, at this peer."""
-    made: UpdateRule = algorithm(gossip.algorithm).rule(gossip, theta, peer, tools)
-    return made
+    return _rule(gossip)(gossip, theta, peer, tools)
+
+
+def _rule(gossip: GossipConfig) -> type[UpdateRule]:
+    found: type[UpdateRule] = load(ALGORITHMS[gossip.algorithm].rule)
+    return found

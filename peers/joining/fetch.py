@@ -31,6 +31,7 @@ IN_FLIGHT = 2  # pieces asked of one donor at a time
 FRAGMENTS_AHEAD = 12  # so many more of which a donor is asked for the first piece: to encode them takes a step edge
 FAILURES = 2  # failed requests until a donor is left out
 PIECE_DEADLINE_S = 30.0
+MOST_HOLDERS = 16  # whose weights a command averages: more would change the mean by little
 
 
 @dataclass(slots=True)

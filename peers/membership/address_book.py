@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from decentral.core import strict_json
+from decentral.core.atomic_file import write_atomically
 from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 
@@ -39,9 +40,7 @@ class AddressBook:
         keep_latest(self.known, peer, addresses, ADDRESSES_KEPT)
         self._written = False
         with suppress(OSError):  # they are hints: a full disk is the checkpoint's to tell
-            temporary = self.path.with_name(self.path.name + ".new")
-            temporary.write_text(json.dumps(self.known))
-            temporary.replace(self.path)
+            write_atomically(self.path, json.dumps(self.known).encode(), durable=False)  # the event loop waits for it
             self._written = True
 
 

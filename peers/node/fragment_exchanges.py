@@ -1,4 +1,4 @@
-"""The exchanges of all fragments that we hold: one machine each, of the run's algorithm (core/algorithms.py).
+"""The exchanges of all fragments that we hold: one machine each, of the run's algorithm (core/choices.py).
 
 They begin when training does, and come and go with the fragments of a move. In a run with exact gradients there are
 none: its rounds (comm/rounds/round.py) take their place, and questions for exchanges are refused.
@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from decentral.comm.gossip.pull import PullExchange
 from decentral.comm.wire.messages import MOST_FOLLOWED, Refused
 from decentral.comm.wire.transport import Effect, Event
-from decentral.core.algorithms import Algorithm, ExchangeCounts, FragmentContext, algorithm
+from decentral.core.algorithms import ExchangeCounts, FragmentContext
+from decentral.core.choices import ALGORITHMS, Algorithm
 from decentral.core.fragments import Fragment
 from decentral.core.machine import Woke, earliest
 from decentral.core.reasons import Reason
@@ -31,7 +32,7 @@ class FragmentExchanges:
 
     @property
     def algorithm(self) -> Algorithm:
-        return algorithm(self.setup().config.gossip.algorithm)
+        return ALGORITHMS[self.setup().config.gossip.algorithm]
 
     @property
     def wake_at(self) -> Seconds | None:

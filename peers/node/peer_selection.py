@@ -12,7 +12,7 @@ from random import Random
 from statistics import median_low
 
 from decentral.comm.wire.meter import Meter
-from decentral.core.algorithms import algorithm
+from decentral.core.choices import ALGORITHMS
 from decentral.core.fragments import Fragment, share
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
@@ -45,7 +45,7 @@ class PeerSelection:
     def partners(self, fragment: int, now: Seconds) -> Sequence[PeerId]:
         """The peers to exchange with: drawn by the bandwidth of their links, so that each has a chance."""
         gossip, holders = self.setup().config.gossip, self.holders(fragment)
-        if algorithm(gossip.algorithm).blocking:
+        if ALGORITHMS[gossip.algorithm].blocking:
             return holders
         return self._draw(holders, min(self.lengths.pulls(gossip.partners), len(holders)))
 

@@ -1,4 +1,4 @@
-"""What a plan of either objective says; each planner adds its own fields to this record."""
+"""What a plan says, of either objective. To load it takes no solver."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
@@ -24,6 +24,28 @@ class Plan:
         own = asdict(self)
         last = {name: own.pop(name) for name in LAST_IN_JSON}
         return {"objective": self.objective} | own | last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncPlan(Plan):
+    """Which peers form the stages and pipelines of a synchronous step, and what its communication costs."""
+
+    objective: ClassVar[str] = "sync"
+    cost: dict[str, float]  # seconds: total, data_parallel, pipeline
+    stages: list[list[str]]  # peer ids
+    pipelines: list[list[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThroughputPlan(Plan):
+    """Which layers each peer holds, and how tokens and snapshots travel between them."""
+
+    objective: ClassVar[str] = "throughput"
+    throughput: dict[str, float]  # tokens_per_s, and the upper bound for it
+    spans: dict[str, list[int]]  # peer id -> layers [first, last)
+    micro_batches: dict[str, int]  # peer id -> sequences
+    routes: list[dict[str, Any]]  # share of the tokens, and hops: [peer id, first, last]
+    gossip: dict[str, Any]  # as partner_weights.Partners.to_json
 
 
 def adopts(current: float, proposed: float) -> bool:

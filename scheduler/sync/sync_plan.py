@@ -11,14 +11,13 @@ A plan is far cheaper to verify than to find: `layout_cost.cost_of_pipelines` gi
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 
 from decentral.core import rng as chance
 from decentral.core.errors import UserError
 from decentral.scheduler.shared.arrays import Ints
-from decentral.scheduler.shared.plan import Plan
+from decentral.scheduler.shared.plan import SyncPlan
 from decentral.scheduler.shared.search_budget import SearchBudget
 from decentral.scheduler.shared.topology import Topology, Workload, regions_of
 from decentral.scheduler.sync import annealing, evolve, exact, gcma, layouts
@@ -30,26 +29,29 @@ Solver = Callable[[Problem, Ints, SearchBudget, np.random.Generator], Ints]
 Record = list[tuple[float, float]]
 """(seconds, best cost so far), at each improvement"""
 
-SYNC_SOLVERS: dict[str, Solver] = {
-    "genetic": evolve.search,
-    "annealing": annealing.search,
-    "gcma": gcma.search,
-    "exact": exact.search,
-}
-COMPARED_SOLVERS = ("genetic", "annealing", "gcma")
 LEAST_USED = 0.95  # of the peers
 MOST_STAGES_TRIED = 64
 HAND_DRAWS = 5  # a hand layout depends on which region comes first, so the best of some draws counts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncPlan(Plan):
-    """Which peers form the stages and pipelines of a synchronous step, and what its communication costs."""
+@dataclass(frozen=True, slots=True)
+class SyncSolver:
+    """A value of `--solver`."""
 
-    objective: ClassVar[str] = "sync"
-    cost: dict[str, float]  # seconds: total, data_parallel, pipeline
-    stages: list[list[str]]  # peer ids
-    pipelines: list[list[str]]
+    search: Solver
+    compared: bool = False  # by `--compare`
+    uses_all_peers: bool = False  # it lays out no swarm that would leave some peers unused
+
+    def takes(self, problem: Problem) -> bool:
+        return not self.uses_all_peers or problem.stages * problem.replicas == problem.peers
+
+
+SYNC_SOLVERS = {
+    "genetic": SyncSolver(evolve.search, compared=True),
+    "annealing": SyncSolver(annealing.search, compared=True),
+    "gcma": SyncSolver(gcma.search, compared=True, uses_all_peers=True),
+    "exact": SyncSolver(exact.search),
+}
 
 
 def sync_plan(topology: Topology, solver: str, seed: int, budget: SearchBudget) -> SyncPlan:
@@ -138,8 +140,8 @@ def solver_records(topology: Topology, seed: int, seconds: float, clock: Callabl
     problem = problem_of(topology, topology.workload or Workload())
     region_N = regions_of(topology)
     found: dict[str, Record] = {name: [(0.0, cost)] for name, cost in hand_costs(problem, region_N, seed).items()}
-    for name in COMPARED_SOLVERS:
-        if name == "gcma" and problem.stages * problem.replicas != problem.peers:
+    for name, solver in SYNC_SOLVERS.items():
+        if not solver.compared or not solver.takes(problem):
             continue
         begin, record = clock(), Record()
 
@@ -148,7 +150,7 @@ def solver_records(topology: Topology, seed: int, seconds: float, clock: Callabl
                 record.append((clock() - begin, best))
 
         budget = SearchBudget(seconds, clock=clock, report=note)
-        slots = SYNC_SOLVERS[name](problem, region_N, budget, chance.arrays(seed, "plan", name))
+        slots = solver.search(problem, region_N, budget, chance.arrays(seed, "plan", name))
         record.append((clock() - begin, best_layout(problem, slots).cost.total))
         found[name] = record
     return found
@@ -167,9 +169,9 @@ def _solve(problem: Problem, region_N: Ints, solver: str, seed: int, budget: Sea
     if solver not in SYNC_SOLVERS:
         known = ", ".join([*SYNC_SOLVERS, *layouts.HAND])
         raise UserError(f"--solver {solver} is not one for --objective sync; there are: {known}")
-    if solver == "gcma" and problem.stages * problem.replicas != problem.peers:
-        raise UserError(f"--solver gcma uses every peer: stages * replicas must be {problem.peers}; use genetic")
-    return SYNC_SOLVERS[solver](problem, region_N, budget, rng)
+    if not SYNC_SOLVERS[solver].takes(problem):
+        raise UserError(f"--solver {solver} uses every peer: stages * replicas must be {problem.peers}; use genetic")
+    return SYNC_SOLVERS[solver].search(problem, region_N, budget, rng)
 
 
 def _named(topology: Topology, rows: Ints) -> list[list[str]]:

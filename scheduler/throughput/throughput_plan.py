@@ -4,8 +4,8 @@ Two figures stand beside the plan's own: an upper bound (all devices compute all
 that a user sees what the network and the memory cost, and the flow through equal spans placed at random.
 """
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from decentral.core import rng as chance
 from decentral.core.config import Config
 from decentral.core.errors import UserError
 from decentral.scheduler.shared.arrays import Ints
-from decentral.scheduler.shared.plan import Plan
+from decentral.scheduler.shared.plan import ThroughputPlan
 from decentral.scheduler.shared.search_budget import SearchBudget
 from decentral.scheduler.shared.topology import Topology, regions_of
 from decentral.scheduler.throughput import layer_costs, max_flow, milp, partner_weights, span_search
@@ -21,19 +21,6 @@ from decentral.scheduler.throughput.layer_costs import LayerCosts
 
 RANDOM_DRAWS = 5
 GOSSIP_SHARE = 0.2  # of the seconds for the search of partners
-THROUGHPUT_SOLVERS = ("genetic", "exact", "flow", "random")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThroughputPlan(Plan):
-    """Which layers each peer holds, and how tokens and snapshots travel between them."""
-
-    objective: ClassVar[str] = "throughput"
-    throughput: dict[str, float]  # tokens_per_s, and the upper bound for it
-    spans: dict[str, list[int]]  # peer id -> layers [first, last)
-    micro_batches: dict[str, int]  # peer id -> sequences
-    routes: list[dict[str, Any]]  # share of the tokens, and hops: [peer id, first, last]
-    gossip: dict[str, Any]  # as partner_weights.Partners.to_json
 
 
 def throughput_plan(
@@ -74,23 +61,33 @@ def throughput_plan(
 def _solve(costs: LayerCosts, region_N: Ints, solver: str, seed: int, budget: SearchBudget) -> Ints:
     """The spans that the solver of this name chooses."""
     rng = chance.arrays(seed, "spans", solver)
-    match solver:
-        case "genetic":
-            return span_search.search(costs, region_N, budget, rng)
-        case "flow":  # the hand-drawn chains with the greatest flow
-            chains = [span_search.chains(costs, groups, rng) for groups in span_search.groupings(costs, region_N)]
-            valid = [spans for spans in chains if costs.valid(spans)]
-            valid = valid or [span_search.repaired(costs, span_search.fill(costs, rng))]
-            return max(valid, key=lambda spans: max_flow.maximum(costs, spans).tokens_per_s)
-        case "random":
-            return span_search.equal_random(costs, rng)
-        case "exact":
-            exact = milp.best_spans(costs, budget.seconds) if milp.options(costs) <= 2_000 else None
-            if exact is None:
-                raise UserError("--solver exact takes up to about 6 peers and 8 layers; use --solver genetic")
-            return exact
-    known = ", ".join(THROUGHPUT_SOLVERS)
-    raise UserError(f"--solver {solver} is not one for --objective throughput; there are: {known}")
+    if solver not in THROUGHPUT_SOLVERS:
+        known = ", ".join(THROUGHPUT_SOLVERS)
+        raise UserError(f"--solver {solver} is not one for --objective throughput; there are: {known}")
+    return THROUGHPUT_SOLVERS[solver](costs, region_N, budget, rng)
+
+
+def _exact(costs: LayerCosts, region_N: Ints, budget: SearchBudget, rng: np.random.Generator) -> Ints:
+    found = milp.best_spans(costs, budget.seconds) if milp.options(costs) <= 2_000 else None
+    if found is None:
+        raise UserError("--solver exact takes up to about 6 peers and 8 layers; use --solver genetic")
+    return found
+
+
+def _flow(costs: LayerCosts, region_N: Ints, budget: SearchBudget, rng: np.random.Generator) -> Ints:
+    """Return the hand-drawn chains with the greatest flow."""
+    chains = [span_search.chains(costs, groups, rng) for groups in span_search.groupings(costs, region_N)]
+    valid = [spans for spans in chains if costs.valid(spans)]
+    valid = valid or [span_search.repaired(costs, span_search.fill(costs, rng))]
+    return max(valid, key=lambda spans: max_flow.maximum(costs, spans).tokens_per_s)
+
+
+THROUGHPUT_SOLVERS: dict[str, Callable[[LayerCosts, Ints, SearchBudget, np.random.Generator], Ints]] = {
+    "genetic": span_search.search,
+    "exact": _exact,
+    "flow": _flow,
+    "random": lambda costs, region_N, budget, rng: span_search.equal_random(costs, rng),
+}
 
 
 def random_throughput(costs: LayerCosts, seed: int) -> float:

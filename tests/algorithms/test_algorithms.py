@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import decentral.algorithms
 from decentral.comm.gossip.snapshots import SNAPSHOTS_KEPT
-from decentral.core import algorithms, config, swarm_config
-from decentral.core.algorithms import Algorithm
+from decentral.core import config, swarm_config
+from decentral.core.choices import ALGORITHMS, Algorithm
 from decentral.core.errors import UserError
 from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId
@@ -24,7 +24,7 @@ HOLDERS = 3  # of a fragment, in a run with exact gradients
 ROUNDS_KEPT = 2
 TOOLS = RuleTools(compress, TorchKernels(compress))
 
-RECORDS = [pytest.param(algorithms.algorithm(name), id=name) for name in algorithms.MODULES]
+RECORDS = [pytest.param(record, id=name) for name, record in ALGORITHMS.items()]
 every_algorithm = pytest.mark.parametrize("algorithm", RECORDS)
 
 
@@ -66,17 +66,17 @@ def tensors_in(value: object) -> list[Tensor]:
 def test_every_module_of_the_folder_is_in_the_table_under_its_own_name() -> None:
     folder = Path(decentral.algorithms.__file__ or "").parent
     modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
-    assert {name: f"decentral.algorithms.{name}" for name in modules} == algorithms.MODULES
-    assert [algorithms.algorithm(name).name for name in algorithms.MODULES] == list(algorithms.MODULES)
+    assert {record.rule.split(":")[0] for record in ALGORITHMS.values()} == {
+        f"decentral.algorithms.{name}" for name in modules
+    }
+    assert modules == set(ALGORITHMS)
 
 
 def test_a_name_that_is_not_in_the_table_loads_nothing_and_the_error_lists_those_that_are() -> None:
-    *others, last = map(repr, algorithms.MODULES)
+    *others, last = map(repr, ALGORITHMS)
     expected = f"gossip.algorithm must be {', '.join(others)} or {last}; it is 'os'"
     with pytest.raises(UserError, match=f"^config: {expected}$"):
         swarm_config.received('{"gossip": {"algorithm": "os"}}')
-    with pytest.raises(KeyError):
-        algorithms.algorithm("os")
 
 
 @pytest.mark.parametrize("value", ["3", "[pull]", "null", "{pull: 1}"])
@@ -99,3 +99,4 @@ def test_what_a_newcomer_gets_and_what_partners_get_are_those_of_the_rule(algori
     rule, published, parameters = rule_after_a_close(algorithm)
     assert published == sum(one.size for one in update_rules.layout_of(sections(rule), parameters, compress))
     assert not set(rule.sections) & set(rule.on_request)
+    assert set(algorithm.light) <= set(rule.sections)

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from decentral.peer import LOADING
+from decentral.start_peer import LOADING
 
 
 @pytest.fixture(autouse=True)

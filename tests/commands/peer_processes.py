@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from decentral.core import journal
+from tests.patient_time import LIMIT_S
 
 TINY = [
     "--set",
@@ -21,7 +22,6 @@ TINY = [
     "--set",
     "gossip.window_s=0.25",
 ]
-LIMIT_S = 240.0  # enough on a loaded machine; a swarm of three takes a tenth of it
 
 
 class Peers:
@@ -57,7 +57,7 @@ class Peers:
             process.send_signal(signal.SIGINT)
         for process in self.processes.values():
             try:
-                process.wait(60)
+                process.wait(LIMIT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -15,8 +15,10 @@ from decentral.core import config
 from decentral.core.ids import PeerId, RunId
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile
+from tests.patient_time import LIMIT_S, PatientLoop
 
 RUN = RunId("gpt-3fa2c1")
+HOUR_S = 3600.0
 
 
 class PlayedSwarm:
@@ -25,12 +27,12 @@ class PlayedSwarm:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config = config.Config().canonical()
-        self.loop = asyncio.new_event_loop()
+        self.loop = PatientLoop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.wait(self._start())
 
     def wait(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+        asyncio.run_coroutine_threadsafe(work, self.loop).result(LIMIT_S)
 
     async def _start(self) -> None:
         Identity.load_or_create(self.folder / "key")
@@ -47,7 +49,7 @@ class PlayedSwarm:
         self.loop.call_soon_threadsafe(self.loop.stop)
 
     async def announce(self, name: str, region: str, device: str = "cpu") -> None:
-        own, key, expires = Identity.load_or_create(self.folder / name), f"{RUN}/peers", time.time() + 60.0
+        own, key, expires = Identity.load_or_create(self.folder / name), f"{RUN}/peers", time.time() + HOUR_S
         profile = Profile(device, 8 * 10**9, 1e10, 500.0, region=region)
         record = PeerRecord(RUN, time.time(), (), profile, 0, 6, 0, 0, 0, phase="training")
         assert await self.directory.store(key, own.peer, own.seal(key, records.pack(record), expires), expires)

@@ -2,12 +2,13 @@
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from tests.commands.peer_processes import LIMIT_S
+from tests.patient_time import LIMIT_S
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # where ranks meet that torchrun starts
 
@@ -15,12 +16,20 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # where ranks meet that torchrun starts
 class Terminal:
     """A terminal window, which is a process that shows what the command in it writes."""
 
-    def __init__(self, output: Path, *command: str) -> None:
+    def __init__(self, output: Path, temporary: Path, *command: str) -> None:
+        """`temporary`: the folder in which the command makes its temporary ones."""
         self._keys, other = os.openpty()
         with output.open("ab") as shown:
             self._window = subprocess.Popen(["cat"], stdin=self._keys, stdout=shown, stderr=subprocess.DEVNULL)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "200", **LOOPBACK}
-        self.process = subprocess.Popen(command, preexec_fn=lambda: os.login_tty(other), env=environment)
+        environment["TMPDIR"] = str(temporary)
+
+        def log_in() -> None:
+            os.login_tty(other)
+            for each in (signal.SIGHUP, signal.SIGINT):  # which are ignored where the tests run in the background
+                signal.signal(each, signal.SIG_DFL)
+
+        self.process = subprocess.Popen(command, preexec_fn=log_in, env=environment)
         os.close(other)
 
     def ctrl_c(self) -> None:
@@ -64,7 +73,9 @@ def children(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in task.read_text().split()]
 
 
-def daemon_of(pid: int) -> int:
-    """The libp2p daemon of a process."""
-    (found,) = (child for child in children(pid) if Path(f"/proc/{child}/comm").read_text() == "p2pd\n")
-    return found
+def command_line(pid: int) -> str:
+    """The command line of a process; "" if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""

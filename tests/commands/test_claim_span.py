@@ -1,12 +1,15 @@
-"""Which layers peers claim: the whole model if it fits, else what is missing, and never all the same ones."""
+"""Which layers peers claim: the whole model if it fits, else what is missing, and never all the same ones.
+
+Time passes only while all wait.
+"""
 
 import argparse
 import asyncio
-import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
@@ -23,7 +26,10 @@ from decentral.core.reasons import Reason
 from decentral.peers.membership.records import Profile, first_record, key_of, pack
 from decentral.train import memory
 from tests.comm.net.loopback import Loopback, LoopbackDirectory
+from tests.patient_time import TimelessLoop
 
+Result = TypeVar("Result")
+EPOCH = 1.7e9
 RUN = RunId("gpt-3fa2c1")
 CONFIG = config.Config(model=config.ModelConfig(depth=4, width=128))
 KEY = key_of(RUN, PeerId("any"), 1)
@@ -37,9 +43,13 @@ def identities(tmp_path_factory: pytest.TempPathFactory) -> list[Identity]:
     return [Identity.load_or_create(folder / str(number)) for number in range(6)]
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claim_span, "CLAIM_S", 0.01)
+def play(story: Coroutine[Any, Any, Result]) -> Result:
+    with asyncio.Runner(loop_factory=TimelessLoop) as runner:
+        return runner.run(story)
+
+
+def now() -> float:
+    return EPOCH + asyncio.get_running_loop().time()
 
 
 async def claimed(network: Loopback, own: Identity, memory_bytes: int) -> claim_span.ClaimedSpan:
@@ -57,14 +67,14 @@ async def claimed_by(
     request: claim_span.SpanRequest, network: Loopback, directory: LoopbackDirectory, needs: MemoryNeeds = NEEDS
 ) -> claim_span.ClaimedSpan:
     silent = partial(claim_span.silent_peers, network.transport(request.own.peer))
-    return await claim_span.claim(request, needs, directory, silent, claim_span.RealClock(time.time))
+    return await claim_span.claim(request, needs, directory, silent, claim_span.RealClock(now))
 
 
 async def trains(network: Loopback, own: Identity, first: int, last: int, speed: float = 1000.0) -> None:
     """Stores the record of a peer that trains these layers."""
-    expires = time.time() + 60.0
+    expires = now() + 60.0
     profile = Profile("cpu", 1 << 30, 0.0, speed)
-    record = replace(first_record(RUN, (), profile), first=first, last=last, time=time.time(), phase="training")
+    record = replace(first_record(RUN, (), profile), first=first, last=last, time=now(), phase="training")
     await LoopbackDirectory(network).store(KEY, own.peer, own.seal(KEY, pack(record), expires), expires)
 
 
@@ -74,24 +84,27 @@ async def answer(sender: PeerId, question: Envelope) -> Envelope:
 
 
 def test_a_model_that_fits_is_held_whole_and_nobody_is_asked(identities: list[Identity]) -> None:
-    network = Loopback()
-    assert asyncio.run(claimed(network, identities[0], NEEDS.span_bytes(0, 4))).span is None
+    network = Loopback(now=now)
+    assert play(claimed(network, identities[0], NEEDS.span_bytes(0, 4))).span is None
     assert not network.records
 
 
 def test_peers_that_come_one_after_another_cover_the_model(identities: list[Identity]) -> None:
-    network = Loopback()
-    spans = [asyncio.run(claimed(network, own, HALF)).span for own in identities[:2]]
-    assert spans == [(0, 3), (3, 6)]
+    network = Loopback(now=now)
+
+    async def in_turn() -> list[tuple[int, int] | None]:
+        return [(await claimed(network, own, HALF)).span for own in identities[:2]]
+
+    assert play(in_turn()) == [(0, 3), (3, 6)]
 
 
 def test_peers_that_come_at_once_do_not_all_take_the_same(identities: list[Identity]) -> None:
-    network = Loopback()
+    network = Loopback(now=now)
 
     async def together() -> list[claim_span.ClaimedSpan]:
         return list(await asyncio.gather(*(claimed(network, own, HALF) for own in identities[:4])))
 
-    spans = [one.span for one in asyncio.run(together())]
+    spans = [one.span for one in play(together())]
     covered = {layer for span in spans if span for layer in range(*span)}
     assert covered == set(range(6))
     assert max(spans.count(span) for span in spans) < 4
@@ -110,14 +123,14 @@ def test_a_newcomer_takes_the_place_of_a_peer_that_has_died(
     identities: list[Identity], there: tuple[int, ...], span: tuple[int, int]
 ) -> None:
     async def story() -> tuple[int, int] | None:
-        network = Loopback()
+        network = Loopback(now=now)
         for number, layers in enumerate(((0, 3), (3, 6))):
             await trains(network, identities[number], *layers)
             if number in there:
                 await network.transport(identities[number].peer).serve(answer, lambda _: 0)
         return (await claimed(network, identities[2], HALF)).span
 
-    assert asyncio.run(story()) == span
+    assert play(story()) == span
 
 
 FIRST, LAST = (0, 3), (3, 6)
@@ -140,7 +153,7 @@ def test_where_those_that_answer_hold_all_the_earlier_of_both_choices_is_taken(
     span: tuple[int, int],
 ) -> None:
     async def story() -> tuple[int, int] | None:
-        network = Loopback()
+        network = Loopback(now=now)
         answering = [(0, 6, 1000), *there]
         for number, (own, one) in enumerate(zip(identities[1:], [*answering, *silent], strict=False)):
             await trains(network, own, *one)
@@ -148,7 +161,7 @@ def test_where_those_that_answer_hold_all_the_earlier_of_both_choices_is_taken(
                 await network.transport(own.peer).serve(answer, lambda _: 0)
         return (await claimed(network, identities[0], HALF)).span
 
-    assert asyncio.run(story()) == span
+    assert play(story()) == span
 
 
 def test_peers_with_the_oldest_and_the_latest_records_are_asked_whether_they_are_there(
@@ -162,15 +175,15 @@ def test_peers_with_the_oldest_and_the_latest_records_are_asked_whether_they_are
         return []
 
     async def story() -> None:
-        network = Loopback()
+        network = Loopback(now=now)
         for own in identities[:3]:
             await trains(network, own, 0, 3)
             await asyncio.sleep(0.001)  # so that no two records have the same time
         request = claim_span.SpanRequest(CONFIG, RUN, identities[3], (), HALF, None)
-        clock = claim_span.RealClock(time.time)
+        clock = claim_span.RealClock(now)
         await claim_span.claim(request, NEEDS, LoopbackDirectory(network), note, clock)
 
-    asyncio.run(story())
+    play(story())
     assert asked == [identities[0].peer, identities[2].peer]
 
 
@@ -183,42 +196,42 @@ def test_who_finds_nobody_at_first_asks_when_it_looks_again(identities: list[Ide
             return await super().fetch(key) if self.lookups > 1 else {}
 
     async def story() -> tuple[int, int] | None:
-        network = Loopback()
+        network = Loopback(now=now)
         for own, layers in zip(identities[1:], (FIRST, FIRST, LAST), strict=False):
             await trains(network, own, *layers)
         await network.transport(identities[3].peer).serve(answer, lambda _: 0)  # only the last layers are held
         request = claim_span.SpanRequest(CONFIG, RUN, identities[0], (), HALF, None)
         return (await claimed_by(request, network, LateDirectory(network))).span
 
-    assert asyncio.run(story()) == FIRST
+    assert play(story()) == FIRST
 
 
 def test_who_only_donates_leaves_the_first_layers_to_those_that_begin_there(identities: list[Identity]) -> None:
     async def donates(needs: MemoryNeeds, memory_bytes: int) -> tuple[int, int] | None:
         request = claim_span.SpanRequest(CONFIG, RUN, identities[0], (), memory_bytes, None, originates=False)
-        network = Loopback()
+        network = Loopback(now=now)
         return (await claimed_by(request, network, LoopbackDirectory(network), needs)).span
 
-    assert asyncio.run(claimed(Loopback(), identities[0], HALF)).span == FIRST
-    assert asyncio.run(donates(NEEDS, HALF)) == (2, 4)
+    assert play(claimed(Loopback(now=now), identities[0], HALF)).span == FIRST
+    assert play(donates(NEEDS, HALF)) == (2, 4)
     growing = MemoryNeeds(tuple(Fragment(at, at, at + 1, 100) for at in range(3)), (10, 20, 30), (0,) * 3, (0,) * 3)
-    assert asyncio.run(donates(growing, 10)) == (0, 1), "for the others its memory is too small"
+    assert play(donates(growing, 10)) == (0, 1), "for the others its memory is too small"
 
 
 def test_a_peer_that_comes_back_keeps_its_layers(identities: list[Identity]) -> None:
-    kept = asyncio.run(chosen(identities[0], Loopback(), HALF, (2, 4)))
+    kept = play(chosen(identities[0], Loopback(now=now), HALF, (2, 4)))
     assert kept.span == (2, 4)
 
 
 def test_a_checkpoint_that_does_not_fit_any_more_is_the_users_to_mend(identities: list[Identity]) -> None:
     with pytest.raises(UserError, match="holds layers 0 to 5, which take"):
-        asyncio.run(chosen(identities[0], Loopback(), HALF, (0, 6)))
+        play(chosen(identities[0], Loopback(now=now), HALF, (0, 6)))
 
 
 def test_claims_of_others_that_are_no_records_are_left_out(identities: list[Identity]) -> None:
-    network = Loopback()
+    network = Loopback(now=now)
     network.records[f"{RUN}/peers", "QmNobody"] = (b"garbage", 4e9)
-    assert asyncio.run(claimed(network, identities[0], HALF)).span == (0, 3)
+    assert play(claimed(network, identities[0], HALF)).span == (0, 3)
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,13 @@ def test_whatever_ends_a_command_lets_it_leave_in_order(notice: signal.Signals) 
 
 
 @pytest.mark.usefixtures("kept_handlers")
+@pytest.mark.parametrize("notice", [signal.SIGTERM, signal.SIGHUP])
+def test_a_notice_ends_a_command_that_a_script_has_started_in_the_background(notice: signal.Signals) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the shell does
+    assert command.run(lambda: signal.raise_signal(notice), interrupted=130) == 130
+
+
+@pytest.mark.usefixtures("kept_handlers")
 def test_nohup_keeps_a_command_running_where_its_terminal_is_closed() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     assert command.run(lambda: signal.raise_signal(signal.SIGHUP), interrupted=130) == 0

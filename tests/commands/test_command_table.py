@@ -69,6 +69,31 @@ def test_a_command_that_is_none_is_refused_in_one_line(capsys: pytest.CaptureFix
     assert "expected a command, one of peer, local" in line
 
 
+HEAVY = ("torch", "numba", "scipy", "hivemind", "matplotlib")
+HELP_OF_EACH = f"""
+import contextlib, io, json, sys
+from decentral.command_table import COMMANDS, module_of
+from decentral.core import config
+
+def loaded():
+    return [name for name in {HEAVY} if name in sys.modules]
+
+config.Config()
+said = {{"Config()": loaded()}}
+for name in COMMANDS:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        module_of(name).main(["--help"])
+    said[name] = loaded()
+print(json.dumps(said))
+"""
+
+
+def test_a_config_and_the_help_of_every_command_load_no_large_library() -> None:
+    """One process for all: where one of them loads a library, it is found in those that come after, too."""
+    done = subprocess.run([sys.executable, "-c", HELP_OF_EACH], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == {name: [] for name in ("Config()", *COMMANDS)}
+
+
 def test_the_version_comes_from_one_place_and_loads_no_libraries() -> None:
     code = "import sys; from decentral import __main__; __main__.main(['--version'])"
     code += "; import json; print(json.dumps([m for m in ('torch', 'numpy', 'hivemind') if m in sys.modules]))"

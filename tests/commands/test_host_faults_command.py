@@ -11,6 +11,7 @@ import pytest
 
 from decentral.train import checkpoint
 from tests.commands.peer_processes import TINY, Peers, exchanged
+from tests.patient_time import LIMIT_S
 
 QUICK = [*TINY, "--set", "swarm.checkpoint_every_s=1", "--set", "gossip.core_share=1"]
 SMALL_FILES_BYTES = 48 * 1024  # less than a checkpoint, and than a journal of some seconds
@@ -47,7 +48,7 @@ def test_a_lack_of_files_and_a_damaged_checkpoint(peers: Peers) -> None:
     goes_on(peers, "B", "with files")
 
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 0
+    assert process.wait(LIMIT_S) == 0
     place = peers.folder / "B" / checkpoint.FILE
     place.write_bytes(place.read_bytes()[:-1000])
     peers.start("B")
@@ -74,5 +75,5 @@ def test_a_disk_that_takes_no_more(peers: Peers) -> None:
     last = max(line["t"] for line in peers.lines("A", "exchange"))
     peers.until("A exchanges with C", lambda: exchanged(peers, "A", since=last + 0.001))
     peers.processes["C"].send_signal(signal.SIGINT)
-    assert peers.processes["C"].wait(60) == 1
+    assert peers.processes["C"].wait(LIMIT_S) == 1
     assert "NOT saved (OSError: [Errno 27] File too large)" in output(peers, "C")

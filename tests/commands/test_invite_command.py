@@ -25,8 +25,9 @@ from decentral.invitation_files import FounderFile, read_holding
 from decentral.peers.hosts.clock import SwarmClock
 from decentral.visit import say_hello
 from tests.comm.wire.invited import founder
-from tests.commands.peer_processes import LIMIT_S, TINY, Peers, exchanged
+from tests.commands.peer_processes import TINY, Peers, exchanged
 from tests.commands.refusals import refusal
+from tests.patient_time import LIMIT_S
 
 
 def run(*arguments: str) -> int:

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from decentral import launch, peer
+from decentral.core import rank_place
 from decentral.core.errors import UserError
-from decentral.launch import Place
-from tests.commands.peer_processes import LIMIT_S, TINY, Peers, exchanged
+from decentral.core.rank_place import Place
+from tests.commands.peer_processes import TINY, Peers, exchanged
+from tests.patient_time import LIMIT_S
 
 SAVING_OFTEN = ["--set", "swarm.checkpoint_every_s=1", "--set", "gossip.core_share=1"]  # and exchanging often
 
@@ -87,6 +89,12 @@ def test_under_torchrun_only_rank_0_says_what_is_wrong(
         peer.main(["--device", "cpu"])
     assert ended.value.code == 2
     assert capfd.readouterr().err == ""
+
+
+def test_only_torchrun_tells_a_rank_to_leave_by_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch.notices() == (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    monkeypatch.setenv(rank_place.ATTEMPT, "0")
+    assert launch.notices() == (signal.SIGINT, signal.SIGHUP)
 
 
 # As processes

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.patient_time import LIMIT_S
+
 CHILD = """
 import os, signal
 from decentral import lifeline
@@ -38,7 +40,7 @@ def test_children_get_notice_when_their_parent_has_ended(end: signal.Signals) ->
         assert parent.stdout is not None
         assert [parent.stdout.readline() for _ in range(2)] == ["False\n"] * 2
         parent.send_signal(end)
-        assert parent.communicate(timeout=60)[0] == "notice\n" * 2  # to the end of the pipe: both have ended
+        assert parent.communicate(timeout=LIMIT_S)[0] == "notice\n" * 2  # to the end of the pipe: both have ended
 
 
 def test_a_process_that_nobody_has_tied_is_left_alone() -> None:

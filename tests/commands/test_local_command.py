@@ -2,6 +2,7 @@
 
 import json
 import math
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ from decentral.dashboard.child import DashboardProcess
 from decentral.invitation_files import FounderFile, read_holding
 from decentral.state import StateFolder
 from decentral.train import replicas
-from tests.commands.peer_processes import LIMIT_S, TINY, Peers, exchanged
+from tests.commands.peer_processes import TINY, Peers, exchanged
+from tests.patient_time import LIMIT_S
 
 PEER_KEYS = {
     "peer": str,
@@ -80,6 +82,32 @@ def test_a_stop_after_that_is_no_amount(capfd: pytest.CaptureFixture[str]) -> No
 
 def test_peers_that_are_no_number(capfd: pytest.CaptureFixture[str]) -> None:
     assert "--peers" in refusal(capfd, "--peers", "many")
+
+
+@pytest.mark.parametrize("summary_file", ["gone/summary.json", "a-file/summary.json", "."])
+def test_a_summary_that_could_not_be_written_is_said_before_any_peer_starts(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, summary_file: str
+) -> None:
+    (tmp_path / "a-file").touch()
+    said = refusal(capfd, "--state-dir", str(tmp_path / "swarm"), "--summary", str(tmp_path / summary_file))
+    assert said == f"--summary {tmp_path / summary_file} cannot be written; name a file in a folder that can be"
+    assert not (tmp_path / "swarm").exists()
+
+
+def test_a_folder_that_cannot_be_made(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "a-file").touch()
+    said = refusal(capfd, "--state-dir", str(tmp_path / "a-file" / "swarm"))
+    assert said == f"--state-dir {tmp_path}/a-file/swarm: Not a directory; choose a place that can be written"
+
+
+def test_a_page_whose_port_is_taken_is_refused_before_there_is_a_folder(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        at = f"127.0.0.1:{taken.getsockname()[1]}"
+        said = refusal(capfd, "--state-dir", str(tmp_path / "swarm"), "--dashboard", at)
+    assert said.startswith(f"the page: {at} cannot be used (Address already in use")
+    assert not (tmp_path / "swarm").exists()
 
 
 LARGE = ("model.depth=4", "model.width=128", "model.context=256", "train.micro_batch=16", "train.optimizer=adamw")

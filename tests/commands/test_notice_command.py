@@ -13,7 +13,8 @@ import pytest
 from decentral import state, visit
 from decentral.comm.wire.identity import Identity
 from decentral.peers.membership import records
-from tests.commands.peer_processes import LIMIT_S, TINY, Peers, exchanged
+from tests.commands.peer_processes import TINY, Peers, exchanged
+from tests.patient_time import LIMIT_S
 
 PORT = 24817  # below those that systems give away
 
@@ -25,7 +26,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
     try:
         join = ["--join", address(peers.folder / "first"), "--join-wait", str(LIMIT_S)]
         peers.start("second", *join)
-        peers.start("first", *join, *TINY)
+        peers.start("first", *join, *TINY, "--set", "swarm.record_ttl_s=600")  # the last record is read late here
         peers.until("an exchange", lambda: exchanged(peers, "second"))
         peers.processes["second"].send_signal(signal.SIGTERM)
         peers.processes["second"].wait(LIMIT_S)

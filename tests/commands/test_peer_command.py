@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from decentral import peer
+from decentral import peer, start_peer
 from decentral.comm.wire.identity import Identity
 from decentral.core import config
 from decentral.core.ids import RunId
@@ -20,6 +21,7 @@ from decentral.invitation_files import FounderFile
 from decentral.state import PeerFlags, StateFolder
 from tests.commands.played_swarm import PlayedSwarm
 from tests.commands.refusals import LOOPBACK, refusal
+from tests.patient_time import LIMIT_S
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -71,6 +73,16 @@ def test_addresses_that_would_make_this_peer_invisible(folder: Path, flag: str, 
 
 
 # The state folder
+
+
+def test_a_page_whose_port_is_taken_is_refused_before_the_folder_is_claimed(folder: Path) -> None:
+    StateFolder(folder).path.mkdir()
+    StateFolder(folder).write_run(RunId("gpt-3fa2c1"), config.Config())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        at = f"127.0.0.1:{taken.getsockname()[1]}"
+        said = refusal(folder, "--dashboard", at)
+    assert said.startswith(f"the page: {at} cannot be used (Address already in use")
+    assert [one.name for one in folder.iterdir()] == ["run.json"]
 
 
 def test_a_state_folder_that_another_process_uses(folder: Path) -> None:
@@ -308,7 +320,7 @@ def test_an_error_is_said_before_the_rest_of_the_program_has_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_end, had_ended = threading.Event(), []
-    monkeypatch.setattr(peer, "_load", lambda _: had_ended.append(may_end.wait(20)))
+    monkeypatch.setattr(start_peer, "load", lambda _: had_ended.append(may_end.wait(LIMIT_S)))
     assert "--listen expects an address" in refusal(folder, "small", "--listen", "here")
     assert not had_ended
     may_end.set()
@@ -326,7 +338,7 @@ def test_a_place_where_it_cannot_listen(folder: Path) -> None:
 @pytest.mark.swarm
 def test_the_process_exits_2_with_one_line(folder: Path) -> None:
     command = [sys.executable, "-m", "decentral.peer", *LOOPBACK, "--state-dir", str(folder), "--set", "modle.depth=1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line == "error: config: unknown key modle; did you mean model?"

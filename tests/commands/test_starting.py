@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from decentral import peer, reach_swarm
+from decentral import reach_swarm, start_peer
 from decentral.comm.net import ports
 from decentral.comm.net.libp2p import Libp2p
 from decentral.core.ids import PeerId, RunId
@@ -80,7 +80,7 @@ def test_only_a_port_that_a_peer_chose_for_itself_is_given_up_where_it_is_taken(
     folder = StateFolder(tmp_path)
     folder.write_listen([f"/ip4/10.0.0.1/tcp/{PORT}"])
     flags = Namespace(listen=[ports.LOOPBACK if kept else f"/ip4/127.0.0.1/tcp/{PORT}"], announce=[], warnings=[])
-    started = peer._listen(flags, folder, tmp_path / "identity.key", SwarmClock())
+    started = start_peer._listen(flags, folder, tmp_path / "identity.key", SwarmClock())
     if not kept:
         with pytest.raises(ports.PortTaken):
             asyncio.run(started)

@@ -16,11 +16,11 @@ from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.journal import Journal
+from decentral.core.units import Measured
 from decentral.invitation_files import FounderFile
 from decentral.peers.membership.address_book import AddressBook
 from decentral.state import StateFolder
 from decentral.train.checkpoint import MicroBatchNumbers
-from decentral.train.measure import Measured
 from decentral.train.text_stream import Position, PositionFile, Windows
 
 RUN = RunId("gpt-3fa2c1")
@@ -154,6 +154,7 @@ def test_a_folder_whose_first_start_was_killed_begins_nothing_unless_the_line_sa
     with pytest.raises(UserError, match=r"has no run: the start that made it ended too early; .* add a CONFIG"):
         state.require_meant(str(folder), says_run=False)
     state.require_meant(str(folder), says_run=True)
+    state.require_meant(str(folder), says_run=False, says_peer=True)
 
 
 @pytest.mark.parametrize("other", [None, "lost+found"])

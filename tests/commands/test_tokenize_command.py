@@ -37,12 +37,17 @@ def test_a_trained_tokenizer_s_tokens_are_the_text_again(rows: Path, tmp_path: P
     assert inputs_BT.shape == (4, 16)
 
 
-def test_a_vocabulary_of_more_than_two_bytes_is_written_in_four(rows: Path, tmp_path: Path) -> None:
-    names = {f"t{number}": number for number in range(70_000)} | {"<unk>": 70_000}
+def word_level(folder: Path, tokens: int) -> str:
+    """The folder of a tokenizer of so many tokens, and one for all that it does not know."""
+    names = {f"t{number}": number for number in range(tokens)} | {"<unk>": tokens}
     model = {"type": "WordLevel", "vocab": names, "unk_token": "<unk>"}
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
-    flags = ["--column", "body", "--tokenizer", str(tmp_path), "--separator", "t1", "--out", str(tmp_path / "out.bin")]
-    assert tokenize.main([str(rows), *flags]) == 0
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    return str(folder)
+
+
+def test_a_vocabulary_of_more_than_two_bytes_is_written_in_four(rows: Path, tmp_path: Path) -> None:
+    flags = ["--column", "body", "--tokenizer", word_level(tmp_path, 70_000), "--separator", "t1"]
+    assert tokenize.main([str(rows), *flags, "--out", str(tmp_path / "out.bin")]) == 0
     assert np.fromfile(tmp_path / "out.bin", np.uint32).tolist() == [70_000, 1] * len(TEXTS)
 
 
@@ -61,6 +66,13 @@ def test_errors_take_one_line(rows: Path, capfd: pytest.CaptureFixture[str], fla
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert said in line
+
+
+def test_tokens_that_have_no_place_take_one_line(rows: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = ["--column", "body", "--tokenizer", word_level(tmp_path, 2), "--separator", "t1"]
+    assert tokenize.main([str(rows), *flags, "--out", str(rows / "x")]) == 2
+    said = f"error: --out {rows}/x: Not a directory; choose a file that can be written\n"
+    assert capfd.readouterr().err == said
 
 
 def test_a_missing_package_is_named_with_how_to_get_it(

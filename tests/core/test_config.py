@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decentral.core import config
+from decentral.core.choices import OPTIMIZERS
 from decentral.core.config import Config, load, shipped_configs
 from decentral.core.errors import UserError
 from decentral.core.own_inputs import OwnInputs
@@ -323,7 +324,7 @@ def test_code_may_be_named_by_a_flag_or_by_the_file_and_both_must_agree() -> Non
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_each_optimizer_has_its_own_learning_rate_unless_one_is_given(optimizer: str) -> None:
     run = load(None, [f"train.optimizer={optimizer}"])
-    assert run.train.peak_rate == config.LEARNING_RATES[optimizer]
+    assert run.train.peak_rate == OPTIMIZERS[optimizer].peak_rate
     assert load(None, [f"train.optimizer={optimizer}", "train.learning_rate=3e-3"]).train.peak_rate == 3e-3
 
 

@@ -14,6 +14,7 @@ from decentral.core.journal import Journal
 from decentral.dashboard.address import PageAddress
 from decentral.dashboard.child import MOST_UNREAD_BYTES, DashboardProcess, dashboard
 from tests.commands.peer_processes import Peers
+from tests.patient_time import LIMIT_S
 
 NO_PROCESS = cast("subprocess.Popen[bytes]", None)
 
@@ -51,7 +52,7 @@ def test_who_asks_for_no_page_gets_none() -> None:
 
 
 def swarm(url: str) -> dict[str, Any]:
-    with urlopen(f"{url}/api/swarm", timeout=10) as answer:
+    with urlopen(f"{url}/api/swarm", timeout=LIMIT_S) as answer:
         found: dict[str, Any] = json.loads(answer.read())
     return found
 
@@ -69,4 +70,4 @@ def test_a_page_shows_its_folder_and_what_it_is_told_and_ends_when_its_parent_le
     assert page.process.returncode == 0
     host, port = page.url.removeprefix("http://").split(":")
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((host, int(port)), timeout=5)
+        socket.create_connection((host, int(port)), timeout=LIMIT_S)

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from benchmarks.browser import CHROMIUM, DRIVER, browsing, complaints, hosts_asked, until
-from tests.commands.peer_processes import LIMIT_S, TINY, Peers, exchanged
+from tests.commands.peer_processes import TINY, Peers, exchanged
 
 
 @pytest.mark.swarm
@@ -20,10 +20,10 @@ def test_a_peer_that_is_killed_shows_in_another_one_s_page(peers: Peers) -> None
     victim = peers.lines("b", "started")[0]["peer"]
     with browsing(url) as driver:
         row = f"return document.querySelector('tr:has([title={victim}])')?.innerText ?? ''"
-        until(driver, lambda: "training" in driver.execute_script(row), LIMIT_S)
+        until(driver, lambda: "training" in driver.execute_script(row))
         peers.processes["b"].send_signal(signal.SIGKILL)
         peers.processes["b"].wait()
-        until(driver, lambda: "silent" in driver.execute_script(row), LIMIT_S)
+        until(driver, lambda: "silent" in driver.execute_script(row))
         until(driver, lambda: "thing is wrong" in driver.execute_script("return document.body.innerText"))
         assert complaints(driver) == []
         assert hosts_asked(driver) == {url.removeprefix("http://")}

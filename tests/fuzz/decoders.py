@@ -22,7 +22,7 @@ from decentral.comm.net import libp2p, libp2p_directory, libp2p_services
 from decentral.comm.rounds import contributions
 from decentral.comm.wire import blobs, codec, identity, messages
 from decentral.comm.wire.messages import RoundMember
-from decentral.core import algorithms, config, jobs, journal, own_yaml, strict_json, swarm_config
+from decentral.core import choices, config, jobs, journal, own_yaml, strict_json, swarm_config
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.fragments import Fragment, Layout, Section, layout_bytes
 from decentral.core.ids import PeerId
@@ -48,9 +48,9 @@ NOW = 1.7e9
 KEY = f"{RUN}/peers"
 CUTS = (Fragment(0, 0, 1, 300), Fragment(1, 1, 3, 300))
 MEMBERS = (RoundMember("A", 0, 3), RoundMember("B", 0, 3))
+ALGORITHMS = tuple(choices.ALGORITHMS)
 TOOLS = update_rules.RuleTools(compress, TorchKernels(compress))
 CODECS = tuple(compress.CODECS)
-ALGORITHMS = tuple(algorithms.MODULES)
 STATE = (Section("theta", "int8", 300, compress.size("int8", 300)),)
 SMALL = config.Config(model=config.ModelConfig(depth=1, width=32, context=16), routes=config.RoutesConfig(wire="auto"))
 FORMAT = activations.ActivationFormat(SMALL, compress, (32, 32, 32, 32))

@@ -10,7 +10,7 @@ FLAGS are those of `decentral.peer`. For tests and benchmarks only.
 import argparse
 import sys
 
-from decentral import peer
+from decentral import peer, start_peer
 from tests.hostile.credulous import without_defences
 from tests.hostile.liar import lying
 
@@ -24,7 +24,7 @@ def main() -> int:
     if flags.credulous:
         without_defences(setattr)
     if flags.lie:
-        setattr(peer, "Libp2p", lying(flags.lie, not flags.calm))  # noqa: B010  # mypy wants the name exported
+        setattr(start_peer, "Libp2p", lying(flags.lie, not flags.calm))  # noqa: B010  # mypy wants the name exported
     return peer.main(others)
 
 

@@ -1,8 +1,8 @@
 """One of five peers lies in all its windows and floods the others, over real libp2p: they refuse it, and learn."""
 
 import asyncio
+import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -12,10 +12,12 @@ from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.transport import Directory, Transport
 from decentral.core import config
+from decentral.core.jobs import Stepped
 from decentral.core.reasons import Reason
+from decentral.core.units import Amount
+from decentral.peers.hosts.host import Host
 from decentral.peers.membership import records
 from decentral.train import replicas
-from decentral.train.compute import ComputeSetup
 from tests.hostile.liar import LyingLibp2p, lying
 from tests.peers.hosts.host_swarm import RUN, MakeSetup, Swarm
 
@@ -31,17 +33,32 @@ EXCHANGED = 20  # windows that each of them has merged: what their average has l
 class RealSwarm(Swarm):
     """Peers of one process, each with a libp2p daemon of its own; all know the first one."""
 
-    limit_s = 240.0  # against hanging: five daemons start on a loaded machine
     directory_use = config.SwarmConfig(refresh_s=1.0)
     gossip: Mapping[str, float] = MappingProxyType({"window_s": 0.25, "start_window_s": 0.25, "core_share": 1.0})
 
     def __init__(self, setup_of: MakeSetup, folder: Path) -> None:
         identities = {name: Identity.load_or_create(folder / f"{name}.key") for name in HONEST + LIAR}
-        super().__init__(lambda *names, **gossip: slowed(setup_of(*names, **gossip)), identities, "pull")
+        super().__init__(setup_of, identities, "pull")
         self.keys = folder
         self.transports: dict[str, Libp2p] = {}
         self.directories: dict[str, Directory] = {}
         self.places: dict[str, tuple[str, ...]] = {}
+
+    def add(
+        self, name: str, contacts: str = "", stop_after: Amount | None = None, span: tuple[int, int] | None = None
+    ) -> Host:
+        """Add a peer whose step takes STEP_S of the loop's time: five peers leave it time for what they say."""
+        host, compute = super().add(name, contacts, stop_after, span), self.computes[name]
+        step = compute.step
+
+        def paced() -> Stepped:
+            ends, found = self.loop.time() + STEP_S, step()
+            while self.loop.time() < ends:
+                time.sleep(STEP_S / 10)
+            return found
+
+        compute.step = paced  # type: ignore[method-assign]
+        return host
 
     def addresses(self, name: str) -> tuple[str, ...]:
         return self.places[name]
@@ -71,11 +88,6 @@ class RealSwarm(Swarm):
         found = self.transports[LIAR]
         assert isinstance(found, LyingLibp2p)
         return found
-
-
-def slowed(setup: ComputeSetup) -> ComputeSetup:
-    """So that five peers leave this process time for what they say to each other."""
-    return replace(setup, device=replace(setup.device, emulated_s=STEP_S))
 
 
 @pytest.fixture

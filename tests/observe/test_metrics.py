@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 from prometheus_client import Metric
@@ -21,6 +22,7 @@ from decentral.observe.metrics import METRICS, PeerMetric
 from decentral.observe.metrics_server import MetricsServer, bound, metrics_served
 from decentral.peers.hosts.host import Host
 from tests.commands.refusals import refusal
+from tests.patient_time import LIMIT_S
 from tests.peers.hosts.host_swarm import Swarm
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +34,7 @@ Scrape = dict[str, Metric]
 
 
 async def scraped(url: str) -> Scrape:
-    text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=30).read().decode())
+    text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=LIMIT_S).read().decode())
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
@@ -134,8 +136,25 @@ def test_a_port_that_is_taken_is_one_clear_line_before_a_state_folder_is_made(tm
     assert not folder.exists()
 
 
+class EndedByHand:
+    """A threading.Timer whose time comes when the test says so."""
+
+    begun: SimpleQueue[Callable[[], None]]  # what each does at its end
+
+    def __init__(self, seconds: float, end: Callable[[], None]) -> None:
+        assert seconds == metrics_server.WHOLE_SCRAPE_S
+        self.end = end
+
+    def start(self) -> None:
+        self.begun.put(self.end)
+
+    def cancel(self) -> None:
+        """Its time never comes by itself."""
+
+
 def test_a_connection_that_does_not_come_to_an_end_keeps_no_scraper_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_server, "WHOLE_SCRAPE_S", 0.05)
+    monkeypatch.setattr(EndedByHand, "begun", SimpleQueue(), raising=False)
+    monkeypatch.setattr(threading, "Timer", EndedByHand)
     monkeypatch.setattr(metrics_server._Scrape, "timeout", None)  # a client that sends a byte now and then is not idle
 
     def answer(_: object, start: Callable[[str, list[tuple[str, str]]], object]) -> list[bytes]:
@@ -147,7 +166,8 @@ def test_a_connection_that_does_not_come_to_an_end_keeps_no_scraper_out(monkeypa
     thread.start()
     with socket.create_connection((server.server_name, server.server_port)) as slow:
         slow.sendall(b"GET /metrics HTTP/1.1\r\nHost: ")
-        with urllib.request.urlopen(server.url, timeout=30) as scrape:
+        EndedByHand.begun.get(timeout=LIMIT_S)()
+        with urllib.request.urlopen(server.url, timeout=LIMIT_S) as scrape:
             assert scrape.read() == b"metrics"
         assert slow.recv(1) == b""
     server.shutdown()

@@ -1,7 +1,6 @@
 """What stands in the pictures of plans: their texts and marks, read back from SVG. How they look, people judge."""
 
 import itertools
-import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -17,11 +16,12 @@ from decentral.pictures.plan_picture import StageGrid, draw_plan, gossip_of, hop
 from decentral.pictures.solver_picture import draw_comparison
 from decentral.pictures.swarm_map import MOST_PLACES, SwarmMap, matrix_of
 from decentral.scheduler.shared import topology as topologies
+from decentral.scheduler.shared.plan import SyncPlan, ThroughputPlan
 from decentral.scheduler.shared.search_budget import SearchBudget
 from decentral.scheduler.shared.topology import Topology, Workload
 from decentral.scheduler.sync.layout_cost import problem_of
-from decentral.scheduler.sync.sync_plan import SyncPlan, divided, sync_plan
-from decentral.scheduler.throughput.throughput_plan import ThroughputPlan, throughput_plan
+from decentral.scheduler.sync.sync_plan import divided, sync_plan
+from decentral.scheduler.throughput.throughput_plan import throughput_plan
 
 FOUR = {
     "peers": [
@@ -41,7 +41,7 @@ def texts(path: Path) -> list[str]:
 
 
 def budget() -> SearchBudget:
-    return SearchBudget(seconds=0.2, clock=time.monotonic)
+    return SearchBudget(rounds=1)
 
 
 def synchronous(topology: Topology) -> SyncPlan:

@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib")
 from decentral import simulate
 from decentral.core.units import Seconds
 from decentral.pictures.run_picture import MOST_FAULTS, draw_run, faulty
-from decentral.sim import sweep
+from decentral.sim import from_flags, sweep
 from decentral.sim.faults import Fault, parse
 from decentral.sim.report import RunReport
 from decentral.sim.run import Scenario, run
@@ -21,7 +21,7 @@ FAULTS = "crash 1 at 12; restart 1 at 15; slow 0 x5 at 20 for 5"
 
 
 def scenario(faults: str) -> Scenario:
-    return simulate.scenario_of(simulate.parse([*SMALL, "--faults", faults]))
+    return from_flags.scenario_of(simulate.parse([*SMALL, "--faults", faults]), Path("not written"))
 
 
 @pytest.fixture(scope="module")

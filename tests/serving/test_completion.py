@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from decentral.core.config import ModelConfig
-from decentral.generate import LoadedModel
+from decentral.core.sampling import Sampling
 from decentral.serving.completion import Completion
+from decentral.serving.loaded_model import LoadedModel
 from decentral.serving.openai_requests import ApiError
 from decentral.train import decoding, gpt
-from decentral.train.decoding import Sampling
 from decentral.train.step import Device
 from decentral.train.text_codec import ByteCodec
 

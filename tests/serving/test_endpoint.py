@@ -13,15 +13,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.testclient import TestClient
 
 from decentral.core.config import ModelConfig
+from decentral.core.sampling import Sampling
 from decentral.dashboard.server import Updates, application
 from decentral.dashboard.swarm_view import SwarmView
-from decentral.generate import LoadedModel
 from decentral.serving import chat_template, endpoint
+from decentral.serving.loaded_model import LoadedModel
 from decentral.serving.openai_requests import MOST_BODY_BYTES, ApiError
 from decentral.serving.served_model import ServedModel
 from decentral.serving.turns import Turns
 from decentral.train import decoding, gpt, measure
-from decentral.train.decoding import Sampling
 from decentral.train.step import Device
 from decentral.train.text_codec import ByteCodec
 

@@ -13,8 +13,8 @@ from decentral.core import jobs
 from decentral.core.errors import UserError
 from decentral.core.ids import RunId
 from decentral.dashboard import __main__ as dashboard
-from decentral.generate import LoadedModel
 from decentral.serving import served_model
+from decentral.serving.loaded_model import LoadedModel
 from decentral.serving.openai_requests import ApiError
 from decentral.serving.served_model import AGAIN_S, ServedModel
 from decentral.state import StateFolder

@@ -249,14 +249,14 @@ def test_peers_that_do_not_look_at_others_plans_are_noticed(monkeypatch: pytest.
         run(SLOW)
 
 
-def test_real_gradients_travel_through_spans_and_learn(text: Path) -> None:
+def test_real_gradients_travel_through_spans_and_learn(text: Path, tmp_path: Path) -> None:
     small = [
         *("model.depth=2", "model.width=32", "model.context=16", "gossip.fragment_parameters=5000"),
         *("data.kind=text", f"data.path={text}", "train.micro_batch=4", "train.learning_rate=0.01"),
         *("train.warmup_steps=5", "routes.overlap=true"),
     ]
     unspanned = SwarmSettings.of(config.load(None, [*sweep.SETTINGS, *small]), Pace(1.0), (1.0,), 64)
-    settings = real_gradients(unspanned)
+    settings = real_gradients(unspanned, tmp_path)
     needs = memory.needs(settings.config, settings.fragments)
     half = max(needs.span_bytes(0, 2), needs.span_bytes(2, len(needs.fragments)))
     settings = replace(settings, memory=(half,))

@@ -96,14 +96,14 @@ def test_a_device_ten_times_slower_stays_near_the_others(monkeypatch: pytest.Mon
     assert near.spread < 0.3 * run(swarm).replicas.spread
 
 
-def test_real_gradients_learn_and_are_reproducible(text: Path) -> None:
+def test_real_gradients_learn_and_are_reproducible(text: Path, tmp_path: Path) -> None:
     small = [
         *("model.depth=1", "model.width=32", "model.context=16"),
         *("data.kind=text", f"data.path={text}", "train.micro_batch=4", "train.learning_rate=0.01"),
         "gossip.fragment_parameters=1000",
     ]
     settings = SwarmSettings.of(config.load(None, [*sweep.SETTINGS, *small]), Pace(0.5), (1.0,), 64)
-    reports = [run(Scenario(real_gradients(settings), 2, 20.0, 1, audited=False)) for _ in range(2)]
+    reports = [run(Scenario(real_gradients(settings, tmp_path / place), 2, 20.0, 1, audited=False)) for place in "ab"]
     assert reports[0].audit.digest == reports[1].audit.digest
     assert reports[0].gossip.exchanges["done"] > 0
 

@@ -21,11 +21,11 @@ from decentral.train.outer_kernels import TorchKernels
 from decentral.train.sections import Packer, unpack
 from decentral.train.update_rules import RuleTools
 from tests.algorithms.credulous import believe_all
+from tests.patient_time import LIMIT_S
 
 SIDE = 8
 SIZE = SIDE * SIDE
 WINDOWS = 40
-LIMIT_S = 20.0  # against hanging, not a measurement
 
 
 class Exact:

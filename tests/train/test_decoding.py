@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from decentral.core.config import ModelConfig
 from decentral.core.errors import UserError
+from decentral.core.sampling import Sampling
 from decentral.train import decoding, gpt
-from decentral.train.decoding import CachedReader, Sampling
+from decentral.train.decoding import CachedReader
 from decentral.train.step import Device
 
 CPU = Device(torch.device("cpu"), torch.float32)

@@ -19,9 +19,9 @@ from decentral.train import compress, data
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.island import Assignment, Island, follow
 from decentral.train.step import ALONE, Device, Ranks
+from tests.patient_time import LIMIT_S
 
 RANKS = 2
-LIMIT_S = 120.0  # deadline of all scenarios against hanging, not a measurement
 CPU = torch.device("cpu")
 Ended = dict[str, Tensor]
 Settings = dict[str, object]

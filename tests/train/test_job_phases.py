@@ -18,9 +18,9 @@ from decentral.core.time_spent import KINDS
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.job_phases import JobThreads, Phase, Program, finish
 from decentral.train.job_runner import time_kind
+from tests.patient_time import LIMIT_S
 
 EDGE, BESIDE, HELD = Phase.EDGE, Phase.BESIDE, Phase.HELD
-LIMIT_S = 20.0  # against hanging, not a measurement
 
 
 @dataclass

@@ -74,7 +74,7 @@ def base(setup_of: Callable[..., ComputeSetup], text: Path, tmp_path: Path) -> P
     return tmp_path / "model"
 
 
-def test_three_peers_that_exchange_adapters_come_near_one_process(text: Path, base: Path) -> None:
+def test_three_peers_that_exchange_adapters_come_near_one_process(text: Path, base: Path, tmp_path: Path) -> None:
     """In virtual time, a step each second: within 2% of the loss of one process that had the same tokens."""
     model = [f"model.from={base}", "model.context=16", "model.lora.rank=8"]
     train = ["train.optimizer=adamw", "train.learning_rate=0.01", f"train.total_steps={STEPS}", "train.warmup_steps=10"]
@@ -82,7 +82,7 @@ def test_three_peers_that_exchange_adapters_come_near_one_process(text: Path, ba
     keys = [*model, "data.kind=text", f"data.path={text}", *train, *gossip]
     trained: dict[str, Trained] = {}
     settings = config.load(None, [*keys, "train.micro_batch=4"])
-    shape = real_gradients(SwarmSettings.of(settings, Pace(1.0, 0.05, report_s=10.0), (1.0,), 64))
+    shape = real_gradients(SwarmSettings.of(settings, Pace(1.0, 0.05, report_s=10.0), (1.0,), 64), tmp_path)
     made = shape.gradients
     assert made is not None
 

@@ -20,6 +20,7 @@ from decentral.train import gpt, memory
 from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.inner import Live, fragments_of
 from decentral.train.step import Chain, Device
+from tests.patient_time import LIMIT_S
 
 
 def really_kept(model: config.ModelConfig, layer: int) -> float:
@@ -222,7 +223,7 @@ def test_room_for_more_micro_batches_is_used_up_to_a_limit() -> None:
 def test_a_freed_tensor_goes_back_to_the_machine() -> None:
     """In a process of its own: here the tests before have left places that large tensors find."""
     code = f"from {__name__} import places_kept; print(places_kept())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LIMIT_S)
     assert done.stdout.strip() == "0"
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from decentral.core import config, model_families
 from decentral.core.own_inputs import OwnInputs
+from decentral.core.sampling import Sampling
 from decentral.core.swarm_config import received
 from decentral.train import decoding, gpt, huggingface, start_weights
-from decentral.train.decoding import Sampling
 from decentral.train.step import Chain, Device
 from tests.train.hf_folders import loaded, logits, transformers, written
 

@@ -24,11 +24,11 @@ from decentral.train.compute import Compute, ComputeSetup
 from decentral.train.counters import TimeAccount
 from decentral.train.inner import Live
 from decentral.train.outer_kernels import OuterVectors, TorchKernels, Weighted
+from tests.patient_time import LIMIT_S
 
 MakeSetup = Callable[..., ComputeSetup]
 STEPS = 8
 JOBS = STEPS - 2
-LIMIT_S = 20.0  # against hanging, not a measurement
 
 
 class Clock:

@@ -13,14 +13,15 @@ from decentral.comm.wire.identity import Identity
 from decentral.core.ids import PeerId
 from decentral.lost_peers import meet, some_finders, time_to_take
 from decentral.peers.hosts.clock import MOST_FINDERS
+from tests.patient_time import PatientLoop
 
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)
 KEY = "run/peers"
-LIMIT_S = 120.0  # against hanging
+HOUR_S = 3600.0
 
 
 async def announce(directory: HivemindDirectory, own: Identity) -> None:
-    expires = time.time() + 60.0
+    expires = time.time() + HOUR_S
     assert await directory.store(KEY, own.peer, own.seal(KEY, b"here", expires), expires)
 
 
@@ -42,7 +43,7 @@ def test_who_knows_nobody_of_those_that_have_found_it_asks_them_and_knows_where_
         finally:
             await asyncio.gather(*(one.close() for one in (ours, *finders)))
 
-    asyncio.run(asyncio.wait_for(story(), LIMIT_S))
+    PatientLoop().play(story())
 
 
 @pytest.mark.swarm
@@ -68,7 +69,7 @@ def test_where_one_peer_of_each_part_has_met_the_others_are_soon_connected_too(t
         finally:
             await asyncio.gather(*(one.close() for one in transports))
 
-    asyncio.run(asyncio.wait_for(story(), LIMIT_S))
+    PatientLoop().play(story())
 
 
 class WithOwnTime(HivemindDirectory):
@@ -103,13 +104,14 @@ def test_two_parts_that_have_forgotten_each_other_see_each_others_records_again(
         finally:
             await asyncio.gather(*(one.close() for one in transports))
 
-    asyncio.run(asyncio.wait_for(story(), LIMIT_S))
+    PatientLoop().play(story())
 
 
 @pytest.mark.swarm
 def test_who_finds_another_time_is_told_unless_most_of_those_that_it_knows_have_its_own(tmp_path: Path) -> None:
     async def story() -> None:
-        late, right = time.time() - 3600.0, time.time()
+        right = time.time()
+        late = right - HOUR_S
         b = await Libp2p.start(tmp_path / "b", LISTEN, (), lambda: late)
         a = await Libp2p.start(tmp_path / "a", LISTEN, (), lambda: right)  # hivemind has one clock for both
         c = await Libp2p.start(tmp_path / "c", LISTEN, (), lambda: right)
@@ -118,7 +120,7 @@ def test_who_finds_another_time_is_told_unless_most_of_those_that_it_knows_have_
             own, lost = await b.directory([KEY], []), {a.peer: await a.addresses()}
             found = await meet(b, own, list(lost.values()))
             assert found == [a.peer]
-            assert await time_to_take(b, own, found, {}) == pytest.approx(3600.0, abs=0.01)
+            assert await time_to_take(b, own, found, {}) == pytest.approx(HOUR_S, abs=0.01)
             known = lost | {c.peer: await c.addresses()}
             assert await time_to_take(b, WithOwnTime(own), found, known) == 0.0
             twice = [*found, *found]
@@ -126,4 +128,4 @@ def test_who_finds_another_time_is_told_unless_most_of_those_that_it_knows_have_
         finally:
             await asyncio.gather(*(one.close() for one in (a, b, c)))
 
-    asyncio.run(asyncio.wait_for(story(), LIMIT_S))
+    PatientLoop().play(story())

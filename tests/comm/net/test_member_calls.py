@@ -16,6 +16,7 @@ from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm
 from tests.comm.wire.invited import HOUR_S, founder, member
+from tests.patient_time import PatientLoop
 
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)
 KEY = f"{founder().run}/peers"
@@ -60,7 +61,7 @@ def private(transport: Libp2p) -> PrivateSwarm:
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Dht, Callable[[Coroutine[Any, Any, Any]], Any]]]:
-    dht, runner = Dht(), asyncio.Runner()
+    dht, runner = Dht(), asyncio.Runner(loop_factory=PatientLoop)
     runner.run(dht.start(tmp_path_factory.mktemp("dht")))
     yield dht, runner.run
     runner.run(dht.stop())

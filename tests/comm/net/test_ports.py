@@ -11,6 +11,7 @@ import pytest
 from decentral.comm.net import libp2p, ports
 from decentral.comm.net.libp2p import Libp2p
 from decentral.core.errors import UserError
+from tests.patient_time import PatientLoop
 
 HERE = "/ip4/127.0.0.1/tcp"
 
@@ -128,7 +129,7 @@ def test_a_second_peer_at_one_port_does_not_start(tmp_path: Path, monkeypatch: p
         finally:
             await first.close()
 
-    asyncio.run(story())
+    PatientLoop().play(story())
 
 
 def test_the_daemon_of_a_peer_that_was_killed_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

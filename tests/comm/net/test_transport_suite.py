@@ -30,6 +30,7 @@ from decentral.core.ids import PeerId
 from tests.comm.net.loopback import Loopback, LoopbackDirectory, LoopbackTransport, pipe
 from tests.comm.net.virtual_transport import NoFaults, VirtualTransport
 from tests.core.next_action import next_at
+from tests.patient_time import PatientLoop
 
 T = TypeVar("T")
 RUN = "gpt-3fa2c1"
@@ -204,7 +205,7 @@ class Pair:
         self.folder = folder
         self.stop = world.stop
         self.answers: Handler = pong
-        self._runner = asyncio.Runner()
+        self._runner = asyncio.Runner(loop_factory=PatientLoop)
         self.do(world.start(folder, lambda sender, question: self.answers(sender, question)))
         self.ours = Identity.load_or_create(folder / "a")
         self.theirs = Identity.load_or_create(folder / "b")
@@ -536,7 +537,7 @@ def test_what_no_other_node_takes_is_stored_here_only(tmp_path: Path, signer: Id
         finally:
             await transport.close()
 
-    asyncio.run(alone())
+    PatientLoop().play(alone())
 
 
 @only_libp2p

@@ -20,22 +20,9 @@ from decentral.comm.net.uplink_queue import (
 )
 from decentral.comm.wire import messages
 from decentral.comm.wire.codec import Envelope
+from tests.patient_time import TimelessLoop
 
 RATE = float(TURN_BYTES)  # a piece a second
-
-
-class TimelessLoop(asyncio.SelectorEventLoop):
-    """Goes on to its next timer at once."""
-
-    now = 0.0
-
-    def time(self) -> float:
-        return self.now
-
-    def _run_once(self) -> None:
-        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
-            self.now = max(self.now, self._scheduled[0].when())  # type: ignore[attr-defined]
-        super()._run_once()  # type: ignore[misc]
 
 
 class Wire:

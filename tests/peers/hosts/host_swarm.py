@@ -28,14 +28,13 @@ from tests.patient_time import PatientLoop
 MakeSetup = Callable[..., ComputeSetup]
 RUN = RunId("words-3fa2c1")
 FEW = config.RoutesConfig(holders=1)  # with three peers not every layer can keep two other holders
+EVALUATED_EVERY_S = 1.0
 LOOKING_OFTEN = config.SwarmConfig(refresh_s=0.05)  # a lookup in a directory in memory costs nothing
-LIMIT_S = 60.0  # deadline of a whole test against hanging, in the loop's time
 
 
 class Swarm:
     """Peers by name, on one in-memory network."""
 
-    limit_s = LIMIT_S
     directory_use = LOOKING_OFTEN
     gossip: Mapping[str, float] = MappingProxyType({"window_s": 0.05})
 
@@ -54,9 +53,10 @@ class Swarm:
         own = self.identities[name]
         setup = replace(self.setup_of(own.peer, algorithm=self.algorithm, **self.gossip), span=span)
         compute = self.computes[name] = Compute(setup)
+        train = setup.config.train.model_copy(update={"eval_every_s": EVALUATED_EVERY_S})
         node = Node(
             NodeSetup(
-                config=setup.config.model_copy(update={"swarm": self.directory_use, "routes": FEW}),
+                config=setup.config.model_copy(update={"swarm": self.directory_use, "routes": FEW, "train": train}),
                 run=RUN,
                 own=own,
                 fragments=compute.fragments,
@@ -121,7 +121,7 @@ class Swarm:
         """Runs the story; whatever comes of it, no compute thread is left."""
 
         try:
-            self.loop.play(story, self.limit_s)
+            self.loop.play(story)
         finally:
             for host in self.hosts.values():
                 host.compute.submit(jobs.Finish())

@@ -38,6 +38,18 @@ def test_it_keeps_the_latest(tmp_path: Path) -> None:
     assert list(book.known) == [str(number) for number in range(5, ADDRESSES_KEPT + 5)]
 
 
+def test_a_book_that_the_disk_refuses_leaves_no_temporary_file_and_is_written_with_the_next_address(
+    tmp_path: Path,
+) -> None:
+    book = AddressBook(tmp_path / "peers.json")
+    book.path.mkdir()
+    book.learn(A, ("1",))
+    assert list(tmp_path.iterdir()) == [book.path]
+    book.path.rmdir()
+    book.learn(A, ("1",))
+    assert AddressBook.load(book.path).known == {A: ("1",)}
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'"x"', b'{"A": 1}', b"\xff\xfe", b"null"])
 def test_a_damaged_book_is_an_empty_one(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "peers.json").write_bytes(content)

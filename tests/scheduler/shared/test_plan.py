@@ -1,7 +1,6 @@
 """The JSON of both kinds of plan: fixed names in a fixed order, which scripts rely on."""
 
-from decentral.scheduler.sync.sync_plan import SyncPlan
-from decentral.scheduler.throughput.throughput_plan import ThroughputPlan
+from decentral.scheduler.shared.plan import SyncPlan, ThroughputPlan
 
 FOUND = {"solver": "genetic", "seed": 7, "seconds": 0.5, "baselines": {"random": 2.0}, "reason": "why", "digest": "d"}
 

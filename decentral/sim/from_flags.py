@@ -1,0 +1,208 @@
+"""What the flags of decentral.simulate ask for: the scenario or the sweep is played, and its report shown."""
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from decentral.core import config, rng, strict_json
+from decentral.core.errors import UserError
+from decentral.core.journal import OUTCOMES
+from decentral.core.temporary import temporary_folder
+from decentral.core.units import readable_bytes
+from decentral.dashboard.child import dashboard
+from decentral.dashboard.simulated import SimulatedPage
+from decentral.pictures.run_picture import draw_run
+from decentral.scheduler.shared import topology
+from decentral.sim import faults, sweep
+from decentral.sim.evidence import Violation
+from decentral.sim.geography import TypicalLink
+from decentral.sim.gradients import real_gradients
+from decentral.sim.journals import SimulatedJournals
+from decentral.sim.report import RouteReport, RunReport
+from decentral.sim.run import OnProgress, Scenario, Watch, run, shrink
+from decentral.sim.swarm import SwarmSettings
+from decentral.sim.virtual_host import Pace
+from decentral.train import memory
+
+MOST_AUDITED = 200  # peers; in larger swarms nothing is quantised and not every event is audited
+
+
+def simulate(flags: argparse.Namespace) -> None:
+    """Play the scenario or the sweep that the flags describe, and print the report.
+
+    Raises:
+        UserError: If the flags describe none.
+        SystemExit: 1 after a violation.
+    """
+    torch.set_num_threads(1)
+    if flags.sweep:
+        _sweep(flags)
+        return
+    with temporary_folder() as folder:
+        _simulate(flags, scenario_of(flags, folder))
+
+
+def _simulate(flags: argparse.Namespace, scenario: Scenario) -> None:
+    with dashboard(flags.dashboard, waits=True) as page:
+        if page:
+            print(f"the page: {page.url}", file=sys.stderr, flush=True)
+        watches: list[Watch] = [SimulatedPage(page)] if page else []
+        if flags.journals:
+            watches.append(SimulatedJournals(Path(flags.journals)))
+        report = _run(flags, scenario, watches)
+        if flags.plot:
+            draw_run(report, scenario.faults, Path(flags.plot))
+        print(strict_json.dumps(report.to_json())) if flags.json else _show(report, Console(highlight=False))
+        if page:
+            print("the page stays until Ctrl-C", file=sys.stderr, flush=True)
+            page.process.wait()
+
+
+def scenario_of(flags: argparse.Namespace, folder: Path) -> Scenario:
+    """Return the scenario that the flags describe; real training has its checkpoints in `folder`. Raises UserError."""
+    run_config = config.load(flags.config, flags.set)
+    if run_config.synchronous:
+        raise UserError("gossip.algorithm synchronous is not simulated; expected pull or allreduce")
+    many = flags.peers > MOST_AUDITED
+    pace = Pace(flags.step_seconds, flags.noise, report_s=60.0 if many else 10.0)
+    settings = SwarmSettings.of(run_config, pace, flags.throttle, flags.tokens_per_step)
+    settings = replace(settings, unquantised=many, moves=not many)
+    if flags.memory:
+        settings = replace(settings, memory=flags.memory)
+        needs = memory.needs(settings.config, settings.fragments)
+        for memory_bytes in settings.memory:
+            memory.check(needs, memory_bytes)
+        memory.check_together(needs, len(needs.fragments), max(settings.memory))  # faults may bring more peers
+    if flags.gradients:
+        settings = real_gradients(settings, folder)
+    drawn = faults.parse(flags.faults) if flags.faults else []
+    drawn += faults.trace(Path(flags.trace)) if flags.trace else []
+    if flags.random_faults:
+        drawn += faults.draw(rng.stream(flags.seed, "faults"), flags.peers, flags.seconds, flags.random_faults)
+    link = TypicalLink(flags.delay_ms / 1e3, flags.up_mbps * 1e6 / 8, flags.down_mbps * 1e6 / 8)
+    where = topology.load(flags.topology) if flags.topology else None
+    audited = flags.peers <= MOST_AUDITED and not flags.gradients
+    return Scenario(settings, flags.peers, flags.seconds, flags.seed, tuple(drawn), link, where, audited)
+
+
+def _run(flags: argparse.Namespace, scenario: Scenario, watches: Sequence[Watch]) -> RunReport:
+    try:
+        with _progress(scenario.seconds, quiet=flags.json) as on_progress:
+            return run(scenario, on_progress, watches=watches)
+    except Violation as violation:
+        again = f"python -m decentral.simulate {shlex.join(flags.typed)}"
+        _explain(str(violation), violation.latest, scenario, again)
+        if flags.shrink:
+            _shrink(scenario, violation.rule)
+        raise SystemExit(1) from None
+
+
+def _sweep(flags: argparse.Namespace) -> None:
+    """Plays the seeds from --seed on, and prints one line that counts them. Exits with 1 if any was violated."""
+    began, violated, checks, played, last = time.monotonic(), list[dict[str, object]](), 0, 0, flags.seed
+    seeds = islice(sweep.seeds_from(flags.seed, flags.only), flags.sweep)
+
+    def account() -> dict[str, object]:
+        seconds = round(time.monotonic() - began, 1)
+        return {"first_seed": flags.seed, "played": played, "checks": checks, "seconds": seconds, "violated": violated}
+
+    _write_report(flags.report, account())
+    try:
+        for outcome in sweep.sweep(seeds, flags.processes):
+            checks, played, last = checks + outcome.checks, played + 1, outcome.seed
+            if outcome.violated:
+                violated.append(_report_violation(outcome, flags.shrink))
+                _write_report(flags.report, account())
+            if flags.for_seconds and time.monotonic() > began + flags.for_seconds:
+                break
+    finally:
+        _write_report(flags.report, account())
+    done = f"{len(violated)} violated, {checks} jobs checked, {time.monotonic() - began:.0f} s"
+    of = f", {played} with {' or '.join(flags.only)}" if flags.only else ""
+    print(f"seeds {flags.seed} to {last}{of}: {done}")
+    if flags.json:
+        print(strict_json.dumps(account()))
+    if violated:
+        raise SystemExit(1)
+
+
+def _report_violation(outcome: sweep.SweepOutcome, shrunk: bool) -> dict[str, object]:
+    """Explains the violation that a seed found, and gives what the report of the sweep keeps of it."""
+    scenario = sweep.scenario_of(outcome.seed)
+    again = f"python -m decentral.simulate --sweep 1 --seed {outcome.seed}"
+    _explain(outcome.said, outcome.latest, scenario, again)
+    if shrunk:
+        _shrink(scenario, outcome.violated)
+    kept = {"seed": outcome.seed, "rule": outcome.violated, "said": outcome.said, "faults": outcome.faults}
+    return kept | {"latest": outcome.latest, "again": again}
+
+
+def _write_report(path: str | None, account: dict[str, object]) -> None:
+    """Writes the report as it stands, so that a sweep that is stopped leaves what it has found."""
+    try:
+        if path is not None:
+            Path(path).write_text(strict_json.dumps(account, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"--report {path}: {error.strerror}; choose a place that can be written") from None
+
+
+def _explain(said: str, latest: Sequence[str], scenario: Scenario, again: str) -> None:
+    swarm = f"seed {scenario.seed}, {scenario.peers} peers, faults: {faults.text_of(scenario.faults)}"
+    print("\n  ".join([f"violated: {said}", swarm, *latest, f"again: {again}"]), file=sys.stderr)
+
+
+def _shrink(scenario: Scenario, rule: str) -> None:
+    fewest = shrink(scenario, rule, lambda text: print(f"  {text}", file=sys.stderr))
+    print(f"  fewest faults: {faults.text_of(fewest) or 'none'}", file=sys.stderr)
+
+
+def _show(report: RunReport, console: Console) -> None:
+    work, gossip, replicas, audit = report.throughput, report.gossip, report.replicas, report.audit
+    done, solo, failed = (gossip.exchanges.get(name, 0) for name in OUTCOMES)
+    why = ", ".join(f"{reason} {count}" for reason, count in sorted(gossip.failures.items()))
+    console.print(
+        f"{report.peers} peers, {report.seconds:g} virtual seconds, seed {report.seed}: {audit.events:,} events\n"
+        f"  {work.tokens_per_s:,.0f} tokens/s, least busy peer {work.busy_fraction:.3f}\n"
+        f"  exchanges {done}/{solo}/{failed} (done/solo/failed{': ' + why if why else ''}), "
+        f"{gossip.exchange_s:.3f} s each; sent {readable_bytes(work.sent_bytes)}, "
+        f"received {readable_bytes(work.received_bytes)}\n"
+        f"{_routed(report.routes)}"
+        f"  spread {replicas.spread:.4f}, loss {replicas.loss:.4f}, roster error {replicas.roster_error:.3f}\n"
+        f"  {audit.checks} jobs audited; digest {audit.digest}",
+        soft_wrap=True,
+    )
+    for fault, seconds in report.recovery_s.items():
+        console.print(f"  {fault}: all well {'not again' if seconds is None else f'{seconds:.1f} s later'}")
+
+
+def _routed(routes: RouteReport) -> str:
+    if not routes.routed:
+        return ""
+    counts = routes.routed
+    done, failed = (sum(n for name, n in routes.moves.items() if name.endswith(end)) for end in ("done", "failed"))
+    return (
+        f"  micro-batches: {counts['everywhere']} counted once in all layers ({counts['tokens']:,} tokens), "
+        f"{counts['in_part']} in a part of them, {counts['twice']} twice; "
+        f"{counts['thrown_away']} executions' gradients thrown away\n"
+        f"  plans {routes.plans}, moves {done}/{failed} (done/failed)\n"
+    )
+
+
+@contextmanager
+def _progress(seconds: float, quiet: bool) -> Iterator[OnProgress]:
+    console = Console(file=sys.stderr)
+    label = TextColumn("{task.completed:.0f} of {task.total:.0f} virtual seconds")
+    columns = (label, BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bar:
+        task = bar.add_task("", total=seconds)
+        yield lambda at: bar.update(task, completed=at)
