@@ -61,7 +61,6 @@ NOT_OF_BYTES = {
     "engine.tensor_file.__init__": "memory of our own",
     "engine.tensor_file.finish": "a header of our own",
     "sim.liars._scaled": "a simulated liar's own numbers",
-    "sim.invariants.gossip._weight_of": "simulated numbers",
     "engine.tensor_file.checksum": "a tensor of our own",
     "comm.gossip.kernels_cpu.close": "numbers of our own",
     "comm.gossip.kernels_cuda.close": "numbers of our own",
