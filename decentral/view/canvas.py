@@ -57,6 +57,7 @@ def svg_text(draw: Callable[[Any], None], height_in: float = 2.8) -> str:
     with _figure(CHART_WIDTH_IN, height_in, CHART_STYLE) as figure:
         axes = figure.add_subplot()
         axes.grid(axis="y", color="#e6e9ee", linewidth=0.7)
+        axes.set_axisbelow(True)
         draw(axes)
         text = io.StringIO()
         figure.savefig(text, format="svg", bbox_inches="tight", metadata=NO_METADATA)

@@ -11,10 +11,11 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Ping, Pong
 from decentral.comm.wire.transport import AskError
 from decentral.core.config import Config
-from decentral.core.ids import PeerId
+from decentral.core.ids import PeerId, RunId
 from decentral.core.reasons import Reason
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup.visit import VisitedSwarm
 from decentral.view.page.visitor import Visitor
 
@@ -31,9 +32,9 @@ class Swarm:
         self.dead = set[str]()
         self.fails = False
         self.now = 10.0
-        own = SimpleNamespace(open=lambda key, peer, value, now: (value, 60.0))
-        parts = {"run": "run", "config": Config(), "contacts": [], "clock": lambda: self.now, "own": own}
-        self.visitor = Visitor(cast(VisitedSwarm, SimpleNamespace(transport=self, directory=self, **parts)))
+        own: Any = SimpleNamespace(open=lambda key, peer, value, now: (value, 60.0))
+        this, clock = cast(Any, self), cast(SwarmClock, lambda: self.now)
+        self.visitor = Visitor(VisitedSwarm(this, RunId("run"), Config(), [], this, clock, own))
 
     async def fetch(self, key: str) -> dict[str, bytes]:
         if self.fails:
