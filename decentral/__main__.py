@@ -3,8 +3,6 @@
 Only the chosen command is imported: to list them, or to say the version, loads no torch.
 """
 
-import os
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -23,12 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return shared.run(lambda: print(f"decentral {__version__}"))
     if arguments[0] not in COMMANDS:
         return shared.run(lambda: _unknown(arguments[0]))
-    ending = shared.ending_signals()
-    for each in ending:
-        signal.signal(each, lambda *_: os._exit(0))  # there is nothing to save while the libraries load
-    chosen = module_of(arguments[0])
-    for each in ending:
-        signal.signal(each, signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL)
+    with shared.loading(COMMANDS[arguments[0]].interrupted):
+        chosen = module_of(arguments[0])
     code: int = chosen.main(arguments[1:])
     return code
 

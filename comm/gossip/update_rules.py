@@ -3,7 +3,7 @@
 A rule holds a fragment's gossip state, in host memory. It turns a window's end into a blob for partners (`close`), and
 what partners sent into a correction of the weights (`merge`). It works beside training, on a copy of the weights: the
 training thread gives the copy and takes the correction at step edges (engine/gossip_jobs.py). Each gossip algorithm
-has its own rule, in decentral/algorithms.
+has its own rule, in comm/gossip or comm/rounds.
 """
 
 from collections.abc import Mapping, Sequence

@@ -21,6 +21,7 @@ from pathlib import Path
 from decentral.commands import shared
 from decentral.commands.checks import machine
 from decentral.commands.checks.finding import Finding, FindingState, any_wrong, unknown
+from decentral.commands.table import COMMANDS
 from decentral.core import strict_json
 from decentral.core.errors import UserError
 from decentral.core.plain_text import printable
@@ -32,7 +33,9 @@ SHOWN = {FindingState.OK: "ok", FindingState.WARN: "WARN", FindingState.WRONG: "
 
 def main(argv: Sequence[str] | None = None) -> int:
     found: list[Finding] = []
-    code = shared.run(lambda: found.extend(asyncio.run(_examine(parse(argv)))), interrupted=130)
+    code = shared.run(
+        lambda: found.extend(asyncio.run(_examine(parse(argv)))), interrupted=COMMANDS["doctor"].interrupted
+    )
     return code or int(any_wrong(found))
 
 

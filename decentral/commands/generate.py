@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from decentral.commands import shared
+from decentral.commands.table import COMMANDS
 from decentral.core.errors import UserError
 from decentral.core.own_inputs import OwnInputs
 from decentral.core.plain_text import printable, printable_lines
@@ -27,11 +28,11 @@ HOTTEST = 100.0  # temperature: all tokens are about as likely as each other
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return shared.run(lambda: _main(parse(argv)), interrupted=130)
+    return shared.run(lambda: _main(parse(argv)), interrupted=COMMANDS["generate"].interrupted)
 
 
 def _main(flags: argparse.Namespace) -> None:
-    with shared.loading():
+    with shared.loading(COMMANDS["generate"].interrupted):
         from decentral.engine import measure
         from decentral.serving import decoding, gather_weights, loaded_model
     device = measure.choose(flags.device, "auto", 1.0, 0.0)

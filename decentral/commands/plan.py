@@ -22,6 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from decentral.commands import shared
+from decentral.commands.table import COMMANDS
 from decentral.core import strict_json
 from decentral.core.config import Config
 from decentral.core.config import load as load_config
@@ -43,7 +44,7 @@ LOOK_PAUSE_S = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return shared.run(lambda: _main(parse(arguments)), interrupted=130)
+    return shared.run(lambda: _main(parse(arguments)), interrupted=COMMANDS["plan"].interrupted)
 
 
 def _main(options: argparse.Namespace) -> None:

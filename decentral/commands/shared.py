@@ -1,7 +1,7 @@
 """What the commands share: flags that fail with one line, and exit codes.
 
-0: done, also after Ctrl-C (130 from the planner). 1: an error of our own. 2: one line on stderr says what
-to mend.
+0: done, also after Ctrl-C, but for commands whose result would be missing then (`Command.interrupted`). 1: an error of
+our own. 2: one line on stderr says what to mend.
 """
 
 import argparse
@@ -131,14 +131,17 @@ def _end_as_ctrl_c_does() -> None:
 
 
 @contextmanager
-def loading() -> Iterator[None]:
-    """End this process at once on Ctrl-C, and on the other ends' signals, while a command imports what computes.
+def loading(interrupted: int = 0) -> Iterator[None]:
+    """End this process at once on Ctrl-C, SIGTERM and SIGHUP while a command imports what computes.
+
+    `interrupted` is its exit code then. A signal that is ignored stays so.
 
     torch and libp2p take seconds to load, and an import that is interrupted may leave a half of a library behind. To
     be used before the command holds anything that must be cleaned up.
     """
-    ending = ending_signals() if threading.current_thread() is threading.main_thread() else ()
-    before = [signal.signal(each, lambda *_: os._exit(0)) for each in ending]
+    heard = [each for each in ending_signals() if signal.getsignal(each) is not signal.SIG_IGN]
+    ending = heard if threading.current_thread() is threading.main_thread() else []
+    before = [signal.signal(each, lambda *_: os._exit(interrupted)) for each in ending]
     try:
         yield
     finally:

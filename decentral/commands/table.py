@@ -18,6 +18,7 @@ class Command:
 
     does: str
     examples: tuple[str, ...]
+    interrupted: int = 0  # exit code after Ctrl-C; 130 where a script would take 0 for a result that is missing
 
 
 COMMANDS = {
@@ -42,6 +43,7 @@ COMMANDS = {
     "doctor": Command(
         "why a peer does not start, join or average, and what to do",
         ("", f"--join {ADDRESS}", "--state-dir swarm/peer-1 --json"),
+        interrupted=130,
     ),
     "dashboard": Command(
         "a live page in a browser: a swarm as a visitor sees it, or from journals",
@@ -53,7 +55,7 @@ COMMANDS = {
         ),
     ),
     "report": Command(
-        "a page about a run, with charts, from its journals",
+        "a page about a run from its journals; with charts where matplotlib is installed",
         ("swarm", "swarm/peer-1 swarm/peer-2 -o run.html"),
     ),
     "tokenize": Command(
@@ -68,6 +70,7 @@ COMMANDS = {
             "spot --compare --seconds 10",
             f"--join {ADDRESS} --json",
         ),
+        interrupted=130,
     ),
     "simulate": Command(
         "a swarm of up to thousands in virtual time, with faults",
@@ -101,6 +104,7 @@ COMMANDS = {
             '--state-dir swarm/peer-1 --temperature 0 "def main("',
             '--model my-model --max-tokens 500 --seed 7 "Once upon a time"',
         ),
+        interrupted=130,
     ),
     "audit": Command(
         "from the journals: was every micro-batch counted once?",

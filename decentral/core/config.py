@@ -388,7 +388,8 @@ def _without_retired(tree: Mapping[str, object]) -> dict[str, object]:
             for key, only in retired.items():
                 if (found := given.get(key, only)) != only or isinstance(found, bool):
                     here = printable(_SHORT.repr(found), 100)
-                    raise UserError(f"config: {section}.{key} is {only} in every run; it is {here} here: leave it out")
+                    said = f"config: {section}.{key} is {only} in every run; it is {here} here"
+                    raise UserError(f"{said}; leave it out, or use the release that the run began with")
             left[section] = {key: value for key, value in given.items() if key not in retired}
     return left
 

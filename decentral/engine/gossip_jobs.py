@@ -3,7 +3,7 @@
 FragmentGossip's programs are the jobs CloseWindow, Rest, EncodeSections, Merge and ExportState, on live weights whoever
 trains them: engine/compute.py on a device, a simulator in virtual time. The training thread gives a copy of the weights
 and takes a correction; all else goes on beside it (engine/threads.py). What comes from partners is checked here
-before it moves anything; the numerics are in the update rules of decentral/algorithms.
+before it moves anything; the numerics are in the update rules of comm/gossip and comm/rounds.
 """
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence

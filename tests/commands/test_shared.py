@@ -219,3 +219,11 @@ def test_nohup_keeps_a_command_running_where_its_terminal_is_closed() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     assert shared.run(lambda: signal.raise_signal(signal.SIGHUP), interrupted=130) == 0
     assert signal.SIGHUP not in shared.ending_signals()
+
+
+@pytest.mark.parametrize(("ignored", "code"), [(False, 130), (True, 7)])
+def test_ctrl_c_while_a_command_loads_gives_no_success_and_stays_ignored_where_it_was(ignored: bool, code: int) -> None:
+    ignore = "signal.signal(signal.SIGINT, signal.SIG_IGN); " if ignored else ""
+    program = f"import signal, sys; from decentral.commands import shared; {ignore}"
+    program += "load = shared.loading(130); load.__enter__(); signal.raise_signal(signal.SIGINT); sys.exit(7)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == code

@@ -172,7 +172,8 @@ RETIRED = [(section, key, value) for section, keys in config.RETIRED_KEYS.items(
 def test_a_retired_key_is_taken_with_its_old_default_alone(section: str, key: str, value: float) -> None:
     assert load(None, [f"{section}.{key}={value}"]) == load(None)
     assert refusal(f"{section}.{key}=0.25") == (
-        f"config: {section}.{key} is {value} in every run; it is 0.25 here: leave it out"
+        f"config: {section}.{key} is {value} in every run; it is 0.25 here; "
+        "leave it out, or use the release that the run began with"
     )
 
 
