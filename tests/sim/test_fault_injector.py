@@ -175,6 +175,7 @@ def test_a_slow_peer_makes_fewer_steps_and_nobody_else_does() -> None:
     faulty.settle()
 
 
+@pytest.mark.night
 def test_a_hundred_newcomers_at_once_all_start_where_the_swarm_is() -> None:
     faulty = FaultySwarm("join 100 at 30", unquantised=True)
     faulty.play(110)

@@ -79,8 +79,11 @@ FOUND = {
     615254: "a bug of the audit: two answers over a slow link were cut, and the next record was four seconds away",
 }
 
+LONG = (51, 115, 199, 9743, 32943, 210223, 445255)  # seeds of ten seconds and more, which only `make night` plays
+FAR = ("staleness limit", "write deadline")  # defences whose seed takes half a minute, the same
 
-@pytest.mark.parametrize("seed", FOUND)
+
+@pytest.mark.parametrize("seed", [pytest.param(one, marks=pytest.mark.night) if one in LONG else one for one in FOUND])
 def test_a_bug_that_the_sweep_has_found_stays_mended(seed: int) -> None:
     outcome = sweep.play(seed)
     assert not outcome.violated, f"{FOUND[seed]}: {outcome.said}"
@@ -191,7 +194,9 @@ DEFENCES = {  # how to switch it off, the rule that is violated then, and the se
 SEEDS = 200  # in these, each defence must be found missing
 
 
-@pytest.mark.parametrize("defence", DEFENCES)
+@pytest.mark.parametrize(
+    "defence", [pytest.param(one, marks=pytest.mark.night) if one in FAR else one for one in DEFENCES]
+)
 def test_without_a_defence_the_sweep_fails(defence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the seeds below SEEDS finds it. The search begins with the one that did before."""
     switch_off, rule, first = DEFENCES[defence]
