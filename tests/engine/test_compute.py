@@ -636,7 +636,7 @@ def test_training_waits_for_the_merges_of_all_held_windows(setup_of: MakeSetup) 
 def test_a_failed_job_does_not_end_the_thread(setup_of: MakeSetup, tmp_path: Path) -> None:
     compute = Compute(replace(setup_of(), folder=tmp_path / "gone"))
     seen = outcomes(compute, [jobs.Start(False), jobs.Save()], steps=1)
-    assert sorted(seen) == ["JobFailed", "Started", "Stepped"], "the step does not wait for the checkpoint"
+    assert sorted(seen) == ["SaveFailed", "Started", "Stepped"], "the step does not wait for the checkpoint"
 
 
 def test_a_merge_beside_training_counts_the_step_that_ends_before_its_correction(setup_of: MakeSetup) -> None:
