@@ -12,8 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from decentral.comm.net import ports
 from decentral.comm.wire.invitations import FOR_EVER, Permission
 from decentral.commands import lifeline, shared
 from decentral.core import config, strict_json
-from decentral.core.errors import UserError
+from decentral.core.errors import UserError, writing
 from decentral.core.journal.file import OUTCOMES, Tail, read
 from decentral.core.own_inputs import OwnInputs
 from decentral.core.plain_text import printable
@@ -60,7 +60,7 @@ def _main(flags: argparse.Namespace) -> None:
         else:
             folder = Path(flags.state_dir)
         check_memory(flags, folder)
-        with _writing("--state-dir", folder):
+        with writing("--state-dir", folder):
             folder.mkdir(parents=True, exist_ok=True)
         page = stack.enter_context(dashboard(flags.dashboard, folder, listening=page_socket))
         if page:
@@ -77,19 +77,10 @@ def _main(flags: argparse.Namespace) -> None:
         result = summary.summarise(swarm.folders(), swarm.throttles, swarm.seconds, deaths)
     _report(console, result)
     if flags.summary:
-        with _writing("--summary", flags.summary):
+        with writing("--summary", flags.summary):
             Path(flags.summary).write_text(strict_json.dumps(result, indent=1) + "\n")
     if deaths:
         raise SystemExit(1)
-
-
-@contextmanager
-def _writing(flag: str, path: str | Path) -> Iterator[None]:
-    """Raise UserError where the block cannot write what a flag names."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{flag} {path}: {error.strerror}; choose a place that can be written") from None
 
 
 def check_memory(flags: argparse.Namespace, folder: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from decentral.commands import audit, shared
-from decentral.core.errors import UserError
+from decentral.core.errors import UserError, writing
 from decentral.view.canvas import can_draw
 from decentral.view.report import NO_CHARTS, page_of
 from decentral.view.run_history import history_of
@@ -27,10 +27,8 @@ def _main(flags: argparse.Namespace) -> None:
     run = history_of((journal.parent.name, journal) for journal in found)
     if not run.peers:
         raise UserError(f"none of the {len(found)} journals has a line that can be read")
-    try:
+    with writing("-o", flags.out):
         Path(flags.out).write_text(page_of(run), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"-o {flags.out}: {error.strerror}; choose a place that can be written") from None
     print(f"{flags.out}: {len(run.peers)} peers, {run.tokens:,.0f} tokens")
     if not can_draw():
         print(NO_CHARTS, file=sys.stderr)

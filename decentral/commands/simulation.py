@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from decentral.core import config, rng, strict_json
-from decentral.core.errors import UserError
+from decentral.core.errors import UserError, writing
 from decentral.core.journal.file import OUTCOMES
 from decentral.core.temporary import temporary_folder
 from decentral.core.units import readable_bytes
@@ -149,11 +149,9 @@ def _report_violation(outcome: sweep.SweepOutcome, shrunk: bool) -> dict[str, ob
 
 def _write_report(path: str | None, account: dict[str, object]) -> None:
     """Writes the report as it stands, so that a sweep that is stopped leaves what it has found."""
-    try:
-        if path is not None:
+    if path is not None:
+        with writing("--report", path):
             Path(path).write_text(strict_json.dumps(account, indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"--report {path}: {error.strerror}; choose a place that can be written") from None
 
 
 def _explain(said: str, latest: Sequence[str], scenario: Scenario, again: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from decentral.core import config
 from decentral.core.atomic_file import write_atomically
-from decentral.core.errors import UserError
+from decentral.core.errors import UserError, writing
 from decentral.model import decoder, families, huggingface
 from decentral.model.start_weights import ADAPTER, FUSED, WHOLE
 
@@ -49,12 +49,10 @@ def write(folder: Path, run: config.Config, layers: Sequence[nn.Module]) -> list
         _fuse(weights, settings, run.model)
     described = (json.dumps(settings, indent=1) + "\n").encode()
     files = {ADAPTER: described, ADAPTER_WEIGHTS: save(weights, {"format": "pt"})}
-    try:
+    with writing("--out", folder, "folder"):
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             write_atomically(folder / name, content)
-    except OSError as error:
-        raise UserError(f"--out {folder}: {error.strerror}; choose a folder that can be written") from None
     return list(files)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from decentral.core import config
 from decentral.core.atomic_file import write_atomically
 from decentral.core.config import BYTES
-from decentral.core.errors import UserError
+from decentral.core.errors import UserError, writing
 from decentral.data.tokenizer import TOKENIZER_FILE, TOKENIZER_SETTINGS
 from decentral.model import decoder, families, lora
 from decentral.model.start_weights import EMBEDDING, FUSED, HEAD, INDEX, PICKLES, WHOLE
@@ -64,15 +64,13 @@ def write(folder: Path, run: config.Config, layers: Sequence[nn.Module], like: P
         _fuse(weights)
     described = families.config_json(run.model, tied) | _special_tokens(like)
     files = {families.CONFIG_FILE: _json(described), WHOLE: save(weights, {"format": "pt"})}
-    try:
+    with writing("--out", folder, "folder"):
         files |= _tokenizer_files(run, like)
         if TOKENIZER_FILE in files:
             refuse_mixture(folder, [name for name in TOKENIZER_FILES if name not in files])
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             write_atomically(folder / name, content)
-    except OSError as error:
-        raise UserError(f"--out {folder}: {error.strerror}; choose a folder that can be written") from None
     return list(files)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from decentral.core import strict_json
-from decentral.core.errors import UserError
+from decentral.core.errors import writing
 from decentral.core.ids import PeerId
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
@@ -45,11 +45,9 @@ class SimulatedJournals:
         assert self._swarm is not None
         for peer, lines in self._lines.items():
             path = self.folder / f"peer-{self._swarm.by_peer[peer].number}" / "journal.jsonl"
-            try:
+            with writing("--journals", path, "folder"):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("a") as file:
                     file.write("".join(f"{line}\n" for line in lines))
-            except OSError as error:
-                raise UserError(f"--journals {path}: {error.strerror}; choose a folder that can be written") from None
         self._lines.clear()
         self._waiting = 0

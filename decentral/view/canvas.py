@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from decentral.core.errors import UserError
+from decentral.core.errors import UserError, writing
 from decentral.core.plain_text import printable
 
 INK, DIM, PALE = "#1c2430", "#667085", "#d5dae1"  # of texts and lines
@@ -90,9 +90,8 @@ def _figure(width_in: float, height_in: float, more: Mapping[str, Any] = Mapping
 
 def _save(figure: Any, file: str | Path, dpi: int) -> None:
     try:
-        figure.savefig(file, dpi=dpi, facecolor="white")
-    except OSError as error:
-        raise UserError(f"--plot {file}: {error.strerror}; choose a place that can be written") from None
+        with writing("--plot", file):
+            figure.savefig(file, dpi=dpi, facecolor="white")
     except ValueError as error:  # matplotlib does not know the suffix
         raise UserError(f"--plot {file}: {error}") from None
 

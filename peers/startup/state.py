@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from decentral.comm.net import ports
 from decentral.core import config, received, strict_json
 from decentral.core.atomic_file import write_atomically
-from decentral.core.errors import UserError
+from decentral.core.errors import UserError, writing
 from decentral.core.ids import RunId
 from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
 from decentral.core.units import Measured
@@ -67,11 +67,9 @@ class StateFolder:
         path = Path(wanted) if wanted else new_path()
         made = [one for one in (path, *path.parents) if not one.exists()]
         before = _made_by_a_start(path)
-        try:
+        with writing("--state-dir", path, "folder"):
             path.mkdir(parents=True, exist_ok=True)
             lock = (path / "lock").open("w")
-        except OSError as error:
-            raise UserError(f"--state-dir {path}: {error.strerror}; choose a folder that can be written") from None
         with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
