@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 TILE = 128
-STAGES = 7  # of a transform of 128 numbers
+STAGES = 7  # additions and subtractions of pairs in a Hadamard transform of 128 numbers: log2(128)
 # The signs of the rotation: one bit for each number of a tile, 1 for minus. They are the first bits of pi's fraction.
 SIGN_BITS = 0x243F6A8885A308D313198A2E03707344
 SIGNS = torch.tensor([-1.0 if SIGN_BITS >> (TILE - 1 - at) & 1 else 1.0 for at in range(TILE)])

@@ -1,8 +1,8 @@
-"""A stage execution: one micro-batch's way through this peer, as a table of states (drawn in comm/pipeline/router.py).
+"""The state of one micro-batch's forward and backward pass through this peer (drawn in comm/pipeline/router.py).
 
-Its state changes in StageExecution.move alone, by the table TRANSITIONS. An event that the table does not have for the
-present state raises InvalidTransition, which tells the execution's last events. Who has the micro-batch while it is
-AWAY, and who was asked before, is in `next_hop`.
+Only StageExecution.move changes the state, by the table TRANSITIONS. An event that the table does not list for the
+present state raises InvalidTransition, whose text has the execution's last events. `next_hop` names the peer that has
+the activations while the state is AWAY, and the peers that were asked before.
 """
 
 import math
@@ -36,13 +36,13 @@ FORWARD, AWAY, BACKWARD, HELD, GONE, ENDED = ExecutionState
 
 
 class ExecutionEvent(Enum):
-    SENT_ON = auto()  # its activations go to a next peer, or to another one: that of before failed, or its gradient did
+    SENT_ON = auto()  # activations are offered or sent to a next peer, the first one or one after a failure
     GRADIENT_CAME = auto()
-    COMPUTED = auto()  # another peer's micro-batch: its gradients wait for their origin peer's decision
-    COMPLETED = auto()  # our own, which is decided with that
+    COMPUTED = auto()  # of a forwarded micro-batch: its gradients wait for the origin peer to commit or abort
+    COMPLETED = auto()  # of an own micro-batch, which commits with that
     DECIDED = auto()  # committed or aborted
     GIVEN_UP = auto()
-    GIVEN_UP_AT_WORK = auto()  # the training thread has to end its pass first
+    GIVEN_UP_AT_WORK = auto()  # while the training thread computes its pass, which has to end first
     THREAD_DONE = auto()
 
 
@@ -59,19 +59,19 @@ TRANSITIONS: dict[ExecutionEvent, dict[ExecutionState, ExecutionState]] = {
 
 
 class InvalidTransition(AssertionError):
-    """Something happened to an execution that cannot happen in its state. The text has its last events."""
+    """An event that TRANSITIONS does not allow in the execution's state: a bug of ours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """Nobody has the activations, until they are sent on at `due`."""
+    """No peer has the activations. They are offered again at `due`."""
 
     due: Seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Some peers are asked how soon they would be through with them."""
+    """Candidate peers have been asked when they could finish the execution."""
 
     offers: Offers
     due: ClassVar[Seconds] = math.inf
@@ -79,7 +79,7 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One peer has them. `due`: when to ask it whether it still computes; infinite while it is being asked."""
+    """Peer `to` has the activations. At `due` it is asked whether it still computes; infinite during that question."""
 
     to: PeerId
     at: Seconds
@@ -90,7 +90,7 @@ class Sent:
 
 @dataclass(slots=True)
 class NextHop:
-    """The activations that an execution sends on, who has them, and which peers were asked to take them."""
+    """Activations on their way to the next peer: the payload, where it is, and the peers that were tried."""
 
     tokens: int
     layout: Layout  # of the payload
@@ -105,12 +105,12 @@ class NextHop:
 
     @property
     def most_bytes(self) -> int:
-        """Of its gradient."""
+        """Return the largest size that the gradient can have, in bytes."""
         return max(map(layout_bytes, self.gradients))
 
     @property
     def to(self) -> PeerId | None:
-        """The peer that has the activations."""
+        """Return the peer that has the activations; None if no peer has them."""
         return self.place.to if isinstance(self.place, Sent) else None
 
     def pause(self, until: Seconds) -> None:
@@ -124,13 +124,13 @@ class NextHop:
         self.tried.append(sent.to)
 
     def look_again(self, sent: Sent, at: Seconds, late: bool = False) -> None:
-        """The peer that has them is asked at that time whether it still computes."""
+        """Ask the peer that has the activations at time `at` whether it still computes."""
         self.place = replace(sent, due=at, late=late)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StageExecution:
-    """What own and forwarded micro-batches have in common."""
+    """The fields and transitions that own and forwarded micro-batches share."""
 
     own: ClassVar[bool] = False
     token: int  # its name at this peer's training thread
@@ -147,7 +147,7 @@ class StageExecution:
     events: deque[tuple[str, ExecutionState | str]] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
 
     def move(self, event: ExecutionEvent, cause: str) -> None:
-        """Go over to the state that follows. Raises InvalidTransition if the event cannot happen in this one."""
+        """Change the state by TRANSITIONS; `cause` is kept for `story`. Raises InvalidTransition."""
         to = TRANSITIONS[event].get(self.state)
         if to is None:
             raise InvalidTransition(f"{event.name} in {self.state.name} ({cause}) is no legal move of {self.story()}")
@@ -155,14 +155,14 @@ class StageExecution:
         self.events.append((cause, to))
 
     def story(self) -> str:
-        """The last events of this execution, the oldest first."""
+        """Return the last events of this execution as text, the oldest first."""
         told = (f"{what}: {to.name}" if isinstance(to, ExecutionState) else f"{what} {to}" for what, to in self.events)
         name = f"{self.id.origin}/{self.id.number}@{self.id.first}"
         return f"{name} (token {self.token}, in {self.state.name}): {'; '.join(told) or 'nothing has happened yet'}"
 
     @property
     def sent(self) -> NextHop:
-        """What was sent on. The execution must have left its forward pass behind, and not be held yet."""
+        """Return `next_hop`, which exists from the end of the forward pass until the gradients are held."""
         assert self.next_hop is not None, self.story()
         return self.next_hop
 
@@ -175,16 +175,16 @@ class StageExecution:
 
     @property
     def next_id(self) -> ExecutionId:
-        """The execution of the same micro-batch at the next peer."""
+        """Return the id of the same micro-batch's execution at the next peer."""
         return ExecutionId(self.id.origin, self.id.number, self.last)
 
     @property
     def order(self) -> tuple[Seconds, str, int]:
-        """The place of its micro-batch among all, the same at every peer; an older one is less."""
+        """Return the sort key of its micro-batch, oldest first; equal on every peer."""
         return self.drawn, self.id.origin, self.id.number
 
     def wake_at(self) -> Seconds:
-        """When something has to be done about it, if nothing happens before."""
+        """Return when the router has to look at this execution, if no event comes before; infinite: never."""
         if self.state is GONE:
             return math.inf
         at, hop = self.deadline(), self.next_hop
@@ -196,7 +196,7 @@ class StageExecution:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class OwnExecution(StageExecution):
-    """A micro-batch of which this peer is the origin. It has its number from the forward pass on."""
+    """A micro-batch of which this peer is the origin. `name` sets its number after the forward pass."""
 
     own: ClassVar[bool] = True
 
@@ -211,24 +211,24 @@ class ForwardedExecution(StageExecution):
     askers: dict[PeerId, int | None]  # the peers before this one on its routes, and which question of each waits
     answer_by: Seconds  # when the last of them sends it elsewhere
     answer: Envelope | None = None  # from HELD on
-    held_at: Seconds = 0.0  # likewise
+    held_at: Seconds = 0.0  # from HELD on
 
     def deadline(self) -> Seconds:
         return self.until if self.state is HELD or self.until < self.answer_by else self.answer_by
 
     def asked_by(self, sender: PeerId, request: int, answer_by: Seconds) -> None:
-        """A peer asks for this execution again, or after another one."""
+        """Note a peer's request for this execution, a repeated one or one of another peer."""
         self.events.append(("asked for again by", sender))
         self.askers[sender] = request
         self.answer_by = max(self.answer_by, answer_by)
 
     def answered(self) -> list[int]:
-        """Return the questions that wait for this execution: they are answered now."""
+        """Return the ids of the requests that wait for this execution, and mark them as answered."""
         waiting = [request for request in self.askers.values() if request is not None]
         self.askers = dict.fromkeys(self.askers)
         return waiting
 
     def hold(self, answer: Envelope, until: Seconds, now: Seconds) -> None:
-        """Its gradients wait for their origin peer's decision until then; whoever asks gets this answer."""
+        """Keep the gradients until the origin peer decides, or until `until`; all askers get `answer`."""
         self.move(ExecutionEvent.COMPUTED, "backward pass done")
         self.next_hop, self.answer, self.held_at, self.until = None, answer, now, until

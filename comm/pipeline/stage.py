@@ -105,7 +105,7 @@ class RouteView(Protocol):
         """The layers [first, last) that a successor holds, and its tokens/s of the whole model."""
 
     def is_thin(self) -> bool:
-        """Whether what this peer sends is to have the shorter of the run's forms."""
+        """Return whether this peer's uplink is slow, so that activations are sent in the run's smaller encoding."""
 
 
 @dataclass(slots=True)

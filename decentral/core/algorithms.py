@@ -1,4 +1,4 @@
-"""Between the exchanges of a fragment and the node: what the exchange machine is told, and what it may ask.
+"""The interface between a node and the machine that exchanges one fragment.
 
 The gossip algorithms themselves are records of decentral/core/choices.py.
 """
@@ -45,10 +45,10 @@ class GossipView(Protocol):
 
 @dataclass(slots=True)
 class ExchangeCounts:
-    """How many exchanges of a peer have ended, by outcome and by reason."""
+    """Counters of the exchanges that a peer has ended, all fragments together."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
-    reasons: Counter[tuple[str, ...]] = field(default_factory=Counter)  # by outcome and known reason
+    reasons: Counter[tuple[str, ...]] = field(default_factory=Counter)  # keyed by (outcome, reason)
 
     def add(self, outcome: str, reason: str) -> None:
         self.outcomes[outcome] += 1

@@ -115,7 +115,7 @@ class TrainConfig(Strict):
     accumulate: Positive = 1  # micro-batches in one inner step; with `gossip.algorithm: synchronous` of the whole swarm
     # Muon trains the matrices between the first and the last layer, AdamW all else: docs/CONVERGENCE.md
     optimizer: OptimizerName = "muon"  # of the matrices between the first and last layer: AdamW has the rest
-    learning_rate: PositiveFloat | Literal["auto"] = "auto"  # auto: the optimizer's own, of core/choices.py
+    learning_rate: PositiveFloat | Literal["auto"] = "auto"  # auto: `Optimizer.peak_rate` in core/choices.py
     warmup_steps: Steps = 50
     total_steps: Large | None = None  # the learning rate's decay ends here; None: it is constant after the warm-up
     weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.1

@@ -299,7 +299,10 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class WindowClosed:
-    """The encoded window, or in a RoundClosed the sum of gradients, of a fragment and what stands behind it."""
+    """The encoded pseudo-gradient of one fragment's window, with the tokens and learning rates that went into it.
+
+    In a RoundClosed it is the sum of gradients of one synchronous round.
+    """
 
     fragment: int
     seq: int

@@ -177,7 +177,10 @@ def _content(role: str, content: Any, calls: bool) -> str:
 
 
 def _call(call: Any) -> Message:
-    """Return a tool call with its arguments parsed, since templates write them as JSON themselves."""
+    """Return a tool call whose arguments are parsed JSON: chat templates serialise them again.
+
+    Raises ValueError if the call has no name.
+    """
     inner = call.get("function", call) if isinstance(call, dict) else call
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
         got = "has no name" if isinstance(inner, dict) else f"is {kind(inner)}"

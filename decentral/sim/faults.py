@@ -33,7 +33,7 @@ from random import Random
 from decentral.core.errors import UserError
 from decentral.core.units import Seconds
 
-BESIDES = ("hosts", "liars")  # drawn apart from the others: faults of machines (HOSTS), and liars who know
+BESIDES = ("hosts", "liars")  # faults that a seed draws separately from all others: HOSTS and KNOWING_LIES
 HOSTS = ("clock", "full-disk")  # faults of one machine
 PEERS = ("crash", "restart", "wipe", "freeze", "slow", "leave", "part", "skew", "nat", "lie")
 PAIRS = {"oneway": ">", "degrade": "-"}

@@ -31,11 +31,11 @@ class Trained(Compute):
 
 
 def real_gradients(shape: SwarmSettings, folder: Path) -> SwarmSettings:
-    """Return the same swarm, with the config's model trained on its data.
+    """Return settings of the same swarm whose peers train the real model on real data, in place of a surrogate.
 
     Args:
-        shape: The swarm.
-        folder: Of the peers' checkpoints, from which those go on that fail and come back; it has none yet.
+        shape: The settings of the swarm.
+        folder: An empty folder for the peers' checkpoints. A simulated peer that crashes restarts from its own.
     """
     run = shape.config
     corpus = corpora.load(run.data, run.model)

@@ -16,7 +16,7 @@ RED = "#c0342c"  # of what decides how long it takes
 USED = "#4a7fb5"  # of links that carry something
 NAME_CHARS = 18  # of a name in a picture
 CHART_WIDTH_IN = 8.6  # of a chart in a page
-CHART_STYLE = {  # a fixed salt: the same data give the same text
+CHART_STYLE = {  # the fixed `hashsalt` makes matplotlib write equal data as equal SVG text
     "svg.hashsalt": "decentral",
     "font.size": 9,
     "legend.fontsize": 8,

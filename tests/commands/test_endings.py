@@ -114,7 +114,7 @@ class Running:
         assert self.kind == "torchrun" or found == expected, self.said()
 
     def leaves_nothing(self) -> None:
-        """No temporary folder is left, but torch's one cache, and what torchrun leaves itself."""
+        """Assert that no temporary folder is left, except the caches that torch and torchrun leave by design."""
         theirs = ("torchinductor_", *(["torchelastic_"] if self.kind == "torchrun" else []))
         assert [one.name for one in self.temporary.iterdir() if not one.name.startswith(theirs)] == []
 
@@ -162,7 +162,7 @@ class World:
         self.commands[name] = Running(kind, terminal, folder, temporary)
 
     def is_up(self, name: str) -> bool:
-        """Whether it does what it is there for: peers exchange, and the page shows one."""
+        """Return whether the command works: its peer has exchanged with another, or its page shows a peer."""
         running = self.commands[name]
         assert running.terminal.process.poll() is None, running.said()
         if running.kind == "dashboard":

@@ -1,1 +1,1 @@
-"""The journal: a line for each event of a peer."""
+"""The journal of a peer: a file with one JSON line for each event."""
