@@ -1,6 +1,7 @@
 # Two commands set up a fresh machine that has Python 3.11, pip and make:
 #   make swarm   a virtual environment, the package, and a local swarm of four peers for 90 s, with a live page
-#   make test    the same, and all tests, types and style, and 200 small simulated swarms with faults by chance
+#   make test    the same, and all tests, types and style, and 200 small simulated swarms with faults by chance;
+#                WORKERS=6 plays six files of tests at once
 # The head-to-head with others, over an emulated WAN (root on Linux; FULL=1 for everything, which takes about a day):
 #   make benchmark            writes docs/BENCHMARKS.md; goes on where it was interrupted
 # The documentation as a site, in site/index.html:
@@ -19,6 +20,7 @@ PYTHON ?= python3.11
 VENV ?= .venv
 RUN = $(VENV)/bin/python
 SECONDS ?= 3600
+WORKERS ?= 3
 
 .PHONY: swarm test check sweep soak night fuzz benchmark docs install clean
 
@@ -26,7 +28,7 @@ swarm: install
 	OMP_NUM_THREADS=1 $(RUN) -m decentral.local --peers 4 --throttle 1,1,1,10 --stop-after 90s --dashboard --summary swarm-summary.json
 
 test: check sweep
-	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 sweep: install
 	OMP_NUM_THREADS=1 $(RUN) -m decentral.simulate --sweep 200

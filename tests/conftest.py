@@ -24,6 +24,9 @@ TEXT = "the swarm trains one model on unequal devices in different places and no
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files of tests first that start processes: the last one to begin is a short one then."""
+    with_processes = {item.path for item in items if item.get_closest_marker("swarm")}
+    items.sort(key=lambda item: item.path not in with_processes)
     if torch.cuda.is_available():
         return
     for item in items:
