@@ -13,14 +13,11 @@ from decentral.core.journal import file as journal
 from tests.patient_time import LIMIT_S
 
 TINY = [
-    "--set",
-    "model.depth=1",
-    "--set",
-    "model.width=32",
-    "--set",
-    "model.context=32",
-    "--set",
-    "gossip.window_s=0.25",
+    *("--set", "model.depth=1"),
+    *("--set", "model.width=32"),
+    *("--set", "model.context=32"),
+    *("--set", "gossip.window_s=0.25"),
+    *("--set", "train.emulated_micro_batch_s=0.01"),  # it rests, so that tests that wait leave the cores to others
 ]
 
 
