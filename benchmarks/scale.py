@@ -96,8 +96,7 @@ def shape_of(peers: int, layers: int, step_s: Seconds, overrides: list[str]) -> 
     settings = [
         *(f"model.depth={layers}", "model.width=256", f"model.context={CONTEXT}", "train.micro_batch=1"),
         *("gossip.fragment_parameters=500000", "gossip.window_s=1800", "gossip.start_window_s=1800"),
-        *("gossip.partners=1", "gossip.max_age_s=3600", "swarm.checkpoint_every_s=3600", "routes.overlap=true"),
-        *(f"swarm.shards={max(1, peers // 100)}", "swarm.record_ttl_s=900", "swarm.renew_s=300", "swarm.refresh_s=300"),
+        *("gossip.partners=1", "swarm.checkpoint_every_s=3600", "routes.overlap=true"),
     ]
     shape = SwarmSettings.of(config.load(None, [*settings, *overrides]), Pace(step_s, 0.05), THROTTLES, TOKENS)
     count = len(shape.fragments)

@@ -1,9 +1,8 @@
 """How long simulating a swarm takes, by its size: `python -m benchmarks.simulator [--peers 100,1000,10000]`.
 
 Each size simulates 600 virtual seconds of a swarm such as volunteers make: every peer has its own links and steps of
-half a second, pulls one snapshot every two minutes from two partners, and records are spread over one key for every ten
-peers. Newcomers come one after the other in the first 200 s, fetch the model, and probe their links. Each size runs in
-a process of its own, whose memory is measured.
+half a second, and pulls one snapshot every two minutes from two partners. Newcomers come one after the other in the
+first 200 s, fetch the model, and probe their links. Each size runs in a process of its own, whose memory is measured.
 """
 
 import argparse
@@ -18,17 +17,12 @@ from typing import Any
 SETTINGS = [
     "gossip.window_s=120",
     "gossip.start_window_s=120",
-    "gossip.max_age_s=600",
     "gossip.partners=2",
     "gossip.fragment_parameters=1000000",
-    "swarm.refresh_s=180",
-    "swarm.renew_s=180",
-    "swarm.record_ttl_s=600",
     "swarm.checkpoint_every_s=300",
     "train.eval_every_s=300",
 ]
 SECONDS = 600
-PEERS_PER_SHARD = 10
 
 
 def main() -> None:
@@ -46,8 +40,7 @@ def main() -> None:
 
 def run(peers: int) -> tuple[float, float, dict[str, Any]]:
     """Wall seconds with the start of Python, the largest memory of any child so far in GiB, and the report."""
-    shards = max(1, peers // PEERS_PER_SHARD)
-    overrides = [part for one in [*SETTINGS, f"swarm.shards={shards}"] for part in ("--set", one)]
+    overrides = [part for one in SETTINGS for part in ("--set", one)]
     command = [sys.executable, "-m", "decentral.simulate", "--json", "--peers", str(peers), "--seconds", str(SECONDS)]
     began = time.perf_counter()
     done = subprocess.run([*command, *overrides], check=True, capture_output=True, text=True)

@@ -16,7 +16,7 @@ from decentral.peers.startup.visit import visit
 async def look(address: str) -> dict[str, dict[str, float]]:
     """Raises UserError if nobody answers at that address."""
     async with visit([address]) as swarm:
-        known = await records.lookup(swarm.directory, swarm.run, swarm.config.swarm.shards, time.time())
+        known = await records.lookup(swarm.directory, swarm.run, swarm.own, time.time())
     profiles = {peer: record.profile for peer, record in known.items()}
     return {peer: {"up": one.up, "down": one.down, "latency_s": one.latency_s} for peer, one in profiles.items()}
 

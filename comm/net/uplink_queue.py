@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import count
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from decentral.comm.wire import messages
 from decentral.comm.wire.codec import Envelope
@@ -50,26 +50,19 @@ def kind_of(message: messages.Message) -> Kind:
     return Kind.SNAPSHOTS
 
 
-@dataclass(order=True, frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """A message's place in its kind's order: the first is the one due first, or that came first."""
 
     due: Seconds  # when it would be through, alone on the uplink
     number: int
 
 
-@dataclass(order=True, slots=True)
-class Piece(Generic[Item]):
-    turn: Turn
-    size: int = field(compare=False)
-    item: Item = field(compare=False)
-
-
 @dataclass(slots=True)
 class Waiting(Generic[Item]):
     """The pieces of one kind that wait, as a heap, and how far the kind has come in the fair order."""
 
-    pieces: list[Piece[Item]] = field(default_factory=list)
+    kind: Kind
+    pieces: list[tuple[Turn, int, int, Item]] = field(default_factory=list)  # turn, the piece's number, bytes
     served: float = 0.0  # bytes over the share
 
 
@@ -82,7 +75,8 @@ class UplinkQueue(Generic[Item]):
     free_at: Seconds = 0.0  # when what has left is through
     held_until: Seconds = 0.0  # a probe has the uplink for itself
     _probed_at: Seconds = -PROBED_EVERY_S  # when the answer to a probe has last left without a pace
-    _waiting: dict[Kind, Waiting[Item]] = field(default_factory=lambda: {kind: Waiting() for kind in Kind})
+    _waiting: dict[Kind, Waiting[Item]] = field(default_factory=lambda: {kind: Waiting(kind) for kind in Kind})
+    _busy: list[Waiting[Item]] = field(default_factory=list)  # those of `_waiting` that have pieces
     _virtual: float = 0.0  # `served` of the kind whose piece left last
     _numbers: "count[int]" = field(default_factory=count)
 
@@ -115,21 +109,22 @@ class UplinkQueue(Generic[Item]):
         queue = self._waiting[kind]
         if not queue.pieces:  # it was idle, and has saved nothing up
             queue.served = max(queue.served, self._virtual)
-        heapq.heappush(queue.pieces, Piece(turn, size, item))
+            self._busy.append(queue)
+        heapq.heappush(queue.pieces, (turn, next(self._numbers), size, item))
 
     def next_at(self) -> Seconds | None:
         """When a piece may leave; None while none waits."""
-        waits = any(queue.pieces for queue in self._waiting.values())
-        return max(self.free_at, self.held_until) if waits else None
+        return max(self.free_at, self.held_until) if self._busy else None
 
     def take(self, now: Seconds) -> Item | None:
         """The piece that leaves, at or after `next_at`; None: its message was given up."""
-        kind = min((one for one in Kind if self._waiting[one].pieces), key=lambda one: self._waiting[one].served)
-        queue = self._waiting[kind]
-        piece = heapq.heappop(queue.pieces)
-        if self.given_up(piece.item):
+        queue = min(self._busy, key=lambda one: (one.served, -one.kind)) if len(self._busy) > 1 else self._busy[0]
+        _, _, size, item = heapq.heappop(queue.pieces)
+        if not queue.pieces:
+            self._busy.remove(queue)
+        if self.given_up(item):
             return None
         rate, self._virtual = self.rate(), queue.served
-        queue.served += piece.size / kind
-        self.free_at = max(self.free_at, now - BURST_S) + (piece.size / rate if rate else 0.0)
-        return piece.item
+        queue.served += size / queue.kind
+        self.free_at = max(self.free_at, now - BURST_S) + (size / rate if rate else 0.0)
+        return item

@@ -23,7 +23,7 @@ from decentral.core.reasons import Reason
 
 MAX_RECORD_BYTES = 96 * 1024  # of a plan: about 1,300 spans
 MAX_PEER_RECORD_BYTES = 16 * 1024  # of a peer's record, with its seal
-MAX_LIFETIME_S = 2 * 3600.0  # of a record; a swarm.record_ttl_s of an hour, and clocks that differ by another
+MAX_LIFETIME_S = 2 * 3600.0  # of a record: half an hour at most, and clocks that differ by more than an hour
 KEY_BITS = 2048
 
 _PADDING = padding.PSS(mgf=padding.MGF1(hashes.SHA256()), salt_length=32)

@@ -10,8 +10,10 @@ as TCP backs its timer off (RFC 6298, 5.5), until answers come again.
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import NamedTuple
 
 from decentral.comm.wire.slow_start import rate_of, transfer_s
 from decentral.core.ids import PeerId
@@ -82,11 +84,30 @@ class Link:
         return min(self.latencies, default=None)
 
 
+class UplinkRates(NamedTuple):
+    """What uploads say of our uplink: `Meter.best_up` and `Meter.pace`."""
+
+    best: float | None = None
+    pace: float | None = None
+
+    @classmethod
+    def of(cls, uploads: Sequence[tuple[float, bool, PeerId]]) -> "UplinkRates":
+        """Judge uploads by their rates in bytes/s, whether a link limited them, and to whom they went."""
+        best = max((rate for rate, _, _ in uploads), default=None)
+        if best is None or best > FAST:
+            return cls(best)
+        alike = {peer for rate, limited, peer in uploads if limited and rate > best / ALIKE}
+        is_limited = any(limited and rate == best for rate, limited, _ in uploads)
+        paced = is_limited and (len(alike) > 1 or len({peer for _, _, peer in uploads}) == 1)
+        return cls(best, PACED * best if paced else None)
+
+
 @dataclass(slots=True)
 class Meter:
     links: dict[PeerId, Link] = field(default_factory=dict)
     uploads: deque[Upload] = field(default_factory=lambda: deque(maxlen=UPLOADS))
     _typical_down: float | None = None  # 0: nothing was measured; None: to be computed anew
+    _uplink: UplinkRates | None = None  # what the last uploads say; None: to be judged anew
 
     def saw(self, peer: PeerId, seconds: Seconds, first_byte_s: Seconds, sent: int, received: int) -> None:
         """Records that a question took `seconds`, and `first_byte_s` until its answer began; with so many bytes."""
@@ -112,6 +133,7 @@ class Meter:
         link.late = min(MOST_LATE, link.late + 1)
 
     def _link(self, peer: PeerId) -> Link:
+        self._uplink = None
         link = self.links.get(peer) or Link()
         if len(self.links) == MOST_LINKS:
             self._typical_down = None
@@ -119,12 +141,12 @@ class Meter:
         return link
 
     def latency_s(self, peer: PeerId) -> float:
-        known = self.links.get(peer, Link()).latency_s
+        known = self.links[peer].latency_s if peer in self.links else None
         return UNKNOWN_LATENCY_S if known is None else known
 
     def bandwidth(self, peer: PeerId) -> float | None:
         """Bytes/s towards us; None if nothing was measured."""
-        return self.links.get(peer, Link()).down.known
+        return self.links[peer].down.known if peer in self.links else None
 
     def typical_down(self) -> float | None:
         """The median over all peers, in bytes/s."""
@@ -136,21 +158,22 @@ class Meter:
     def best_up(self) -> float | None:
         """The highest rate of the last uploads, in bytes/s: what our uplink carries. In others the peer's downlink, or
         our other transfers at that moment, were the limit, and no upload is measured faster than it was."""
-        return max((one.rate(self._known_latency_s(one.peer)) for one in self.uploads), default=None)
+        return self._uplink_rates().best
 
     def pace(self) -> float | None:
         """The rate at which to send, in bytes/s, where our uplink is what has limited our uploads; else None.
 
         Two peers to whom we send equally fast have told of our uplink, one alone perhaps of its own downlink.
         """
-        best = self.best_up()
-        if best is None or best > FAST:
-            return None
-        judged = [(one, self._known_latency_s(one.peer)) for one in self.uploads]
-        rates = [(one.rate(latency_s), one.peer) for one, latency_s in judged if one.limited(latency_s)]
-        alike = {peer for rate, peer in rates if rate > best / ALIKE}
-        is_limited = any(rate == best for rate, _ in rates)
-        return PACED * best if is_limited and (len(alike) > 1 or len({one.peer for one in self.uploads}) == 1) else None
+        return self._uplink_rates().pace
+
+    def _uplink_rates(self) -> UplinkRates:
+        """Judge the last uploads, unless nothing was measured since: each piece of a message asks for the pace."""
+        if self._uplink is None:
+            known = [(one, self._known_latency_s(one.peer)) for one in self.uploads]
+            rates = [(one.rate(latency_s), one.limited(latency_s), one.peer) for one, latency_s in known]
+            self._uplink = UplinkRates.of(rates)
+        return self._uplink
 
     def _known_latency_s(self, peer: PeerId) -> Seconds:
         """As far as it is known now; 0 for a peer that answered large questions alone."""

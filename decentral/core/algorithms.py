@@ -67,6 +67,7 @@ class FragmentContext:
     view: GossipView
     counts: ExchangeCounts = field(default_factory=ExchangeCounts)  # of all fragments of this peer
     restored_at: Seconds = 0.0  # what was published before it may be in the checkpoint that this peer goes on from
+    fresh_s: Seconds = 60.0  # a snapshot that is no older is merged
 
     def period_s(self, size: int) -> Seconds:
         """Seconds between two windows of the fragment, where its snapshots have `size` bytes."""
@@ -91,7 +92,7 @@ class FragmentContext:
 
     def max_age_s(self, size: int) -> Seconds:
         """An older snapshot is not merged. One of a partner whose windows are long may be as old as two of them."""
-        return max(self.gossip.max_age_s, 2 * self.period_s(size))
+        return max(self.fresh_s, 2 * self.period_s(size))
 
     def exchange_ended(
         self, partner: PeerId | None, outcome: str, reason: str, seconds: Seconds, moved: tuple[int, int] = (0, 0)

@@ -21,7 +21,6 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from decentral.core import own_yaml
 from decentral.core.choices import ALGORITHMS, DATA_KINDS, OPTIMIZERS, DataKind
 from decentral.core.config_values import (
-    MIN_INTERVAL_S,
     Digest,
     Interval,
     Large,
@@ -40,7 +39,6 @@ from decentral.model.shape import ModelConfig as ModelConfig
 
 MAX_YAML_BYTES = 64 * 1024  # of a user's own YAML
 MAX_CONFIG_BYTES = 8 * 1024  # of the canonical form, which travels; the longest valid one has about 2 KiB
-MAX_RECORD_S = 3600.0  # lifetime of a peer's record
 BYTES = 256  # tokens, where each is a byte
 MAX_BATCH_TOKENS = 1 << 24  # of one micro-batch, and of one evaluation: 128 MiB of token numbers
 OWN_KEYS = {  # they name a peer's own files, or what is in them, and do not travel
@@ -51,9 +49,9 @@ LATER_KEYS = (("model", "block"),)  # (section, key) added later; left out of th
 # By section: keys of earlier versions, and the only value that a config may still give them
 RETIRED_KEYS: dict[str, dict[str, float]] = {
     "train": {"final_rate": 0.1, "beta1": 0.9, "beta2": 0.95, "logits_at_once": 1 << 25},
-    "gossip": {"momentum": 0.0, "step": 1.0, "consensus": 1.0, "consensus_every": 3},
+    "gossip": {"momentum": 0.0, "step": 1.0, "consensus": 1.0, "consensus_every": 3, "max_age_s": 60.0},
     "routes": {"sums": 4},
-    "swarm": {"max_peers": 4096},
+    "swarm": {"max_peers": 4096, "record_ttl_s": 60.0, "renew_s": 20.0, "refresh_s": 4.0, "shards": 1},
 }
 MAX_ROUND = 256  # micro-batches of a synchronous round, because one peer's report names them all
 SEALED_SUMS = 4  # sealed sums of gradients that may wait at once, with `routes.overlap`
@@ -149,7 +147,6 @@ class GossipConfig(Strict):
         0.02  # of the cores that train, likewise; start_steps may use more
     )
     fragment_parameters: Large = 65_536  # layers smaller than this share a fragment
-    max_age_s: Interval = 60.0  # an older snapshot is not merged
 
 
 class RoutesConfig(Strict):
@@ -172,21 +169,7 @@ class RoutesConfig(Strict):
 class SwarmConfig(Strict):
     """How peers find each other, and how often they save."""
 
-    record_ttl_s: Annotated[float, Field(ge=MIN_INTERVAL_S, le=MAX_RECORD_S)] = (
-        60.0  # a peer's record expires after this long
-    )
-    renew_s: Interval = 20.0  # a peer stores its record this often
-    refresh_s: Interval = 4.0  # a peer reads the directory this often
-    shards: Annotated[int, Field(gt=0, le=256)] = (
-        1  # keys over which the records are spread; about one for every hundred peers
-    )
     checkpoint_every_s: Interval = 30.0
-
-    @model_validator(mode="after")
-    def renewed_in_time(self) -> "SwarmConfig":
-        if self.renew_s * 2 > self.record_ttl_s:
-            raise ValueError(f"record_ttl_s must be at least twice renew_s ({self.renew_s})")
-        return self
 
 
 class Config(Strict):

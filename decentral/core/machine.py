@@ -32,4 +32,4 @@ def log(event: str, **fields: Any) -> Log:
 
 def earliest(times: Iterable[Seconds | None]) -> Seconds | None:
     """The least of the times that are not None; None if all are."""
-    return min((time for time in times if time is not None), default=None)
+    return min([time for time in times if time is not None], default=None)

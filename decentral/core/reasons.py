@@ -55,7 +55,7 @@ class Reason(StrEnum):
 
     # Snapshots and exchanges
     REPLAY = "replay"  # this snapshot, or a later one, was already taken
-    STALE = "stale"  # the snapshot is older than gossip.max_age_s
+    STALE = "stale"  # the snapshot is older than a minute and than two windows
     NOTHING_NEWER = "nothing-newer"  # there is nothing that the asker does not have
     OPPOSED = "opposed"  # its progress points against ours, or nowhere: it counts for nothing
     ALONE = "alone"  # there was no partner

@@ -164,14 +164,15 @@ class RunStatistics:
     def _roster_error(self, living: Sequence[SimulatedPeer]) -> float:
         """Where the roster is sharded nobody has to know everybody: only the dead that are still in it count."""
         there = {member.peer for member in self.swarm.living}
-        sharded = self.swarm.settings.config.swarm.shards > 1
+        sharded = any(member.host.node.roster.size.level for member in living if member.host)
         if len(there) < 2:
             return 0.0
         wrong, known = 0, 0
         for member in living:
             assert member.host is not None
             live = member.host.node.roster.live.keys()
-            wrong += len(live - there) + (0 if sharded else len(there - live) - 1)
+            wrong += 0 if there.issuperset(live) else len(live - there)
+            wrong += 0 if sharded else len(there - live) - 1
             known += max(1, len(live))
         return wrong / known
 

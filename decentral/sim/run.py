@@ -13,6 +13,8 @@ from typing import Protocol
 from decentral.core.ids import PeerId
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
+from decentral.peers.membership.records import RENEWALS
+from decentral.peers.membership.swarm_size import MOST_RENEW_S
 from decentral.scheduler.topology.topology import Topology
 from decentral.sim.fault_injector import FaultInjector
 from decentral.sim.faults import Fault
@@ -95,7 +97,7 @@ def run(
     for watch in watches:
         watch.end()
     if scenario.audited:
-        ttl_s = scenario.settings.config.swarm.record_ttl_s
+        ttl_s = RENEWALS * scenario.settings.times.renewals_s(scenario.peers, lambda: MOST_RENEW_S)
         audit.finish(settled=swarm.agenda.now >= injector.last_at + ttl_s + ROSTER_SETTLE_S)
     return statistics.report(scenario.peers, scenario.faults, audit.checks, audit.convergence.farthest)
 

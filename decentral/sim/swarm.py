@@ -24,6 +24,7 @@ from decentral.engine import memory
 from decentral.engine.fragment import fragments_of
 from decentral.model import decoder
 from decentral.peers.membership.records import Profile
+from decentral.peers.membership.swarm_size import LEAST_TIMES, Look, SwarmStart, SwarmTimes
 from decentral.peers.runtime.clock import MOST_FINDERS, agreed_s
 from decentral.peers.runtime.node import Node, NodePhase
 from decentral.peers.runtime.setup import NodeSetup
@@ -37,7 +38,7 @@ from decentral.sim.network.virtual_directory import Records
 from decentral.sim.network.virtual_network import Network
 from decentral.sim.surrogate import SurrogateDisk, SurrogateWorkload
 from decentral.sim.surrogate_model import NUMBERS, PlainCodecs, SurrogateModel, SyntheticCodecs
-from decentral.sim.virtual_claims import DelayedDirectory, VirtualClock, play, wait
+from decentral.sim.virtual_claims import DelayedDirectory, NewestRecords, VirtualClock, play, wait
 from decentral.sim.virtual_signer import VirtualSigner
 
 RUN = RunId("simulated-000000")
@@ -65,6 +66,7 @@ class SwarmSettings:
     founder: FounderKeys | None = None  # whose invitations the peers need; None: the swarm is public
     donors: tuple[int, ...] = ()  # the numbers of those whose invitations are to donate
     donated: tuple[Layout, ...] | None = None  # fragments' states as newcomers get them, where they are real
+    times: SwarmTimes = LEAST_TIMES
 
     @classmethod
     def of(cls, config: Config, pace: Pace, throttles: Sequence[float], tokens_per_step: int) -> "SwarmSettings":
@@ -222,7 +224,9 @@ class SimulatedSwarm:
         private = _private(member, self.clock(member))
         trains = may_train(private, member.peer)
         own, run = _signer(member, private), self.settings.run
-        return claim_span.SpanRequest(self.settings.config, run, own, (), memory_bytes, kept, trains)
+        return claim_span.SpanRequest(
+            self.settings.config, run, own, (), memory_bytes, kept, trains, self.settings.times
+        )
 
     def _begin_life(
         self, member: SimulatedPeer, contacts: tuple[PeerId, ...], claimed: claim_span.ClaimedSpan | None = None
@@ -393,6 +397,7 @@ class SimulatedSwarm:
             memory_budget=MemoryBudget(self._needs, memory_bytes, tuple(self._state_layouts)) if moves else None,
             retained=surrogate.retained_states() if surrogate else (),
             secret=rng.seed_of(self.seed, "secret", member.number, member.lives),
+            start=SwarmStart(_measured(self, member), settings.times),
         )
 
     def _keep(self, member: SimulatedPeer) -> None:
@@ -400,6 +405,13 @@ class SimulatedSwarm:
         assert member.host is not None
         if private := member.host.node.setup.private:
             member.revocations = private.revocations
+
+
+def _measured(swarm: SimulatedSwarm, member: SimulatedPeer) -> float:
+    """About how many peers the swarm has, as a real peer measures it before its node begins."""
+    look = Look(NewestRecords(swarm.records, member.peer), swarm.settings.run, member.peer)
+    play(swarm.agenda, look.measure(), lambda _: None)
+    return max(1.0, look.peers)
 
 
 def _lookup_s(geography: SwarmGeography) -> Seconds:

@@ -17,6 +17,8 @@ import torch
 from decentral.core import config, rng
 from decentral.core.units import Seconds
 from decentral.engine import memory
+from decentral.peers.membership.records import RENEWALS
+from decentral.peers.membership.swarm_size import SwarmTimes
 from decentral.sim import faults
 from decentral.sim.host import Pace
 from decentral.sim.invariants.evidence import Violation
@@ -37,11 +39,9 @@ SETTINGS = [
     "gossip.window_s=3",
     "gossip.start_window_s=1",
     "gossip.start_steps=20",
-    "gossip.max_age_s=8",
-    "swarm.record_ttl_s=24",
-    "swarm.renew_s=8",
     "swarm.checkpoint_every_s=10",
 ]
+QUICK = SwarmTimes(renew_s=8.0, max_age_s=8.0)
 AHEAD = 8  # seeds that wait for a process
 
 
@@ -76,7 +76,8 @@ def scenario_of(seed: int) -> Scenario:
         with_routes = len(settings.memory) > 0
         drawn += faults.draw_of_liars(rng.stream(seed, "liars"), peers, FAULTS_UNTIL_S, with_routes)
     over = max(fault.at + fault.lasts for fault in drawn)
-    seconds = over + settings.config.swarm.record_ttl_s + ROSTER_SETTLE_S + 1
+    settings = replace(settings, times=QUICK)
+    seconds = over + RENEWALS * QUICK.renew_s + ROSTER_SETTLE_S + 1
     link = TypicalLink(delay_s=chance.choice([0.005, 0.05, 0.2]))
     return Scenario(settings, peers, seconds, seed, tuple(drawn), link)
 

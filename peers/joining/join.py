@@ -154,8 +154,9 @@ class Join:
     def _can_donate(self, peer: PeerId, fragment: Fragment) -> bool:
         """Whether it holds the fragment, or, where we fetch a retained state, whether it has the newest one."""
         incoming = self.fetch.incoming.get(fragment.index)
-        retained = incoming is not None and incoming.retained
-        return peer in self.newest_retained(fragment.index)[1] if retained else self.holds(peer, fragment)
+        if incoming is None or not incoming.retained:
+            return self.holds(peer, fragment)
+        return peer in self.newest_retained(fragment.index)[1]
 
     def _skip_fragments_without_holder(self, known: Sequence[PeerId]) -> list[Effect]:
         """Fragments that no other peer holds keep our checkpoint's weights, or the initial ones.

@@ -5,23 +5,24 @@ counted and ignored.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgpack
 from pydantic import AfterValidator, Field, Strict, TypeAdapter, ValidationError
 
-from decentral.comm.wire import identity
+from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.messages import Count, Index, Run, UnixTime
 from decentral.comm.wire.transport import Directory
-from decentral.core import rng
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.fragments import Fragment
 from decentral.core.ids import SUFFIX_CHARS, PeerId, RunId
 from decentral.core.plain_text import SHOWN_CHARS, plain_text
 from decentral.core.reasons import Reason
+from decentral.core.units import Seconds
+from decentral.peers.membership import swarm_size
 
 Label = Annotated[str, Strict(), Field(max_length=SHOWN_CHARS), AfterValidator(plain_text)]
 Positive = Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
@@ -39,6 +40,7 @@ MOST_RECORDED_LINKS = 8
 PerMille = Annotated[int, Strict(), Field(ge=0, le=1000)]
 RecordedLink = tuple[Annotated[str, Strict(), Field(max_length=SUFFIX_CHARS, pattern=r"^[!-~]*$")], Count, Count]
 """The end of a peer's id, bytes/s from it, and the round trip in ms; 0 where it was not measured."""
+Renewal = Annotated[float, Field(gt=0, le=swarm_size.MOST_RENEW_S, allow_inf_nan=False)]
 Addresses = Annotated[tuple[Address, ...], Field(max_length=MOST_ADDRESSES)]
 
 
@@ -93,6 +95,12 @@ class PeerRecord:
         tuple[tuple[Index, Count], ...], Field(max_length=MOST_KEPT)
     ] = ()  # fragment and step of each state that it retains
     standing: Standing = NO_STANDING
+    renew_s: Renewal = swarm_size.LEAST_TIMES.renew_s  # how often the peer renews it
+
+    @property
+    def lifetime_s(self) -> Seconds:
+        """How long the record is believed from when it was found, whatever its seal says."""
+        return RENEWALS * self.renew_s
 
     def covers(self, fragment: Fragment) -> bool:
         """Whether the peer holds all layers of the fragment."""
@@ -106,6 +114,7 @@ class PeerRecord:
 _PEER = TypeAdapter(PeerRecord)
 _NAMES = [field.name for field in dataclasses.fields(PeerRecord)]
 _PROFILE_NAMES = [field.name for field in dataclasses.fields(Profile)]
+RENEWALS = 3  # of a record within its lifetime
 SMALL_BYTES = 2048  # larger records are not cached: several thousand of this size are a few megabytes
 
 
@@ -116,35 +125,27 @@ def pack(record: PeerRecord) -> bytes:
     return body
 
 
-@cache
-def keys(run: RunId, shards: int) -> tuple[str, ...]:
-    """The keys of a run's records in the DHT."""
-    return (f"{run}/peers",) if shards == 1 else tuple(f"{run}/peers/{shard}" for shard in range(shards))
+async def lookup(directory: Directory, run: RunId, own: Signer, now: float) -> dict[PeerId, PeerRecord]:
+    """Return the records of a run's peers in the DHT, except those that leave; of a large swarm those of some shards.
+
+    Invalid records are left out. `own` reads the same shards each time.
+    """
+    return (await look(directory, run, own, now))[1]
 
 
-@cache
-def key_of(run: RunId, peer: PeerId, shards: int) -> str:
-    """The key of this peer's record."""
-    return keys(run, shards)[rng.seed_of(0, "shard", peer) % shards]
-
-
-Open = Callable[[str, PeerId, bytes, float], tuple[bytes, float]]  # comm/wire/identity.py's Signer.open
-
-
-async def lookup(
-    directory: Directory, run: RunId, shards: int, now: float, opened: Open = identity.open_sealed
-) -> dict[PeerId, PeerRecord]:
-    """The records of all of a run's peers in the DHT, except those that leave. Invalid records are left out."""
-    found = {}
-    for key in keys(run, shards):
-        for subkey, value in (await directory.fetch(key)).items():
+async def look(directory: Directory, run: RunId, own: Signer, now: float) -> tuple[int, dict[PeerId, PeerRecord]]:
+    """Return the level of the swarm's records (swarm_size.py), and those that `lookup` returns."""
+    read, found = swarm_size.Look(directory, run, own.peer), dict[PeerId, PeerRecord]()
+    await read.read()
+    for key, values in read.values.items():
+        for subkey, value in values.items():
             try:
-                record = unpack(opened(key, PeerId(subkey), value, now)[0])
+                record = unpack(own.open(key, PeerId(subkey), value, now)[0])
             except ProtocolError:
                 continue
             if record.run == run and record.phase != "leaving":
                 found[PeerId(subkey)] = record
-    return found
+    return read.level, found
 
 
 def unpack(body: bytes) -> PeerRecord:

@@ -1,11 +1,12 @@
 """Which peers are alive and hold which layers: their signed records in the DHT, and whether they answer our questions.
 
-A record expires a minute after its peer stops renewing it. That is slow for a crash, so a peer that fails to answer
-twice in a row is dropped at once, and comes back with its next record. A peer that leaves says so in its last one.
+A record expires a minute after its peer stops renewing it, later in a large swarm. That is slow for a crash, so a peer
+that fails to answer twice in a row is dropped at once, and comes back with its next record. A peer that leaves says so
+in its last one.
 
-All records are under one key, whose size grows with the swarm. Where that is too large, `swarm.shards` spreads them
-over several keys: each lookup then reads our own shard and one more, drawn at random. So each peer knows a changing
-sample of the swarm, and its costs do not grow with the number of peers.
+The records of a small swarm are under one key. Those of a larger one are spread over several (swarm_size.py): each
+lookup then reads our own shard and one more by chance. So each peer knows a changing sample of the swarm, and its costs
+do not grow with the number of peers.
 
 Peers whose clock is ahead of ours by more than a record lives find our records expired, so we are none of theirs;
 and we refuse theirs. So a peer whose clock differs from all others' knows that it is alone, and can compare clocks.
@@ -15,8 +16,8 @@ import bisect
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from random import Random
 
 from decentral.comm.wire.identity import Signer
@@ -27,23 +28,24 @@ from decentral.core.config import SwarmConfig
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.latest import keep_latest
-from decentral.core.machine import Log, Woke, earliest, log
+from decentral.core.machine import Log, Woke, log
 from decentral.core.reasons import SILENT, Reason
 from decentral.core.units import Seconds
 from decentral.peers.membership import records
-from decentral.peers.membership.records import PeerRecord
+from decentral.peers.membership.records import RENEWALS, PeerRecord
 from decentral.peers.membership.revocation_watch import RevocationWatch, WatchEffect
+from decentral.peers.membership.swarm_size import SPLIT, SwarmSize, level_of, published
 
 REFRESH_SOON_S = 0.5  # until the next lookup after an unknown peer has asked us something
 SOUGHT_EACH = 4  # such lookups for one unknown peer
 MOST_SOUGHT = 1024  # unknown peers whose lookups are counted; beyond them, the first ones are forgotten
-PEERS_PER_REFRESH_S = 25  # a large swarm is looked up less often, as a lookup costs in proportion to its size
 EXPIRY_STEP_S = 1e-3  # each record of ours expires so much later than the one before
 FORGET_TTLS = 10  # lifetimes of a record after which a dropped peer is forgotten
 RECORDS_OF_COPY = 2  # foreign records under our id that prove a copy; one may be from a start with a fast clock
 DEAD_AFTER = 2  # unanswered questions in a row
 MAX_PEERS = 4096  # in the roster, those known already first
 MOST_DROPPED = 8192  # dropped peers whose last record's time is remembered; beyond them, the first ones are forgotten
+MOST_NEW = 2 * SPLIT  # peers that one lookup makes known
 NEIGHBOURS = 24  # holders of a layer that a peer knows
 SPEED_UNIT = 2.0**-40  # tokens/s: sums of speeds are whole numbers of it
 
@@ -91,6 +93,8 @@ class Holders:
         return len(self._places)
 
     def put(self, peer: PeerId, record: PeerRecord) -> None:
+        if not self.layers:
+            return
         first, last = (record.first, min(record.last, self.layers)) if record.phase == "training" else (0, 0)
         speed = record.profile.tokens_per_s
         was = self._places.get(peer, (0, 0, 0.0))
@@ -159,6 +163,7 @@ class Publication:
     foreign: set[Seconds] = field(default_factory=set)  # when the first of those were written that are not ours
     copy_seen_at: Seconds = -math.inf
     copy_address: str = ""
+    keys: dict[str, Seconds] = field(default_factory=dict)  # under which we have a record, and when it expires
 
     def announce(self, own: Signer, key: str, body: bytes, expires: Seconds, now: Seconds) -> Announce:
         """A record that lives until then, or longer where the last one does."""
@@ -166,7 +171,7 @@ class Publication:
         self.expires = max(expires, self.expires + EXPIRY_STEP_S)
         self.sealed = {sealed: until for sealed, until in self.sealed.items() if until > now}
         sealed = own.seal(key, body, self.expires)
-        self.sealed[sealed] = self.expires
+        self.sealed[sealed] = self.keys[key] = self.expires
         return Announce(key, own.peer, sealed, self.expires)
 
     def read(self, own: Signer, key: str, found: bytes, now: Seconds) -> bool:
@@ -221,7 +226,7 @@ class Roster:
     own: Signer
     limits: SwarmConfig
     compose: Callable[[Seconds, bool], PeerRecord]  # our own record: (now, leaving)
-    chance: Random
+    size: SwarmSize
     holders: Holders
     live: dict[PeerId, RosterEntry] = field(default_factory=dict)
     refused: Counter[str] = field(default_factory=Counter)  # records, by reason
@@ -238,15 +243,17 @@ class Roster:
 
     @property
     def wake_at(self) -> Seconds | None:
+        first = min(self._renew_at, self._refresh_at)
+        first = first if self._expiry_at is None else min(first, self._expiry_at)
         revocations_at = self.revocations.wake_at if self.revocations else None
-        return earliest((self._renew_at, self._refresh_at, self._expiry_at, revocations_at))
+        return first if revocations_at is None else min(first, revocations_at)
 
     def handle(self, event: Event, now: Seconds) -> list[RosterEffect]:
         match event:
             case Woke():
                 watched = self.revocations.handle(event, now) if self.revocations else []
                 return watched + self._expire(now) + self._renew(now) + self._refresh(now)
-            case Found(key, values) if key in records.keys(self.run, self.limits.shards):
+            case Found(key, values) if level_of(self.run, key) is not None:
                 return self._found(key, values, now)
             case Found() if self.revocations:
                 return [*self.revocations.handle(event, now)]
@@ -261,7 +268,7 @@ class Roster:
 
         Where records are spread over several keys, nobody reads all of them, and no peer can be told from a stranger.
         """
-        return peer in self.live or peer in self._valid or self.limits.shards > 1
+        return peer in self.live or peer in self._valid or self.size.level > 0
 
     def renew_soon(self, now: Seconds) -> None:
         """Renews our record at the next chance, because something in it has changed."""
@@ -269,7 +276,7 @@ class Roster:
 
     def refresh_soon(self, peer: PeerId, now: Seconds) -> None:
         """Looks up records soon, because an unknown peer has asked us something, and is probably a newcomer."""
-        if self.limits.shards == 1:  # with more nobody knows all peers
+        if not self.size.level:  # else nobody knows all peers
             self._refresh_at = self._sooner.instead_of(self._refresh_at, peer, now)
 
     def look_up(self, now: Seconds) -> list[RosterEffect]:
@@ -288,54 +295,60 @@ class Roster:
         return self._drop(peer, Reason.REVOKED, now) if peer in self.live else []
 
     def leave(self, now: Seconds) -> list[RosterEffect]:
-        return [self._announce(now, leaving=True)]
+        return [*self._announce(now, leaving=True)]
 
     def _renew(self, now: Seconds) -> list[RosterEffect]:
         if now < self._renew_at:
             return []
-        self._renew_at = now + self.limits.renew_s
-        return [self._announce(now, leaving=False)]
+        announced = self._announce(now, leaving=False)
+        self._renew_at = now + self.size.renew_s
+        return [*announced]
 
-    def _announce(self, now: Seconds, leaving: bool) -> Announce:
-        body = records.pack(self.compose(now, leaving))
-        key = records.key_of(self.run, self.own.peer, self.limits.shards)
-        return self._published.announce(self.own, key, body, now + self.limits.record_ttl_s, now)
+    def _announce(self, now: Seconds, leaving: bool) -> list[Announce]:
+        record = replace(self.compose(now, leaving), renew_s=self.size.renew_s)
+        body, keys = records.pack(record), published(self.run, self.own.peer, self.size.level)
+        if leaving:  # those of another level that we had before have to hear of it as well
+            keys = list(dict.fromkeys([*keys, *(key for key, until in self._published.keys.items() if until > now)]))
+        return [self._published.announce(self.own, key, body, now + record.lifetime_s, now) for key in keys]
 
     def _refresh(self, now: Seconds) -> list[RosterEffect]:
         if now < self._refresh_at:
             return []
-        self._refresh_at = now + max(self.limits.refresh_s, len(self.live) / PEERS_PER_REFRESH_S)
-        self._sooner.looked(now, self.limits.refresh_s)
+        self._refresh_at = now + self.size.refresh_s(len(self.live))
+        self._sooner.looked(now, self.size.refresh_s(0))
         self._forget(now)
-        lookups = [records.key_of(self.run, self.own.peer, self.limits.shards)]
-        if self.limits.shards > 1:
-            lookups.append(self.chance.choice(records.keys(self.run, self.limits.shards)))
-        return [Lookup(key) for key in dict.fromkeys(lookups)]
+        return [Lookup(key) for key in self.size.lookups()]
 
     def _expire(self, now: Seconds) -> list[RosterEffect]:
         if self._expiry_at is None or now < self._expiry_at:
             return []
         gone = [peer for peer, entry in self.live.items() if entry.expires <= now]
         next_at = min([entry.expires for entry in self.live.values() if entry.expires > now], default=None)
-        self._expiry_at = None if next_at is None else max(next_at, now + self.limits.refresh_s / 4)
+        self._expiry_at = None if next_at is None else max(next_at, now + self.size.refresh_s(len(self.live)) / 4)
         return [effect for peer in gone for effect in self._drop(peer, "expired", now)]
 
     def _found(self, key: str, values: Mapping[str, bytes], now: Seconds) -> list[RosterEffect]:
         effects: list[RosterEffect] = []
-        known_first = sorted(values.items(), key=lambda one: (one[0] not in self.live, one[0]))
-        for subkey, value in known_first[:MAX_PEERS]:
+        if len(values) > MAX_PEERS:  # those that we know come first
+            values = dict(sorted(values.items(), key=lambda one: (one[0] not in self.live, one[0])))
+            values = dict(islice(values.items(), MAX_PEERS))
+        changed = [(peer, value) for peer, value in values.items() if self._known.get(PeerId(peer)) != value]
+        if len(changed) > MOST_NEW:  # the key has more than a shard: a sample of those that we do not know is enough
+            new = sorted(peer for peer, _ in changed if peer not in self.live and peer != self.own.peer)
+            left_out = set(new) - set(self.size.chance.sample(new, min(len(new), MOST_NEW)))
+            changed = [one for one in changed if one[0] not in left_out]
+        for subkey, value in sorted(changed, key=lambda one: (one[0] not in self.live, one[0])):
             peer = PeerId(subkey)
             if peer == self.own.peer:
                 effects += self._found_own(key, value, now)
-                continue
-            if self._known.get(peer) == value:
                 continue
             try:
                 body, expires = self.own.open(key, peer, value, now)
                 record = records.unpack(body)
                 if record.run != self.run:
                     raise ProtocolError(Reason.RUN, f"a record of {record.run!r}")
-                if record.time > now + self.limits.record_ttl_s:
+                believed_until = now + record.lifetime_s
+                if record.time > believed_until:
                     raise ProtocolError(Reason.AHEAD, f"a record of {record.time - now:.0f} s from now")
                 if peer not in self.live and len(self.live) >= MAX_PEERS:
                     raise ProtocolError(Reason.BUSY, f"{MAX_PEERS} peers are known already")
@@ -343,15 +356,17 @@ class Roster:
                 self.refused[error.reason] += 1
                 continue
             self._known[peer] = value
-            effects += self._heard(peer, record, min(expires, now + self.limits.record_ttl_s), now)
+            effects += self._heard(peer, record, min(expires, believed_until), now)
+        if self.size.found(key, [PeerId(peer) for peer in values if peer in self.live or peer == self.own.peer]):
+            self.renew_soon(now)
         return effects
 
     def copy_warning(self, now: Seconds) -> str:
         """Return a warning for the user if another peer runs with our identity; "" if none was seen lately.
 
-        Lately means within the last two lifetimes of a record (`record_ttl_s`).
+        Lately means within the last two lifetimes of our record.
         """
-        if now >= self._published.copy_seen_at + 2 * self.limits.record_ttl_s:
+        if now >= self._published.copy_seen_at + 2 * RENEWALS * self.size.renew_s:
             return ""
         remedy = "so the swarm counts both as one: stop one, and start it again with --join and a new --state-dir"
         return f"another peer at {self._published.copy_address} uses a copy of this peer's identity, {remedy}"
@@ -405,7 +420,7 @@ class Roster:
         if len(self._known) > 2 * MAX_PEERS:
             self._known.clear()
         if len(self._dropped) > MAX_PEERS:
-            old = now - FORGET_TTLS * self.limits.record_ttl_s
+            old = now - FORGET_TTLS * RENEWALS * self.size.renew_s
             self._dropped = {peer: time for peer, time in self._dropped.items() if time > old}
         while len(self._dropped) > MOST_DROPPED:
             del self._dropped[next(iter(self._dropped))]

@@ -6,7 +6,7 @@ none: its rounds (comm/rounds/round.py) take their place, and questions for exch
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from decentral.comm.gossip.exchange import PullExchange
 from decentral.comm.wire.messages import MOST_FOLLOWED, Refused
@@ -50,6 +50,11 @@ class FragmentExchanges:
     def windows(self) -> tuple[int, str]:
         """How many of the shortest windows make one, and what stretches them."""
         return self.selection.lengths.windows(*self._first) if self.running else (1, "")
+
+    @property
+    def period_s(self) -> Seconds:
+        """How long our windows are at present."""
+        return self.selection.lengths.window_s() * self.windows[0]
 
     @property
     def needed_s(self) -> Seconds:
@@ -115,5 +120,6 @@ class FragmentExchanges:
         restored_at = now if is_back and not known.blocking else 0.0
         of_fragment = setup.run, own, fragment.index, phase
         context = FragmentContext(*of_fragment, gossip, self.selection, self.counts, restored_at)
+        context = replace(context, fresh_s=setup.start.times.max_age_s)
         close_at = context.next_close(now, 0)
         return PullExchange(context, close_at, blocking=known.blocking, light=known.light, seq=newest)

@@ -37,6 +37,7 @@ from decentral.peers.joining.join import Join, JoinPhase, JoinTag
 from decentral.peers.membership.prober import Prober, ProbeTag
 from decentral.peers.membership.records import PeerRecord
 from decentral.peers.membership.roster import Holders, Roster
+from decentral.peers.membership.swarm_size import SwarmSize
 from decentral.peers.runtime.answers import ROUND_QUESTIONS, ROUTE_QUESTIONS, Answers
 from decentral.peers.runtime.divergence import Divergence
 from decentral.peers.runtime.fragment_exchanges import FragmentExchanges
@@ -120,7 +121,8 @@ class Node:
         setup, run = self.setup, self.setup.config
         holders = Holders(setup.own.peer, setup.layers if setup.routes else 0)  # only routes ask for holders
         roster_chance = rng.stream(run.seed, "roster", setup.own.peer)
-        self.roster = Roster(setup.run, setup.own, run.swarm, self._compose_record, roster_chance, holders)
+        size = SwarmSize(setup.run, setup.own.peer, roster_chance, setup.start, lambda: self.gossip.period_s)
+        self.roster = Roster(setup.run, setup.own, run.swarm, self._compose_record, size, holders)
         step = setup.restored_step or 0
         limits, judge = (run.train, run.swarm, setup.stop_after), Divergence(math.log(run.model.vocabulary))
         self.progress = TrainingProgress(*limits, lr_step=step, evaluates=setup.whole, divergence=judge)

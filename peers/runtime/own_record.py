@@ -79,7 +79,7 @@ class OwnRecord:
         )
 
     def move_to(self, addresses: tuple[str, ...]) -> Log:
-        """Tell these addresses from the next record on, which is due in `swarm.renew_s` at the latest."""
+        """Tell these addresses from the next record on, which is due in `renew_s` of the last one at the latest."""
         self.moved_to = addresses
         return log("addresses", addresses=addresses)
 

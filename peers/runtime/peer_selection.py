@@ -3,7 +3,8 @@
 The roster says who holds what and who trains, the meter what the links carry. Exchanges (core/algorithms.py,
 GossipView), rounds (comm/rounds/round.py, RoundView), moves and newcomers see no more of the swarm than this. Routes
 have their own view of it, peers/runtime/route_planner.py. How often it exchanges is a matter of its own,
-peers/runtime/window_lengths.py. Nothing is kept here: each answer is what is known now.
+peers/runtime/window_lengths.py. What is kept here holds until the roster's next change: each answer is what is known
+now.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +36,9 @@ class PeerSelection:
     progress: TrainingProgress
     chance: Random
     lengths: WindowLengths = field(init=False)
-    _speeds: tuple[int, list[float]] = (-1, [])  # tokens/s that others publish, likewise
+    _speeds: tuple[int, list[float]] = (-1, [])  # tokens/s that others publish, by the roster after so many changes
+    _trainers: tuple[int, list[PeerId]] = (-1, [])  # likewise
+    _holders: dict[int, tuple[int, list[PeerId]]] = field(default_factory=dict)  # likewise, of each fragment
 
     def __post_init__(self) -> None:
         self.lengths = WindowLengths(self.setup, self.roster, self.meter, self.progress)
@@ -64,7 +67,7 @@ class PeerSelection:
         known = [*speeds, own] if own else speeds
         if not known:
             return published / part
-        if not published and entry.expires - entry.since > SILENT_TTLS * setup.config.swarm.record_ttl_s:
+        if not published and entry.expires - entry.since > SILENT_TTLS * entry.record.lifetime_s:
             published = min(known)
         return min(published, FASTEST_DEVICE * max(own, median_low(known))) / part
 
@@ -88,13 +91,15 @@ class PeerSelection:
 
     def _draw(self, peers: Sequence[PeerId], count: int) -> list[PeerId]:
         """`count` different peers, with probabilities by bandwidth (an unmeasured link counts as the fastest)."""
-        known = {peer: self.meter.bandwidth(peer) for peer in peers}
-        top = max((rate for rate in known.values() if rate), default=1.0)
-        weights = {peer: max(WEIGHT_FLOOR, (rate or top) / top) for peer, rate in known.items()}
+        left, links = list(peers), self.meter.links
+        measured = {peer: rate for peer in peers if peer in links and (rate := links[peer].down.known)}
+        top = max(measured.values(), default=1.0)
+        weights = [max(WEIGHT_FLOOR, measured[peer] / top) if peer in measured else 1.0 for peer in left]
         drawn: list[PeerId] = []
         while len(drawn) < count:
-            left = [peer for peer in peers if peer not in drawn]
-            drawn += self.chance.choices(left, [weights[peer] for peer in left])
+            (place,) = self.chance.choices(range(len(left)), weights)
+            drawn.append(left.pop(place))
+            del weights[place]
         return drawn
 
     # RoundView
@@ -109,14 +114,21 @@ class PeerSelection:
         return sorted({*self.roster.live, *self.setup().contacts})
 
     def trainers(self) -> list[PeerId]:
-        return sorted(peer for peer, entry in self.roster.live.items() if entry.record.phase == "training")
+        if self._trainers[0] != self.roster.changes:
+            training = [peer for peer, entry in self.roster.live.items() if entry.record.phase == "training"]
+            self._trainers = self.roster.changes, sorted(training)
+        return self._trainers[1]
 
     # For moves and newcomers
 
-    def holders(self, fragment: int) -> list[PeerId]:
+    def holders(self, fragment: int) -> Sequence[PeerId]:
         """The other peers that hold the fragment and train."""
-        cut = next(cut for cut in self.setup().cuts if cut.index == fragment)
-        return [peer for peer in self.trainers() if self.roster.live[peer].record.covers(cut)]
+        changes, found = self._holders.get(fragment, (-1, []))
+        if changes != self.roster.changes:
+            cut = next(cut for cut in self.setup().cuts if cut.index == fragment)
+            found = [peer for peer in self.trainers() if self.roster.live[peer].record.covers(cut)]
+            self._holders[fragment] = self.roster.changes, found
+        return found
 
     def newest_retained(self, fragment: int) -> tuple[int, list[PeerId]]:
         """The learning-rate step of the newest state that others retain, or NEVER, and the peers that retain it."""
@@ -130,9 +142,9 @@ class PeerSelection:
         Where all peers hold everything, any may be asked: it refuses if it is not ready.
         """
         entry = self.roster.live.get(peer)
-        if entry is None:
-            return self.setup().whole
-        return entry.record.covers(fragment) and (self.setup().whole or entry.record.phase == "training")
+        if entry is None or entry.record.phase != "training":
+            return self.setup().whole and (entry is None or entry.record.covers(fragment))
+        return entry.record.covers(fragment)
 
     def donors(self) -> list[PeerId]:
         """The peers that a newcomer may ask: those that train, or all while nobody trains."""

@@ -114,7 +114,7 @@ class RoutePlanner:
         if not self.routed or now < self._look_at:
             return []
         self._look_at = now + FLOW_CHECK_S
-        if self.rounds is not None or self.roster.changes == self._changes or self.roster.limits.shards > 1:
+        if self.rounds is not None or self.roster.changes == self._changes or self.roster.size.level > 0:
             return []
         self._changes = self.roster.changes
         return self.routes.look_for_lost(self.roster.live.__contains__, now)

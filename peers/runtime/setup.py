@@ -16,6 +16,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import RetainedStates
 from decentral.core.units import Amount
 from decentral.peers.membership.records import Profile
+from decentral.peers.membership.swarm_size import UNKNOWN, SwarmStart
 from decentral.scheduler.placement.move import MemoryBudget
 
 
@@ -38,6 +39,7 @@ class NodeSetup:
     secret: int = 0  # nobody else knows it: which answers of others are audited follows from it
     versions: Mapping[int, bytes] = field(default_factory=dict)  # the checkpoint's, by fragment, if synchronous
     private: PrivateSwarm | None = None  # None: the swarm is public
+    start: SwarmStart = UNKNOWN
 
     @property
     def whole(self) -> bool:

@@ -152,7 +152,7 @@ class SpanManager:
 
     # SpanView: what moves ask about the swarm
 
-    def holders(self, fragment: int) -> list[PeerId]:
+    def holders(self, fragment: int) -> Sequence[PeerId]:
         return self.selection.holders(fragment)
 
     def part_holders(self, fragment: int) -> list[PeerId]:

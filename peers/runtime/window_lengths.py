@@ -110,9 +110,10 @@ class WindowLengths:
     def _pull_s(self, fragment: int, size: int) -> Seconds:
         """How long one partner's pulls of all our fragments take our uplink, where this one's snapshots have so many
         bytes."""
-        parameters = {one.index: one.parameters for one in self.setup().fragments}
-        of_this = parameters.get(fragment) or max(parameters.values())  # one that we have just given up has no entry
-        return size / of_this * sum(parameters.values()) / (self.meter.best_up() or UNKNOWN_BANDWIDTH)
+        held = [one.parameters for one in self.setup().fragments]
+        of_this = next((one.parameters for one in self.setup().fragments if one.index == fragment), 0)
+        whole = size / (of_this or max(held)) * sum(held)  # a fragment that we have just given up has no parameters
+        return whole / (self.meter.best_up() or UNKNOWN_BANDWIDTH)
 
     @property
     def _served(self) -> int:

@@ -1,7 +1,7 @@
 """Refuse to start a peer whose identity another peer uses already: its state folder was copied.
 
 libp2p never dials its own peer id, so the addresses in this peer's DHT record are dialled from a temporary identity.
-After a kill the record stays in the DHT for `swarm.record_ttl_s`; its addresses are usually those of the new start, and
+After a kill the record stays in the DHT until it expires; its addresses are usually those of the new start, and
 those are not dialled.
 """
 
@@ -14,6 +14,7 @@ from decentral.comm.wire.identity import Signer
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.temporary import temporary_folder
 from decentral.peers.membership import records
+from decentral.peers.membership.swarm_size import Look, key_of
 from decentral.peers.startup.reach_swarm import SwarmAccess, connect
 
 ANSWERS_S = 5.0  # for the answer of a peer that runs; without one the check is skipped
@@ -57,13 +58,17 @@ async def refuse_copy(access: SwarmAccess, own: Signer, transport: Libp2p, named
 
 async def _in_record(access: SwarmAccess, own: Signer) -> list[str]:
     """Return the addresses in this peer's DHT record, relays left out; none if it has left, or has no record."""
-    key = records.key_of(access.run, own.peer, access.config.swarm.shards)
-    sealed = (await access.directory.fetch(key)).get(own.peer)
-    if sealed is None:
-        return []
-    try:
-        record = records.unpack(own.open(key, own.peer, sealed, access.clock())[0])
-    except ProtocolError:
-        return []
-    left = record.phase == "leaving"
-    return [] if left else [address for address in record.addresses if "/p2p-circuit" not in address]
+    look = Look(access.directory, access.run, own.peer)
+    await look.measure()
+    for level in range(look.level, -1, -1):  # that of the swarm, or of one that was smaller
+        key = key_of(access.run, own.peer, level)
+        sealed = (look.values.get(key) or await access.directory.fetch(key)).get(own.peer)
+        if sealed is None:
+            continue
+        try:
+            record = records.unpack(own.open(key, own.peer, sealed, access.clock())[0])
+        except ProtocolError:
+            continue
+        left = record.phase == "leaving"
+        return [] if left else [address for address in record.addresses if "/p2p-circuit" not in address]
+    return []

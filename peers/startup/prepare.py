@@ -43,6 +43,7 @@ from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.records import Profile
 from decentral.peers.membership.revocation_watch import NO_MEMBER
+from decentral.peers.membership.swarm_size import Look, SwarmStart
 from decentral.peers.runtime.host import NOTHING_TO_SAVE, Host
 from decentral.peers.runtime.node import Node
 from decentral.peers.runtime.setup import NodeSetup
@@ -130,7 +131,8 @@ async def prepare(
         restored = False
     if flags.island:
         flags.island.assign(Assignment(run, own.peer, compute.micro_batch, folder.path), compute.span)
-    needs = memory.needs_on(run, device)
+    needs, swarm = memory.needs_on(run, device), Look(access.directory, access.run, own.peer)
+    await swarm.measure()
     setup = NodeSetup(
         config=run,
         run=access.run,
@@ -149,6 +151,7 @@ async def prepare(
         secret=secrets.randbits(128),
         versions=compute.counters.versions,
         private=access.private,
+        start=SwarmStart(max(1.0, swarm.peers)),
     )
     records.require_valid(records.first_record(setup.run, setup.addresses, setup.profile))
     now = access.clock

@@ -24,7 +24,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.own_inputs import OwnInputs
 from decentral.core.reasons import Reason
 from decentral.data import run_inputs
-from decentral.peers.membership import records
+from decentral.peers.membership import records, swarm_size
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.revocation_watch import ENDINGS
 from decentral.peers.runtime.clock import SwarmClock, difference
@@ -85,7 +85,7 @@ async def reach_swarm(
     run, settings = known
     addresses = records.publishable(await transport.addresses())
     keys = [
-        *records.keys(run, settings.swarm.shards),
+        *swarm_size.keys(run),
         plans.key_of(run),
         *([revoked_key(run)] if private else ()),
     ]

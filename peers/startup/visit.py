@@ -18,7 +18,7 @@ from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.reasons import Reason
 from decentral.core.temporary import temporary_folder
-from decentral.peers.membership import records
+from decentral.peers.membership import records, swarm_size
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.records import PeerRecord
 from decentral.peers.runtime.clock import SwarmClock
@@ -51,8 +51,7 @@ class VisitedSwarm:
 
     async def records(self) -> dict[PeerId, PeerRecord]:
         """Return the records of all peers in the DHT, except those that leave."""
-        shards = self.config.swarm.shards
-        return await records.lookup(self.directory, self.run, shards, self.clock(), self.own.open)
+        return await records.lookup(self.directory, self.run, self.own, self.clock())
 
 
 @asynccontextmanager
@@ -73,7 +72,7 @@ async def visit(join: Sequence[str], holding: Holding | None = None) -> AsyncIte
             contacts, welcome = await say_hello(join, transport, private.run if private else RunId(""))
             assert welcome is not None, "say_hello raises where no peer answers"
             run, settings = RunId(welcome.run), received.received(welcome.config).built_in()
-            keys = [*records.keys(run, settings.swarm.shards), *([revoked_key(run)] if private else ())]
+            keys = [*swarm_size.keys(run), *([revoked_key(run)] if private else ())]
             directory = await transport.directory(keys, contacts)
             clock.agree(await directory.clocks_ahead_s(contacts))
             identity = Identity.load_or_create(folder / "identity.key")

@@ -30,8 +30,9 @@ from decentral.core.memory_needs import MemoryNeeds, widest_span
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.engine import memory
-from decentral.peers.membership import records
+from decentral.peers.membership import records, swarm_size
 from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.peers.membership.swarm_size import LEAST_TIMES, SwarmTimes
 from decentral.scheduler.placement import span_choice
 from decentral.scheduler.placement.recover import FIRST
 from decentral.scheduler.placement.span_choice import Holder
@@ -55,6 +56,7 @@ class SpanRequest:
     memory_bytes: int
     kept: tuple[int, int] | None  # the layers of its checkpoint, if it has one
     originates: bool = True  # whether it may train on data of its own
+    times: SwarmTimes = LEAST_TIMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +100,11 @@ async def claim(
     if needs.span_bytes(0, count) <= memory_bytes:
         return ClaimedSpan(None, needs.capacity(0, count, memory_bytes), memory_bytes)
     memory.check(needs, memory_bytes)
-    own, shards = request.own, request.run.swarm.shards
+    own = request.own
     reach = _reach(request, needs)
     chosen, claimed_at, gone = None, float("inf"), None
-    key = records.key_of(request.name, own.peer, shards)
     for _ in range(CLAIM_ROUNDS):
-        found = await records.lookup(directory, request.name, shards, clock.now(), own.open)
+        level, found = await records.look(directory, request.name, own, clock.now())
         if gone is None:
             gone = await _gone(found, own.peer, silent)
         here = {peer: record for peer, record in found.items() if peer not in (gone or ())}
@@ -115,8 +116,9 @@ async def claim(
         if choice == chosen:
             break
         chosen, claimed_at = choice, clock.now()
+        key = swarm_size.key_of(request.name, own.peer, level)
         record = _record(request, needs.span(choice.begin, choice.end), claimed_at)
-        expires = claimed_at + request.run.swarm.record_ttl_s  # by then the node's own record has taken its place
+        expires = claimed_at + record.lifetime_s  # by then the node's own record has taken its place
         await directory.store(key, own.peer, own.seal(key, records.pack(record), expires), expires)
         await clock.sleep(CLAIM_S)
     assert chosen is not None
@@ -210,7 +212,8 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _record(request: SpanRequest, span: tuple[int, int], now: float) -> PeerRecord:
-    return PeerRecord(request.name, now, request.addresses, Profile("", 0, 0.0, 0.0), span[0], span[1], 0, 0, 0)
+    unknown, renew_s = Profile("", 0, 0.0, 0.0), request.times.renew_s
+    return PeerRecord(request.name, now, request.addresses, unknown, *span, 0, 0, 0, renew_s=renew_s)
 
 
 @dataclass(frozen=True, slots=True)

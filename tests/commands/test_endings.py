@@ -21,7 +21,8 @@ from urllib.request import urlopen
 
 import pytest
 
-from decentral.core.config import SwarmConfig
+from decentral.peers.membership.records import RENEWALS
+from decentral.peers.membership.swarm_size import LEAST_TIMES
 from tests.commands.peer_processes import TINY, Peers, exchanged
 from tests.commands.terminal import Processes, Terminal, command_line, python
 from tests.patient_time import LIMIT_S
@@ -178,7 +179,7 @@ class World:
 
     def until_a_record_expires(self, since: float) -> None:
         """Waits as long as records last that are as old as `since`, Unix time."""
-        expires = since + SwarmConfig().record_ttl_s
+        expires = since + RENEWALS * LEAST_TIMES.renew_s
         self.peers.until("a record has expired", lambda: self.peers.lines("A", "step")[-1]["t"] > expires)
 
     def end(self) -> None:

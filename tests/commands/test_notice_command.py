@@ -12,6 +12,7 @@ import pytest
 
 from decentral.comm.wire.identity import Identity
 from decentral.peers.membership import records
+from decentral.peers.membership.swarm_size import key_of
 from decentral.peers.startup import state, visit
 from tests.commands.peer_processes import TINY, Peers, exchanged
 from tests.patient_time import LIMIT_S
@@ -20,17 +21,15 @@ PORT = 24817  # below those that systems give away
 
 
 @pytest.fixture(scope="module")
-def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
-    """First and second have met; the second has got SIGTERM and has ended."""
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Peers, records.PeerRecord]]:
+    """First and second have met; the second has got SIGTERM and has ended, and what it has told the swarm last."""
     peers = Peers(tmp_path_factory.mktemp("notice"))
     try:
         join = ["--join", address(peers.folder / "first"), "--join-wait", str(LIMIT_S)]
         peers.start("second", *join)
-        peers.start("first", *join, *TINY, "--set", "swarm.record_ttl_s=600")  # the last record is read late here
+        peers.start("first", *join, *TINY)
         peers.until("an exchange", lambda: exchanged(peers, "second"))
-        peers.processes["second"].send_signal(signal.SIGTERM)
-        peers.processes["second"].wait(LIMIT_S)
-        yield peers
+        yield peers, asyncio.run(last_record_after_its_notice(peers))
     finally:
         peers.end()
 
@@ -43,18 +42,21 @@ def address(folder: Path) -> str:
     return f"/ip4/127.0.0.1/tcp/{PORT}/p2p/{own.peer}"
 
 
-def last_record(swarm: Peers) -> records.PeerRecord:
-    """What the second peer has told the swarm last, as a visitor reads it."""
-    (started,) = swarm.lines("second", "started")
+async def last_record_after_its_notice(peers: Peers) -> records.PeerRecord:
+    """End the second peer, and return its last record as a visitor reads it, who is there before."""
+    (started,) = peers.lines("second", "started")
+    async with visit.visit([address_of(peers)]) as seen:
+        peers.processes["second"].send_signal(signal.SIGTERM)
+        peers.processes["second"].wait(LIMIT_S)
+        key = key_of(seen.run, started["peer"])
+        found = await seen.directory.fetch(key)
+        body, _ = seen.own.open(key, started["peer"], found[started["peer"]], seen.clock())
+        return records.unpack(body)
 
-    async def read() -> records.PeerRecord:
-        async with visit.visit([address_of(swarm)]) as seen:
-            key = records.key_of(seen.run, started["peer"], seen.config.swarm.shards)
-            found = await seen.directory.fetch(key)
-            body, _ = seen.own.open(key, started["peer"], found[started["peer"]], seen.clock())
-            return records.unpack(body)
 
-    return asyncio.run(read())
+@pytest.fixture
+def swarm(ended: tuple[Peers, records.PeerRecord]) -> Peers:
+    return ended[0]
 
 
 def address_of(swarm: Peers) -> str:
@@ -79,6 +81,7 @@ def test_its_checkpoint_is_of_its_last_step(swarm: Peers) -> None:
 
 
 @pytest.mark.swarm
-def test_it_has_told_the_swarm_that_it_leaves(swarm: Peers) -> None:
-    assert last_record(swarm).phase == "leaving"
+def test_it_has_told_the_swarm_that_it_leaves(ended: tuple[Peers, records.PeerRecord]) -> None:
+    swarm, last_record = ended
+    assert last_record.phase == "leaving"
     swarm.until("the first has dropped it", lambda: bool(swarm.lines("first", "peer_left")))

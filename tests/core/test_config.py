@@ -107,7 +107,6 @@ def test_a_wrong_value_is_refused_with_its_key_and_what_came(override: str, key:
         (["model.width=33"], "model"),
         (["model.width=64", "model.heads=4", "model.kv_heads=3"], "model"),
         (["data.kind=text"], "data"),
-        (["swarm.renew_s=40.0"], "swarm"),
     ],
 )
 def test_values_that_do_not_fit_each_other_are_refused(overrides: list[str], key: str) -> None:
@@ -270,13 +269,12 @@ def test_every_number_and_text_of_a_config_has_bounds() -> None:
     [
         ("model.depth=3e9", "model.depth"),
         ("model.depth=3000000000", "model.depth"),
-        ("swarm.shards=1000000000", "swarm.shards"),
+        ("swarm.max_peers=1000000000", "swarm.max_peers"),
         ("train.eval_sequences=1000000", "train.eval_sequences times model.context"),
         ("train.micro_batch=1000000", "train.micro_batch times model.context"),
         ("model.context=1000000", "context times channels of a head"),
         ("gossip.window_s=1e-9", "gossip.window_s"),
-        ("swarm.refresh_s=1e-9", "swarm.refresh_s"),
-        ("swarm.record_ttl_s=604800", "swarm.record_ttl_s"),
+        ("swarm.checkpoint_every_s=1e-9", "swarm.checkpoint_every_s"),
         ("train.clip_norm=.inf", "train.clip_norm"),
         ("train.learning_rate=.nan", "train.learning_rate"),
     ],

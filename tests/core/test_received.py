@@ -85,7 +85,7 @@ def test_any_text_is_a_config_or_refused_in_one_line(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("section", "key", "value"),
-    [("model", "depth", 3_000_000_000), ("swarm", "shards", 1 << 40), ("gossip", "window_s", 1e-9)],
+    [("model", "depth", 3_000_000_000), ("swarm", "max_peers", 1 << 40), ("gossip", "window_s", 1e-9)],
 )
 def test_a_value_out_of_bounds_is_named(section: str, key: str, value: object) -> None:
     assert f"{section}.{key}" in refusal(changed(section, **{key: value}))

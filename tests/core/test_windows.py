@@ -26,8 +26,7 @@ class Stretched(Partners):
 
 
 def context(windows: int, fragment: int = 0, phase: float = 0.25, window_s: float = 0.5) -> FragmentContext:
-    gossip = GossipConfig(max_age_s=60.0)
-    return FragmentContext(RunId("run"), PeerId("A"), fragment, phase, gossip, Stretched(windows, window_s))
+    return FragmentContext(RunId("run"), PeerId("A"), fragment, phase, GossipConfig(), Stretched(windows, window_s))
 
 
 def ends(windows: int, fragment: int, until: float = 40.0) -> list[float]:

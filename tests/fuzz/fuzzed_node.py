@@ -35,7 +35,7 @@ from decentral.core.machine import Woke
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.reasons import Reason
 from decentral.peers.joining.fetch import FetchTag
-from decentral.peers.membership import records
+from decentral.peers.membership import records, swarm_size
 from decentral.peers.membership.records import Profile
 from decentral.peers.membership.revocation_watch import WARN_S, MembershipOver
 from decentral.peers.runtime.handlers import PeerEffect, PeerEvent
@@ -315,11 +315,11 @@ class FuzzedNode:
             made = grammar.record(self._present(), peer)
             body = records.pack(made)
             body = grammar.damaged(self.chance, body) if self.chance.random() < grammar.DAMAGED else body
-            key, expires = records.keys(self.known.run, 1)[0], self.now + self.chance.choice((5.0, 600.0, 3600.0))
+            key, expires = swarm_size.key(self.known.run, 0, 0), self.now + self.chance.choice((5.0, 600.0, 3600.0))
             by: Signer = signer(peer) if self.founder else VirtualSigner(peer)
             values[peer] = by.seal(key, body, expires)
         before = self.node.roster.refused.total()
-        self.deliver(Found(records.keys(self.known.run, 1)[0], values))
+        self.deliver(Found(swarm_size.key(self.known.run, 0, 0), values))
         bad = self.node.roster.refused.total() - before
         for number in range(count):
             self.figures.add("record", "refused" if number < bad else "")

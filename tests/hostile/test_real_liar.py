@@ -11,11 +11,11 @@ import pytest
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.transport import Directory, Transport
-from decentral.core import config
 from decentral.core.jobs import Stepped
 from decentral.core.reasons import Reason
 from decentral.core.units import Amount
-from decentral.peers.membership import records
+from decentral.peers.membership import swarm_size
+from decentral.peers.membership.swarm_size import SwarmTimes
 from decentral.peers.runtime.host import Host
 from decentral.serving import replicas
 from tests.hostile.liar import LyingLibp2p, lying
@@ -33,7 +33,7 @@ EXCHANGED = 20  # windows that each of them has merged: what their average has l
 class RealSwarm(Swarm):
     """Peers of one process, each with a libp2p daemon of its own; all know the first one."""
 
-    directory_use = config.SwarmConfig(refresh_s=1.0)
+    times = SwarmTimes(refresh_s=1.0)
     gossip: Mapping[str, float] = MappingProxyType({"window_s": 0.25, "start_window_s": 0.25, "core_share": 1.0})
 
     def __init__(self, setup_of: MakeSetup, folder: Path) -> None:
@@ -73,7 +73,9 @@ class RealSwarm(Swarm):
         for name, transport in self.transports.items():
             self.places[name] = await transport.addresses()
             known = [] if name == "A" else [await transport.connect(self.places["A"][0])]
-            self.directories[name] = await transport.directory(records.keys(RUN, 1), known)
+            self.directories[name] = await transport.directory(
+                [swarm_size.key_of(RUN, self.identities[name].peer)], known
+            )
 
     async def close(self) -> None:
         await asyncio.gather(*(transport.close() for transport in self.transports.values()))

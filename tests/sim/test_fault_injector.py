@@ -15,6 +15,7 @@ from decentral.core.ids import PeerId
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.peers.joining.join import JoinPhase
+from decentral.peers.membership.records import RENEWALS
 from decentral.peers.runtime.clock import CLOCKS_AGREE_S
 from decentral.sim import faults
 from decentral.sim.fault_injector import FaultInjector
@@ -55,7 +56,7 @@ class FaultySwarm:
             self.audit.check()
 
     def settle(self) -> None:
-        self.play(self.injector.last_at + self.swarm.settings.config.swarm.record_ttl_s + ROSTER_SETTLE_S + 1)
+        self.play(self.injector.last_at + RENEWALS * self.swarm.settings.times.renew_s + ROSTER_SETTLE_S + 1)
         assert all(member.training for member in self.swarm.living)
         self.audit.finish(settled=True)
 

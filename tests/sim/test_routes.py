@@ -27,6 +27,7 @@ from decentral.engine import memory
 from decentral.engine.micro_batch_names import MicroBatchNames
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.peers.membership.swarm_size import key_of
 from decentral.scheduler.placement import recover
 from decentral.scheduler.placement.move import MoveEffect, MovePhase, SpanMove
 from decentral.scheduler.placement.plans import SwarmPlan, SwarmPlans
@@ -84,7 +85,7 @@ def test_a_peer_that_says_it_joins_and_never_comes_does_not_keep_lost_layers_fro
 
         def tell(self) -> None:
             agenda, last = self.swarm.agenda, self.swarm.settings.fragments[-1].last
-            key, now = records.key_of(RUN, self.peer, 1), EPOCH + agenda.now
+            key, now = key_of(RUN, self.peer), EPOCH + agenda.now
             record = PeerRecord(RUN, now, (), Profile("", 1 << 20, 0.0, 100.0), 0, last, 0, 0, 0)
             sealed = VirtualSigner(self.peer).seal(key, records.pack(record), now + 60)
             self.swarm.records.store(self.swarm.members[0].peer, key, self.peer, sealed, now + 60)

@@ -130,7 +130,7 @@ def no_staleness_limit(off: Switch) -> None:
     check, merge = snapshots.check, exchange.PullExchange._merge
 
     def endless(context: FragmentContext) -> FragmentContext:
-        return replace(context, gossip=context.gossip.model_copy(update={"max_age_s": 1e12}))
+        return replace(context, fresh_s=1e12)
 
     def merge_all(machine: exchange.PullExchange, now: Seconds) -> object:
         context, machine.context = machine.context, endless(machine.context)

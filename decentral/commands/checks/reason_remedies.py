@@ -20,7 +20,7 @@ REMEDIES: dict[Reason, str] = {
     Reason.ALGORITHM: "a partner runs another gossip.algorithm: peers of one run have one config",
     Reason.FRAGMENT: f"partners have given those layers up meanwhile; {TAKES_TIME}",
     Reason.SPAN: f"partners have given those layers up meanwhile; {TAKES_TIME}",
-    Reason.STALE: "partners' snapshots are older than gossip.max_age_s: their links or devices are too slow for it",
+    Reason.STALE: "partners' snapshots are older than two windows: their links or devices are too slow",
     Reason.NOTHING_NEWER: "partners have closed no window since: they are slower than this peer, which is well",
     Reason.OPPOSED: "a partner's progress points against this peer's: other data, another version, or a hostile peer",
     Reason.ALONE: "no other peer holds these layers: start more peers, or see why others do not reach this one",

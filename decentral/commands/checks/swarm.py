@@ -27,7 +27,7 @@ from decentral.core.own_inputs import NOTHING_NAMED
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds, plural, readable_bytes
 from decentral.engine import measure, memory
-from decentral.peers.membership import records
+from decentral.peers.membership import records, swarm_size
 from decentral.peers.membership.records import PeerRecord
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup import invitation_files
@@ -165,7 +165,7 @@ class Visit:
 
     async def begin(self, own: PeerId | None) -> None:
         """Compare clocks, that of the state folder's peer (`own`) apart, and read the records in the DHT."""
-        keys = [*records.keys(self.run, self.config.swarm.shards), *([revoked_key(self.run)] if self.private else ())]
+        keys = [*swarm_size.keys(self.run), *([revoked_key(self.run)] if self.private else ())]
         met = [contact.peer for contact in self.contacts]
         directory = await self.transport.directory(keys, met)
         self.clock.agree(await directory.clocks_ahead_s(met))
@@ -180,7 +180,7 @@ class Visit:
     async def _records(self, directory: HivemindDirectory, met: set[PeerId]) -> dict[PeerId, PeerRecord]:
         known: dict[PeerId, PeerRecord] = {}
         for _ in range(LOOKS):
-            known |= await records.lookup(directory, self.run, self.config.swarm.shards, self.clock(), self.own.open)
+            known |= await records.lookup(directory, self.run, self.own, self.clock())
             if met <= known.keys():
                 break
             await asyncio.sleep(LOOK_PAUSE_S)

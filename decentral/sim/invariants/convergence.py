@@ -84,8 +84,9 @@ class ConvergenceAudit:
 
     def finish(self) -> None:
         living = [member for member in self.evidence.swarm.living if member.training]
-        if self.evidence.swarm.settings.config.swarm.shards == 1:
-            self._check_rosters([member for member in self.evidence.swarm.living if member.host])
+        known = [member for member in self.evidence.swarm.living if member.host]
+        if not any(member.host.node.roster.size.level for member in known if member.host):
+            self._check_rosters(known)
         if not self.outvoted:
             self._check_together(living)
         self._check_drift(living)
@@ -115,9 +116,9 @@ class ConvergenceAudit:
     def _record_is_due(self, member: SimulatedPeer, peer: PeerId) -> bool:
         """Whether a peer that this one has dropped may come back with its next record: who takes the state leaves aside
         a donor that is late, and who waits for large answers over slow links one of which two were cut."""
-        swarm, directory = self.evidence.swarm, self.evidence.swarm.settings.config.swarm
+        swarm, times = self.evidence.swarm, self.evidence.swarm.settings.times
         since = swarm.agenda.now - self._dropped_at.get((member.peer, peer), -inf)
-        return not member.training or since <= directory.renew_s + directory.refresh_s
+        return not member.training or since <= times.renew_s + times.refresh_s
 
     def _check_together(self, living: Sequence[SimulatedPeer]) -> None:
         swarm = self.evidence.swarm

@@ -5,7 +5,7 @@ once      no peer merges the same window of a partner twice, restarts from a che
 baseline  after a close the baseline is the live weights: no progress is left to be counted again
 timely    slow weights that a partner gets are encoded before their window's merge, which changes them
 folded    what was trained while a fragment rested is in its slow weights when its next window has been closed
-fresh     no window is taken for a merge that was published longer ago than `max_age_s`, clocks aside
+fresh     no window is taken for a merge that was published longer ago than `SwarmTimes.max_age_s`, clocks aside
 """
 
 from collections import defaultdict
@@ -95,7 +95,7 @@ class GossipAudit:
         if exchange is None or exchange.blocking:
             return
         period_s = exchange.context.period_s(exchange.size)
-        limit_s = node.setup.config.gossip.max_age_s + ENOUGH_PERIODS * period_s
+        limit_s = node.setup.start.times.max_age_s + ENOUGH_PERIODS * period_s
         limit_s += self.evidence.skew_s() + SLACK_S + slowest_step_s(host)
         for one in contributions:
             found = self._publications(one, fragment)

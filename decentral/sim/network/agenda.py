@@ -40,7 +40,7 @@ class Agenda:
     def at(self, when: Seconds, action: Action) -> Timer:
         """Lets the action happen at `when`, or now if that is over."""
         self._asked += 1
-        when = max(when, self.now)
+        when = when if when > self.now else self.now
         timer = Timer((when, self._asked, action))
         if when < self._horizon:
             heapq.heappush(self._near, timer)

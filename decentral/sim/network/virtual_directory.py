@@ -53,6 +53,15 @@ class Records:
         """All peers are down, and they were the nodes."""
         self._keys.clear()
 
+    def newest(self, reader: PeerId, key: str) -> dict[str, bytes]:
+        """The records that have reached the reader's side by now, without chance: none is late or stale."""
+        held, by_clock = self._keys.get(key, {}), self.epoch + self.agenda.now + self.ahead_s.get(reader, 0.0)
+        return {
+            subkey: versions[-1].value
+            for subkey, versions in held.items()
+            if versions[-1].expires > by_clock and self._heard(versions[-1], reader)
+        }
+
     def fetch(self, reader: PeerId, key: str) -> dict[str, bytes]:
         found, now = {}, self.agenda.now
         held, by_clock = self._keys.get(key, {}), self.epoch + now + self.ahead_s.get(reader, 0.0)

@@ -72,7 +72,7 @@ class Visitor:
 
     def _why_gone(self, peer: PeerId) -> str:
         """Return "expired" if the record outlived its term and the peer failed to answer, else "left"."""
-        over = self.swarm.clock() > self._known[peer].time + self.swarm.config.swarm.record_ttl_s
+        over = self.swarm.clock() > self._known[peer].time + self._known[peer].lifetime_s
         return "expired" if over and self._signs.failures.get(peer) else "left"
 
     async def _records(self) -> dict[PeerId, PeerRecord]:

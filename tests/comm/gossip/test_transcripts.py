@@ -110,7 +110,7 @@ def peers(names: str) -> list[PeerId]:
 
 
 def machine_of(kind: str, swarm: Swarm) -> PullExchange:
-    context = FragmentContext(RunId("run"), PeerId("M"), 0, 0.0, GossipConfig(max_age_s=60.0), swarm)
+    context = FragmentContext(RunId("run"), PeerId("M"), 0, 0.0, GossipConfig(), swarm)
     if kind == "pull":
         return PullExchange(context, 10.0, light=("pseudo_gradient",))
     return PullExchange(context, 10.0, blocking=True, seq=4)

@@ -1,6 +1,5 @@
 """Signed records and answers to questions tell which peers are alive."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -22,13 +21,14 @@ from decentral.core.reasons import Reason
 from decentral.peers.membership import records
 from decentral.peers.membership.prober import ProbeTag
 from decentral.peers.membership.records import PeerRecord, Profile
-from decentral.peers.membership.roster import Holders, Learn, Roster, RosterEffect
+from decentral.peers.membership.roster import MOST_NEW, Holders, Learn, Roster, RosterEffect
+from decentral.peers.membership.swarm_size import SwarmSize, SwarmStart, key, key_of, level_of, published
 
 RUN = RunId("gpt-3fa2c1")
 KEY = f"{RUN}/peers"
 NOW = 1000.0
 TTL = 60.0
-SHARDS = 8
+LEVEL = 3  # of a swarm of 500
 RECORD = PeerRecord(RUN, NOW, ("/ip4/127.0.0.1/tcp/1",), Profile("cpu", 1, 1.0, 1.0), 0, 3, 0, 0, 0, phase="training")
 
 
@@ -42,12 +42,15 @@ def roster() -> Roster:
     def compose(now: float, leaving: bool) -> PeerRecord:
         return replace(RECORD, time=now, phase="leaving" if leaving else "training")
 
-    return Roster(RUN, identity("own"), SwarmConfig(), compose, Random(0), Holders(identity("own").peer, 6))
+    own = identity("own")
+    size = SwarmSize(RUN, own.peer, Random(0))
+    return Roster(RUN, own, SwarmConfig(), compose, size, Holders(own.peer, 6))
 
 
 @pytest.fixture
 def sharded(roster: Roster) -> Roster:
-    roster.limits = SwarmConfig(shards=SHARDS)
+    roster.size = SwarmSize(RUN, roster.own.peer, Random(0), SwarmStart(500.0))
+    assert roster.size.level == LEVEL
     return roster
 
 
@@ -324,44 +327,54 @@ def test_leaving_is_announced(roster: Roster) -> None:
 # Records under several keys
 
 
-def test_records_spread_evenly_over_the_shards() -> None:
-    peers = [PeerId(f"peer{number}") for number in range(800)]
-    counts = Counter(records.key_of(RUN, peer, SHARDS) for peer in peers)
-    assert set(counts) == set(records.keys(RUN, SHARDS))
-    assert max(counts.values()) < 2 * min(counts.values())
+def test_our_record_goes_to_our_own_shard_and_to_the_keys_that_sample_it(sharded: Roster) -> None:
+    announced = [one for one in sharded.handle(Woke(), NOW) if isinstance(one, Announce)]
+    assert [one.key for one in announced] == published(RUN, sharded.own.peer, LEVEL)
+    for one in announced:
+        assert NOW + TTL <= open_sealed(one.key, sharded.own.peer, one.value, NOW)[1] < NOW + TTL + 1
 
 
-def test_a_single_shard_is_the_key_that_it_always_was() -> None:
-    assert records.keys(RUN, 1) == (KEY,)
-    assert records.key_of(RUN, other(), 1) == KEY
-
-
-def test_our_record_goes_to_our_own_shard(sharded: Roster) -> None:
-    (announced,) = (one for one in sharded.handle(Woke(), NOW) if isinstance(one, Announce))
-    assert announced.key == records.key_of(RUN, sharded.own.peer, SHARDS)
-    assert open_sealed(announced.key, sharded.own.peer, announced.value, NOW)[1] == NOW + TTL
+def test_a_peer_that_leaves_says_so_at_its_former_level_too(sharded: Roster) -> None:
+    sharded.handle(Woke(), NOW)
+    sharded.size.level += 1
+    told = {one.key for one in sharded.leave(NOW + 1) if isinstance(one, Announce)}
+    assert told >= {key_of(RUN, sharded.own.peer, level) for level in (LEVEL, LEVEL + 1)}
 
 
 def test_a_lookup_goes_to_our_own_shard_and_to_one_more_and_in_time_to_all(sharded: Roster) -> None:
-    own, seen = records.key_of(RUN, sharded.own.peer, SHARDS), set[str]()
-    for number in range(60):
+    own, seen = key_of(RUN, sharded.own.peer, LEVEL), set[str]()
+    for number in range(200):
         keys = [one.key for one in sharded.handle(Woke(), NOW + 4 * number) if isinstance(one, Lookup)]
         assert own in keys
         assert len(keys) == len(set(keys)) <= 2
         seen |= set(keys)
-    assert seen == set(records.keys(RUN, SHARDS))
+    assert seen >= {key(RUN, LEVEL, shard) for shard in range(2**LEVEL)}
+    assert {level_of(RUN, one) for one in seen} == set(range(LEVEL + 1)), "and now and then a coarser level"
+
+
+def test_a_key_with_thousands_of_names_makes_a_few_of_them_known_and_loses_none_that_was(roster: Roster) -> None:
+    find(roster, sealed())
+    many = {f"stranger{number}": b"forged" for number in range(4000)}
+    roster.handle(Found(KEY, many | {other(): sealed(replace(RECORD, time=NOW + 1))}), NOW + 1)
+    assert roster.refused.total() == MOST_NEW
+    assert roster.live[other()].record.time == NOW + 1
+
+
+def test_a_record_lives_as_long_as_its_peer_renews_it_rarely(roster: Roster) -> None:
+    find(roster, sealed(replace(RECORD, renew_s=100.0), NOW + 1000))
+    assert roster.live[other()].expires == NOW + 300
 
 
 def test_a_record_of_any_shard_is_read(sharded: Roster) -> None:
-    key = records.key_of(RUN, other(), SHARDS)
-    value = identity("other").seal(key, records.pack(RECORD), NOW + TTL)
-    sharded.handle(Found(key, {other(): value}), NOW)
+    shard = key_of(RUN, other(), LEVEL)
+    value = identity("other").seal(shard, records.pack(RECORD), NOW + TTL)
+    sharded.handle(Found(shard, {other(): value}), NOW)
     assert list(sharded.live) == [other()]
 
 
 def test_a_record_under_the_wrong_shard_is_forged(sharded: Roster) -> None:
-    right = records.key_of(RUN, other(), SHARDS)
-    wrong = next(key for key in records.keys(RUN, SHARDS) if key != right)
+    right = key_of(RUN, other(), LEVEL)
+    wrong = next(one for shard in range(2**LEVEL) if (one := key(RUN, LEVEL, shard)) != right)
     value = identity("other").seal(right, records.pack(RECORD), NOW + TTL)
     sharded.handle(Found(wrong, {other(): value}), NOW)
     assert (dict(sharded.refused), dict(sharded.live)) == ({"signature": 1}, {})
@@ -401,7 +414,7 @@ def lookups(roster: Roster, seconds: float, names: int) -> int:
 @pytest.mark.parametrize("names", [1, 1000])
 def test_strangers_do_not_have_us_read_all_records_as_often_as_they_ask(roster: Roster, names: int) -> None:
     """They made it 100 times a minute."""
-    quiet = 60 / roster.limits.refresh_s
+    quiet = 60 / roster.size.refresh_s(0)
     assert lookups(roster, 60.0, names) <= 1.5 * quiet + 5
 
 

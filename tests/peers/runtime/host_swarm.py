@@ -18,6 +18,7 @@ from decentral.engine import memory
 from decentral.engine.compute import Compute, ComputeSetup
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.records import Profile
+from decentral.peers.membership.swarm_size import SwarmStart, SwarmTimes
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.runtime.host import Host
 from decentral.peers.runtime.node import Node
@@ -30,13 +31,13 @@ MakeSetup = Callable[..., ComputeSetup]
 RUN = RunId("words-3fa2c1")
 FEW = config.RoutesConfig(holders=1)  # with three peers not every layer can keep two other holders
 EVALUATED_EVERY_S = 1.0
-LOOKING_OFTEN = config.SwarmConfig(refresh_s=0.05)  # a lookup in a directory in memory costs nothing
+LOOKING_OFTEN = SwarmTimes(refresh_s=0.05)  # a lookup in a directory in memory costs nothing
 
 
 class Swarm:
     """Peers by name, on one in-memory network."""
 
-    directory_use = LOOKING_OFTEN
+    times = LOOKING_OFTEN
     gossip: Mapping[str, float] = MappingProxyType({"window_s": 0.05})
 
     def __init__(self, setup_of: MakeSetup, identities: dict[str, Identity], algorithm: str) -> None:
@@ -57,8 +58,9 @@ class Swarm:
         train = setup.config.train.model_copy(update={"eval_every_s": EVALUATED_EVERY_S})
         node = Node(
             NodeSetup(
-                config=setup.config.model_copy(update={"swarm": self.directory_use, "routes": FEW, "train": train}),
+                config=setup.config.model_copy(update={"routes": FEW, "train": train}),
                 run=RUN,
+                start=SwarmStart(times=self.times),
                 own=own,
                 fragments=compute.fragments,
                 state_layouts=compute.gossip.state_layouts(),

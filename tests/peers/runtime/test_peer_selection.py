@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from decentral.comm.gossip.gossip_cost import FIXED_CORES
 from decentral.comm.wire.identity import Identity
-from decentral.comm.wire.meter import Meter, Upload
+from decentral.comm.wire.meter import Meter
 from decentral.core.config import Config, GossipConfig
 from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId, RunId
@@ -19,6 +19,7 @@ from decentral.core.jobs import RetainedStates
 from decentral.core.units import MiB
 from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
 from decentral.peers.membership.roster import Holders, Roster, RosterEntry
+from decentral.peers.membership.swarm_size import SwarmSize
 from decentral.peers.runtime.peer_selection import FASTEST_DEVICE, NEVER, PeerSelection
 from decentral.peers.runtime.progress import TrainingProgress
 from decentral.peers.runtime.setup import NodeSetup
@@ -44,7 +45,8 @@ class Swarm:
         )
         setup = NodeSetup(config, RUN, own, FRAGMENTS, [(), ()], 3, PROFILE, (), contacts=(D,))
         self.live: dict[PeerId, RosterEntry] = {}
-        roster = Roster(RUN, own, config.swarm, self.never, Random(0), Holders(own.peer, 3), self.live)
+        size = SwarmSize(RUN, own.peer, Random(0))
+        roster = Roster(RUN, own, config.swarm, self.never, size, Holders(own.peer, 3), self.live)
         self.meter = Meter()
         progress = TrainingProgress(config.train, config.swarm, None)
         self.asks = PeerSelection(lambda: setup, roster, self.meter, progress, Random(0))
@@ -57,6 +59,7 @@ class Swarm:
     ) -> "Swarm":
         record = PeerRecord(RUN, 0.0, (), PROFILE, first, last, 0, 0, 0, phase=phase, kept=kept)
         self.live[peer] = RosterEntry(record, 60.0)
+        self.asks.roster.changes += 1
         return self
 
 
@@ -214,12 +217,12 @@ def test_all_peers_come_to_windows_that_end_together_whoever_looks(own: Identity
 
 def test_over_a_thin_link_fewer_are_pulled_from_and_windows_are_shorter_for_it(own: Identity) -> None:
     swarm = grown(Swarm(own, partners=3).meet(A).meet(B).meet(C))
-    swarm.meter.uploads.append(Upload(A, 400_000, 10.0))
+    swarm.meter.saw(A, 10.0, 0.0, 400_000, 0)
     assert len(swarm.asks.partners(1, 0.0)) == 3  # until a window's bytes are known
     windows, bound = swarm.asks.lengths.windows(1, 10_000)
     assert (windows, bound) == (2, "link")  # 30 kB for each of two, 0.8 of the time
     assert len(swarm.asks.partners(1, 0.0)) == 2
-    swarm.meter.uploads.append(Upload(A, 40_000_000, 10.0))
+    swarm.meter.saw(A, 10.0, 0.0, 40_000_000, 0)
     assert swarm.asks.lengths.windows(1, 10_000) == (1, "")
     assert len(swarm.asks.partners(1, 0.0)) == 3
 
@@ -227,7 +230,7 @@ def test_over_a_thin_link_fewer_are_pulled_from_and_windows_are_shorter_for_it(o
 def over_a_thin_link(own: Identity) -> Swarm:
     """Of which windows of 10 kB a fragment would need four times the shortest: 45 kB in 0.8 of the time, at 40 kB/s."""
     swarm = grown(Swarm(own, partners=3).meet(A).meet(B).meet(C))
-    swarm.meter.uploads.append(Upload(A, 400_000, 10.0))
+    swarm.meter.saw(A, 10.0, 0.0, 400_000, 0)
     return swarm
 
 

@@ -129,7 +129,7 @@ def test_where_gradients_are_exact_they_have_turns_by_measured_times(planner: Ro
 
 
 def test_a_roster_that_reads_some_keys_only_says_nothing_of_who_is_gone(planner: RoutePlanner) -> None:
-    planner.roster.limits = planner.roster.limits.model_copy(update={"shards": 8})
+    planner.roster.size.level = 3
     hop = NextHop(8, layout=(), payload=b"", gradients=(), place=AT_OTHER)
     planner.routes.table.add(away(hop))
     planner.roster.changes += 1

@@ -16,11 +16,12 @@ from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
+from decentral.peers.membership.swarm_size import key
 from decentral.peers.startup.copied_identity import refuse_copy
 from tests.patient_time import PatientLoop
 
 RUN = RunId("gpt-3fa2c1")
-KEY = records.keys(RUN, 1)[0]
+KEY = key(RUN, 0, 0)
 HERE = "/ip4/127.0.0.1/tcp/0"
 HOUR_S = 3600.0
 

@@ -21,7 +21,8 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.reasons import Reason
 from decentral.engine import memory
-from decentral.peers.membership.records import Profile, first_record, key_of, pack
+from decentral.peers.membership.records import Profile, first_record, pack
+from decentral.peers.membership.swarm_size import key_of
 from decentral.scheduler.placement import claim_span
 from tests.comm.net.loopback import Loopback, LoopbackDirectory
 from tests.patient_time import TimelessLoop
@@ -30,7 +31,7 @@ Result = TypeVar("Result")
 EPOCH = 1.7e9
 RUN = RunId("gpt-3fa2c1")
 CONFIG = config.Config(model=config.ModelConfig(depth=4, width=128))
-KEY = key_of(RUN, PeerId("any"), 1)
+KEY = key_of(RUN, PeerId("any"))
 NEEDS = memory.needs(CONFIG)
 HALF = max(NEEDS.span_bytes(0, 2), NEEDS.span_bytes(1, 3), NEEDS.span_bytes(2, 4))
 
