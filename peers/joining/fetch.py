@@ -174,7 +174,7 @@ class Fetch:
         """Makes some of these peers donors. Those that are donors already stay."""
         self.known = known
         known = [peer for peer in known if peer not in self.accused]
-        willing = [peer for peer in known if self.failures[peer] < FAILURES]
+        willing = [peer for peer in known if self.failures.get(peer, 0) < FAILURES]
         if willing and self._some_have_failed_holders_only(known):
             self.failures.clear()
             willing = list(known)
@@ -196,6 +196,8 @@ class Fetch:
 
     def _some_have_failed_holders_only(self, known: Sequence[PeerId]) -> bool:
         """Whether all holders of some missing fragment have been left out: then they are asked again."""
+        if max(self.failures.values(), default=0) < FAILURES:
+            return False
         held_by = ([peer for peer in known if self.holds(peer, one.fragment)] for one in self.missing())
         return any(holders and all(self.failures[peer] >= FAILURES for peer in holders) for holders in held_by)
 

@@ -144,9 +144,11 @@ class Join:
         """Fetches a retained state of fragments that nobody holds, unless our checkpoint has a newer one."""
         for index, one in self.fetch.incoming.items():
             if not one.pieces:
+                if any(self.holds(peer, one.fragment) for peer in known):
+                    one.retained = False
+                    continue
                 step, retainers = self.newest_retained(index)
-                held = any(self.holds(peer, one.fragment) for peer in known)
-                one.retained = not held and bool(retainers) and (not self.restored or step > self.own_step)
+                one.retained = bool(retainers) and (not self.restored or step > self.own_step)
 
     def _start_from_what_is_here(self) -> list[Effect]:
         return self._import() if self.fetch.incoming else self._finish("checkpoint" if self.restored else "alone")

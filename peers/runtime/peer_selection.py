@@ -37,6 +37,7 @@ class PeerSelection:
     chance: Random
     lengths: WindowLengths = field(init=False)
     _speeds: tuple[int, list[float]] = (-1, [])  # tokens/s that others publish, by the roster after so many changes
+    _live: tuple[int, list[PeerId]] = (-1, [])  # likewise
     _trainers: tuple[int, list[PeerId]] = (-1, [])  # likewise
     _holders: dict[int, tuple[int, list[PeerId]]] = field(default_factory=dict)  # likewise, of each fragment
 
@@ -156,4 +157,6 @@ class PeerSelection:
         return steps[len(steps) // 2] if len(steps) > 2 else None
 
     def live(self) -> list[PeerId]:
-        return sorted(self.roster.live)
+        if self._live[0] != self.roster.changes:
+            self._live = self.roster.changes, sorted(self.roster.live)
+        return self._live[1]
