@@ -69,12 +69,19 @@ class SwarmSettings:
     times: SwarmTimes = LEAST_TIMES
 
     @classmethod
-    def of(cls, config: Config, pace: Pace, throttles: Sequence[float], tokens_per_step: int) -> "SwarmSettings":
+    def of(
+        cls,
+        config: Config,
+        pace: Pace,
+        throttles: Sequence[float],
+        tokens_per_step: int,
+        times: SwarmTimes = LEAST_TIMES,
+    ) -> "SwarmSettings":
         """Settings with as many fragments as the run's model has, together as large, and of equal sizes."""
         real = fragments_of(config)
         mean = sum(one.parameters for one in real) // len(real)
         even = tuple(replace(one, parameters=mean) for one in real)
-        return cls(config, even, pace, tuple(throttles), tokens_per_step)
+        return cls(config, even, pace, tuple(throttles), tokens_per_step, times=times)
 
     @property
     def model(self) -> claim_span.RoutedModel:

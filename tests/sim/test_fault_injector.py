@@ -24,7 +24,7 @@ from decentral.sim.invariants.audit import InvariantAudit
 from decentral.sim.network.geography import SwarmGeography, TypicalLink
 from decentral.sim.run import ROSTER_SETTLE_S
 from decentral.sim.swarm import SimulatedPeer, SimulatedSwarm, SwarmSettings
-from decentral.sim.sweep import SETTINGS
+from decentral.sim.sweep import QUICK, SETTINGS
 
 LINK = TypicalLink(delay_s=0.02)
 
@@ -34,7 +34,9 @@ class FaultySwarm:
 
     def __init__(self, spec: str = "", peers: int = 4, algorithm: str = "pull", unquantised: bool = False) -> None:
         run = config.load(None, [*SETTINGS, f"gossip.algorithm={algorithm}"])
-        settings = replace(SwarmSettings.of(run, Pace(0.4, 0.05, report_s=2.0), (1.0,), 1024), unquantised=unquantised)
+        settings = replace(
+            SwarmSettings.of(run, Pace(0.4, 0.05, report_s=2.0), (1.0,), 1024, QUICK), unquantised=unquantised
+        )
         self.swarm = SimulatedSwarm(settings, 1, SwarmGeography(1, LINK))
         self.injector = FaultInjector(self.swarm)
         self.audit = self.swarm.observer = InvariantAudit(self.swarm, self.injector)

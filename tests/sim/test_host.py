@@ -23,7 +23,7 @@ class Thread:
     """An engine whose outcomes are noted with their times, a window of it being closed."""
 
     def __init__(self) -> None:
-        settings = SwarmSettings.of(config.load(None, sweep.SETTINGS), Pace(STEP_S), (1.0,), 64)
+        settings = SwarmSettings.of(config.load(None, sweep.SETTINGS), Pace(STEP_S), (1.0,), 64, sweep.QUICK)
         model = SurrogateModel(settings.config, settings.fragments, blockwise, 64, settings.model.forms)
         span = 0, settings.fragments[-1].last
         training = SurrogateWorkload(model, PeerId("A"), span, rng.arrays(0, "noise"), SurrogateDisk())

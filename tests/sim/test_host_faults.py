@@ -22,7 +22,7 @@ ALL_DOWN = "clock 0 by 3600 at 10; crash all at 20; restart all at 25"
 
 def scenario(text: str, peers: int = 4) -> Scenario:
     run_config = config.load(None, [*sweep.SETTINGS, "gossip.algorithm=pull"])
-    settings = SwarmSettings.of(run_config, Pace(0.4, 0.05, report_s=5.0), (1.0, 1.5), 1024)
+    settings = SwarmSettings.of(run_config, Pace(0.4, 0.05, report_s=5.0), (1.0, 1.5), 1024, sweep.QUICK)
     return Scenario(settings, peers, 115.0, 1, tuple(faults.parse(text)))
 
 

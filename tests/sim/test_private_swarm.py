@@ -14,7 +14,7 @@ from decentral.sim.network.geography import SwarmGeography, TypicalLink
 from decentral.sim.report import RunReport
 from decentral.sim.run import Scenario, run
 from decentral.sim.swarm import EPOCH, SimulatedPeer, SimulatedSwarm, SwarmSettings
-from decentral.sim.sweep import SETTINGS, SPAN_MODEL, memory_for
+from decentral.sim.sweep import QUICK, SETTINGS, SPAN_MODEL, memory_for
 from decentral.sim.virtual_signer import VirtualSigner
 
 SEED = 3
@@ -23,7 +23,7 @@ FOUNDER = FounderKeys.create("simulated", Random(SEED).randbytes)
 
 def swarm(peers: int = 4) -> SimulatedSwarm:
     run = config.load(None, SETTINGS)
-    settings = SwarmSettings.of(run, Pace(0.4, 0.05, report_s=2.0), (1.0,), 1024)
+    settings = SwarmSettings.of(run, Pace(0.4, 0.05, report_s=2.0), (1.0,), 1024, QUICK)
     found = SimulatedSwarm(replace(settings, founder=FOUNDER), SEED, SwarmGeography(SEED, TypicalLink(delay_s=0.02)))
     for number in range(peers):
         found.agenda.at(0.3 * number, partial(found.start, found.add()))
@@ -33,7 +33,7 @@ def swarm(peers: int = 4) -> SimulatedSwarm:
 def with_donors(donors: tuple[int, ...], spec: str = "") -> RunReport:
     """Four peers that each have memory for a half of the layers, in a private swarm. The report is after 150 s."""
     run_config = config.load(None, [*SETTINGS, *SPAN_MODEL, "routes.overlap=true"])
-    settings = SwarmSettings.of(run_config, Pace(1.0, 0.05, report_s=5.0), (1.0,), 64)
+    settings = SwarmSettings.of(run_config, Pace(1.0, 0.05, report_s=5.0), (1.0,), 64, QUICK)
     half = (memory_for(settings, 2, 8),)
     private = replace(settings, founder=FOUNDER, memory=half, donors=donors)
     return run(Scenario(private, 4, 150.0, SEED, tuple(faults.parse(spec)), TypicalLink(0.01)))

@@ -78,7 +78,7 @@ class Journals:
 def played(spec: str, seconds: float = 90.0) -> Journals:
     """Five surrogate peers: two origin peers, three last ones. A surrogate's lie is a false loss."""
     run_config = config.load(None, [*sweep.SETTINGS, *sweep.SPAN_MODEL, "routes.overlap=true"])
-    settings = SwarmSettings.of(run_config, Pace(0.5, 0.05, report_s=5.0), (1.0,), 64)
+    settings = SwarmSettings.of(run_config, Pace(0.5, 0.05, report_s=5.0), (1.0,), 64, sweep.QUICK)
     settings = replace(settings, memory=(1 << 28,), spans=SPANS)
     journals = Journals()
     scenario = Scenario(settings, 5, seconds, 1, tuple(faults.parse(spec)), TypicalLink(0.01), audited=False)

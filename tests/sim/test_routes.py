@@ -48,7 +48,9 @@ MODEL = [*sweep.SETTINGS, *sweep.SPAN_MODEL]
 
 def settings_for(fragments: int, *overrides: str, under_way: int = 8, step_s: float = 1.0) -> SwarmSettings:
     """The memory of each peer takes so many of the four fragments."""
-    settings = SwarmSettings.of(config.load(None, [*MODEL, *overrides]), Pace(step_s, 0.05, report_s=5.0), (1.0,), 64)
+    settings = SwarmSettings.of(
+        config.load(None, [*MODEL, *overrides]), Pace(step_s, 0.05, report_s=5.0), (1.0,), 64, sweep.QUICK
+    )
     return replace(settings, memory=(sweep.memory_for(settings, fragments, under_way),))
 
 
@@ -257,7 +259,7 @@ def test_real_gradients_travel_through_spans_and_learn(text: Path, tmp_path: Pat
         *("data.kind=text", f"data.path={text}", "train.micro_batch=4", "train.learning_rate=0.01"),
         *("train.warmup_steps=5", "routes.overlap=true"),
     ]
-    unspanned = SwarmSettings.of(config.load(None, [*sweep.SETTINGS, *small]), Pace(1.0), (1.0,), 64)
+    unspanned = SwarmSettings.of(config.load(None, [*sweep.SETTINGS, *small]), Pace(1.0), (1.0,), 64, sweep.QUICK)
     settings = real_gradients(unspanned, tmp_path)
     needs = memory.needs(settings.config, settings.fragments)
     half = max(needs.span_bytes(0, 2), needs.span_bytes(2, len(needs.fragments)))

@@ -18,7 +18,9 @@ from decentral.sim.swarm import SwarmSettings
 
 
 def scenario(spec: str = "", seconds: float = 40.0, seed: int = 1, throttles: tuple[float, ...] = (1.0,)) -> Scenario:
-    settings = SwarmSettings.of(config.load(None, sweep.SETTINGS), Pace(0.4, 0.05, report_s=2.0), throttles, 1024)
+    settings = SwarmSettings.of(
+        config.load(None, sweep.SETTINGS), Pace(0.4, 0.05, report_s=2.0), throttles, 1024, sweep.QUICK
+    )
     return Scenario(settings, 3, seconds, seed, tuple(faults.parse(spec)))
 
 
@@ -90,7 +92,7 @@ def test_a_device_ten_times_slower_stays_near_the_others(monkeypatch: pytest.Mon
     """A step of its takes two of the others' windows, so slow weights alone tell it of most of them."""
     overrides = (*sweep.SETTINGS, "gossip.window_s=1", "gossip.start_window_s=0.5", "gossip.core_share=1")
     pace, throttles = Pace(0.2, 0.05, report_s=2.0), (1.0, 1.0, 1.0, 10.0)
-    swarm = Scenario(SwarmSettings.of(config.load(None, overrides), pace, throttles, 1024), 4, 60.0, 1)
+    swarm = Scenario(SwarmSettings.of(config.load(None, overrides), pace, throttles, 1024, sweep.QUICK), 4, 60.0, 1)
     near = run(swarm).replicas
     monkeypatch.setattr(snapshots, "ASKED_LATE_WINDOWS", 0)
     assert near.spread < 0.3 * run(swarm).replicas.spread
@@ -102,7 +104,7 @@ def test_real_gradients_learn_and_are_reproducible(text: Path, tmp_path: Path) -
         *("data.kind=text", f"data.path={text}", "train.micro_batch=4", "train.learning_rate=0.01"),
         "gossip.fragment_parameters=1000",
     ]
-    settings = SwarmSettings.of(config.load(None, [*sweep.SETTINGS, *small]), Pace(0.5), (1.0,), 64)
+    settings = SwarmSettings.of(config.load(None, [*sweep.SETTINGS, *small]), Pace(0.5), (1.0,), 64, sweep.QUICK)
     reports = [run(Scenario(real_gradients(settings, tmp_path / place), 2, 20.0, 1, audited=False)) for place in "ab"]
     assert reports[0].audit.digest == reports[1].audit.digest
     assert reports[0].gossip.exchanges["done"] > 0

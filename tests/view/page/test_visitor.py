@@ -32,7 +32,7 @@ class Swarm:
         self.dead = set[str]()
         self.fails = False
         self.now = 10.0
-        own: Any = SimpleNamespace(open=lambda key, peer, value, now: (value, 60.0))
+        own: Any = SimpleNamespace(peer=PeerId("us"), open=lambda key, peer, value, now: (value, 60.0))
         this, clock = cast(Any, self), cast(SwarmClock, lambda: self.now)
         self.visitor = Visitor(VisitedSwarm(this, RunId("run"), Config(), [], this, clock, own))
 
