@@ -17,7 +17,7 @@ import argparse
 import itertools
 import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +29,7 @@ from decentral.core.errors import UserError
 from decentral.core.journal.file import deleted, read
 from decentral.core.line_fields import MOST_LAYERS
 from decentral.core.peer_folders import changed_at, journals_in, newest_of_each_peer
+from decentral.core.strict_json import JsonFields, JsonObject
 from decentral.core.units import plural
 
 NOTHING_TRAVELLED = (
@@ -78,7 +79,7 @@ def _main(flags: argparse.Namespace) -> None:
         raise SystemExit(1)
 
 
-def well_formed(journal: Path) -> Iterator[dict[str, Any]]:
+def well_formed(journal: Path) -> Iterator[JsonObject]:
     """The lines of a journal, which somebody else may have written. Raises UserError for one that no peer writes."""
     for line in read(journal):
         field_read, form = _READ.get(str(line["event"]), ("event", _ANYTHING))
@@ -90,7 +91,7 @@ def well_formed(journal: Path) -> Iterator[dict[str, Any]]:
         yield line
 
 
-def gaps(paths: Sequence[Path], journals: Sequence[Sequence[Mapping[str, Any]]]) -> str:
+def gaps(paths: Sequence[Path], journals: Sequence[Sequence[JsonFields]]) -> str:
     """What the journals do not say any more, as text: lines that a disk has refused, and files that were deleted."""
     lost = sum(line["lines"] for own in journals for line in own if line["event"] == "lost")
     gone = sum(map(deleted, paths))
@@ -126,7 +127,7 @@ class MicroBatchCounts:
     tokens: dict[MicroBatch, int] = field(default_factory=dict)
     dropped: int = 0
 
-    def add(self, event: str, fields: Mapping[str, Any]) -> None:
+    def add(self, event: str, fields: JsonFields) -> None:
         if event == "uncounted":
             self.dropped += len(fields["of"])
         elif event == "counted":
@@ -149,9 +150,9 @@ class LifeClaims:
     counted: Counter[int] = field(default_factory=Counter)
     applied: Counter[int] = field(default_factory=Counter)
     tells: bool = False  # whether its journal says what its steps took
-    _last: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=NOT_TAKEN_YET))
+    _last: deque[JsonFields] = field(default_factory=lambda: deque(maxlen=NOT_TAKEN_YET))
 
-    def add(self, event: str, fields: Mapping[str, Any]) -> None:
+    def add(self, event: str, fields: JsonFields) -> None:
         if event == "applied":
             self.tells = True
             for first, last, tokens in fields["of"]:
@@ -171,7 +172,7 @@ class LifeClaims:
         return max((self.counted - self.applied - open_claims)[layer] for layer in claims) if claims else 0
 
 
-def _by_layer(counted: Mapping[str, Any]) -> Counter[int]:
+def _by_layer(counted: JsonFields) -> Counter[int]:
     """The tokens of a `counted` line in each layer."""
     found: Counter[int] = Counter()
     for _, _, first, last, tokens in counted["of"]:
@@ -179,7 +180,7 @@ def _by_layer(counted: Mapping[str, Any]) -> Counter[int]:
     return found
 
 
-def audit(journals: Iterable[Iterable[Mapping[str, Any]]], layers: int) -> CountAudit:
+def audit(journals: Iterable[Iterable[JsonFields]], layers: int) -> CountAudit:
     """Counts all lines of all peers' journals, over all their lives."""
     counts, unapplied = MicroBatchCounts(), 0
     for journal in journals:

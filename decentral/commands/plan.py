@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -29,6 +28,7 @@ from decentral.core.config import load as load_config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.core.plain_text import plain_text
+from decentral.core.strict_json import JsonObject
 from decentral.peers.membership.records import PeerRecord
 from decentral.scheduler.throughput import layer_costs
 from decentral.scheduler.topology import topology as topologies
@@ -120,7 +120,7 @@ def _plan(topology: Topology, config: Config | None, options: argparse.Namespace
         return throughput_plan(topology, config, options.solver, options.seed, budget, options.holders)
 
 
-async def _live(address: str, invite: str | None) -> tuple[dict[str, dict[str, Any]], Config]:
+async def _live(address: str, invite: str | None) -> tuple[dict[str, JsonObject], Config]:
     """Each peer's own signed profile, by peer id, and the swarm's config. Raises UserError if nobody answers."""
     from decentral.peers.startup.invitation_files import read_holding
     from decentral.peers.startup.visit import visit
@@ -135,7 +135,7 @@ async def _live(address: str, invite: str | None) -> tuple[dict[str, dict[str, A
         return {peer: _profile(record, swarm.config) for peer, record in known.items()}, swarm.config
 
 
-def _profile(record: PeerRecord, config: Config) -> dict[str, Any]:
+def _profile(record: PeerRecord, config: Config) -> JsonObject:
     """A peer's profile, with the FLOP/s that it reached on the run's own model where it has trained."""
     reached = record.profile.tokens_per_s * layer_costs.flops_per_token(config)
     return dataclasses.asdict(record.profile) | {"flops": reached or record.profile.flops}

@@ -5,6 +5,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+JsonObject = dict[str, Any]  # as it was read or will be written; who reads a value checks its kind
+JsonFields = Mapping[str, Any]  # the same, where it is only read
+
 
 def dumps(value: Any, indent: int | None = None) -> str:
     """The value in one line, or indented. What JSON does not know, it shows as Python's `str` does."""

@@ -10,9 +10,11 @@ A message may have a `weight` of 0, as in OpenAI's fine-tuning files: it is show
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from decentral.core.strict_json import JsonFields, JsonObject
 
 MESSAGES = ("messages", "conversations", "conversation")
 COLUMNS = {  # that are read of a row, in each format; of `text` it is data.column
@@ -37,8 +39,8 @@ ALPACA = (  # of Stanford's alpaca, without and with an input
     "response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:",
 )
-Message = dict[str, Any]
-Row = Mapping[str, Any]
+Message = JsonObject
+Row = JsonFields
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from typing import Any
 
 from decentral.core import config
 from decentral.core.errors import UserError
+from decentral.core.strict_json import JsonFields, JsonObject
 from decentral.data import chat_rows, conversations, data_files, pieces
 from decentral.data.conversations import Ranges
 from decentral.data.data_files import LEAST_PARTS
@@ -36,7 +37,7 @@ PIECES_OF_SHARD, PIECES_OF_ROW = 1 << 60, 1 << 20
 ROWS_AT_ONCE, LINES_AT_ONCE = 64, 4096
 HASHES = 1 << 64
 _SPACE = re.compile(r"\s*")
-State = dict[str, Any]
+State = JsonObject
 """Where reading is in a shard: plain JSON. That of `datasets`, or as the reader of the kind of files writes it."""
 END_OF_ONE_VALUE: State = {}  # of a file that is read as a whole
 
@@ -236,7 +237,7 @@ class Documents:
             found = conversations.read(self.data, row)
         return _encodable(found) or None if isinstance(found, str) else found
 
-    def _check_columns(self, names: Mapping[str, Any]) -> None:
+    def _check_columns(self, names: JsonFields) -> None:
         """Raise ValueError if a row has none of the columns that `data.format` needs."""
         needed = conversations.needed_columns(self.data)
         if any(name in names for name in needed):
@@ -310,7 +311,7 @@ class Documents:
         own = [(number, row) for number, row in enumerate(rows) if selection.takes(number)]
         yield Rows(own, END_OF_ONE_VALUE, len(rows))
 
-    def _rows_of_table(self, table: Any, own: Sequence[int]) -> list[dict[str, Any]]:
+    def _rows_of_table(self, table: Any, own: Sequence[int]) -> list[JsonObject]:
         names = [name for name in table.column_names if name in conversations.columns(self.data)]
         if not names:
             return [dict.fromkeys(table.column_names)] * len(own)

@@ -23,7 +23,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +31,7 @@ from torch import Tensor
 from decentral.core import config, rng, strict_json
 from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import UserError
+from decentral.core.strict_json import JsonObject
 from decentral.data import conversations, tokenizer
 from decentral.data.documents import Documents, State, TextPiece
 from decentral.data.source import Reading, batch_of
@@ -329,7 +329,7 @@ class PositionFile:
         step = -(-len(windows.tokens_NT) // MARKS)
         self.position, self.drawn = windows.begin, -(-upto // step) * step
         if self.path is not None:
-            content: dict[str, Any] = {"key": self.key, "position": asdict(self.position), "drawn": self.drawn}
+            content: JsonObject = {"key": self.key, "position": asdict(self.position), "drawn": self.drawn}
             with suppress(OSError):
                 write_atomically(self.path, json.dumps(content).encode())
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from decentral.core import strict_json
 from decentral.core.errors import UserError
+from decentral.core.strict_json import JsonObject
 from decentral.model.families import CONFIG_FILE
 
 TOKENIZER_FILE, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
@@ -107,7 +108,7 @@ def ends_of(folder: Path) -> frozenset[int]:
     return frozenset(found)
 
 
-def settings(file: Path) -> dict[str, Any]:
+def settings(file: Path) -> JsonObject:
     """Return the fields of a JSON file beside a tokenizer, none if it is not there. Raises UserError."""
     try:
         if not file.is_file():

@@ -24,6 +24,7 @@ from decentral.core.errors import ProtocolError, UserError
 from decentral.core.fragments import Layout, Section
 from decentral.core.jobs import Donated, RetainedStates
 from decentral.core.reasons import Reason
+from decentral.core.strict_json import JsonFields, JsonObject
 from decentral.engine.counters import Counters
 from decentral.engine.gossip_jobs import GossipedFragment
 from decentral.engine.micro_batch_names import SPACE, MicroBatchNames
@@ -40,7 +41,7 @@ ELSEWHERE = SPACE // 2  # the least number that no disk has reserved
 Read = TypeVar("Read")
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> int:
+def write(folder: Path, tensors: Mapping[str, Tensor], facts: JsonFields) -> int:
     """Replaces the folder's checkpoint; `facts` are JSON. Gives its bytes. Raises OSError and leaves the old one."""
     file = TensorFile(folder / FILE, tensors)
     for name, tensor in tensors.items():
@@ -48,12 +49,12 @@ def write(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any])
     return file.finish(facts)
 
 
-def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+def read(folder: Path) -> tuple[dict[str, Tensor], JsonObject] | None:
     """The tensors and facts of the folder's checkpoint; None where there is none. Raises UserError if it is damaged."""
     return _read(folder, _content)
 
 
-def _content(file: Any, facts: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _content(file: Any, facts: JsonObject) -> tuple[dict[str, Tensor], JsonObject]:
     """Raises ValueError where a tensor is not what was written."""
     tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     for name, expected in facts.pop(SUMS, {}).items():
@@ -76,7 +77,7 @@ def verify(folder: Path) -> None:
     _read(folder, _verified)
 
 
-def _verified(file: Any, facts: dict[str, Any]) -> bool:
+def _verified(file: Any, facts: JsonObject) -> bool:
     """True. Raises ValueError where a tensor is not what was written."""
     for name, expected in facts.get(SUMS, {}).items():
         _check_sum(name, file.get_tensor(name), expected)
@@ -88,7 +89,7 @@ def _check_sum(name: str, tensor: Tensor, expected: int) -> None:
         raise ValueError(f"{name} has another checksum")
 
 
-def _read(folder: Path, what: Callable[[Any, dict[str, Any]], Read]) -> Read | None:
+def _read(folder: Path, what: Callable[[Any, JsonObject], Read]) -> Read | None:
     path = folder / FILE
     if not path.exists():
         return None
@@ -128,7 +129,7 @@ def save(folder: Path, span: Span, counters: Counters, whole: bool) -> Generator
     groups = [fragments] if whole else [[one] for one in fragments]
     room = CopyRoom([[tensor for one in group for tensor in one.live.tensors().values()] for group in groups])
     file = TensorFile(folder / FILE, {name: like for one in fragments for name, like in one.checkpoint_shapes()})
-    facts: dict[str, Any] = {}
+    facts: JsonObject = {}
     windows, steps = [], []
     try:
         for group in groups:
@@ -181,7 +182,7 @@ def _aligned_bytes(tensor: Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // COPY_ALIGNED) * COPY_ALIGNED
 
 
-def _facts(run: str, fragments: Sequence[GossipedFragment], counters: Counters) -> dict[str, Any]:
+def _facts(run: str, fragments: Sequence[GossipedFragment], counters: Counters) -> JsonObject:
     """`run`: the digest of its config."""
     return {
         "run": run,

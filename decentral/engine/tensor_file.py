@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from decentral.core.atomic_file import sync_folder
+from decentral.core.strict_json import JsonFields
 
 ALIGNED = 4096  # bytes: what a disk takes at once
 BUFFER_BYTES = 4 << 20
@@ -73,7 +74,7 @@ class TensorFile:
             if self._filled == BUFFER_BYTES:
                 self._flush()
 
-    def finish(self, facts: Mapping[str, Any]) -> int:
+    def finish(self, facts: JsonFields) -> int:
         """Writes the header, and replaces the old file. Gives the size in bytes. Raises OSError and leaves the old."""
         assert not self._left, f"{self._left} are missing"
         self._flush()

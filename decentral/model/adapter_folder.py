@@ -6,7 +6,6 @@ adapter_config.json  adapter_model.safetensors
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from decentral.core import config
 from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import UserError, writing
+from decentral.core.strict_json import JsonObject
 from decentral.model import decoder, families, huggingface
 from decentral.model.start_weights import ADAPTER, FUSED, WHOLE
 
@@ -33,7 +33,7 @@ def write(folder: Path, run: config.Config, layers: Sequence[nn.Module]) -> list
     huggingface.refuse_mixture(folder, (families.CONFIG_FILE, WHOLE, *huggingface.SHARDS))
     named = decoder.named_weights(layers, run.model.depth)
     weights = {PREFIX + name: one.detach().float().contiguous() for name, one in named.items() if ".lora_" in name}
-    settings: dict[str, Any] = {
+    settings: JsonObject = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": run.model.start_from,
@@ -56,7 +56,7 @@ def write(folder: Path, run: config.Config, layers: Sequence[nn.Module]) -> list
     return list(files)
 
 
-def _fuse(weights: dict[str, Tensor], settings: dict[str, Any], model: config.ModelConfig) -> None:
+def _fuse(weights: dict[str, Tensor], settings: JsonObject, model: config.ModelConfig) -> None:
     """Fuse the adapters of matrices that the family stores as one, in place.
 
     The factors A of n matrices stand one below the other, and the factors B on a diagonal: n times the rank, and the

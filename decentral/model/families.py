@@ -6,7 +6,6 @@ does not read for such a model are left alone. `config_json` is the way back.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from decentral.core import strict_json
 from decentral.core.errors import UserError
 from decentral.core.plain_text import SHOWN_CHARS, printable
+from decentral.core.strict_json import JsonFields, JsonObject
 
 if TYPE_CHECKING:
     from decentral.model.shape import ModelConfig, RopeScaling
@@ -34,7 +34,7 @@ class Family:
     norm_after: bool = False  # a branch's norm comes behind it, not before
     window: bool = False  # `sliding_window` holds for all blocks
     fused: bool = False  # its files have queries, keys and values in one matrix, and gate and up in one
-    silent: Mapping[str, Any] = field(default_factory=dict)
+    silent: JsonFields = field(default_factory=dict)
 
 
 BIASES = ("attention_bias", "mlp_bias")
@@ -124,7 +124,7 @@ IDLE = {"rope_type", "type", "rope_theta", "original_max_position_embeddings", "
 MSCALES = ("mscale", "mscale_all_dim")  # of yarn: where both are given, they decide what `attention_factor` says
 
 
-def model_keys(folder: Path) -> dict[str, Any]:
+def model_keys(folder: Path) -> JsonObject:
     """The keys of `model` that the folder's config.json stands for. Raises UserError, which names the field."""
     found = read(folder)
     try:
@@ -133,7 +133,7 @@ def model_keys(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder / CONFIG_FILE} has a value of another kind than transformers writes") from None
 
 
-def _keys(folder: Path, found: Mapping[str, Any]) -> dict[str, Any]:
+def _keys(folder: Path, found: JsonFields) -> JsonObject:
     name = found.get("model_type")
     if name not in FAMILIES:
         raise _refusal(folder, "model_type", name, f"one of {', '.join(FAMILIES)}")
@@ -161,7 +161,7 @@ def _keys(folder: Path, found: Mapping[str, Any]) -> dict[str, Any]:
     return keys
 
 
-def _block(family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _block(family: Family, fields: JsonFields) -> JsonObject:
     """Return the keys of `model.block` that this config.json sets."""
     found = {name: fields[name] for name in family.block if fields.get(name) is not None}
     if "unrotated" in family.block:
@@ -177,22 +177,22 @@ def _block(family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
 def is_tied(folder: Path) -> bool:
     """Whether the head's weights are the embedding's. Raises UserError."""
     found = read(folder)
-    silent: Mapping[str, Any] = FAMILIES[str(found["model_type"])].silent if found.get("model_type") in FAMILIES else {}
+    silent: JsonFields = FAMILIES[str(found["model_type"])].silent if found.get("model_type") in FAMILIES else {}
     return bool({**silent, **found}.get("tie_word_embeddings", False))
 
 
-def _rope_given(fields: Mapping[str, Any]) -> Any:
+def _rope_given(fields: JsonFields) -> Any:
     """Return the mapping of rotary settings: `rope_scaling` (transformers 4), else `rope_parameters` (5), else {}."""
     return fields.get("rope_scaling") or fields.get("rope_parameters") or {}
 
 
-def _rope(folder: Path, family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(folder: Path, family: Family, fields: JsonFields) -> JsonObject:
     """Return the keys of `rope_scaling`, if any, and `theta`. Raises UserError."""
     given = _rope_given(fields)
     if not isinstance(given, dict):
         raise _refusal(folder, "rope_scaling", given, "a mapping")
     theta = given.get("rope_theta", fields.get("rope_theta"))
-    found: dict[str, Any] = {"theta": float(10_000.0 if theta is None else theta)}
+    found: JsonObject = {"theta": float(10_000.0 if theta is None else theta)}
     kind = given.get("rope_type", given.get("type", "default"))
     if kind != "default" and (kind not in ROPE_NAMES or (family.fused and kind != "longrope")):
         raise _refusal(folder, "rope_type", kind, f"default, {'longrope' if family.fused else ', '.join(ROPE_NAMES)}")
@@ -224,7 +224,7 @@ def _rope(folder: Path, family: Family, fields: Mapping[str, Any]) -> dict[str, 
     return found
 
 
-def _window(folder: Path, family: Family, fields: Mapping[str, Any]) -> int | None:
+def _window(folder: Path, family: Family, fields: JsonFields) -> int | None:
     kinds = set(fields.get("layer_types") or ())
     allowed = {"full_attention", "sliding_attention"} if family.window else {"full_attention"}
     if not kinds <= allowed or len(kinds) > 1:
@@ -233,7 +233,7 @@ def _window(folder: Path, family: Family, fields: Mapping[str, Any]) -> int | No
     return window if family.window else None
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read(folder: Path) -> JsonObject:
     """The folder's config.json. Raises UserError."""
     path = folder / CONFIG_FILE
     try:
@@ -258,12 +258,12 @@ def _refusal(folder: Path, name: str, value: object, expected: str) -> UserError
     )
 
 
-def config_json(model: "ModelConfig", tied: bool) -> dict[str, Any]:
+def config_json(model: "ModelConfig", tied: bool) -> JsonObject:
     """A config.json from which transformers 4 or 5 builds this model. `tied`: its head has the embedding's weights."""
     family = FAMILIES[model.family]
     rope = {"rope_type": "default"} if model.rope_scaling is None else _rope_fields(model, model.rope_scaling)
     beside = ("original_max_position_embeddings",) if family.fused else ()
-    found: dict[str, Any] = {
+    found: JsonObject = {
         "architectures": [family.architecture],
         "model_type": model.family,
         "vocab_size": model.vocabulary,
@@ -294,7 +294,7 @@ def config_json(model: "ModelConfig", tied: bool) -> dict[str, Any]:
     return found | _block_fields(model)
 
 
-def _block_fields(model: "ModelConfig") -> dict[str, Any]:
+def _block_fields(model: "ModelConfig") -> JsonObject:
     found = {name: getattr(model.block, name) for name in FAMILIES[model.family].block}
     if "unrotated" in found:
         unrotated = found.pop("unrotated")
@@ -308,7 +308,7 @@ def _block_fields(model: "ModelConfig") -> dict[str, Any]:
     return found
 
 
-def _rope_fields(model: "ModelConfig", scaling: "RopeScaling") -> dict[str, Any]:
+def _rope_fields(model: "ModelConfig", scaling: "RopeScaling") -> JsonObject:
     names = ROPE_NAMES[scaling.kind]
     values = {theirs: getattr(scaling, ours) for theirs, ours in names.items()}
     if "original_max_position_embeddings" in values:

@@ -10,7 +10,6 @@ that still has the embedding's weights, as in a folder that ties the two, is wri
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -20,6 +19,7 @@ from decentral.core import config
 from decentral.core.atomic_file import write_atomically
 from decentral.core.config import BYTES
 from decentral.core.errors import UserError, writing
+from decentral.core.strict_json import JsonObject
 from decentral.data.tokenizer import TOKENIZER_FILE, TOKENIZER_SETTINGS
 from decentral.model import decoder, families, lora
 from decentral.model.start_weights import EMBEDDING, FUSED, HEAD, INDEX, PICKLES, WHOLE
@@ -99,7 +99,7 @@ def _tie(weights: dict[str, Tensor]) -> bool:
     return tied
 
 
-def _special_tokens(like: Path | None) -> dict[str, Any]:
+def _special_tokens(like: Path | None) -> JsonObject:
     if like is None or not (like / families.CONFIG_FILE).exists():
         return {}
     found = families.read(like)
@@ -124,7 +124,7 @@ def _tokenizer_files(run: config.Config, like: Path | None) -> dict[str, bytes]:
     return found | {TOKENIZER_FILE: _json(tokenizer()), TOKENIZER_SETTINGS: _json(settings)}
 
 
-def tokenizer() -> dict[str, Any]:
+def tokenizer() -> JsonObject:
     """A tokenizer in the format of the `tokenizers` library: every byte is one token, with the byte's number."""
     whole = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
@@ -158,5 +158,5 @@ def _visible() -> list[str]:
     return [chr(byte) if byte in themselves else chr(BYTES + others.index(byte)) for byte in range(BYTES)]
 
 
-def _json(content: dict[str, Any]) -> bytes:
+def _json(content: JsonObject) -> bytes:
     return (json.dumps(content, indent=1) + "\n").encode()

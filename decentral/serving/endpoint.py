@@ -28,6 +28,7 @@ from starlette.types import Receive, Scope, Send
 from decentral.commands import shared
 from decentral.core import strict_json
 from decentral.core.errors import UserError
+from decentral.core.strict_json import JsonObject
 from decentral.data.text_codec import TokenizerCodec
 from decentral.engine import measure
 from decentral.serving import decoding
@@ -203,7 +204,7 @@ def _event(data: str) -> str:
     return f"data: {data}\n\n"
 
 
-def _json(content: dict[str, Any], status: int = 200) -> Response:
+def _json(content: JsonObject, status: int = 200) -> Response:
     return Response(strict_json.dumps(content), status, media_type="application/json")
 
 

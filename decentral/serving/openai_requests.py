@@ -6,11 +6,12 @@ an answer for one that it is not. Errors have OpenAI's form: {"error": {"message
 Source: platform.openai.com/docs/api-reference, completions and chat.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from decentral.core.sampling import Sampling
+from decentral.core.strict_json import JsonObject
 
 MOST_BODY_BYTES = 1 << 20
 MOST_SERVED_TOKENS = 4096  # that one request may generate
@@ -32,7 +33,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> JsonObject:
         kind = "server_error" if self.status >= 500 else "rate_limit_error" if self.status == 429 else None
         kind = kind or "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}

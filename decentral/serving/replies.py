@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from decentral.core import strict_json
+from decentral.core.strict_json import JsonObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +40,18 @@ class ApiReply:
         """The chunk before the text; None: there is none."""
         return None
 
-    def choice(self, text: str) -> dict[str, Any]:
+    def choice(self, text: str) -> JsonObject:
         raise NotImplementedError
 
-    def delta(self, text: str) -> dict[str, Any]:
+    def delta(self, text: str) -> JsonObject:
         raise NotImplementedError
 
-    def _json(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> str:
+    def _json(self, kind: str, choices: list[JsonObject], **more: Any) -> str:
         head = {"id": f"{self.prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
         return strict_json.dumps({**head, "system_fingerprint": self.source, "choices": choices, **more})
 
 
-def _ends(finish: str | None) -> dict[str, Any]:
+def _ends(finish: str | None) -> JsonObject:
     return {"index": 0, "logprobs": None, "finish_reason": finish}
 
 
@@ -58,10 +59,10 @@ class CompletionReply(ApiReply):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def choice(self, text: str) -> dict[str, Any]:
+    def choice(self, text: str) -> JsonObject:
         return {"text": text}
 
-    def delta(self, text: str) -> dict[str, Any]:
+    def delta(self, text: str) -> JsonObject:
         return {"text": text}
 
 
@@ -72,8 +73,8 @@ class ChatReply(ApiReply):
     def opening(self) -> str:
         return self._json(self.chunk_kind, [{"delta": {"role": "assistant", "content": ""}, **_ends(None)}])
 
-    def choice(self, text: str) -> dict[str, Any]:
+    def choice(self, text: str) -> JsonObject:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def delta(self, text: str) -> dict[str, Any]:
+    def delta(self, text: str) -> JsonObject:
         return {"delta": {"content": text} if text else {}}

@@ -12,6 +12,7 @@ import msgpack
 from decentral.commands.audit import MicroBatchCounts
 from decentral.core.ids import PeerId
 from decentral.core.machine import Log
+from decentral.core.strict_json import JsonObject
 from decentral.core.units import Seconds
 from decentral.sim.faults import Fault
 from decentral.sim.invariants.convergence import distances, loss_of_mean
@@ -94,12 +95,12 @@ class RunReport:
     replicas: ReplicaReport
     recovery_s: dict[str, Seconds | None]  # by fault; None: not before the end
     audit: AuditReport
-    by_peer: list[dict[str, Any]]
+    by_peer: list[JsonObject]
     samples: list[Sample]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """One flat object: the figures of each group stand beside the others."""
-        flat: dict[str, Any] = {}
+        flat: JsonObject = {}
         for name, value in asdict(self).items():
             flat |= value if is_dataclass(getattr(self, name)) else {name: value}
         return flat
@@ -197,13 +198,13 @@ class RunStatistics:
             self.samples,
         )
 
-    def _throughput(self, by_peer: Sequence[dict[str, Any]]) -> Throughput:
+    def _throughput(self, by_peer: Sequence[JsonObject]) -> Throughput:
         tokens = sum(self.tokens.values())
         busy = [one["busy_fraction"] for one in by_peer if one["lives"] == 1 and one["alive"]]
         sent, received = (sum(one[name] for one in by_peer) for name in ("sent_bytes", "received_bytes"))
         return Throughput(tokens, round(tokens / self.swarm.agenda.now, 1), min(busy, default=0.0), sent, received)
 
-    def _of(self, member: SimulatedPeer) -> dict[str, Any]:
+    def _of(self, member: SimulatedPeer) -> JsonObject:
         peer = member.peer
         since = self.last_at.get(peer, 0.0) - self.joined_at.get(peer, 0.0)
         node = member.host.node if member.host is not None else None

@@ -6,10 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from decentral.core.errors import UserError, writing
 from decentral.core.plain_text import printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 INK, DIM, PALE = "#1c2430", "#667085", "#d5dae1"  # of texts and lines
 RED = "#c0342c"  # of what decides how long it takes
@@ -37,7 +41,7 @@ def can_draw() -> bool:
 
 
 @contextmanager
-def picture(file: str | Path, width_in: float, height_in: float, dpi: int = 100) -> Iterator[Any]:
+def picture(file: str | Path, width_in: float, height_in: float, dpi: int = 100) -> Iterator["Figure"]:
     """A matplotlib figure, which is written to the file when the block ends. The suffix says in which format.
 
     Raises UserError without matplotlib, and where the file cannot be written.
@@ -49,7 +53,7 @@ def picture(file: str | Path, width_in: float, height_in: float, dpi: int = 100)
         _save(figure, file, dpi)
 
 
-def svg_text(draw: Callable[[Any], None], height_in: float = 2.8) -> str:
+def svg_text(draw: Callable[["Axes"], None], height_in: float = 2.8) -> str:
     """Return a chart as an <svg> element for a page, with what `draw` puts on its axes. It needs matplotlib.
 
     The element asks for no font, script or file, and texts in it are escaped.
@@ -65,7 +69,7 @@ def svg_text(draw: Callable[[Any], None], height_in: float = 2.8) -> str:
 
 
 @contextmanager
-def _figure(width_in: float, height_in: float, more: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Any]:
+def _figure(width_in: float, height_in: float, more: Mapping[str, Any] = MappingProxyType({})) -> Iterator["Figure"]:
     """A figure in the style of all pictures, and `more` of it, which is closed when the block ends."""
     import matplotlib
 
@@ -88,7 +92,7 @@ def _figure(width_in: float, height_in: float, more: Mapping[str, Any] = Mapping
             pyplot.close(figure)
 
 
-def _save(figure: Any, file: str | Path, dpi: int) -> None:
+def _save(figure: "Figure", file: str | Path, dpi: int) -> None:
     try:
         with writing("--plot", file):
             figure.savefig(file, dpi=dpi, facecolor="white")
@@ -130,7 +134,7 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 0.1 or seconds == 0 else f"{seconds * 1e3:.3g} ms"
 
 
-def heading(figure: Any, text: str, below: str) -> float:
+def heading(figure: "Figure", text: str, below: str) -> float:
     """Writes what the picture says, and smaller what it is of; gives the height that this leaves, as a part of all."""
     width, height = figure.get_size_inches()
     lines = textwrap.wrap(printable(text, 300), int((width - 0.4) / 0.105))

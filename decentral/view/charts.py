@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from colorsys import hls_to_rgb
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from decentral.core.units import Seconds, readable_bytes, readable_number
 from decentral.scheduler.topology.arrays import Floats
 from decentral.view.canvas import DIM, svg_text
 from decentral.view.run_history import Column, Life, PeerHistory, RunHistory
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 POINTS = 200  # of a line
 TOKEN_PLACES = 2000  # times at which the tokens of all peers are added up; between them lines are straight
@@ -57,7 +60,7 @@ class RunCharts:
         rgb = (hls_to_rgb((0.586 + number / count) % 1.0, 0.42, 0.68) for number in range(count))
         return ["#" + "".join(f"{round(255 * part):02x}" for part in one) for one in rgb]
 
-    def _over_time(self, axes: Any) -> float:
+    def _over_time(self, axes: "Axes") -> float:
         """Write the time at the bottom; return the seconds of its unit."""
         unit, name = time_unit(self.seconds)
         axes.set_xlim(0, self.seconds / unit)
@@ -65,7 +68,7 @@ class RunCharts:
         return unit
 
     def loss_over_time(self) -> str:
-        def draw(axes: Any) -> None:
+        def draw(axes: "Axes") -> None:
             unit = self._over_time(axes)
             self._draw_losses(axes, lambda times: (times - self.run.began) / unit)
 
@@ -76,7 +79,7 @@ class RunCharts:
         times = np.linspace(self.run.began, self.run.last, TOKEN_PLACES)
         tokens = self.run.tokens_at(times)
 
-        def draw(axes: Any) -> None:
+        def draw(axes: "Axes") -> None:
             self._draw_losses(axes, lambda when: np.asarray(np.interp(when, times, tokens)))
             axes.set_xlim(0, self.run.tokens or 1.0)
             axes.set_xlabel("tokens that the swarm had trained")
@@ -84,12 +87,13 @@ class RunCharts:
 
         return svg_text(draw)
 
-    def _draw_losses(self, axes: Any, across: Callable[[Floats], Floats]) -> None:
-        crowd = {"alpha": 0.35} if len(self.run.peers) > MANY else {}
+    def _draw_losses(self, axes: "Axes", across: Callable[[Floats], Floats]) -> None:
+        alpha = 0.35 if len(self.run.peers) > MANY else 1.0
         for peer, colour in zip(self.run.peers, self.colours(), strict=True):
-            axes.plot(*_thinned(peer.losses, peer.lives, across), color=colour, label=_shown(peer.name), **crowd)
+            losses = _thinned(peer.losses, peer.lives, across)
+            axes.plot(*losses, color=colour, label=_shown(peer.name), alpha=alpha)
             held_out = _thinned(peer.held_out, peer.lives, across)
-            axes.plot(*held_out, color=colour, linestyle=":", marker="o", markersize=3, **crowd)
+            axes.plot(*held_out, color=colour, linestyle=":", marker="o", markersize=3, alpha=alpha)
         if 0 < len(self.run.peers) <= LEGEND_LINES:
             axes.legend(loc="upper right")
 
@@ -100,7 +104,7 @@ class RunCharts:
         if len(rates) > MANY:
             rates, colours = [np.sum(rates, axis=0)], [CROWD]
 
-        def draw(axes: Any) -> None:
+        def draw(axes: "Axes") -> None:
             times = np.repeat(edges, 2)[1:-1] / self._over_time(axes)  # each bar's two ends
             axes.stackplot(times, *(np.repeat(rate, 2) for rate in rates), colors=colours)
             axes.yaxis.set_major_formatter(_number)
@@ -110,7 +114,7 @@ class RunCharts:
     def traffic(self) -> str:
         """Bytes/s that the peers sent, and what they received, all together."""
 
-        def draw(axes: Any) -> None:
+        def draw(axes: "Axes") -> None:
             unit = self._over_time(axes)
             for name, column in (("sent", lambda peer: peer.sent), ("received", lambda peer: peer.received)):
                 edges, rates = self._rates(column)
@@ -134,7 +138,7 @@ class RunCharts:
         """Exchanges in each stretch of time, by how they ended."""
         edges = self._edges()
 
-        def draw(axes: Any) -> None:
+        def draw(axes: "Axes") -> None:
             ends, below = edges / self._over_time(axes), np.zeros(len(edges) - 1)
             for outcome in OUTCOMES:
                 at = np.concatenate([np.asarray(peer.exchanges[outcome]) for peer in self.run.peers]) - self.run.began
@@ -148,7 +152,7 @@ class RunCharts:
     def account_of_time(self) -> str:
         """Of each peer, what its training thread spent its time on."""
 
-        def draw(axes: Any) -> None:
+        def draw(axes: "Axes") -> None:
             for row, peer in enumerate(self._rows(axes)):
                 left = 0.0
                 for kind, share in peer.shares().items():
@@ -164,7 +168,7 @@ class RunCharts:
     def presence(self) -> str:
         """Who was there when: a bar for each life, paler until the peer had joined; a cross where it was killed."""
 
-        def draw(axes: Any) -> None:
+        def draw(axes: "Axes") -> None:
             unit = self._over_time(axes)
             for row, (peer, colour) in enumerate(zip(self._rows(axes), self.colours(), strict=False)):
                 for number, life in enumerate(peer.lives):
@@ -181,7 +185,7 @@ class RunCharts:
     def _height_in(self) -> float:
         return 0.7 + ROW_IN * min(len(self.run.peers), MOST_PEER_ROWS)
 
-    def _rows(self, axes: Any) -> list[PeerHistory]:
+    def _rows(self, axes: "Axes") -> list[PeerHistory]:
         """Name a row for each of the first peers, from above; return these."""
         shown = list(self.run.peers[:MOST_PEER_ROWS])
         axes.set_ylim(len(shown) - 0.4, -0.6)

@@ -6,7 +6,7 @@ are shaded in the curves below.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from decentral.core.units import Seconds
 from decentral.sim.faults import Fault
 from decentral.sim.report import RunReport
 from decentral.view.canvas import DIM, INK, RED, USED, heading, picture
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MOST_FAULTS = 14  # that have a row
 SMOOTHED = 10  # samples over which a rate is taken
@@ -64,7 +67,7 @@ def _exchanges(report: RunReport) -> str:
     return ", ".join(f"{counts.get(outcome, 0):,} {outcome}" for outcome in OUTCOMES)
 
 
-def _draw_faults(axes: Any, report: RunReport, faults: Sequence[Fault]) -> None:
+def _draw_faults(axes: "Axes", report: RunReport, faults: Sequence[Fault]) -> None:
     """A row for each fault, the first one above."""
     for row, fault in enumerate(faults):
         over, well_s = fault.at + fault.lasts, report.recovery_s.get(str(fault))
@@ -80,7 +83,7 @@ def _draw_faults(axes: Any, report: RunReport, faults: Sequence[Fault]) -> None:
     axes.set_axis_off()
 
 
-def _throughput(axes: Any, report: RunReport) -> None:
+def _throughput(axes: "Axes", report: RunReport) -> None:
     made, times = [0, *(one.tokens for one in report.samples)], [0.0, *(one.at for one in report.samples)]
     ago = [max(0, number - SMOOTHED) for number in range(1, len(made))]
     rates = [(made[n + 1] - made[m]) / (times[n + 1] - times[m]) for n, m in enumerate(ago)]
@@ -89,7 +92,7 @@ def _throughput(axes: Any, report: RunReport) -> None:
     axes.set_ylabel("tokens/s", fontsize=9)
 
 
-def _loss(axes: Any, report: RunReport) -> None:
+def _loss(axes: "Axes", report: RunReport) -> None:
     """The median of the peers' training losses."""
     at, losses = (
         [one.at for one in report.samples],
@@ -101,21 +104,21 @@ def _loss(axes: Any, report: RunReport) -> None:
     axes.set_ylabel("training loss", fontsize=9)
 
 
-def _logarithmic(axes: Any) -> None:
+def _logarithmic(axes: "Axes") -> None:
     """Powers of ten as plain numbers: a picture's texts are not read as formulas."""
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(lambda value, _: "")
 
 
-def _spread(axes: Any, report: RunReport) -> None:
+def _spread(axes: "Axes", report: RunReport) -> None:
     axes.plot([one.at for one in report.samples], [one.spread or np.nan for one in report.samples], color=USED)
     if any(one.spread for one in report.samples):
         _logarithmic(axes)
     axes.set_ylabel("distance of\nreplicas", fontsize=9)
 
 
-def _peers(axes: Any, report: RunReport) -> None:
+def _peers(axes: "Axes", report: RunReport) -> None:
     at = [one.at for one in report.samples]
     axes.step(at, [one.live for one in report.samples], where="post", color=DIM, linestyle=":")
     axes.step(at, [one.training for one in report.samples], where="post", color=USED)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from decentral.core.journal.file import Tail
+from decentral.core.strict_json import JsonFields
 from decentral.core.units import Seconds
 from decentral.peers.runtime.host import Host
 
@@ -87,7 +88,7 @@ class JournalScalars:
         self.step = 0  # of the last `step` line: other lines are of this step
         self._sums: dict[str, float] = {}
 
-    def of(self, line: Mapping[str, Any]) -> dict[str, float]:
+    def of(self, line: JsonFields) -> dict[str, float]:
         """The numbers of this line by name; none for a line that has none to draw."""
         match line["event"]:
             case "step":
@@ -107,7 +108,7 @@ class JournalScalars:
                 return {"swarm/peers": self._sum("swarm/peers", change)}
         return {}
 
-    def _of_steps(self, line: Mapping[str, Any]) -> dict[str, float]:
+    def _of_steps(self, line: JsonFields) -> dict[str, float]:
         self.step = line["step"]
         spent = {"training": line["seconds"], **line["aside"]}
         total = sum(seconds for kind, seconds in spent.items() if kind != "beside")

@@ -3,15 +3,15 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from decentral.core.journal.file import OUTCOMES, read
+from decentral.core.strict_json import JsonObject
 from decentral.core.time_spent import TimeSpent
 from decentral.peers.startup.state import StateFolder
 
-Line = dict[str, Any]  # one line of a journal
+Line = JsonObject  # one line of a journal
 NO_DEATHS: Mapping[int, str] = {}
-Summary = dict[str, Any]  # the JSON object of `decentral.local --summary`
+Summary = JsonObject  # the JSON object of `decentral.local --summary`
 
 
 def summarise(
@@ -55,7 +55,7 @@ def _last_life(lines: list[Line]) -> list[Line]:
     return lines[first:]
 
 
-def _of_peer(lines: list[Line], throttle: float) -> dict[str, Any]:
+def _of_peer(lines: list[Line], throttle: float) -> JsonObject:
     steps = [line for line in lines if line["event"] == "step"]
     outcomes = Counter(line["outcome"] for line in lines if line["event"] == "exchange")
     traffic = [line for line in lines if line["event"] == "traffic"]

@@ -7,7 +7,7 @@ it, where there is room, and is red if it decides how long the whole takes.
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from decentral.core.plain_text import printable
 from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.topology import Topology, regions_of
 from decentral.view.canvas import DIM, INK, NAME_CHARS, RED, USED, colours, counted, full_name, link_text, short_name
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 FEW_PEERS = 8  # each is a place of its own
 NAMED_PEERS = 32  # in the whole swarm: their names stand in their regions
@@ -97,7 +100,7 @@ class SwarmMap:
         )
         return np.asarray(slow[np.ix_(self.place_N, self.place_N)].astype(float))
 
-    def draw(self, axes: Any, links: "MapLinks") -> None:
+    def draw(self, axes: "Axes", links: "MapLinks") -> None:
         """Draws the places, and the links between them."""
         axes.set_axis_off()
         place = axes.get_window_extent()
@@ -151,7 +154,7 @@ class SwarmMap:
         sizes = np.bincount(self.place_N, minlength=self.count).astype(float)
         return np.asarray(pairs / (2 * np.outer(sizes, sizes)))
 
-    def _links(self, axes: Any, places: Floats, boxes: Floats, links: "MapLinks") -> None:
+    def _links(self, axes: "Axes", places: Floats, boxes: Floats, links: "MapLinks") -> None:
         used, red, rate, far = (
             self.between(links.used),
             self.between(links.red),
@@ -174,8 +177,8 @@ class SwarmMap:
             if place is None:
                 continue
             back = {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
-            how = {"fontsize": 7, "color": RED if red[a, b] else DIM, "bbox": back, "zorder": 3}
-            axes.text(*place, text, ha="center", va="center", **how)
+            colour = RED if red[a, b] else DIM
+            axes.text(*place, text, ha="center", va="center", fontsize=7, color=colour, bbox=back, zorder=3)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from decentral.comm.wire.invitations import (
     FOR_EVER,
@@ -35,6 +34,7 @@ from decentral.comm.wire.private_swarm import PrivateSwarm
 from decentral.core.atomic_file import SECRET, write_atomically
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId, RunId
+from decentral.core.strict_json import JsonObject
 from decentral.peers.runtime.clock import SwarmClock
 
 MAX_INVITATION_BYTES = 16 * 1024  # of an invitation; it has about 700
@@ -91,7 +91,7 @@ class FounderFile:
 
     path: Path
     keys: FounderKeys
-    invited: list[dict[str, Any]] = field(default_factory=list)  # id, for, until, may
+    invited: list[JsonObject] = field(default_factory=list)  # id, for, until, may
     number: int = 0  # of the latest list of revocations
     revoked: frozenset[bytes] = frozenset()
 
@@ -116,7 +116,7 @@ class FounderFile:
             yield cls._parsed(path, _read(path, "no founder's file"))
 
     @classmethod
-    def _parsed(cls, path: Path, content: dict[str, Any]) -> "FounderFile":
+    def _parsed(cls, path: Path, content: JsonObject) -> "FounderFile":
         """Raises UserError if a part is spoilt: what is signed with wrong keys or numbers nobody takes back."""
         try:
             keys = FounderKeys(RunId(content["run"]), *(bytes.fromhex(content[name]) for name in KEYS))
@@ -235,7 +235,7 @@ def described(one: Invitation, now: float) -> str:
     )
 
 
-def _require_noted(one: dict[str, Any]) -> None:
+def _require_noted(one: JsonObject) -> None:
     """Raises KeyError, TypeError or ValueError if this is no note of an invitation, as FounderFile.invite makes it."""
     until, holder = one["until"], one["for"]
     Permission(one["may"])
@@ -248,7 +248,7 @@ def founder_path(folder: Path) -> Path:
     return folder / "founder.json"
 
 
-def _read(path: Path, wrong: str) -> dict[str, Any]:
+def _read(path: Path, wrong: str) -> JsonObject:
     try:
         if path.stat().st_size > MAX_INVITATION_BYTES * (64 if path.name == "founder.json" else 1):
             raise ValueError("it is too large")
@@ -262,7 +262,7 @@ def _read(path: Path, wrong: str) -> dict[str, Any]:
     return content
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def _write(path: Path, content: JsonObject) -> None:
     try:
         write_atomically(path, json.dumps(content, indent=1).encode() + b"\n", SECRET)
     except OSError as error:

@@ -19,11 +19,11 @@ and a group is the numbers of the peers that hold the same layer.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from scipy.optimize import linprog
 
+from decentral.core.strict_json import JsonObject
 from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 from decentral.scheduler.topology.topology import Topology
@@ -45,7 +45,7 @@ class Partners:
     uniform_per_s: float
     bandwidth_per_s: float
 
-    def to_json(self, ids: Sequence[str]) -> dict[str, Any]:
+    def to_json(self, ids: Sequence[str]) -> JsonObject:
         """The partners of each peer with their probabilities, and mixing of the plan and of the simple rules."""
         weights = {
             ids[i]: {ids[int(j)]: round(float(row[j]), 5) for j in np.flatnonzero(row > 1e-4)}

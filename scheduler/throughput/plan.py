@@ -5,13 +5,13 @@ that a user sees what the network and the memory cost, and the flow through equa
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from decentral.core import rng as chance
 from decentral.core.config import Config
 from decentral.core.errors import UserError
+from decentral.core.strict_json import JsonObject
 from decentral.scheduler.partners import mixing
 from decentral.scheduler.throughput import layer_costs, max_flow, milp, span_search
 from decentral.scheduler.throughput.layer_costs import LayerCosts
@@ -103,7 +103,7 @@ def _micro_batches(topology: Topology, costs: LayerCosts, chosen: Ints) -> dict[
     return {name: costs.sequences(i, int(a), int(b)) for i, (name, (a, b)) in enumerate(named) if a < b}
 
 
-def _routes(topology: Topology, found: max_flow.MaxFlow) -> list[dict[str, Any]]:
+def _routes(topology: Topology, found: max_flow.MaxFlow) -> list[JsonObject]:
     return [
         {"share": round(share, 6), "hops": [[topology.ids[peer], first, last] for peer, first, last in hops]}
         for share, hops in max_flow.routes(found)

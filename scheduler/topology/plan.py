@@ -1,7 +1,9 @@
 """What a plan says, of either objective. To load it takes no solver."""
 
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
+
+from decentral.core.strict_json import JsonObject
 
 MARGIN = 0.02  # a new plan must be better by this share before a peer changes to it
 LAST_IN_JSON = ("baselines", "reason", "digest")
@@ -19,7 +21,7 @@ class Plan:
     reason: str  # one paragraph of plain words
     digest: str  # of the topology
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """All fields in a fixed order: the objective's own stand between `seconds` and `baselines`."""
         own = asdict(self)
         last = {name: own.pop(name) for name in LAST_IN_JSON}
@@ -44,8 +46,8 @@ class ThroughputPlan(Plan):
     throughput: dict[str, float]  # tokens_per_s, and the upper bound for it
     spans: dict[str, list[int]]  # peer id -> layers [first, last)
     micro_batches: dict[str, int]  # peer id -> sequences
-    routes: list[dict[str, Any]]  # share of the tokens, and hops: [peer id, first, last]
-    gossip: dict[str, Any]  # as partner_weights.Partners.to_json
+    routes: list[JsonObject]  # share of the tokens, and hops: [peer id, first, last]
+    gossip: JsonObject  # as partner_weights.Partners.to_json
 
 
 def adopts(current: float, proposed: float) -> bool:

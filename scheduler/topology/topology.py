@@ -29,6 +29,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from decentral.core.errors import UserError
+from decentral.core.strict_json import JsonFields
 from decentral.scheduler.topology.arrays import Floats, Ints
 
 MAX_FILE_BYTES = 256 * 1024 * 1024  # two matrices of 4,096 peers as text
@@ -112,7 +113,7 @@ def parse(tree: Any, source: Path | None = None) -> Topology:
 
 
 def topology_from_profiles(
-    profiles: Mapping[str, Mapping[str, Any]], links: Mapping[tuple[str, str], tuple[float, float]]
+    profiles: Mapping[str, JsonFields], links: Mapping[tuple[str, str], tuple[float, float]]
 ) -> Topology:
     """A live swarm's topology from what its peers measured. Raises UserError for fewer than two peers.
 

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from decentral.core import strict_json
 from decentral.core.errors import UserError
+from decentral.core.strict_json import JsonObject
 from decentral.core.units import MiB
 
 OUTCOMES = ("done", "solo", "failed")  # of an exchange
@@ -41,7 +42,7 @@ class Journal:
         """Raises UserError where the file cannot be written at all; a full disk may have room later."""
         self.path, self.lost, self.reason = path, 0, ""
         self._clock, self._file_bytes, self._files_kept = clock, file_bytes, files_kept
-        self._started: dict[str, Any] = {}  # what the last `started` line said
+        self._started: JsonObject = {}  # what the last `started` line said
         self._lost_since = 0.0
         self._file: int | None = None
         self._size = 0  # bytes of the file that are whole lines
@@ -170,7 +171,7 @@ class Tail:
         self._number = _number(self.path, older[-1]) + 1 if older else 1
         self._offset = self.path.stat().st_size if self.path.exists() else 0
 
-    def new(self) -> Iterator[dict[str, Any]]:
+    def new(self) -> Iterator[JsonObject]:
         """The lines written since the last call, oldest first. A line that is not at its end yet comes next time."""
         for number, file in _opened(self.path):
             with file:
@@ -180,7 +181,7 @@ class Tail:
                     self._number, self._offset = number, 0
                 yield from self._rest(file)
 
-    def _rest(self, file: IO[bytes]) -> Iterator[dict[str, Any]]:
+    def _rest(self, file: IO[bytes]) -> Iterator[JsonObject]:
         file.seek(self._offset)
         for line, size in _lines(file):
             if not line.endswith(b"\n"):
@@ -190,14 +191,14 @@ class Tail:
                 yield entry
 
 
-def read(path: Path) -> Iterator[dict[str, Any]]:
+def read(path: Path) -> Iterator[JsonObject]:
     """The lines of a journal, oldest first, of all its files; cut or garbled lines are skipped."""
     for _, file in _opened(path):
         with file:
             yield from _entries(file)
 
 
-def recent(path: Path, most_bytes: int) -> Iterator[dict[str, Any]]:
+def recent(path: Path, most_bytes: int) -> Iterator[JsonObject]:
     """The lines in the last bytes of the file that is being written, oldest first; none where it cannot be read."""
     with suppress(OSError), path.open("rb") as file:
         if file.seek(0, os.SEEK_END) > most_bytes:
@@ -208,7 +209,7 @@ def recent(path: Path, most_bytes: int) -> Iterator[dict[str, Any]]:
         yield from _entries(file)
 
 
-def first(path: Path) -> Iterator[dict[str, Any]]:
+def first(path: Path) -> Iterator[JsonObject]:
     """The first line of the file that is being written: of a full file's successor, it repeats `started`."""
     with suppress(OSError), path.open("rb") as file:
         entry = _entry(file.readline(LONGEST_LINE_BYTES))
@@ -240,7 +241,7 @@ def _opened(path: Path) -> Iterator[tuple[int, IO[bytes]]]:
             last.close()
 
 
-def _entries(file: IO[bytes]) -> Iterator[dict[str, Any]]:
+def _entries(file: IO[bytes]) -> Iterator[JsonObject]:
     return (entry for line, _ in _lines(file) if (entry := _entry(line)) is not None)
 
 
@@ -253,7 +254,7 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
         yield line, size
 
 
-def _entry(line: bytes) -> dict[str, Any] | None:
+def _entry(line: bytes) -> JsonObject | None:
     try:
         entry = strict_json.loads(line.decode(errors="replace"))
     except ValueError:

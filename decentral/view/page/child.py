@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from decentral.core import strict_json
+from decentral.core.strict_json import JsonObject
 from decentral.core.units import MiB
 from decentral.view.page.address import PageAddress, link
 
@@ -62,7 +62,7 @@ class DashboardProcess:
             os.set_blocking(ours, waits)
             return cls(link(listening), process, waits, _pipe=ours)
 
-    def tell(self, peer: str, line: dict[str, Any]) -> None:
+    def tell(self, peer: str, line: JsonObject) -> None:
         """A line about this peer. A page that has gone, or does not keep up, misses it."""
         if len(self._waiting) > MOST_UNREAD_BYTES:
             self.left_out += 1

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from decentral.core.line_fields import time_of
+from decentral.core.strict_json import JsonObject
 from decentral.core.units import Seconds
 from decentral.view.page.sources import JournalFolder, LineSource
 from decentral.view.page.swarm_view import SwarmView
@@ -28,7 +28,7 @@ class SwarmTime:
     _ahead_s: Seconds | None = None  # None: there was no fresh line
     _newest: Seconds = 0.0
 
-    def saw(self, line: dict[str, Any], live: bool) -> None:
+    def saw(self, line: JsonObject, live: bool) -> None:
         """`live`: it was written since the last look."""
         self.virtual = self.virtual or line.get("event") == "now"
         t = time_of(line)

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import nsmallest
-from typing import Any
 
 from decentral.core.ids import PeerId
+from decentral.core.strict_json import JsonObject
 from decentral.core.units import Seconds
 from decentral.peers.membership.records import PeerRecord
 from decentral.peers.runtime.host import Host
@@ -17,7 +17,7 @@ FEED_S = 1.0
 RECORDS_AT_ONCE = 100  # in that time: each takes the event loop 30 us
 
 
-def record_line(peer: PeerId, record: PeerRecord, t: Seconds) -> dict[str, Any]:
+def record_line(peer: PeerId, record: PeerRecord, t: Seconds) -> JsonObject:
     """A line `record` (sources.py), as of time `t`."""
     profile, standing = record.profile, record.standing
     links = [(suffix, rate, latency_ms / 1e3) for suffix, rate, latency_ms in standing.links]
@@ -38,7 +38,7 @@ class ToldRecords:
 
     _times: dict[PeerId, Seconds] = field(default_factory=dict)  # of the last one, by peer; told last, it stands last
 
-    def news(self, live: Mapping[PeerId, PeerRecord], now: Seconds) -> Iterator[dict[str, Any]]:
+    def news(self, live: Mapping[PeerId, PeerRecord], now: Seconds) -> Iterator[JsonObject]:
         """Lines about the records that are new, RECORDS_AT_ONCE at most; the others come the next time.
 
         Those come first that were never told, and then those that were told longest ago: a peer that renews its record

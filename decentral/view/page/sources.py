@@ -18,7 +18,7 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from decentral.core import received, strict_json
 from decentral.core.errors import UserError
@@ -26,10 +26,11 @@ from decentral.core.journal.file import Tail
 from decentral.core.line_fields import text, time_of
 from decentral.core.peer_folders import changed_at, journals_in, lock_holders, newest_of_each_peer
 from decentral.core.plain_text import plain_text
+from decentral.core.strict_json import JsonObject
 from decentral.core.units import KiB, MiB, Seconds
 
 SOURCE_EVENTS = ("now", "facts", "missed", "place", "record")  # none of them is taken from a journal
-Told = tuple[str, dict[str, Any]]  # the peer whose line it is, and the line
+Told = tuple[str, JsonObject]  # the peer whose line it is, and the line
 MOST_JOURNALS = 4096
 MOST_LINE_BYTES = 256 * KiB  # from a parent process; a longer line is skipped
 READ_BYTES = 1 * MiB  # from a parent process at once
@@ -92,7 +93,7 @@ class JournalFolder:
         each = (followed.lines(locks) for followed in self._followed.values())
         return heapq.merge(*each, key=lambda told: _order(told[1]))
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> JsonObject:
         """What is known of the run, from the first state folder that has its config; {} if none has."""
         for journal in journals_in(self.path):
             with suppress(OSError, ValueError, KeyError, TypeError, UserError):
@@ -136,6 +137,6 @@ class ParentFeed:
                         yield peer, line
 
 
-def _order(line: dict[str, Any]) -> Seconds:
+def _order(line: JsonObject) -> Seconds:
     """The time by which lines of several journals are put in order."""
     return time_of(line) or 0.0

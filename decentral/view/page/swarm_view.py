@@ -16,6 +16,7 @@ from typing import Any
 from decentral.core.ids import PeerId, suffix
 from decentral.core.journal.file import OUTCOMES
 from decentral.core.line_fields import Line, count, finite, finite_value, layers, listed, number, text, time_of
+from decentral.core.strict_json import JsonObject
 from decentral.core.time_spent import KINDS
 from decentral.core.units import Seconds
 from decentral.view.page.events import BAD, GOOD, PLAIN, EventLog, told
@@ -38,14 +39,14 @@ PLAN_CHARS = 1000
 class SwarmView:
     """`facts`: what is known of the run, by name."""
 
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: JsonObject = field(default_factory=dict)
     now: Seconds = 0.0
     peers: dict[str, PeerView] = field(default_factory=dict)
     timeline: Timeline = field(default_factory=Timeline)
     links: LinkTable = field(default_factory=LinkTable)
     events: EventLog = field(default_factory=EventLog)
     totals: Totals = field(default_factory=Totals)
-    plan: dict[str, Any] = field(default_factory=dict)
+    plan: JsonObject = field(default_factory=dict)
     troubles: RecentTroubles = field(default_factory=RecentTroubles)
     problems: list[Problem] = field(default_factory=list)
     uncounted: int = 0  # lines about peers for which there was no room
@@ -86,14 +87,14 @@ class SwarmView:
 
     # What a page gets
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> JsonObject:
         """All that a page shows. It goes on with `changes` from the last time they were settled."""
         fixed = {"row": ROW, "link_row": LINK_ROW, "kinds": KINDS, "outcomes": OUTCOMES}
         rows = [view.row() for view in self.peers.values()]
         events = list(self.events.rows)
         return fixed | self._state(rows, self.links.newest(), events, 0)
 
-    def changes(self) -> dict[str, Any]:
+    def changes(self) -> JsonObject:
         """What has changed since this was called last."""
         rows = [self._changed.pop(one).row() for one in list(self._changed)[:ROWS_AT_ONCE]]
         found = self._state(rows, self.links.changed(), self.events.changed(), self.timeline.changed)
@@ -102,12 +103,12 @@ class SwarmView:
         self.timeline.settle()
         return found
 
-    def history(self, one: int) -> dict[str, Any] | None:
+    def history(self, one: int) -> JsonObject | None:
         """The loss of one peer over time; None if there is no such peer."""
         view = next((view for view in self.peers.values() if view.number == one), None)
         return None if view is None else self.timeline.since(0, ["tokens", view.series])
 
-    def _state(self, rows: list[Any], links: list[Any], events: list[Any], first: int) -> dict[str, Any]:
+    def _state(self, rows: list[Any], links: list[Any], events: list[Any], first: int) -> JsonObject:
         names = [*self.totals.series(), "held_out", *self._drawn()]
         timeline = self.timeline.since(first, names)
         whole = {"facts": self.facts, "now": round(self.now, 1), "totals": self.totals.to_json(), "plan": self.plan}

@@ -7,8 +7,8 @@ of a total, the last value. When the grid is full, two neighbouring buckets beco
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
+from decentral.core.strict_json import JsonObject
 from decentral.core.units import Seconds
 
 BUCKETS = 360  # of the grid; a chart on a screen has few more pixels than twice as many
@@ -75,7 +75,7 @@ class Timeline:
         """What was put so far is known to those who look; the last bucket may go on."""
         self.changed = max(0, self.length - 1)
 
-    def since(self, first: int, names: Iterable[str]) -> dict[str, Any]:
+    def since(self, first: int, names: Iterable[str]) -> JsonObject:
         """The buckets from `first` on, fit for JSON. A name without a series has only empty buckets."""
         empty = Series(False)
         found = {name: self.series.get(name, empty).values(first, self.length) for name in names}

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from statistics import median, quantiles
-from typing import Any
 
 from decentral.core.journal.file import OUTCOMES
+from decentral.core.strict_json import JsonObject
 from decentral.core.time_spent import KINDS
 from decentral.core.units import Seconds
 from decentral.view.page.peer_view import REASONS_SHOWN, PeerView
@@ -44,7 +44,7 @@ class Totals:
         losses = {"median": self.loss, "low": self.low, "high": self.high}
         return known | {name: value for name, value in losses.items() if value is not None}
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         found = asdict(self)
         del found["_losses"]
         return {name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}
