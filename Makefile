@@ -27,7 +27,8 @@ WORKERS ?= 3
 swarm: install
 	OMP_NUM_THREADS=1 $(RUN) -m decentral.local --peers 4 --throttle 1,1,1,10 --stop-after 90s --dashboard --summary swarm-summary.json
 
-test: check sweep
+test: install
+	$(MAKE) --jobs=2 --output-sync check sweep
 	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 sweep: install

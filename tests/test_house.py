@@ -5,7 +5,7 @@ exception is an entry of EXCEPTIONS, with the reason for which the code is bette
 """
 
 import ast
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
 
@@ -15,12 +15,15 @@ from tests.test_rooms import MODULES
 
 FILE_LINES = 450
 FUNCTION_LINES = 60
-CLASS_METHODS = 25
-CLASS_ATTRIBUTES = 18
+TIES = {  # of the whole product, at most; none of these numbers may grow
+    "attributes of other objects that are assigned": 170,
+    "arguments with a star": 173,
+    "uses of Any": 150,
+    "fields that are functions": 48,
+}
 SEAMS = {"core", "model", "data", "comm", "engine", "scheduler", "peers", "sim"}  # what they use has docstrings
 EXCEPTIONS: dict[str, str] = {  # "module", "module.Class" or "module.function" -> why no limit applies to it
     "core.jobs": "a list of plain values, in which a reader looks one up",
-    "model.shape.ModelConfig": "a section of the config has as many attributes as a user has keys to set in it",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -39,18 +42,6 @@ def functions(module: str) -> Iterator[Function]:
     return (node for node in ast.walk(tree(module)) if isinstance(node, Function))
 
 
-def attributes(owner: ast.ClassDef) -> set[str]:
-    """Annotated fields, and the attributes of `self` that methods assign."""
-    found = set[str]()
-    for node in ast.walk(owner):
-        match node:
-            case ast.AnnAssign(target=ast.Name(name)) if node in owner.body:
-                found.add(name)
-            case ast.Attribute(value=ast.Name("self"), attr=name, ctx=ast.Store()):
-                found.add(name)
-    return found
-
-
 def constants(module: str) -> Iterator[tuple[str, str]]:
     """Public names in upper case that the module assigns, each with the expression that is its value."""
     for node in tree(module).body:
@@ -58,6 +49,35 @@ def constants(module: str) -> Iterator[tuple[str, str]]:
             case ast.Assign(targets=[ast.Name(name)], value=value) | ast.AnnAssign(target=ast.Name(name), value=value):
                 if name.isupper() and not name.startswith("_") and value is not None:
                     yield name, ast.unparse(value)
+
+
+def ties(node: ast.AST) -> Iterator[str]:
+    """What ties this piece of code to others in a way that neither a signature nor an import shows."""
+    assigned: list[ast.expr]
+    match node:
+        case ast.Assign(targets=targets):
+            assigned = targets
+        case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
+            assigned = [target]
+        case ast.Call(args=arguments, keywords=keywords):
+            stars = [one for one in arguments if isinstance(one, ast.Starred)] + [
+                one for one in keywords if not one.arg
+            ]
+            yield from ["arguments with a star"] * len(stars)
+            return
+        case ast.Name("Any"):
+            yield "uses of Any"
+            return
+        case ast.ClassDef(body=body):
+            for field in body:
+                if isinstance(field, ast.AnnAssign) and "Callable" in ast.unparse(field.annotation):
+                    yield "fields that are functions"
+            return
+        case _:
+            return
+    for one in assigned:
+        if isinstance(one, ast.Attribute) and ast.unparse(one.value) not in ("self", "cls"):
+            yield "attributes of other objects that are assigned"
 
 
 def folder(module: str) -> str:
@@ -113,13 +133,9 @@ def test_a_function_fits_a_screen(module: str) -> None:
         assert f"{module}.{node.name}" in EXCEPTIONS or lines <= FUNCTION_LINES, f"{node.name} has {lines} lines"
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_class_has_few_methods_and_attributes(module: str) -> None:
-    for node in classes(module):
-        methods = sum(isinstance(one, Function) for one in node.body)
-        sizes = f"{node.name} has {methods} methods and {len(attributes(node))} attributes"
-        small = methods <= CLASS_METHODS and len(attributes(node)) <= CLASS_ATTRIBUTES
-        assert f"{module}.{node.name}" in EXCEPTIONS or small, sizes
+def test_no_tie_is_added() -> None:
+    found = Counter(tie for module in MODULES for node in ast.walk(tree(module)) for tie in ties(node))
+    assert {tie: count for tie, count in found.items() if count > TIES[tie]} == {}
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -23,7 +23,7 @@ Every field has a bound, and is checked against it before anything else looks at
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field, Strict
 
@@ -58,8 +58,25 @@ UnixTime = Annotated[float, Strict(), Field(ge=0, lt=1e11, allow_inf_nan=False)]
 Sections = Annotated[Layout, Field(max_length=16)]
 
 
+class Question:
+    """A message that asks. Its class says who gets an answer; all others are refused."""
+
+    __slots__ = ()
+    for_strangers: ClassVar[bool] = False  # also a peer whose record is not known: what newcomers have to ask
+    for_lookers: ClassVar[bool] = False  # in a private swarm also a member whose invitation is only to look
+
+
 @dataclass(frozen=True, slots=True)
-class Hello:
+class RunQuestion(Question):
+    """A question about a run, which a peer of another run refuses."""
+
+    run: Run
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Question):
+    for_strangers: ClassVar[bool] = True
+    for_lookers: ClassVar[bool] = True
     run: Run = ""  # empty: any run that this peer is in
 
 
@@ -70,14 +87,16 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True)
-class MembershipProof:
+class MembershipProof(Question):
     """The first question to a peer of a private swarm, and its answer: comm/wire/invitations.py reads the proof."""
 
     proof: Annotated[bytes, Strict(), Field(min_length=1, max_length=MAX_PROOF_BYTES)]
 
 
 @dataclass(frozen=True, slots=True)
-class Ping:
+class Ping(Question):
+    for_strangers: ClassVar[bool] = True
+    for_lookers: ClassVar[bool] = True
     nonce: Count
 
 
@@ -87,9 +106,10 @@ class Pong:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(Question):
     """The blob is the upload; the answer's blob shall have `download_bytes`."""
 
+    for_lookers: ClassVar[bool] = True
     download_bytes: Annotated[int, Strict(), Field(ge=0, le=MAX_PROBE_BYTES)]
 
 
@@ -99,7 +119,7 @@ class Probed:
 
 
 @dataclass(frozen=True, slots=True)
-class Pull:
+class Pull(RunQuestion):
     """Asks for a snapshot newer than number `after`; if `exact`, for number `after + 1` and no other.
 
     If none was published at `since` or later, the answer may wait up to `patience_s` for one: all peers close a
@@ -107,7 +127,6 @@ class Pull:
     `sections` names the sections wanted; if empty, all are.
     """
 
-    run: Run
     fragment: Index
     after: Count
     since: UnixTime
@@ -139,8 +158,9 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class StateRequest:
-    run: Run
+class StateRequest(RunQuestion):
+    for_strangers: ClassVar[bool] = True
+    for_lookers: ClassVar[bool] = True
     fragment: Index
     offset: Count
     length: Annotated[int, Strict(), Field(gt=0, le=MAX_CHUNK_BYTES)]
@@ -164,10 +184,9 @@ class StateChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(RunQuestion):
     """Asks how soon the peer would be through with a micro-batch of so many sequences, from layer `first` on."""
 
-    run: Run
     first: Index
     sequences: Sequences
 
@@ -184,14 +203,13 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardRequest:
+class ForwardRequest(RunQuestion):
     """Asks the peer to execute micro-batch (origin peer, number) from layer `first` on. The answer has its gradient.
 
     `patience_s`: how long the asker waits. `hold_s`: how long the origin peer may still commit it. `drawn`: when the
     origin peer began it, by its own clock; for the order among micro-batches, not to measure times by.
     """
 
-    run: Run
     origin: Peer
     number: Count
     first: Index
@@ -236,36 +254,35 @@ class ExecutionId:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardStatusQuery:
+class ForwardStatusQuery(RunQuestion):
     """Asks whether the peer still computes this execution, which the asker sent."""
 
-    run: Run
+    for_strangers: ClassVar[bool] = True
     execution: ExecutionId
 
 
 @dataclass(frozen=True, slots=True)
-class CommitDecision:
+class CommitDecision(RunQuestion):
     """Gradients of the executions in `commit` count (only their origin peer may say so); those in `abort` must not."""
 
-    run: Run
+    for_strangers: ClassVar[bool] = True
     commit: Annotated[tuple[ExecutionId, ...], Field(max_length=MAX_EXECUTIONS)]
     abort: Annotated[tuple[ExecutionId, ...], Field(max_length=MAX_EXECUTIONS)]
 
 
 @dataclass(frozen=True, slots=True)
-class CommitQuery:
+class CommitQuery(RunQuestion):
     """Asks the origin peer for its decision on executions that the asker holds. Those that the answer, a
     CommitDecision, does not name are still under way."""
 
-    run: Run
+    for_strangers: ClassVar[bool] = True
     executions: Annotated[tuple[ExecutionId, ...], Field(max_length=MAX_EXECUTIONS)]
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseRequest:
+class LeaseRequest(RunQuestion):
     """Will you hold this fragment for the next minute? The asker is about to give it up. `over` ends the promise."""
 
-    run: Run
     fragment: Index
     over: Annotated[bool, Strict()] = False
 
@@ -283,13 +300,14 @@ RoundMembers = Annotated[tuple[RoundMember, ...], Field(max_length=MAX_MEMBERS)]
 
 
 @dataclass(frozen=True, slots=True)
-class RoundQuery:
+class RoundQuery(RunQuestion):
     """Which round are you in, and who are its members? The asker holds layers [first, last) as of the start of `round`.
 
     If `joining`, it asks to be let in.
     """
 
-    run: Run
+    for_strangers: ClassVar[bool] = True
+    for_lookers: ClassVar[bool] = True  # unless it is to be let in
     round: Count
     first: Index
     last: Index
@@ -306,14 +324,13 @@ class RoundStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class CollectRequest:
+class CollectRequest(RunQuestion):
     """Asks what `origin` has to say in this round: its report, or its sum of a fragment's gradients.
 
     Any member that needs the same may be asked. One that answers `without` has lost the origin: it takes the same only
     from other members from then on. `member` tells that the asker believes to be a member of the round.
     """
 
-    run: Run
     round: Count
     origin: Peer
     fragment: Index | None  # None: the report

@@ -31,7 +31,6 @@ from decentral.core.units import Seconds
 MOST_MEMBERS = 8192  # peers whose proof is remembered; beyond them, those that proved it longest ago prove it again
 NONCE_BYTES, TAG_BYTES = 12, 16
 MAX_SEAL_BYTES = invitations.MAX_PROOF_BYTES + 64  # what a member's record has more than any other
-FOR_LOOKERS = (messages.Hello, messages.Ping, messages.Probe, messages.StateRequest)
 TELLS = {
     Reason.UNINVITED: "this swarm is private: ask its founder for an invitation, and give it with --invite FILE",
     Reason.EXPIRED: "the invitation has expired: ask the swarm's founder for a new one",
@@ -298,7 +297,8 @@ def refuse_unproven() -> ProtocolError:
 
 def _needed(sender: PeerId, message: Message) -> Permission:
     """What an invitation has to allow for this question."""
-    if isinstance(message, FOR_LOOKERS) or (isinstance(message, RoundQuery) and not message.joining):
+    joins = isinstance(message, RoundQuery) and message.joining
+    if isinstance(message, messages.Question) and message.for_lookers and not joins:
         return Permission.LOOK
     begins = isinstance(message, ForwardRequest) and message.origin == sender  # its own micro-batch
     return Permission.TRAIN if begins else Permission.DONATE

@@ -24,7 +24,7 @@ from decentral.engine import memory
 from decentral.engine.fragment import fragments_of
 from decentral.model import decoder
 from decentral.peers.membership.records import Profile
-from decentral.peers.membership.swarm_size import LEAST_TIMES, Look, SwarmStart, SwarmTimes
+from decentral.peers.membership.swarm_size import LEAST_TIMES, SwarmStart, SwarmTimes
 from decentral.peers.runtime.clock import MOST_FINDERS, agreed_s
 from decentral.peers.runtime.node import Node, NodePhase
 from decentral.peers.runtime.setup import NodeSetup
@@ -38,7 +38,7 @@ from decentral.sim.network.virtual_directory import Records
 from decentral.sim.network.virtual_network import Network
 from decentral.sim.surrogate import SurrogateDisk, SurrogateWorkload
 from decentral.sim.surrogate_model import NUMBERS, PlainCodecs, SurrogateModel, SyntheticCodecs
-from decentral.sim.virtual_claims import DelayedDirectory, NewestRecords, VirtualClock, play, wait
+from decentral.sim.virtual_claims import DelayedDirectory, VirtualClock, measured, play, wait
 from decentral.sim.virtual_signer import VirtualSigner
 
 RUN = RunId("simulated-000000")
@@ -404,7 +404,7 @@ class SimulatedSwarm:
             memory_budget=MemoryBudget(self._needs, memory_bytes, tuple(self._state_layouts)) if moves else None,
             retained=surrogate.retained_states() if surrogate else (),
             secret=rng.seed_of(self.seed, "secret", member.number, member.lives),
-            start=SwarmStart(_measured(self, member), settings.times),
+            start=SwarmStart(measured(self.records, settings.run, member.peer), settings.times),
         )
 
     def _keep(self, member: SimulatedPeer) -> None:
@@ -412,13 +412,6 @@ class SimulatedSwarm:
         assert member.host is not None
         if private := member.host.node.setup.private:
             member.revocations = private.revocations
-
-
-def _measured(swarm: SimulatedSwarm, member: SimulatedPeer) -> float:
-    """About how many peers the swarm has, as a real peer measures it before its node begins."""
-    look = Look(NewestRecords(swarm.records, member.peer), swarm.settings.run, member.peer)
-    play(swarm.agenda, look.measure(), lambda _: None)
-    return max(1.0, look.peers)
 
 
 def _lookup_s(geography: SwarmGeography) -> Seconds:

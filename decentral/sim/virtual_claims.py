@@ -5,8 +5,9 @@ from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from decentral.core.ids import PeerId
+from decentral.core.ids import PeerId, RunId
 from decentral.core.units import Seconds
+from decentral.peers.membership.swarm_size import Look
 from decentral.sim.network.agenda import Agenda
 from decentral.sim.network.virtual_directory import Records, VirtualDirectory
 
@@ -51,8 +52,15 @@ class DelayedDirectory(VirtualDirectory):
         return await super().fetch(key)
 
 
-class NewestRecords(VirtualDirectory):
-    """A directory whose lookups take no time, for what a peer has read before its node begins."""
+class _NewestRecords(VirtualDirectory):
+    """A directory whose lookups take no time, and find what has reached the peer's side."""
 
     async def fetch(self, key: str) -> Mapping[str, bytes]:
         return self._records.newest(self._peer, key)
+
+
+def measured(records: Records, run: RunId, peer: PeerId) -> float:
+    """Return about how many peers the swarm has, as a real peer measures it before its node begins."""
+    look = Look(_NewestRecords(records, peer), run, peer)
+    play(records.agenda, look.measure(), lambda _: None)
+    return max(1.0, look.peers)

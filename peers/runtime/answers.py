@@ -22,7 +22,7 @@ from decentral.peers.membership.prober import zeros
 from decentral.peers.runtime.fragment_exchanges import FragmentExchanges
 from decentral.peers.runtime.handlers import Handlers, PeerEffect
 from decentral.peers.runtime.progress import TrainingProgress
-from decentral.peers.runtime.setup import NodeSetup
+from decentral.peers.runtime.setup import PresentSetup
 
 ROUTE_QUESTIONS = (
     messages.ForwardRequest,
@@ -32,15 +32,6 @@ ROUTE_QUESTIONS = (
     messages.CommitQuery,
 )
 ROUND_QUESTIONS = (messages.RoundQuery, messages.CollectRequest)
-FOR_STRANGERS = (  # what a newcomer has to ask before others know its record, and what concerns those it names only
-    messages.Hello,
-    messages.Ping,
-    messages.StateRequest,
-    messages.RoundQuery,
-    messages.ForwardStatusQuery,
-    messages.CommitDecision,
-    messages.CommitQuery,
-)
 NO_FRAGMENT = -1
 
 
@@ -48,7 +39,7 @@ NO_FRAGMENT = -1
 class Answers:
     """Answers what no other machine is registered for in `handlers`, and gives the rest to those that are."""
 
-    setup: Callable[[], NodeSetup]  # the present one
+    setup: PresentSetup
     trains: Callable[[], bool]  # whether this peer trains; else it is joining
     handlers: Handlers
     progress: TrainingProgress
@@ -64,12 +55,13 @@ class Answers:
 
     def asked(self, event: Asked, now: Seconds) -> Sequence[PeerEffect]:
         self.waiting[event.request] = NO_FRAGMENT
-        if not isinstance(event.envelope.message, FOR_STRANGERS) and not self.knows(event.sender):
+        question = event.envelope.message
+        for_strangers = isinstance(question, messages.Question) and question.for_strangers
+        if not for_strangers and not self.knows(event.sender):
             return [_reply(event, Refused(Reason.STRANGER))]
-        run = _run_of(event.envelope.message)
-        if run is not None and run != self.setup().run:
-            return [_reply(event, self._other_run(run))]
-        handler = self.handlers.find(event.envelope.message)
+        if isinstance(question, messages.RunQuestion) and question.run != self.setup.now.run:
+            return [_reply(event, self._other_run(question.run))]
+        handler = self.handlers.find(question)
         return handler(event, now) if handler else [_reply(event, Refused(Reason.UNEXPECTED))]
 
     def knows(self, peer: PeerId) -> bool:
@@ -94,7 +86,7 @@ class Answers:
 
     def blob_bound(self, message: Message) -> int:
         """The largest blob, in bytes, that may come with this question; 0 if it carries none."""
-        setup = self.setup()
+        setup = self.setup.now
         match message:
             case messages.Probe():
                 return MAX_PROBE_BYTES
@@ -106,8 +98,8 @@ class Answers:
         """Answers the questions that peers of any run, or of none, may ask."""
         match event.envelope.message:
             case messages.Hello(run):
-                welcome = messages.Welcome(self.setup().run, self.setup().config.canonical())
-                return [_reply(event, welcome if run in ("", self.setup().run) else self._other_run(run))]
+                welcome = messages.Welcome(self.setup.now.run, self.setup.now.config.canonical())
+                return [_reply(event, welcome if run in ("", self.setup.now.run) else self._other_run(run))]
             case messages.Ping(nonce):
                 return [_reply(event, messages.Pong(nonce))]
             case messages.Probe(download_bytes):
@@ -119,21 +111,21 @@ class Answers:
         """Refuse a lease of another run, or while this peer does not train; [] where nothing speaks against it."""
         message = event.envelope.message
         assert isinstance(message, messages.LeaseRequest)
-        refused = message.run != self.setup().run or not self.trains()
+        refused = message.run != self.setup.now.run or not self.trains()
         return [_reply(event, Refused(Reason.UNEXPECTED))] if refused else []
 
     def lease(self, event: Asked, now: Seconds) -> list[Effect]:
         """Answer a LeaseRequest where this peer never changes its layers."""
         message = event.envelope.message
         assert isinstance(message, messages.LeaseRequest)
-        held = message.fragment in self.setup().held
+        held = message.fragment in self.setup.now.held
         return self.lease_refusal(event) or [_reply(event, messages.Done() if held else Refused(Reason.FRAGMENT))]
 
     def _state(self, event: Asked, now: Seconds) -> list[Effect]:
         message = event.envelope.message
         assert isinstance(message, messages.StateRequest)
         fallen_behind = self.rounds is not None and self.rounds.behind != ""
-        if not self.trains() and (self.setup().restored_step is None or fallen_behind):
+        if not self.trains() and (self.setup.now.restored_step is None or fallen_behind):
             return [_reply(event, Refused(Reason.NOT_READY))]
         known = self.knows(event.sender)
         if self.rounds and known:
@@ -155,13 +147,7 @@ class Answers:
         return self.rounds.number if self.rounds and self.rounds.now_in else self.progress.lr_step
 
     def _other_run(self, run: str) -> Refused:
-        return Refused(Reason.RUN, f"this peer is in {self.setup().run}, not in {run}"[:200])
-
-
-def _run_of(message: Message) -> str | None:
-    """The run that a question is about; None for messages that this peer answers, or refuses, whatever their run is."""
-    about_run = (messages.StateRequest, messages.Pull, *ROUTE_QUESTIONS, *ROUND_QUESTIONS)
-    return message.run if isinstance(message, about_run) else None
+        return Refused(Reason.RUN, f"this peer is in {self.setup.now.run}, not in {run}"[:200])
 
 
 def _refuse(request: int, reason: Reason) -> Reply:

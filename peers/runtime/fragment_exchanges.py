@@ -5,7 +5,7 @@ none: its rounds (comm/rounds/round.py) take their place, and questions for exch
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from decentral.comm.gossip.exchange import PullExchange
@@ -18,12 +18,12 @@ from decentral.core.machine import Woke, earliest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.runtime.peer_selection import PeerSelection
-from decentral.peers.runtime.setup import NodeSetup
+from decentral.peers.runtime.setup import PresentSetup
 
 
 @dataclass(slots=True)
 class FragmentExchanges:
-    setup: Callable[[], NodeSetup]  # as it is now
+    setup: PresentSetup
     selection: PeerSelection
     counts: ExchangeCounts = field(default_factory=ExchangeCounts)
     running: dict[int, PullExchange] = field(default_factory=dict)  # by fragment
@@ -32,7 +32,7 @@ class FragmentExchanges:
 
     @property
     def algorithm(self) -> Algorithm:
-        return ALGORITHMS[self.setup().config.gossip.algorithm]
+        return ALGORITHMS[self.setup.now.config.gossip.algorithm]
 
     @property
     def wake_at(self) -> Seconds | None:
@@ -71,7 +71,7 @@ class FragmentExchanges:
     def begin(self, now: Seconds) -> None:
         """Begins the exchanges of those fragments of ours that have none yet."""
         self._wake = None
-        for fragment in self.setup().fragments:
+        for fragment in self.setup.now.fragments:
             if fragment.index not in self.running:
                 self.running[fragment.index] = self._exchange(fragment, now)
 
@@ -106,11 +106,11 @@ class FragmentExchanges:
             return Refused(Reason.ALGORITHM, f"this run gossips by {self.algorithm.name}")
         if index in self.running:
             return None
-        return Refused(Reason.NOT_READY if index in self.setup().held else Reason.FRAGMENT)
+        return Refused(Reason.NOT_READY if index in self.setup.now.held else Reason.FRAGMENT)
 
     def _exchange(self, fragment: Fragment, now: Seconds) -> PullExchange:
         """Windows of the fragments are staggered, so that one at a time is on the wire."""
-        setup, known = self.setup(), self.algorithm
+        setup, known = self.setup.now, self.algorithm
         assert not known.exact, f"{known.name} has no exchanges"
         phase = (fragment.index + 1) / len(setup.cuts)
         others = self.selection.roster.live.values() if known.blocking else ()

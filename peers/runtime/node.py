@@ -13,7 +13,7 @@ what this peer tells of itself (own_record.py), what it answers others (answers.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 from random import Random
 from typing import get_args
@@ -46,7 +46,7 @@ from decentral.peers.runtime.own_record import OwnRecord
 from decentral.peers.runtime.peer_selection import PeerSelection
 from decentral.peers.runtime.progress import TrainingProgress
 from decentral.peers.runtime.route_planner import RoutePlanner
-from decentral.peers.runtime.setup import NodeSetup
+from decentral.peers.runtime.setup import NodeSetup, PresentSetup
 from decentral.peers.runtime.span_manager import SpanManager
 from decentral.peers.runtime.step_clock import StepClock
 from decentral.peers.runtime.traffic import TrafficCounter
@@ -68,11 +68,12 @@ class NodePhase(Enum):
 
 @dataclass(slots=True)
 class Node:
-    setup: NodeSetup  # the present one: a span move replaces it, so no other object keeps a copy
+    first_setup: InitVar[NodeSetup]
     phase: NodePhase = NodePhase.JOINING
     meter: Meter = field(default_factory=Meter)
     traffic: TrafficCounter = field(default_factory=TrafficCounter)
     handlers: Handlers = field(default_factory=Handlers)
+    present: PresentSetup = field(init=False)
     roster: Roster = field(init=False)
     progress: TrainingProgress = field(init=False)
     clock: StepClock = field(init=False)
@@ -89,7 +90,8 @@ class Node:
 
     # The machines, and what each of them handles
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, first_setup: NodeSetup) -> None:
+        self.present = PresentSetup(first_setup)
         setup, run = self.setup, self.setup.config
         chance = rng.stream(run.seed, "node", setup.own.peer)
         self.handlers.register(self._woke, Woke)
@@ -101,16 +103,16 @@ class Node:
         self.donor = Donor(setup.run, setup.fragments, setup.retained, exact=run.synchronous)
         self.handlers.register(self._to_join, JoinTag, jobs.StateImported)
         self.handlers.register(self._started, jobs.Started)
-        self.gossip = FragmentExchanges(self._present_setup, self.selection)
+        self.gossip = FragmentExchanges(self.present, self.selection)
         self.handlers.register(self._cores_used, CoresUsed)
         self.handlers.register(self._to_exchange, ExchangeTag, *get_args(FragmentJobDone))
         assert setup.routes or not run.synchronous, "all peers of a synchronous run take part in its routes"
         if setup.routes:
             self._make_routes()
         state = (self.meter, self.selection, self.progress, self.donor, self.gossip, self.traffic)
-        self.own_record = OwnRecord(self._present_setup, *state, self.routes)
+        self.own_record = OwnRecord(self.present, *state, self.routes)
         machines = (self.progress, self.donor, self.gossip, self.rounds)
-        self.answers = Answers(self._present_setup, self._is_training, self.handlers, *machines)
+        self.answers = Answers(self.present, self._is_training, self.handlers, *machines)
         self.handlers.register(self.answers.exported, jobs.StateExported, jobs.RetainedExported)
         if self.route_planner and setup.memory_budget and not setup.whole and not run.synchronous:
             self._make_spans(self.route_planner)
@@ -127,7 +129,7 @@ class Node:
         limits, judge = (run.train, run.swarm, setup.stop_after), Divergence(math.log(run.model.vocabulary))
         self.progress = TrainingProgress(*limits, lr_step=step, evaluates=setup.whole, divergence=judge)
         self.clock = StepClock(self.progress)
-        self.selection = PeerSelection(self._present_setup, self.roster, self.meter, self.progress, chance)
+        self.selection = PeerSelection(self.present, self.roster, self.meter, self.progress, chance)
         self.prober = Prober(self.meter, chance)
         self.handlers.register(self._stepped, jobs.Stepped, jobs.Sealed)
         self.handlers.register(self.progress.handle, jobs.Evaluated, jobs.Saved, jobs.SaveFailed, jobs.JobFailed)
@@ -137,9 +139,7 @@ class Node:
 
     def _make_routes(self) -> None:
         setup = self.setup
-        self.route_planner = RoutePlanner(
-            self._present_setup, self.roster, self.meter, self.selection, Random(setup.secret)
-        )
+        self.route_planner = RoutePlanner(self.present, self.roster, self.meter, self.selection, Random(setup.secret))
         routes, self.rounds = self.route_planner.routes, self.route_planner.rounds
         self.handlers.register(routes.handle, RouteTag, *ROUTE_QUESTIONS)
         self.handlers.register(routes.handle, *ROUTE_OUTCOMES)
@@ -148,7 +148,7 @@ class Node:
 
     def _make_spans(self, route_planner: RoutePlanner) -> None:
         machines = (self.own_record, self.donor, self.gossip, self.answers)
-        spans = SpanManager(self._present_setup, self.selection, route_planner, *machines, self._replace_setup)
+        spans = SpanManager(self.present, self.selection, route_planner, *machines)
         self.span_manager = spans
         self.handlers.register(spans.moved, MoveTag, LeaseTag)
         self.handlers.register(spans.asked, LeaseRequest)
@@ -163,6 +163,11 @@ class Node:
         return Join(*needed, step, restored, chance, *view, exact=exact, has_weights=has_weights)
 
     # What a host calls
+
+    @property
+    def setup(self) -> NodeSetup:
+        """The present one."""
+        return self.present.now
 
     @property
     def routes(self) -> Router | None:
@@ -292,7 +297,7 @@ class Node:
         routed += self.rounds.handle(event, now) if self.rounds else []
         effects: list[PeerEffect] = [*self.progress.handle(event, now), *routed]
         if not self.setup.profile.tokens_per_s and (speed := self.progress.tokens_per_s):  # it was not measured before
-            self.setup = replace(self.setup, profile=replace(self.setup.profile, tokens_per_s=speed))
+            self.present.measured(speed)
             self.roster.renew_soon(now)
         return effects
 
@@ -347,13 +352,6 @@ class Node:
         return effects
 
     # What the machines ask the node
-
-    def _present_setup(self) -> NodeSetup:
-        return self.setup
-
-    def _replace_setup(self, held: range) -> NodeSetup:
-        self.setup = self.setup.holding(held)
-        return self.setup
 
     def _is_training(self) -> bool:
         return self.phase is NodePhase.TRAINING

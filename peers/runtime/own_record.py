@@ -5,7 +5,6 @@ on its links are known from what they carried, and its speed from what it traine
 record is renewed when the speed has changed much.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from decentral.comm.pipeline.router import Router
@@ -28,13 +27,13 @@ from decentral.peers.membership.records import (
 from decentral.peers.runtime.fragment_exchanges import FragmentExchanges
 from decentral.peers.runtime.peer_selection import PeerSelection
 from decentral.peers.runtime.progress import TrainingProgress
-from decentral.peers.runtime.setup import NodeSetup
+from decentral.peers.runtime.setup import PresentSetup
 from decentral.peers.runtime.traffic import TrafficCounter
 
 
 @dataclass(slots=True)
 class OwnRecord:
-    setup: Callable[[], NodeSetup]  # the present one
+    setup: PresentSetup
     meter: Meter
     selection: PeerSelection
     progress: TrainingProgress
@@ -59,7 +58,7 @@ class OwnRecord:
         return speed != 0 and not 0.8 < published / speed < 1.25
 
     def compose(self, phase: PeerPhase, now: Seconds) -> PeerRecord:
-        setup, progress, profile = self.setup(), self.progress, self.profile(now)
+        setup, progress, profile = self.setup.now, self.progress, self.profile(now)
         self.published, self.window_s = profile, self.gossip.needed_s
         return PeerRecord(
             run=setup.run,
@@ -85,7 +84,7 @@ class OwnRecord:
 
     def status(self) -> Log:
         """The journal's line about what this peer holds, how long its windows are and why, and its latest links."""
-        setup, (count, bound) = self.setup(), self.gossip.windows
+        setup, (count, bound) = self.setup.now, self.gossip.windows
         span = {"first": setup.fragments[0].first, "last": setup.fragments[-1].last}
         links = [(suffix, rate, latency_ms / 1e3) for suffix, rate, latency_ms in self._links()]
         return log("status", **span, window_s=self.selection.lengths.window_s() * count, bound=bound, links=links)
@@ -110,7 +109,7 @@ class OwnRecord:
         ]
 
     def profile(self, now: Seconds) -> Profile:
-        setup = self.setup()
+        setup = self.setup.now
         # A peer with the whole model trains alone. The speed of the others is that of their part in routes.
         measured = self.progress.speed(now) if setup.whole else self.routes.load.speed if self.routes else 0.0
         return replace(

@@ -7,7 +7,7 @@ peers/runtime/window_lengths.py. What is kept here holds until the roster's next
 now.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 from statistics import median_low
@@ -19,7 +19,7 @@ from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 from decentral.peers.membership.roster import Roster
 from decentral.peers.runtime.progress import TrainingProgress
-from decentral.peers.runtime.setup import NodeSetup
+from decentral.peers.runtime.setup import PresentSetup
 from decentral.peers.runtime.window_lengths import WindowLengths
 
 NEVER = -1  # the step of a state that nobody has
@@ -30,7 +30,7 @@ WEIGHT_FLOOR = 0.1  # a slow link's share of pulls, against the fastest one's
 
 @dataclass(slots=True)
 class PeerSelection:
-    setup: Callable[[], NodeSetup]  # the present one
+    setup: PresentSetup
     roster: Roster
     meter: Meter
     progress: TrainingProgress
@@ -48,7 +48,7 @@ class PeerSelection:
 
     def partners(self, fragment: int, now: Seconds) -> Sequence[PeerId]:
         """The peers to exchange with: drawn by the bandwidth of their links, so that each has a chance."""
-        gossip, holders = self.setup().config.gossip, self.holders(fragment)
+        gossip, holders = self.setup.now.config.gossip, self.holders(fragment)
         if ALGORITHMS[gossip.algorithm].blocking:
             return holders
         return self._draw(holders, min(self.lengths.pulls(gossip.partners), len(holders)))
@@ -58,7 +58,7 @@ class PeerSelection:
 
         A peer that has been there for long and still publishes none is as fast as the slowest one.
         """
-        entry, setup = self.roster.live.get(peer), self.setup()
+        entry, setup = self.roster.live.get(peer), self.setup.now
         if entry is None:
             return 0.0
         cut = next(cut for cut in setup.cuts if cut.index == fragment)
@@ -109,10 +109,10 @@ class PeerSelection:
         return self.meter.first_deadline_s(peer, size)
 
     def knows(self, peer: PeerId) -> bool:
-        return self.roster.knows(peer) or peer in self.setup().contacts
+        return self.roster.knows(peer) or peer in self.setup.now.contacts
 
     def acquaintances(self) -> Sequence[PeerId]:
-        return sorted({*self.roster.live, *self.setup().contacts})
+        return sorted({*self.roster.live, *self.setup.now.contacts})
 
     def trainers(self) -> list[PeerId]:
         if self._trainers[0] != self.roster.changes:
@@ -126,7 +126,7 @@ class PeerSelection:
         """The other peers that hold the fragment and train."""
         changes, found = self._holders.get(fragment, (-1, []))
         if changes != self.roster.changes:
-            cut = next(cut for cut in self.setup().cuts if cut.index == fragment)
+            cut = next(cut for cut in self.setup.now.cuts if cut.index == fragment)
             found = [peer for peer in self.trainers() if self.roster.live[peer].record.covers(cut)]
             self._holders[fragment] = self.roster.changes, found
         return found
@@ -144,7 +144,7 @@ class PeerSelection:
         """
         entry = self.roster.live.get(peer)
         if entry is None or entry.record.phase != "training":
-            return self.setup().whole and (entry is None or entry.record.covers(fragment))
+            return self.setup.now.whole and (entry is None or entry.record.covers(fragment))
         return entry.record.covers(fragment)
 
     def donors(self) -> list[PeerId]:

@@ -6,7 +6,7 @@ swarm (scheduler/throughput/routing.py), by the usual speed of the others, and b
 That is checked every FLOW_CHECK_S, and less often in a large swarm, where one peer changes little.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -23,7 +23,7 @@ from decentral.core.ids import PeerId
 from decentral.core.machine import log
 from decentral.core.units import Seconds
 from decentral.peers.membership.roster import Roster
-from decentral.peers.runtime.setup import NodeSetup
+from decentral.peers.runtime.setup import PresentSetup
 from decentral.scheduler.placement.span_choice import holder_of
 from decentral.scheduler.throughput import routing
 
@@ -36,7 +36,7 @@ MAX_SPANS_KEPT = 4096  # spans of layers whose fragments are remembered
 
 @dataclass(slots=True)
 class RoutePlanner:
-    setup: Callable[[], NodeSetup]  # the present one, with a stage config
+    setup: PresentSetup
     roster: Roster
     meter: Meter
     round_view: RoundView
@@ -56,7 +56,7 @@ class RoutePlanner:
     _fragments: dict[tuple[int, int], range] = field(default_factory=dict)  # the fragments within layers [first, last)
 
     def __post_init__(self) -> None:
-        setup, stage = self.setup(), self.setup().routes
+        setup, stage = self.setup.now, self.setup.now.routes
         assert stage is not None
         own = GradientLedger(stage.micro_batches_per_step, stage.slots)
         self.routes = Router(stage, self, ContributionRecord() if stage.synchronous else own, self.chance)
@@ -77,7 +77,7 @@ class RoutePlanner:
     def is_thin(self) -> bool:
         """Whether bf16 would take more of our uplink than THIN_SHARE while our device is busy: hidden values go on from
         all stages but the last, their gradients back from all but the first."""
-        setup, up, speed = self.setup(), self.meter.best_up(), self.routes.load.speed
+        setup, up, speed = self.setup.now, self.meter.best_up(), self.routes.load.speed
         first, last = setup.fragments[0].first, setup.fragments[-1].last
         goes_on = self.routes.forwarding.usual_end(first) < setup.layers
         numbers = setup.config.model.d_model * ((first > 0) + goes_on)  # for each token
@@ -121,7 +121,7 @@ class RoutePlanner:
 
     def _look_for_unheld(self, now: Seconds) -> Fragment | None:
         """Return the layers that no peer that trains has held for UNHELD_S; of several, those that take most memory."""
-        setup, near = self.setup(), self.roster.holders.near
+        setup, near = self.setup.now, self.roster.holders.near
         missing = [cut for cut in setup.cuts if cut.index not in setup.held and not near(cut.first)]
         self._unheld_since = {cut.index: self._unheld_since.get(cut.index, now) for cut in missing}
         lasting = [cut for cut in missing if now >= self._unheld_since[cut.index] + UNHELD_S]
@@ -129,19 +129,19 @@ class RoutePlanner:
 
     def _bytes_of(self, cut: Fragment) -> int:
         """Return the memory that these layers take; 0 if it is not known."""
-        budget = self.setup().memory_budget
+        budget = self.setup.now.memory_budget
         return budget.needs.span_bytes(cut.index, cut.index + 1) if budget else 0
 
     def _without_holder(self, cut: Fragment) -> str:
         """Return what to say of layers without a holder."""
-        least = f" with --memory {self._bytes_of(cut)} or more" if self.setup().memory_budget else ""
+        least = f" with --memory {self._bytes_of(cut)} or more" if self.setup.now.memory_budget else ""
         what = f"no peer that trains holds layers {cut.first} to {cut.last - 1}"
         remedy = f"start a peer{least}, or begin a run with a smaller train.micro_batch"
         return f"{what}, so no micro-batch gets through the model: {remedy}"
 
     def solve(self, always: bool = False) -> None:
         """Solves the flow if enough has changed since the last time; `always`: in any case."""
-        held = self.setup().held
+        held = self.setup.now.held
         own = held.start, held.stop
         seen = self.roster.holders.changes, f"{self.routes.load.speed:.1e}"
         if seen == self._seen and not always:
@@ -159,9 +159,9 @@ class RoutePlanner:
         With exact gradients those with the whole model are left out: spans wait for each other there, so each peer more
         that could answer is worth more than its own work, and they have their turns by the times that were measured.
         """
-        found = {own: self.routes.load.speed or self.setup().profile.tokens_per_s}
+        found = {own: self.routes.load.speed or self.setup.now.profile.tokens_per_s}
         for (first, last), speed in self.roster.holders.speeds.items():
-            left_out = (first, last) == (0, self.setup().layers) and not (self.rounds or self.routes.stage.overlap)
+            left_out = (first, last) == (0, self.setup.now.layers) and not (self.rounds or self.routes.stage.overlap)
             if (span := self.whole_fragments(first, last)) and not left_out:
                 found[span[0], span[-1] + 1] = found.get((span[0], span[-1] + 1), 0.0) + speed
         return routing.rounded(found)
@@ -170,7 +170,7 @@ class RoutePlanner:
         """The numbers of the fragments that lie within layers [first, last)."""
         found = self._fragments.get((first, last))
         if found is None:
-            held = holder_of(self.setup().cuts, first, last, 0.0)
+            held = holder_of(self.setup.now.cuts, first, last, 0.0)
             if len(self._fragments) > MAX_SPANS_KEPT:
                 self._fragments.clear()
             found = self._fragments[first, last] = range(held.begin, held.end)

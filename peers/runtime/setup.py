@@ -1,7 +1,7 @@
 """Who a peer is and what it trains: all that its machines are told at their start.
 
-A NodeSetup is a value. A move to other layers (scheduler/placement/move.py) puts another one in its place. Only the
-node keeps it: the node's parts ask for it whenever they need it (`setup()`), so none of them can go by an old one.
+A NodeSetup is a value. A move to other layers (scheduler/placement/move.py) puts another one in its place. Only
+PresentSetup keeps it, which all parts of a node share: none of them can go by an old one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,3 +66,19 @@ class NodeSetup:
         stage = replace(stage, first=fragments[0].first, last=fragments[-1].last, capacity=capacity)
         layouts = budget.layouts[held.start : held.stop]
         return replace(self, fragments=fragments, state_layouts=layouts, routes=stage)
+
+
+@dataclass(slots=True)
+class PresentSetup:
+    """A peer's setup, as it is now."""
+
+    now: NodeSetup
+
+    def hold(self, held: range) -> NodeSetup:
+        """Return the setup after a move to these fragments, which is the present one from now on."""
+        self.now = self.now.holding(held)
+        return self.now
+
+    def measured(self, tokens_per_s: float) -> None:
+        """Note this device's speed, which was not known at the start."""
+        self.now = replace(self.now, profile=replace(self.now.profile, tokens_per_s=tokens_per_s))

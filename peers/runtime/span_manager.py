@@ -10,7 +10,7 @@ the training thread changes the layers, exchanges and questions about those that
 exchanges, donor and record go by the new span.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from decentral.comm.wire.private_swarm import may_train
@@ -27,7 +27,7 @@ from decentral.peers.runtime.fragment_exchanges import FragmentExchanges
 from decentral.peers.runtime.own_record import OwnRecord
 from decentral.peers.runtime.peer_selection import NEVER, PeerSelection
 from decentral.peers.runtime.route_planner import RoutePlanner
-from decentral.peers.runtime.setup import NodeSetup
+from decentral.peers.runtime.setup import PresentSetup
 from decentral.scheduler.placement.evaluate import EvaluatePlans
 from decentral.scheduler.placement.move import Drained, HoldSpan, MoveEffect, MovePhase, SpanMove
 from decentral.scheduler.placement.plans import SwarmPlans
@@ -39,21 +39,20 @@ WIRE_BYTES = {"auto": 2.0, "bf16": 2.0, "int8": 1.0, "int8-q4": 0.75, "fp32": 4.
 
 @dataclass(slots=True)
 class SpanManager:
-    setup: Callable[[], NodeSetup]  # the present one, with a memory budget
+    setup: PresentSetup
     selection: PeerSelection
     route_planner: RoutePlanner
     own_record: OwnRecord
     donor: Donor
     gossip: FragmentExchanges
     answers: Answers
-    replace_setup: Callable[[range], NodeSetup]  # makes these fragments the node's span
     span_move: SpanMove = field(init=False)
     layer_recovery: LayerRecovery = field(init=False)
     swarm_plans: SwarmPlans = field(init=False)
     wake_at: Seconds = 0.0  # when a peer that trains reviews the swarm next
 
     def __post_init__(self) -> None:
-        setup = self.setup()
+        setup = self.setup.now
         run, own, budget = setup.config, setup.own, setup.memory_budget
         assert budget is not None
         chances = [rng.stream(run.seed, name, own.peer) for name in ("moves", "cover", "plans")]
@@ -133,13 +132,13 @@ class SpanManager:
         return done
 
     def _give_up(self, lost: Sequence[int]) -> list[Effect]:
-        self.donor.hold([cut for cut in self.setup().fragments if cut.index not in lost])
+        self.donor.hold([cut for cut in self.setup.now.fragments if cut.index not in lost])
         refused = self.answers.refuse_about(lost)
         self.gossip.drop(lost)
         return refused
 
     def _hold(self, held: range, now: Seconds) -> list[Effect]:
-        before, setup = self.setup(), self.replace_setup(held)
+        before, setup = self.setup.now, self.setup.hold(held)
         assert setup.routes is not None
         self.donor.hold(setup.fragments)
         self.route_planner.routes.hold(setup.routes)
@@ -156,7 +155,7 @@ class SpanManager:
         return self.selection.holders(fragment)
 
     def part_holders(self, fragment: int) -> list[PeerId]:
-        live, whole = self.selection.roster.live, len(self.setup().cuts)
+        live, whole = self.selection.roster.live, len(self.setup.now.cuts)
         records = {peer: live[peer].record for peer in self.holders(fragment) if peer in live}
         spans = {peer: self.route_planner.whole_fragments(one.first, one.last) for peer, one in records.items()}
         return [peer for peer, span in spans.items() if len(span) < whole]
@@ -181,7 +180,7 @@ class SpanManager:
         Our own figures, too, are those of our record: all peers have to judge a plan by the same ones, so that all
         follow the same plan.
         """
-        setup, live = self.setup(), self.selection.roster.live
+        setup, live = self.setup.now, self.selection.roster.live
         fragments = self.route_planner.whole_fragments
         spans = {peer: fragments(entry.record.first, entry.record.last) for peer, entry in live.items()}
         members = {

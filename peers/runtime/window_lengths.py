@@ -5,7 +5,6 @@ need, the meter what our links carry, and the costs of the windows so far what g
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from decentral.comm.gossip.gossip_cost import GossipCost, Stretch
@@ -13,7 +12,7 @@ from decentral.comm.wire.meter import UNKNOWN_BANDWIDTH, Meter
 from decentral.core.units import Seconds
 from decentral.peers.membership.roster import Roster
 from decentral.peers.runtime.progress import TrainingProgress
-from decentral.peers.runtime.setup import NodeSetup
+from decentral.peers.runtime.setup import PresentSetup
 
 LONGEST_WINDOW_S = 600.0  # whatever gossip costs: no measurement, ours or made by a partner, parts us from the swarm
 EARLY_TIMES = 3  # gossip's share of the cores, in the swarm's first steps, over what it is later
@@ -24,7 +23,7 @@ THIN_PARTNERS = 2  # as many pulls in a window, where all of them make a link st
 
 @dataclass(slots=True)
 class WindowLengths:
-    setup: Callable[[], NodeSetup]  # the present one
+    setup: PresentSetup
     roster: Roster
     meter: Meter
     progress: TrainingProgress
@@ -39,12 +38,12 @@ class WindowLengths:
         window_s = self.window_s()
         if self._early or not (pull_s := self._pull_s(fragment, size)):
             return False
-        link = self.dense_stretch.fit(self._served * pull_s / (self.setup().config.gossip.link_share * window_s))
+        link = self.dense_stretch.fit(self._served * pull_s / (self.setup.now.config.gossip.link_share * window_s))
         return link > self._cores_windows(window_s) and link * window_s >= self._common_need_s(window_s)
 
     def window_s(self) -> Seconds:
         """The length of windows that nothing stretches."""
-        gossip = self.setup().config.gossip
+        gossip = self.setup.now.config.gossip
         return min(gossip.window_s, gossip.start_window_s) if self._early else gossip.window_s
 
     def period_s(self, fragment: int, size: int) -> Seconds:
@@ -74,8 +73,8 @@ class WindowLengths:
         return windows, "link" if link > cores else "cores" if cores > 1 else ""
 
     def _cores_windows(self, window_s: Seconds) -> int:
-        core_share = self.setup().config.gossip.core_share * (EARLY_TIMES if self._early else 1.0)
-        return self.cost.windows(window_s, len(self.setup().fragments), min(1.0, core_share))
+        core_share = self.setup.now.config.gossip.core_share * (EARLY_TIMES if self._early else 1.0)
+        return self.cost.windows(window_s, len(self.setup.now.fragments), min(1.0, core_share))
 
     def _common_need_s(self, own_s: Seconds) -> Seconds:
         """The upper median of what we and those who hold layers of ours need; a liar moves it by one place.
@@ -83,7 +82,7 @@ class WindowLengths:
         Where only one other peer tells, a liar would set it: it makes ours ALONE_TIMES as long at most.
         """
         if self._others[0] != self.roster.changes:
-            first, last = self.setup().fragments[0].first, self.setup().fragments[-1].last
+            first, last = self.setup.now.fragments[0].first, self.setup.now.fragments[-1].last
             records = [entry.record for entry in self.roster.live.values()]
             needs = [one.window_s for one in records if one.window_s and one.overlaps(first, last)]
             self._others = self.roster.changes, sorted(needs)
@@ -95,7 +94,7 @@ class WindowLengths:
 
     @property
     def _early(self) -> bool:
-        return self.progress.lr_step < self.setup().config.gossip.start_steps
+        return self.progress.lr_step < self.setup.now.config.gossip.start_steps
 
     def _link_windows(self, fragment: int, size: int, window_s: Seconds) -> int:
         """So many that we send for no more than our share of the time. As many pull from us as we pull from, and no
@@ -103,22 +102,22 @@ class WindowLengths:
         """
         if not size:
             return self.link_stretch.times  # no window was closed yet
-        share_s, pull_s = self.setup().config.gossip.link_share * window_s, self._pull_s(fragment, size)
+        share_s, pull_s = self.setup.now.config.gossip.link_share * window_s, self._pull_s(fragment, size)
         self.thin_stretch.fit(self._served * pull_s / share_s)
         return self.link_stretch.fit(self.pulls(self._served) * pull_s / share_s)
 
     def _pull_s(self, fragment: int, size: int) -> Seconds:
         """How long one partner's pulls of all our fragments take our uplink, where this one's snapshots have so many
         bytes."""
-        held = [one.parameters for one in self.setup().fragments]
-        of_this = next((one.parameters for one in self.setup().fragments if one.index == fragment), 0)
+        held = [one.parameters for one in self.setup.now.fragments]
+        of_this = next((one.parameters for one in self.setup.now.fragments if one.index == fragment), 0)
         whole = size / (of_this or max(held)) * sum(held)  # a fragment that we have just given up has no parameters
         return whole / (self.meter.best_up() or UNKNOWN_BANDWIDTH)
 
     @property
     def _served(self) -> int:
         """About as many pull from us in a window as we pull from."""
-        return max(1, min(self.setup().config.gossip.partners, len(self.roster.live)))
+        return max(1, min(self.setup.now.config.gossip.partners, len(self.roster.live)))
 
     def pulls(self, partners: int) -> int:
         """Of so many pulls in a window, those that are made: fewer where the link is thin, for shorter windows."""

@@ -116,7 +116,7 @@ def test_each_ratio_falls_when_what_it_measures_does(played: Callable[[], Swarm]
     host.node.progress.spent = TimeSpent(training=9.0, waiting=9.0)
     assert value(host, "decentral_training_thread_ratio", "training") == pytest.approx(0.5)
     assert value(host, "decentral_model_held_ratio") == 1
-    host.node.setup = replace(host.node.setup, fragments=host.node.setup.fragments[1:])
+    host.node.present.now = replace(host.node.setup, fragments=host.node.setup.fragments[1:])
     assert 0 < value(host, "decentral_model_held_ratio") < 1
 
 

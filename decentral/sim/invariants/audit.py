@@ -34,7 +34,7 @@ from decentral.sim.invariants.convergence import ConvergenceAudit
 from decentral.sim.invariants.evidence import SLACK_S, Evidence, slowest_step_s
 from decentral.sim.invariants.gossip import GossipAudit
 from decentral.sim.invariants.routes import RouteAudit
-from decentral.sim.network.virtual_network import Question
+from decentral.sim.network.virtual_network import OpenQuestion
 from decentral.sim.swarm import SimulatedPeer, SimulatedSwarm
 
 MOST_OWN_REQUESTS = 64  # of a peer, under way; offers of micro-batches aside, which routes.py counts
@@ -162,7 +162,7 @@ class InvariantAudit:
                     self.evidence.violated("holds state", f"started from nothing while {other.peer} trains", host)
 
 
-def _patience_s(question: Question) -> Seconds:
+def _patience_s(question: OpenQuestion) -> Seconds:
     """What a micro-batch may wait besides: before any is counted, its origin peer waits as long as the protocol lets
     it, since a layer that nobody holds may find a holder."""
     request = question.envelope.message

@@ -53,11 +53,11 @@ class Port:
     serve: Serve | None = None
     bound: BlobBound = lambda _: 0
     frozen: bool = False  # the process is stopped: nothing is read, and nothing it writes leaves
-    open: dict["Question", Seconds] = field(default_factory=dict)  # questions to this peer, and since when
+    open: dict["OpenQuestion", Seconds] = field(default_factory=dict)  # questions to this peer, and since when
     shares: QuestionShares = field(default_factory=QuestionShares)  # of those that are not refused
     refused: Counter[str] = field(default_factory=Counter)
     waiting: deque[Callable[[], None]] = field(default_factory=deque)  # what happens when the process goes on
-    asked: dict["Question", None] = field(default_factory=dict)  # questions of this peer that are under way
+    asked: dict["OpenQuestion", None] = field(default_factory=dict)  # questions of this peer that are under way
     private: PrivateSwarm | None = None  # None: the swarm is public
 
     def enclose(self, private: PrivateSwarm | None) -> None:
@@ -74,7 +74,7 @@ class Port:
 
 
 @dataclass(slots=True, eq=False)
-class Question:
+class OpenQuestion:
     source: Port
     target: PeerId
     envelope: Envelope
@@ -96,7 +96,7 @@ class Serving:
 
     network: "Network"
     port: Port
-    question: Question | None
+    question: OpenQuestion | None
 
     def respond(self, answer: Envelope | None) -> None:
         """The first answer counts; later ones are ignored."""
@@ -165,7 +165,7 @@ class Network:
             ProvenAsk(source.private, partial(self._send, source), ask, done).begin()
 
     def _send(self, source: Port, ask: Ask, done: Callable[[Outcome], None]) -> None:
-        question = Question(source, ask.to, ask.envelope, self.agenda.now, ask.max_blob_bytes, done)
+        question = OpenQuestion(source, ask.to, ask.envelope, self.agenda.now, ask.max_blob_bytes, done)
         source.asked[question] = None
         question.timers.append(self.agenda.after(ask.deadline_s, lambda: self._fail(question, Reason.DEADLINE)))
         if _is_upload_probe(question):
@@ -173,7 +173,7 @@ class Network:
         else:
             self._connect(question, CONNECT_RETRY_S)
 
-    def _connect(self, question: Question, again_s: Seconds) -> None:
+    def _connect(self, question: OpenQuestion, again_s: Seconds) -> None:
         """Opens the stream and sends the question. Where packets are lost, TCP tries again, ever more rarely."""
         source, target = question.source.peer, question.target
         if question.done is None:
@@ -188,7 +188,7 @@ class Network:
             for _ in range(self.faults.copies(source, target)):
                 arriving = self._travel(question, question.envelope, arriving=arriving)
 
-    def _arrive(self, question: Question, envelope: Envelope | ProtocolError) -> None:
+    def _arrive(self, question: OpenQuestion, envelope: Envelope | ProtocolError) -> None:
         """The question has crossed the wire."""
         port = self.ports.get(question.target)
         if port is None:
@@ -198,7 +198,7 @@ class Network:
         else:
             self._serve(question, port, envelope)
 
-    def _serve(self, question: Question, port: Port, envelope: Envelope | ProtocolError) -> None:
+    def _serve(self, question: OpenQuestion, port: Port, envelope: Envelope | ProtocolError) -> None:
         if question not in port.open:
             port.open[question] = self.agenda.now
         serving = Serving(self, port, question)
@@ -221,7 +221,7 @@ class Network:
         self._answers.watch(lambda: serving.question is None, serving.late)
         port.serve(question.source.peer, envelope, serving.respond)
 
-    def answer(self, question: Question, port: Port, answer: Envelope) -> None:
+    def answer(self, question: OpenQuestion, port: Port, answer: Envelope) -> None:
         if port.frozen:
             port.waiting.append(lambda: self.answer(question, port, answer))
             return
@@ -232,7 +232,7 @@ class Network:
         self._writes.watch(lambda: question not in port.open, lambda: self.late(question, port))
         self._write(question, port, answer, CONNECT_RETRY_S)
 
-    def _write(self, question: Question, port: Port, answer: Envelope, again_s: Seconds) -> None:
+    def _write(self, question: OpenQuestion, port: Port, answer: Envelope, again_s: Seconds) -> None:
         if question not in port.open:
             return
         if self._reaches(port.peer, question.source.peer):
@@ -240,7 +240,7 @@ class Network:
         else:
             self.agenda.after(again_s, lambda: self._write(question, port, answer, 2 * again_s))
 
-    def _answered(self, question: Question, answer: Envelope | ProtocolError) -> None:
+    def _answered(self, question: OpenQuestion, answer: Envelope | ProtocolError) -> None:
         source = question.source
         if source.frozen:
             source.waiting.append(lambda: self._answered(question, answer))
@@ -255,7 +255,7 @@ class Network:
 
     # Ends
 
-    def _finish(self, question: Question, outcome: Outcome) -> None:
+    def _finish(self, question: OpenQuestion, outcome: Outcome) -> None:
         done = question.done
         if done is None:
             return
@@ -265,19 +265,19 @@ class Network:
         self._end(question)
         done(outcome)
 
-    def _fail(self, question: Question, reason: str) -> None:
+    def _fail(self, question: OpenQuestion, reason: str) -> None:
         self._finish(question, AskError(reason))
 
-    def _fail_later(self, question: Question, reason: str, delay_s: Seconds) -> None:
+    def _fail_later(self, question: OpenQuestion, reason: str, delay_s: Seconds) -> None:
         question.timers.append(self.agenda.after(delay_s, lambda: self._fail(question, reason)))
 
-    def late(self, question: Question, port: Port) -> None:
+    def late(self, question: OpenQuestion, port: Port) -> None:
         """Ends a stream on which the port has worked for too long."""
         if question in port.open:
             port.refused[Reason.DEADLINE] += 1
             self.cut(question, port.peer)
 
-    def cut(self, question: Question, at: PeerId) -> None:
+    def cut(self, question: OpenQuestion, at: PeerId) -> None:
         """Ends the stream at the target; the asker hears of it if packets still pass."""
         port = self.ports.get(at)
         if port is not None:
@@ -285,7 +285,7 @@ class Network:
         if question.done is not None and self._reaches(at, question.source.peer):
             self._fail_later(question, Reason.CUT, self.geography.delay_s(at, question.source.peer))
 
-    def _end(self, question: Question) -> None:
+    def _end(self, question: OpenQuestion) -> None:
         """Ends the stream at the asker. The target notices when it writes, if packets still pass."""
         question.done = None
         question.source.asked.pop(question, None)
@@ -298,13 +298,13 @@ class Network:
         if port is not None and question.writing is not None and self._reaches(question.source.peer, question.target):
             self._close(question, port)
 
-    def _close(self, question: Question, port: Port) -> None:
+    def _close(self, question: OpenQuestion, port: Port) -> None:
         if port.open.pop(question, None) is not None and question.share is not None:
             question.share.end()
             question.share = None
         self._stop_transfer(question)
 
-    def _stop_transfer(self, question: Question) -> None:
+    def _stop_transfer(self, question: OpenQuestion) -> None:
         if question.paced is not None:
             question.paced.given_up, question.paced = True, None
         if question.transfer is not None:
@@ -318,7 +318,7 @@ class Network:
 
     def _travel(
         self,
-        question: Question,
+        question: OpenQuestion,
         envelope: Envelope,
         back: bool = False,
         arriving: Envelope | ProtocolError | None = None,
@@ -362,7 +362,7 @@ class Network:
         return arriving
 
     def _as_it_arrives(
-        self, question: Question, envelope: Envelope, source: PeerId, target: PeerId, back: bool
+        self, question: OpenQuestion, envelope: Envelope, source: PeerId, target: PeerId, back: bool
     ) -> Envelope | ProtocolError:
         wire = self.faults.damage(source, target, lambda: written(envelope))
         if wire is None:
@@ -379,6 +379,6 @@ class Network:
         return self._header_bytes[kind] + len(envelope.blob) + chunks * blobs.DIGEST_BYTES
 
 
-def _is_upload_probe(question: Question) -> bool:
+def _is_upload_probe(question: OpenQuestion) -> bool:
     """Whether nothing else leaves the asker meanwhile, as in comm/net/streams.py."""
     return isinstance(question.envelope.message, Probe) and bool(question.envelope.blob)

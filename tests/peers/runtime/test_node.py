@@ -496,16 +496,16 @@ def test_the_network_s_work_for_our_own_state_and_for_routes_is_no_cost_of_gossi
 
     assert network_s() == 0  # we joined in this interval
     played.pass_time(10.0)
-    played.node.setup = dataclasses.replace(played.node.setup, fragments=FRAGMENTS[:1])
+    played.node.present.now = dataclasses.replace(played.node.setup, fragments=FRAGMENTS[:1])
     assert network_s() == 0  # micro-batches travel through a peer that holds a part of the model
-    played.node.setup = dataclasses.replace(played.node.setup, fragments=FRAGMENTS)
+    played.node.present.now = dataclasses.replace(played.node.setup, fragments=FRAGMENTS)
     assert network_s() > 0
 
 
 def test_a_speed_that_was_not_measured_is_told_by_the_first_steps_and_published() -> None:
     played = Played("pull", "training")
     own = dataclasses.replace(played.node.setup, profile=dataclasses.replace(PROFILE, tokens_per_s=0.0))
-    played.node.setup = own
+    played.node.present.now = own
     played.pass_time(4.0)
     played.effects.clear()
     played.deliver(jobs.Stepped(1, 1, 4000, 2.0, TimeSpent(training=4.0), 1))

@@ -22,7 +22,7 @@ from decentral.peers.membership.roster import Holders, Roster, RosterEntry
 from decentral.peers.membership.swarm_size import SwarmSize
 from decentral.peers.runtime.peer_selection import FASTEST_DEVICE, NEVER, PeerSelection
 from decentral.peers.runtime.progress import TrainingProgress
-from decentral.peers.runtime.setup import NodeSetup
+from decentral.peers.runtime.setup import NodeSetup, PresentSetup
 from decentral.peers.runtime.window_lengths import ALONE_TIMES, LONGEST_WINDOW_S
 
 RUN = RunId("gpt-3fa2c1")
@@ -49,7 +49,7 @@ class Swarm:
         roster = Roster(RUN, own, config.swarm, self.never, size, Holders(own.peer, 3), self.live)
         self.meter = Meter()
         progress = TrainingProgress(config.train, config.swarm, None)
-        self.asks = PeerSelection(lambda: setup, roster, self.meter, progress, Random(0))
+        self.asks = PeerSelection(PresentSetup(setup), roster, self.meter, progress, Random(0))
 
     def never(self, now: float, leaving: bool) -> PeerRecord:
         raise AssertionError("no record is announced here")

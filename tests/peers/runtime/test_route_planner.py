@@ -21,7 +21,7 @@ from decentral.core.memory_needs import MemoryNeeds
 from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.peers.runtime.node import Node
 from decentral.peers.runtime.route_planner import UNHELD_S, RoutePlanner
-from decentral.peers.runtime.setup import NodeSetup
+from decentral.peers.runtime.setup import NodeSetup, PresentSetup
 from decentral.scheduler.placement.move import MemoryBudget
 from tests.comm.pipeline.one_form import one_form
 
@@ -46,7 +46,7 @@ def planner(tmp_path: Path) -> RoutePlanner:
     named = Config(), RUN, own, CUTS[:1], [LAYOUT], 3, PROFILE, ("/ip4/127.0.0.1/tcp/1",)
     setup = NodeSetup(*named, routes=stage, memory_budget=budget)
     node = Node(setup)
-    return RoutePlanner(lambda: setup, node.roster, Meter(), node.selection, Random(0))
+    return RoutePlanner(PresentSetup(setup), node.roster, Meter(), node.selection, Random(0))
 
 
 def test_layers_without_a_holder_are_said_after_a_while_and_once(planner: RoutePlanner) -> None:
