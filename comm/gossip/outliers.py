@@ -63,6 +63,10 @@ class Outliers:
             keep_latest(self.found, peer, distances[peer] / whole if usual else 0.0, most)
         return [min(1.0, max(0.0, 2.0 - self.found[peer])) for peer, _ in partners]
 
+    def forget(self) -> None:
+        """Forget where partners are, because our own weights have been replaced."""
+        self.apart, self.found, self.merges = {}, {}, 0
+
     def _distances(self) -> dict[PeerId | None, float]:
         """How far each partner is from the median of all; None: we."""
         places = torch.stack([torch.zeros_like(next(iter(self.apart.values()))), *self.apart.values()])

@@ -5,7 +5,6 @@ them. The formulas, their sources and what they conserve are in comm/gossip/oute
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,9 +12,6 @@ from torch import Tensor
 
 from decentral.comm.codecs.sections import Codecs, Packer, split
 from decentral.comm.gossip import influence
-from decentral.comm.gossip.agreement import Agreement, WindowSample
-from decentral.comm.gossip.copies import CountedWindows
-from decentral.comm.gossip.influence import Experience
 from decentral.comm.gossip.outer_kernels import (
     ONE_BIT_CODEC,
     PSEUDO_GRADIENT_CODEC,
@@ -24,7 +20,7 @@ from decentral.comm.gossip.outer_kernels import (
     Weighted,
     rho_of,
 )
-from decentral.comm.gossip.outliers import Outliers
+from decentral.comm.gossip.trust import PartnerHistory, PulledWindow, WindowSample
 from decentral.comm.gossip.update_rules import Correction, Parts, RuleTools, UpdateRule, Window
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
@@ -33,16 +29,6 @@ from decentral.engine.fragment import Live
 
 PSEUDO_GRADIENT = "pseudo_gradient"  # the section's name on the wire
 ROUNDING = 1e-6  # a shorter correction, relative to the slow weights, is only what additions have rounded
-
-
-@dataclass(frozen=True, slots=True)
-class PulledWindow(Parts):
-    """A partner's window: its sections stay encoded until the merge, which reads them once."""
-
-    pseudo_gradient: bytes = b""  # in q4, whatever it was on the wire
-    length: float = 0.0  # of the pseudo-gradient
-    phi: bytes | None = None  # where the slow weights were pulled
-    distance: float = 0.0  # of those from ours
 
 
 class PullRule(UpdateRule):
@@ -65,8 +51,7 @@ class PullRule(UpdateRule):
         self.sparse = {PSEUDO_GRADIENT: ONE_BIT_CODEC} if gossip.code == "auto" else {}
         self.phi, self._baseline, self._residual, self.spare = (tools.vector(self.elements) for _ in range(4))
         self.ready = False
-        self.experience, self.agreement, self.outliers = Experience(), Agreement(), Outliers()
-        self.counted = CountedWindows()
+        self.history = PartnerHistory()
         self.sample: WindowSample | None = None  # drawn when the first window is merged, from what is secret then
         self.closed: tuple[Window, bytes] | None = None  # the window that waits for its merge, and what it published
         if not theta.is_meta:
@@ -103,7 +88,7 @@ class PullRule(UpdateRule):
         kernels, codes = self.tools.kernels, self.sparse if self.sparsely else self.sections
         code = codes[PSEUDO_GRADIENT]
         blob, length = kernels.close(theta, self.baseline, self.residual, code)
-        self.experience.closed(length)
+        self.history.experience.closed(length)
         self._baseline, self.spare = theta, self.baseline
         sent = kernels.narrow(blob, self.elements) if code == ONE_BIT_CODEC else blob
         packer.add_encoded(PSEUDO_GRADIENT, code, self.elements, sent)
@@ -125,25 +110,27 @@ class PullRule(UpdateRule):
     def merge(self, parts: Sequence[Parts], steps: int) -> Correction:
         assert self.closed is not None, "merge without a close"
         own, blob = self.closed
+        experience, outliers = self.history.experience, self.history.outliers
         partners = [part for part in parts if isinstance(part, PulledWindow)]
-        possible = [one for one in partners if self.experience.possible(one.length)]
-        progress = self.experience.usual_progress([(one.peer, one.length) for one in possible])
+        possible = [one for one in partners if experience.possible(one.length)]
+        progress = experience.usual_progress([(one.peer, one.length) for one in possible])
         if self.sample is None:
             self.sample = WindowSample.drawn(self.elements, self.residual)
         apart = _differences(self.sample, self.tools.codecs, self.phi, partners)
         lengths = [min(one.length, progress) for one in partners if one.phi is not None]
-        among = dict(zip(apart, self.outliers.trust([*apart.items()], lengths), strict=True))
-        claims, trust = self._believed(partners, progress, own, blob)
+        among = dict(zip(apart, outliers.trust([*apart.items()], lengths), strict=True))
+        read = partial(self.sample.read, PSEUDO_GRADIENT_CODEC, self.tools.codecs)
+        claims, trust = self.history.believed(self.closed, partners, progress, read)
         self.left_out = tuple(one.peer for one, counts in zip(partners, trust, strict=True) if not counts)
         shares = influence.token_shares(own.tokens, claims, trust)
-        near = self.experience.usual_distance([(one.peer, one.distance) for one in possible if one.phi is not None])
+        near = experience.usual_distance([(one.peer, one.distance) for one in possible if one.phi is not None])
         steps_taken, slow_weights = [Weighted(1.0 - sum(shares), blob)], []
         for share, one in zip(shares, partners, strict=True):
             steps_taken.append(Weighted(share * influence.scale(one.length, progress), one.pseudo_gradient))
             if one.phi is not None:
                 weight = share * among[one.peer] * influence.scale(one.distance, near)
                 slow_weights.append(Weighted(weight, one.phi))
-                self.outliers.moved(weight * apart[one.peer])
+                outliers.moved(weight * apart[one.peer])
         vectors, rho = (
             OuterVectors(self.phi, self.baseline, self.spare),
             rho_of(steps - own.steps, self.tools.optimizer),
@@ -151,38 +138,6 @@ class PullRule(UpdateRule):
         self.tools.kernels.merge(vectors, steps_taken, slow_weights, rho)
         self.closed = None  # not before: where memory is too small for the step, the last checkpoint still has it
         return Correction(self.spare)
-
-    def _believed(
-        self, partners: Sequence[PulledWindow], progress: float, own: Window, blob: bytes
-    ) -> tuple[list[float], list[float]]:
-        """The tokens that each partner may claim, and how much of its progress counts: by a sample of it that nobody
-        can foretell, by its length, and by where its slow weights were last.
-
-        `progress`: what is usual; `blob`: our window. One without a step of ours cannot tell.
-        """
-        assert self.sample is not None, "merge draws it"
-        claims = [float(one.tokens) for one in partners]
-        if not own.tokens:
-            return claims, [1.0] * len(partners)
-        read = partial(self.sample.read, PSEUDO_GRADIENT_CODEC, self.tools.codecs)
-        ours, theirs = read(blob), [read(one.pseudo_gradient) for one in partners]
-        by_peer = [*zip((one.peer for one in partners), theirs, strict=True)]
-        trust = [
-            agrees * influence.plausible(one.length, progress) * (not self.outliers.is_far(one.peer))
-            for agrees, one in zip(self.agreement.trust(ours, by_peer), partners, strict=True)
-        ]
-        usual, made = influence.usual(own.tokens, claims), self.experience.lengths[-1]
-        claims = [
-            min(claim, influence.explained_tokens(one.length, own.tokens, made))
-            for claim, one in zip(claims, partners, strict=True)
-        ]
-        heard = [at for at, counts in enumerate(trust) if counts]  # what does not count makes a copy of nobody
-        common = self.agreement.common.usual_at_most()
-        copies = self.counted.copied_parts(ours, [by_peer[at] for at in heard], common)
-        believed = copies.claims([claims[at] for at in heard], usual)
-        for at, new, claim in zip(heard, copies.new(), believed, strict=True):
-            trust[at], claims[at] = trust[at] * new, claim
-        return claims, trust
 
     def fold(self, theta: Tensor) -> Correction | None:
         """A solo step with all that is owed, without quantisation: nobody reads it.
@@ -226,7 +181,8 @@ class PullRule(UpdateRule):
         return {"phi": phi, "owed": self.residual + (self.baseline - theta)}
 
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
-        self.closed, self.outliers = None, Outliers()
+        self.closed = None
+        self.history.outliers.forget()
         if "phi" in state:
             self.phi.copy_(state["phi"])
             self.baseline.copy_(theta)

@@ -6,7 +6,7 @@ from typing import Any
 
 from decentral.comm.gossip import influence, pull_rule
 from decentral.comm.gossip.token_claims import TokenClaims
-from tests.comm.gossip.credulous import AllNew, Anywhere, Credulous, Trustful
+from tests.comm.gossip.credulous import no_history
 
 Replace = Callable[[object, str, Any], None]
 """setattr, or pytest's monkeypatch.setattr."""
@@ -14,10 +14,7 @@ Replace = Callable[[object, str, Any], None]
 
 def without_defences(replace: Replace) -> None:
     """All rules that are made from now on believe what partners claim."""
-    replace(pull_rule, "Experience", Credulous)
-    replace(pull_rule, "Agreement", Trustful)
-    replace(pull_rule, "Outliers", Anywhere)
-    replace(pull_rule, "CountedWindows", AllNew)
+    replace(pull_rule, "PartnerHistory", no_history)
     replace(influence, "token_shares", believed_shares)
     replace(influence, "explained_tokens", lambda length, own, own_length: math.inf)
     replace(TokenClaims, "believed", lambda self, peer, tokens, tokens_per_s, now: tokens)

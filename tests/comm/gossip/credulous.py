@@ -4,11 +4,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from decentral.comm.gossip.agreement import Agreement
-from decentral.comm.gossip.copies import CopiedParts, CountedWindows
 from decentral.comm.gossip.influence import Experience
 from decentral.comm.gossip.outliers import Outliers
 from decentral.comm.gossip.pull_rule import PullRule
+from decentral.comm.gossip.trust import Agreement, CopiedParts, CountedWindows, PartnerHistory
 from decentral.comm.gossip.update_rules import UpdateRule
 from decentral.core.ids import PeerId
 
@@ -45,6 +44,11 @@ class AllNew(CountedWindows):
         return CopiedParts([0.0] * len(partners), [[float(one == other) for other in count] for one in count])
 
 
+def no_history() -> PartnerHistory:
+    """What a peer without defences knows of its partners."""
+    return PartnerHistory(Credulous(), Trustful(), Anywhere(), AllNew())
+
+
 def believe_all(rule: UpdateRule) -> None:
     if isinstance(rule, PullRule):
-        rule.experience, rule.agreement, rule.outliers, rule.counted = Credulous(), Trustful(), Anywhere(), AllNew()
+        rule.history = no_history()

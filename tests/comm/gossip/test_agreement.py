@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from decentral.comm.codecs import blockwise
-from decentral.comm.gossip import agreement, deviations
-from decentral.comm.gossip.agreement import Agreement, WindowSample
+from decentral.comm.gossip import trust
+from decentral.comm.gossip.trust import Agreement, WindowSample
 from decentral.core import rng
 from decentral.core.ids import PeerId
 
@@ -119,7 +119,7 @@ def test_a_window_without_a_step_of_ours_says_nothing() -> None:
 def test_a_sample_has_the_numbers_at_its_places(elements: int) -> None:
     values = torch.randn(elements, generator=torch.Generator().manual_seed(0))
     sample = WindowSample.drawn(len(values), values)
-    places = torch.cat([torch.arange(begin, begin + agreement.STRETCH_NUMBERS) for begin in sample.begins])
+    places = torch.cat([torch.arange(begin, begin + trust.STRETCH_NUMBERS) for begin in sample.begins])
     for codec in ("q4", "int8"):
         packed = blockwise.encode(codec, values)
         read = blockwise.decode(codec, packed, len(values))
@@ -131,14 +131,14 @@ def test_a_sample_has_the_numbers_at_its_places(elements: int) -> None:
 def test_the_first_part_of_a_sample_is_from_the_whole_vector(elements: int) -> None:
     """It was the embedding's part of a small model, and the first quarter of any: a liar had the rest for itself."""
     places = torch.arange(elements, dtype=torch.float32)
-    found = WindowSample.drawn(elements, unit(1)[:64]).take(places)[: deviations.COMPARED_NUMBERS] / elements
+    found = WindowSample.drawn(elements, unit(1)[:64]).take(places)[: trust.COMPARED_NUMBERS] / elements
     quarters = torch.histc(found, bins=4, min=0.0, max=1.0) / len(found)
     assert quarters.min() > 0.1
 
 
 def test_all_whole_stretches_of_a_vector_that_is_hardly_longer_are_in_its_sample() -> None:
     found = WindowSample.drawn(20_001, unit(1)[:64]).take(torch.arange(20_001))
-    assert torch.equal(found.sort().values, torch.arange(20_001 - 20_001 % agreement.STRETCH_NUMBERS))
+    assert torch.equal(found.sort().values, torch.arange(20_001 - 20_001 % trust.STRETCH_NUMBERS))
 
 
 def test_where_a_sample_lies_follows_from_a_secret() -> None:
@@ -153,8 +153,8 @@ def test_a_short_vector_is_its_own_sample() -> None:
 
 
 def test_more_partners_than_are_usually_known_are_all_judged() -> None:
-    partners = [(PeerId(str(number)), unit(number)) for number in range(deviations.MOST_KNOWN + 8)]
+    partners = [(PeerId(str(number)), unit(number)) for number in range(trust.MOST_KNOWN + 8)]
     known = Agreement()
     assert len(known.trust(unit(0), partners)) == len(partners)
     known.trust(unit(1), partners[:3])
-    assert len(known.deviations.known) <= deviations.MOST_KNOWN
+    assert len(known.deviations.known) <= trust.MOST_KNOWN

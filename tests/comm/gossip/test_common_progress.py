@@ -2,8 +2,7 @@
 
 import pytest
 
-from decentral.comm.gossip.common_progress import CommonProgress
-from decentral.comm.gossip.deviations import MOST_KNOWN
+from decentral.comm.gossip.trust import MOST_KNOWN, CommonProgress
 from decentral.core import rng
 from decentral.core.ids import PeerId
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decentral.comm.gossip.copies import MERGES_KEPT, CopiedParts, CountedWindows, copied_parts
+from decentral.comm.gossip.trust import MERGES_KEPT, CopiedParts, CountedWindows, copied_parts
 from decentral.core.ids import PeerId
 
 SIZE = 4000

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from decentral.comm.gossip import deviations
-from decentral.comm.gossip.deviations import Deviations
+from decentral.comm.gossip import trust
+from decentral.comm.gossip.trust import Deviations
 from decentral.core import rng
 from decentral.core.ids import PeerId
 
@@ -53,7 +53,7 @@ def little(honest: list[Tensor], number: int) -> Tensor:
 
 def test_a_little_is_not_enough() -> None:
     counted = Swarm(little).after(WINDOWS)
-    assert max(one[-1] for one in counted[3 * deviations.PERIOD_WINDOWS :]) < 0.1
+    assert max(one[-1] for one in counted[3 * trust.PERIOD_WINDOWS :]) < 0.1
 
 
 def test_honest_peers_count_whole_beside_a_liar_and_without_one() -> None:
@@ -89,11 +89,11 @@ def test_where_all_have_data_of_their_own_all_count_whole() -> None:
 
 
 def test_before_anything_is_old_all_count_whole() -> None:
-    assert Swarm(little).after(2 * deviations.PERIOD_WINDOWS - 1) == [[1.0] * 4] * (2 * deviations.PERIOD_WINDOWS - 1)
+    assert Swarm(little).after(2 * trust.PERIOD_WINDOWS - 1) == [[1.0] * 4] * (2 * trust.PERIOD_WINDOWS - 1)
 
 
 def test_what_is_known_of_partners_who_left_is_forgotten() -> None:
     known = Deviations()
     for number in range(50):
         known.unbiased(unit("ours"), [(PeerId(str(number)), unit(number))])
-    assert len(known.known) == deviations.MOST_KNOWN
+    assert len(known.known) == trust.MOST_KNOWN
