@@ -5,30 +5,32 @@ A peer whose window q_0 has n_0 tokens merges partners with pseudo-gradients q_i
     phi    <- phi - (1 - sum_i s_i) q_0 - sum_i s_i clip(|q_i|) q_i - sum_i s_i a_i clip(|phi - phi_i|) (phi - phi_i)
     s_i     = min(MOST_SHARE, t_i c_i / (n_0 + sum_j t_j c_j))                     the share of the merge
     t_i     = with_us_i min(unbiased_i, useful_i) plausible_i not_far_i new_i      trust in the window, from 0 to 1
-    c_i     = min(tokens_i, explained_i, TIMES_USUAL_TOKENS usual tokens)          the claim; of copies the smallest one
+    c_i     = min(tokens_i, explained_i, copied_i, TIMES_USUAL_TOKENS usual tokens)     the claim
     clip(x) = min(1, TIMES_USUAL usual(x) / x)
 
-`TokenClaims` has limited tokens_i before. comm/gossip/influence.py has s, explained, plausible and clip, and `Outliers`
-has not_far_i and a_i, the trust in slow weights; the other factors are here. Where our window has no step nothing can
-be compared: then t_i = 1 and c_i = tokens_i.
+`TokenClaims` has limited tokens_i before. copied_i is the claim of the window that i's is a copy of, or the usual one
+if that is more. comm/gossip/influence.py has s, explained, plausible and clip, and in `Outliers` not_far_i and a_i, the
+trust in slow weights; the other factors are here. Where our window has no step nothing can be compared: then t_i = 1
+and c_i = tokens_i.
 
 `saves` is the loss with one liar of five, over the loss without a liar: before the factor, and with all factors (for
-with_us, s and clip: without any factor, and with all). `costs` is measured where nobody lies. All factors together cost
-0.2% of the loss and, with invitations, 0.2% of the time (docs/results/security.md).
+with_us, s and clip: without any factor, and with all). `costs` is measured where nobody lies; its losses are over the
+loss without the factor. All factors cost 0.2% of the loss and, with invitations, 0.2% of the time
+(docs/results/security.md).
 
-    factor      rule, and its source                       saves                    costs
-    with_us     no negative cosine                         flipped 1.076, 1.001     no loss; with unbiased and useful
-                (FLTrust, arXiv 2012.13995)                opposed 1.055, 1.001     0.8 ms of a worker in each merge
-    unbiased    no lasting difference in one direction     little 1.030, 1.001      loss: equal devices 0.0%, speeds of
-                (1902.06156; history: 2012.10333)                                   1 to 1/10 up to 0.4%, with useful
-    useful      some common progress over windows          random 1.014, 1.004
+    factor       rule, and its source                      saves                  costs
+    with_us      no negative cosine                        flipped 1.076, 1.001   0.8 ms of a worker in each merge, with
+                 (FLTrust, arXiv 2012.13995)               opposed 1.055, 1.001   unbiased and useful
+    unbiased     no lasting difference in one direction    little 1.030, 1.001    loss: 1.000 where devices are equal,
+                 (1902.06156; history: 2012.10333)                                1.000 to 1.004 at speeds of 1 to 1/10,
+    useful       some common progress over windows         random 1.014, 1.004    with useful
                                                            zero 1.012, 1.002
-    new         the same window counts once                copied 1.055, 1.005      no loss; 0.3 ms in each merge
-                                                           belated 1.029, 1.008
-    a, not_far  slow weights near the median               hidden 1.164, 1.004      no loss; 1.8 ms in a merge with slow
-                (1803.01498)                               astray 1.413, 1.001      weights of 4 partners, 18 ms of 16
-    s, clip     bounds from honest training                tokens 1.89, 1.001       no loss
-                (2202.01545, 2012.10333)                   grown 410, 0.999
+    new, copied  the same window counts once               copied 1.055, 1.005    0.3 ms in each merge; loss: 0.988 to
+                                                           belated 1.029, 1.008   1.008
+    a, not_far   slow weights near the median              hidden 1.164, 1.004    1.8 ms in a merge with slow weights of
+                 (1803.01498)                              astray 1.413, 1.001    4 partners, 18 ms of 16; loss: 0.999
+    s, clip      bounds from honest training               tokens 1.89, 1.001     not measured alone
+                 (2202.01545, 2012.10333)                  grown 410, 0.999
 
 A copy under noise that is twice as long (`blurred`) costs 3.8%, and no factor prevents that. What factors know of
 earlier windows is lost in a restart; with_us, s and clip need none of it.
@@ -48,8 +50,7 @@ from torch.nn.functional import normalize
 from decentral.comm.codecs import blockwise
 from decentral.comm.codecs.sections import Codecs
 from decentral.comm.gossip import influence
-from decentral.comm.gossip.influence import Experience
-from decentral.comm.gossip.outliers import Outliers
+from decentral.comm.gossip.influence import COMPARED_NUMBERS, MOST_KNOWN, Experience, Outliers
 from decentral.comm.gossip.update_rules import Parts, Window
 from decentral.core import rng
 from decentral.core.ids import PeerId
@@ -58,9 +59,7 @@ from decentral.core.latest import keep_latest
 STRETCHES = 128
 STRETCH_NUMBERS = 256
 SECRET_NUMBERS = 64  # of our residual, from which the sample's places follow
-COMPARED_NUMBERS = 8192  # of a window that are looked at: chance alone makes a cosine of 0.02 of so many
-NOISE = 2.0  # standard deviations of a cosine of unrelated vectors: what chance may make of one
-MOST_KNOWN = 16  # partners whose history is kept, or all of a window, if they are more
+NOISE = 2.0  # standard deviations of a cosine of unrelated vectors: chance makes 0.02 of COMPARED_NUMBERS
 
 # with_us
 MOST_TIMES_OURS = 10.0  # a partner's window is no longer than so many of ours: no product of the two is too large
@@ -286,12 +285,11 @@ class CopiedParts(NamedTuple):
     in one of the last merges it is plain: a copy that comes after it counts for nothing.
 
     How alike honest windows are depends on their length and on how far training is: cosines of 0.05 to 0.7. So what
-    counts is how far the cosine of two is above what is usual, as a part of what is left to 1: (cosine - usual) /
-    (1 - usual). Usual is what is so among us and the partners of a merge, or with us over many windows
-    (`CommonProgress`) if that is more: one partner that sends noise must not make copies of all others. Of honest pairs
-    97 in 100 are below 0.05 where devices are equal, and below 0.3 where one is ten times as fast as another; only in
-    the first ten windows of all they can be anywhere. In a model of few numbers chance alone makes any cosine, so what
-    it makes counts as usual.
+    counts is (cosine - usual) / (1 - usual). Usual is what is so among us and the partners of a merge, or with us over
+    many windows (`CommonProgress`) if that is more: one partner that sends noise must not make copies of all others. Of
+    honest pairs 97 in 100 are below 0.05 where devices are equal, and below 0.3 where one is ten times as fast as
+    another; only in the first ten windows of all they can be anywhere. In a model of few numbers chance alone makes any
+    cosine, so what it makes counts as usual.
     """
 
     counted: list[float]  # of our own window, or of one that has counted before

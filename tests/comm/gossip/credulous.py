@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from decentral.comm.gossip.influence import Experience
-from decentral.comm.gossip.outliers import Outliers
+from decentral.comm.gossip.influence import Experience, Outliers
 from decentral.comm.gossip.pull_rule import PullRule
 from decentral.comm.gossip.trust import Agreement, CopiedParts, CountedWindows, PartnerHistory
 from decentral.comm.gossip.update_rules import UpdateRule

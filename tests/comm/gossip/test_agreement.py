@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from decentral.comm.codecs import blockwise
-from decentral.comm.gossip import trust
+from decentral.comm.gossip import influence, trust
 from decentral.comm.gossip.trust import Agreement, WindowSample
 from decentral.core import rng
 from decentral.core.ids import PeerId
@@ -131,7 +131,7 @@ def test_a_sample_has_the_numbers_at_its_places(elements: int) -> None:
 def test_the_first_part_of_a_sample_is_from_the_whole_vector(elements: int) -> None:
     """It was the embedding's part of a small model, and the first quarter of any: a liar had the rest for itself."""
     places = torch.arange(elements, dtype=torch.float32)
-    found = WindowSample.drawn(elements, unit(1)[:64]).take(places)[: trust.COMPARED_NUMBERS] / elements
+    found = WindowSample.drawn(elements, unit(1)[:64]).take(places)[: influence.COMPARED_NUMBERS] / elements
     quarters = torch.histc(found, bins=4, min=0.0, max=1.0) / len(found)
     assert quarters.min() > 0.1
 
@@ -153,8 +153,8 @@ def test_a_short_vector_is_its_own_sample() -> None:
 
 
 def test_more_partners_than_are_usually_known_are_all_judged() -> None:
-    partners = [(PeerId(str(number)), unit(number)) for number in range(trust.MOST_KNOWN + 8)]
+    partners = [(PeerId(str(number)), unit(number)) for number in range(influence.MOST_KNOWN + 8)]
     known = Agreement()
     assert len(known.trust(unit(0), partners)) == len(partners)
     known.trust(unit(1), partners[:3])
-    assert len(known.deviations.known) <= trust.MOST_KNOWN
+    assert len(known.deviations.known) <= influence.MOST_KNOWN

@@ -2,7 +2,8 @@
 
 import pytest
 
-from decentral.comm.gossip.trust import MOST_KNOWN, CommonProgress
+from decentral.comm.gossip.influence import MOST_KNOWN
+from decentral.comm.gossip.trust import CommonProgress
 from decentral.core import rng
 from decentral.core.ids import PeerId
 

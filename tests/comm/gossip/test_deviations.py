@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decentral.comm.gossip import trust
+from decentral.comm.gossip import influence, trust
 from decentral.comm.gossip.trust import Deviations
 from decentral.core import rng
 from decentral.core.ids import PeerId
@@ -96,4 +96,4 @@ def test_what_is_known_of_partners_who_left_is_forgotten() -> None:
     known = Deviations()
     for number in range(50):
         known.unbiased(unit("ours"), [(PeerId(str(number)), unit(number))])
-    assert len(known.known) == trust.MOST_KNOWN
+    assert len(known.known) == influence.MOST_KNOWN

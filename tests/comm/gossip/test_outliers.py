@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decentral.comm.gossip.outliers import EARLY_MERGES, MOST_KNOWN, Outliers
+from decentral.comm.gossip.influence import EARLY_MERGES, MOST_KNOWN, Outliers
 from decentral.core.ids import PeerId
 
 SIZE = 400
