@@ -18,13 +18,11 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from decentral.comm.gossip import snapshots
-from decentral.comm.gossip.snapshots import SnapshotStore, contribution, pick
+from decentral.comm.gossip.snapshots import FragmentContext, SnapshotStore, TokenClaims, contribution, pick
 from decentral.comm.gossip.tags import BlockingPullTag, ExchangeTag, PullTag
-from decentral.comm.gossip.token_claims import TokenClaims
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_PATIENCE_S, Pull, Refused, Snapshot
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Event
-from decentral.core.algorithms import FragmentContext
 from decentral.core.fragments import Layout, layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.jobs import CloseWindow, Contribution, Merge, Merged, Rest, SectionsEncoded, WindowClosed

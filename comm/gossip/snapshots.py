@@ -1,22 +1,32 @@
-"""Snapshots of an exchange: described, checked, and stored for others to pull."""
+"""What the machine of one fragment's exchanges (comm/gossip/exchange.py) knows and keeps.
 
-from collections import deque
+FragmentContext, GossipView     what the node tells the machine: when windows end, and what is known of the swarm
+describe, check                 the header of a snapshot of ours, and why one of a partner is refused
+SnapshotStore                   our latest snapshots, from which partners pull
+TokenClaims                     how many tokens of a partner's snapshot are believed
+"""
+
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import TYPE_CHECKING, Protocol
 
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Pull, Refused, Snapshot
 from decentral.comm.wire.transport import Effect, Reply
-from decentral.core.algorithms import FragmentContext
 from decentral.core.fragments import Layout, layout_bytes
-from decentral.core.ids import PeerId
+from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Contribution, EncodeSections, SectionsEncoded, WindowClosed
 from decentral.core.latest import keep_latest
-from decentral.core.reasons import Reason
+from decentral.core.machine import Log, log
+from decentral.core.reasons import Reason, known_reason
 from decentral.core.synthetic import joined
 from decentral.core.units import Seconds
+
+if TYPE_CHECKING:
+    from decentral.core.config import GossipConfig
 
 CLOCK_SKEW_S = 10.0  # a snapshot may be this far in the future
 SNAPSHOTS_KEPT = 2  # the last one, and the one before for a partner that is a round behind, where merges block
@@ -25,6 +35,103 @@ MOST_PARTS = 3  # answers of a snapshot that are kept: those with all its sectio
 MAX_WAITING_PULLS = 256  # questions that wait for a snapshot which is not there yet
 ASKED_LATE_WINDOWS = 32  # in which more sections are made at once, after somebody has asked for them late
 LATE = 0.5  # of a window: who asks later after its end has windows that do not end when ours do
+CLAIM_SLACK = 2.0  # times the published speed, which is a mean and follows a change late
+CLAIM_BURST_S = 60.0  # of the published speed: what one claim may hold
+MOST_BUDGETS = 1024  # partners; who is forgotten begins with a full budget, as a newcomer does
+
+
+class GossipView(Protocol):
+    """What gossip needs to know of the swarm; peers/runtime/peer_selection.py knows it from the roster and the
+    meter."""
+
+    def partners(self, fragment: int, now: Seconds) -> Sequence[PeerId]:
+        """The peers to exchange with in this window."""
+
+    def holders(self, fragment: int) -> Sequence[PeerId]:
+        """All other peers that hold the fragment and train."""
+
+    def tokens_per_s(self, peer: PeerId, fragment: int) -> float:
+        """The speed at which that peer can train the fragment at most, by its record; 0: not published yet."""
+
+    def deadline_s(self, peer: PeerId, size: int) -> Seconds:
+        """How long a transfer of `size` bytes from that peer may take."""
+
+    def window_s(self) -> Seconds:
+        """The length of the shortest windows."""
+
+    def period_s(self, fragment: int, size: int) -> Seconds:
+        """Seconds between two windows of a fragment whose snapshots have `size` bytes: a multiple of `window_s`."""
+
+    def is_thin(self, fragment: int, size: int) -> bool:
+        """Whether our link, and nothing else, would stretch the fragment's windows with snapshots of `size` bytes."""
+
+
+@dataclass(slots=True)
+class ExchangeCounts:
+    """Counters of the exchanges that a peer has ended, all fragments together."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[tuple[str, ...]] = field(default_factory=Counter)  # keyed by (outcome, reason)
+
+    def add(self, outcome: str, reason: str) -> None:
+        self.outcomes[outcome] += 1
+        self.reasons[outcome, known_reason(reason)] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentContext:
+    """What the exchange machine of one fragment is told when it is made."""
+
+    run: RunId
+    peer: PeerId  # ourselves
+    fragment: int
+    phase: float  # when its windows end, as a part of the period
+    gossip: "GossipConfig"
+    view: GossipView
+    counts: ExchangeCounts = field(default_factory=ExchangeCounts)  # of all fragments of this peer
+    restored_at: Seconds = 0.0  # what was published before it may be in the checkpoint that this peer goes on from
+    fresh_s: Seconds = 60.0  # a snapshot that is no older is merged
+
+    def period_s(self, size: int) -> Seconds:
+        """Seconds between two windows of the fragment, where its snapshots have `size` bytes."""
+        return self.view.period_s(self.fragment, size)
+
+    def next_close(self, now: Seconds, size: int) -> Seconds:
+        """When the fragment's next window ends: at the same instants on every peer that has the same phase.
+
+        Aligned windows make fresh partners: their snapshots are as old as the exchange takes, not half a window
+        older (docs/CONVERGENCE.md has what that is worth). Clocks need agree to a small part of the period only. Where
+        windows are stretched, fragments take turns at the ends of the shortest windows; so a peer whose windows are
+        twice as long as its partner's ends each of them together with one of the partner's.
+        """
+        period_s, window_s = self.period_s(size), self.view.window_s()
+        turn = self.fragment % max(1, round(period_s / window_s))
+        offset = window_s * (turn + self.phase)
+        end = ((now - offset) // period_s + 1) * period_s + offset
+        return end if end > now else end + period_s  # at a window's end, rounding may give that end again
+
+    def partners(self, now: Seconds) -> Sequence[PeerId]:
+        return self.view.partners(self.fragment, now)
+
+    def max_age_s(self, size: int) -> Seconds:
+        """An older snapshot is not merged. One of a partner whose windows are long may be as old as two of them."""
+        return max(self.fresh_s, 2 * self.period_s(size))
+
+    def exchange_ended(
+        self, partner: PeerId | None, outcome: str, reason: str, seconds: Seconds, moved: tuple[int, int] = (0, 0)
+    ) -> Log:
+        """Count an exchange, and return the journal's line about it; `moved` is the bytes sent and received."""
+        self.counts.add(outcome, reason)
+        return log(
+            "exchange",
+            fragment=self.fragment,
+            partner=partner,
+            outcome=outcome,
+            reason=reason,
+            seconds=round(seconds, 4),
+            sent_bytes=moved[0],
+            received_bytes=moved[1],
+        )
 
 
 def describe(context: FragmentContext, closed: WindowClosed, now: Seconds) -> Snapshot:
@@ -190,3 +297,26 @@ class SnapshotStore:
             return []
         self.making = True
         return [EncodeSections(newest.snapshot.fragment, newest.snapshot.seq)]
+
+
+@dataclass(slots=True)
+class TokenClaims:
+    """How many tokens partners may have trained of one fragment, by the speeds that their records publish.
+
+    Each partner has a budget, which grows CLAIM_SLACK times as fast as its published speed, up to CLAIM_BURST_S of it:
+    steps may be longer than windows, and a partner is not asked in all of its windows. A claim takes from the budget,
+    so over time no more is believed than that. Inflating the published speed backfires: others send more work.
+    """
+
+    left: dict[PeerId, tuple[Seconds, float]] = field(default_factory=dict)  # tokens, and at which time
+
+    def believed(self, peer: PeerId, tokens: int, tokens_per_s: float, now: Seconds) -> int:
+        """What we believe of a claim. Of a peer that has published no speed yet all is believed."""
+        if tokens_per_s <= 0:
+            return tokens
+        most = CLAIM_SLACK * CLAIM_BURST_S * tokens_per_s
+        since, left = self.left.get(peer, (now, most))
+        budget = min(most, left + CLAIM_SLACK * tokens_per_s * max(0.0, now - since))
+        believed = min(tokens, int(budget))
+        keep_latest(self.left, peer, (now, budget - believed), MOST_BUDGETS)
+        return believed

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from decentral.comm.gossip.exchange import PullExchange
+from decentral.comm.gossip.snapshots import ExchangeCounts, FragmentContext
 from decentral.comm.wire.messages import MOST_FOLLOWED, Refused
 from decentral.comm.wire.transport import Effect, Event
-from decentral.core.algorithms import ExchangeCounts, FragmentContext
 from decentral.core.choices import ALGORITHMS, Algorithm
 from decentral.core.fragments import Fragment
 from decentral.core.machine import Woke, earliest

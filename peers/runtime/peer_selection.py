@@ -1,6 +1,6 @@
 """Peer selection: which peers each machine asks, and how long it waits for them.
 
-The roster says who holds what and who trains, the meter what the links carry. Exchanges (core/algorithms.py,
+The roster says who holds what and who trains, the meter what the links carry. Exchanges (comm/gossip/snapshots.py,
 GossipView), rounds (comm/rounds/round.py, RoundView), moves and newcomers see no more of the swarm than this. Routes
 have their own view of it, peers/runtime/route_planner.py. How often it exchanges is a matter of its own,
 peers/runtime/window_lengths.py. What is kept here holds until the roster's next change: each answer is what is known

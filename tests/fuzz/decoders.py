@@ -19,7 +19,7 @@ from hivemind.dht.validation import DHTRecord
 from decentral.comm.codecs import blockwise
 from decentral.comm.gossip import update_rules
 from decentral.comm.gossip.outer_kernels import TorchKernels
-from decentral.comm.gossip.token_claims import TokenClaims
+from decentral.comm.gossip.snapshots import TokenClaims
 from decentral.comm.net import libp2p, libp2p_directory, libp2p_services
 from decentral.comm.pipeline import activations
 from decentral.comm.rounds import contributions
@@ -399,7 +399,7 @@ DECODERS: dict[str, Decoder] = {
     ),
     "activation": Decoder(activation, ("comm.pipeline.activations.unpack", "comm.pipeline.activations._decode")),
     "gradient": Decoder(gradient, ("comm.pipeline.activations.decode_gradient",)),
-    "token_claim": Decoder(token_claim, ("comm.gossip.token_claims.believed",)),
+    "token_claim": Decoder(token_claim, ("comm.gossip.snapshots.believed",)),
     "journal_file": Decoder(
         journal_file,
         (

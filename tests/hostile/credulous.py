@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from decentral.comm.gossip import influence, pull_rule
-from decentral.comm.gossip.token_claims import TokenClaims
+from decentral.comm.gossip.snapshots import TokenClaims
 from tests.comm.gossip.credulous import no_history
 
 Replace = Callable[[object, str, Any], None]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from decentral.comm.gossip import influence, pull_rule
-from decentral.comm.gossip.token_claims import TokenClaims
+from decentral.comm.gossip.snapshots import TokenClaims
 from decentral.comm.gossip.trust import PartnerHistory
 from decentral.core.ids import PeerId
 from tests.hostile.credulous import without_defences

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from decentral.comm.gossip import exchange, snapshots
 from decentral.comm.gossip.pull_rule import PullRule
+from decentral.comm.gossip.snapshots import FragmentContext
 from decentral.comm.pipeline import ledger
 from decentral.comm.wire import blobs
-from decentral.core.algorithms import FragmentContext
 from decentral.core.units import Seconds
 from decentral.engine import checkpoint
 from decentral.scheduler.placement import move, plans

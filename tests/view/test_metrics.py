@@ -15,7 +15,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from decentral.core.algorithms import ExchangeCounts
+from decentral.comm.gossip.snapshots import ExchangeCounts
 from decentral.core.time_spent import TimeSpent
 from decentral.peers.runtime.host import Host
 from decentral.view import metrics_server

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from itertools import count
 
 from decentral.comm.gossip.exchange import DOUBTED_WINDOWS, PullExchange
+from decentral.comm.gossip.snapshots import FragmentContext
 from decentral.comm.wire.transport import Ask, AskFailed
-from decentral.core.algorithms import FragmentContext
 from decentral.core.config import GossipConfig
 from decentral.core.fragments import Section
 from decentral.core.ids import PeerId, RunId

@@ -4,10 +4,10 @@ The codec refuses an empty reason, so this holds the machine to it that gets its
 """
 
 from decentral.comm.gossip.exchange import PullExchange
+from decentral.comm.gossip.snapshots import FragmentContext
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Refused
 from decentral.comm.wire.transport import Answered, Ask
-from decentral.core.algorithms import FragmentContext
 from decentral.core.config import GossipConfig
 from decentral.core.fragments import Section
 from decentral.core.ids import PeerId, RunId

@@ -3,14 +3,14 @@
 import pytest
 
 from decentral.comm.gossip import snapshots
+from decentral.comm.gossip.snapshots import FragmentContext
 from decentral.comm.wire import blobs
 from decentral.comm.wire.messages import Snapshot
-from decentral.core.algorithms import FragmentContext
 from decentral.core.config import GossipConfig
 from decentral.core.fragments import Section
 from decentral.core.ids import PeerId, RunId
 from decentral.core.reasons import Reason
-from tests.core.test_windows import Stretched
+from tests.comm.gossip.test_windows import Stretched
 
 LAYOUT, BLOB, NOW = (Section("phi", "fp32", 1, 4),), b"1234", 100.0
 

@@ -1,6 +1,6 @@
 """A partner's claims of tokens are believed as far as its published speed explains them."""
 
-from decentral.comm.gossip.token_claims import CLAIM_BURST_S, CLAIM_SLACK, MOST_BUDGETS, TokenClaims
+from decentral.comm.gossip.snapshots import CLAIM_BURST_S, CLAIM_SLACK, MOST_BUDGETS, TokenClaims
 from decentral.core.ids import PeerId
 
 PEER, SPEED = PeerId("B"), 1000.0  # tokens/s

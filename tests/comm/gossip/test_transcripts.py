@@ -23,12 +23,11 @@ from pathlib import Path
 import pytest
 
 from decentral.comm.gossip.exchange import PullExchange
-from decentral.comm.gossip.snapshots import pick
+from decentral.comm.gossip.snapshots import FragmentContext, pick
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Done, Message, Pull, Refused, Snapshot
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Event, Reply
-from decentral.core.algorithms import FragmentContext
 from decentral.core.config import GossipConfig
 from decentral.core.fragments import Section
 from decentral.core.ids import PeerId, RunId

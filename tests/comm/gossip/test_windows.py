@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decentral.comm.gossip.exchange import PullExchange
-from decentral.core.algorithms import FragmentContext
+from decentral.comm.gossip.snapshots import FragmentContext
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId, RunId
 from decentral.core.units import Seconds
