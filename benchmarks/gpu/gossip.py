@@ -22,7 +22,7 @@ from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.data import corpora
 from decentral.engine.compute import Compute, ComputeSetup
-from decentral.engine.device_copies import copy_in, copy_out
+from decentral.engine.fragment import copy_in, copy_out
 from decentral.engine.measure import measure as measured
 
 WINDOW_S = 0.5

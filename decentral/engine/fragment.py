@@ -4,10 +4,15 @@ Each parameter is a view into its fragment's vector, so that gossip, averaging a
 operations per fragment, however many tensors the layers have. Within a fragment the matrices that Muon trains come
 first: with `train.optimizer: muon` those of all layers but the model's first and last. AdamW trains the others: first
 the decayed ones (matrices), then those that are not (gains).
+
+`copy_out` and `copy_in` move such a vector between a device and host memory, and the training thread need not wait. On
+a GPU it only puts a copy within the device into its stream; the way to host memory and back is a side stream's, from
+and to pinned memory, and the worker waits for it. On the CPU both are the same memory, and a copy is a copy.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -90,7 +95,10 @@ class Live:
         self.compute_with(self.theta)
 
     def compute_with(self, weights: Tensor) -> None:
-        """Makes the layers compute with this vector [n]. All but backward passes and steps goes by theta even so."""
+        """Makes the layers compute with this vector [n].
+
+        Only passes use these weights; optimizer, gossip and checkpoints keep using theta.
+        """
         shapes = [parameter.shape for parameter in self._parameters]
         for parameter, weight in zip(self._parameters, views(weights, shapes), strict=True):
             parameter.data = weight
@@ -306,3 +314,48 @@ def rate_at(train: config.TrainConfig, lr_step: int, own_steps: int) -> float:
         return train.peak_rate * warm
     left = max(0.0, 1 - max(0, lr_step - train.warmup_steps) / max(1, train.total_steps - train.warmup_steps))
     return train.peak_rate * warm * (FINAL_RATE + (1 - FINAL_RATE) * left)
+
+
+Arrive = Callable[[], None]
+"""Waits until the copy is in host memory; to be called beside training."""
+
+
+def copy_out(live: Live, into: Tensor) -> Arrive:
+    """At a step edge: takes theta as it is now. It is in `into` [n], fp32 in host memory, after `Arrive`."""
+    if live.theta.device.type == "cpu":
+        live.copy_theta(into)
+        return lambda: None
+    staged = torch.empty(into.shape, dtype=into.dtype, device=live.theta.device)
+    live.copy_theta(staged)
+    taken = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    taken.record(torch.cuda.current_stream(staged.device))  # without it: the stream of the current device, GPU 0
+
+    def arrive() -> None:
+        side = _side_stream(staged.device)
+        with torch.cuda.stream(side):
+            side.wait_event(taken)
+            into.copy_(staged, non_blocking=True)
+        side.synchronize()  # so that the staged copy may be freed, and host memory read
+
+    return arrive
+
+
+def copy_in(vector: Tensor, device: torch.device) -> Tensor:
+    """Beside training: a vector [n] in host memory, on the device; what follows in any stream finds it there.
+
+    Its memory is the side stream's. Training's stream may be behind: it is not free for the next copy before that has
+    done what it was given with the vector until the vector was let go of.
+    """
+    if device.type == "cpu":
+        return vector
+    side = _side_stream(device)
+    with torch.cuda.stream(side):
+        on_device = vector.to(device, non_blocking=True)
+    on_device.record_stream(torch.cuda.current_stream(device))
+    side.synchronize()
+    return on_device
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -22,8 +22,7 @@ from decentral.core.errors import ProtocolError
 from decentral.core.fragments import Layout
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
-from decentral.engine.device_copies import copy_in, copy_out
-from decentral.engine.fragment import Live
+from decentral.engine.fragment import Live, copy_in, copy_out
 from decentral.engine.threads import Phase, Program, finish
 
 Steps = Generator[Phase, None, None]

@@ -14,7 +14,7 @@ from decentral.comm.gossip.kernels_cpu import CompiledKernels
 from decentral.comm.gossip.outer_kernels import OuterKernels, OuterVectors, Weighted
 from decentral.core import jobs
 from decentral.engine.compute import Compute, ComputeSetup
-from decentral.engine.device_copies import copy_in
+from decentral.engine.fragment import copy_in
 from decentral.engine.muon import muon_step
 from decentral.engine.step import Device
 
