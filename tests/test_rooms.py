@@ -136,7 +136,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
     },
     "time": {
         "comm.net": "libp2p streams",
-        "engine": "compute counters measure stage_runner step threads",
+        "engine": "compute measure stage_runner step threads",
         "peers.runtime": "clock host",
         "peers.startup": "reach_swarm",
         "serving": "replies served_model",

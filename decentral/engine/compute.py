@@ -25,8 +25,7 @@ from decentral.core.units import Seconds
 from decentral.data.source import Reading, TrainingData
 from decentral.engine import checkpoint, measure
 from decentral.engine.checkpoint import MicroBatchNumbers, RetainedStateStore
-from decentral.engine.gossip_jobs import Pause
-from decentral.engine.job_runner import JobRunner, time_kind
+from decentral.engine.job_runner import JobRunner, Pause, time_kind
 from decentral.engine.span import Span
 from decentral.engine.step import Device, held_out_part, parts_of, train_step
 from decentral.engine.threads import Failure, JobThreads, Phase, Program
@@ -240,7 +239,7 @@ class Compute(JobRunner):
     def _start(self, newcomer: bool) -> jobs.Started:
         self.span.clear_sums()
         self.span.draw()
-        if self.gossip.pause is Pause.BEFORE_START:  # a peer that fell behind and begins again accounts for that, too
+        if self.pause is Pause.BEFORE_START:  # a peer that fell behind and begins again accounts for that, too
             self.counters.time.take(self.threads.take_beside_s())
         return super()._start(newcomer)
 

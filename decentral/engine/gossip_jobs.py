@@ -8,7 +8,6 @@ before it moves anything; the numerics are in the update rules of comm/gossip an
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from decentral.comm.codecs.sections import Codecs, Packer, unpack
 from decentral.comm.gossip import update_rules
 from decentral.comm.gossip.update_rules import Correction, Parts, RuleTools, UpdateRule, Window
 from decentral.core import config, jobs
-from decentral.core.choices import ALGORITHMS
 from decentral.core.errors import ProtocolError
 from decentral.core.fragments import Layout
 from decentral.core.ids import PeerId
@@ -136,19 +134,11 @@ def unpacked(
     return {fragment: unpack(codecs, layout, blob) for fragment, layout, blob in blobs}
 
 
-class Pause(Enum):
-    """Why training takes no steps of its own, whatever is merged."""
-
-    BEFORE_START = auto()
-    EVERY_ROUND = auto()  # with exact gradients: each round's step is a job
-
-
 class FragmentGossip:
     """A peer's fragments and their rules. Its programs run in the phases of engine/threads.py."""
 
     def __init__(self, gossip: config.GossipConfig, peer: PeerId, tools: RuleTools) -> None:
         self.tools, self.gossip, self.peer = tools, gossip, peer
-        self.pause: Pause | None = Pause.BEFORE_START
         self.merging: set[int] = set()  # the fragments whose merges training waits for
         self.steps_to_edge: Callable[[], int] = lambda: 0  # until a correction is added that is made now
         self._by_index: dict[int, GossipedFragment] = {}
@@ -183,7 +173,7 @@ class FragmentGossip:
                 return self._export(fragment)
 
     def begin(self, newcomer: bool) -> None:
-        self.pause, self.merging = Pause.EVERY_ROUND if ALGORITHMS[self.gossip.algorithm].exact else None, set()
+        self.merging = set()
         for gossiped in self.fragments:
             gossiped.newcomer = newcomer
 

@@ -37,9 +37,8 @@ from decentral.core.ids import PeerId
 from decentral.data import corpora
 from decentral.data.source import Reading
 from decentral.engine import measure
-from decentral.engine.counters import Counters
 from decentral.engine.fragment import Inner, Live, fragments_of
-from decentral.engine.step import Chain, Device, ModelForward, Replica, train_step
+from decentral.engine.step import Chain, Counters, Device, ModelForward, Replica, train_step
 from decentral.model import decoder
 
 STEP_S = 600.0  # a rank for which the others wait this long within a step has hung

@@ -8,15 +8,16 @@ sim/surrogate_stages.py of a few numbers for each fragment.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from enum import Enum, auto
 from typing import Protocol
 
 from decentral.core import jobs
 from decentral.core.errors import ProtocolError
 from decentral.core.fragments import FORWARD_PART, Fragment, forward_part, share
 from decentral.engine.checkpoint import MicroBatchNumbers
-from decentral.engine.counters import Counters
 from decentral.engine.gossip_jobs import FragmentGossip
 from decentral.engine.span_change import HeldSpan, RetainedStore, change_span
+from decentral.engine.step import Counters
 from decentral.engine.threads import Phase, Program, finish
 
 
@@ -51,6 +52,13 @@ class StageLayers(Protocol):
     def apply(self, lr_step: int, slot: int) -> jobs.AppliedTokens: ...
 
 
+class Pause(Enum):
+    """Why training takes no steps of its own, whatever is merged."""
+
+    BEFORE_START = auto()
+    EVERY_ROUND = auto()  # with exact gradients: each round's step is a job
+
+
 class WorkingSpan(HeldSpan, Protocol):
     @property
     def stages(self) -> StageLayers: ...
@@ -82,6 +90,7 @@ class JobRunner(ABC):
     ) -> None:
         self.span, self.retained, self.numbers, self.synchronous = span, retained, numbers, synchronous
         self.counters = Counters()
+        self.pause: Pause | None = Pause.BEFORE_START
         self.restored = False  # whether this peer goes on from a checkpoint
 
     @property
@@ -99,7 +108,7 @@ class JobRunner(ABC):
     @property
     def waits(self) -> bool:
         """Whether only a job can move this peer: training waits for merges, or it holds only a part of the model."""
-        paused = self.gossip.pause is not None or bool(self.gossip.merging)
+        paused = self.pause is not None or bool(self.gossip.merging)
         return paused or len(self.fragments) < len(self.span.cuts)
 
     def retained_states(self) -> jobs.RetainedStates:
@@ -216,6 +225,7 @@ class JobRunner(ABC):
 
     def _start(self, newcomer: bool) -> jobs.Started:
         self.gossip.begin(newcomer)
+        self.pause = Pause.EVERY_ROUND if self.synchronous else None
         return jobs.Started(self.lr_step)
 
     @abstractmethod

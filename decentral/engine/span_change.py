@@ -12,8 +12,8 @@ from decentral.core import jobs
 from decentral.core.errors import ProtocolError
 from decentral.core.fragments import Fragment, Layout
 from decentral.core.reasons import Reason
-from decentral.engine.counters import Counters
 from decentral.engine.gossip_jobs import FragmentGossip, unpacked
+from decentral.engine.step import Counters
 from decentral.model.start_weights import StartWeightsError
 
 RetainedState = tuple[int, Layout, bytes]

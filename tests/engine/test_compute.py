@@ -20,7 +20,7 @@ from decentral.core.jobs import Contribution
 from decentral.core.time_spent import NO_TIME
 from decentral.engine import checkpoint
 from decentral.engine.compute import Compute, ComputeSetup
-from decentral.engine.counters import TimeAccount
+from decentral.engine.step import TimeAccount
 
 MakeSetup = Callable[..., ComputeSetup]
 ALGORITHMS = ["pull", "allreduce"]

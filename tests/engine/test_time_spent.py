@@ -21,8 +21,8 @@ from decentral.core.journal.file import Journal
 from decentral.core.machine import Log
 from decentral.engine import threads as job_phases
 from decentral.engine.compute import Compute, ComputeSetup
-from decentral.engine.counters import TimeAccount
 from decentral.engine.fragment import Live
+from decentral.engine.step import TimeAccount
 from decentral.peers.runtime.progress import TrainingProgress
 from decentral.view import summary
 from tests.patient_time import LIMIT_S

@@ -7,7 +7,7 @@ import pytest
 from decentral.core import rng
 from decentral.core.jobs import Stepped
 from decentral.core.time_spent import KINDS, NO_TIME, TimeSpent
-from decentral.engine.counters import Counters, TimeAccount
+from decentral.engine.step import Counters, TimeAccount
 
 
 class Clock:
