@@ -2,7 +2,7 @@
 
 `load` also opens what data/stream.py streams; the rest is about tokens that are all at hand.
 
-A fixed share of the tokens is held out, chosen by the tokens themselves (data/held_out.py), so that peers with
+A fixed share of the tokens is held out, chosen by the tokens themselves (data/source.py), so that peers with
 different files hold out the same text. Micro-batch number k of a peer is a pure function of (seed, peer, k): the
 position in the data is one integer, and each peer has its own random stream.
 
@@ -22,8 +22,7 @@ from decentral.core import choices, config, rng
 from decentral.core.errors import UserError
 from decentral.data import token_file
 from decentral.data.data_files import left_out, visible
-from decentral.data.held_out import Runs, divide
-from decentral.data.source import MicroBatches, Reading, TrainingData, batch_of
+from decentral.data.source import MicroBatches, Reading, Runs, TrainingData, batch_of, divide
 from decentral.data.token_file import Tokens
 
 LEAST_WINDOWS = 20  # in the shortest text, each a token apart from the next

@@ -12,7 +12,7 @@ from decentral.core import config, rng
 from decentral.core.errors import UserError
 from decentral.data.corpora import Corpus
 from decentral.data.corpora import corpus as load
-from decentral.data.held_out import Runs
+from decentral.data.source import Runs
 
 CONTEXT = 16
 ENOUGH = 20 * (CONTEXT + 2)

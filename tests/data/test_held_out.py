@@ -5,7 +5,7 @@ import numpy.typing as npt
 import pytest
 
 from decentral.core import rng
-from decentral.data.held_out import Runs, divide
+from decentral.data.source import Runs, divide
 
 WINDOW, SHARE = 65, 0.1
 Tokens = npt.NDArray[np.uint16]
