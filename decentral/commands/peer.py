@@ -53,9 +53,9 @@ def _start(arguments: Sequence[str]) -> None:
     try:
         flags = parse(arguments)
         with shared.loading():
-            from decentral.engine import launch
+            from decentral.engine import launch, measure
             from decentral.peers.startup import start_peer
-        devices = launch.devices(flags.device, place)
+        devices = measure.devices(flags.device, place)
         if place and not flags.state_dir:
             raise UserError("a peer of several ranks needs --state-dir, so that it finds its checkpoint again")
         if flags.state_dir and ATTEMPT not in os.environ:  # ranks of our own launcher: it has looked

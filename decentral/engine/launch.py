@@ -34,23 +34,6 @@ from decentral.engine.island import BUCKET_BYTES, Island, follow
 RESTARTS = 100  # of an island; a device that fails every time must end it some day
 
 
-def devices(wanted: str, place: Place | None) -> list[str]:
-    """The devices of `--device`, one for each rank on this machine. Raises UserError unless they make one peer."""
-    names = wanted.split(",")
-    found = [measure.choose(name, "auto", 1.0, 0.0).device for name in names]
-    if len({device.type for device in found}) > 1:
-        raise UserError(f"--device {wanted}: the devices of one peer are of one type; start a peer for each type")
-    ranks = len(names) if place is None else place.local_size
-    if place is not None and len(names) == 1 and wanted in ("auto", "cpu", "cuda"):
-        names = [f"cuda:{rank}" if found[0].type == "cuda" else "cpu" for rank in range(ranks)]
-        found = [measure.choose(name, "auto", 1.0, 0.0).device for name in names]
-    if len(names) != ranks:
-        raise UserError(f"--device {wanted}: {ranks} ranks need a device each; name as many, or --device cuda")
-    if found[0].type == "cuda" and len({device.index or 0 for device in found}) < len(found):
-        raise UserError(f"--device {wanted} names a device twice; each rank needs its own")
-    return names
-
-
 def island(arguments: Sequence[str], flags: Namespace, names: Sequence[str]) -> int:
     """Runs this command as one rank for each device until it ends. Returns its exit code."""
     if names[0] == "cpu":

@@ -1,4 +1,4 @@
-"""Measurements of a device: FLOP/s of a matrix product, tokens/s on the run's model, and a good micro-batch size."""
+"""The devices that `--device` names, and of one its FLOP/s, tokens/s on the run's model, a good micro-batch."""
 
 import platform
 import time
@@ -9,6 +9,7 @@ import torch
 
 from decentral.core import config
 from decentral.core.errors import UserError
+from decentral.core.rank_place import Place
 from decentral.core.units import Measured, plural
 from decentral.engine import control_groups
 from decentral.engine.step import ALONE, Device, ModelForward, Ranks
@@ -33,6 +34,23 @@ def choose(wanted: str, dtype: str, throttle: float, emulated_s: float) -> Devic
         raise UserError(f"--device {wanted}: {torch.cuda.device_count()} CUDA devices are here; use --device cpu")
     chosen = "bfloat16" if dtype == "auto" and device.type == "cuda" else dtype.replace("auto", "float32")
     return Device(device, getattr(torch, chosen), throttle, emulated_s)
+
+
+def devices(wanted: str, place: Place | None) -> list[str]:
+    """The devices of `--device`, one for each rank on this machine. Raises UserError unless they make one peer."""
+    names = wanted.split(",")
+    found = [choose(name, "auto", 1.0, 0.0).device for name in names]
+    if len({device.type for device in found}) > 1:
+        raise UserError(f"--device {wanted}: the devices of one peer are of one type; start a peer for each type")
+    ranks = len(names) if place is None else place.local_size
+    if place is not None and len(names) == 1 and wanted in ("auto", "cpu", "cuda"):
+        names = [f"cuda:{rank}" if found[0].type == "cuda" else "cpu" for rank in range(ranks)]
+        found = [choose(name, "auto", 1.0, 0.0).device for name in names]
+    if len(names) != ranks:
+        raise UserError(f"--device {wanted}: {ranks} ranks need a device each; name as many, or --device cuda")
+    if found[0].type == "cuda" and len({device.index or 0 for device in found}) < len(found):
+        raise UserError(f"--device {wanted} names a device twice; each rank needs its own")
+    return names
 
 
 def measure(

@@ -13,7 +13,7 @@ from decentral.commands import peer
 from decentral.core import rank_place
 from decentral.core.errors import UserError
 from decentral.core.rank_place import Place
-from decentral.engine import launch
+from decentral.engine import launch, measure
 from tests.commands.peer_processes import TINY, Peers, exchanged
 from tests.patient_time import LIMIT_S
 
@@ -35,8 +35,8 @@ def under_torchrun(ranks: int) -> Place:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_one_device_is_named_for_each_rank() -> None:
-    assert launch.devices("cuda:0,cuda:1", None) == ["cuda:0", "cuda:1"]
-    assert launch.devices("cuda:1", None) == ["cuda:1"]
+    assert measure.devices("cuda:0,cuda:1", None) == ["cuda:0", "cuda:1"]
+    assert measure.devices("cuda:1", None) == ["cuda:1"]
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -52,21 +52,21 @@ def test_one_device_is_named_for_each_rank() -> None:
 )
 def test_devices_that_make_no_peer(wanted: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        launch.devices(wanted, None)
+        measure.devices(wanted, None)
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_under_torchrun_each_rank_has_the_gpu_of_its_number() -> None:
-    assert launch.devices("auto", under_torchrun(2)) == ["cuda:0", "cuda:1"]
-    assert launch.devices("cuda:1,cuda:0", under_torchrun(2)) == ["cuda:1", "cuda:0"]
-    assert launch.devices("cpu", under_torchrun(3)) == ["cpu"] * 3
+    assert measure.devices("auto", under_torchrun(2)) == ["cuda:0", "cuda:1"]
+    assert measure.devices("cuda:1,cuda:0", under_torchrun(2)) == ["cuda:1", "cuda:0"]
+    assert measure.devices("cpu", under_torchrun(3)) == ["cpu"] * 3
 
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(("wanted", "ranks"), [("cuda:0", 2), ("cuda:0,cuda:1", 3), ("auto", 3)])
 def test_under_torchrun_each_rank_needs_a_device(wanted: str, ranks: int) -> None:
     with pytest.raises(UserError, match="--device"):
-        launch.devices(wanted, under_torchrun(ranks))
+        measure.devices(wanted, under_torchrun(ranks))
 
 
 def test_a_process_that_no_launcher_started_has_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
