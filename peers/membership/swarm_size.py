@@ -45,7 +45,7 @@ MOST_SHARDS_READ = 16  # shards that somebody reads who looks at a swarm: up to 
 MOST_LEVEL = 12  # 4,096 shards: a quarter of a million peers
 WINDOWS = 2  # between two renewals, or lookups, at most: a dead partner costs two questions
 RECORDS_PER_S = 25  # that a peer reads at most: 15 kB/s
-MOST_RENEW_S = 600.0  # as a record may say: the longest window (peers/runtime/window_lengths.py)
+MOST_RENEW_S = 600.0  # as a record may say: the longest window (peers/runtime/peer_selection.py)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,9 @@ from decentral.core.units import MiB
 from decentral.peers.membership.records import PeerPhase, PeerRecord, Profile
 from decentral.peers.membership.roster import Holders, Roster, RosterEntry
 from decentral.peers.membership.swarm_size import SwarmSize
-from decentral.peers.runtime.peer_selection import FASTEST_DEVICE, NEVER, PeerSelection
+from decentral.peers.runtime.peer_selection import ALONE_TIMES, FASTEST_DEVICE, LONGEST_WINDOW_S, NEVER, PeerSelection
 from decentral.peers.runtime.progress import TrainingProgress
 from decentral.peers.runtime.setup import NodeSetup, PresentSetup
-from decentral.peers.runtime.window_lengths import ALONE_TIMES, LONGEST_WINDOW_S
 
 RUN = RunId("gpt-3fa2c1")
 FRAGMENTS = (Fragment(0, 0, 1, 100), Fragment(1, 1, 3, 200))
