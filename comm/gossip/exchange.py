@@ -33,7 +33,7 @@ from decentral.core.units import Seconds
 
 WHOLE_EVERY = 3  # windows between two pulls of slow weights; pseudo-gradients are pulled in each
 MOST_READ = 0.6  # of the holders: where a window reads so many, slow weights, which tell of the others, are pulled
-RARER = 3  # times more rarely (docs/results/convergence.md)
+RARER = 3  # then slow weights are pulled this many times more rarely (docs/results/convergence.md)
 BEHIND_PERIODS = 1.5  # periods between two windows of ours, from which on we have missed some of the partners'
 ENOUGH_PERIODS = 2.0  # periods after which the answers that are here wait for no others
 LATE_PERIODS = 0.5  # a window may end so much later than on other peers, where the last one's merge took until then
@@ -103,8 +103,8 @@ class PullExchange:
     _resting: bool = False
     _sizes: AnswerSizes = field(default_factory=AnswerSizes)
     _light_windows: int = 0  # since all sections were asked of a partner
-    _doubted: dict[PeerId, int] = field(default_factory=dict)  # for how many windows; as many as can be asked in those
-    _goal: int = 0  # the round before the one that a partner was in
+    _doubted: dict[PeerId, int] = field(default_factory=dict)  # windows left in which this partner is not asked
+    _goal: int = 0  # blocking only: our next round is at least this plus one
     _window: PullWindow = field(default_factory=PullWindow)
 
     @property

@@ -397,7 +397,7 @@ class PartnerHistory:
         progress: float,
         read: Callable[[bytes], Tensor],
     ) -> tuple[list[float], list[float]]:
-        """Return each partner's claim c_i, in tokens, and the trust t_i in its progress, from 0 to 1.
+        """Return the tokens credited to each partner (c_i), and the trust in it from 0 to 1 (t_i).
 
         Args:
             closed: Our window and its pseudo-gradient, encoded. Without tokens it cannot tell anything.

@@ -1,7 +1,7 @@
 """python -m decentral.peer: one peer, which starts a swarm, joins one, or goes on where its state folder stopped.
 
-peers/startup/start_peer.py    opens the network, reaches the swarm, prepares and trains
-decentral/engine/launch.py        starts a process for each device, where a peer has several
+peers/startup/start_peer.py     opens the network, reaches the swarm, prepares and trains
+decentral/engine/launch.py      starts a process for each device, where a peer has several
 """
 
 import argparse

@@ -140,7 +140,9 @@ class FragmentGossip:
     def __init__(self, gossip: config.GossipConfig, peer: PeerId, tools: RuleTools) -> None:
         self.tools, self.gossip, self.peer = tools, gossip, peer
         self.merging: set[int] = set()  # the fragments whose merges training waits for
-        self.steps_to_edge: Callable[[], int] = lambda: 0  # until a correction is added that is made now
+        self.steps_to_edge: Callable[[], int] = lambda: 0
+        """Steps that training still takes before a correction made now is added."""
+
         self._by_index: dict[int, GossipedFragment] = {}
 
     @property
