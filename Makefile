@@ -44,11 +44,11 @@ night: install
 		--shrink --report night-report.json
 
 fuzz: install
-	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[fuzz]"
+	$(RUN) -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable ".[fuzz]"
 	OMP_NUM_THREADS=1 $(RUN) -m tests.fuzz.guided --seconds $(SECONDS)
 
 benchmark: install
-	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[benchmark]"
+	$(RUN) -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable ".[benchmark]"
 	OMP_NUM_THREADS=1 $(RUN) -m benchmarks.contest $(if $(FULL),--full)
 
 docs: install
@@ -63,11 +63,12 @@ check: install
 
 install: $(VENV)/installed
 
-# torch comes first and through the constraints, so that nothing pulls in a larger build of it.
+# torch comes first and through the constraints, so that nothing pulls in a larger build of it. Python compiles modules
+# when they are first imported: compiling all of them takes longer than the download.
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,hf,lora,eval,plot,8bit,dashboard]"
+	$(RUN) -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt torch
+	$(RUN) -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable ".[dev,hf,lora,eval,plot,8bit,dashboard]"
 	touch $@
 
 clean:

@@ -12,6 +12,7 @@ smallest hash in it (MinHash, Broder 1997): a stretch of which a share s was edi
 probability of about 1 - s.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,11 +125,11 @@ def divide(tokens: npt.NDArray[np.generic], share: float, window: int) -> tuple[
 def _stretches(tokens: npt.NDArray[np.generic], shortest: int) -> tuple[Positions, Hashes]:
     """Return the start of each stretch, and its signature."""
     cuts, places, values = _candidates(tokens, shortest)
-    starts = [0]
+    starts, found, view = [0], 0, cuts.data
     while starts[-1] + 2 * shortest <= len(tokens):
-        found = int(np.searchsorted(cuts, starts[-1] + shortest))
+        found = bisect_left(view, starts[-1] + shortest, found)
         longest = starts[-1] + _LONGEST * shortest
-        cut = int(cuts[found]) if found < len(cuts) and cuts[found] < longest else longest
+        cut = min(view[found], longest) if found < len(cuts) else longest
         if cut + shortest > len(tokens):
             break
         starts.append(cut)

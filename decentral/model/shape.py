@@ -1,12 +1,16 @@
 """The section `model` of a config, and the sizes that follow from it."""
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from decentral.core.config_values import Digest, OwnPath, Positive, PositiveFloat, Strict
 from decentral.model.families import FAMILIES, Family
 
+if TYPE_CHECKING:
+    FamilyName = str
+else:
+    FamilyName = Literal[*FAMILIES]
 MAX_WIDTH = 65_536
 MAX_ROTARY = 1 << 24  # context times channels of a head: entries of each of a block's two tables of rotary positions
 LEAST_APART = 1e-3  # of two bounds of turns, in fp32
@@ -86,7 +90,7 @@ class ModelConfig(Strict):
     rope_theta: Annotated[float, Field(ge=2, le=1e12)] = 10_000.0  # rates fall by this: at 1 yarn divides by zero
     rope_scaling: RopeScaling | None = None
     positions: Positive | None = None  # that the model is made for, as an export says; None: `context`
-    family: Literal["llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3", "granite", "phi3"] = "llama"
+    family: FamilyName = "llama"
     block: BlockOptions = BlockOptions()
     head_channels: Positive | None = None  # width / heads
     norm_eps: Annotated[float, Field(gt=0, le=1)] = 1e-5

@@ -227,3 +227,13 @@ def test_ctrl_c_while_a_command_loads_gives_no_success_and_stays_ignored_where_i
     program = f"import signal, sys; from decentral.commands import shared; {ignore}"
     program += "load = shared.loading(130); load.__enter__(); signal.raise_signal(signal.SIGINT); sys.exit(7)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == code
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "peer"])
+def test_ctrl_c_while_a_command_is_read_ends_it_without_a_word(name: str, tmp_path: Path) -> None:
+    (tmp_path / "argparse.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", f"decentral.{name}"], capture_output=True, env=environment, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")

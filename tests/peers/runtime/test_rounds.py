@@ -224,7 +224,7 @@ def test_a_stranger_that_asks_to_be_let_in_stops_no_round(make_of: Callable[[int
     world, stranger = World(make_of(6), [None, None]), PeerId("0stranger")
     world.start_all()
     world.until_round(5)
-    quiet = rounds_in(world, 10.0)
+    quiet = rounds_in(world, 2.0)
     world.network.geography._own[stranger] = world.network.geography._own[world.members[0].peer]  # type: ignore[attr-defined]
     port = world.network.plug(stranger)
     port.serve = lambda sender, envelope, reply: None
@@ -236,7 +236,7 @@ def test_a_stranger_that_asks_to_be_let_in_stops_no_round(make_of: Callable[[int
         world.agenda.after(1.0, ask)
 
     ask()
-    assert rounds_in(world, 20.0) >= 1.8 * quiet
+    assert rounds_in(world, 4.0) >= 1.8 * quiet
     assert [one.peer for one in world.rounds(0).now_in.members] == [one.peer for one in world.members]  # type: ignore[union-attr]
 
 
