@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import ClassVar
 
-from decentral.comm.pipeline.offers import Offers
+from decentral.comm.pipeline.next_peer import Offers
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import BackwardResponse, ExecutionId
 from decentral.core.fragments import Layout, layout_bytes

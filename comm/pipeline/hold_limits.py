@@ -9,7 +9,7 @@ tenth of the time, and those that commit are not concerned.
 from dataclasses import dataclass, field
 from statistics import median_low
 
-from decentral.comm.pipeline.pacing import NEWEST_WEIGHT
+from decentral.comm.pipeline.next_peer import NEWEST_WEIGHT
 from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 from decentral.core.units import Seconds

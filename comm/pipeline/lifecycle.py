@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from decentral.comm.pipeline.admission import Admission
+from decentral.comm.pipeline.admission import Admission, budget_s
 from decentral.comm.pipeline.audits import RouteAudits
 from decentral.comm.pipeline.execution import (
     AWAY,
@@ -28,7 +28,7 @@ from decentral.comm.pipeline.execution import (
 from decentral.comm.pipeline.execution_table import ExecutionTable
 from decentral.comm.pipeline.forwarding import Forwarding
 from decentral.comm.pipeline.ledger import CommitState, GradientEntry
-from decentral.comm.pipeline.pacing import MOST_NEXT_PEERS, budget_s
+from decentral.comm.pipeline.next_peer import MOST_NEXT_PEERS
 from decentral.comm.pipeline.tags import ForwardStatusTag, ForwardTag, OfferTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import BackwardResponse, Done, ExecutionId, ForwardRequest, Hop, Refused

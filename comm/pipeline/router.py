@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from random import Random
 
-from decentral.comm.pipeline.admission import Admission, OwnMicroBatches
+from decentral.comm.pipeline.admission import FULL, LARGE_STEP, LEAN, Admission, MicroBatchWindow, OwnMicroBatches
 from decentral.comm.pipeline.audits import RouteAudits
 from decentral.comm.pipeline.commits import CommitProtocol
 from decentral.comm.pipeline.execution import StageExecution
@@ -26,7 +26,6 @@ from decentral.comm.pipeline.execution_table import ExecutionTable
 from decentral.comm.pipeline.forwarding import Forwarding
 from decentral.comm.pipeline.ledger import Ledger
 from decentral.comm.pipeline.lifecycle import ExecutionLifecycle
-from decentral.comm.pipeline.pacing import FULL, LARGE_STEP, LEAN, MicroBatchWindow
 from decentral.comm.pipeline.stage import RouteView, StageConfig, StageLoad
 from decentral.comm.pipeline.tags import (
     AuditTag,
