@@ -2,18 +2,20 @@
 
 Memory is counted in what an execution's activations take, as parts of an execution through the whole span
 (StageConfig.memory_share). An execution that is held has given its activations back: only its answer is kept. How many
-of our own are under way, `MicroBatchWindow` says.
+of our own are under way, `MicroBatchWindow` says. A peer that is asked a second time for an execution, because the peer
+in between is gone, computes it once and sends the same gradient again.
 """
 
 import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from decentral.comm.pipeline.execution import FORWARD, GONE, HELD, OwnExecution
+from decentral.comm.pipeline.execution import FORWARD, GONE, HELD, ForwardedExecution, OwnExecution
 from decentral.comm.pipeline.execution_table import ExecutionTable
 from decentral.comm.pipeline.forwarding import MIN_PATIENCE_S, SUCCESSOR_RETRY_S, Forwarding
 from decentral.comm.pipeline.next_peer import NEWEST_WEIGHT, ROUTE_SLACK, UNKNOWN_S
 from decentral.comm.pipeline.stage import StageConfig
+from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import (
     MAX_ROUTE_S,
     Done,
@@ -24,7 +26,7 @@ from decentral.comm.wire.messages import (
     Offer,
     Refused,
 )
-from decentral.comm.wire.transport import Asked, Effect
+from decentral.comm.wire.transport import Asked, Effect, Reply
 from decentral.core.ids import PeerId
 from decentral.core.jobs import MOST_UNDER_WAY, Draw, Forward
 from decentral.core.latest import keep_latest
@@ -34,6 +36,9 @@ from decentral.core.units import Seconds
 MOST_HELD = 4  # times the micro-batches that the memory takes: executions, with those whose backward pass is done
 KEPT_PART = 8  # one part in so many of the memory is kept for executions that enter at later layers
 ROUNDING = 1e-6  # of sums of parts of the memory
+SHARE = 0.9  # part of the asker's patience after which we give up: the asker then still has time for another peer
+MOST_ASKERS = 8  # of one execution: as many as an origin peer or a hop tries, and some
+GRACE_S = 1.0  # for a CommitDecision that is on its way when its origin peer's time is over
 
 # The window of our own micro-batches
 
@@ -150,6 +155,66 @@ class Admission:
     def drain(self, drains: bool) -> None:
         """Take no executions any more, or take them again."""
         self.draining = drains
+
+    # What another peer asks for
+
+    def requested(self, event: Asked, request: ForwardRequest, now: Seconds) -> list[Effect]:
+        """Takes an execution, refuses it, or, if it is here already, answers whoever asks for it now."""
+        id = ExecutionId(request.origin, request.number, request.first)
+        known = self.table.by_id.get(id)
+        if known is not None and (event.sender != request.origin or event.sender in known.askers):
+            return self._asked_again(known, event, request, now)
+        # An execution for which the origin peer asks is begun by nobody else: another has done it in its name.
+        given_up = self.table.give_up(known, Reason.MOVED) if known is not None else []
+        refusal = self.refusal(request, len(event.envelope.blob))
+        if refusal is None and self.table.holds.rests(PeerId(request.origin), now):
+            refusal = Reason.BUSY
+        if refusal:
+            return [*given_up, Reply(event.request, Envelope(Refused(refusal)))]
+        last = self.forwarding.end(request.first)
+        execution = ForwardedExecution(
+            token=next(self.table.tokens),
+            id=id,
+            last=last,
+            memory_share=self.stage.memory_share(request.first, last),
+            started_at=now,
+            until=now + request.hold_s + GRACE_S,
+            drawn=request.drawn,
+            round=request.round,
+            sequences=request.sequences,
+            askers={event.sender: event.request},
+            answer_by=now + SHARE * request.patience_s,
+        )
+        self.table.add(execution)
+        given_up += [] if self.stage.synchronous else self.table.give_up_held(execution)
+        activations = request.layout, event.envelope.blob, self.forwarding.view.is_thin()
+        job = Forward(execution.token, id.first, last, request.sequences, *activations)
+        self.push(job, request.round)
+        return given_up
+
+    def _asked_again(
+        self, known: ForwardedExecution, event: Asked, request: ForwardRequest, now: Seconds
+    ) -> list[Effect]:
+        """A peer asks for an execution that is here: again, or because another one that asked before is gone.
+
+        Naming an execution takes nothing from whoever has asked for it: all askers get the answer, and how long the
+        origin peer may commit it stays as it was. Only a peer that can be before this one on a route may ask.
+        """
+        if not self._may_be_before(event.sender, known):
+            return [Reply(event.request, Envelope(Refused(Reason.SPAN)))]
+        earlier = known.askers.get(event.sender)
+        if len(known.askers) >= MOST_ASKERS and event.sender not in known.askers:
+            return [Reply(event.request, Envelope(Refused(Reason.BUSY)))]
+        effects: list[Effect] = [] if earlier is None else [Reply(earlier, Envelope(Refused(Reason.MOVED)))]
+        known.asked_by(event.sender, event.request, now + SHARE * request.patience_s)
+        return effects + known.replies()
+
+    def _may_be_before(self, sender: PeerId, known: ForwardedExecution) -> bool:
+        """Whether the peer has asked before, or holds the layer before, by its record."""
+        if sender in known.askers:
+            return True
+        first, last, _ = self.forwarding.view.span_and_speed(sender)
+        return first < known.id.first <= last
 
     def refusal(self, request: ForwardRequest, blob_bytes: int) -> Reason | None:
         """Why this execution is not taken; None: it is."""

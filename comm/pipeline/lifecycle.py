@@ -1,8 +1,7 @@
 """What an execution goes through at this peer, event by event: comm/pipeline/execution.py has its states.
 
 A peer that sent the activations still has them: when the next peer is gone, late, or answers nonsense, another one
-gets the same (comm/pipeline/forwarding.py). The peers before it see nothing of that but the time. A peer that is asked
-a second time for an execution, because the peer in between is gone, computes it once and sends the same gradient again.
+gets the same (comm/pipeline/forwarding.py). The peers before it see nothing of that but the time.
 """
 
 import math
@@ -31,19 +30,16 @@ from decentral.comm.pipeline.ledger import CommitState, GradientEntry
 from decentral.comm.pipeline.next_peer import MOST_NEXT_PEERS
 from decentral.comm.pipeline.tags import ForwardStatusTag, ForwardTag, OfferTag
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import BackwardResponse, Done, ExecutionId, ForwardRequest, Hop, Refused
-from decentral.comm.wire.transport import Answered, Asked, AskFailed, Effect, Reply
+from decentral.comm.wire.messages import BackwardResponse, Done, Hop, Refused
+from decentral.comm.wire.transport import Answered, AskFailed, Effect
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Backward, BackwardDone, ExecutionFailed, Forward, ForwardDone
+from decentral.core.jobs import Backward, BackwardDone, ExecutionFailed, ForwardDone
 from decentral.core.latest import keep_latest
 from decentral.core.reasons import SILENT, Reason
 from decentral.core.units import Seconds
 
 # Refusals that are no failure: a peer's record may be older than a change of its layers.
 BUSY = frozenset((Reason.BUSY, Reason.STRANGER, Reason.NOT_READY, Reason.MOVED, Reason.SPAN, Reason.OVERSIZE))
-SHARE = 0.9  # part of the asker's patience after which we give up: the asker then still has time for another peer
-MOST_ASKERS = 8  # of one execution: as many as an origin peer or a hop tries, and some
-GRACE_S = 1.0  # for a CommitDecision that is on its way when its origin peer's time is over
 
 
 @dataclass(slots=True)
@@ -54,70 +50,6 @@ class ExecutionLifecycle:
     audits: RouteAudits
     completed: int = 0  # micro-batches of our own that got through the model
     _heard_at: dict[PeerId, Seconds] = field(default_factory=dict)  # when a next peer last answered anything
-
-    # What the asker says
-
-    def requested(self, event: Asked, request: ForwardRequest, now: Seconds) -> list[Effect]:
-        """Takes an execution, refuses it, or, if it is here already, answers whoever asks for it now."""
-        id = ExecutionId(request.origin, request.number, request.first)
-        known = self.table.by_id.get(id)
-        if known is not None and (event.sender != request.origin or event.sender in known.askers):
-            return self._asked_again(known, event, request, now)
-        # An execution for which the origin peer asks is begun by nobody else: another has done it in its name.
-        given_up = self.table.give_up(known, Reason.MOVED) if known is not None else []
-        refusal = self.admission.refusal(request, len(event.envelope.blob))
-        if refusal is None and self.table.holds.rests(PeerId(request.origin), now):
-            refusal = Reason.BUSY
-        if refusal:
-            return [*given_up, Reply(event.request, Envelope(Refused(refusal)))]
-        last = self.forwarding.end(request.first)
-        execution = ForwardedExecution(
-            token=next(self.table.tokens),
-            id=id,
-            last=last,
-            memory_share=self.admission.stage.memory_share(request.first, last),
-            started_at=now,
-            until=now + request.hold_s + GRACE_S,
-            drawn=request.drawn,
-            round=request.round,
-            sequences=request.sequences,
-            askers={event.sender: event.request},
-            answer_by=now + SHARE * request.patience_s,
-        )
-        self.table.add(execution)
-        given_up += [] if self.admission.stage.synchronous else self.table.give_up_held(execution)
-        activations = request.layout, event.envelope.blob, self.forwarding.view.is_thin()
-        job = Forward(execution.token, id.first, last, request.sequences, *activations)
-        self.admission.push(job, request.round)
-        return given_up
-
-    def _asked_again(
-        self, known: ForwardedExecution, event: Asked, request: ForwardRequest, now: Seconds
-    ) -> list[Effect]:
-        """A peer asks for an execution that is here: again, or because another one that asked before is gone.
-
-        Naming an execution takes nothing from whoever has asked for it: all askers get the answer, and how long the
-        origin peer may commit it stays as it was. Only a peer that can be before this one on a route may ask.
-        """
-        if not self._may_be_before(event.sender, known):
-            return [Reply(event.request, Envelope(Refused(Reason.SPAN)))]
-        earlier = known.askers.get(event.sender)
-        if len(known.askers) >= MOST_ASKERS and event.sender not in known.askers:
-            return [Reply(event.request, Envelope(Refused(Reason.BUSY)))]
-        effects: list[Effect] = [] if earlier is None else [Reply(earlier, Envelope(Refused(Reason.MOVED)))]
-        known.asked_by(event.sender, event.request, now + SHARE * request.patience_s)
-        return effects + self._answer(known)
-
-    def _may_be_before(self, sender: PeerId, known: ForwardedExecution) -> bool:
-        """Whether the peer has asked before, or holds the layer before, by its record."""
-        if sender in known.askers:
-            return True
-        first, last, _ = self.forwarding.view.span_and_speed(sender)
-        return first < known.id.first <= last
-
-    def _answer(self, execution: ForwardedExecution) -> list[Effect]:
-        answer = execution.answer
-        return [] if answer is None else [Reply(request, answer) for request in execution.answered()]
 
     # What the next peer says
 
@@ -238,7 +170,7 @@ class ExecutionLifecycle:
         usual_s = self.table.usually_decides_s(PeerId(execution.id.origin))
         self.table.commits.hold(execution.id, now, now - execution.started_at, usual_s)
         effects = self.table.ledger.add(execution.token, entry, CommitState.IN_DOUBT)
-        return effects + self._answer(execution)
+        return effects + execution.replies()
 
     # Time
 

@@ -147,7 +147,7 @@ class Router:
             case Woke():
                 return [*self.lifecycle.overdue(now), *self.commits.ask(now, self.table.usually_decides_s)]
             case Asked(envelope=Envelope(ForwardRequest() as request)):
-                return self.lifecycle.requested(event, request, now)
+                return self.admission.requested(event, request, now)
             case Asked(request, sender, Envelope(CommitDecision() as decision)):
                 return [*self.table.decided(sender, decision, now), Reply(request, Envelope(Done()))]
             case Asked(request, sender, Envelope(CommitQuery(executions=executions))):
