@@ -1,7 +1,7 @@
 """Two-phase commit of a micro-batch's gradients: its origin peer decides, and each peer of its route is told.
 
     at the origin peer    all gradients of the route are there --> commit to each hop; kept, to answer commit queries
-    at a hop              gradients held --decision--> committed or aborted in the ledger (ExecutionTable.decided)
+    at a hop              gradients held --decision--> committed or aborted in the ledger (ExecutionLifecycle.decided)
                                          --wait------> the origin peer is asked what became of them:
                                                          --> committed or aborted, as if it had told us by itself
                                                          --> still under way: asked again, after twice the time

@@ -13,6 +13,7 @@ from decentral.comm.pipeline.audits import RouteAudits
 from decentral.comm.pipeline.execution import (
     AWAY,
     BACKWARD,
+    FORWARD,
     GONE,
     HELD,
     ExecutionEvent,
@@ -24,13 +25,13 @@ from decentral.comm.pipeline.execution import (
     Sent,
     StageExecution,
 )
-from decentral.comm.pipeline.execution_table import ExecutionTable
+from decentral.comm.pipeline.execution_table import COUNTED_KEPT, ExecutionTable
 from decentral.comm.pipeline.forwarding import Forwarding
 from decentral.comm.pipeline.ledger import CommitState, GradientEntry
 from decentral.comm.pipeline.next_peer import MOST_NEXT_PEERS
 from decentral.comm.pipeline.tags import ForwardStatusTag, ForwardTag, OfferTag
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import BackwardResponse, Done, Hop, Refused
+from decentral.comm.wire.messages import BackwardResponse, CommitDecision, Done, Hop, Refused
 from decentral.comm.wire.transport import Answered, AskFailed, Effect
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Backward, BackwardDone, ExecutionFailed, ForwardDone
@@ -171,6 +172,45 @@ class ExecutionLifecycle:
         self.table.commits.hold(execution.id, now, now - execution.started_at, usual_s)
         effects = self.table.ledger.add(execution.token, entry, CommitState.IN_DOUBT)
         return effects + execution.replies()
+
+    # What the origin peer decides
+
+    def decided(self, sender: PeerId, decision: CommitDecision, now: Seconds) -> list[Effect]:
+        """Carries out another peer's decision, once. Only the origin peer may commit; the last asker may abort, too."""
+        effects: list[Effect] = []
+        for id in decision.commit:
+            execution = self.table.by_id.get(id)
+            if execution is not None and execution.state is HELD and sender == id.origin:
+                effects += self.table.ledger.commit(execution.token)
+                self.table.holds.committed(sender, now - execution.held_at)
+                self.table.end_held(execution, Reason.COUNTED)
+                keep_latest(self.table.counted, id, None, COUNTED_KEPT)
+        for id in decision.abort:
+            execution = self.table.by_id.get(id)
+            if execution is not None and self._withdraws(sender, execution):
+                effects += self.table.give_up(execution, Reason.MOVED)
+        return effects
+
+    def _withdraws(self, sender: PeerId, execution: ForwardedExecution) -> bool:
+        """Whether nobody wants the execution any more after this abort: an asker speaks for itself alone."""
+        if sender == execution.id.origin or [*execution.askers] == [sender]:
+            return True
+        if execution.askers.get(sender, 0) is None:
+            del execution.askers[sender]  # a question of it that waits still gets the answer
+        return False
+
+    def origin_is_gone(self, origin: PeerId) -> list[Effect]:
+        """Gives up what is held of an origin peer that does not answer. Where gradients are exact also what it has
+        sent here itself and has not begun: the next sum with that would wait as this one has. If it lives it asks
+        another peer."""
+        of_it = [one for one in self.table.by_id.values() if one.id.origin == origin]
+        exact = self.table.load.stage.exact
+        gone = [one for one in of_it if one.state is HELD or (exact and self._not_begun_for(origin, one))]
+        return [effect for one in gone for effect in self.table.give_up(one, Reason.MOVED)]
+
+    def _not_begun_for(self, origin: PeerId, execution: ForwardedExecution) -> bool:
+        waits = execution.state is FORWARD and execution.token in self.table.jobs.waiting
+        return waits and [*execution.askers] == [origin]
 
     # Time
 

@@ -149,15 +149,15 @@ class Router:
             case Asked(envelope=Envelope(ForwardRequest() as request)):
                 return self.admission.requested(event, request, now)
             case Asked(request, sender, Envelope(CommitDecision() as decision)):
-                return [*self.table.decided(sender, decision, now), Reply(request, Envelope(Done()))]
+                return [*self.lifecycle.decided(sender, decision, now), Reply(request, Envelope(Done()))]
             case Asked(request, sender, Envelope(CommitQuery(executions=executions))):
                 under_way = {execution.id.number for execution in self.executions.values() if execution.own}
                 return [Reply(request, Envelope(self.commits.answer(sender, executions, under_way)))]
             case Answered(tag=CommitQueryTag()):
-                return self.table.decided(event.peer, self.commits.answered(event), now)
+                return self.lifecycle.decided(event.peer, self.commits.answered(event), now)
             case AskFailed(tag=CommitQueryTag()):
                 self.commits.unanswered(event.peer)
-                return self.table.origin_is_gone(event.peer)
+                return self.lifecycle.origin_is_gone(event.peer)
             case Answered(tag=CommitDecisionTag()) | AskFailed(tag=CommitDecisionTag()):
                 self.commits.told(event)
             case Answered(tag=PresenceTag()) | AskFailed(tag=PresenceTag()):
