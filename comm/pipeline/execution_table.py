@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from decentral.comm.pipeline.commits import CommitProtocol
+from decentral.comm.pipeline.commits import CommitProtocol, HoldLimits
 from decentral.comm.pipeline.execution import (
     AWAY,
     GONE,
@@ -19,7 +19,6 @@ from decentral.comm.pipeline.execution import (
     Paused,
     StageExecution,
 )
-from decentral.comm.pipeline.hold_limits import HoldLimits
 from decentral.comm.pipeline.ledger import Ledger
 from decentral.comm.pipeline.stage import StageLoad
 from decentral.comm.pipeline.tags import ExecutionTag
