@@ -51,9 +51,8 @@ from decentral.peers.runtime.span_manager import SpanManager
 from decentral.peers.runtime.step_clock import StepClock
 from decentral.peers.runtime.traffic import TrafficCounter
 from decentral.scheduler.placement.evaluate import PlansEvaluated
-from decentral.scheduler.placement.move import MoveTag
+from decentral.scheduler.placement.move import LeaseTag, MoveTag
 from decentral.scheduler.placement.plans import key_of as plan_key
-from decentral.scheduler.placement.replica_leases import LeaseTag
 
 STOPPED_S = 5.0  # a Woke that comes so late tells that this process was stopped
 ROUTE_OUTCOMES = (jobs.ForwardDone, jobs.BackwardDone, jobs.ExecutionFailed, jobs.Compared)
