@@ -1,8 +1,9 @@
-"""Where routes should run, as a flow: weights for which peers a micro-batch visits, and how far each carries it.
+"""The live routes' linear programme: by which weights each peer carries micro-batches on, how far, and to which peers.
 
-Every peer solves this for itself from the roster, in which speeds are measured; equal rosters give equal flows. Peers
-with the same span count as one that is as fast as all of them, so the program grows with the model and hardly with the
-swarm. It is a linear program (HiGHS) over hops (span i carries from cut a to cut b; cuts are where fragments meet):
+The planner's programme, of which spans peers should hold, is another one (max_flow.py). Every peer solves this for
+itself from the roster, in which speeds are measured; equal rosters give equal flows. Peers with the same span count as
+one that is as fast as all of them, so the program grows with the model and hardly with the swarm. It is a linear
+program (HiGHS) over hops (span i carries from cut a to cut b; cuts are where fragments meet):
 
     z_iab >= 0                                         micro-batches' tokens/s on that hop
     sum_ia z_iab = sum_jc z_jbc                        at each cut b between the ends
