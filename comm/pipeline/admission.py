@@ -42,8 +42,8 @@ GRACE_S = 1.0  # for a CommitDecision that is on its way when its origin peer's 
 
 # The window of our own micro-batches
 
-FULL = (1.0, 2.0)  # own micro-batches that wait, at least and at most, for each device on the route: none idles
-LEAN = (0.125, 0.5)  # where each step waits for all that is under way: more of them make a larger batch than was asked
+FULL = (1.0, 2.0)  # wanted queue per device on a route: (least, most) of our micro-batches; no device idles
+LEAN = (0.125, 0.5)  # the same where each step waits for all under way: a longer queue makes its batch too large
 LARGE_STEP = 4  # micro-batches in a step; where there are as many, a few that wait make it no larger
 RECENT_ON_ROUTE = 32  # micro-batches along one route
 FADES = 0.002  # part of the distance to the newest value by which a least value rises, for each micro-batch
@@ -164,7 +164,7 @@ class Admission:
         known = self.table.by_id.get(id)
         if known is not None and (event.sender != request.origin or event.sender in known.askers):
             return self._asked_again(known, event, request, now)
-        # An execution for which the origin peer asks is begun by nobody else: another has done it in its name.
+        # The origin itself asks: what is here came by another peer in its name. Drop it.
         given_up = self.table.give_up(known, Reason.MOVED) if known is not None else []
         refusal = self.refusal(request, len(event.envelope.blob))
         if refusal is None and self.table.holds.rests(PeerId(request.origin), now):
@@ -285,7 +285,8 @@ class Admission:
         if first == 0:
             return own + more <= most
         usual = own / own_count if own_count else 1.0
-        wanted = min(self.window.size * usual, capacity - kept) - own  # no other peer can begin our micro-batches
+        # Reserve memory for our own window: only we can begin our micro-batches.
+        wanted = min(self.window.size * usual, capacity - kept) - own
         others = in_use - own + more
         return others <= capacity // KEPT_PART + ROUNDING or others + own + wanted <= capacity + ROUNDING
 

@@ -138,8 +138,8 @@ class PeerScheduler:
     Each choice costs a peer the seconds that a micro-batch takes through it, over its routing weight; the peer that has
     paid least is next (SWARM, arXiv 2301.11913, section 3.2, has the seconds alone). A peer from which nothing usable
     came is suspended, ever longer until it answers again, where another one can be asked: first whether it is there,
-    then with one micro-batch, as a step may wait for each that is sent to a silent peer. Its seconds stay as they are:
-    with longer deadlines it would keep its next micro-batch the longer.
+    then with one micro-batch, as a step may wait for each that is sent to a silent peer. A failure does not raise its
+    expected seconds, or the next wait would be longer.
     """
 
     seconds: dict[PeerId, Seconds] = field(default_factory=dict)  # of a micro-batch, from that peer to the end and back

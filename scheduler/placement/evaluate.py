@@ -87,7 +87,7 @@ class FragmentCosts(LayerCosts):
     tokens_per_s: float  # of all devices together
 
     def compute_bound(self) -> float:
-        """Not by what each spends on the whole model: who only donates begins nothing, but computes all else."""
+        """Sum of speeds: a donor-only peer's infinite first fragment must not count."""
         return self.tokens_per_s
 
     def bytes_of(self, first: int, last: int, sequences: int) -> float:

@@ -133,11 +133,11 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The last evaluation: what each peer held, when it was, whether it was the first one of this, and what it took."""
+    """The last evaluation."""
 
-    spans: Mapping[PeerId, range] = field(default_factory=dict)
+    spans: Mapping[PeerId, range] = field(default_factory=dict)  # what each peer held
     at: Seconds = 0.0
-    first: bool = False
+    first: bool = False  # whether spans or proposals had changed
     took_s: Seconds = 0.0
 
 
@@ -297,7 +297,7 @@ class SwarmPlans:
         ours = self._own_proposal(found, evaluation.change, now)
         if ours is not None:
             plans.append((found.found_tokens, ours))
-        # Who follows a plan that has become little better than staying takes the one that others in its place take.
+        # A peer that follows a plan switches without the margin.
         is_better = operator.lt if follows else _is_better
         better = [(tokens, plan) for tokens, plan in plans if is_better(found.stay_tokens, tokens)]
         most = max((tokens for tokens, _ in better), default=0.0)

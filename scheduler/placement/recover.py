@@ -1,8 +1,8 @@
 """Layers that no peer holds any more, or first ones at which nobody begins: which peer takes them over, and when.
 
 All peers that know the same roster rank the same candidates. A candidate's span fits its memory, has the most of the
-lost layers, and gives up only layers that others hold: the first ones count as held by those only that may begin
-micro-batches there, and who only donates does not take them. After a random back-off the first candidate moves
+lost layers, and gives up only layers that others hold. First layers count as held only by peers that may originate; a
+peer that only donates does not take them. After a random back-off the first candidate moves
 (scheduler/placement/move.py); every TURN_S later one more may, in case those before it could not.
 
 The state comes from a peer that retains one. Where none does, the layers wait for their holder, which may come back

@@ -46,4 +46,4 @@ class ThroughputPlan(Plan):
     spans: dict[str, list[int]]  # peer id -> layers [first, last)
     micro_batches: dict[str, int]  # peer id -> sequences
     routes: list[JsonObject]  # share of the tokens, and hops: [peer id, first, last]
-    gossip: JsonObject  # as partner_weights.Partners.to_json
+    gossip: JsonObject  # as Partners.to_json of partners/mixing.py
