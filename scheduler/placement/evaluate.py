@@ -12,7 +12,7 @@ import numpy as np
 
 from decentral.core.ids import PeerId
 from decentral.core.memory_needs import MemoryNeeds
-from decentral.scheduler.throughput.layer_costs import ROUND_S, SNAPSHOT_BYTES, LayerCosts
+from decentral.scheduler.throughput.layer_costs import FETCHED_BYTES, ROUND_S, SNAPSHOT_BYTES, LayerCosts
 from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.search_budget import SearchBudget
 
@@ -133,6 +133,7 @@ def work_of(task: PlanTask) -> FragmentCosts:
     return FragmentCosts(
         seconds_NL=seconds,
         state_L=np.array(needs.state_of_parts, dtype=np.float64),
+        fetched_L=FETCHED_BYTES * parameters,
         activation_L=np.array(needs.activations, dtype=np.float64),
         snapshot_L=SNAPSHOT_BYTES * parameters / ROUND_S,
         memory_N=np.array([float(one.memory_bytes) for _, one in task.members]),

@@ -279,9 +279,9 @@ def spans_replan(
 def tokens_ahead(costs: LayerCosts, old_N2: Ints, new_N2: Ints, seconds_ahead: float) -> float:
     """Tokens that the new spans train in `seconds_ahead`, of which the slowest download of layers is lost."""
     before_NL, after_NL = max_flow.held(costs, old_N2), max_flow.held(costs, new_N2)
-    fetched = ((after_NL & ~before_NL) * costs.state_L).sum(axis=1) / 3  # weights and two moments of nine values
-    rate = np.maximum(costs.link_NN.max(axis=1), 1.0)
-    pause = float((fetched / rate).max())
+    fetched_N = ((after_NL & ~before_NL) * costs.fetched_L).sum(axis=1)
+    rate_N = np.maximum(costs.link_NN.max(axis=1), 1.0)
+    pause = float((fetched_N / rate_N).max())
     return max_flow.maximum(costs, new_N2).tokens_per_s * max(0.0, seconds_ahead - pause)
 
 
