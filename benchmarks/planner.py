@@ -256,7 +256,7 @@ def tiny(rng: np.random.Generator) -> layer_costs.LayerCosts:
     memory[: int(np.ceil(layers / 2))] += 1.0  # enough for every layer
     ones = np.ones(layers)
     return layer_costs.LayerCosts(
-        np.outer(1 / speed, ones) / 200, ones, ones * 0.1, ones * 1e3, memory, link, 2000.0, 1
+        np.outer(1 / speed, ones) / 200, ones, ones / 9, ones * 0.1, ones * 1e3, memory, link, 2000.0, 1
     )
 
 

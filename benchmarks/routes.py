@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.kill import kill_peer, lines_of, restart, trouble
-from decentral.comm.pipeline.pacing import HOP_DEADLINE_FLOOR_S
+from decentral.comm.pipeline.next_peer import HOP_DEADLINE_FLOOR_S
 from decentral.commands.audit import audit
 from decentral.commands.local import LocalSwarm
 from decentral.commands.local import parse as parse_local

@@ -36,9 +36,8 @@ from decentral.peers.runtime.host import Host
 from decentral.peers.runtime.node import Node
 from decentral.peers.runtime.setup import NodeSetup
 from decentral.scheduler.placement import span_choice
-from decentral.scheduler.placement.evaluate import PlanTask, work_of
+from decentral.scheduler.placement.evaluate import PlanTask, TrainingPeer, work_of
 from decentral.scheduler.placement.move import MemoryBudget
-from decentral.scheduler.placement.recover import TrainingPeer
 from decentral.scheduler.placement.span_choice import Holder
 from decentral.scheduler.throughput import max_flow, milp
 from decentral.scheduler.throughput.layer_costs import LayerCosts

@@ -89,7 +89,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "comm.rounds": "synchronous_rule",
         "engine": (
             "checkpoint compute device_check fragment gossip_jobs island launch look_ahead measure memory muon "
-            "optimizers span span_change stage_runner step tensor_file"
+            "optimizers span stage_runner step tensor_file"
         ),
         "serving": "decoding replicas",
         "sim": "fault_injector liars real_training route_liars surrogate surrogate_model sweep",

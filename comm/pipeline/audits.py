@@ -2,7 +2,7 @@
 
     an answer comes --by chance--> ForwardRequest with the same activations to another peer --> the two are compared
     they agree   --> both were right
-    they do not  --> a third peer is asked; who is alone against two that agree was wrong (comm/pipeline/reputation.py)
+    they do not  --> a third peer is asked; who is alone against two that agree was wrong (comm/pipeline/next_peer.py)
                      nobody is left to ask, or no two agree --> nobody is blamed
 
 For those who are asked, an audit is a ForwardRequest like any other. The audited peer had computed before anybody drew
@@ -23,7 +23,7 @@ from random import Random
 
 from decentral.comm.pipeline.execution import NextHop, Sent, StageExecution
 from decentral.comm.pipeline.forwarding import Forwarding
-from decentral.comm.pipeline.pacing import HOP_DEADLINE_FLOOR_S, NEWEST_WEIGHT, ROUTE_SLACK
+from decentral.comm.pipeline.next_peer import HOP_DEADLINE_FLOOR_S, NEWEST_WEIGHT, ROUTE_SLACK
 from decentral.comm.pipeline.tags import AuditTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_ROUTE_S, BackwardResponse, ExecutionId, ForwardRequest

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import ClassVar
 
-from decentral.comm.pipeline.offers import Offers
+from decentral.comm.pipeline.next_peer import Offers
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import BackwardResponse, ExecutionId
+from decentral.comm.wire.transport import Reply
 from decentral.core.fragments import Layout, layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
@@ -227,6 +228,10 @@ class ForwardedExecution(StageExecution):
         waiting = [request for request in self.askers.values() if request is not None]
         self.askers = dict.fromkeys(self.askers)
         return waiting
+
+    def replies(self) -> list[Reply]:
+        """Return the answer for each request that waits for it, once there is one."""
+        return [] if self.answer is None else [Reply(request, self.answer) for request in self.answered()]
 
     def hold(self, answer: Envelope, until: Seconds, now: Seconds) -> None:
         """Keep the gradients until the origin peer decides, or until `until`; all askers get `answer`."""

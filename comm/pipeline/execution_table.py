@@ -9,10 +9,9 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from decentral.comm.pipeline.commits import CommitProtocol
+from decentral.comm.pipeline.commits import CommitProtocol, HoldLimits
 from decentral.comm.pipeline.execution import (
     AWAY,
-    FORWARD,
     GONE,
     HELD,
     ExecutionEvent,
@@ -20,16 +19,14 @@ from decentral.comm.pipeline.execution import (
     Paused,
     StageExecution,
 )
-from decentral.comm.pipeline.hold_limits import HoldLimits
 from decentral.comm.pipeline.ledger import Ledger
 from decentral.comm.pipeline.stage import StageLoad
 from decentral.comm.pipeline.tags import ExecutionTag
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import CommitDecision, ExecutionId, Refused
+from decentral.comm.wire.messages import ExecutionId, Refused
 from decentral.comm.wire.transport import Effect, Reply
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Backward, Forget, Forward
-from decentral.core.latest import keep_latest
 from decentral.core.machine import log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -143,30 +140,6 @@ class ExecutionTable:
 
     # The end of an execution
 
-    def decided(self, sender: PeerId, decision: CommitDecision, now: Seconds) -> list[Effect]:
-        """Carries out another peer's decision, once. Only the origin peer may commit; the last asker may abort, too."""
-        effects: list[Effect] = []
-        for id in decision.commit:
-            execution = self.by_id.get(id)
-            if execution is not None and execution.state is HELD and sender == id.origin:
-                effects += self.ledger.commit(execution.token)
-                self.holds.committed(sender, now - execution.held_at)
-                self.end_held(execution, Reason.COUNTED)
-                keep_latest(self.counted, id, None, COUNTED_KEPT)
-        for id in decision.abort:
-            execution = self.by_id.get(id)
-            if execution is not None and self._withdraws(sender, execution):
-                effects += self.give_up(execution, Reason.MOVED)
-        return effects
-
-    def _withdraws(self, sender: PeerId, execution: ForwardedExecution) -> bool:
-        """Whether nobody wants the execution any more after this abort: an asker speaks for itself alone."""
-        if sender == execution.id.origin or [*execution.askers] == [sender]:
-            return True
-        if execution.askers.get(sender, 0) is None:
-            del execution.askers[sender]  # a question of it that waits still gets the answer
-        return False
-
     def give_up(self, execution: StageExecution, reason: str) -> list[Effect]:
         """Whoever waits for it is told why. If its gradients are in a sum already, they are aborted."""
         effects: list[Effect] = []
@@ -192,20 +165,6 @@ class ExecutionTable:
     def usually_decides_s(self, origin: PeerId) -> Seconds | None:
         """How long this origin peer usually takes to decide, where steps wait for it; None: unknown, or they do not."""
         return self.holds.usual_s(origin) if self.load.stage.exact else None
-
-    def origin_is_gone(self, origin: PeerId) -> list[Effect]:
-        """Gives up what is held of an origin peer that does not answer. Where gradients are exact also what it has
-        sent here itself and has not begun: the next sum with that would wait as this one has. If it lives it asks
-        another peer."""
-        of_it = [one for one in self.by_id.values() if one.id.origin == origin]
-        gone = [
-            one for one in of_it if one.state is HELD or (self.load.stage.exact and self._not_begun_for(origin, one))
-        ]
-        return [effect for one in gone for effect in self.give_up(one, Reason.MOVED)]
-
-    def _not_begun_for(self, origin: PeerId, execution: ForwardedExecution) -> bool:
-        waits = execution.state is FORWARD and execution.token in self.jobs.waiting
-        return waits and [*execution.askers] == [origin]
 
     def give_up_held(self, new: StageExecution) -> list[Effect]:
         """Gives up what is held of a micro-batch for layers with which it comes again: no route has both.

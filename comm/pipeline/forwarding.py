@@ -13,9 +13,17 @@ from dataclasses import dataclass, field, replace
 
 from decentral.comm.pipeline.execution import ExecutionEvent, NextHop, Offered, Sent, StageExecution
 from decentral.comm.pipeline.execution_table import ExecutionTable
-from decentral.comm.pipeline.offers import CANDIDATES, FEW, MOST_BUSY, OFFER_S, pause_s
-from decentral.comm.pipeline.pacing import STATUS_S, PeerScheduler, StrideScheduler
-from decentral.comm.pipeline.reputation import Reputations
+from decentral.comm.pipeline.next_peer import (
+    CANDIDATES,
+    FEW,
+    MOST_BUSY,
+    OFFER_S,
+    STATUS_S,
+    PeerScheduler,
+    Reputations,
+    StrideScheduler,
+    pause_s,
+)
 from decentral.comm.pipeline.stage import RouteView, StageConfig, StageLoad
 from decentral.comm.pipeline.tags import ForwardStatusTag, ForwardTag, OfferTag, PresenceTag
 from decentral.comm.wire.codec import Envelope

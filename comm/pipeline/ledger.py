@@ -146,7 +146,7 @@ class GradientLedger:
     def _advance(self) -> list[Effect]:
         effects: list[Effect] = []
         if self.sealing:
-            return effects  # it may be followed by its step at once: the journal has steps in the order they are taken
+            return effects  # Seal may include its step; wait for its outcome before any other step
         for slot in list(self.closing):
             effects += self._finish(slot)
         if not self.quiet or len(self.closing) == self.slots:

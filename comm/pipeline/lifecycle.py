@@ -1,19 +1,19 @@
 """What an execution goes through at this peer, event by event: comm/pipeline/execution.py has its states.
 
 A peer that sent the activations still has them: when the next peer is gone, late, or answers nonsense, another one
-gets the same (comm/pipeline/forwarding.py). The peers before it see nothing of that but the time. A peer that is asked
-a second time for an execution, because the peer in between is gone, computes it once and sends the same gradient again.
+gets the same (comm/pipeline/forwarding.py). The peers before it see nothing of that but the time.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from decentral.comm.pipeline.admission import Admission
+from decentral.comm.pipeline.admission import Admission, budget_s
 from decentral.comm.pipeline.audits import RouteAudits
 from decentral.comm.pipeline.execution import (
     AWAY,
     BACKWARD,
+    FORWARD,
     GONE,
     HELD,
     ExecutionEvent,
@@ -25,25 +25,22 @@ from decentral.comm.pipeline.execution import (
     Sent,
     StageExecution,
 )
-from decentral.comm.pipeline.execution_table import ExecutionTable
+from decentral.comm.pipeline.execution_table import COUNTED_KEPT, ExecutionTable
 from decentral.comm.pipeline.forwarding import Forwarding
 from decentral.comm.pipeline.ledger import CommitState, GradientEntry
-from decentral.comm.pipeline.pacing import MOST_NEXT_PEERS, budget_s
+from decentral.comm.pipeline.next_peer import MOST_NEXT_PEERS
 from decentral.comm.pipeline.tags import ForwardStatusTag, ForwardTag, OfferTag
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import BackwardResponse, Done, ExecutionId, ForwardRequest, Hop, Refused
-from decentral.comm.wire.transport import Answered, Asked, AskFailed, Effect, Reply
+from decentral.comm.wire.messages import BackwardResponse, CommitDecision, Done, Hop, Refused
+from decentral.comm.wire.transport import Answered, AskFailed, Effect
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Backward, BackwardDone, ExecutionFailed, Forward, ForwardDone
+from decentral.core.jobs import Backward, BackwardDone, ExecutionFailed, ForwardDone
 from decentral.core.latest import keep_latest
 from decentral.core.reasons import SILENT, Reason
 from decentral.core.units import Seconds
 
 # Refusals that are no failure: a peer's record may be older than a change of its layers.
 BUSY = frozenset((Reason.BUSY, Reason.STRANGER, Reason.NOT_READY, Reason.MOVED, Reason.SPAN, Reason.OVERSIZE))
-SHARE = 0.9  # part of the asker's patience after which we give up: the asker then still has time for another peer
-MOST_ASKERS = 8  # of one execution: as many as an origin peer or a hop tries, and some
-GRACE_S = 1.0  # for a CommitDecision that is on its way when its origin peer's time is over
 
 
 @dataclass(slots=True)
@@ -54,70 +51,6 @@ class ExecutionLifecycle:
     audits: RouteAudits
     completed: int = 0  # micro-batches of our own that got through the model
     _heard_at: dict[PeerId, Seconds] = field(default_factory=dict)  # when a next peer last answered anything
-
-    # What the asker says
-
-    def requested(self, event: Asked, request: ForwardRequest, now: Seconds) -> list[Effect]:
-        """Takes an execution, refuses it, or, if it is here already, answers whoever asks for it now."""
-        id = ExecutionId(request.origin, request.number, request.first)
-        known = self.table.by_id.get(id)
-        if known is not None and (event.sender != request.origin or event.sender in known.askers):
-            return self._asked_again(known, event, request, now)
-        # An execution for which the origin peer asks is begun by nobody else: another has done it in its name.
-        given_up = self.table.give_up(known, Reason.MOVED) if known is not None else []
-        refusal = self.admission.refusal(request, len(event.envelope.blob))
-        if refusal is None and self.table.holds.rests(PeerId(request.origin), now):
-            refusal = Reason.BUSY
-        if refusal:
-            return [*given_up, Reply(event.request, Envelope(Refused(refusal)))]
-        last = self.forwarding.end(request.first)
-        execution = ForwardedExecution(
-            token=next(self.table.tokens),
-            id=id,
-            last=last,
-            memory_share=self.admission.stage.memory_share(request.first, last),
-            started_at=now,
-            until=now + request.hold_s + GRACE_S,
-            drawn=request.drawn,
-            round=request.round,
-            sequences=request.sequences,
-            askers={event.sender: event.request},
-            answer_by=now + SHARE * request.patience_s,
-        )
-        self.table.add(execution)
-        given_up += [] if self.admission.stage.synchronous else self.table.give_up_held(execution)
-        activations = request.layout, event.envelope.blob, self.forwarding.view.is_thin()
-        job = Forward(execution.token, id.first, last, request.sequences, *activations)
-        self.admission.push(job, request.round)
-        return given_up
-
-    def _asked_again(
-        self, known: ForwardedExecution, event: Asked, request: ForwardRequest, now: Seconds
-    ) -> list[Effect]:
-        """A peer asks for an execution that is here: again, or because another one that asked before is gone.
-
-        Naming an execution takes nothing from whoever has asked for it: all askers get the answer, and how long the
-        origin peer may commit it stays as it was. Only a peer that can be before this one on a route may ask.
-        """
-        if not self._may_be_before(event.sender, known):
-            return [Reply(event.request, Envelope(Refused(Reason.SPAN)))]
-        earlier = known.askers.get(event.sender)
-        if len(known.askers) >= MOST_ASKERS and event.sender not in known.askers:
-            return [Reply(event.request, Envelope(Refused(Reason.BUSY)))]
-        effects: list[Effect] = [] if earlier is None else [Reply(earlier, Envelope(Refused(Reason.MOVED)))]
-        known.asked_by(event.sender, event.request, now + SHARE * request.patience_s)
-        return effects + self._answer(known)
-
-    def _may_be_before(self, sender: PeerId, known: ForwardedExecution) -> bool:
-        """Whether the peer has asked before, or holds the layer before, by its record."""
-        if sender in known.askers:
-            return True
-        first, last, _ = self.forwarding.view.span_and_speed(sender)
-        return first < known.id.first <= last
-
-    def _answer(self, execution: ForwardedExecution) -> list[Effect]:
-        answer = execution.answer
-        return [] if answer is None else [Reply(request, answer) for request in execution.answered()]
 
     # What the next peer says
 
@@ -238,7 +171,46 @@ class ExecutionLifecycle:
         usual_s = self.table.usually_decides_s(PeerId(execution.id.origin))
         self.table.commits.hold(execution.id, now, now - execution.started_at, usual_s)
         effects = self.table.ledger.add(execution.token, entry, CommitState.IN_DOUBT)
-        return effects + self._answer(execution)
+        return effects + execution.replies()
+
+    # What the origin peer decides
+
+    def decided(self, sender: PeerId, decision: CommitDecision, now: Seconds) -> list[Effect]:
+        """Carries out another peer's decision, once. Only the origin peer may commit; the last asker may abort, too."""
+        effects: list[Effect] = []
+        for id in decision.commit:
+            execution = self.table.by_id.get(id)
+            if execution is not None and execution.state is HELD and sender == id.origin:
+                effects += self.table.ledger.commit(execution.token)
+                self.table.holds.committed(sender, now - execution.held_at)
+                self.table.end_held(execution, Reason.COUNTED)
+                keep_latest(self.table.counted, id, None, COUNTED_KEPT)
+        for id in decision.abort:
+            execution = self.table.by_id.get(id)
+            if execution is not None and self._withdraws(sender, execution):
+                effects += self.table.give_up(execution, Reason.MOVED)
+        return effects
+
+    def _withdraws(self, sender: PeerId, execution: ForwardedExecution) -> bool:
+        """Whether nobody wants the execution any more after this abort: an asker speaks for itself alone."""
+        if sender == execution.id.origin or [*execution.askers] == [sender]:
+            return True
+        if execution.askers.get(sender, 0) is None:
+            del execution.askers[sender]  # a question of it that waits still gets the answer
+        return False
+
+    def origin_is_gone(self, origin: PeerId) -> list[Effect]:
+        """Gives up what is held of an origin peer that does not answer. Where gradients are exact also what it has
+        sent here itself and has not begun: the next sum with that would wait as this one has. If it lives it asks
+        another peer."""
+        of_it = [one for one in self.table.by_id.values() if one.id.origin == origin]
+        exact = self.table.load.stage.exact
+        gone = [one for one in of_it if one.state is HELD or (exact and self._not_begun_for(origin, one))]
+        return [effect for one in gone for effect in self.table.give_up(one, Reason.MOVED)]
+
+    def _not_begun_for(self, origin: PeerId, execution: ForwardedExecution) -> bool:
+        waits = execution.state is FORWARD and execution.token in self.table.jobs.waiting
+        return waits and [*execution.askers] == [origin]
 
     # Time
 

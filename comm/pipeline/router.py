@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from random import Random
 
-from decentral.comm.pipeline.admission import Admission, OwnMicroBatches
+from decentral.comm.pipeline.admission import FULL, LARGE_STEP, LEAN, Admission, MicroBatchWindow, OwnMicroBatches
 from decentral.comm.pipeline.audits import RouteAudits
 from decentral.comm.pipeline.commits import CommitProtocol
 from decentral.comm.pipeline.execution import StageExecution
@@ -26,7 +26,6 @@ from decentral.comm.pipeline.execution_table import ExecutionTable
 from decentral.comm.pipeline.forwarding import Forwarding
 from decentral.comm.pipeline.ledger import Ledger
 from decentral.comm.pipeline.lifecycle import ExecutionLifecycle
-from decentral.comm.pipeline.pacing import FULL, LARGE_STEP, LEAN, MicroBatchWindow
 from decentral.comm.pipeline.stage import RouteView, StageConfig, StageLoad
 from decentral.comm.pipeline.tags import (
     AuditTag,
@@ -148,17 +147,17 @@ class Router:
             case Woke():
                 return [*self.lifecycle.overdue(now), *self.commits.ask(now, self.table.usually_decides_s)]
             case Asked(envelope=Envelope(ForwardRequest() as request)):
-                return self.lifecycle.requested(event, request, now)
+                return self.admission.requested(event, request, now)
             case Asked(request, sender, Envelope(CommitDecision() as decision)):
-                return [*self.table.decided(sender, decision, now), Reply(request, Envelope(Done()))]
+                return [*self.lifecycle.decided(sender, decision, now), Reply(request, Envelope(Done()))]
             case Asked(request, sender, Envelope(CommitQuery(executions=executions))):
                 under_way = {execution.id.number for execution in self.executions.values() if execution.own}
                 return [Reply(request, Envelope(self.commits.answer(sender, executions, under_way)))]
             case Answered(tag=CommitQueryTag()):
-                return self.table.decided(event.peer, self.commits.answered(event), now)
+                return self.lifecycle.decided(event.peer, self.commits.answered(event), now)
             case AskFailed(tag=CommitQueryTag()):
                 self.commits.unanswered(event.peer)
-                return self.table.origin_is_gone(event.peer)
+                return self.lifecycle.origin_is_gone(event.peer)
             case Answered(tag=CommitDecisionTag()) | AskFailed(tag=CommitDecisionTag()):
                 self.commits.told(event)
             case Answered(tag=PresenceTag()) | AskFailed(tag=PresenceTag()):

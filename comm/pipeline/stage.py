@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from decentral.comm.pipeline.execution import BACKWARD, FORWARD, StageExecution
-from decentral.comm.pipeline.pacing import NEWEST_WEIGHT, RoutingWeights
+from decentral.comm.pipeline.next_peer import NEWEST_WEIGHT, RoutingWeights
 from decentral.comm.wire.messages import ForwardRequest
 from decentral.core.fragments import (
     FORWARD_PART,

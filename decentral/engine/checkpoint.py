@@ -27,8 +27,7 @@ from decentral.core.reasons import Reason
 from decentral.core.strict_json import JsonFields, JsonObject
 from decentral.engine.gossip_jobs import GossipedFragment
 from decentral.engine.micro_batch_names import SPACE, MicroBatchNames
-from decentral.engine.span import Span
-from decentral.engine.span_change import RetainedState
+from decentral.engine.span import RetainedState, Span
 from decentral.engine.step import Counters
 from decentral.engine.tensor_file import SUMS, TensorFile, checksum
 from decentral.engine.threads import Phase

@@ -16,7 +16,7 @@ from decentral.core.errors import ProtocolError
 from decentral.core.fragments import FORWARD_PART, Fragment, forward_part, share
 from decentral.engine.checkpoint import MicroBatchNumbers
 from decentral.engine.gossip_jobs import FragmentGossip
-from decentral.engine.span_change import HeldSpan, RetainedStore, change_span
+from decentral.engine.span import HeldSpan, RetainedStore, change_span
 from decentral.engine.step import Counters
 from decentral.engine.threads import Phase, Program, finish
 

@@ -25,7 +25,7 @@ from decentral.engine.fragment import Live
 from decentral.engine.gossip_jobs import FragmentGossip, WindowCounts
 from decentral.engine.job_runner import JobRunner
 from decentral.engine.micro_batch_names import MicroBatchNames
-from decentral.engine.span_change import RetainedState
+from decentral.engine.span import RetainedState
 from decentral.engine.step import Counters
 from decentral.engine.threads import Phase, Program
 from decentral.sim.surrogate_model import DESCENT_RATE, NUMBERS, STEP_NOISE, SurrogateModel, loss_of

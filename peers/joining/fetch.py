@@ -28,7 +28,7 @@ from decentral.peers.joining.cross_check import MOST_WITNESSES, SAMPLE_BYTES, SA
 PIECE_BYTES = 1 * MiB
 DONORS = 4  # number of donors at a time
 IN_FLIGHT = 2  # pieces asked of one donor at a time
-FRAGMENTS_AHEAD = 12  # so many more of which a donor is asked for the first piece: to encode them takes a step edge
+FRAGMENTS_AHEAD = 12  # first pieces requested ahead, because encoding waits for a step edge
 FAILURES = 2  # failed requests until a donor is left out
 PIECE_DEADLINE_S = 30.0
 MOST_HOLDERS = 16  # whose weights a command averages: more would change the mean by little
@@ -153,8 +153,8 @@ class Fetch:
 
     @property
     def step(self) -> int:
-        """The learning-rate step to begin with: the lower median of the donors', as one of them may name any. The clock
-        of the swarm (peers/runtime/progress.py) catches up. Where all pieces have to be of one version, the newest."""
+        """The learning-rate step to begin with: the lower median of the donors', as one of them may name any. The
+        swarm's clock (peers/runtime/step_clock.py) catches up. Where all pieces must be of one version, the newest."""
         steps = sorted(self.steps.values())
         return (steps[-1] if self.exact else steps[(len(steps) - 1) // 2]) if steps else 0
 

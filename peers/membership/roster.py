@@ -255,8 +255,6 @@ class Roster:
                 return watched + self._expire(now) + self._renew(now) + self._refresh(now)
             case Found(key, values) if level_of(self.run, key) is not None:
                 return self._found(key, values, now)
-            case Found() if self.revocations:
-                return [*self.revocations.handle(event, now)]
             case Answered(peer=peer) if peer in self.live:
                 self.live[peer].failures = 0
             case AskFailed(peer=peer, reason=reason) if peer in self.live and reason in SILENT:
@@ -284,9 +282,10 @@ class Roster:
         self._refresh_at = now
         return self._refresh(now)
 
-    def watch_revocations(self, private: PrivateSwarm, chance: Random) -> None:
+    def watch_revocations(self, private: PrivateSwarm, chance: Random) -> RevocationWatch:
         """From now on members whom the founder of this private swarm revokes are excluded."""
         self.revocations = RevocationWatch(self.own, private, chance, lambda: len(self.live), self.exclude)
+        return self.revocations
 
     def exclude(self, peer: PeerId, now: Seconds) -> list[Log]:
         """Drops a peer that is no member of this private swarm any more; its records are not opened again."""

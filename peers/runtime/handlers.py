@@ -1,7 +1,8 @@
-"""Which machine handles what: one table by class, for events, for the tags of answers, and for questions.
+"""Which machine handles what: one table, for events, for the tags of answers, for questions, and for keys of the DHT.
 
 A node registers a machine's handlers where it makes the machine, so that a new machine or a new message needs no change
-of those that are there. An answer is looked up by its tag, and a question by its message.
+of those that are there. An answer is looked up by its tag, a question by its message, and what was found in the DHT by
+its key.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,19 +29,20 @@ Handler = Callable[[Any, Seconds], Sequence[PeerEffect]]
 
 @dataclass(slots=True)
 class Handlers:
-    _by_class: dict[type, Handler] = field(default_factory=dict)
+    _by_name: dict[type | str, Handler] = field(default_factory=dict)
 
-    def register(self, handler: Handler, *classes: type) -> None:
-        """`handler` takes what belongs to these classes, or to classes that derive from them."""
-        for one in classes:
-            assert one not in self._by_class, f"{one.__name__} has a handler already"
-            self._by_class[one] = handler
+    def register(self, handler: Handler, *names: type | str) -> None:
+        """`handler` takes what is of these classes or of ones that derive from them, and what these keys have."""
+        for one in names:
+            assert one not in self._by_name, f"{getattr(one, '__name__', one)} has a handler already"
+            self._by_name[one] = handler
 
-    def find(self, subject: PeerEvent | Tag | Message) -> Handler | None:
-        """The handler of the subject's class, or of the nearest base class that has one."""
-        return next((self._by_class[one] for one in type(subject).__mro__ if one in self._by_class), None)
+    def find(self, subject: PeerEvent | Tag | Message | str) -> Handler | None:
+        """The handler of a key of the DHT; or of the subject's class, or of the nearest base class that has one."""
+        names = (subject,) if isinstance(subject, str) else type(subject).__mro__
+        return next((self._by_name[one] for one in names if one in self._by_name), None)
 
-    def handle(self, subject: PeerEvent | Tag, event: PeerEvent, now: Seconds) -> Sequence[PeerEffect]:
+    def handle(self, subject: PeerEvent | Tag | str, event: PeerEvent, now: Seconds) -> Sequence[PeerEffect]:
         """Gives the event to the handler of `subject`. An event that nobody handles has no effects."""
         handler = self.find(subject)
         return handler(event, now) if handler else []

@@ -51,9 +51,8 @@ from decentral.peers.runtime.span_manager import SpanManager
 from decentral.peers.runtime.step_clock import StepClock
 from decentral.peers.runtime.traffic import TrafficCounter
 from decentral.scheduler.placement.evaluate import PlansEvaluated
-from decentral.scheduler.placement.move import MoveTag
+from decentral.scheduler.placement.move import LeaseTag, MoveTag
 from decentral.scheduler.placement.plans import key_of as plan_key
-from decentral.scheduler.placement.replica_leases import LeaseTag
 
 STOPPED_S = 5.0  # a Woke that comes so late tells that this process was stopped
 ROUTE_OUTCOMES = (jobs.ForwardDone, jobs.BackwardDone, jobs.ExecutionFailed, jobs.Compared)
@@ -135,7 +134,8 @@ class Node:
         self.handlers.register(self.progress.handle, jobs.Evaluated, jobs.Saved, jobs.SaveFailed, jobs.JobFailed)
         self.handlers.register(lambda event, now: self.prober.handle(event, now, self.selection.live()), ProbeTag)
         if setup.private:
-            self.roster.watch_revocations(setup.private, rng.stream(run.seed, "revocations", setup.own.peer))
+            watch = self.roster.watch_revocations(setup.private, rng.stream(run.seed, "revocations", setup.own.peer))
+            self.handlers.register(watch.handle, watch.key)
 
     def _make_routes(self) -> None:
         setup = self.setup
@@ -153,7 +153,7 @@ class Node:
         self.handlers.register(spans.moved, MoveTag, LeaseTag)
         self.handlers.register(spans.asked, LeaseRequest)
         self.handlers.register(spans.changed, jobs.SpanChanged)
-        self.handlers.register(spans.swarm_plans.handle, PlansEvaluated)
+        self.handlers.register(spans.swarm_plans.handle, PlansEvaluated, plan_key(self.setup.run))
 
     def _new_join(self, step: int, restored: bool, chance: Random) -> Join:
         setup, view = self.setup, (self.selection.donates, self.selection.newest_retained, self.selection.swarm_step)
@@ -259,12 +259,10 @@ class Node:
             self.meter.missed(event.peer)
         return [*effects, *self.handlers.handle(event.tag, event, now)]
 
-    def _found(self, event: Found, now: Seconds) -> list[PeerEffect]:
-        if self.span_manager and event.key == plan_key(self.setup.run):
-            return [*self.span_manager.swarm_plans.handle(event, now)]
-        effects: list[PeerEffect] = [*self.roster.handle(event, now)]
-        if self.roster.revocations and event.key == self.roster.revocations.key:
-            return effects
+    def _found(self, event: Found, now: Seconds) -> Sequence[PeerEffect]:
+        if handler := self.handlers.find(event.key):
+            return handler(event, now)
+        effects: list[PeerEffect] = [*self.roster.handle(event, now)]  # any other key is one of peers' records
         effects += self.donor.recognise(self.answers.knows)
         if self.join.phase is not JoinPhase.DONE:
             return effects + self.join.roster_known(now, self.selection.donors())

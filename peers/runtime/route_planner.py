@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from decentral.comm.pipeline.ledger import GradientLedger
-from decentral.comm.pipeline.pacing import RoutingWeights
+from decentral.comm.pipeline.next_peer import RoutingWeights
 from decentral.comm.pipeline.router import Router
 from decentral.comm.rounds.contributions import ContributionRecord
 from decentral.comm.rounds.round import Rounds

@@ -28,10 +28,10 @@ from decentral.peers.runtime.own_record import OwnRecord
 from decentral.peers.runtime.peer_selection import NEVER, PeerSelection
 from decentral.peers.runtime.route_planner import RoutePlanner
 from decentral.peers.runtime.setup import PresentSetup
-from decentral.scheduler.placement.evaluate import EvaluatePlans
+from decentral.scheduler.placement.evaluate import EvaluatePlans, TrainingPeer
 from decentral.scheduler.placement.move import Drained, HoldSpan, MoveEffect, MovePhase, SpanMove
 from decentral.scheduler.placement.plans import SwarmPlans
-from decentral.scheduler.placement.recover import LayerRecovery, TrainingPeer
+from decentral.scheduler.placement.recover import LayerRecovery
 
 SPAN_REVIEW_S = 2.0  # between two reviews of the swarm
 WIRE_BYTES = {"auto": 2.0, "bf16": 2.0, "int8": 1.0, "int8-q4": 0.75, "fp32": 4.0}  # of a number between layers

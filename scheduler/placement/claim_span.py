@@ -34,7 +34,7 @@ from decentral.peers.membership import records, swarm_size
 from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.peers.membership.swarm_size import LEAST_TIMES, SwarmTimes
 from decentral.scheduler.placement import span_choice
-from decentral.scheduler.placement.recover import FIRST
+from decentral.scheduler.placement.evaluate import FIRST
 from decentral.scheduler.placement.span_choice import Holder
 
 CLAIM_S = 1.0  # how long a peer waits to see others' claims

@@ -12,11 +12,11 @@ import numpy as np
 
 from decentral.core.ids import PeerId
 from decentral.core.memory_needs import MemoryNeeds
-from decentral.scheduler.placement.recover import FIRST, TrainingPeer
-from decentral.scheduler.throughput.layer_costs import ROUND_S, SNAPSHOT_BYTES, LayerCosts
+from decentral.scheduler.throughput.layer_costs import FETCHED_BYTES, ROUND_S, SNAPSHOT_BYTES, LayerCosts
 from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.search_budget import SearchBudget
 
+FIRST = 0  # the fragment at which micro-batches begin
 HORIZON_S = 600.0  # within which a plan has to pay, its moves included
 SEARCH_ROUNDS = 100_000  # rounds of a search, times peers and fragments squared: about a second
 LEAST_ROUNDS = 10  # least rounds of a search, which takes longer in a large swarm
@@ -27,6 +27,17 @@ UNMEASURED_LINK = 12.5e6  # bytes/s of a link that was not measured yet, as in s
 
 Spans = tuple[tuple[str, int, int], ...]
 """Peers, each with its fragments [begin, end)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPeer:
+    """A peer that trains, as its record describes it."""
+
+    held: range  # fragments
+    memory_bytes: int  # memory for the model
+    tokens_per_s: float  # speed, if it computed the whole model
+    rate: float = 0.0  # bytes/s, the lesser of up and down; 0: not measured yet
+    originates: bool = True  # whether it may train on data of its own, and so begin micro-batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +87,7 @@ class FragmentCosts(LayerCosts):
     tokens_per_s: float  # of all devices together
 
     def compute_bound(self) -> float:
-        """Not by what each spends on the whole model: who only donates begins nothing, but computes all else."""
+        """Sum of speeds: a donor-only peer's infinite first fragment must not count."""
         return self.tokens_per_s
 
     def bytes_of(self, first: int, last: int, sequences: int) -> float:
@@ -86,7 +97,7 @@ class FragmentCosts(LayerCosts):
 
 def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
     """Raises nothing: a plan that is impossible, or a swarm too large to plan for, is worth 0 tokens."""
-    from decentral.scheduler.throughput import replan  # loads numba: only where peers plan, in the host's thread
+    from decentral.scheduler.throughput import span_search  # loads numba: only where peers plan, in the host's thread
 
     task = asked.task
     count = len(task.members) * len(task.needs.fragments)
@@ -94,13 +105,13 @@ def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
         return PlansEvaluated(asked.number, task.digest(), 0.0, tuple(0.0 for _ in asked.proposals))
     work = work_of(task)
     old = np.array([(one.held.start, one.held.stop) for _, one in task.members])
-    stay = max(0.0, replan.tokens_ahead(work, old, old, HORIZON_S))  # the solver's zero may be slightly negative
+    stay = max(0.0, span_search.tokens_ahead(work, old, old, HORIZON_S))  # the solver's zero may be slightly negative
     proposed = tuple(_worth(task, work, old, _placed(task, old, spans)) for spans in asked.proposals)
     if not asked.searches:
         return PlansEvaluated(asked.number, task.digest(), stay, proposed)
     rounds = max(LEAST_ROUNDS, SEARCH_ROUNDS // (count * len(task.needs.fragments)))
     nowhere, budget = np.zeros(len(old), np.int64), SearchBudget(rounds=rounds)
-    new, _ = replan.spans_replan(work, nowhere, old, budget, asked.seed, HORIZON_S)
+    new, _ = span_search.spans_replan(work, nowhere, old, budget, asked.seed, HORIZON_S)
     new = np.where((new[:, 1] > new[:, 0])[:, None], new, old)  # peers that the plan does not need stay
     new, tokens = _without_useless_moves(task, work, old, new, rounds)
     found = tuple((peer, int(a), int(b)) for (peer, _), (a, b) in zip(task.members, new, strict=True))
@@ -122,6 +133,7 @@ def work_of(task: PlanTask) -> FragmentCosts:
     return FragmentCosts(
         seconds_NL=seconds,
         state_L=np.array(needs.state_of_parts, dtype=np.float64),
+        fetched_L=FETCHED_BYTES * parameters,
         activation_L=np.array(needs.activations, dtype=np.float64),
         snapshot_L=SNAPSHOT_BYTES * parameters / ROUND_S,
         memory_N=np.array([float(one.memory_bytes) for _, one in task.members]),
@@ -160,12 +172,12 @@ def reachable(old: Ints, new: Ints, fragments: int, holders: int) -> bool:
 
 def _worth(task: PlanTask, work: LayerCosts, old: Ints, new: Ints) -> float:
     """Tokens within HORIZON_S, less what movers do not train while they drain; 0 for a plan that cannot be reached."""
-    from decentral.scheduler.throughput import replan
+    from decentral.scheduler.throughput import span_search
 
     if not work.valid(new) or not reachable(old, new, work.layers, task.holders):
         return 0.0
     drained = sum(one.tokens_per_s for (_, one), a, b in zip(task.members, old, new, strict=True) if (a != b).any())
-    return max(0.0, replan.tokens_ahead(work, old, new, HORIZON_S) - DRAIN_COST_S * drained)
+    return max(0.0, span_search.tokens_ahead(work, old, new, HORIZON_S) - DRAIN_COST_S * drained)
 
 
 def _without_useless_moves(task: PlanTask, work: LayerCosts, old: Ints, new: Ints, most: int) -> tuple[Ints, float]:

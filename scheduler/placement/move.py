@@ -3,15 +3,19 @@
     IDLE --begin--> FETCHING --state here--> LEASING --granted--> DRAINING --nothing under way--> SWITCHING --> IDLE
 
 The state of the new layers is fetched while the old ones serve on. For each layer that is given up, `replicas` other
-holders have to grant a replica lease (replica_leases.py). Of two peers that want to give up the same layer the lower id
+holders have to grant a replica lease (`GrantedLeases`). Of two peers that want to give up the same layer the lower id
 yields: it stays, and grants its lease. Then no new stage executions are taken until those under way are done, and the
 training thread changes the layers between two optimizer steps.
 
 Whatever fails before that leaves the old span serving. The state of what was given up is retained on the disk
 (engine/checkpoint.py), in case its last holder is lost.
+
+A replica lease is a holder's promise to another holder that it goes on holding a fragment, for LEASE_S. A peer gives a
+fragment up only with the leases of enough other holders, since a record in the DHT may be old and a lease is not. A
+peer that has granted a lease keeps the fragment until the lease ends, or is given back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from random import Random
@@ -19,7 +23,7 @@ from typing import Protocol
 
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Done, LeaseRequest, Message, Refused
-from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Event, Reply
+from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Event, Reply, Tag
 from decentral.core.fragments import Layout
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import ChangeSpan, SpanChanged
@@ -28,13 +32,14 @@ from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.joining.fetch import Fetch, FetchTag, Incoming
-from decentral.scheduler.placement.replica_leases import GrantedLeases, LeaseOverTag, LeaseRequests, LeaseTag
 
 MOVE_RETRY_S = 2.0
 FETCH_STALLED_S = 20.0  # time without a new piece after which the move fails
 LEASE_REQUEST_S = 5.0  # deadline of a lease request
 DRAIN_MOST_S = 30.0  # longest wait for the stage executions under way
 SPARE_REQUESTS = 4  # lease requests for a layer beyond the leases that it needs
+LEASE_S = 90.0  # more than a move takes after it was granted a lease
+MOST_LEASES = 64  # of one fragment at a time; there are not so many moves
 
 
 class MovePhase(Enum):
@@ -91,6 +96,78 @@ class SpanView(Protocol):
 @dataclass(frozen=True, slots=True)
 class MoveTag(FetchTag):
     """StateRequest for a fragment of the new span."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTag(Tag):
+    """LeaseRequest for a fragment that we want to give up. Answers to an earlier round `number` count for nothing."""
+
+    fragment: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOverTag(Tag):
+    """LeaseRequest that gives a lease back. Nobody waits for the answer."""
+
+
+@dataclass(slots=True)
+class GrantedLeases:
+    """The leases that this peer has granted to others."""
+
+    until: dict[int, dict[PeerId, Seconds]] = field(
+        default_factory=dict
+    )  # by fragment, then by the peer with the lease
+
+    rests: dict[tuple[int, PeerId], Seconds] = field(default_factory=dict)  # until then the peer gets no other lease
+
+    def grant(self, fragment: int, peer: PeerId, now: Seconds) -> bool:
+        """Whether the peer has a lease now. It binds us for LEASE_S, or until it is given back, and then the same peer
+        gets no other one for as long as it had this: so no peer binds us for more than half of the time."""
+        self._forget(now)
+        leases = self.until.setdefault(fragment, {})
+        if peer in leases:
+            return True
+        if now < self.rests.get((fragment, peer), 0.0) or len(leases) >= MOST_LEASES:
+            return False
+        leases[peer], self.rests[fragment, peer] = now + LEASE_S, now + 2 * LEASE_S
+        return True
+
+    def end(self, fragment: int, peer: PeerId, now: Seconds) -> None:
+        until = self.until.get(fragment, {}).pop(peer, None)
+        if until is not None and now < until:
+            self.rests[fragment, peer] = 2 * now - (until - LEASE_S)
+
+    def _forget(self, now: Seconds) -> None:
+        """Forgets what is over."""
+        self.rests = {name: until for name, until in self.rests.items() if now < until}
+        unexpired = {index: {peer: at for peer, at in of.items() if now < at} for index, of in self.until.items()}
+        self.until = {index: of for index, of in unexpired.items() if of}
+
+    def bind(self, fragment: int, holders: Collection[PeerId], now: Seconds) -> bool:
+        """Whether one of the present holders has an unexpired lease. Expired ones are forgotten."""
+        unexpired = {peer: until for peer, until in self.until.pop(fragment, {}).items() if now < until}
+        if unexpired:
+            self.until[fragment] = unexpired
+        return any(peer in holders for peer in unexpired)
+
+
+@dataclass(slots=True)
+class LeaseRequests:
+    """The leases that this peer has asked for, for the move under way."""
+
+    number: int = 0  # number of the present round of requests
+    unanswered: int = 0
+    granted: dict[int, list[PeerId]] = field(default_factory=dict)  # by fragment
+
+    def begin(self, fragments: Iterable[int]) -> None:
+        self.number += 1
+        self.granted = {index: [] for index in fragments}
+
+    def answered(self, fragment: int, granted_by: PeerId | None) -> None:
+        self.unanswered -= 1
+        if granted_by is not None:
+            self.granted[fragment].append(granted_by)
 
 
 @dataclass(slots=True)

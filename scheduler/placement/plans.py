@@ -4,18 +4,23 @@
     another's plan    --checked----------> evaluate ---------------better--> adopt
     adopted           --own span differs-> move (scheduler/placement/move.py), again while it fails
 
-There is one figure of merit (scheduler/throughput/replan.py): the tokens that the swarm trains within HORIZON_S, moves
-included, by the measured speeds, memories and links in the records. A plan is adopted only if its figure exceeds that
-of staying by a margin (scheduler/topology/plan.py), and dropped when it does not any more. Of several plans the best is
-adopted, and where several are known they are judged again when peers have moved, as a plan that is better by then than
-staying may be the one that the others follow already, and until the plan that is followed has been carried out: figures
-are averages that follow late, so peers that judge at other moments take another plan for the best, and who has to move
-for one plan may follow another. Each change of mind doubles the time to the next judgement, so that in the end a move
-has the time that it takes, however near two plans are. Plans that are equal within the margin have an order that all
-peers agree on, whichever they heard of first: the one for which the fewest have still to move, so that each move for
-one speaks for it, then those proposed in the earlier interval of TIES_S, then the lowest digest. An evaluation takes
-all known plans, so that a newcomer finds the one that others follow. It may take seconds in a large swarm, so a host
-does it beside its event loop: effect EvaluatePlans, event PlansEvaluated.
+There is one figure of merit (`tokens_ahead` in scheduler/throughput/span_search.py): the tokens that the swarm trains
+within HORIZON_S, moves included, by the measured speeds, memories and links in the records. A plan is adopted only if
+its figure exceeds that of staying by a margin (`adopts`), and dropped when it does not any more. Of several plans the
+best is adopted, and where several are known they are judged again when peers have moved, as a plan that is better by
+then than staying may be the one that the others follow already, and until the plan that is followed has been carried
+out: figures are averages that follow late, so peers that judge at other moments take another plan for the best, and who
+has to move for one plan may follow another. Each change of mind doubles the time to the next judgement, so that in the
+end a move has the time that it takes, however near two plans are. Plans that are equal within the margin have an order
+that all peers agree on, whichever they heard of first: the one for which the fewest have still to move, so that each
+move for one speaks for it, then those proposed in the earlier interval of TIES_S, then the lowest digest. An evaluation
+takes all known plans, so that a newcomer finds the one that others follow. It may take seconds in a large swarm, so a
+host does it beside its event loop: effect EvaluatePlans, event PlansEvaluated.
+
+A search (`SearchSchedule`) follows when the swarm has changed and has become steady again, in this peer's turn. A
+change is a peer that has come or gone, or one whose speed or memory is CHANGED_TIMES as much or as little as when plans
+were last evaluated. Each peer then waits for a pause, so that others' measurements follow, and for a random back-off,
+so that mostly one peer's plan is there before the others search.
 
 Peers that hold the whole model train without routes, and are in no plan.
 """
@@ -43,10 +48,14 @@ from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.plain_text import plain_text
 from decentral.core.units import Seconds
 from decentral.peers.membership import records
-from decentral.scheduler.placement.evaluate import HORIZON_S, EvaluatePlans, PlansEvaluated, PlanTask, Spans
-from decentral.scheduler.placement.recover import TrainingPeer
-from decentral.scheduler.placement.search_schedule import SearchSchedule
-from decentral.scheduler.topology.plan import adopts
+from decentral.scheduler.placement.evaluate import (
+    HORIZON_S,
+    EvaluatePlans,
+    PlansEvaluated,
+    PlanTask,
+    Spans,
+    TrainingPeer,
+)
 
 MOST_PLANNED_SPANS = 4096
 MOST_PLANS = 8  # plans that are evaluated at a time: of those that have been here for long, the latest ones
@@ -59,8 +68,20 @@ PLAN_RETRY_S = 3.0  # between two tries to move
 JUDGE_AGAIN_S = 10.0  # between two evaluations of the same plans, at least
 JUDGED_SHARE = 0.1  # of the time goes to evaluations of the same plans, at most
 MOST_JUDGING_S = 6.0  # an evaluation that took longer was held up by something else, such as a suspended machine
+MARGIN = 0.02  # a new plan must be better by this share before a peer changes to it
 MEASUREMENT_NOISE = 0.03  # relative, on top of the margin of a plan whose figures are exact
 
+# When a search is due
+
+NEWCOMER_PAUSE_S = 20.0  # pause after a peer came, which chose its span well and whose speed has to be measured
+PLAN_PAUSE_S = 3.0  # pause after another change, as speeds are averages; again while the swarm goes on changing ...
+MOST_PAUSE_S = 8.0  # ... up to this long after the first change
+PLAN_BACKOFF_S = 6.0  # upper bound of the random back-off after the pause
+REPLAN_REST_S = 30.0  # pause after a plan was adopted, before changes of speeds alone lead to a search
+CHANGED_TIMES = 1.5  # a speed or a memory this many times larger or smaller is a change
+STEADY_TIMES = 1.1  # between two reviews; above that the change still goes on
+
+Members = Mapping[PeerId, TrainingPeer]
 PlanReason = Annotated[str, Strict(), Field(max_length=200), AfterValidator(partial(plain_text, most=200))]
 Figure = Annotated[float, Strict(), Field(ge=0, lt=1e18, allow_inf_nan=False)]
 
@@ -112,12 +133,64 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The last evaluation: what each peer held, when it was, whether it was the first one of this, and what it took."""
+    """The last evaluation."""
 
-    spans: Mapping[PeerId, range] = field(default_factory=dict)
+    spans: Mapping[PeerId, range] = field(default_factory=dict)  # what each peer held
     at: Seconds = 0.0
-    first: bool = False
+    first: bool = False  # whether spans or proposals had changed
     took_s: Seconds = 0.0
+
+
+@dataclass(slots=True)
+class SearchSchedule:
+    chance: Random
+    at: Seconds | None = None  # when the next search is due; None: nothing has changed
+    change: str = ""  # what has changed since plans were last evaluated
+    led_by: str = ""  # the change that led to the last search
+    _evaluated: Members = field(default_factory=dict)  # the swarm at that evaluation
+    _latest: Members = field(default_factory=dict)  # the swarm at the last review
+    _changed_at: Seconds = 0.0
+    _backoff_s: Seconds = 0.0
+    _rest_until: Seconds = 0.0
+
+    def is_due(self, now: Seconds) -> bool:
+        return self.at is not None and now >= self.at
+
+    def observe(self, members: Members, now: Seconds) -> None:
+        """Schedules a search if the swarm has changed, or postpones it while the swarm goes on changing."""
+        before, self._latest = self._latest, dict(members)
+        if not self._evaluated:
+            self._evaluated = dict(members)
+        elif not self.change:
+            self._schedule(members, now)
+        elif self.at is not None:
+            same = before.keys() == members.keys()
+            if not same or any(_differ(before[peer], members[peer], STEADY_TIMES) for peer in before):
+                self.at = max(self.at, min(now + PLAN_PAUSE_S, self._changed_at + MOST_PAUSE_S) + self._backoff_s)
+
+    def _schedule(self, members: Members, now: Seconds) -> None:
+        known = self._evaluated
+        gone, come = known.keys() - members.keys(), members.keys() - known.keys()
+        both = known.keys() & members.keys()
+        other = [peer for peer in both if _differ(known[peer], members[peer], CHANGED_TIMES)]
+        if not gone and not come and (not other or now < self._rest_until):
+            return
+        parts = [(len(gone), "gone"), (len(come), "new"), (len(other), "faster or slower")]
+        self.change = ", ".join(f"{count} {word}" for count, word in parts if count)
+        self._changed_at = now
+        self._backoff_s = PLAN_BACKOFF_S * self.chance.random()
+        self.at = now + (PLAN_PAUSE_S if gone or other else NEWCOMER_PAUSE_S) + self._backoff_s
+
+    def evaluated(self, members: Members) -> str:
+        """Plans are evaluated for this swarm now. Gives the change that led to it."""
+        change, self.change = self.change, ""
+        self._evaluated, self.at = dict(members), None
+        return change
+
+    def adopted(self, members: Members, now: Seconds) -> None:
+        """A plan was adopted that was evaluated for this swarm: no search is due any more."""
+        self.evaluated(members)
+        self._rest_until = now + REPLAN_REST_S
 
 
 @dataclass(slots=True)
@@ -224,7 +297,7 @@ class SwarmPlans:
         ours = self._own_proposal(found, evaluation.change, now)
         if ours is not None:
             plans.append((found.found_tokens, ours))
-        # Who follows a plan that has become little better than staying takes the one that others in its place take.
+        # A peer that follows a plan switches without the margin.
         is_better = operator.lt if follows else _is_better
         better = [(tokens, plan) for tokens, plan in plans if is_better(found.stay_tokens, tokens)]
         most = max((tokens for tokens, _ in better), default=0.0)
@@ -301,3 +374,14 @@ def _order(plan: SwarmPlan, members: Mapping[PeerId, TrainingPeer]) -> tuple[int
 def _is_better(stay: float, proposed: float) -> bool:
     """Compares seconds per token, as the margin does. A swarm that trains is better than one that does not."""
     return proposed > 0 and (stay <= 0 or adopts((1 - MEASUREMENT_NOISE) / stay, 1 / proposed))
+
+
+def adopts(current: float, proposed: float) -> bool:
+    """Whether a peer that pays `current` seconds changes to a plan that its own evaluation puts at `proposed`."""
+    return proposed < current * (1 - MARGIN)
+
+
+def _differ(one: TrainingPeer, other: TrainingPeer, times: float) -> bool:
+    """Whether its speed or its memory is larger or smaller by this factor."""
+    pairs = [(one.tokens_per_s, other.tokens_per_s), (one.memory_bytes, other.memory_bytes)]
+    return any(not 1 / times < (a + 1e-9) / (b + 1e-9) < times for a, b in pairs)

@@ -1,8 +1,8 @@
 """Layers that no peer holds any more, or first ones at which nobody begins: which peer takes them over, and when.
 
 All peers that know the same roster rank the same candidates. A candidate's span fits its memory, has the most of the
-lost layers, and gives up only layers that others hold: the first ones count as held by those only that may begin
-micro-batches there, and who only donates does not take them. After a random back-off the first candidate moves
+lost layers, and gives up only layers that others hold. First layers count as held only by peers that may originate; a
+peer that only donates does not take them. After a random back-off the first candidate moves
 (scheduler/placement/move.py); every TURN_S later one more may, in case those before it could not.
 
 The state comes from a peer that retains one. Where none does, the layers wait for their holder, which may come back
@@ -23,27 +23,16 @@ from random import Random
 from decentral.core.ids import PeerId
 from decentral.core.memory_needs import MemoryNeeds, widest_span
 from decentral.core.units import Seconds
+from decentral.scheduler.placement.evaluate import FIRST, TrainingPeer
 
 RECOVERY_BACKOFF_S = 2.0  # upper bound of the random back-off
 TURN_S = 10.0  # between the turns of two candidates
 RELIEF_TURN_S = 600.0  # likewise for layers that are not lost: two peers that move are worse than none
 RELIEF_PAUSE_S = 60.0  # from one try of a peer to the next, and twice as long each time; RELIEF_TURN_S at most
 JOINING_S = 120.0  # a peer that is joining keeps others from its layers for so long, whether it comes or not
-FIRST = 0  # the fragment at which micro-batches begin
 RELIEVE_AFTER_S = 30.0  # a peer that starts again is back by then
 RETURN_S = 1800.0  # likewise where all that was learned there would be lost
 INITIALISE_AFTER_S = 60.0  # without a holder, for a layer whose state nobody retains
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingPeer:
-    """A peer that trains, as its record describes it."""
-
-    held: range  # fragments
-    memory_bytes: int  # memory for the model
-    tokens_per_s: float  # speed, if it computed the whole model
-    rate: float = 0.0  # bytes/s, the lesser of up and down; 0: not measured yet
-    originates: bool = True  # whether it may train on data of its own, and so begin micro-batches
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.topology import Topology
 
 STATE_BYTES = 36.0  # per parameter
+FETCHED_BYTES = 4.0  # per parameter: donors give weights in fp32, and no moments (`donated` of the update rules)
 SNAPSHOT_BYTES = 1.5  # per parameter: what one exchange moves in one direction
 ROUND_S = 600.0  # any two holders of a layer exchange it once in this time
 MOST_PLANNED_SEQUENCES = 64  # a larger micro-batch makes no device faster
@@ -29,6 +30,7 @@ class LayerCosts:
 
     seconds_NL: Floats  # a peer's seconds per token in a layer, forward and backward
     state_L: Floats  # bytes of a layer's state
+    fetched_L: Floats  # bytes that a peer downloads to take over a layer
     activation_L: Floats  # bytes of a layer's activations per sequence
     snapshot_L: Floats  # bytes per second that gossip of a layer puts on each direction between two holders
     memory_N: Floats  # bytes
@@ -93,6 +95,7 @@ def of_model(topology: Topology, config: Config, holders: int = 1) -> LayerCosts
     costs = LayerCosts(
         seconds_NL=flops_L / topology.flops[:, None],
         state_L=state_L,
+        fetched_L=FETCHED_BYTES * parameters_L,
         activation_L=activation_L,
         snapshot_L=SNAPSHOT_BYTES * parameters_L / ROUND_S,
         memory_N=topology.memory_bytes,

@@ -1,5 +1,6 @@
-"""Tokens per second through given spans, and the routes that carry them: a maximum flow with compute and links.
+"""The planner's linear programme: tokens per second through given spans and links, and the routes that carry them.
 
+Live routes are weighted by another one (routing.py), which every peer solves often: it is smaller, and knows no links.
 A token is computed in layer x by some holder of x, then stays in that peer or moves to another holder of x + 1. So
 spans may overlap, and a route may leave or enter a span anywhere (Helix, arXiv 2406.01566, generalised from whole
 spans to parts of them). As a linear programme (HiGHS):

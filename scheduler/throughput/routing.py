@@ -1,8 +1,9 @@
-"""Where routes should run, as a flow: weights for which peers a micro-batch visits, and how far each carries it.
+"""The live routes' linear programme: by which weights each peer carries micro-batches on, how far, and to which peers.
 
-Every peer solves this for itself from the roster, in which speeds are measured; equal rosters give equal flows. Peers
-with the same span count as one that is as fast as all of them, so the program grows with the model and hardly with the
-swarm. It is a linear program (HiGHS) over hops (span i carries from cut a to cut b; cuts are where fragments meet):
+The planner's programme, of which spans peers should hold, is another one (max_flow.py). Every peer solves this for
+itself from the roster, in which speeds are measured; equal rosters give equal flows. Peers with the same span count as
+one that is as fast as all of them, so the program grows with the model and hardly with the swarm. It is a linear
+program (HiGHS) over hops (span i carries from cut a to cut b; cuts are where fragments meet):
 
     z_iab >= 0                                         micro-batches' tokens/s on that hop
     sum_ia z_iab = sum_jc z_jbc                        at each cut b between the ends
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
-from decentral.comm.pipeline.pacing import RoutingWeights
+from decentral.comm.pipeline.next_peer import RoutingWeights
 from decentral.core.fragments import Fragment
 
 HOP_COST = 0.01  # the part of the flow that may be lost for one hop less

@@ -5,7 +5,6 @@ from typing import ClassVar
 
 from decentral.core.strict_json import JsonObject
 
-MARGIN = 0.02  # a new plan must be better by this share before a peer changes to it
 LAST_IN_JSON = ("baselines", "reason", "digest")
 
 
@@ -47,9 +46,4 @@ class ThroughputPlan(Plan):
     spans: dict[str, list[int]]  # peer id -> layers [first, last)
     micro_batches: dict[str, int]  # peer id -> sequences
     routes: list[JsonObject]  # share of the tokens, and hops: [peer id, first, last]
-    gossip: JsonObject  # as partner_weights.Partners.to_json
-
-
-def adopts(current: float, proposed: float) -> bool:
-    """Whether a peer that pays `current` seconds changes to a plan that its own evaluation puts at `proposed`."""
-    return proposed < current * (1 - MARGIN)
+    gossip: JsonObject  # as Partners.to_json of partners/mixing.py

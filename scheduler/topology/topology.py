@@ -42,7 +42,7 @@ class Workload:
 
     The replicas of a stage average `gradient_gbytes`, and in each pipeline a stage sends `activation_gbytes` to the
     next. Where `stages` or `replicas` is None, these figures are totals of the whole model and of the whole batch, and
-    the search for the degrees of parallelism (sync/sync_plan.py) divides them.
+    the search for the degrees of parallelism (sync/plan.py) divides them.
     """
 
     stages: int | None = 8

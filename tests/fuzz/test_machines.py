@@ -52,7 +52,7 @@ MACHINES: dict[str, tuple[str, Kind, tuple[type[Message], ...]]] = {  # class ->
     "peers.runtime.progress.TrainingProgress": ("handle", "pull", ()),
     "peers.runtime.step_clock.StepClock": ("follow", "pull", ()),
     "scheduler.placement.recover.LayerRecovery": ("span_to_take", "spans", (messages.LeaseRequest,)),
-    "scheduler.placement.replica_leases.GrantedLeases": ("grant", "spans", (messages.LeaseRequest,)),
+    "scheduler.placement.move.GrantedLeases": ("grant", "spans", (messages.LeaseRequest,)),
     "scheduler.placement.move.SpanMove": ("handle", "spans", (messages.LeaseRequest, messages.StateRequest)),
     "scheduler.placement.plans.SwarmPlans": ("handle", "spans", ()),
 }

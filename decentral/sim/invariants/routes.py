@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from decentral.comm.pipeline import commits
 from decentral.comm.pipeline.admission import MOST_HELD
 from decentral.comm.pipeline.execution_table import JOBS_AT_ONCE
-from decentral.comm.pipeline.offers import CANDIDATES
+from decentral.comm.pipeline.next_peer import CANDIDATES
 from decentral.comm.wire.messages import Offer
 from decentral.commands.audit import Span, covered, overlap
 from decentral.core.ids import PeerId

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any, Protocol
 
 from decentral.comm.pipeline.ledger import GradientLedger
-from decentral.comm.pipeline.pacing import RoutingWeights
+from decentral.comm.pipeline.next_peer import RoutingWeights
 from decentral.comm.pipeline.router import Router
 from decentral.comm.pipeline.stage import StageConfig
 from decentral.comm.wire.messages import CommitDecision

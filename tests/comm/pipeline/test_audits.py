@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from decentral.comm.pipeline.audits import AUDIT_SHARE, OPENING_AUDITS, twin
-from decentral.comm.pipeline.reputation import NO_ROUTES_S
+from decentral.comm.pipeline.next_peer import NO_ROUTES_S
 from decentral.comm.wire.messages import ForwardRequest
 from decentral.comm.wire.transport import Ask
 from decentral.commands import audit

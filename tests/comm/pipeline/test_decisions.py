@@ -4,9 +4,9 @@ import pytest
 
 from decentral.comm.pipeline.commits import COMMIT_QUERY_S, DECISIONS_KEPT, IN_DOUBT_S, LEAST_IN_DOUBT_S, CommitProtocol
 from decentral.comm.pipeline.execution import ForwardedExecution
-from decentral.comm.pipeline.execution_table import ExecutionTable
 from decentral.comm.pipeline.ledger import GradientLedger
-from decentral.comm.pipeline.stage import StageConfig, StageLoad
+from decentral.comm.pipeline.router import Router
+from decentral.comm.pipeline.stage import StageConfig
 from decentral.comm.pipeline.tags import CommitDecisionTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_EXECUTIONS, CommitDecision, Done, ExecutionId, Hop, Refused
@@ -119,9 +119,8 @@ def test_of_an_origin_peer_that_does_not_answer_only_what_it_has_sent_here_itsel
     the training thread has is computed whatever we say: asked for again, it would be in a sum twice."""
     own = RunId("run"), PeerId("S"), 1, 2, (Fragment(0, 0, 1, 100), Fragment(1, 1, 2, 100))
     stage = StageConfig(*own, 8, 4, 1, lambda layer, sequences: one_form(()), overlap=not exact)
-    table = ExecutionTable(
-        StageLoad(stage, View(World([]), stage.peer)), GradientLedger(1), CommitProtocol(stage.run, stage.peer)
-    )
+    routes = Router(stage, View(World([]), stage.peer), GradientLedger(1))
+    table = routes.table
     for number, asker in ((1, A), (2, B), (3, A)):
         table.add(
             ForwardedExecution(
@@ -139,6 +138,6 @@ def test_of_an_origin_peer_that_does_not_answer_only_what_it_has_sent_here_itsel
         )
         if number != 3:
             table.jobs.push(Forward(number, 1, 2, 1, (), b""))
-    replies = [effect for effect in table.origin_is_gone(A) if isinstance(effect, Reply)]
+    replies = [effect for effect in routes.lifecycle.origin_is_gone(A) if isinstance(effect, Reply)]
     assert replies == [Reply(11, Envelope(Refused(Reason.MOVED)))][: 3 - len(left)]
     assert [one.id.number for one in table.by_token.values()] == left

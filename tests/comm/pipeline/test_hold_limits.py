@@ -2,13 +2,7 @@
 
 import pytest
 
-from decentral.comm.pipeline.hold_limits import (
-    LEAST_LIMIT_S,
-    MOST_REST_S,
-    ORIGINS_KEPT,
-    UNDECIDED_REST_TIMES,
-    HoldLimits,
-)
+from decentral.comm.pipeline.commits import LEAST_LIMIT_S, MOST_REST_S, ORIGINS_KEPT, UNDECIDED_REST_TIMES, HoldLimits
 from decentral.comm.pipeline.router import Router
 from decentral.comm.pipeline.tags import CommitQueryTag
 from decentral.comm.wire.codec import Envelope

@@ -12,7 +12,7 @@ from decentral.comm.pipeline.admission import MOST_HELD
 from decentral.comm.pipeline.commits import COMMIT_QUERY_S, IN_DOUBT_S, LEAST_IN_DOUBT_S, LOST_S
 from decentral.comm.pipeline.execution import ExecutionState, Sent
 from decentral.comm.pipeline.ledger import GradientLedger
-from decentral.comm.pipeline.pacing import HOP_DEADLINE_FLOOR_S, LOOK_FLOOR_S, RoutingWeights
+from decentral.comm.pipeline.next_peer import HOP_DEADLINE_FLOOR_S, LOOK_FLOOR_S, RoutingWeights
 from decentral.comm.pipeline.router import Router
 from decentral.comm.pipeline.tags import ForwardStatusTag, ForwardTag
 from decentral.comm.wire.codec import Envelope

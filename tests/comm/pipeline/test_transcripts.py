@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from decentral.comm.pipeline.ledger import GradientLedger
-from decentral.comm.pipeline.pacing import RoutingWeights
+from decentral.comm.pipeline.next_peer import RoutingWeights
 from decentral.comm.pipeline.router import Router
 from decentral.comm.pipeline.stage import StageConfig
 from decentral.comm.rounds.contributions import ContributionRecord

@@ -1,4 +1,4 @@
-"""One table says which machine handles an event, the tag of an answer, or a question."""
+"""One table says which machine handles an event, the tag of an answer, a question, or what was found by a key."""
 
 from dataclasses import dataclass
 
@@ -38,6 +38,13 @@ def test_an_event_goes_to_the_handler_of_its_class() -> None:
 @pytest.mark.parametrize(("subject", "name"), [(Derived(), "base"), (Special(), "special")])
 def test_a_class_without_a_handler_has_that_of_its_nearest_base(subject: Base, name: str) -> None:
     assert table().handle(subject, Woke(), 0.0) == [log(name, told=Woke(), now=0.0)]
+
+
+def test_what_was_found_in_the_dht_goes_to_the_handler_of_its_key() -> None:
+    handlers = table()
+    handlers.register(lambda event, now: [log("plans")], "run/plan")
+    assert handlers.handle("run/plan", Woke(), 0.0) == [log("plans")]
+    assert handlers.find("run/peers") is None
 
 
 def test_what_nobody_handles_has_no_effects() -> None:

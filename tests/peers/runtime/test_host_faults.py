@@ -209,7 +209,7 @@ def test_an_error_of_our_own_in_the_event_loop_ends_the_peer_with_its_reason(
     async def broken() -> None:
         running = await swarm.start("A")
         node = swarm.hosts["A"].node
-        node.handlers._by_class[jobs.Stepped] = lambda event, now: [] * (1 // 0)
+        node.handlers._by_name[jobs.Stepped] = lambda event, now: [] * (1 // 0)
         reason = await running
         assert reason.startswith("error: ZeroDivisionError: integer division or modulo by zero")
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from decentral.comm.pipeline.pacing import HOP_DEADLINE_FLOOR_S
+from decentral.comm.pipeline.next_peer import HOP_DEADLINE_FLOOR_S
 from decentral.comm.rounds.collection import GONE_S
 from decentral.comm.rounds.tags import FollowTag
 from decentral.comm.wire.codec import Envelope

@@ -9,8 +9,14 @@ from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.peers.membership.records import MOST_PER_S
-from decentral.scheduler.placement.evaluate import HORIZON_S, EvaluatePlans, PlanTask, evaluate_plans, work_of
-from decentral.scheduler.placement.recover import TrainingPeer
+from decentral.scheduler.placement.evaluate import (
+    HORIZON_S,
+    EvaluatePlans,
+    PlanTask,
+    TrainingPeer,
+    evaluate_plans,
+    work_of,
+)
 from decentral.scheduler.throughput import max_flow
 
 CUTS = tuple(Fragment(index, index, index + 1, 10**6) for index in range(4))

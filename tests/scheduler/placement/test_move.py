@@ -17,6 +17,7 @@ from decentral.peers.joining.fetch import FAILURES
 from decentral.scheduler.placement.move import (
     DRAIN_MOST_S,
     FETCH_STALLED_S,
+    LEASE_S,
     MOVE_RETRY_S,
     Drained,
     HoldSpan,
@@ -25,7 +26,6 @@ from decentral.scheduler.placement.move import (
     MovePhase,
     SpanMove,
 )
-from decentral.scheduler.placement.replica_leases import LEASE_S
 
 RUN = RunId("gpt-3fa2c1")
 CUTS = tuple(Fragment(index, 2 * index, 2 * index + 2, 100) for index in range(4))

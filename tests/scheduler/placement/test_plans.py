@@ -20,6 +20,7 @@ from decentral.scheduler.placement.evaluate import (
     PlansEvaluated,
     PlanTask,
     Spans,
+    TrainingPeer,
     evaluate_plans,
     reachable,
     work_of,
@@ -27,16 +28,18 @@ from decentral.scheduler.placement.evaluate import (
 from decentral.scheduler.placement.plans import (
     FIRST_MOVE_WAIT_S,
     MOST_PLANS,
+    PLAN_BACKOFF_S,
+    PLAN_PAUSE_S,
     PLAN_RETRY_S,
+    REPLAN_REST_S,
     SwarmPlan,
     SwarmPlans,
+    adopts,
     is_sound,
     key_of,
     pack,
     unpack,
 )
-from decentral.scheduler.placement.recover import TrainingPeer
-from decentral.scheduler.placement.search_schedule import PLAN_BACKOFF_S, PLAN_PAUSE_S, REPLAN_REST_S
 from decentral.scheduler.throughput import max_flow
 from decentral.scheduler.topology.arrays import Ints
 from decentral.sim.virtual_signer import VirtualSigner
@@ -467,3 +470,8 @@ def test_an_answer_to_an_older_question_says_nothing() -> None:
     plans._evaluate(EVEN, searches=True)
     assert plans.handle(PlansEvaluated(99, bytes(16), 1.0, ()), 100.0) == []
     assert plans.adopted is None
+
+
+def test_only_a_clearly_better_plan_is_adopted() -> None:
+    assert adopts(current=10.0, proposed=9.5)
+    assert not adopts(current=10.0, proposed=9.9)

@@ -6,6 +6,7 @@ from random import Random
 from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId
 from decentral.core.memory_needs import MemoryNeeds
+from decentral.scheduler.placement.evaluate import TrainingPeer
 from decentral.scheduler.placement.recover import (
     INITIALISE_AFTER_S,
     JOINING_S,
@@ -16,7 +17,6 @@ from decentral.scheduler.placement.recover import (
     RETURN_S,
     TURN_S,
     LayerRecovery,
-    TrainingPeer,
     ranked,
 )
 

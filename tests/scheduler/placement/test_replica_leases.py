@@ -3,7 +3,7 @@
 import pytest
 
 from decentral.core.ids import PeerId
-from decentral.scheduler.placement.replica_leases import LEASE_S, GrantedLeases, LeaseRequests
+from decentral.scheduler.placement.move import LEASE_S, GrantedLeases, LeaseRequests
 
 A, B = PeerId("A"), PeerId("B")
 

@@ -6,8 +6,8 @@ from random import Random
 import pytest
 
 from decentral.core.ids import PeerId
-from decentral.scheduler.placement.recover import TrainingPeer
-from decentral.scheduler.placement.search_schedule import (
+from decentral.scheduler.placement.evaluate import TrainingPeer
+from decentral.scheduler.placement.plans import (
     MOST_PAUSE_S,
     NEWCOMER_PAUSE_S,
     PLAN_BACKOFF_S,

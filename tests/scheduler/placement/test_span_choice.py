@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decentral.comm.pipeline.pacing import RoutingWeights
+from decentral.comm.pipeline.next_peer import RoutingWeights
 from decentral.core.fragments import Fragment
 from decentral.scheduler.placement import span_choice
 from decentral.scheduler.placement.span_choice import Holder

@@ -16,7 +16,6 @@ from decentral.scheduler.sync.local_search import Cooling
 from decentral.scheduler.sync.plan import candidates, sync_plan
 from decentral.scheduler.topology import topology
 from decentral.scheduler.topology.arrays import Floats, Ints
-from decentral.scheduler.topology.plan import adopts
 from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import Topology, Workload, regions_of
 from tests.scheduler.swarms import subset
@@ -254,11 +253,6 @@ def test_degrees_left_open_are_searched() -> None:
 def test_a_swarm_too_small_for_its_workload_is_refused() -> None:
     with pytest.raises(UserError, match="need 64 peers; the topology has 10"):
         sync_plan(replace(topology.load("ten-cities"), workload=Workload()), "genetic", 0, SearchBudget(rounds=1))
-
-
-def test_only_a_clearly_better_plan_is_adopted() -> None:
-    assert adopts(current=10.0, proposed=9.5)
-    assert not adopts(current=10.0, proposed=9.9)
 
 
 def test_regions_are_numbered_in_order() -> None:

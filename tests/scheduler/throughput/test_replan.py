@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from decentral.scheduler.throughput import max_flow, replan
+from decentral.scheduler.throughput import max_flow, span_search
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.search_budget import SearchBudget
@@ -16,12 +16,12 @@ def equal(peers: int, layers: int, held: int) -> LayerCosts:
     ones, link = np.ones(layers), np.full((peers, peers), 1e6)
     np.fill_diagonal(link, 0.0)
     seconds, memory = np.full((peers, layers), 0.01), np.full(peers, held * 1.1)
-    return LayerCosts(seconds, ones, ones * 0.1, ones, memory, link, 100.0, 1)
+    return LayerCosts(seconds, ones, ones / 9, ones * 0.1, ones, memory, link, 100.0, 1)
 
 
 def replanned(costs: LayerCosts, old: list[tuple[int, int]], seconds_ahead: float = AHEAD_S) -> tuple[Ints, float]:
     region_N = np.zeros(costs.peers, np.int64)
-    return replan.spans_replan(costs, region_N, np.array(old), SearchBudget(rounds=20), 0, seconds_ahead)
+    return span_search.spans_replan(costs, region_N, np.array(old), SearchBudget(rounds=20), 0, seconds_ahead)
 
 
 def test_nothing_moves_when_the_spans_are_the_best_already() -> None:
@@ -45,6 +45,6 @@ def test_the_slowest_download_of_new_layers_costs_its_time() -> None:
     costs = equal(4, 4, 2)
     old, new = np.array([[0, 2], [2, 4], [0, 2], [0, 0]]), np.array([[0, 2], [2, 4], [0, 2], [2, 4]])
     rate = max_flow.maximum(costs, new).tokens_per_s
-    download_s = 2 * 1.0 / 3 / 1e6  # two layers of one byte, of which a third is downloaded
-    assert replan.tokens_ahead(costs, old, new, 1e-6) == pytest.approx(rate * (1e-6 - download_s))
-    assert replan.tokens_ahead(costs, old, new, download_s / 2) == 0.0
+    download_s = 2 / 9 / 1e6  # two layers of a ninth of a byte
+    assert span_search.tokens_ahead(costs, old, new, 1e-6) == pytest.approx(rate * (1e-6 - download_s))
+    assert span_search.tokens_ahead(costs, old, new, download_s / 2) == 0.0

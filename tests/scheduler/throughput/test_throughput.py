@@ -29,7 +29,7 @@ def small(seed: int, peers: int = 4, layers: int = 5) -> LayerCosts:
     speed = rng.choice([1.0, 2.0, 4.0, 8.0], peers)
     memory = rng.choice([2.5, 4.0, 6.0], peers)
     ones = np.ones(layers)
-    return LayerCosts(np.outer(1 / speed, ones) / 200, ones, ones * 0.1, ones * 1e3, memory, link, 2000.0, 1)
+    return LayerCosts(np.outer(1 / speed, ones) / 200, ones, ones / 9, ones * 0.1, ones * 1e3, memory, link, 2000.0, 1)
 
 
 def regions(costs: LayerCosts) -> Ints:

@@ -1,4 +1,4 @@
-"""How many micro-batches are under way, and which next peer gets one."""
+"""Which next peer gets a micro-batch: turns and deadlines, offers and pauses, and trust after audits."""
 
 from collections import Counter
 
@@ -6,23 +6,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decentral.comm.pipeline.pacing import (
+from decentral.comm.pipeline.next_peer import (
+    FEW,
+    HALVED_S,
     HOP_DEADLINE_FLOOR_S,
     HOP_DEADLINE_TOP_S,
+    LONGEST_PAUSE_S,
     LOOK_FLOOR_S,
-    MOST_ROUTES,
+    MOST_JUDGED,
+    NO_ROUTES_S,
     ROUTE_SLACK,
     STATUS_S,
     UNKNOWN_S,
-    MicroBatchWindow,
+    Offers,
     PeerScheduler,
+    Reputations,
     StrideScheduler,
-    budget_s,
+    pause_s,
 )
-from decentral.comm.wire.messages import MAX_ROUTE_S, Load
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.messages import ForwardRequest, Load, Offer, Refused
+from decentral.comm.wire.transport import Ask, Asked, Reply
 from decentral.core.ids import PeerId, RunId
+from tests.comm.pipeline.route_world import RUN, World, cuts_of, layout
 
-A, B, C = PeerId("A"), PeerId("B"), PeerId("C")
+A, B, C, X = PeerId("A"), PeerId("B"), PeerId("C"), PeerId("X")
+CUTS = cuts_of([100, 100, 100, 100])
+
+
+# Turns and deadlines
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=2, max_size=5))
@@ -156,69 +168,6 @@ def test_deadlines_have_a_floor_and_a_top() -> None:
     assert scheduler.deadline_s(A, 0.0) == HOP_DEADLINE_FLOOR_S
     scheduler.seconds[B] = 1000.0
     assert scheduler.deadline_s(B, 0.0) == HOP_DEADLINE_TOP_S
-    assert budget_s(None) == budget_s(1e9) == MAX_ROUTE_S
-    assert budget_s(None, guess_s=0.1) == UNKNOWN_S
-    assert UNKNOWN_S < budget_s(None, guess_s=10.0) < MAX_ROUTE_S
-
-
-def pipeline(window: MicroBatchWindow, base_s: float, service_s: float, completions: int, most: int = 32) -> float:
-    """Micro-batches through one queue: how busy its device was, as a part of the time."""
-    free, starts, busy = 0.0, [0.0] * window.size, 0.0
-    now = 0.0
-    for _ in range(completions):
-        started = starts.pop(0)
-        free = max(free, started + base_s - service_s) + service_s
-        busy += service_s
-        now = free
-        window.done(now - started, (A,), most)
-        while len(starts) < window.size:
-            starts.append(now)
-    return busy / now
-
-
-@pytest.mark.parametrize("base_s", [0.2, 1.0])
-def test_the_window_keeps_a_device_busy_and_its_queue_short(base_s: float) -> None:
-    window = MicroBatchWindow()
-    assert pipeline(window, base_s, 0.1, 600) > 0.9
-    assert window.size <= base_s / 0.1 + 8
-
-
-def test_the_window_never_exceeds_what_the_memory_takes() -> None:
-    window = MicroBatchWindow()
-    pipeline(window, 5.0, 0.1, 200, most=3)
-    assert window.size == 3
-
-
-def test_where_hardly_a_route_comes_twice_a_new_one_is_measured_by_the_others() -> None:
-    window = MicroBatchWindow()
-    for number in range(MOST_ROUTES):
-        window.done(1.0, (PeerId(f"P{number}"),), 100)
-    size = window.size
-    for number in range(20 * size):
-        window.done(3.0, (PeerId(f"Q{number}"),), 100)
-    assert window.size < size  # two thirds of the time are waiting, though no route was seen before
-
-
-def test_a_window_doubles_until_something_waits_and_then_grows_no_more() -> None:
-    window = MicroBatchWindow(size=4)
-    for _ in range(4):
-        window.done(1.0, (A, B), 64)
-    assert window.size == 8
-    for _ in range(40):
-        window.done(3.0, (A, B), 64)
-    assert not window.starting
-    assert window.size <= 12
-
-
-def test_the_more_devices_are_on_the_way_the_more_may_wait() -> None:
-    sizes = []
-    for route in ((A,), (A, B, C, PeerId("D"), PeerId("E"))):
-        window = MicroBatchWindow()
-        window.done(1.0, route, 64)
-        for _ in range(400):
-            window.done(1.0 + window.size / 8, route, 64)  # each that waits costs an eighth of a second
-        sizes.append(window.size)
-    assert sizes[0] < sizes[1]
 
 
 def test_a_first_deadline_goes_by_what_the_devices_say_and_later_ones_by_what_others_took() -> None:
@@ -239,3 +188,140 @@ def test_a_peer_is_asked_whether_it_still_computes_before_its_deadline() -> None
         assert look_s < scheduler.deadline_s(A, 0.0)
     scheduler.seconds[A] = HOP_DEADLINE_TOP_S
     assert scheduler.look_s(A, 0.0) == HOP_DEADLINE_TOP_S
+
+
+# Offers, and pauses where all are busy
+
+
+def load(wait_s: float, seconds: float, last: int = 4) -> Load:
+    return Load(RUN, wait_s, seconds, last)
+
+
+def chosen(first: Load | None, second: Load | None, parts: tuple[float, float] = (0.5, 0.5)) -> PeerId | None:
+    offers = Offers({A, B})
+    offers.answered(A, first, parts[0])
+    assert offers.asked == {B}
+    offers.answered(B, second, parts[1])
+    return offers.best
+
+
+def test_the_one_where_less_waits_is_chosen() -> None:
+    assert chosen(load(3.0, 1.0), load(1.0, 1.0)) == B
+
+
+def test_a_slow_device_that_idles_goes_before_a_fast_one_with_a_queue() -> None:
+    assert chosen(load(2.0, 1.0), load(0.0, 4.0)) == B
+
+
+def test_of_two_that_idle_the_one_that_takes_it_farther_is_chosen() -> None:
+    assert chosen(load(0.0, 1.0), load(0.0, 2.0), (0.1, 0.4)) == B
+
+
+def test_a_peer_that_refuses_or_is_gone_is_not_chosen() -> None:
+    assert chosen(None, load(9.0, 1.0)) == B
+    assert chosen(None, None) is None
+
+
+def test_pauses_grow_with_refusals_up_to_what_an_execution_takes() -> None:
+    pauses = [pause_s(refusals, 60.0) for refusals in range(0, 120, 6)]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == 60.0
+    assert pause_s(1000, 0.1) == LONGEST_PAUSE_S
+
+
+def many(seconds: float = 1.0) -> World:
+    """One origin peer, and more ends than it sends to without a question; one of them is busy with others' work."""
+    world = World(CUTS)
+    world.add("S", 0, 2, seconds=seconds)
+    for number in range(FEW + 2):
+        world.add(f"E{number}", 2, 4, seconds=seconds)
+    return world
+
+
+def test_where_many_could_be_next_activations_go_to_one_that_was_asked_first() -> None:
+    world = many()
+    asked: list[tuple[str, PeerId]] = []
+
+    def seen(now: float, ask: Ask) -> bool:
+        if isinstance(ask.envelope.message, Offer | ForwardRequest):
+            asked.append((type(ask.envelope.message).__name__, ask.to))
+        return False
+
+    world.loses = seen
+    world.start()
+    world.run(20.0)
+    assert world.peers[PeerId("S")].routes.completed > 20
+    sent = [to for kind, to in asked if kind == "ForwardRequest"]
+    offers = [to for kind, to in asked if kind == "Offer"]
+    assert set(sent) <= set(offers)
+    assert len(offers) >= (FEW + 2) * len(sent)  # so few holders are all asked
+    assert len(set(sent)) == FEW + 2  # all ends get their share
+
+
+def test_a_peer_without_memory_says_so_before_anything_is_sent() -> None:
+    world = World(CUTS)
+    end = world.add("E", 2, 4, capacity=2)
+    world.start()
+    for number in range(2):
+        request = ForwardRequest(RUN, "S", number, 2, 1, 5.0, 20.0, layout(2, 1))
+        end.routes.handle(Asked(number, PeerId("M"), Envelope(request, bytes(20))), 1.0)
+    (reply,) = end.routes.handle(Asked(7, PeerId("M"), Envelope(Offer(RUN, 2, 1))), 1.0)
+    assert isinstance(reply, Reply)
+    assert reply.envelope.message == Refused("busy")
+    (reply,) = end.routes.handle(Asked(8, PeerId("M"), Envelope(Offer(RUN, 1, 1))), 1.0)
+    assert isinstance(reply, Reply)
+    assert reply.envelope.message == Refused("span")
+
+
+# Trust
+
+
+def after_wrong_answers(count: int, share: float = 1.0) -> Reputations:
+    known = Reputations()
+    for _ in range(count):
+        known.was_wrong(X, share, 0.0)
+    return known
+
+
+def test_a_peer_that_was_never_audited_has_all_its_routes_and_is_audited_at_once() -> None:
+    assert (Reputations().weight(X, 0.0), Reputations().interval(X)) == (1.0, 1.0)
+
+
+def test_right_answers_make_audits_rarer_and_a_wrong_one_frequent_again() -> None:
+    known = Reputations()
+    for _ in range(3):
+        known.was_right(X)
+    assert known.interval(X) == 8
+    known.was_wrong(X, 1.0, 0.0)
+    assert known.interval(X) == 1
+
+
+def test_a_wrong_answer_costs_routes_and_two_of_them_all() -> None:
+    assert after_wrong_answers(1).weight(X, 0.0) == 0.25
+    assert after_wrong_answers(2).weight(X, 0.0) == 0.0
+
+
+def test_an_answer_of_two_hops_counts_half_against_the_first() -> None:
+    assert after_wrong_answers(1, 0.5).weight(X, 0.0) == 0.5
+    assert after_wrong_answers(3, 0.5).weight(X, 0.0) > 0.0
+    assert after_wrong_answers(4, 0.5).weight(X, 0.0) == 0.0
+
+
+def test_half_of_a_wrong_answer_is_forgotten_in_its_time() -> None:
+    assert after_wrong_answers(1).weight(X, HALVED_S) == pytest.approx(0.5)
+
+
+def test_a_peer_without_routes_gets_some_again_and_then_loses_them_for_twice_as_long() -> None:
+    known = after_wrong_answers(2)
+    assert known.weight(X, NO_ROUTES_S - 1) == 0.0
+    assert 0.2 < known.weight(X, NO_ROUTES_S) < 0.3
+    known.was_wrong(X, 1.0, NO_ROUTES_S)
+    assert known.weight(X, 3 * NO_ROUTES_S - 1) == 0.0
+    assert known.weight(X, 3 * NO_ROUTES_S) > 0.0
+
+
+def test_reputations_are_kept_of_so_many_peers_and_no_more() -> None:
+    known = Reputations()
+    for number in range(2 * MOST_JUDGED):
+        known.was_right(PeerId(f"P{number}"))
+    assert len(known.by_peer) == MOST_JUDGED

@@ -1,30 +1,44 @@
-"""How many micro-batches are under way, how far each is taken, and which next peer gets it."""
+"""Which next peer gets a micro-batch: turns by speed and routing weight, offers where many could take it, and trust.
+
+Turns (`PeerScheduler`). Each peer takes part in proportion to its routing weight and its measured speed; one that has
+failed is left alone for a while.
+
+Offers (`Offers`). Where many peers could take an execution, the best of a few that were drawn gets it:
+
+    execution --Offer--> some holders of the next layer --Load--> the one that is through soonest, per layer it takes
+
+No peer knows how much a thousand others have to do, and what it knew would be old; but of a few that are drawn by
+chance the one with the least to do is nearly as good as the best of all (the power of two choices, Mitzenmacher 2001).
+This costs a round trip before the activations are sent, and none are sent to a peer that has no memory for them.
+
+Trust (`Reputations`). How far this peer trusts what others give back goes by its own audits, not by what anybody
+says:
+
+    wrong answers   each leaves a quarter of a peer's routes; SUSPENDED_AT of them none, for a while that doubles
+    right answers   a peer is audited at half the rate after each; one wrong answer, and every answer is audited again
+    time            half of what counts against a peer is forgotten in HALVED_S
+
+An answer is that of all peers behind the one that gave it, so what is wrong with it counts against that one in part:
+one of those behind it may be to blame, and it audits them itself.
+"""
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Generic, NamedTuple, TypeVar
 
-from decentral.comm.wire.messages import MAX_ROUTE_S, Load
+from decentral.comm.wire.messages import Load
 from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 from decentral.core.units import Seconds
 
 Choice = TypeVar("Choice", int, PeerId)
 
-FULL = (1.0, 2.0)  # own micro-batches that wait, at least and at most, for each device on the route: none idles
-LEAN = (0.125, 0.5)  # where each step waits for all that is under way: more of them make a larger batch than was asked
-LARGE_STEP = 4  # micro-batches in a step; where there are as many, a few that wait make it no larger
-RECENT_ON_ROUTE = 32  # micro-batches along one route
-FADES = 0.002  # part of the distance to the newest value by which a least value rises, for each micro-batch
-SLOWER = 2.0
+# Turns
+
 MOST_NEXT_PEERS = 256  # next peers whose seconds are known
-MOST_ROUTES = 64  # routes whose bases are known; the longest unused is forgotten
-AT_RANDOM = 3.0  # times as many wait where hardly a route comes twice: executions arrive at irregular times
-MANY_ROUTES = 8  # from so many on a new route is measured by the fastest of all
 NEWEST_WEIGHT = 0.2  # weight of the newest in a running average
 LEAST_WEIGHT = 0.02  # of the best peer's weight, for one that the routing weights leave out
 MOST_TIMES_SLOWER = 16.0  # than the others, a peer can look by missed deadlines alone: it must be asked again some time
@@ -40,79 +54,28 @@ STATUS_S = 2.0  # most for the answer: whoever is there answers at once, however
 ROUTE_SLACK = 4.0  # a deadline is this many times the expected time ...
 HOP_DEADLINE_FLOOR_S = 2.0  # ... and at least this
 HOP_DEADLINE_TOP_S = 420.0  # of a single hop; a lost one is found out after so long at most
-LEAST_BUDGET_S = 9.0  # enough to find out that a peer is silent, and to ask another one
 UNKNOWN_S = 15.0  # a deadline at least, where nothing is known
 
+# Offers
 
-@dataclass(slots=True)
-class RouteBase:
-    """Seconds of a micro-batch along one route if nothing waits: the least that was seen, which rises slowly.
+CANDIDATES = 8
+OFFER_S = 3.0  # deadline of an Offer; a peer that needs longer is not sent any activations
+MOST_BUSY = 6  # peers that are asked without a pause; if so many are busy, nearly all are
+FEW = 4  # with so few holders their measured times say enough, and no offers are made
+COMPUTE_WEIGHT = 0.25  # an idle slow device goes before a fast one with a queue: with both at work more is done
+OFFER_PAUSE_S = 0.25
+LONGEST_PAUSE_S = 4.0
 
-    If all recent ones took twice as long, the route itself has become slower.
-    """
+# Trust
 
-    least: Seconds
-    recent: deque[Seconds] = field(default_factory=lambda: deque(maxlen=RECENT_ON_ROUTE))
-
-    def saw(self, seconds: Seconds) -> None:
-        self.recent.append(seconds)
-        self.least = min(seconds, self.least + FADES * (seconds - self.least))
-        if len(self.recent) == RECENT_ON_ROUTE and min(self.recent) > SLOWER * self.least:
-            self.least = min(self.recent)
-
-
-@dataclass(slots=True)
-class MicroBatchWindow:
-    """How many micro-batches an origin peer has under way (TCP Vegas, Brakmo & Peterson 1994).
-
-    As many as keep the slowest device of the routes busy, and a little more: of W under way, W (1 - base / seconds)
-    wait in some queue; that number is kept within bounds. Every route has a base of its own: one through a slow device
-    is long without anything waiting.
-    """
-
-    waiting: tuple[float, float] = FULL
-    size: int = 2  # at the start as many as the devices of a route, if they are like ours
-    starting: bool = True  # until something waits, the size grows by one for each that comes back
-    bases: dict[tuple[PeerId, ...], RouteBase] = field(default_factory=dict)  # by route
-    typical_s: Seconds | None = None  # of a micro-batch, running average
-    _waiting: float = 0.0  # part of its time that a micro-batch waits somewhere, running average
-    _new: float = 0.0  # part of the routes that were not known, running average
-    _fastest_s: Seconds = math.inf  # of any route; rises as a base does
-    _since: int = 0  # completions since the size was last changed
-
-    def done(self, seconds: Seconds, route: tuple[PeerId, ...], max_size: int) -> None:
-        """A micro-batch took so long along this route, from its beginning to its end. `max_size`: by memory."""
-        waited = 1 - self._base_s(seconds, route) / max(1e-9, seconds)
-        self._waiting += NEWEST_WEIGHT * (waited - self._waiting)
-        known = self.typical_s
-        self.typical_s = seconds if known is None else (1 - NEWEST_WEIGHT) * known + NEWEST_WEIGHT * seconds
-        self._since += 1
-        by_chance = AT_RANDOM if self._new > 0.5 and len(self.bases) > MANY_ROUTES else 1.0
-        least, most = (by_chance * (len(route) + 1) * many for many in self.waiting)
-        self.starting = self.starting and self.size * max(waited, self._waiting) < least
-        if self._since < self.size and not self.starting:
-            return
-        self._since = 0
-        if self.size * self._waiting < least:
-            self.size += 1
-        elif self.size * self._waiting > most:
-            self.size = max(2, self.size - 1)
-        self.size = min(self.size, max_size)
-
-    def _base_s(self, seconds: Seconds, route: tuple[PeerId, ...]) -> Seconds:
-        """The seconds that it would have taken if nothing had waited.
-
-        Where routes are many, a new one is measured by the fastest of all: else the first micro-batch of each would
-        look as if it had never waited.
-        """
-        fading = FADES * (seconds - self._fastest_s) if self._fastest_s < math.inf else 0.0
-        self._fastest_s = min(seconds, self._fastest_s + fading)
-        known = self.bases.get(route)
-        self._new += NEWEST_WEIGHT * ((known is None) - self._new)
-        base = known or RouteBase(seconds)
-        base.saw(seconds)
-        keep_latest(self.bases, route, base, MOST_ROUTES)
-        return self._fastest_s if known is None and len(self.bases) > MANY_ROUTES else base.least
+WRONG_WEIGHT = 0.25  # of a peer's routes are left after each wrong answer
+SUSPENDED_AT = 2.0  # wrong answers, after which a peer gets no routes
+NO_ROUTES_S = 600.0  # for the first time; twice as long after each further time
+LONGEST_NO_ROUTES_S = 6 * 3600.0
+HALVED_S = 600.0
+_ROUNDING = 1e-3  # of a wrong answer, by which time has made less of the first one when the second is found
+MOST_JUDGED = 1024  # peers with a reputation here; the one that was judged longest ago is forgotten
+MOST_RIGHT = 30  # right answers that are told apart
 
 
 @dataclass(slots=True)
@@ -175,8 +138,8 @@ class PeerScheduler:
     Each choice costs a peer the seconds that a micro-batch takes through it, over its routing weight; the peer that has
     paid least is next (SWARM, arXiv 2301.11913, section 3.2, has the seconds alone). A peer from which nothing usable
     came is suspended, ever longer until it answers again, where another one can be asked: first whether it is there,
-    then with one micro-batch, as a step may wait for each that is sent to a silent peer. Its seconds stay as they are:
-    with longer deadlines it would keep its next micro-batch the longer.
+    then with one micro-batch, as a step may wait for each that is sent to a silent peer. A failure does not raise its
+    expected seconds, or the next wait would be longer.
     """
 
     seconds: dict[PeerId, Seconds] = field(default_factory=dict)  # of a micro-batch, from that peer to the end and back
@@ -276,11 +239,74 @@ class PeerScheduler:
         return most_s if known_s is None else min(most_s, max(LOOK_FLOOR_S, LOOK_SLACK * known_s))
 
 
-def budget_s(typical_s: Seconds | None, guess_s: Seconds = 0.0) -> Seconds:
-    """How long an origin peer tries to get one micro-batch through, retries included.
+@dataclass(slots=True)
+class Offers:
+    """The offers of one execution. `asked`: the peers that have not answered yet."""
 
-    `guess_s`: what it would take if nothing waited, for as long as none has come back; 0: unknown.
-    """
-    if typical_s is None:
-        return min(MAX_ROUTE_S, max(UNKNOWN_S, 2 * ROUTE_SLACK * guess_s)) if guess_s > 0 else MAX_ROUTE_S
-    return min(MAX_ROUTE_S, max(LEAST_BUDGET_S, 2 * ROUTE_SLACK * typical_s))
+    asked: set[PeerId] = field(default_factory=set)
+    best: PeerId | None = None
+    _least: tuple[float, float] = (0.0, 0.0)
+
+    def answered(self, peer: PeerId, load: Load | None, part: float) -> None:
+        """`part` of the model is what it would take; no load: it does not want the execution, or is gone."""
+        self.asked.discard(peer)
+        if load is None or part <= 0:
+            return
+        cost = (load.wait_s + COMPUTE_WEIGHT * load.seconds) / part
+        if self.best is None or (cost, -part) < self._least:
+            self.best, self._least = peer, (cost, -part)
+
+
+def pause_s(refusals: int, execution_s: Seconds) -> Seconds:
+    """How long to wait after so many refusals in a row: a swarm that is busy must not spend its time on questions. An
+    execution occupies a device for about `execution_s`."""
+    return min(max(LONGEST_PAUSE_S, execution_s), OFFER_PAUSE_S * 2.0 ** min(10, refusals // MOST_BUSY))
+
+
+@dataclass(slots=True)
+class PeerReputation:
+    right: int = 0  # audits in a row in which its answer was the usual one
+    wrong: float = 0.0  # answers, as of `at`
+    at: Seconds = 0.0
+    suspended_until: Seconds = 0.0
+    suspensions: int = 0
+
+    def wrong_at(self, now: Seconds) -> float:
+        """How much counts against it now."""
+        return float(self.wrong * 0.5 ** (max(0.0, now - self.at) / HALVED_S))
+
+
+@dataclass(slots=True)
+class Reputations:
+    """Those of all peers that were audited. A peer that was not has a clean one."""
+
+    by_peer: dict[PeerId, PeerReputation] = field(default_factory=dict)
+
+    def weight(self, peer: PeerId, now: Seconds) -> float:
+        """The part of its routes that a peer gets; 0: none."""
+        known = self.by_peer.get(peer)
+        if known is None:
+            return 1.0
+        return 0.0 if now < known.suspended_until else float(WRONG_WEIGHT ** known.wrong_at(now))
+
+    def interval(self, peer: PeerId) -> float:
+        """Of so many answers of this peer one should be audited, whatever that costs."""
+        known = self.by_peer.get(peer)
+        return float(1 << known.right) if known else 1.0
+
+    def was_right(self, peer: PeerId) -> None:
+        known = self._judged(peer)
+        known.right = min(MOST_RIGHT, known.right + 1)
+
+    def was_wrong(self, peer: PeerId, share: float, now: Seconds) -> None:
+        """`share`: the part of a wrong answer that counts against this peer."""
+        known = self._judged(peer)
+        known.wrong, known.at, known.right = known.wrong_at(now) + share, now, 0
+        if known.wrong > SUSPENDED_AT - _ROUNDING and now >= known.suspended_until:
+            lasts_s = min(LONGEST_NO_ROUTES_S, NO_ROUTES_S * 2.0 ** min(known.suspensions, 16))
+            known.suspended_until, known.suspensions = now + lasts_s, known.suspensions + 1
+
+    def _judged(self, peer: PeerId) -> PeerReputation:
+        known = self.by_peer.get(peer) or PeerReputation()
+        keep_latest(self.by_peer, peer, known, MOST_JUDGED)
+        return known
