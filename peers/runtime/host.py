@@ -248,8 +248,7 @@ class Host:
             self._note(error)
             self._deliver(wire.AskFailed(ask.tag, ask.to, Reason.UNREACHABLE, self.now() - began))
             return
-        moved = (answer.seconds, answer.first_byte_s, answer.sent_bytes, answer.received_bytes)
-        self._deliver(wire.Answered(ask.tag, ask.to, answer.envelope, *moved))
+        self._deliver(answer.to(ask))
 
     async def _evaluate(self, asked: EvaluatePlans) -> None:
         """Evaluates plans in a thread of their own, as it may take seconds."""
