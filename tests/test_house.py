@@ -16,8 +16,8 @@ from tests.test_rooms import MODULES
 FILE_LINES = 450
 FUNCTION_LINES = 60
 TIES = {  # of the whole product, at most; none of these numbers may grow
-    "attributes of other objects that are assigned": 72,
-    "arguments with a star": 152,
+    "attributes of other objects that are assigned": 67,
+    "arguments with a star": 146,
     "uses of Any": 150,
     "fields that are functions": 48,
 }
