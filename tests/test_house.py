@@ -17,7 +17,7 @@ FILE_LINES = 450
 FUNCTION_LINES = 60
 TIES = {  # of the whole product, at most; none of these numbers may grow
     "attributes of other objects that are assigned": 67,
-    "arguments with a star": 146,
+    "arguments with a star": 132,
     "uses of Any": 150,
     "fields that are functions": 48,
 }
