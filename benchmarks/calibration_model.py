@@ -266,7 +266,7 @@ def play(swarm: SimulatedSwarm, peers: int, start_s: Seconds, seconds: Seconds) 
     def write(peer: PeerId, t: Seconds, line: Log) -> None:
         journals[peer].append({"t": t, "event": line.event, **line.fields})
 
-    swarm.journal = write
+    swarm.listen(write)
     swarm.start(members[0])
     for member in members[1:]:
         swarm.agenda.run(start_s * (peers - 1) + START_GAP_S * member.number)

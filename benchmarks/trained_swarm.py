@@ -13,7 +13,8 @@ from decentral.core.ids import PeerId
 from decentral.engine.step import held_out_loss
 from decentral.sim.host import Training
 from decentral.sim.real_training import Trained
-from decentral.sim.swarm import SimulatedPeer, SwarmSettings
+from decentral.sim.simulated_peer import SimulatedPeer
+from decentral.sim.swarm import SwarmSettings
 
 
 def keeping_models(settings: SwarmSettings) -> tuple[SwarmSettings, dict[PeerId, Trained]]:

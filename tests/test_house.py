@@ -16,9 +16,9 @@ from tests.test_rooms import MODULES
 FILE_LINES = 450
 FUNCTION_LINES = 60
 TIES = {  # of the whole product, at most; none of these numbers may grow
-    "attributes of other objects that are assigned": 170,
-    "arguments with a star": 173,
-    "uses of Any": 150,
+    "attributes of other objects that are assigned": 63,
+    "arguments with a star": 115,
+    "uses of Any": 149,
     "fields that are functions": 48,
 }
 SEAMS = {"core", "model", "data", "comm", "engine", "scheduler", "peers", "sim"}  # what they use has docstrings

@@ -62,6 +62,10 @@ class QuestionShares:
     unproven: FairShare = field(default_factory=lambda: FairShare(UNPROVEN_STREAMS))
     under_way: FairShare = field(default_factory=lambda: FairShare(UNDER_WAY_BYTES))
 
+    def enclose(self, admits: Knows, holder: Callable[[PeerId], PeerId]) -> None:
+        """Take these from now on for who is a member, and for whose share a sender's questions take."""
+        self.admits, self.holder = admits, holder
+
     def begin(self, sender: PeerId) -> "QuestionShare":
         """A question of this sender begins. Raises ProtocolError if it has its share under way already."""
         admitted = self.admits(sender)

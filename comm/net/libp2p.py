@@ -166,7 +166,7 @@ class Libp2p:
         keep_latest(self._addresses, peer, addresses, MOST_LEARNED)
 
     def pace(self, rate: Callable[[], float | None]) -> None:
-        self._uplink.queue.rate = rate
+        self._uplink.queue.set_rate(rate)
 
     async def ask(self, to: PeerId, envelope: Envelope, deadline_s: Seconds, max_blob_bytes: int) -> Answer:
         try:
@@ -216,7 +216,8 @@ class Libp2p:
 
         Proofs are answered at once, whatever else is not yet: other members' nodes of the DHT want to talk to ours.
         """
-        self._private = self._asker.private = private
+        self._private = private
+        self._asker.enclose(private)
         if self._server is None:
             await self.serve(_not_yet, lambda _: 0)
         assert self._server is not None

@@ -78,11 +78,9 @@ async def dial_back(transport: Libp2p, peer: PeerId, addresses: Sequence[str]) -
     A peer that is still dialling at the deadline has an ERROR: packets to us are dropped on the way.
     Raises AskError and ProtocolError.
     """
-    request = _kind("AutoNat")(type=0)
-    request.dial.peer.id = packed_address(f"/p2p/{transport.peer}")
     packed = [packed_address(address.partition("/p2p/")[0]) for address in addresses[:MOST_DIALLED]]
-    request.dial.peer.addresses.extend(packed)
-    body = request.SerializeToString()
+    us = {"id": packed_address(f"/p2p/{transport.peer}"), "addresses": packed}
+    body = _kind("AutoNat")(type=0, dial={"peer": us}).SerializeToString()
     try:
         answer = await transport.call(peer, AUTONAT, _varint(len(body)) + body, MAX_DIAL_BACK_BYTES, DIAL_BACK_S)
     except AskError as error:
@@ -111,11 +109,14 @@ def _kind(name: str) -> Any:
     for message, fields in _MESSAGES.items():
         described = file.message_type.add(name=message)
         for field, number, kind, repeated in fields:
-            one = described.field.add(name=field, number=number, label=3 if repeated else 1)
-            if kind.startswith("."):
-                one.type, one.type_name = one.TYPE_MESSAGE, f".decentral{kind}"
-            else:
-                one.type = getattr(one, f"TYPE_{kind.upper()}")
+            of_table = kind.startswith(".")
+            described.field.add(
+                name=field,
+                number=number,
+                label=3 if repeated else 1,
+                type="TYPE_MESSAGE" if of_table else f"TYPE_{kind.upper()}",
+                type_name=f".decentral{kind}" if of_table else None,
+            )
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"decentral.{name}"))

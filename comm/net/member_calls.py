@@ -37,18 +37,18 @@ class MemberCalls:
 
         await self._p2p.add_protobuf_handler(name, for_members, *types, **options)
 
-    async def call_protobuf_handler(self, peer: Any, *call: Any) -> Any:
+    async def call_protobuf_handler(self, peer: Any, name: str, request: Any, answer: Any) -> Any:
         """Calls a member. One that does not know us any more, or by an older invitation, is shown our proof, and called
         again."""
         to = PeerId(peer.to_base58())
         if self._private.admits(to):
             try:
-                return await self._p2p.call_protobuf_handler(peer, *call)
+                return await self._p2p.call_protobuf_handler(peer, name, request, answer)
             except Exception as error:  # hivemind's error of a handler that has raised, with its text
                 if not any(_marked(reason) in str(error) for reason in NOT_COUNTED):
                     raise
         await self._prove(to)
-        return await self._p2p.call_protobuf_handler(peer, *call)
+        return await self._p2p.call_protobuf_handler(peer, name, request, answer)
 
 
 def _marked(reason: Reason) -> str:

@@ -52,6 +52,9 @@ class Stream:
     writer: StreamWriter
     used_at: float = 0.0  # monotonic time of its last answer
 
+    def answered(self) -> None:
+        self.used_at = time.monotonic()
+
     @property
     def ended(self) -> bool:
         return self.reader.at_eof() or self.writer.is_closing()
@@ -79,6 +82,10 @@ class Asker:
             async with self.uplink.alone():
                 return await ask_member(self.private, self.ask_any, to, envelope, max_blob_bytes)
         return await ask_member(self.private, self.ask_any, to, envelope, max_blob_bytes)
+
+    def enclose(self, private: PrivateSwarm | None) -> None:
+        """Ask only members of this swarm from now on; None: anybody."""
+        self.private = private
 
     def close(self) -> None:
         for stream in self._all():
@@ -120,7 +127,7 @@ class Asker:
         return taken
 
     def _keep(self, peer: PeerId, stream: Stream) -> None:
-        stream.used_at = time.monotonic()
+        stream.answered()
         streams = self.kept.setdefault(peer, [])
         streams.append(stream)
         if len(streams) > KEPT_PER_PEER:
@@ -236,8 +243,11 @@ class Server:
 
     def enclose(self, private: PrivateSwarm | None) -> None:
         """From now on only members of this swarm are answered; None: anybody."""
-        self.private, self.shares.admits = private, private.admits if private else knows_all
-        self.shares.holder = private.holder_of if private else lambda peer: peer
+        self.private = private
+        if private is None:
+            self.shares.enclose(knows_all, lambda peer: peer)
+        else:
+            self.shares.enclose(private.admits, private.holder_of)
 
     def drop(self, peer: PeerId) -> None:
         """Ends the streams of a peer that is no member any more, with what they hold."""

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from decentral.comm.net.uplink_queue import PROBE_HOLD_S, TURN_BYTES, Kind, Turn, UplinkQueue, kind_of
+from decentral.comm.net.uplink_queue import TURN_BYTES, Kind, Turn, UplinkQueue, kind_of
 from decentral.comm.wire.blobs import Writer
 from decentral.comm.wire.codec import Envelope
 
@@ -47,11 +47,11 @@ class Uplink:
         """Within it nothing else begins to leave, so that a probe measures the link, and not what is left of it."""
         loop = asyncio.get_running_loop()
         await asyncio.sleep(max(0.0, self.queue.free_at - loop.time()))
-        self.queue.held_until = loop.time() + PROBE_HOLD_S
+        self.queue.hold(loop.time())
         try:
             yield
         finally:
-            self.queue.held_until = 0.0
+            self.queue.let_go()
             if self._timer is not None:
                 self._timer.cancel()
             self._release()

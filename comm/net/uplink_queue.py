@@ -65,6 +65,15 @@ class Waiting(Generic[Item]):
     pieces: list[tuple[Turn, int, int, Item]] = field(default_factory=list)  # turn, the piece's number, bytes
     served: float = 0.0  # bytes over the share
 
+    def catch_up(self, virtual: float) -> None:
+        """Come as far as the other kinds are: a kind that was idle has saved nothing up."""
+        self.served = max(self.served, virtual)
+
+    def serve(self, size: int) -> float:
+        """Count a piece that leaves. Return how far the kind had come before."""
+        before, self.served = self.served, self.served + size / self.kind
+        return before
+
 
 @dataclass(slots=True)
 class UplinkQueue(Generic[Item]):
@@ -108,9 +117,20 @@ class UplinkQueue(Generic[Item]):
         """A piece of a message of this kind and turn waits."""
         queue = self._waiting[kind]
         if not queue.pieces:  # it was idle, and has saved nothing up
-            queue.served = max(queue.served, self._virtual)
+            queue.catch_up(self._virtual)
             self._busy.append(queue)
         heapq.heappush(queue.pieces, (turn, next(self._numbers), size, item))
+
+    def set_rate(self, rate: Callable[[], float | None]) -> None:
+        """Let pieces leave at this rate from now on."""
+        self.rate = rate
+
+    def hold(self, now: Seconds) -> None:
+        """Let nothing leave until `let_go`, or for as long as a probe may take."""
+        self.held_until = now + PROBE_HOLD_S
+
+    def let_go(self) -> None:
+        self.held_until = 0.0
 
     def next_at(self) -> Seconds | None:
         """When a piece may leave; None while none waits."""
@@ -124,7 +144,6 @@ class UplinkQueue(Generic[Item]):
             self._busy.remove(queue)
         if self.given_up(item):
             return None
-        rate, self._virtual = self.rate(), queue.served
-        queue.served += size / queue.kind
+        rate, self._virtual = self.rate(), queue.serve(size)
         self.free_at = max(self.free_at, now - BURST_S) + (size / rate if rate else 0.0)
         return item

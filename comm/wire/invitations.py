@@ -13,7 +13,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -147,9 +147,9 @@ class FounderKeys:
     def invite(self, holder: str, until: float, may: Permission, random_bytes: Callable[[int], bytes]) -> Holding:
         """A new invitation with a key pair of its own."""
         secret = random_bytes(KEY_BYTES)
-        bare = (self.run, random_bytes(ID_BYTES), holder, until, may, self.public, _public(secret))
-        signature = Ed25519PrivateKey.from_private_bytes(self.secret).sign(Invitation(*bare).signed())
-        return Holding(Invitation(*bare, signature), secret, self.swarm_key)
+        bare = Invitation(self.run, random_bytes(ID_BYTES), holder, until, may, self.public, _public(secret))
+        signature = Ed25519PrivateKey.from_private_bytes(self.secret).sign(bare.signed())
+        return Holding(replace(bare, signature=signature), secret, self.swarm_key)
 
     def revoke(self, number: int, ids: frozenset[bytes]) -> Revocations:
         """A list that takes the place of all those with lower numbers."""

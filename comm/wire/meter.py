@@ -78,6 +78,17 @@ class Link:
     latencies: deque[Seconds] = field(default_factory=lambda: deque(maxlen=LATENCIES))
     late: int = 0  # answers in a row that did not come in time; small ones that did take one back each
 
+    def came(self, large: bool) -> None:
+        """Count an answer that came in time."""
+        self.late = 0 if large else max(0, self.late - 1)
+
+    def missed(self) -> None:
+        """Count an answer that did not come in time."""
+        self.late = min(MOST_LATE, self.late + 1)
+
+    def uploaded(self, upload: Upload, latency_s: Seconds) -> None:
+        self.up = upload.rate(latency_s)
+
     @property
     def latency_s(self) -> Seconds | None:
         """The time of a round trip; None if nothing was measured."""
@@ -114,23 +125,22 @@ class Meter:
         link = self._link(peer)
         if sent < LARGE:
             link.latencies.append(first_byte_s)
-        if max(sent, received) < LARGE:
-            link.late = max(0, link.late - 1)
+        large = max(sent, received) >= LARGE
+        link.came(large)
+        if not large:
             return
-        link.late = 0
         self._typical_down = None
         latency_s = self._known_latency_s(peer)
         if received >= sent:
             link.down.saw(rate_of(received, max(LEAST_S, seconds - first_byte_s), ROUND_TRIP * latency_s), received)
         else:
             upload = Upload(peer, sent, seconds)
-            link.up = upload.rate(latency_s)
+            link.uploaded(upload, latency_s)
             self.uploads.append(upload)
 
     def missed(self, peer: PeerId) -> None:
         """Records that an answer of this peer did not come in time."""
-        link = self._link(peer)
-        link.late = min(MOST_LATE, link.late + 1)
+        self._link(peer).missed()
 
     def _link(self, peer: PeerId) -> Link:
         self._uplink = None

@@ -129,6 +129,11 @@ class Answer:
     sent_bytes: int
     received_bytes: int
 
+    def to(self, ask: Ask) -> Answered:
+        """Return this answer as the event that the machine which has asked gets."""
+        took_s, first_byte_s = self.seconds, self.first_byte_s
+        return Answered(ask.tag, ask.to, self.envelope, took_s, first_byte_s, self.sent_bytes, self.received_bytes)
+
 
 class AskError(Exception):
     """No answer came; `reason` is as in AskFailed."""

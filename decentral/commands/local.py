@@ -196,9 +196,9 @@ class LocalSwarm:
 
     def wait(self, console: Console) -> None:
         """Waits for --stop-after, counted from the time at which the last peer has joined."""
-        columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        bar_column, text = BarColumn(), TextColumn("{task.description}")
         goal = self.stop_after.value if self.stop_after.kind == "s" else None
-        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        with Progress(bar_column, text, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as bar:
             task = bar.add_task("", total=goal)
             shown_at = self.joined_at
             while self._running() and (goal is None or self.now() < self.joined_at + goal):

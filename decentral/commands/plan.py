@@ -82,7 +82,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         raise UserError("give either a TOPOLOGY (such as eight-cities, or a file) or --join ADDR (see --help)")
     if options.holders < 1:
         raise UserError(f"--holders expects at least 1; got {options.holders}")
-    options.objective = options.objective or ("throughput" if options.model or options.join else "sync")
     return options
 
 
@@ -107,9 +106,10 @@ def _swarm(options: argparse.Namespace) -> tuple[Topology, Config | None]:
 
 
 def _plan(topology: Topology, config: Config | None, options: argparse.Namespace) -> SyncPlan | ThroughputPlan:
-    with _bar(options.objective, quiet=options.json) as report:
+    objective = options.objective or ("throughput" if options.model or options.join else "sync")
+    with _bar(objective, quiet=options.json) as report:
         budget = SearchBudget(seconds=options.seconds, clock=time.monotonic, report=report)
-        if options.objective == "sync":
+        if objective == "sync":
             from decentral.scheduler.sync.plan import sync_plan
 
             return sync_plan(topology, options.solver, options.seed, budget)
@@ -164,8 +164,8 @@ def _bar(title: str, quiet: bool) -> Iterator[Report]:
     if quiet or not console.is_terminal:
         yield lambda _fraction, _best: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("best {task.fields[best]:.5g}"))
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+    title_column, best = TextColumn("{task.description}"), TextColumn("best {task.fields[best]:.5g}")
+    with Progress(title_column, BarColumn(), best, TimeRemainingColumn(), console=console, transient=True) as progress:
         task = progress.add_task(title, total=1.0, best=float("nan"))
         yield lambda fraction, best: progress.update(task, completed=fraction, best=best)
 

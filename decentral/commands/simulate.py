@@ -65,8 +65,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--journals", metavar="DIR", help="keep the peers' journals, for decentral.report and audit")
     add_dashboard_flag(parser)
     parser.add_argument("--json", action="store_true", help="the report as JSON")
+    parser.set_defaults(typed=list(sys.argv[1:] if argv is None else argv))
     flags = parser.parse_args(argv)
-    flags.typed = list(sys.argv[1:] if argv is None else argv)
     for name, least in (("peers", 1), ("seconds", 1.0), ("step_seconds", 1e-3), ("sweep", 0), ("processes", 1)):
         if getattr(flags, name) < least:
             raise UserError(f"--{name.replace('_', '-')} expects at least {least:g}; got {getattr(flags, name):g}")

@@ -200,7 +200,7 @@ def _routed(routes: RouteReport) -> str:
 def _progress(seconds: float, quiet: bool) -> Iterator[OnProgress]:
     console = Console(file=sys.stderr)
     label = TextColumn("{task.completed:.0f} of {task.total:.0f} virtual seconds")
-    columns = (label, BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bar:
+    hidden = quiet or not console.is_terminal
+    with Progress(label, BarColumn(), TimeRemainingColumn(), console=console, disable=hidden) as bar:
         task = bar.add_task("", total=seconds)
         yield lambda at: bar.update(task, completed=at)

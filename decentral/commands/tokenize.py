@@ -39,12 +39,13 @@ def _main(flags: argparse.Namespace) -> None:
     for one in parts:
         if one.opened.left_out:
             print(f"warning: {one.opened.left_out}", file=sys.stderr)
+    chosen = flags.tokenizer
     if flags.train:
         place = out.with_suffix(".tokenizer")
         train(_pieces(parts), flags.train, flags.train_bytes, place)
-        flags.tokenizer = str(place)
+        chosen = str(place)
         print(f"wrote a tokenizer of {flags.train} tokens in {place}")
-    found = tokenizer.load(flags.tokenizer, flags.separator)
+    found = tokenizer.load(chosen, flags.separator)
     width = 2 if found.size <= 1 << 16 else 4
     count = write(_pieces(parts), found, out, width)
     print(f"wrote {count:,} tokens in {out}; to train on them:")

@@ -81,7 +81,7 @@ class MemoryNeeds:
             for begin in range(count)
         ]
         for _ in range(min(peers, count)):
-            reached = max(reached, *furthest[: reached + 1])
+            reached = max(furthest[: reached + 1])
         return reached
 
     def span(self, begin: int, end: int) -> tuple[int, int]:

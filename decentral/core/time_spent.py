@@ -1,5 +1,6 @@
 """Where the time of a training thread goes: each second is spent on one of these, so the shares add up to one."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from decentral.core.units import Seconds
@@ -16,6 +17,11 @@ class TimeSpent:
     state: Seconds = 0.0  # for newcomers and for changes of this peer's own span
     waiting: Seconds = 0.0  # for the event loop to say what is to be done
     beside: Seconds = 0.0  # processor time of the worker beside training; it is no part of the total
+
+    @classmethod
+    def of(cls, seconds: Mapping[str, Seconds]) -> "TimeSpent":
+        """Return the time with so many seconds of some kinds, by their names."""
+        return cls(**seconds)
 
     def __add__(self, other: "TimeSpent") -> "TimeSpent":
         return TimeSpent(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(TimeSpent)))

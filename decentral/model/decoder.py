@@ -213,7 +213,8 @@ class Attention(nn.Module):
         T = hidden_BTD.shape[1]
         windowed = self.window is not None and self.window < T
         mask_TT = _within_window(T, self.window, hidden_BTD.device) if windowed else None
-        return self.attend(*self.heads_of(hidden_BTD, self.cos_TE[:T], self.sin_TE[:T]), mask_TT)
+        q_BHTE, k_BKTE, v_BKTE = self.heads_of(hidden_BTD, self.cos_TE[:T], self.sin_TE[:T])
+        return self.attend(q_BHTE, k_BKTE, v_BKTE, mask_TT)
 
     def heads_of(self, hidden_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries q_BHTE, keys k_BKTE and values v_BKTE, rotated by the angles of these tables."""
@@ -227,7 +228,8 @@ class Attention(nn.Module):
     def _split(self, x_BTC: Tensor, norm: nn.Module) -> Tensor:
         """Return x_BHTE of x_BTC (C = H * E), normalised over all channels or within each head."""
         x_BTC = norm(x_BTC) if self.norms_all else x_BTC
-        x_BTHE = x_BTC.view(*x_BTC.shape[:2], -1, self.channels)
+        B, T = x_BTC.shape[:2]
+        x_BTHE = x_BTC.view(B, T, -1, self.channels)
         x_BTHE = x_BTHE if self.norms_all else norm(x_BTHE)
         return x_BTHE.transpose(1, 2)
 
@@ -321,7 +323,7 @@ def last_loss(run: config.Config, head: Callable[[Tensor], Tensor], hidden_BTD: 
         return loss_of(head(part_BTD), part_BT, "sum")
 
     pairs = zip(torch.split(hidden_BTD, size), torch.split(targets_BT, size), strict=True)
-    losses = [checkpoint(summed, *pair, use_reentrant=False) for pair in pairs]
+    losses = [checkpoint(summed, part_BTD, part_BT, use_reentrant=False) for part_BTD, part_BT in pairs]
     return torch.stack(losses).sum() / (targets_BT != MASKED).sum()
 
 

@@ -138,7 +138,7 @@ class KeysAndValues:
 
     def attend(self, hidden_BTD: Tensor, first: int, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Return what the attention gives for positions [first, first + T), which it keeps; `angles`: their tables."""
-        q_BHTE, k_BKTE, v_BKTE = self.attention.heads_of(hidden_BTD, *angles)
+        q_BHTE, k_BKTE, v_BKTE = self.attention.heads_of(hidden_BTD, angles[0], angles[1])
         last = first + hidden_BTD.shape[1]
         self.keys_BKSE[:, :, first:last] = k_BKTE
         self.values_BKSE[:, :, first:last] = v_BKTE

@@ -51,6 +51,9 @@ class HolderWeights:
     steps: dict[int, int] = field(default_factory=dict)  # the swarm's step that each fragment was at, as the peer says
     trouble: str = ""  # why it gave no more
 
+    def fail(self, reason: str) -> None:
+        self.trouble = reason or "failed"
+
 
 @dataclass(frozen=True, slots=True)
 class GatheredRun:
@@ -221,7 +224,7 @@ async def _give(
             holder.weights[fragment.index] = next(vectors[name] for name in WEIGHTS if name in vectors)
             holder.steps[fragment.index] = incoming.step
     except (AskError, ProtocolError) as error:
-        holder.trouble = str(error) or "failed"
+        holder.fail(str(error))
 
 
 async def _fetch(transport: Transport, run: RunId, holder: PeerId, incoming: Incoming) -> Blob:

@@ -18,7 +18,8 @@ from decentral.sim import liars
 from decentral.sim.faults import ALL, HOP_LIES, Fault
 from decentral.sim.host import VirtualHost
 from decentral.sim.route_liars import falsify_gradient
-from decentral.sim.swarm import SimulatedPeer, SimulatedSwarm
+from decentral.sim.simulated_peer import SimulatedPeer
+from decentral.sim.swarm import SimulatedSwarm
 
 STALE = 0.2  # the share of lookups in the directory that are stale while records come late
 
@@ -38,7 +39,7 @@ class FaultInjector:
 
     def plan(self, faults: Sequence[Fault]) -> None:
         """Lets these faults happen, each at its time. The swarm must not have come to the first of them."""
-        self.swarm.filter_answer = self._byzantine_answer
+        self.swarm.falsify(self._byzantine_answer)
         for fault in faults:
             self.swarm.agenda.at(fault.at, partial(self._begin, fault))
             self.last_at = max(self.last_at, fault.at + fault.lasts)
@@ -71,7 +72,7 @@ class FaultInjector:
             case "wipe":  # the peer comes back without its disk, and so without its identity: as a new member
                 for member in self._members(fault):
                     swarm.crash(member)
-                    member.wiped, member.has_run = True, False
+                    member.wipe()
                     swarm.start(swarm.add())
             case "join":
                 for _ in range(int(fault.value)):
@@ -80,19 +81,18 @@ class FaultInjector:
                 self._apply(fault, swarm.freeze)
                 return lambda: self._apply(fault, swarm.thaw)
             case "slow":
-                self._apply(fault, lambda member: swarm.slow_down(member, fault.value))
-                return lambda: self._apply(fault, lambda member: swarm.slow_down(member, 1.0))
+                self._apply(fault, lambda member: member.slow_down(fault.value))
+                return lambda: self._apply(fault, lambda member: member.slow_down(1.0))
             case "clock":
                 self._apply(fault, lambda member: swarm.jump_clock(member, fault.value))
             case "full-disk":
-                self._apply(fault, lambda member: setattr(member.disk, "full", True))
-                return lambda: self._apply(fault, lambda member: setattr(member.disk, "full", False))
+                self._apply(fault, lambda member: member.disk.fill())
+                return lambda: self._apply(fault, lambda member: member.disk.make_room())
             case "skew":
-                self._apply(fault, lambda member: setattr(member, "skew_s", fault.value))
+                self._apply(fault, lambda member: member.skew_clock(fault.value))
             case "lie":
-                for member in self._members(fault):
-                    member.byzantine = fault.how
-                return lambda: self._apply(fault, lambda member: setattr(member, "byzantine", ""))
+                self._apply(fault, lambda member: member.lie(fault.how))
+                return lambda: self._apply(fault, SimulatedPeer.stop_lying)
         return None
 
     def _begin_on_network(self, fault: Fault) -> Callable[[], Any] | None:
@@ -101,7 +101,7 @@ class FaultInjector:
         peers = [member.peer for member in self._members(fault)]
         match fault.kind:
             case "part":
-                network.sides, network.parted_at = dict.fromkeys(peers, 1), now
+                network.part(peers)
                 return network.sides.clear
             case "oneway" if len(peers) == 2:  # otherwise one of the two has not joined yet
                 pair = peers[0], peers[1]
@@ -113,19 +113,13 @@ class FaultInjector:
                 return lambda: geography.degraded.pop(link, None)
             case "nat":
                 geography.relayed.update(peers)
-            case "loss":
-                network.loss = fault.value
-                return lambda: setattr(network, "loss", 0.0)
-            case "corrupt" | "truncate" | "duplicate" | "reorder":
-                network.damage_rates[fault.kind] = fault.value
-                return lambda: network.damage_rates.pop(fault.kind, None)
+            case "loss" | "corrupt" | "truncate" | "duplicate" | "reorder":
+                network.rates[fault.kind] = fault.value
+                return lambda: network.rates.pop(fault.kind, None)
             case "late":
-                self._delay_records(fault.value, STALE)
-                return lambda: self._delay_records(0.0, 0.0)
+                self.swarm.records.delay(fault.value, STALE)
+                return lambda: self.swarm.records.delay(0.0, 0.0)
         return None
-
-    def _delay_records(self, late_s: Seconds, stale: float) -> None:
-        self.swarm.records.late_s, self.swarm.records.stale = late_s, stale
 
     # Byzantine answers
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Protocol, assert_never
 
+from decentral.comm.net.fair_shares import QuestionShares
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.transport import (
     Announce,
     Answer,
-    Answered,
     Ask,
     Asked,
     AskError,
@@ -23,6 +23,7 @@ from decentral.comm.wire.transport import (
     Found,
     Lookup,
     Reply,
+    knows_all,
 )
 from decentral.core import jobs
 from decentral.core.ids import PeerId
@@ -42,6 +43,7 @@ from decentral.scheduler.placement.evaluate import EvaluatePlans, evaluate_plans
 from decentral.sim.network.agenda import Agenda, Timer
 from decentral.sim.network.virtual_directory import Records
 from decentral.sim.network.virtual_network import Network, Port
+from decentral.sim.network.virtual_uplink import VirtualUplink
 
 EVALUATION_S = 1.0  # how long the evaluation of plans takes
 EARLY_S = 1e-6  # the rounding error of adding and taking away the clock's epoch
@@ -79,9 +81,9 @@ class Connection:
     """One peer's end of the network and of the directory."""
 
     network: Network
-    port: Port
     records: Records
     lookup_s: Seconds  # how long a record takes to the directory or from there
+    address_book: dict[PeerId, None]  # on its disk: the peers that it has learned of
     falsified: Callable[[PeerId, Respond], Respond]  # what a Byzantine peer does to its answer to this asker
 
 
@@ -182,7 +184,7 @@ class Engine:
         computing_s = part * self._drawn_step_s() if part else 0.0
         outcome = self.training.do(job)
         job_s = computing_s + self.pace.job_s + _handled_bytes(job, outcome) / self.pace.job_bytes
-        self.spent += TimeSpent(**{time_kind(job): job_s})
+        self.spent += TimeSpent.of({time_kind(job): job_s})
         if computing_s or isinstance(outcome, jobs.Stepped):
             self.last_computed = self.agenda.now + job_s
         if isinstance(outcome, jobs.Stepped):
@@ -252,11 +254,12 @@ class VirtualHost:
         journal: Callable[[PeerId, Seconds, Log], None],
     ) -> None:
         self.node, self.connection, self.training, self.clock = node, connection, training, clock
-        self.port, self.agenda = connection.port, connection.network.agenda
+        self.agenda, self.peer = connection.network.agenda, node.setup.own.peer
+        uplink, private = VirtualUplink(self.agenda, node.meter.pace), node.setup.private
+        shares = QuestionShares(node.answers.knows, private.admits if private else knows_all)
+        self.port = Port(self.peer, uplink, self._serve, node.answers.blob_bound, shares, private)
         self.engine = Engine(self.agenda, training, pace, chance, self._report)
         self.observer, self.journal = observer, journal
-        self.peer = node.setup.own.peer
-        self.address_book: dict[PeerId, None] = {}
         self.ended: str | None = None
         self._requests: dict[int, Respond] = {}
         self._last_request = 0
@@ -267,11 +270,7 @@ class VirtualHost:
         )
 
     def start(self) -> None:
-        self.port.serve, self.port.bound = self._serve, self.node.answers.blob_bound
-        self.port.shares.knows = self.node.answers.knows
-        if self.node.setup.private is not None:
-            self.port.enclose(self.node.setup.private)
-        self.port.uplink.queue.rate = self.node.meter.pace
+        self.connection.network.plug(self.port)
         self._carry_all(Woke(), self.node.begin(self.clock()))
 
     def stop(self, reason: str) -> None:
@@ -288,6 +287,7 @@ class VirtualHost:
 
     def freeze(self) -> None:
         """Stops the process. What comes to one that is stopped already still waits."""
+        self.port.freeze()
         if self._frozen is not None:
             return
         self._frozen = deque()
@@ -295,12 +295,15 @@ class VirtualHost:
         self._disarm()
 
     def thaw(self) -> None:
+        if not self.port.frozen:
+            return
         events, self._frozen = self._frozen or deque(), None
         self.engine.thaw()
         for at, event in events:
             late_s = self.agenda.now - at
             self.deliver(event.reported(late_s) if isinstance(event, jobs.WindowClosed) else event)
         self._arm()
+        self.port.thaw()
 
     # Events
 
@@ -355,7 +358,7 @@ class VirtualHost:
             case Lookup(key):
                 self.agenda.after(self.connection.lookup_s, lambda: self._look_up(key))
             case Learn(peer):
-                keep_latest(self.address_book, peer, None, ADDRESSES_KEPT)
+                keep_latest(self.connection.address_book, peer, None, ADDRESSES_KEPT)
             case Exclude(peers):
                 for peer in peers:
                     self.connection.network.drop(self.port, peer)
@@ -375,8 +378,7 @@ class VirtualHost:
             if isinstance(outcome, AskError):
                 self.deliver(AskFailed(ask.tag, ask.to, outcome.reason, self.agenda.now - began))
             else:
-                moved = (outcome.seconds, outcome.first_byte_s, outcome.sent_bytes, outcome.received_bytes)
-                self.deliver(Answered(ask.tag, ask.to, outcome.envelope, *moved))
+                self.deliver(outcome.to(ask))
 
         self.connection.network.ask(self.port, ask, hear)
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import torch
 
@@ -10,15 +11,22 @@ from decentral.core import jobs, rng
 from decentral.core.ids import PeerId
 from decentral.core.time_spent import TimeSpent
 from decentral.data import corpora
+from decentral.engine.checkpoint import MicroBatchNumbers
 from decentral.engine.compute import Compute, ComputeSetup
 from decentral.engine.micro_batch_names import MicroBatchNames
 from decentral.engine.step import Device
 from decentral.sim.host import Training
-from decentral.sim.swarm import SimulatedPeer, SwarmSettings
+from decentral.sim.simulated_peer import SimulatedPeer
+from decentral.sim.swarm import SwarmSettings
 
 
 class Trained(Compute):
-    """A Compute that steps when it is told to."""
+    """A Compute that steps when it is told to, and names micro-batches by a chance that can be repeated."""
+
+    def __init__(self, setup: ComputeSetup, chance: Random) -> None:
+        super().__init__(setup)
+        names, numbers = MicroBatchNames.known(setup.peer), self.numbers
+        self.numbers = MicroBatchNumbers(numbers.reserved, numbers.write, names, chance.randrange)
 
     def take_steps(self, count: int, spent: TimeSpent) -> jobs.Stepped:
         assert count == 1, "real steps are made one by one"
@@ -43,10 +51,9 @@ def real_gradients(shape: SwarmSettings, folder: Path) -> SwarmSettings:
     def train(member: SimulatedPeer) -> Training:
         place = folder / member.peer
         place.mkdir(parents=True, exist_ok=True)
-        trained = Trained(ComputeSetup(run, member.peer, corpus, blockwise, device, place, member.span))
+        setup = ComputeSetup(run, member.peer, corpus, blockwise, device, place, member.span)
+        trained = Trained(setup, rng.stream(run.seed, "names", member.peer, member.lives))
         trained.resume()
-        trained.numbers.names = MicroBatchNames.known(member.peer)
-        trained.numbers.draw = rng.stream(run.seed, "names", member.peer, member.lives).randrange
         return trained
 
     device = Device(torch.device("cpu"), torch.float32)

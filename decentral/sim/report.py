@@ -16,7 +16,8 @@ from decentral.core.strict_json import JsonObject
 from decentral.core.units import Seconds
 from decentral.sim.faults import Fault
 from decentral.sim.invariants.convergence import distances, loss_of_mean
-from decentral.sim.swarm import SimulatedPeer, SimulatedSwarm
+from decentral.sim.simulated_peer import SimulatedPeer
+from decentral.sim.swarm import SimulatedSwarm
 
 SAMPLED = 256  # peers that a sample looks at closely
 

@@ -31,7 +31,6 @@ ROSTER_SETTLE_S = 30.0  # beyond a record's lifetime, until every peer must know
 ALL_AT_ONCE_S = 0.2  # between two starts of a small swarm
 START_SPREAD_S = 200.0  # in which a large one starts
 
-JournalLine = Callable[[PeerId, Seconds, Log], None]
 OnProgress = Callable[[Seconds], None]
 """Called once for each sample, with the virtual time."""
 
@@ -78,11 +77,12 @@ def run(
     injector = FaultInjector(swarm)
     audit = InvariantAudit(swarm, injector)
     if scenario.audited:
-        swarm.observer = audit
+        swarm.observe(audit)
     statistics = RunStatistics(swarm)
+    swarm.listen(statistics.line)
     for watch in watches:
         watch.begin(swarm)
-    swarm.journal = _to_all([statistics.line, *(watch.line for watch in watches)])
+        swarm.listen(watch.line)
     with _few_collections(scenario.peers > MANY_SIMULATED), suppress(StopRun):
         _start(swarm, scenario.peers)
         injector.plan(scenario.faults)
@@ -100,14 +100,6 @@ def run(
         ttl_s = RENEWALS * scenario.settings.times.renewals_s(scenario.peers, lambda: MOST_RENEW_S)
         audit.finish(settled=swarm.agenda.now >= injector.last_at + ttl_s + ROSTER_SETTLE_S)
     return statistics.report(scenario.peers, scenario.faults, audit.checks, audit.convergence.farthest)
-
-
-def _to_all(takers: Sequence[JournalLine]) -> JournalLine:
-    def line(peer: PeerId, t: Seconds, log: Log) -> None:
-        for take in takers:
-            take(peer, t, log)
-
-    return line
 
 
 def _start(swarm: SimulatedSwarm, count: int) -> None:

@@ -53,6 +53,17 @@ class SurrogateDisk:
         self.check()
         self.reserved = numbers
 
+    def fill(self) -> None:
+        self.full = True
+
+    def make_room(self) -> None:
+        self.full = False
+
+    def save(self, checkpoint: SurrogateCheckpoint) -> None:
+        """Keep this checkpoint in place of the last one. Raises OSError if the disk takes nothing more."""
+        self.check()
+        self.checkpoint = checkpoint
+
     def check(self) -> None:
         """Raises OSError if the disk takes nothing more."""
         if self.full:
@@ -136,7 +147,7 @@ class SurrogateWorkload(JobRunner):
         self.model, self.chance, self.disk = model, chance, disk
         names = MicroBatchNames.known(peer)
         numbers = MicroBatchNumbers(disk.reserved, disk.reserve, names, lambda below: int(chance.integers(below)))
-        super().__init__(SurrogateSpan(model, peer, chance, *span), disk, numbers, synchronous=False)
+        super().__init__(SurrogateSpan(model, peer, chance, span[0], span[1]), disk, numbers, synchronous=False)
         if disk.checkpoint is not None:
             self.counters, self.restored = replace(disk.checkpoint.counters), True
             self.gossip.load(disk.checkpoint.tensors, disk.checkpoint.windows, self.counters.own_steps)
@@ -157,13 +168,11 @@ class SurrogateWorkload(JobRunner):
 
     def _save(self) -> Program:
         yield Phase.HELD
+        tensors = {name: tensor.clone() for name, tensor in self.gossip.tensors().items()}
+        made = SurrogateCheckpoint(tensors, self.gossip.windows(), replace(self.counters), self.span.layers)
         try:
-            self.disk.check()
+            self.disk.save(made)
         except OSError as error:
             return jobs.SaveFailed(f"{type(error).__name__}: {error}")
-        tensors = {name: tensor.clone() for name, tensor in self.gossip.tensors().items()}
-        self.disk.checkpoint = SurrogateCheckpoint(
-            tensors, self.gossip.windows(), replace(self.counters), self.span.layers
-        )
         parameters = sum(fragment.parameters for fragment in self.fragments)
         return jobs.Saved(self.counters.own_steps, parameters * 4 * len(tensors) // len(self.fragments))

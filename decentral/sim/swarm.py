@@ -4,7 +4,7 @@ A member is a peer with its disk: it may live several times. Whatever chance dec
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from decentral.comm.codecs import blockwise
@@ -12,13 +12,13 @@ from decentral.comm.gossip import update_rules
 from decentral.comm.pipeline.activations import ActivationFormat
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Signer
-from decentral.comm.wire.invitations import FOR_EVER, NOTHING_REVOKED, FounderKeys, Holding, Permission, Revocations
+from decentral.comm.wire.invitations import FOR_EVER, FounderKeys, Permission
 from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm, may_train
 from decentral.core import jobs, rng
 from decentral.core.config import Config
 from decentral.core.fragments import Fragment, Layout
 from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import Log, log
+from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.engine import memory
 from decentral.engine.fragment import fragments_of
@@ -26,7 +26,7 @@ from decentral.model import decoder
 from decentral.peers.membership.records import Profile
 from decentral.peers.membership.swarm_size import LEAST_TIMES, SwarmStart, SwarmTimes
 from decentral.peers.runtime.clock import MOST_FINDERS, agreed_s
-from decentral.peers.runtime.node import Node, NodePhase
+from decentral.peers.runtime.node import Node
 from decentral.peers.runtime.setup import NodeSetup
 from decentral.scheduler.placement import claim_span
 from decentral.scheduler.placement.move import MemoryBudget
@@ -36,7 +36,8 @@ from decentral.sim.network.geography import SwarmGeography
 from decentral.sim.network.network_faults import NetworkFaults
 from decentral.sim.network.virtual_directory import Records
 from decentral.sim.network.virtual_network import Network
-from decentral.sim.surrogate import SurrogateDisk, SurrogateWorkload
+from decentral.sim.simulated_peer import SimulatedPeer
+from decentral.sim.surrogate import SurrogateWorkload
 from decentral.sim.surrogate_model import NUMBERS, PlainCodecs, SurrogateModel, SyntheticCodecs
 from decentral.sim.virtual_claims import DelayedDirectory, VirtualClock, measured, play, wait
 from decentral.sim.virtual_signer import VirtualSigner
@@ -100,54 +101,14 @@ class SwarmSettings:
         return [update_rules.layout_of(update_rules.donated(self.config.gossip), NUMBERS, codecs)] * len(self.fragments)
 
 
-@dataclass(slots=True, eq=False)
-class SimulatedPeer:
-    """A peer, its disk, and its present life if it has one."""
-
-    number: int
-    peer: PeerId
-    host: VirtualHost | None = None
-    disk: SurrogateDisk = field(default_factory=SurrogateDisk)
-    span: tuple[int, int] = (0, 0)  # layers with which its present life began
-    claiming: bool = False  # it is choosing its layers
-    has_run: bool = False  # its disk knows the run: a restart needs no contact
-    wiped: bool = False  # its identity is lost with its disk: nobody starts as this member any more
-    address_book: dict[PeerId, None] = field(default_factory=dict)  # on its disk: the peers that it has learned of
-    lives: int = 0
-    skew_s: Seconds = 0.0  # of its clock
-    machine_s: Seconds = 0.0  # by which its machine's clock has jumped so far
-    clock_s: Seconds = 0.0  # by which its present life's clock is wrong, skew aside
-    lost_lines: int = 0  # of its journal, since its disk is full
-    byzantine: str = ""  # how it falsifies its answers, if it does
-    stretched: float = 1.0  # how much slower than its pace it is at present
-    holding: Holding | None = None  # its invitation, where the swarm is private
-    revocations: Revocations = NOTHING_REVOKED  # what its disk knows to be revoked
-
-    @property
-    def life(self) -> VirtualHost | None:
-        """Its host while it is alive."""
-        return self.host if self.host is not None and self.host.ended is None else None
-
-    @property
-    def alive(self) -> bool:
-        return self.life is not None
-
-    @property
-    def frozen(self) -> bool:
-        """Whether the process is stopped, or was when it ended."""
-        return self.host is not None and self.host.port.frozen
-
-    @property
-    def training(self) -> bool:
-        return self.life is not None and self.life.node.phase is NodePhase.TRAINING
-
-
 AnswerFilter = Callable[[SimulatedPeer, PeerId, Envelope], Envelope]
 """What a Byzantine peer sends to an asker instead of its answer."""
 
+JournalLine = Callable[[PeerId, Seconds, Log], None]
+
 
 class SimulatedSwarm:
-    """Members by number, the network between them, and time. `observer` and `journal` hear of all that happens."""
+    """Members by number, the network between them, and time."""
 
     def __init__(
         self, settings: SwarmSettings, seed: int, geography: SwarmGeography, observer: Observer | None = None
@@ -161,8 +122,8 @@ class SimulatedSwarm:
         self.members: list[SimulatedPeer] = []
         self.started: list[SimulatedPeer] = []  # in the order of their first start
         self.by_peer: dict[PeerId, SimulatedPeer] = {}
-        self.journal: Callable[[PeerId, Seconds, Log], None] = lambda peer, t, line: None
-        self.filter_answer: AnswerFilter = lambda member, asker, envelope: envelope
+        self._journals: list[JournalLine] = []
+        self._filter_answer: AnswerFilter = lambda member, asker, envelope: envelope
         self.model = settings.model
         self._state_layouts = settings.state_layouts()
         self._needs = memory.needs(settings.config, settings.fragments)
@@ -173,16 +134,28 @@ class SimulatedSwarm:
     def living(self) -> list[SimulatedPeer]:
         return [member for member in self.members if member.alive]
 
+    def observe(self, observer: Observer) -> None:
+        """Show all events of lives that begin from now on to this observer."""
+        self.observer = observer
+
+    def listen(self, journal: JournalLine) -> None:
+        """Give each line of the peers' journals to this function as well."""
+        self._journals.append(journal)
+
+    def falsify(self, filter_answer: AnswerFilter) -> None:
+        """Let this function say what Byzantine peers send instead of their answers."""
+        self._filter_answer = filter_answer
+
     # Lives
 
     def add(self) -> SimulatedPeer:
         """A new member, which does not live yet."""
         number = len(self.members)
-        member = SimulatedPeer(number, PeerId(f"sim{number:05d}"))
-        if self.settings.founder:
-            chance = rng.stream(self.seed, "invitation", number)
+        peer, founder, holding = PeerId(f"sim{number:05d}"), self.settings.founder, None
+        if founder:
             may = Permission.DONATE if number in self.settings.donors else Permission.TRAIN
-            member.holding = self.settings.founder.invite(member.peer, FOR_EVER, may, chance.randbytes)
+            holding = founder.invite(peer, FOR_EVER, may, rng.stream(self.seed, "invitation", number).randbytes)
+        member = SimulatedPeer(number, peer, holding=holding)
         self.members.append(member)
         self.by_peer[member.peer] = member
         self.geography.add(member.peer, number)
@@ -198,22 +171,19 @@ class SimulatedSwarm:
             return
         if not member.lives:
             self.started.append(member)
-        if not member.has_run:  # as --join, which stands in the line that starts it again
-            member.address_book |= dict.fromkeys(contacts)
-        member.has_run = True
-        member.lives += 1
-        self._set_clock(member, contacts)
+        member.begin_life(contacts)
+        self.records.ahead_s[member.peer] = member.read_clock(self.by_peer[contact] for contact in contacts)
         begin = self._claim_span if self.settings.memory else self._begin_life
         begin(member, contacts)
 
     def _claim_span(self, member: SimulatedPeer, contacts: tuple[PeerId, ...]) -> None:
-        member.claiming, life = True, member.lives
+        member.choose_layers()
+        life = member.lives
         directory = DelayedDirectory(self.records, member.peer, _lookup_s(self.geography))
         request, clock = self._span_request(member), VirtualClock(self.clock(member))
 
         def claimed(found: claim_span.ClaimedSpan) -> None:
             if member.claiming and member.lives == life:
-                member.claiming = False
                 self._begin_life(member, contacts, found)
 
         async def silent(found: claim_span.Records) -> list[PeerId]:
@@ -238,25 +208,19 @@ class SimulatedSwarm:
     def _begin_life(
         self, member: SimulatedPeer, contacts: tuple[PeerId, ...], claimed: claim_span.ClaimedSpan | None = None
     ) -> None:
-        member.span = (claimed.span if claimed else None) or (0, self.settings.fragments[-1].last)
+        member.hold((claimed.span if claimed else None) or (0, self.settings.fragments[-1].last))
         training = self._training(member)
         node = Node(self._setup(member, training, contacts, claimed))
-        falsified = partial(self._falsified, member)
-        connection = Connection(
-            self.network, self.network.plug(member.peer), self.records, _lookup_s(self.geography), falsified
-        )
+        lookup_s, falsified = _lookup_s(self.geography), partial(self._falsified, member)
+        connection = Connection(self.network, self.records, lookup_s, member.address_book, falsified)
         pace = replace(self.settings.pace, step_s=self._step_s(member))
         clock, chance = self.clock(member), rng.stream(self.seed, "steps", member.number, member.lives)
         journal = partial(self._write_line, member)
-        member.host = VirtualHost(node, connection, training, pace, clock, chance, self.observer, journal)
-        member.host.engine.stretched, member.host.address_book = member.stretched, member.address_book
-        member.host.start()
+        member.run(VirtualHost(node, connection, training, pace, clock, chance, self.observer, journal))
 
     def crash(self, member: SimulatedPeer) -> None:
         """kill -9: no other peer is told."""
-        member.claiming = False
-        if host := member.life:
-            self._keep(member)
+        if host := member.cease():
             host.end("crashed")
             self.network.unplug(member.peer)
         if not self.living:
@@ -264,51 +228,34 @@ class SimulatedSwarm:
 
     def leave(self, member: SimulatedPeer) -> None:
         """Ctrl-C."""
-        member.claiming = False
-        if host := member.life:
+        if host := member.cease():
             host.stop("interrupted")
             host.training.do(jobs.Save())
-            self._keep(member)
             self.network.unplug(member.peer)
 
     def freeze(self, member: SimulatedPeer) -> None:
         if host := member.life:
-            host.port.frozen = True
             host.freeze()
 
     def thaw(self, member: SimulatedPeer) -> None:
-        if (host := member.life) and host.port.frozen:
-            host.thaw()
-            self.network.thaw(host.port)
-
-    def slow_down(self, member: SimulatedPeer, times: float) -> None:
-        member.stretched = times
         if host := member.life:
-            host.engine.set_speed(times)
+            host.thaw()
 
     def clock(self, member: SimulatedPeer) -> Callable[[], Seconds]:
         return lambda: EPOCH + self.agenda.now + member.skew_s + member.clock_s
 
     def jump_clock(self, member: SimulatedPeer, seconds: Seconds) -> None:
-        """Sets a machine's clock. The peer that runs there goes by the time since its start
-        (peers/runtime/clock.py)."""
+        """Sets a machine's clock. From the first jump on, peers compare their clocks."""
         if not any(other.machine_s for other in self.members):
             self.agenda.after(CLOCKS_COMPARED_S, self._compare_clocks)
-        member.machine_s += seconds
-
-    def _set_clock(self, member: SimulatedPeer, contacts: Sequence[PeerId]) -> None:
-        """A new life reads its machine's clock, and goes by those of the peers that it has reached."""
-        others = [self.by_peer[contact] for contact in contacts]
-        own_s = member.machine_s + member.skew_s
-        member.clock_s = member.machine_s + agreed_s([one.clock_s + one.skew_s - own_s for one in others])
-        self.records.ahead_s[member.peer] = member.clock_s
+        member.jump_clock(seconds)
 
     def _compare_clocks(self) -> None:
         """A peer that finds others with another time knows them from then on, and tells its user to start it again."""
         self.agenda.after(CLOCKS_COMPARED_S, self._compare_clocks)
         for member in self.living:
             if member.training and not member.frozen and member.host and (apart := self._of_another_time(member)):
-                member.address_book |= dict.fromkeys(apart)
+                member.meet(apart)
                 self.crash(member)
                 self.start(member)
 
@@ -328,19 +275,14 @@ class SimulatedSwarm:
         return list(ahead_s) if lost_apart and agreed_s(list(ahead_s.values())) else []
 
     def _write_line(self, member: SimulatedPeer, peer: PeerId, t: Seconds, line: Log) -> None:
-        """A line of its journal, or one more that a full disk loses."""
-        if member.disk.full:
-            member.lost_lines += 1
-            return
-        if member.lost_lines:
-            self.journal(peer, t, log("lost", lines=member.lost_lines))
-            member.lost_lines = 0
-        self.journal(peer, t, line)
+        for written in member.written(line):
+            for take in self._journals:
+                take(peer, t, written)
 
     def _falsified(self, member: SimulatedPeer, asker: PeerId, respond: Respond) -> Respond:
         if not member.byzantine:
             return respond
-        return lambda answer: respond(self.filter_answer(member, asker, answer))
+        return lambda answer: respond(self._filter_answer(member, asker, answer))
 
     # The parts of a life
 
@@ -407,12 +349,6 @@ class SimulatedSwarm:
             start=SwarmStart(measured(self.records, settings.run, member.peer), settings.times),
         )
 
-    def _keep(self, member: SimulatedPeer) -> None:
-        """What the next life will find on the disk."""
-        assert member.host is not None
-        if private := member.host.node.setup.private:
-            member.revocations = private.revocations
-
 
 def _lookup_s(geography: SwarmGeography) -> Seconds:
     """How long a lookup in the DHT takes."""
@@ -432,8 +368,10 @@ def _connected(own: PeerId, contacts: Mapping[PeerId, Collection[PeerId]]) -> li
 
 def _answers(asker: SimulatedPeer, other: SimulatedPeer, network: NetworkFaults) -> bool:
     """Whether a peer that is asked now is there."""
-    ways = (asker.peer, other.peer), (other.peer, asker.peer)
-    return other.alive and not other.frozen and all(network.cut_off_at(*way) is None for way in ways)
+    if not other.alive or other.frozen:
+        return False
+    there, back = network.cut_off_at(asker.peer, other.peer), network.cut_off_at(other.peer, asker.peer)
+    return there is None and back is None
 
 
 def _private(member: SimulatedPeer, clock: Callable[[], Seconds]) -> PrivateSwarm | None:

@@ -68,7 +68,7 @@ def scenario_of(seed: int) -> Scenario:
     if seed % SPANS_EVERY == SPANS_EVERY - 1:
         settings = _span_settings(algorithm, throttles, seed)
     else:
-        settings = SwarmSettings.of(_config(algorithm), Pace(0.4, 0.05, report_s=5.0), throttles, 1024)
+        settings = SwarmSettings.of(_config((algorithm,)), Pace(0.4, 0.05, report_s=5.0), throttles, 1024)
     drawn = faults.draw(chance, peers, FAULTS_UNTIL_S, chance.randint(1, 5))
     if besides(seed) == "hosts":
         drawn += faults.draw_of_hosts(rng.stream(seed, "hosts"), peers, FAULTS_UNTIL_S)
@@ -96,7 +96,7 @@ def besides(seed: int) -> str:
 
 
 @cache
-def _config(*overrides: str) -> config.Config:
+def _config(overrides: tuple[str, ...]) -> config.Config:
     return config.load(None, [*SETTINGS, *overrides])
 
 
@@ -105,7 +105,7 @@ def _span_settings(algorithm: str, throttles: tuple[float, ...], seed: int) -> S
     chance = rng.stream(seed, "spans")
     overlap = f"routes.overlap={str(chance.random() < 0.5).lower()}"
     accumulate = f"train.accumulate={chance.choice([1, 1, 2, 4])}"
-    run_config = _config(*SPAN_MODEL, overlap, accumulate, algorithm)
+    run_config = _config((*SPAN_MODEL, overlap, accumulate, algorithm))
     settings = SwarmSettings.of(run_config, Pace(1.0, 0.05, report_s=5.0), throttles, 64)
     under_way = chance.choice([4, 6, 8])
     sizes = [chance.choice([1, 2, 2, 2, 3, len(settings.fragments)]) for _ in throttles]

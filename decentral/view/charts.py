@@ -90,10 +90,10 @@ class RunCharts:
     def _draw_losses(self, axes: "Axes", across: Callable[[Floats], Floats]) -> None:
         alpha = 0.35 if len(self.run.peers) > MANY else 1.0
         for peer, colour in zip(self.run.peers, self.colours(), strict=True):
-            losses = _thinned(peer.losses, peer.lives, across)
-            axes.plot(*losses, color=colour, label=_shown(peer.name), alpha=alpha)
-            held_out = _thinned(peer.held_out, peer.lives, across)
-            axes.plot(*held_out, color=colour, linestyle=":", marker="o", markersize=3, alpha=alpha)
+            when, losses = _thinned(peer.losses, peer.lives, across)
+            axes.plot(when, losses, color=colour, label=_shown(peer.name), alpha=alpha)
+            when, held_out = _thinned(peer.held_out, peer.lives, across)
+            axes.plot(when, held_out, color=colour, linestyle=":", marker="o", markersize=3, alpha=alpha)
         if 0 < len(self.run.peers) <= LEGEND_LINES:
             axes.legend(loc="upper right")
 

@@ -83,7 +83,7 @@ class MetricsServer(WSGIServer):
     """Answers one connection after the other. `url` is where."""
 
     def __init__(self, address: tuple[str, int], app: Any) -> None:
-        self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+        self.address_family = socket.getaddrinfo(address[0], address[1], type=socket.SOCK_STREAM)[0][0]
         super().__init__(address, _Scrape)
         self.set_app(app)
 

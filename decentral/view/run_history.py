@@ -35,6 +35,15 @@ class Life:
     joined: Seconds | None = None
     ended: str = ""
 
+    def hear(self, t: Seconds) -> None:
+        self.last = max(self.last, t)
+
+    def join(self, t: Seconds) -> None:
+        self.joined = self.joined or t
+
+    def end(self, reason: str) -> None:
+        self.ended = reason or "stopped"
+
 
 @dataclass(slots=True)
 class Column:
@@ -112,12 +121,12 @@ class PeerHistory:
         if event == "started" or not self.lives:
             self._begin(line, t)
         life = self.lives[-1]
-        life.last = max(life.last, t)
+        life.hear(t)
         match event:
             case "joined":
-                life.joined = life.joined or t
+                life.join(t)
             case "stopped":
-                life.ended = str(line["reason"]) or "stopped"
+                life.end(str(line["reason"]))
             case "step":
                 self._step(line, t)
             case "eval":

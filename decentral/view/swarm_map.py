@@ -169,7 +169,8 @@ class SwarmMap:
         for a, b in pairs:
             colour = RED if red[a, b] else USED
             width, above = 0.6 + 3.4 * wide[a, b] / most, 2 if red[a, b] else 1
-            axes.plot(*places[[a, b]].T, color=colour, linewidth=width, alpha=0.6, zorder=above)
+            across, up = places[[a, b]].T
+            axes.plot(across, up, color=colour, linewidth=width, alpha=0.6, zorder=above)
             if self._all_alike():
                 continue
             text = link_text(rate[a, b], far[a, b])
@@ -178,7 +179,7 @@ class SwarmMap:
                 continue
             back = {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
             colour = RED if red[a, b] else DIM
-            axes.text(*place, text, ha="center", va="center", fontsize=7, color=colour, bbox=back, zorder=3)
+            axes.text(place[0], place[1], text, ha="center", va="center", fontsize=7, color=colour, bbox=back, zorder=3)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -247,7 +248,7 @@ def _free_place(
     A text that is `needed` may stand beside the line, and at worst on something else.
     """
     width, height = 0.062 * len(text), 0.15
-    across = np.array([a[1] - b[1], b[0] - a[0]]) / max(1e-9, float(np.hypot(*(b - a))))
+    across = np.array([a[1] - b[1], b[0] - a[0]]) / max(1e-9, float(np.hypot(b[0] - a[0], b[1] - a[1])))
     for aside in (0.0, 0.17, -0.17, 0.34, -0.34) if needed else (0.0,):
         for part in (0.5, 0.42, 0.58, 0.34, 0.66, 0.26, 0.74):
             x, y = a + part * (b - a) + aside * across

@@ -40,6 +40,17 @@ class DonorSample:
     held: list[bytes] = field(default_factory=list)  # by the witnesses that have answered
     under_way: int = 0
 
+    def ask(self) -> PeerId:
+        """Return the witness that is asked now."""
+        self.under_way += 1
+        return self.left.pop(0)
+
+    def answered(self, held: bytes | None) -> None:
+        """Take what a witness holds there; None: nothing that can be compared."""
+        self.under_way -= 1
+        if held is not None:
+            self.held.append(held)
+
     @property
     def wanted(self) -> int:
         """How many more witnesses are to be asked now."""

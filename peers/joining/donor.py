@@ -155,8 +155,8 @@ class Donor:
             self._for_strangers.discard((pull.fragment, pull.kept))
         if not piece:
             return _refuse(request, Reason.OFFSET)
-        place = (self.run, pull.fragment, pull.offset, len(export.blob), export.step)
-        chunk = StateChunk(*place, export.layout, export.version)
+        size, step, layout = len(export.blob), export.step, export.layout
+        chunk = StateChunk(self.run, pull.fragment, pull.offset, size, step, layout, export.version)
         return Reply(request, Envelope(chunk, piece))
 
 

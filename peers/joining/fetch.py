@@ -54,6 +54,15 @@ class Incoming:
     refetched_for: int = 0  # the step of another fragment, for which this one was fetched again
     _from: int = 0  # all pieces before this offset are here or requested
 
+    def fetch_from(self, retained: bool) -> None:
+        """Choose where the pieces come from: from peers' disks, or from holders."""
+        self.retained = retained
+
+    def looked_for_holder(self, found: bool) -> None:
+        """Note whether the fragment has a holder, as donors are chosen now."""
+        self.had_holder = self.had_holder or found
+        self.holder_misses = 0 if found else self.holder_misses + self.had_holder
+
     def next_offset(self) -> int | None:
         """An offset that is neither here nor requested. Before the first piece is here, 0 is the only one known."""
         if self.complete():
@@ -272,9 +281,7 @@ class Fetch:
             for _ in range(sample.wanted):
                 question = StateRequest(self.run, index, offset, SAMPLE_BYTES, self.incoming[index].retained)
                 tag = self.tag(index, offset, donor)
-                to = sample.left.pop(0)
-                effects.append(Ask(tag, to, Envelope(question), SAMPLE_DEADLINE_S, SAMPLE_BYTES))
-                sample.under_way += 1
+                effects.append(Ask(tag, sample.ask(), Envelope(question), SAMPLE_DEADLINE_S, SAMPLE_BYTES))
         return effects
 
     def _compare(self, event: Answered | AskFailed, tag: FetchTag) -> list[Effect]:
@@ -283,11 +290,12 @@ class Fetch:
         sample = self.samples.get(name)
         if sample is None:
             return []  # the fragment is fetched again
-        sample.under_way -= 1
+        held = None
         if isinstance(event, Answered) and isinstance(chunk := event.envelope.message, StateChunk):
             comparable = not self.exact or (chunk.step, chunk.version) == sample.version
             if len(event.envelope.blob) == len(sample.said) and comparable:
-                sample.held.append(event.envelope.blob)
+                held = event.envelope.blob
+        sample.answered(held)
         if not sample.over:
             return self._ask_witnesses()
         del self.samples[name]

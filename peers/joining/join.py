@@ -144,11 +144,12 @@ class Join:
         """Fetches a retained state of fragments that nobody holds, unless our checkpoint has a newer one."""
         for index, one in self.fetch.incoming.items():
             if not one.pieces:
-                if any(self.holds(peer, one.fragment) for peer in known):
-                    one.retained = False
-                    continue
-                step, retainers = self.newest_retained(index)
-                one.retained = bool(retainers) and (not self.restored or step > self.own_step)
+                held = any(self.holds(peer, one.fragment) for peer in known)
+                one.fetch_from(retained=not held and self._should_fetch_retained(index))
+
+    def _should_fetch_retained(self, fragment: int) -> bool:
+        step, retainers = self.newest_retained(fragment)
+        return bool(retainers) and (not self.restored or step > self.own_step)
 
     def _start_from_what_is_here(self) -> list[Effect]:
         return self._import() if self.fetch.incoming else self._finish("checkpoint" if self.restored else "alone")
@@ -168,10 +169,10 @@ class Join:
         """
         effects, some_are_here = list[Effect](), any(one.complete() for one in self.fetch.incoming.values())
         for index, one in list(self.fetch.incoming.items()):
-            if any(self._can_donate(peer, one.fragment) for peer in known):
-                one.had_holder, one.holder_misses = True, 0
+            has_holder = any(self._can_donate(peer, one.fragment) for peer in known)
+            one.looked_for_holder(has_holder)
+            if has_holder:
                 continue
-            one.holder_misses += one.had_holder
             may_wait = one.had_holder and not self.has_weights
             if one.complete() or (may_wait and (one.holder_misses <= HOLDER_RETRIES or not some_are_here)):
                 continue

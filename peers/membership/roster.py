@@ -69,6 +69,17 @@ class RosterEntry:
     since: Seconds = 0.0  # when we heard of it first
     failed_at: Seconds = 0.0  # when the last question was found unanswered
 
+    def renewed(self, record: PeerRecord, expires: float) -> "RosterEntry":
+        """Return the entry with a newer record of the peer."""
+        return RosterEntry(record, expires, self.failures, self.since, self.failed_at)
+
+    def answered(self) -> None:
+        self.failures = 0
+
+    def failed(self, now: Seconds) -> None:
+        """Count a question that was found unanswered now."""
+        self.failures, self.failed_at = self.failures + 1, now
+
 
 @dataclass(slots=True)
 class Holders:
@@ -214,6 +225,10 @@ class SoonerLookups:
         self._sooner = True
         return soon
 
+    def found(self) -> None:
+        """Note that a lookup found somebody new, so that the next one may come soon."""
+        self.rest_s = REFRESH_SOON_S
+
     def looked(self, now: Seconds, longest_s: Seconds) -> None:
         rest_s = 2 * self.rest_s if self._sooner else self.rest_s / 2
         self.rest_s = max(REFRESH_SOON_S, min(rest_s, longest_s))
@@ -256,7 +271,7 @@ class Roster:
             case Found(key, values) if level_of(self.run, key) is not None:
                 return self._found(key, values, now)
             case Answered(peer=peer) if peer in self.live:
-                self.live[peer].failures = 0
+                self.live[peer].answered()
             case AskFailed(peer=peer, reason=reason) if peer in self.live and reason in SILENT:
                 return self._unanswered(peer, reason, now - event.seconds, now)
         return []
@@ -391,13 +406,12 @@ class Roster:
         if known is not None and known.record.time >= record.time:
             return []
         self._valid.pop(peer, None)
-        of_before = (known.failures, known.since, known.failed_at) if known else (0, now)
-        self.live[peer] = RosterEntry(record, expires, *of_before)
+        self.live[peer] = known.renewed(record, expires) if known else RosterEntry(record, expires, since=now)
         self.changes += 1
         self.holders.put(peer, record)
         self._expiry_at = expires if self._expiry_at is None else min(self._expiry_at, expires)
         if known is None:
-            self._sooner.rest_s = REFRESH_SOON_S
+            self._sooner.found()
             joined = log("peer_joined", peer=peer, device=record.profile.device, region=record.profile.region)
             return [Learn(peer, record.addresses), joined]
         return [Learn(peer, record.addresses)] if known.record.addresses != record.addresses else []
@@ -407,7 +421,7 @@ class Roster:
         entry = self.live[peer]
         if reason == Reason.DEADLINE and asked_at < entry.failed_at <= now:
             return []
-        entry.failures, entry.failed_at = entry.failures + 1, now
+        entry.failed(now)
         if entry.failures < DEAD_AFTER:
             return []
         self._dropped[peer] = entry.record.time

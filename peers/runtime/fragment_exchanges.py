@@ -49,7 +49,10 @@ class FragmentExchanges:
     @property
     def windows(self) -> tuple[int, str]:
         """How many of the shortest windows make one, and what stretches them."""
-        return self.selection.lengths.windows(*self._first) if self.running else (1, "")
+        if not self.running:
+            return 1, ""
+        index, size = self._first
+        return self.selection.lengths.windows(index, size)
 
     @property
     def period_s(self) -> Seconds:
@@ -118,8 +121,9 @@ class FragmentExchanges:
         gossip, own = setup.config.gossip, setup.own.peer
         is_back = setup.restored_step is not None or fragment.index in self._dropped  # a move that failed, or one back
         restored_at = now if is_back and not known.blocking else 0.0
-        of_fragment = setup.run, own, fragment.index, phase
-        context = FragmentContext(*of_fragment, gossip, self.selection, self.counts, restored_at)
+        context = FragmentContext(
+            setup.run, own, fragment.index, phase, gossip, self.selection, self.counts, restored_at
+        )
         context = replace(context, fresh_s=setup.start.times.max_age_s)
         close_at = context.next_close(now, 0)
         return PullExchange(context, close_at, blocking=known.blocking, light=known.light, seq=newest)

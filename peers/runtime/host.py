@@ -191,7 +191,7 @@ class Host:
                 if future is not None and not future.done():
                     future.set_result(envelope)
             case Log(event, fields):
-                self.journal.write(event, **fields)
+                self.journal.take(event, fields)
             case wire.Announce():
                 self._spawn(self._announce(effect), name="announce")
             case wire.Lookup(key):
@@ -248,8 +248,7 @@ class Host:
             self._note(error)
             self._deliver(wire.AskFailed(ask.tag, ask.to, Reason.UNREACHABLE, self.now() - began))
             return
-        moved = (answer.seconds, answer.first_byte_s, answer.sent_bytes, answer.received_bytes)
-        self._deliver(wire.Answered(ask.tag, ask.to, answer.envelope, *moved))
+        self._deliver(answer.to(ask))
 
     async def _evaluate(self, asked: EvaluatePlans) -> None:
         """Evaluates plans in a thread of their own, as it may take seconds."""
@@ -332,7 +331,7 @@ class Host:
         await asyncio.sleep(0)  # so that the thread's last reports are delivered
         for task in list(self._tasks):
             task.cancel()
-        self.journal.write("stopped", reason=reason, **({"unsaved": self.unsaved} if self.unsaved else {}))
+        self.journal.take("stopped", {"reason": reason} | ({"unsaved": self.unsaved} if self.unsaved else {}))
 
 
 def _idle_s() -> Seconds:

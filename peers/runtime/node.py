@@ -108,10 +108,20 @@ class Node:
         assert setup.routes or not run.synchronous, "all peers of a synchronous run take part in its routes"
         if setup.routes:
             self._make_routes()
-        state = (self.meter, self.selection, self.progress, self.donor, self.gossip, self.traffic)
-        self.own_record = OwnRecord(self.present, *state, self.routes)
-        machines = (self.progress, self.donor, self.gossip, self.rounds)
-        self.answers = Answers(self.present, self._is_training, self.handlers, *machines)
+        self.own_record = OwnRecord(
+            setup=self.present,
+            meter=self.meter,
+            selection=self.selection,
+            progress=self.progress,
+            donor=self.donor,
+            gossip=self.gossip,
+            traffic=self.traffic,
+            routes=self.routes,
+        )
+        progress, rounds = self.progress, self.rounds
+        self.answers = Answers(
+            self.present, self._is_training, self.handlers, progress, self.donor, self.gossip, rounds
+        )
         self.handlers.register(self.answers.exported, jobs.StateExported, jobs.RetainedExported)
         if self.route_planner and setup.memory_budget and not setup.whole and not run.synchronous:
             self._make_spans(self.route_planner)
@@ -124,9 +134,10 @@ class Node:
         roster_chance = rng.stream(run.seed, "roster", setup.own.peer)
         size = SwarmSize(setup.run, setup.own.peer, roster_chance, setup.start, lambda: self.gossip.period_s)
         self.roster = Roster(setup.run, setup.own, run.swarm, self._compose_record, size, holders)
-        step = setup.restored_step or 0
-        limits, judge = (run.train, run.swarm, setup.stop_after), Divergence(math.log(run.model.vocabulary))
-        self.progress = TrainingProgress(*limits, lr_step=step, evaluates=setup.whole, divergence=judge)
+        step, judge = setup.restored_step or 0, Divergence(math.log(run.model.vocabulary))
+        self.progress = TrainingProgress(
+            run.train, run.swarm, setup.stop_after, lr_step=step, evaluates=setup.whole, divergence=judge
+        )
         self.clock = StepClock(self.progress)
         self.selection = PeerSelection(self.present, self.roster, self.meter, self.progress, chance)
         self.prober = Prober(self.meter, chance)
@@ -147,8 +158,8 @@ class Node:
             self.handlers.register(self.rounds.handle, RoundTag, jobs.RoundClosed, *ROUND_QUESTIONS)
 
     def _make_spans(self, route_planner: RoutePlanner) -> None:
-        machines = (self.own_record, self.donor, self.gossip, self.answers)
-        spans = SpanManager(self.present, self.selection, route_planner, *machines)
+        own_record, donor, gossip, answers = self.own_record, self.donor, self.gossip, self.answers
+        spans = SpanManager(self.present, self.selection, route_planner, own_record, donor, gossip, answers)
         self.span_manager = spans
         self.handlers.register(spans.moved, MoveTag, LeaseTag)
         self.handlers.register(spans.asked, LeaseRequest)
@@ -156,11 +167,21 @@ class Node:
         self.handlers.register(spans.swarm_plans.handle, PlansEvaluated, plan_key(self.setup.run))
 
     def _new_join(self, step: int, restored: bool, chance: Random) -> Join:
-        setup, view = self.setup, (self.selection.donates, self.selection.newest_retained, self.selection.swarm_step)
-        contacts = tuple(sorted({*setup.contacts, *self.selection.live()}))
-        needed = (setup.run, setup.fragments, setup.state_layouts, contacts)
-        exact, has_weights = setup.config.synchronous, restored or self.progress.joined_at is not None
-        return Join(*needed, step, restored, chance, *view, exact=exact, has_weights=has_weights)
+        setup, selection = self.setup, self.selection
+        return Join(
+            run=setup.run,
+            fragments=setup.fragments,
+            layouts=setup.state_layouts,
+            contacts=tuple(sorted({*setup.contacts, *selection.live()})),
+            own_step=step,
+            restored=restored,
+            chance=chance,
+            holds=selection.donates,
+            newest_retained=selection.newest_retained,
+            swarm_step=selection.swarm_step,
+            exact=setup.config.synchronous,
+            has_weights=restored or self.progress.joined_at is not None,
+        )
 
     # What a host calls
 

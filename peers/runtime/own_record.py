@@ -85,9 +85,10 @@ class OwnRecord:
     def status(self) -> Log:
         """The journal's line about what this peer holds, how long its windows are and why, and its latest links."""
         setup, (count, bound) = self.setup.now, self.gossip.windows
-        span = {"first": setup.fragments[0].first, "last": setup.fragments[-1].last}
+        first, last = setup.fragments[0].first, setup.fragments[-1].last
         links = [(suffix, rate, latency_ms / 1e3) for suffix, rate, latency_ms in self._links()]
-        return log("status", **span, window_s=self.selection.lengths.window_s() * count, bound=bound, links=links)
+        window_s = self.selection.lengths.window_s() * count
+        return log("status", first=first, last=last, window_s=window_s, bound=bound, links=links)
 
     def _standing(self) -> Standing:
         progress, exchanges = self.progress, self.gossip.counts.outcomes

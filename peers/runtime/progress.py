@@ -7,6 +7,7 @@ from decentral.comm.wire.transport import Event
 from decentral.core.config import BYTES, SwarmConfig, TrainConfig
 from decentral.core.jobs import DIVERGED, Evaluate, Evaluated, JobFailed, Save, Saved, SaveFailed, Sealed, Stepped
 from decentral.core.machine import Log, Woke, earliest, log
+from decentral.core.strict_json import JsonObject
 from decentral.core.time_spent import NO_TIME, TimeSpent
 from decentral.core.units import Amount, Seconds
 from decentral.peers.runtime.divergence import Divergence
@@ -206,13 +207,13 @@ class TrainingProgress:
         took = max(1e-3, now - self._line_at)
         self.rate.trained(tokens, took)
         self._line_at = now
-        progress = {"step": steps[-1].step, "lr_step": steps[-1].lr_step, "tokens": tokens}
         micro_batches, losses = sum(step.micro_batches for step in steps), loss_fields(step.loss for step in steps)
         dropped = sum(step.dropped for step in steps)
         aside = {name: round(seconds, 4) for name, seconds in asdict(spent).items() if name != "training" and seconds}
-        figures = {"micro_batches": micro_batches, **losses, "seconds": round(spent.training, 4)}
+        figures: JsonObject = {"step": steps[-1].step, "lr_step": steps[-1].lr_step, "tokens": tokens}
+        figures |= {"micro_batches": micro_batches, **losses, "seconds": round(spent.training, 4)}
         figures |= {"dropped": dropped} if dropped else {}
-        return [log("step", **progress, **figures, aside=aside)]
+        return [Log("step", figures | {"aside": aside})]
 
     def _stepped(self, step: Stepped, now: Seconds) -> list[ProgressEffect]:
         self._steps.append(step)

@@ -119,7 +119,8 @@ class FounderFile:
     def _parsed(cls, path: Path, content: JsonObject) -> "FounderFile":
         """Raises UserError if a part is spoilt: what is signed with wrong keys or numbers nobody takes back."""
         try:
-            keys = FounderKeys(RunId(content["run"]), *(bytes.fromhex(content[name]) for name in KEYS))
+            secret, swarm_key = (bytes.fromhex(content[name]) for name in KEYS)
+            keys = FounderKeys(RunId(content["run"]), secret, swarm_key)
             invited, number = content["invited"], content["number"]
             revoked = frozenset(map(bytes.fromhex, content["revoked"]))
             if len(keys.swarm_key) != KEY_BYTES or not founded_by(keys.run, keys.public):

@@ -106,8 +106,9 @@ async def prepare(
     access: SwarmAccess,
     request: SpanRequest,
     claimed: ClaimedSpan,
+    proven: tuple[OuterKernels, str],
 ) -> Host:
-    """Builds the node and its host. Raises UserError if the device, the data or the checkpoint cannot be used."""
+    """Build the node and its host. Raise UserError if the device, the data or the checkpoint cannot be used."""
     run, own = access.config, request.own
     device = measure.choose(flags.device, run.train.dtype, flags.throttle, run.train.emulated_micro_batch_s)
     device = replace(device, ranks=flags.island or ALONE)
@@ -120,10 +121,10 @@ async def prepare(
     corpus = data.load(run.data, run.model)
     expected = bool(access.contacts) or request.kept is not None
     computing = ComputeSetup(run, own.peer, corpus, blockwise, device, folder.path, claimed.span)
-    kernels, flags.kernels = flags.proven
+    kernels, flags.kernels = proven
     shared.stage("building the model")
     compute = Compute(replace(computing, state_expected=expected, kernels=kernels, report_s=STEPS_REPORTED_S))
-    flags.warnings += corpus.warnings
+    flags.warnings.extend(corpus.warnings)
     try:
         restored = compute.resume()
     except DamagedCheckpoint as error:
@@ -191,9 +192,14 @@ def _profile(flags: argparse.Namespace, folder: state.StateFolder, compute: Comp
         forward = device.ranks.begin(compute.span, compute.counters, measuring=True)
         measured = measure.measure(forward, model, device, compute.micro_batch, compute.span.share)
         folder.write_profile(key, measured)
-    measured = replace(measured, device=plain_text(measured.device))
-    found = Profile(**asdict(measured), region=flags.region, software=f"decentral {__version__}")
-    return replace(found, memory_bytes=memory_bytes)  # --memory says how much of it is for the model
+    return Profile(
+        device=plain_text(measured.device),
+        memory_bytes=memory_bytes,  # --memory says how much of it is for the model
+        flops=measured.flops,
+        tokens_per_s=measured.tokens_per_s,
+        region=flags.region,
+        software=f"decentral {__version__}",
+    )
 
 
 async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host) -> None:
@@ -214,9 +220,18 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
         terminal.say(f"the page: {flags.page.url}")
     for warning in flags.warnings:
         terminal.say(f"warning: {warning}")
-    facts = {"peer": setup.own.peer, "run": setup.run, "addresses": setup.addresses, "device": setup.profile.device}
-    place = {"region": setup.profile.region, "first": setup.fragments[0].first, "last": setup.fragments[-1].last}
-    host.journal.write("started", **facts, throttle=flags.throttle, kernels=flags.kernels, **place)
+    host.journal.write(
+        "started",
+        peer=setup.own.peer,
+        run=setup.run,
+        addresses=setup.addresses,
+        device=setup.profile.device,
+        throttle=flags.throttle,
+        kernels=flags.kernels,
+        region=setup.profile.region,
+        first=setup.fragments[0].first,
+        last=setup.fragments[-1].last,
+    )
     for warning in flags.warnings:
         host.journal.write("error", reason=warning)
     if flags.island:
@@ -280,7 +295,7 @@ async def _watch_addresses(host: Host) -> None:
             if records.has_moved(known, found):
                 known = found
                 told = host.node.own_record.move_to(found)
-                host.journal.write(told.event, **told.fields)
+                host.journal.take(told.event, told.fields)
 
 
 async def _revive(host: Host) -> None:

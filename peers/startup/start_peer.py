@@ -28,6 +28,7 @@ from decentral.view.page.address import reserved
 from decentral.view.page.child import dashboard
 
 if TYPE_CHECKING:
+    from decentral.comm.gossip.outer_kernels import OuterKernels
     from decentral.engine.island import Island
 
 LOADING = "loading"  # how the names of the thread begin that loads the rest of the program
@@ -48,7 +49,7 @@ async def start(flags: argparse.Namespace, island: "Island | None" = None) -> No
             _forget_start(flags, folder)
         own = Identity.load_or_create(folder.path / "identity.key")
         # On threads of its own: asyncio waits for those of its executor before a user who is refused would hear of it.
-        loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1, LOADING), load, flags)
+        loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1, LOADING), load, flags.device)
         key, clock = folder.path / "identity.key", SwarmClock()
         shared.stage("opening the network (libp2p)")
         transport = await _listen(flags, folder, key, clock)
@@ -58,11 +59,11 @@ async def start(flags: argparse.Namespace, island: "Island | None" = None) -> No
             await refuse_copy(access, access.signer(own), transport, named)
             if not loading.done():
                 shared.stage("loading torch and the training code")
-            await loading
+            proven = await loading
             from decentral.peers.startup import prepare
 
             request, claimed = await prepare.claim_layers(flags, folder, access.signer(own), transport, access)
-            host = await prepare.prepare(flags, folder, transport, access, request, claimed)
+            host = await prepare.prepare(flags, folder, transport, access, request, claimed, proven)
             commit_start(flags, folder, access)
             await prepare.train(flags, folder, host)
         finally:
@@ -102,11 +103,11 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def load(flags: argparse.Namespace) -> None:
-    """Loads the rest of the program, and proves the kernels of gossip."""
+def load(device: str) -> "tuple[OuterKernels, str]":
+    """Load the rest of the program. Return the kernels of gossip for this device, which are proven, and the reason."""
     from decentral.peers.startup import prepare
 
-    flags.proven = prepare.prove_kernels(flags.device)
+    return prepare.prove_kernels(device)
 
 
 def _forget_start(flags: argparse.Namespace, folder: state.StateFolder) -> None:

@@ -17,7 +17,8 @@ from decentral.serving import replicas
 from decentral.sim.host import Pace, Training
 from decentral.sim.real_training import Trained, real_gradients
 from decentral.sim.run import Scenario, run
-from decentral.sim.swarm import SimulatedPeer, SwarmSettings
+from decentral.sim.simulated_peer import SimulatedPeer
+from decentral.sim.swarm import SwarmSettings
 from tests.engine.test_stage_runner import batches, carried, summed, world_of
 
 STEPS = 150

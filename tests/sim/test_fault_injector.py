@@ -23,7 +23,8 @@ from decentral.sim.host import Pace
 from decentral.sim.invariants.audit import InvariantAudit
 from decentral.sim.network.geography import SwarmGeography, TypicalLink
 from decentral.sim.run import ROSTER_SETTLE_S
-from decentral.sim.swarm import SimulatedPeer, SimulatedSwarm, SwarmSettings
+from decentral.sim.simulated_peer import SimulatedPeer
+from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
 from decentral.sim.sweep import QUICK, SETTINGS
 
 LINK = TypicalLink(delay_s=0.02)
@@ -39,9 +40,10 @@ class FaultySwarm:
         )
         self.swarm = SimulatedSwarm(settings, 1, SwarmGeography(1, LINK))
         self.injector = FaultInjector(self.swarm)
-        self.audit = self.swarm.observer = InvariantAudit(self.swarm, self.injector)
+        self.audit = InvariantAudit(self.swarm, self.injector)
+        self.swarm.observe(self.audit)
         self.lines: list[tuple[PeerId, Seconds, Log]] = []
-        self.swarm.journal = self._note
+        self.swarm.listen(self._note)
         for number in range(peers):
             self.swarm.agenda.at(0.3 * number, partial(self.swarm.start, self.swarm.add()))
         self.injector.plan(faults.parse(spec))

@@ -8,7 +8,7 @@ from decentral.comm.wire.transport import Event
 from decentral.core import config, jobs
 from decentral.core.units import Seconds
 from decentral.peers.runtime.progress import ProgressEffect, TrainingProgress
-from decentral.sim import faults, swarm, sweep
+from decentral.sim import faults, simulated_peer, swarm, sweep
 from decentral.sim.host import Pace
 from decentral.sim.invariants.evidence import Violation
 from decentral.sim.run import Scenario, run
@@ -43,7 +43,8 @@ def test_peers_that_keep_their_own_clocks_never_find_each_other_again(monkeypatc
     def own_clock(ahead_s: Sequence[Seconds]) -> Seconds:
         return 0.0
 
-    monkeypatch.setattr(swarm, "agreed_s", own_clock)
+    for module in (simulated_peer, swarm):
+        monkeypatch.setattr(module, "agreed_s", own_clock)
     assert violated(HOUR_AHEAD) in ("roster", "holds state", "together")
 
 

@@ -13,7 +13,8 @@ from decentral.sim.host import Pace
 from decentral.sim.network.geography import SwarmGeography, TypicalLink
 from decentral.sim.report import RunReport
 from decentral.sim.run import Scenario, run
-from decentral.sim.swarm import EPOCH, SimulatedPeer, SimulatedSwarm, SwarmSettings
+from decentral.sim.simulated_peer import SimulatedPeer
+from decentral.sim.swarm import EPOCH, SimulatedSwarm, SwarmSettings
 from decentral.sim.sweep import QUICK, SETTINGS, SPAN_MODEL, memory_for
 from decentral.sim.virtual_signer import VirtualSigner
 

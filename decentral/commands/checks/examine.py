@@ -47,11 +47,11 @@ class PeerPlace:
         folder = Path(flags.state_dir) if flags.state_dir and Path(flags.state_dir).is_dir() else None
         kept = _kept_flags(folder)
         flags.device, flags.announce = flags.device or kept.device.split(",")[0], flags.announce or list(kept.announce)
-        flags.listen = flags.listen or list(kept.listen)
         running = folder is not None and disk.in_use(folder)
-        listen = ports.anywhere() if running else flags.listen or ports.anywhere()
+        wanted = flags.listen or list(kept.listen)
+        listen = ports.anywhere() if running else wanted or ports.anywhere()
         if folder is not None and not running:
-            listen = StateFolder(folder).listen(flags.listen)
+            listen = StateFolder(folder).listen(wanted)
         holding = _holding(flags.invite, folder)
         return cls(
             folder,

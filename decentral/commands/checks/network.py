@@ -114,8 +114,8 @@ def reachability(own: Sequence[str], seen: Sequence[Seen], came: Sequence[DialBa
     if not failed:
         return _nobody_dials(observed, came)
     outside, port = mode(observed) if observed else "ADDRESS", port_of(own)
-    places = {"outside": f"/ip{_version(outside)}/{outside}", "everywhere": _everywhere(outside)}
-    remedy = (OPEN if outside in inside else FORWARD).format(port=port, **places)
+    advice, everywhere = OPEN if outside in inside else FORWARD, _everywhere(outside)
+    remedy = advice.format(port=port, outside=f"/ip{_version(outside)}/{outside}", everywhere=everywhere)
     said = f"{len(failed)} of {len(came)} peers could not dial back to {outside}, port {port}"
     return warn("reachability", f"{said}: no route to this machine from outside", f"{remedy}; {UNTIL_THEN}")
 

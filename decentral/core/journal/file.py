@@ -61,14 +61,17 @@ class Journal:
         return f"the journal cannot be written ({self.reason}): {self.lost} lines lost so far" if self.lost else ""
 
     def write(self, event: str, **fields: Any) -> None:
-        """Appends a line. One that the disk refuses is lost, and counted."""
+        """Append a line, as `take` does."""
+        self.take(event, fields)
+
+    def take(self, event: str, fields: JsonObject) -> None:
+        """Append a line. One that the disk refuses is lost, and counted."""
         if event == "started":
             self._started = fields
         try:
-            line = self._line(event, **fields)
+            line = self._line(event, fields)
             self._make_room(len(line))
-            note = self._line("lost", lines=self.lost, since=self._lost_since, reason=self.reason) if self.lost else b""
-            self._append(note + line)
+            self._append((self._note() if self.lost else b"") + line)
             self.lost, self.reason = 0, ""
         except OSError as error:
             self._lost_since = self._lost_since if self.lost else round(self._clock(), 3)
@@ -78,12 +81,16 @@ class Journal:
         """Closes the file. Lines that were lost since the last one are noted, if the disk has room."""
         if self.lost:
             with suppress(OSError):
-                self._append(self._line("lost", lines=self.lost, since=self._lost_since, reason=self.reason))
+                self._append(self._note())
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
-    def _line(self, event: str, **fields: Any) -> bytes:
+    def _note(self) -> bytes:
+        """The line about lost ones."""
+        return self._line("lost", {"lines": self.lost, "since": self._lost_since, "reason": self.reason})
+
+    def _line(self, event: str, fields: JsonObject) -> bytes:
         line = {"t": round(self._clock(), 3), "event": event, **fields}
         return strict_json.dumps(line).encode() + b"\n"
 
@@ -101,7 +108,7 @@ class Journal:
             self._rotate()
             self._begins = True
         if self._begins and self._started:
-            self._append(self._line("continued", **self._started))
+            self._append(self._line("continued", self._started))
             self._begins = False
 
     def _rotate(self) -> None:

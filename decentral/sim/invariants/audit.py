@@ -35,7 +35,8 @@ from decentral.sim.invariants.evidence import SLACK_S, Evidence, slowest_step_s
 from decentral.sim.invariants.gossip import GossipAudit
 from decentral.sim.invariants.routes import RouteAudit
 from decentral.sim.network.virtual_network import OpenQuestion
-from decentral.sim.swarm import SimulatedPeer, SimulatedSwarm
+from decentral.sim.simulated_peer import SimulatedPeer
+from decentral.sim.swarm import SimulatedSwarm
 
 MOST_OWN_REQUESTS = 64  # of a peer, under way; offers of micro-batches aside, which routes.py counts
 MOST_OPEN = 2 * MAX_STREAMS  # those that are being refused as busy are open for a moment too

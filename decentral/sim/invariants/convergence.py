@@ -22,8 +22,8 @@ from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 from decentral.sim.host import VirtualHost
 from decentral.sim.invariants.evidence import Evidence
+from decentral.sim.simulated_peer import SimulatedPeer
 from decentral.sim.surrogate_model import STEP_NOISE
-from decentral.sim.swarm import SimulatedPeer
 
 MAX_DRIFT = 1.0  # initial distances from the optimum, and as much more as merges with forged snapshots have moved it
 MAX_THROWN = 1000.0  # initial distances from the optimum: of the liars' snapshots some are as far as floats go

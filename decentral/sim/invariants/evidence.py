@@ -44,7 +44,7 @@ class Evidence:
         """Looks whether something is wrong with the network or with a process at this moment."""
         network = self.swarm.network_faults
         frozen = any(member.frozen for member in self.swarm.living)
-        faulty = network.sides or network.one_way or network.loss or network.damage_rates
+        faulty = network.sides or network.one_way or network.rates
         if faulty or frozen or self.swarm.records.late_s:
             self.network_trouble_at = self.swarm.agenda.now
 

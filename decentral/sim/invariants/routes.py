@@ -30,9 +30,9 @@ from decentral.core.units import Seconds
 from decentral.scheduler.placement.plans import SwarmPlan
 from decentral.sim.host import VirtualHost
 from decentral.sim.invariants.evidence import Evidence
+from decentral.sim.simulated_peer import SimulatedPeer
 from decentral.sim.surrogate import SurrogateWorkload
 from decentral.sim.surrogate_stages import SurrogateGradient
-from decentral.sim.swarm import SimulatedPeer
 
 MOST_IN_SUMS = 64  # times a peer's capacity: a sum may wait for LONGEST_S
 MOST_OUTBOXES = 8  # times the number of living peers

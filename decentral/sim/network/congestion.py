@@ -105,8 +105,9 @@ class Sender:
         if 2 * used > self.window:
             self._grow(used)
 
-    def lose(self, dropped: float, queue_s: Seconds) -> None:
-        """Bytes were dropped: they are sent again when later ones, which have waited in the queue, are acknowledged."""
+    def lose(self, dropped: float, queue_s: Seconds, now: Seconds) -> None:
+        """Lose bytes now: they are sent again when later ones, which have waited in the queue, are acknowledged."""
+        self.at = now
         self.left += min(dropped, self.window)
         self.window = self.ceiling = max(FIRST_WINDOW, AFTER_LOSS * self.window)
         self.resent_at = self.at + queue_s + self.round_trip_s

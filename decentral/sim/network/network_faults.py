@@ -1,6 +1,6 @@
 """A NetworkFaultModel for faults: partitions, one-way links, lost packets, damaged, doubled and late messages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -19,11 +19,14 @@ class NetworkFaults:
     agenda: Agenda
     chance: Random
     jitter: float = 0.1  # mean extra delay, in delays
-    loss: float = 0.0  # the share of messages that lose a packet
     sides: dict[PeerId, int] = field(default_factory=dict)  # the sides of a partition
     parted_at: Seconds = 0.0
     one_way: dict[tuple[PeerId, PeerId], Seconds] = field(default_factory=dict)  # blocked (from, to), since when
-    damage_rates: dict[str, float] = field(default_factory=dict)  # shares: corrupt, truncate, duplicate, reorder
+    rates: dict[str, float] = field(default_factory=dict)  # shares of messages: loss, corrupt, truncate, ...
+
+    def part(self, side: Iterable[PeerId]) -> None:
+        """Let nothing pass between these peers and the others."""
+        self.sides, self.parted_at = dict.fromkeys(side, 1), self.agenda.now
 
     def cut_off_at(self, source: PeerId, target: PeerId) -> Seconds | None:
         """Since when nothing from `source` reaches `target`; None if it does."""
@@ -38,17 +41,19 @@ class NetworkFaults:
         late = delay_s
         if self.jitter:
             late += delay_s * self.jitter * -(self.chance.random() ** 2) + delay_s * self.jitter
-        if self.loss and self.chance.random() < self.loss:
+        if not self.rates:
+            return late
+        if self._happens("loss"):
             if self.chance.random() < RESET:
                 return float("inf")
             late += max(LOST_PACKET_S, 2 * delay_s) * 2 ** self.chance.randrange(3)
-        if self.damage_rates and self._happens("reorder"):
+        if self._happens("reorder"):
             late += self.chance.random()
         return late
 
     def damage(self, source: PeerId, target: PeerId, wire: Callable[[], bytes]) -> bytes | None:
         """The bytes that arrive of a message; None where they are undamaged."""
-        if not self.damage_rates:
+        if not self.rates:
             return None
         if self._happens("truncate"):
             whole = wire()
@@ -60,8 +65,8 @@ class NetworkFaults:
         return None
 
     def copies(self, source: PeerId, target: PeerId) -> int:
-        return 2 if self.damage_rates and self._happens("duplicate") else 1
+        return 2 if self.rates and self._happens("duplicate") else 1
 
     def _happens(self, what: str) -> bool:
-        rate = self.damage_rates.get(what, 0.0)
+        rate = self.rates.get(what, 0.0)
         return rate > 0 and self.chance.random() < rate

@@ -46,6 +46,8 @@ class Geography(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Transfer:
+    """A message on its way over shared links."""
+
     source: PeerId
     target: PeerId
     sender: Sender
@@ -53,6 +55,24 @@ class Transfer:
     rate: float = 0.0  # bytes/s, its share since `sender.at`; 0 while it waits for acknowledgements
     timer: Timer | None = None
     over: bool = False
+
+    def set_rate(self, rate: float, now: Seconds) -> None:
+        """Send at another rate from now on, or not at all."""
+        self.sender.send(self.rate, now)
+        self.rate = rate
+
+    def schedule(self, agenda: Agenda, when: Seconds, action: Callable[[], None]) -> None:
+        """Set the transfer's only timer, which must have been cancelled before."""
+        self.timer = agenda.at(when, action)
+
+    def cancel(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+
+    def end(self) -> bool:
+        """Return whether it was under way; from now on it is over."""
+        was_over, self.over = self.over, True
+        return not was_over
 
 
 @dataclass(slots=True)
@@ -78,10 +98,10 @@ class SharedLinks:
 
     def stop(self, transfer: Transfer) -> None:
         """Ends the transfer, finished or not; the others get its share."""
-        if transfer.over:
+        if not transfer.end():
             return
         self._pause(transfer)
-        transfer.over, connection = True, (transfer.source, transfer.target)
+        connection = transfer.source, transfer.target
         if (window := self.windows.get(connection)) is not None:
             window.leave(transfer.sender, self.agenda.now, self._sharing[connection])
         self._sharing[connection] -= 1
@@ -128,29 +148,26 @@ class SharedLinks:
         up = self.geography.up(transfer.source)
         dropped = transfer.sender.burst - (QUEUE_S - self.queue_s(transfer.source, transfer.target)) * up
         if dropped > 0 and up > 0:
-            transfer.sender.at = self.agenda.now
-            transfer.sender.lose(dropped, QUEUE_S)
+            transfer.sender.lose(dropped, QUEUE_S, self.agenda.now)
 
     def _stopped_sending(self, transfer: Transfer) -> None:
         """It has sent all, or all that it may until acknowledgements come."""
         self._pause(transfer)
         sender, agenda = transfer.sender, self.agenda
         if sender.left > LEAST_BYTES:
-            transfer.timer = agenda.at(sender.acknowledged_at, lambda: self._next_round(transfer))
+            transfer.schedule(agenda, sender.acknowledged_at, lambda: self._next_round(transfer))
         elif sender.resent_at > agenda.now:
-            transfer.timer = agenda.at(sender.resent_at, lambda: self._finish(transfer))
+            transfer.schedule(agenda, sender.resent_at, lambda: self._finish(transfer))
         else:
             self._finish(transfer)
 
     def _pause(self, transfer: Transfer) -> None:
         """It sends nothing for now: the others have its share."""
         source, target = transfer.source, transfer.target
-        if transfer.timer is not None:
-            transfer.timer.cancel()
+        transfer.cancel()
         if transfer in self.sending.get(source, ()):
             del self.sending[source][transfer], self.receiving[target][transfer]
-            transfer.sender.send(transfer.rate, self.agenda.now)
-            transfer.rate = 0.0
+            transfer.set_rate(0.0, self.agenda.now)
             self._share(source, target)
 
     def _next_round(self, transfer: Transfer) -> None:
@@ -175,11 +192,8 @@ class SharedLinks:
             rate = min(rate, link / sum(1 for other in sent if other.target == transfer.target))
         if rate == transfer.rate:
             return
-        transfer.sender.send(transfer.rate, self.agenda.now)
-        transfer.rate = rate
-        if transfer.timer is not None:
-            transfer.timer.cancel()
-        stops_at = transfer.sender.take_share(rate) if rate > 0 else None
-        transfer.timer = (
-            self.agenda.at(stops_at, lambda: self._stopped_sending(transfer)) if stops_at is not None else None
-        )
+        transfer.set_rate(rate, self.agenda.now)
+        transfer.cancel()
+        if rate > 0:
+            stops_at = transfer.sender.take_share(rate)
+            transfer.schedule(self.agenda, stops_at, lambda: self._stopped_sending(transfer))

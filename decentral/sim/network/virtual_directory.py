@@ -39,6 +39,10 @@ class Records:
     ahead_s: dict[PeerId, Seconds] = field(default_factory=dict)  # of each reader's clock, where it is not right
     _keys: dict[str, dict[str, list[Version]]] = field(default_factory=dict)
 
+    def delay(self, late_s: Seconds, stale: float) -> None:
+        """From now on records are found so late, and reads are stale with this probability."""
+        self.late_s, self.stale = late_s, stale
+
     def store(self, writer: PeerId, key: str, subkey: str, value: bytes, expires: float) -> bool:
         versions = self._keys.setdefault(key, {}).setdefault(subkey, [])
         if versions and versions[-1].expires >= expires:

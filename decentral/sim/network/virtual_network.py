@@ -22,17 +22,17 @@ from decentral.comm.wire import blobs, codec
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MembershipProof, Message, Probe, Refused
 from decentral.comm.wire.private_swarm import PrivateSwarm
-from decentral.comm.wire.transport import Answer, Ask, AskError, BlobBound, knows_all
+from decentral.comm.wire.transport import Answer, Ask, AskError, BlobBound
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 from decentral.core.units import KiB, Seconds
-from decentral.sim.network.agenda import Agenda, TimeLimit, Timer
+from decentral.sim.network.agenda import Action, Agenda, TimeLimit, Timer
 from decentral.sim.network.congestion import WITH_HEADERS
 from decentral.sim.network.fault_model import NetworkFaultModel, read, written
 from decentral.sim.network.shared_links import Geography, SharedLinks, Transfer
 from decentral.sim.network.virtual_proofs import ProvenAsk
-from decentral.sim.network.virtual_uplink import PacedMessage, VirtualUplink
+from decentral.sim.network.virtual_uplink import Begin, PacedMessage, VirtualUplink
 
 SMALL_MESSAGE_BYTES = 4 * KiB  # a smaller message takes no share of its link: its delay is all that counts
 CONNECT_RETRY_S = 0.3  # after a lost packet, doubled each time
@@ -52,17 +52,22 @@ class Port:
     uplink: VirtualUplink
     serve: Serve | None = None
     bound: BlobBound = lambda _: 0
+    shares: QuestionShares = field(default_factory=QuestionShares)  # of the questions that are not refused
+    private: PrivateSwarm | None = None  # None: the swarm is public
     frozen: bool = False  # the process is stopped: nothing is read, and nothing it writes leaves
     open: dict["OpenQuestion", Seconds] = field(default_factory=dict)  # questions to this peer, and since when
-    shares: QuestionShares = field(default_factory=QuestionShares)  # of those that are not refused
     refused: Counter[str] = field(default_factory=Counter)
     waiting: deque[Callable[[], None]] = field(default_factory=deque)  # what happens when the process goes on
     asked: dict["OpenQuestion", None] = field(default_factory=dict)  # questions of this peer that are under way
-    private: PrivateSwarm | None = None  # None: the swarm is public
 
-    def enclose(self, private: PrivateSwarm | None) -> None:
-        """From now on only members of this swarm are asked and answered; None: anybody."""
-        self.private, self.shares.admits = private, private.admits if private else knows_all
+    def freeze(self) -> None:
+        self.frozen = True
+
+    def thaw(self) -> None:
+        """Let the process go on: all that arrived or was to leave while it was frozen does so now, in order."""
+        self.frozen = False
+        while self.waiting and not self.frozen:
+            self.waiting.popleft()()
 
     def check(self, sender: PeerId, envelope: Envelope) -> None:
         """Raises ProtocolError for a question that is refused, or whose blob is too large."""
@@ -75,19 +80,65 @@ class Port:
 
 @dataclass(slots=True, eq=False)
 class OpenQuestion:
+    """A question from its asking until its end, and what travels for it."""
+
     source: Port
     target: PeerId
     envelope: Envelope
     began: Seconds
     max_blob_bytes: int
     done: Callable[[Outcome], None] | None
-    sent_bytes: int = 0
     writing: Seconds | None = None  # since when the answer is on its way
     first_byte_s: Seconds = 0.0  # from the question's beginning until the answer's
     timers: list[Timer] = field(default_factory=list)  # of the asker
     transfer: Transfer | None = None
     paced: PacedMessage | None = None  # what leaves piece by piece
     share: QuestionShare | None = None  # of its target's, while it is answered
+
+    def begin_share(self, shares: QuestionShares) -> QuestionShare:
+        """Return its share of what its target answers; a question that arrives twice has one. Raises ProtocolError."""
+        if self.share is None:
+            self.share = shares.begin(self.source.peer)
+        return self.share
+
+    def end_share(self) -> None:
+        if self.share is not None:
+            self.share.end()
+            self.share = None
+
+    def begin_answer(self, now: Seconds) -> bool:
+        """Return whether the asker still waits for the answer, which leaves now."""
+        if self.done is not None:
+            self.writing = now
+        return self.done is not None
+
+    def first_byte(self, arrives_at: Seconds) -> None:
+        self.first_byte_s = arrives_at - self.began
+
+    def await_turn(self, size: int, envelope: Envelope, sender: VirtualUplink, begin: Begin, landed: Action) -> None:
+        """Let a message leave the sender piece by piece."""
+        self.paced = sender.send(envelope, size, begin, landed)
+
+    def begin_transfer(self, links: SharedLinks, source: PeerId, target: PeerId, size: float, done: Action) -> None:
+        self.transfer = links.start(source, target, size, done)
+
+    def landed(self) -> None:
+        """Note that nothing is under way any more."""
+        self.transfer = self.paced = None
+
+    def stop_transfer(self, links: SharedLinks) -> None:
+        if self.paced is not None:
+            self.paced.give_up()
+        if self.transfer is not None:
+            links.stop(self.transfer)
+        self.transfer = self.paced = None
+
+    def end(self) -> None:
+        """End the question at its asker, who hears no more of it."""
+        self.done = None
+        self.source.asked.pop(self, None)
+        for timer in self.timers:
+            timer.cancel()
 
 
 @dataclass(slots=True)
@@ -125,9 +176,8 @@ class Network:
         self._answers, self._writes = TimeLimit(agenda, STREAM_ANSWER_S), TimeLimit(agenda, WRITE_S)
         self._header_bytes: dict[type[Message], int] = {}
 
-    def plug(self, peer: PeerId) -> Port:
-        self.ports[peer] = Port(peer, VirtualUplink(self.agenda))
-        return self.ports[peer]
+    def plug(self, port: Port) -> None:
+        self.ports[port.peer] = port
 
     def unplug(self, peer: PeerId) -> None:
         """The process is gone: its own questions end, and peers that asked it see their streams end."""
@@ -145,12 +195,6 @@ class Network:
             self.cut(question, port.peer)
         for question in [one for one in port.asked if one.target == peer]:
             self._fail(question, Reason.CUT)
-
-    def thaw(self, port: Port) -> None:
-        """Lets the process go on: all that arrived or was to leave while it was frozen does so now, in order."""
-        port.frozen = False
-        while port.waiting and not port.frozen:
-            port.waiting.popleft()()
 
     # A question
 
@@ -183,7 +227,6 @@ class Network:
         elif target not in self.ports:
             self._fail_later(question, Reason.UNREACHABLE, 2 * self.geography.delay_s(source, target))
         else:
-            question.sent_bytes = self._size(question.envelope)
             arriving = None
             for _ in range(self.faults.copies(source, target)):
                 arriving = self._travel(question, question.envelope, arriving=arriving)
@@ -205,11 +248,10 @@ class Network:
         try:
             if isinstance(envelope, ProtocolError):
                 raise envelope
-            if question.share is None:  # a message that arrives twice is one question
-                question.share = port.shares.begin(question.source.peer)
+            share = question.begin_share(port.shares)
             port.check(question.source.peer, envelope)
-            if not question.share.blob_bytes:
-                question.share.reserve(len(envelope.blob))
+            if not share.blob_bytes:
+                share.reserve(len(envelope.blob))
         except ProtocolError as error:
             port.refused[error.reason] += 1
             serving.respond(Envelope(Refused(error.reason, str(error)[:200])))
@@ -225,10 +267,9 @@ class Network:
         if port.frozen:
             port.waiting.append(lambda: self.answer(question, port, answer))
             return
-        if self.ports.get(port.peer) is not port or question.done is None:
+        if self.ports.get(port.peer) is not port or not question.begin_answer(self.agenda.now):
             self._close(question, port)  # one of the two is gone
             return
-        question.writing = self.agenda.now
         self._writes.watch(lambda: question not in port.open, lambda: self.late(question, port))
         self._write(question, port, answer, CONNECT_RETRY_S)
 
@@ -250,8 +291,8 @@ class Network:
         elif len(answer.blob) > question.max_blob_bytes:
             self._fail(question, Reason.OVERSIZE)
         else:
-            times = self.agenda.now - question.began, question.first_byte_s
-            self._finish(question, Answer(answer, *times, question.sent_bytes, self._size(answer)))
+            took_s, sent, received = self.agenda.now - question.began, self._size(question.envelope), self._size(answer)
+            self._finish(question, Answer(answer, took_s, question.first_byte_s, sent, received))
 
     # Ends
 
@@ -287,11 +328,8 @@ class Network:
 
     def _end(self, question: OpenQuestion) -> None:
         """Ends the stream at the asker. The target notices when it writes, if packets still pass."""
-        question.done = None
-        question.source.asked.pop(question, None)
-        for timer in question.timers:
-            timer.cancel()
-        self._stop_transfer(question)
+        question.end()
+        question.stop_transfer(self.links)
         if _is_upload_probe(question):
             question.source.uplink.let_go()
         port = self.ports.get(question.target)
@@ -299,17 +337,9 @@ class Network:
             self._close(question, port)
 
     def _close(self, question: OpenQuestion, port: Port) -> None:
-        if port.open.pop(question, None) is not None and question.share is not None:
-            question.share.end()
-            question.share = None
-        self._stop_transfer(question)
-
-    def _stop_transfer(self, question: OpenQuestion) -> None:
-        if question.paced is not None:
-            question.paced.given_up, question.paced = True, None
-        if question.transfer is not None:
-            self.links.stop(question.transfer)
-            question.transfer = None
+        if port.open.pop(question, None) is not None:
+            question.end_share()
+        question.stop_transfer(self.links)
 
     # The wire
 
@@ -339,15 +369,15 @@ class Network:
         landing = arriving
 
         def landed() -> None:
-            question.transfer = question.paced = None
+            question.landed()
             arrived = self._answered if back else self._arrive
             self.agenda.after(delay_s, lambda: arrived(question, landing))
 
         def begin(done: Callable[[], None]) -> None:
             if back:
-                question.first_byte_s = self.agenda.now + delay_s - question.began
+                question.first_byte(self.agenda.now + delay_s)
             if size > SMALL_MESSAGE_BYTES:
-                question.transfer = self.links.start(source, target, size * WITH_HEADERS, done)
+                question.begin_transfer(self.links, source, target, size * WITH_HEADERS, done)
             else:
                 self.links.use(source, target)
                 done()
@@ -356,7 +386,7 @@ class Network:
         if size <= SMALL_MESSAGE_BYTES:
             delay_s += self.links.queue_s(source, target)
         if sender is not None and sender.uplink.paces(envelope):
-            question.paced = sender.uplink.send(envelope, size, begin, landed)
+            question.await_turn(size, envelope, sender.uplink, begin, landed)
         else:
             begin(landed)
         return arriving

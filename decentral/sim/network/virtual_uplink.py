@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from decentral.comm.net.uplink_queue import PROBE_HOLD_S, TURN_BYTES, Kind, Turn, UplinkQueue, kind_of
+from decentral.comm.net.uplink_queue import TURN_BYTES, Kind, Turn, UplinkQueue, kind_of
 from decentral.comm.wire.codec import Envelope
 from decentral.sim.network.agenda import Agenda, Timer
 
@@ -30,14 +30,28 @@ class PacedMessage:
     size: float  # bytes on the link
     begin: Begin
     through: Callable[[], None]
-    waiting: int  # pieces that have not left
+    waiting: int = field(init=False)  # pieces that have not left
     under_way: int = 2  # its transfer, and its pieces
     has_begun: bool = False
     given_up: bool = False
 
+    def __post_init__(self) -> None:
+        self.waiting = max(1, math.ceil(self.size / self.piece_bytes))
+
     @property
     def piece_bytes(self) -> int:
         return max(TURN_BYTES, round(self.size / MOST_PIECES))
+
+    def leave(self) -> bool:
+        """Send a piece. Return whether more of them wait."""
+        if not self.has_begun:
+            self.has_begun = True
+            self.begin(self.arrived)
+        self.waiting -= 1
+        return self.waiting > 0
+
+    def give_up(self) -> None:
+        self.given_up = True
 
     def arrived(self) -> None:
         """Its transfer is done, or its last piece is through."""
@@ -46,15 +60,12 @@ class PacedMessage:
             self.through()
 
 
-def _queue() -> UplinkQueue[PacedMessage]:
-    return UplinkQueue(given_up=lambda message: message.given_up)
-
-
-@dataclass(slots=True)
 class VirtualUplink:
-    agenda: Agenda
-    queue: UplinkQueue[PacedMessage] = field(default_factory=_queue)
-    _timer: Timer | None = None
+    def __init__(self, agenda: Agenda, rate: Callable[[], float | None] = lambda: None) -> None:
+        """`rate` gives the bytes/s at which messages leave; None: they do not wait for each other."""
+        self.agenda = agenda
+        self.queue = UplinkQueue[PacedMessage](lambda message: message.given_up, rate)
+        self._timer: Timer | None = None
 
     def paces(self, envelope: Envelope) -> bool:
         """Whether this message has to wait for its turn."""
@@ -63,8 +74,7 @@ class VirtualUplink:
     def send(self, envelope: Envelope, size: float, begin: Begin, through: Callable[[], None]) -> PacedMessage:
         """A message of so many bytes on the link leaves in its turn."""
         turn = self.queue.turn(len(envelope.blob), self.agenda.now)
-        message = PacedMessage(kind_of(envelope.message), turn, size, begin, through, waiting=0)
-        message.waiting = max(1, math.ceil(size / message.piece_bytes))
+        message = PacedMessage(kind_of(envelope.message), turn, size, begin, through)
         self._add(message)
         if self._timer is None:
             self._release()
@@ -75,11 +85,11 @@ class VirtualUplink:
         if self.queue.free_at > self.agenda.now:
             self.agenda.at(self.queue.free_at, lambda: self.hold(begin))
             return
-        self.queue.held_until = self.agenda.now + PROBE_HOLD_S
+        self.queue.hold(self.agenda.now)
         begin()
 
     def let_go(self) -> None:
-        self.queue.held_until = 0.0
+        self.queue.let_go()
         if self._timer is not None:
             self._timer.cancel()
         self._release()
@@ -99,11 +109,7 @@ class VirtualUplink:
                 self._leave(message)
 
     def _leave(self, message: PacedMessage) -> None:
-        if not message.has_begun:
-            message.has_begun = True
-            message.begin(message.arrived)
-        message.waiting -= 1
-        if message.waiting:
+        if message.leave():
             self._add(message)
         else:
             self.agenda.at(max(self.agenda.now, self.queue.free_at), message.arrived)

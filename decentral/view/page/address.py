@@ -26,7 +26,8 @@ class PageAddress:
     @classmethod
     def parse(cls, text: str) -> "PageAddress":
         """Reads `8420`, `0.0.0.0:8420` or `[::]:8420`. Raises ArgumentTypeError for anything else."""
-        return cls(*shared.host_port(text), strict=True)
+        host, port = shared.host_port(text)
+        return cls(host, port, strict=True)
 
     def bind(self) -> socket.socket:
         """The socket, listening. Raises UserError if the address cannot be had, or the page's libraries are missing."""

@@ -90,4 +90,4 @@ class PageFollower:
     def _name_run(self) -> None:
         for source in self.sources:
             if isinstance(source, JournalFolder) and "run" not in self.view.facts:
-                self.view.facts |= source.facts()
+                self.view.learn(source.facts())

@@ -24,6 +24,19 @@ class LinkView:
     done: int = 0
     failed: int = 0
 
+    def exchanged(self, t: Seconds, outcome: str) -> None:
+        self.used_at, self.outcome = max(t, self.used_at), outcome
+        self.done += outcome == "done"
+        self.failed += outcome == "failed"
+
+    def measured(self, peer: int, rate: float, latency_s: Seconds) -> None:
+        """Take the rate towards this peer, and the delay where it is known."""
+        if peer == self.low:
+            self.to_low = rate
+        else:
+            self.to_high = rate
+        self.latency_s = latency_s or self.latency_s
+
     def row(self) -> list[Any]:
         rates = round(self.to_low), round(self.to_high)
         used = round(self.used_at, 1), self.outcome, self.done, self.failed
@@ -42,28 +55,18 @@ class LinkTable:
 
     def between(self, one: int, other: int) -> LinkView:
         """The link, which is about to change."""
-        key = (min(one, other), max(one, other))
-        link = self.links.get(key) or LinkView(*key)
+        key = low, high = min(one, other), max(one, other)
+        link = self.links.get(key) or LinkView(low, high)
         keep_latest(self.links, key, link, LINKS_SHOWN)
         keep_latest(self._changed, key, link, LINKS_AT_ONCE)
         return link
 
     def exchanged(self, peer: int, partner: int, t: Seconds, outcome: str) -> None:
-        link = self.between(peer, partner)
-        link.used_at, link.outcome = max(t, link.used_at), outcome
-        if outcome == "done":
-            link.done += 1
-        elif outcome == "failed":
-            link.failed += 1
+        self.between(peer, partner).exchanged(t, outcome)
 
     def measured(self, peer: int, partner: int, rate: float, latency_s: Seconds) -> None:
         """`rate`: from the partner to the peer."""
-        link = self.between(peer, partner)
-        if peer == link.low:
-            link.to_low = rate
-        else:
-            link.to_high = rate
-        link.latency_s = latency_s or link.latency_s
+        self.between(peer, partner).measured(peer, rate, latency_s)
 
     def drop(self, peer: int) -> None:
         """Forgets the links of a peer that is forgotten."""

@@ -35,6 +35,29 @@ class DeviceView:
     first: int = 0  # span [first, last); none is known where both are 0
     last: int = 0
 
+    def place(self, line: Line) -> None:
+        """Take what and where a line says that the peer is."""
+        self.device = text(line, "device")
+        self.region = text(line, "region") or self.region
+        self.throttle = number(line, "throttle") or 1.0
+
+    def span(self, line: Line) -> None:
+        """Take the layers that a line names."""
+        if "last" in line:
+            self.first, self.last = layers(line)
+
+    def met(self, line: Line) -> None:
+        """Take what another peer has heard of it."""
+        self.device, self.region = text(line, "device"), text(line, "region")
+
+    def recorded(self, line: Line, own: bool) -> None:
+        """Take what its record says, but for what its own journal says better."""
+        self.region = self.region or text(line, "region")
+        self.software, self.memory_bytes = text(line, "software"), count(line, "memory_bytes")
+        if not own:
+            self.device = text(line, "device")
+            self.span(line)
+
 
 @dataclass(slots=True)
 class NetworkView:
@@ -46,6 +69,26 @@ class NetworkView:
     down: float = 0.0
     latency_s: Seconds = 0.0
     window_s: Seconds = 0.0
+
+    def moved(self, line: Line) -> None:
+        """Take the totals of a line."""
+        self.sent_bytes, self.received_bytes = count(line, "sent_bytes"), count(line, "received_bytes")
+
+    def window(self, line: Line) -> None:
+        self.window_s = number(line, "window_s")
+
+    def measured(self, rate: float, latency_s: Seconds, own: bool) -> None:
+        """Take what it measured of one link. Only its own journal says what its downlink carries."""
+        self.down = max(self.down, rate) if own else self.down
+        self.latency_s = min((known for known in (self.latency_s, latency_s) if known), default=0.0)
+
+    def recorded(self, line: Line, own: bool) -> None:
+        """Take what its record says, but for what its own journal says better."""
+        self.up, self.down = number(line, "up"), self.down or number(line, "down")
+        if not own:
+            self.latency_s = number(line, "latency_s")
+            self.window(line)
+            self.moved(line)
 
 
 @dataclass(slots=True)
@@ -62,6 +105,43 @@ class WorkView:
     spent: TimeSpent = NO_TIME
     exchanges: Counter[str] = field(default_factory=Counter)  # by outcome
     reasons: Counter[str] = field(default_factory=Counter)  # of those that failed, or were made alone
+
+    def stepped(self, line: Line, since_s: Seconds) -> None:
+        """Take a `step` line, which comes so long after the peer's line before."""
+        tokens, training_s = count(line, "tokens"), number(line, "seconds")
+        took = max(1e-3, since_s if self.tokens_per_s else training_s)
+        share = min(1.0, took / SPEED_S) if self.tokens_per_s else 1.0
+        self.tokens_per_s += (tokens / took - self.tokens_per_s) * share
+        self.step, self.tokens = count(line, "step"), self.tokens + tokens
+        if (loss := finite(line, "loss")) is not None:
+            self.loss = loss if self.loss is None else self.loss + LOSS_SHARE * (loss - self.loss)
+        aside = line.get("aside")
+        kinds = {kind: number(aside, kind) for kind in KINDS} if isinstance(aside, Mapping) else {}
+        self.spent += TimeSpent.of({**kinds, "training": training_s})
+        self.shares = self.spent.shares()
+
+    def judged(self, t: Seconds, held_out: float | None, own: bool) -> bool:
+        """Take the held-out loss. Return whether it is a new one: a record repeats it, and the first may be old."""
+        news = held_out is not None and held_out != self.held_out
+        fresh = news and (own or self.held_out is not None)
+        again = held_out is not None and own  # its journal has a line for each evaluation
+        self.held_out, self.evaluated = held_out, t if fresh or again else self.evaluated
+        return fresh
+
+    def exchanged(self, line: Line) -> None:
+        """Take an `exchange` line."""
+        outcome = line.get("outcome")
+        if outcome in OUTCOMES:
+            self.exchanges[outcome] += 1
+        if outcome in ("solo", "failed"):
+            self.reasons[known_reason(text(line, "reason"))] += 1
+
+    def recorded(self, line: Line) -> None:
+        """Take what its record says, but for its held-out loss."""
+        self.step, self.tokens, self.tokens_per_s = count(line, "step"), count(line, "tokens"), number(line, "speed")
+        self.loss = finite(line, "loss")
+        self.shares = dict(zip(KINDS, numbers(line, "shares"), strict=False))
+        self.exchanges = Counter(dict(zip(OUTCOMES, map(int, numbers(line, "exchanges")), strict=False)))
 
 
 @dataclass(slots=True)
@@ -107,67 +187,35 @@ class PeerView:
         self.become("joining", t)
         work = self.work
         self.work = WorkView(work.step, work.tokens, 0.0, work.loss, work.held_out, work.evaluated)
-        self.place(line)
-        self.span(line)
+        self.device.place(line)
+        self.device.span(line)
 
-    def place(self, line: Line) -> None:
-        """What and where a line says that it is."""
-        self.device.device = text(line, "device")
-        self.device.region = text(line, "region") or self.device.region
-        self.device.throttle = number(line, "throttle") or 1.0
+    def follow(self) -> None:
+        """Believe its own journal, which is read from now on, rather than its records."""
+        self.own = True
 
-    def span(self, line: Line) -> None:
-        """The layers that a line names."""
-        if "last" in line:
-            self.device.first, self.device.last = layers(line)
+    def hear(self, t: Seconds) -> None:
+        self.heard = max(self.heard, t)
+
+    def doubt(self, t: Seconds, why: str) -> None:
+        """Note that another peer misses it."""
+        self.doubted, self.why = max(t, self.doubted), why
 
     def stepped(self, t: Seconds, line: Line) -> None:
-        """A `step` line."""
-        work, tokens, training_s = self.work, count(line, "tokens"), number(line, "seconds")
-        took = max(1e-3, t - self.heard if work.tokens_per_s else training_s)
-        share = min(1.0, took / SPEED_S) if work.tokens_per_s else 1.0
-        work.tokens_per_s += (tokens / took - work.tokens_per_s) * share
-        work.step, work.tokens = count(line, "step"), work.tokens + tokens
-        if (loss := finite(line, "loss")) is not None:
-            work.loss = loss if work.loss is None else work.loss + LOSS_SHARE * (loss - work.loss)
-        aside = line.get("aside")
-        kinds = {kind: number(aside, kind) for kind in KINDS} if isinstance(aside, Mapping) else {}
-        work.spent += TimeSpent(**{**kinds, "training": training_s})
-        work.shares = work.spent.shares()
-
-    def judged(self, t: Seconds, held_out: float | None) -> bool:
-        """Takes its held-out loss. Whether that is a new one: a record repeats it, and the first may be old."""
-        work = self.work
-        news = held_out is not None and held_out != work.held_out
-        fresh = news and (self.own or work.held_out is not None)
-        again = held_out is not None and self.own  # its journal has a line for each evaluation
-        work.held_out, work.evaluated = held_out, t if fresh or again else work.evaluated
-        return fresh
-
-    def exchanged(self, line: Line) -> None:
-        """An `exchange` line."""
-        outcome = line.get("outcome")
-        if outcome in OUTCOMES:
-            self.work.exchanges[outcome] += 1
-        if outcome in ("solo", "failed"):
-            self.work.reasons[known_reason(text(line, "reason"))] += 1
+        """Take a `step` line, which says that it trains."""
+        if self.state != "training":
+            self.become("training", t)
+        elif self.heard:
+            self.gap_s = max(t - self.heard, 0.9 * self.gap_s)
+        self.work.stepped(line, t - self.heard)
 
     def recorded(self, t: Seconds, line: Line) -> None:
-        """What its record in the DHT says, but for its held-out loss. Its own journal knows better."""
-        device, network, work = self.device, self.network, self.work
-        device.region = device.region or text(line, "region")
-        device.software, device.memory_bytes = text(line, "software"), count(line, "memory_bytes")
-        network.up, network.down = number(line, "up"), network.down or number(line, "down")
-        if self.own:
-            return
-        device.device, self.heard = text(line, "device"), max(self.heard, t)
-        self.span(line)
-        work.step, work.tokens, work.tokens_per_s = count(line, "step"), count(line, "tokens"), number(line, "speed")
-        network.window_s, network.latency_s = number(line, "window_s"), number(line, "latency_s")
-        work.loss = finite(line, "loss")
-        work.shares = dict(zip(KINDS, numbers(line, "shares"), strict=False))
-        work.exchanges = Counter(dict(zip(OUTCOMES, map(int, numbers(line, "exchanges")), strict=False)))
-        network.sent_bytes, network.received_bytes = count(line, "sent_bytes"), count(line, "received_bytes")
+        """Take what its record in the DHT says, but for its held-out loss. Its own journal knows better."""
+        self.device.recorded(line, self.own)
+        self.network.recorded(line, self.own)
+        if not self.own:
+            self.hear(t)
+            self.work.recorded(line)
 
     def row(self) -> list[Any]:
         """The values of ROW, fit for JSON."""

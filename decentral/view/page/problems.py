@@ -50,7 +50,7 @@ class RecentTroubles:
 
     def unheld(self, peer: int, span: tuple[int, int], words: str) -> None:
         """Record that a peer reports layers [first, last) without a holder."""
-        self._unheld[peer] = range(*span), words
+        self._unheld[peer] = range(span[0], span[1]), words
 
     def held(self, peer: int) -> None:
         """Forget that peer's report, since it reports holders again, or has gone."""
@@ -72,7 +72,7 @@ class RecentTroubles:
         if not self._unheld:
             return []
         spans = {(peer.device.first, peer.device.last) for peer in known if peer.state == "training"}
-        held = {layer for span in spans for layer in range(*span)}
+        held = {layer for first, last in spans for layer in range(first, last)}
         return [(BAD, -1, words) for layers, words in self._unheld.values() if not held.issuperset(layers)]
 
     def _failing(self, now: Seconds) -> list[Problem]:

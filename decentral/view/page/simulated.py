@@ -52,8 +52,8 @@ class SimulatedPage:
         self._looked_at, living = t, {member.peer for member in self.swarm.living}
         for peer in living - self._living:
             member, throttles = self.swarm.by_peer[peer], self.swarm.settings.throttles
-            place = {"region": self.swarm.geography.region(peer), "throttle": throttles[member.number % len(throttles)]}
-            self._say(t, "place", peer=peer, device="simulated", **place)
+            region, throttle = self.swarm.geography.region(peer), throttles[member.number % len(throttles)]
+            self._say(t, "place", peer=peer, device="simulated", region=region, throttle=throttle)
         for peer in self._living - living:
             self._say(t, "missed", peer=peer, reason="crashed, or stopped", certain=True)
         self._living = living

@@ -8,7 +8,6 @@ A peer whose own journal is followed is silent when it writes nothing; another o
 that peers chose are made plain here, and the page shows them as text.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,7 @@ from decentral.core.time_spent import KINDS
 from decentral.core.units import Seconds
 from decentral.view.page.events import BAD, GOOD, PLAIN, EventLog, told
 from decentral.view.page.link_view import LINK_ROW, LinkTable
-from decentral.view.page.peer_view import LIVE, ROW, PeerView, gone_words
+from decentral.view.page.peer_view import ROW, PeerView, gone_words
 from decentral.view.page.problems import Problem, RecentTroubles, RunKind
 from decentral.view.page.timeline import Timeline
 from decentral.view.page.totals import TOTAL_SERIES, Totals, totals_of
@@ -64,9 +63,9 @@ class SwarmView:
             case "now":
                 return
             case "facts" if isinstance(facts := line.get("facts"), dict):
-                self.facts |= facts
+                self.learn(facts)
             case "place" if (placed := self._view(text(line, "peer"), t)) is not None:
-                placed.place(line)
+                placed.device.place(line)
                 self._changed[placed.number] = placed
             case "record":
                 self._recorded(line, t)
@@ -74,6 +73,10 @@ class SwarmView:
                 self._missed(line, t)
             case _ if (view := self._view(peer, t)) is not None:
                 self._own_line(view, t, str(event), line)
+
+    def learn(self, facts: JsonObject) -> None:
+        """Take more of what is known of the run."""
+        self.facts |= facts
 
     def tick(self, now: Seconds) -> None:
         """Time has passed."""
@@ -123,7 +126,8 @@ class SwarmView:
     # A peer's own journal
 
     def _own_line(self, view: PeerView, t: Seconds, event: str, line: Line) -> None:
-        view.own, self._changed[view.number] = True, view
+        view.follow()
+        self._changed[view.number] = view
         match event:
             case "started" | "continued":
                 view.started(t, line)
@@ -136,17 +140,16 @@ class SwarmView:
             case "eval":
                 self._evaluated(view, t, finite(line, "loss"))
             case "traffic":
-                view.network.sent_bytes = count(line, "sent_bytes")
-                view.network.received_bytes = count(line, "received_bytes")
+                view.network.moved(line)
             case "status":
-                view.span(line)
-                view.network.window_s = number(line, "window_s")
+                view.device.span(line)
+                view.network.window(line)
                 self._measured(view, line)
             case "plan":
                 said = {"peer": view.number, "reason": text(line, "reason", PLAN_CHARS), "digest": text(line, "digest")}
                 self.plan = said | {"t": t, "cost": number(line, "cost")}
             case "move" if line.get("outcome") == "done":
-                view.span(line)
+                view.device.span(line)
             case "peer_joined":
                 self._met(line, t)
             case "peer_left":
@@ -157,34 +160,31 @@ class SwarmView:
                 view.become("left", t, text(line, "reason"))
         if event in ("held", "started", "stopped"):
             self.troubles.held(view.number)
-        if (words := told(line)) is not None:
-            self.events.add(t, view.number, *words)
+        if (found := told(line)) is not None:
+            level, words = found
+            self.events.add(t, view.number, level, words)
             if event == "unheld":
-                self.troubles.unheld(view.number, layers(line), words[1])
+                self.troubles.unheld(view.number, layers(line), words)
             else:
-                self.troubles.told(t, view.number, *words)
-        view.heard = max(view.heard, t)
+                self.troubles.told(t, view.number, level, words)
+        view.hear(t)
 
     def _run_kind(self) -> RunKind:
         return RunKind(count(self.facts, "layers"), self.facts.get("algorithm") == "synchronous")
 
     def _step(self, view: PeerView, t: Seconds, line: Line) -> None:
-        if view.state != "training":
-            if view.state not in LIVE:
-                self.events.add(t, view.number, GOOD, "is back")
-            view.become("training", t)
-        elif view.heard:
-            view.gap_s = max(t - view.heard, 0.9 * view.gap_s)
+        if not view.live:
+            self.events.add(t, view.number, GOOD, "is back")
         view.stepped(t, line)
         if (loss := finite(line, "loss")) is not None:
             self.timeline.put(view.series, t, loss)
 
     def _evaluated(self, view: PeerView, t: Seconds, loss: float | None) -> None:
-        if view.judged(t, loss) and loss is not None:
+        if view.work.judged(t, loss, view.own) and loss is not None:
             self.timeline.put("held_out", t, loss)
 
     def _exchange(self, view: PeerView, t: Seconds, line: Line) -> None:
-        view.exchanged(line)
+        view.work.exchanged(line)
         outcome = text(line, "outcome")
         self.troubles.exchanged(t, outcome, text(line, "reason"))
         if (other := self._view(text(line, "partner"), t)) is not None:
@@ -195,18 +195,16 @@ class SwarmView:
 
         Returns the partners, the latest used first.
         """
-        network, partners = view.network, []
+        partners = []
         for one in listed(line, "links"):
             match one:
                 case [str(partner), *measured] if len(measured) == 2:
                     rate, latency_s = (max(0.0, finite_value(value) or 0.0) for value in measured)
-                    network.down = max(network.down, rate) if view.own else network.down
-                    network.latency_s = min(network.latency_s or math.inf, latency_s or network.latency_s or math.inf)
+                    view.network.measured(rate, latency_s, view.own)
                     other = self._by_suffix.get(suffix(PeerId(partner)))
                     if other is not None and other is not view:
                         self.links.measured(view.number, other.number, rate, latency_s)
                         partners.append(other)
-        network.latency_s = network.latency_s if network.latency_s < math.inf else 0.0
         return partners
 
     # What is said of peers by others
@@ -216,8 +214,9 @@ class SwarmView:
         view = self._view(text(line, "peer"), t)
         if view is None or view.own or view.is_gone_since(t):
             return
-        view.device.device, view.device.region = text(line, "device"), text(line, "region")
-        self._changed[view.number], view.heard = view, max(view.heard, t)
+        view.device.met(line)
+        view.hear(t)
+        self._changed[view.number] = view
         if view.become("training", t):
             self.events.add(t, view.number, GOOD, "joined")
 
@@ -245,7 +244,7 @@ class SwarmView:
         if line.get("certain") is True:
             self._gone(view, t, "ended", why)
         elif view.own:
-            view.doubted, view.why = max(t, view.doubted), why
+            view.doubt(t, why)
         else:
             self._gone(view, t, "left" if why == "left" else "silent", why)
 
@@ -280,7 +279,7 @@ class SwarmView:
         gone = min((view for view in self.peers.values() if not view.live), key=lambda view: view.since, default=None)
         if gone is None:
             return False
-        self.totals.forgotten_tokens += gone.work.tokens
+        self.totals.forget(gone)
         del self.peers[gone.peer]
         self._by_suffix.pop(suffix(PeerId(gone.peer)), None)
         self._changed.pop(gone.number, None)

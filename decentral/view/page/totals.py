@@ -38,6 +38,10 @@ class Totals:
     forgotten_tokens: int = 0  # of peers that are no more shown
     _losses: list[tuple[Seconds, float]] = field(default_factory=list)  # of the last minute
 
+    def forget(self, view: PeerView) -> None:
+        """Keep the tokens of a peer that is shown no more."""
+        self.forgotten_tokens += view.work.tokens
+
     def series(self) -> dict[str, float]:
         """What the timeline keeps of it."""
         known = {"tokens": self.tokens, "tokens_per_s": self.tokens_per_s, "live": self.live}

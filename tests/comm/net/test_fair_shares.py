@@ -23,6 +23,7 @@ from decentral.core.ids import PeerId
 from decentral.sim.network.agenda import Agenda
 from decentral.sim.network.virtual_network import Network, Outcome
 from tests.comm.net.loopback import pipe
+from tests.comm.net.virtual_transport import plugged
 from tests.sim.network.test_virtual_network import Bad, Wires
 
 GREEDY, HONEST = PeerId("greedy"), PeerId("honest")
@@ -158,10 +159,10 @@ def test_one_sender_cannot_fill_the_memory_with_blobs_under_way() -> None:
 def test_the_virtual_network_shares_in_the_same_way() -> None:
     agenda = Agenda()
     network = Network(agenda, Wires(), Bad())
-    answering, came = network.plug(PeerId("B")), list[Outcome]()
+    answering, came = plugged(network, PeerId("B")), list[Outcome]()
     answering.serve = lambda sender, envelope, respond: None  # it never answers
     for sender in (GREEDY, HONEST):
-        port = network.plug(sender)
+        port = plugged(network, sender)
         for _ in range(MANY if sender == GREEDY else 1):
             network.ask(port, Ask(Tag(), PeerId("B"), Envelope(Ping(1)), 1000.0), came.append)
         agenda.run(agenda.now + 5.0)

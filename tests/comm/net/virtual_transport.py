@@ -10,7 +10,15 @@ from decentral.comm.wire.transport import Answer, Ask, AskError, BlobBound, Hand
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
-from decentral.sim.network.virtual_network import Network, Outcome, Respond
+from decentral.sim.network.virtual_network import Network, Outcome, Port, Respond
+from decentral.sim.network.virtual_uplink import VirtualUplink
+
+
+def plugged(network: Network, peer: PeerId) -> Port:
+    """Return a new port of this peer on the network."""
+    port = Port(peer, VirtualUplink(network.agenda))
+    network.plug(port)
+    return port
 
 
 class VirtualTransport:
@@ -19,7 +27,7 @@ class VirtualTransport:
     def __init__(self, network: Network, peer: PeerId) -> None:
         self.peer = peer
         self._network = network
-        self._port = network.plug(peer)
+        self._port = plugged(network, peer)
 
     async def ask(self, to: PeerId, envelope: Envelope, deadline_s: Seconds, max_blob_bytes: int) -> Answer:
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -53,7 +61,7 @@ class VirtualTransport:
         """Everybody can find everybody."""
 
     async def enclose(self, private: PrivateSwarm | None) -> None:
-        self._port.enclose(private)
+        self._port.private, self._port.shares.admits = private, private.admits if private else knows_all
 
     async def drop(self, peer: PeerId) -> None:
         self._network.drop(self._port, peer)

@@ -6,6 +6,7 @@ with decentral/engine/step.py.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ from decentral.scheduler.placement.claim_span import ClaimedSpan
 from decentral.sim.host import Pace, Training, VirtualHost
 from decentral.sim.network.geography import SwarmGeography, TypicalLink
 from decentral.sim.real_training import Trained
-from decentral.sim.swarm import RUN, SimulatedPeer, SimulatedSwarm, SwarmSettings
+from decentral.sim.simulated_peer import SimulatedPeer
+from decentral.sim.swarm import RUN, SimulatedSwarm, SwarmSettings
 from decentral.sim.virtual_signer import VirtualSigner
 from tests.sim.network.next_action import next_at
 
@@ -49,7 +51,7 @@ class World(SimulatedSwarm):
         self.lines: dict[PeerId, list[dict[str, Any]]] = {}
         self.losses: dict[PeerId, dict[int, float]] = {}  # of each round
         self.settings = replace(shape, gradients=self._train)
-        self.journal = self._line
+        self.listen(self._line)
         for _ in spans:
             self.add()
 
@@ -68,7 +70,8 @@ class World(SimulatedSwarm):
 
     def _train(self, member: SimulatedPeer) -> Training:
         setup = self.make(member.peer)
-        compute = self.computes[member.number] = Trained(replace(setup, span=self.spans[member.number]))
+        setup = replace(setup, span=self.spans[member.number])
+        compute = self.computes[member.number] = Trained(setup, Random(member.number))
         compute.resume()
         return compute
 

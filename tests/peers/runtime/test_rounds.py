@@ -17,6 +17,7 @@ from decentral.core import config
 from decentral.core.ids import PeerId
 from decentral.engine.compute import ComputeSetup
 from decentral.sim.swarm import RUN
+from tests.comm.net.virtual_transport import plugged
 from tests.peers.runtime.round_world import Make, Span, World, alone, equal, gradients
 
 MakeSetup = Callable[..., ComputeSetup]
@@ -226,7 +227,7 @@ def test_a_stranger_that_asks_to_be_let_in_stops_no_round(make_of: Callable[[int
     world.until_round(5)
     quiet = rounds_in(world, 2.0)
     world.network.geography._own[stranger] = world.network.geography._own[world.members[0].peer]  # type: ignore[attr-defined]
-    port = world.network.plug(stranger)
+    port = plugged(world.network, stranger)
     port.serve = lambda sender, envelope, reply: None
 
     def ask() -> None:

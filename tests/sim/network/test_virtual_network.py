@@ -15,6 +15,7 @@ from decentral.core.units import Seconds
 from decentral.sim.network.agenda import Agenda
 from decentral.sim.network.congestion import WITH_HEADERS
 from decentral.sim.network.virtual_network import Network, Outcome, Port, Respond
+from tests.comm.net.virtual_transport import plugged
 
 A, B = PeerId("A"), PeerId("B")
 DELAY_S = 0.5
@@ -67,7 +68,7 @@ class World:
     def __init__(self) -> None:
         self.agenda, self.faults = Agenda(), Bad()
         self.network = Network(self.agenda, Wires(), self.faults)
-        self.a, self.b = self.network.plug(A), self.network.plug(B)
+        self.a, self.b = plugged(self.network, A), plugged(self.network, B)
         self.b.bound = bound
         self.a.serve = self.b.serve = self.serve
         self.answers: Callable[[Respond], None] = lambda respond: respond(Envelope(Pong(1)))
@@ -221,7 +222,7 @@ def test_a_stopped_process_answers_when_it_goes_on(world: World) -> None:
     world.ask()
     world.play(30)
     assert world.asked == []
-    world.network.thaw(world.b)
+    world.b.thaw()
     assert world.play() == [(30.5, "pong")]
 
 
@@ -230,7 +231,7 @@ def test_a_stopped_asker_finds_its_answer_when_it_goes_on(world: World) -> None:
     world.play(0.2)
     world.a.frozen = True
     assert world.play(30) == []
-    world.network.thaw(world.a)
+    world.a.thaw()
     assert world.came == [(30.0, "pong")]
 
 
@@ -240,7 +241,7 @@ def test_a_deadline_that_passed_while_it_was_stopped_is_told_once_it_goes_on(wor
     world.play(5)
     world.a.frozen = True
     assert world.play(30) == []
-    world.network.thaw(world.a)
+    world.a.thaw()
     assert [what for _, what in world.came] == ["deadline"]
 
 
