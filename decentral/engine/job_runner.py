@@ -157,7 +157,7 @@ class JobRunner(ABC):
         """A job that has one phase, at a step edge."""
         match job:
             case jobs.SetClock(step, versions):
-                self._follow(step)
+                self.counters.follow(step, exactly=self.synchronous)
                 self.counters.versions |= dict(versions)
                 return jobs.ClockSet(self.lr_step)
             case jobs.Start(newcomer):
@@ -174,7 +174,7 @@ class JobRunner(ABC):
             return jobs.StateImported(False, error.reason)
         yield Phase.HELD
         self.gossip.start(donated)
-        self._follow(job.step)
+        self.counters.follow(job.step, exactly=self.synchronous)
         return jobs.StateImported(True)
 
     def _change_span(self, job: jobs.ChangeSpan) -> Program:
@@ -215,13 +215,6 @@ class JobRunner(ABC):
     def _apply(self, job: jobs.Apply) -> jobs.Stepped:
         applied = self.span.stages.apply(self.lr_step, job.slot)
         return replace(self.counters.stepped(job.tokens, job.loss, job.micro_batches), applied=applied)
-
-    def _follow(self, lr_step: int) -> None:
-        """Takes over the swarm's learning-rate step where it is ahead of ours; in a synchronous run they are equal."""
-        if self.synchronous:
-            self.counters.lr_step = lr_step
-        else:
-            self.counters.follow(lr_step)
 
     def _start(self, newcomer: bool) -> jobs.Started:
         self.gossip.begin(newcomer)

@@ -62,9 +62,12 @@ class Counters:
         spent = self.time.take(self.beside_s())
         return jobs.Stepped(self.own_steps, self.lr_step, tokens, loss, spent, micro_batches)
 
-    def follow(self, lr_step: int) -> None:
-        """Takes over the swarm's learning-rate step where it is ahead of ours."""
-        self.lr_step = max(self.lr_step, lr_step)
+    def follow(self, lr_step: int, exactly: bool = False) -> None:
+        """Take over the swarm's learning-rate step where it is ahead of ours; `exactly`, in any case.
+
+        In a synchronous run it is exact, because there the steps of all peers are equal.
+        """
+        self.lr_step = lr_step if exactly else max(self.lr_step, lr_step)
 
 
 class ModelForward(Protocol):
