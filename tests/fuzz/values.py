@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from random import Random
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic.fields import FieldInfo
 
@@ -29,7 +29,8 @@ def maker(annotation: Any) -> Make:
 @cache
 def fields(kind: type) -> dict[str, Any]:
     """The names and types of the fields of a dataclass or a named tuple, with the bounds around them."""
-    return get_type_hints(kind, include_extras=True)
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: hint for name, hint in hints.items() if get_origin(hint) is not ClassVar}
 
 
 def _maker(annotation: Any, bounds: dict[str, Any]) -> Make:
