@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -43,7 +43,8 @@ def _fields(kind: type) -> dict[str, tuple[Any, Sequence[object]]]:
     """The fields of a model, a dataclass or a named tuple, with the constraints around each."""
     if issubclass(kind, BaseModel):
         return {name: (field.annotation, field.metadata) for name, field in kind.model_fields.items()}
-    return {name: (hint, ()) for name, hint in get_type_hints(kind, include_extras=True).items()}
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: (hint, ()) for name, hint in hints.items() if get_origin(hint) is not ClassVar}
 
 
 def _set_by(limit: object) -> set[str]:
