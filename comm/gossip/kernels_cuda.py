@@ -163,7 +163,7 @@ class CudaKernels:
         for slot in self._slots:
             slot.stream.synchronize()
 
-    def _launch(self, kernel: str, threads: int, *arguments: Tensor | np.generic | float) -> None:
+    def _launch(self, kernel: str, threads: int, *arguments: object) -> None:
         """A kernel with so many threads, in the stream that was entered. Tensors go to cupy by DLPack, uncopied."""
         passed = [cupy.from_dlpack(one) if isinstance(one, Tensor) else one for one in arguments]
         self._module.get_function(kernel)((-(-threads // THREADS),), (THREADS,), tuple(passed))

@@ -60,25 +60,39 @@ class SwarmAccess:
         return MemberSigner(own, self.private) if self.private else own
 
 
+@dataclass(frozen=True, slots=True)
+class OwnRun:
+    """What a peer knows of its run before it asks anybody."""
+
+    own: OwnInputs
+    kept: Run | None  # of its folder
+    known: Run | None  # that one, or the one that begins here; None: the swarm at --join has it
+
+
+def own_run(flags: argparse.Namespace, folder: state.StateFolder, peer: PeerId) -> OwnRun:
+    """Return the run of the folder, or a new one without --join. Raises UserError for flags that cannot be meant."""
+    own = OwnInputs.named_by(flags)
+    kept = folder.read_run(own)
+    flags.join = [address for address in flags.join if not address.endswith(f"/p2p/{peer}")]
+    _check_flags(flags, kept, folder.path)
+    return OwnRun(own, kept, kept if kept or flags.join else _begin(flags, folder.path, own))
+
+
 async def reach_swarm(
-    flags: argparse.Namespace, folder: state.StateFolder, transport: Libp2p, clock: SwarmClock
+    flags: argparse.Namespace, folder: state.StateFolder, begun: OwnRun, transport: Libp2p, clock: SwarmClock
 ) -> SwarmAccess:
     """The run is the folder's, else the swarm's at --join, else a new one; the clock becomes the swarm's.
 
     Raises UserError.
     """
-    own = OwnInputs.named_by(flags)
-    kept = folder.read_run(own)
-    flags.join = [address for address in flags.join if not address.endswith(f"/p2p/{transport.peer}")]
-    _check_flags(flags, kept, folder.path)
-    known = kept if kept or flags.join else _begin(flags, folder.path, own)
+    kept, known = begun.kept, begun.known
     private = _membership(flags, folder.path, known, transport.peer, clock)
     if private:
         await transport.enclose(private)
     contacts, welcome = await _greet(flags, transport, known[0] if known else private.run if private else None, kept)
     if known is None:
         assert welcome is not None, "say_hello raises where no peer answers"
-        known = RunId(welcome.run), received.received(welcome.config).adopt(own)
+        known = RunId(welcome.run), received.received(welcome.config).adopt(begun.own)
     if kept:
         shared.stage("looking for the peers that this one knows")
         contacts += await _reconnect(folder, transport, private)

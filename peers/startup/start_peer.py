@@ -23,7 +23,7 @@ from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup import state
 from decentral.peers.startup.copied_identity import refuse_copy
-from decentral.peers.startup.reach_swarm import commit_start, reach_swarm
+from decentral.peers.startup.reach_swarm import commit_start, own_run, reach_swarm
 from decentral.view.page.address import reserved
 from decentral.view.page.child import dashboard
 
@@ -50,12 +50,12 @@ async def start(flags: argparse.Namespace, island: "Island | None" = None) -> No
         own = Identity.load_or_create(folder.path / "identity.key")
         # On threads of its own: asyncio waits for those of its executor before a user who is refused would hear of it.
         loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1, LOADING), load, flags.device)
-        key, clock = folder.path / "identity.key", SwarmClock()
+        key, clock, named = folder.path / "identity.key", SwarmClock(), flags.join
+        begun = own_run(flags, folder, own.peer)
         shared.stage("opening the network (libp2p)")
         transport = await _listen(flags, folder, key, clock)
         try:
-            named = flags.join
-            access = await reach_swarm(flags, folder, transport, clock)
+            access = await reach_swarm(flags, folder, begun, transport, clock)
             await refuse_copy(access, access.signer(own), transport, named)
             if not loading.done():
                 shared.stage("loading torch and the training code")
