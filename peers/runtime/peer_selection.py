@@ -150,10 +150,11 @@ class PeerSelection:
     progress: TrainingProgress
     chance: Random
     lengths: WindowLengths = field(init=False)
-    _speeds: tuple[int, list[float]] = (-1, [])  # tokens/s that others publish, by the roster after so many changes
-    _live: tuple[int, list[PeerId]] = (-1, [])  # likewise
-    _trainers: tuple[int, list[PeerId]] = (-1, [])  # likewise
-    _holders: dict[int, tuple[int, list[PeerId]]] = field(default_factory=dict)  # likewise, of each fragment
+    _changes: int = -1  # of the roster, after which the lists below were found; None: not yet
+    _speeds: list[float] | None = None  # tokens/s that others publish
+    _live: Sequence[PeerId] | None = None
+    _trainers: Sequence[PeerId] | None = None
+    _holders: dict[int, Sequence[PeerId]] = field(default_factory=dict)  # of each fragment
 
     def __post_init__(self) -> None:
         self.lengths = WindowLengths(self.setup, self.roster, self.meter, self.progress)
@@ -187,10 +188,11 @@ class PeerSelection:
         return min(published, FASTEST_DEVICE * max(own, median_low(known))) / part
 
     def _published_speeds(self) -> list[float]:
-        if self._speeds[0] != self.roster.changes:
+        self._forget_an_old_roster()
+        if self._speeds is None:
             published = [entry.record.profile.tokens_per_s for entry in self.roster.live.values()]
-            self._speeds = self.roster.changes, [speed for speed in published if speed]
-        return self._speeds[1]
+            self._speeds = [speed for speed in published if speed]
+        return self._speeds
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
         return self.meter.deadline_s(peer, size)
@@ -228,22 +230,22 @@ class PeerSelection:
     def acquaintances(self) -> Sequence[PeerId]:
         return sorted({*self.roster.live, *self.setup.now.contacts})
 
-    def trainers(self) -> list[PeerId]:
-        if self._trainers[0] != self.roster.changes:
-            training = [peer for peer, entry in self.roster.live.items() if entry.record.phase == "training"]
-            self._trainers = self.roster.changes, sorted(training)
-        return self._trainers[1]
+    def trainers(self) -> Sequence[PeerId]:
+        self._forget_an_old_roster()
+        if self._trainers is None:
+            live = self.roster.live.items()
+            self._trainers = sorted(peer for peer, entry in live if entry.record.phase == "training")
+        return self._trainers
 
     # For moves and newcomers
 
     def holders(self, fragment: int) -> Sequence[PeerId]:
         """The other peers that hold the fragment and train."""
-        changes, found = self._holders.get(fragment, (-1, []))
-        if changes != self.roster.changes:
+        self._forget_an_old_roster()
+        if fragment not in self._holders:
             cut = next(cut for cut in self.setup.now.cuts if cut.index == fragment)
-            found = [peer for peer in self.trainers() if self.roster.live[peer].record.covers(cut)]
-            self._holders[fragment] = self.roster.changes, found
-        return found
+            self._holders[fragment] = [peer for peer in self.trainers() if self.roster.live[peer].record.covers(cut)]
+        return self._holders[fragment]
 
     def newest_retained(self, fragment: int) -> tuple[int, list[PeerId]]:
         """The learning-rate step of the newest state that others retain, or NEVER, and the peers that retain it."""
@@ -261,7 +263,7 @@ class PeerSelection:
             return self.setup.now.whole and (entry is None or entry.record.covers(fragment))
         return entry.record.covers(fragment)
 
-    def donors(self) -> list[PeerId]:
+    def donors(self) -> Sequence[PeerId]:
         """The peers that a newcomer may ask: those that train, or all while nobody trains."""
         return self.trainers() or self.live()
 
@@ -270,10 +272,16 @@ class PeerSelection:
         steps = sorted(self.roster.live[peer].record.lr_step for peer in self.trainers())
         return steps[len(steps) // 2] if len(steps) > 2 else None
 
-    def live(self) -> list[PeerId]:
-        if self._live[0] != self.roster.changes:
-            self._live = self.roster.changes, sorted(self.roster.live)
-        return self._live[1]
+    def live(self) -> Sequence[PeerId]:
+        self._forget_an_old_roster()
+        if self._live is None:
+            self._live = sorted(self.roster.live)
+        return self._live
+
+    def _forget_an_old_roster(self) -> None:
+        if self._changes != self.roster.changes:
+            self._changes, self._speeds, self._live, self._trainers = self.roster.changes, None, None, None
+            self._holders.clear()
 
 
 def _most(window_s: Seconds) -> int:
