@@ -10,12 +10,13 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Pull, Refused, Snapshot
 from decentral.comm.wire.transport import Effect, Reply
+from decentral.core.config import GossipConfig
 from decentral.core.fragments import Layout, layout_bytes
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Contribution, EncodeSections, SectionsEncoded, WindowClosed
@@ -25,9 +26,7 @@ from decentral.core.reasons import Reason, known_reason
 from decentral.core.synthetic import joined
 from decentral.core.units import Seconds
 
-if TYPE_CHECKING:
-    from decentral.core.config import GossipConfig
-
+FRESH_SNAPSHOT_S = 60.0  # a snapshot that is no older is merged, whatever the windows' length
 CLOCK_SKEW_S = 10.0  # a snapshot may be this far in the future
 SNAPSHOTS_KEPT = 2  # the last one, and the one before for a partner that is a round behind, where merges block
 MOST_SEEN = 8192  # partners; more than a roster holds, so that nobody in it can replay what we have merged
@@ -86,11 +85,11 @@ class FragmentContext:
     peer: PeerId  # ourselves
     fragment: int
     phase: float  # when its windows end, as a part of the period
-    gossip: "GossipConfig"
+    gossip: GossipConfig
     view: GossipView
     counts: ExchangeCounts = field(default_factory=ExchangeCounts)  # of all fragments of this peer
     restored_at: Seconds = 0.0  # what was published before it may be in the checkpoint that this peer goes on from
-    fresh_s: Seconds = 60.0  # a snapshot that is no older is merged
+    fresh_s: Seconds = FRESH_SNAPSHOT_S  # a snapshot that is no older is merged
 
     def period_s(self, size: int) -> Seconds:
         """Seconds between two windows of the fragment, where its snapshots have `size` bytes."""

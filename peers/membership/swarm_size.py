@@ -29,6 +29,7 @@ from functools import lru_cache
 from random import Random
 from statistics import median
 
+from decentral.comm.gossip.snapshots import FRESH_SNAPSHOT_S
 from decentral.comm.wire.transport import Directory
 from decentral.core import rng
 from decentral.core.ids import PeerId, RunId
@@ -54,7 +55,7 @@ class SwarmTimes:
 
     renew_s: Seconds = 20.0  # a crash is known to all within three of them
     refresh_s: Seconds = 4.0  # 64 records in 4 s are 10 kB/s
-    max_age_s: Seconds = 60.0  # of a snapshot that is merged, or two windows where that is more
+    max_age_s: Seconds = FRESH_SNAPSHOT_S  # of a snapshot that is merged, or two windows where that is more
 
     def renewals_s(self, peers: float, window_s: Callable[[], Seconds]) -> Seconds:
         """Return how often a peer stores its record: beyond SMALL peers more rarely, up to once in WINDOWS."""

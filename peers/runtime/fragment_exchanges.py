@@ -6,7 +6,7 @@ none: its rounds (comm/rounds/round.py) take their place, and questions for exch
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from decentral.comm.gossip.exchange import PullExchange
 from decentral.comm.gossip.snapshots import ExchangeCounts, FragmentContext
@@ -115,15 +115,19 @@ class FragmentExchanges:
         """Windows of the fragments are staggered, so that one at a time is on the wire."""
         setup, known = self.setup.now, self.algorithm
         assert not known.exact, f"{known.name} has no exchanges"
-        phase = (fragment.index + 1) / len(setup.cuts)
         others = self.selection.roster.live.values() if known.blocking else ()
         newest = max((one.record.round for one in others if one.record.round < MOST_FOLLOWED), default=0)
-        gossip, own = setup.config.gossip, setup.own.peer
         is_back = setup.restored_step is not None or fragment.index in self._dropped  # a move that failed, or one back
-        restored_at = now if is_back and not known.blocking else 0.0
         context = FragmentContext(
-            setup.run, own, fragment.index, phase, gossip, self.selection, self.counts, restored_at
+            run=setup.run,
+            peer=setup.own.peer,
+            fragment=fragment.index,
+            phase=(fragment.index + 1) / len(setup.cuts),
+            gossip=setup.config.gossip,
+            view=self.selection,
+            counts=self.counts,
+            restored_at=now if is_back and not known.blocking else 0.0,
+            fresh_s=setup.start.times.max_age_s,
         )
-        context = replace(context, fresh_s=setup.start.times.max_age_s)
         close_at = context.next_close(now, 0)
         return PullExchange(context, close_at, blocking=known.blocking, light=known.light, seq=newest)
