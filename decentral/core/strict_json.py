@@ -12,14 +12,11 @@ JsonFields = Mapping[str, Any]  # the same, where it is only read
 def dumps(value: Any, indent: int | None = None) -> str:
     """The value in one line, or indented. What JSON does not know, it shows as Python's `str` does."""
     separators = (",", ":") if indent is None else None
-
-    def written(value: object) -> str:
-        return json.dumps(value, indent=indent, separators=separators, default=str, allow_nan=False)
-
+    encoder = json.JSONEncoder(indent=indent, separators=separators, default=str, allow_nan=False)
     try:
-        return written(value)
+        return encoder.encode(value)
     except ValueError:  # few lines have such a number, and to look for one takes longer than to write a line
-        return written(_finite(value))
+        return encoder.encode(_finite(value))
 
 
 def loads(text: str | bytes) -> Any:

@@ -136,19 +136,19 @@ def model_keys(folder: Path) -> JsonObject:
 def _keys(folder: Path, found: JsonFields) -> JsonObject:
     name = found.get("model_type")
     if name not in FAMILIES:
-        raise _refusal(folder, "model_type", str(name), f"one of {', '.join(FAMILIES)}")
+        raise _refusal(folder, "model_type", name, f"one of {', '.join(FAMILIES)}")
     family = FAMILIES[str(name)]
     passed = {*family.block, "auto_map"} if family.fused else {*family.block}
     for theirs, allowed in ONLY.items():
         value = found.get(theirs)
         if theirs not in passed and value is not None and value not in allowed:
-            raise _refusal(folder, theirs, str(value), repr(allowed[0]) if allowed else "no such field")
+            raise _refusal(folder, theirs, value, repr(allowed[0]) if allowed else "no such field")
     fields = {**family.silent, **found}
     for theirs in THEIR_NAMES:
         if theirs not in OPTIONAL and fields.get(theirs) is None:
             raise UserError(f"{folder / CONFIG_FILE} lacks {theirs}")
         if not isinstance(fields.get(theirs, 0), int | None):
-            raise _refusal(folder, theirs, str(fields[theirs]), "a whole number")
+            raise _refusal(folder, theirs, fields[theirs], "a whole number")
     keys = {ours: fields[theirs] for theirs, ours in THEIR_NAMES.items() if fields.get(theirs) is not None}
     rope = _rope(folder, family, fields)
     keys |= {"family": name, "norm_eps": float(fields.get("rms_norm_eps", 1e-6)), "rope_theta": rope.pop("theta")}
@@ -190,21 +190,19 @@ def _rope(folder: Path, family: Family, fields: JsonFields) -> JsonObject:
     """Return the keys of `rope_scaling`, if any, and `theta`. Raises UserError."""
     given = _rope_given(fields)
     if not isinstance(given, dict):
-        raise _refusal(folder, "rope_scaling", str(given), "a mapping")
+        raise _refusal(folder, "rope_scaling", given, "a mapping")
     theta = given.get("rope_theta", fields.get("rope_theta"))
     found: JsonObject = {"theta": float(10_000.0 if theta is None else theta)}
     kind = given.get("rope_type", given.get("type", "default"))
     if kind != "default" and (kind not in ROPE_NAMES or (family.fused and kind != "longrope")):
-        raise _refusal(
-            folder, "rope_type", str(kind), f"default, {'longrope' if family.fused else ', '.join(ROPE_NAMES)}"
-        )
+        raise _refusal(folder, "rope_type", kind, f"default, {'longrope' if family.fused else ', '.join(ROPE_NAMES)}")
     names = ROPE_NAMES.get(kind, {})
     known = {*names, *IDLE, *(MSCALES if kind == "yarn" else ())}
     for theirs, value in given.items():
         if theirs not in known and value is not None and value not in ONLY.get(theirs, ()):
-            raise _refusal(folder, f"rope_scaling.{theirs}", str(value), "no such field")
+            raise _refusal(folder, f"rope_scaling.{theirs}", value, "no such field")
     if not family.fused and given.get("partial_rotary_factor", 1) != 1:
-        raise _refusal(folder, "rope_scaling.partial_rotary_factor", str(given["partial_rotary_factor"]), "1")
+        raise _refusal(folder, "rope_scaling.partial_rotary_factor", given["partial_rotary_factor"], "1")
     if kind == "default":
         return found
     found["kind"] = kind
@@ -230,7 +228,7 @@ def _window(folder: Path, family: Family, fields: JsonFields) -> int | None:
     kinds = set(fields.get("layer_types") or ())
     allowed = {"full_attention", "sliding_attention"} if family.window else {"full_attention"}
     if not kinds <= allowed or len(kinds) > 1:
-        raise _refusal(folder, "layer_types", str(sorted(map(str, kinds))), "full_attention for all layers")
+        raise _refusal(folder, "layer_types", sorted(map(str, kinds)), "full_attention for all layers")
     window: int | None = fields.get("sliding_window")
     return window if family.window else None
 
@@ -253,8 +251,8 @@ def read(folder: Path) -> JsonObject:
     return found
 
 
-def _refusal(folder: Path, name: str, found: str, expected: str) -> UserError:
-    said = printable(found, SHOWN_CHARS)
+def _refusal(folder: Path, name: str, value: object, expected: str) -> UserError:
+    said = printable(str(value), SHOWN_CHARS)
     return UserError(
         f"{folder / CONFIG_FILE}: {name} is {said}, which this model does not compute; expected {expected}"
     )
