@@ -5,6 +5,7 @@ look for another seed with `python -m decentral.simulate --sweep 200`.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from torch import Tensor
@@ -22,6 +23,7 @@ from decentral.sim.invariants import routes
 from decentral.sim.network import virtual_network
 from tests.sim.broken import no_baseline
 
+MAKEFILE = (Path(__file__).parents[2] / "Makefile").read_text()
 FOUND = {
     28: "a partition: all waited for one silent partner; behind a relay: a link that was never measured in time",
     30: "the same, with a writer cut off behind the partition",
@@ -79,7 +81,7 @@ FOUND = {
     615254: "a bug of the audit: two answers over a slow link were cut, and the next record was four seconds away",
 }
 
-SWEPT = 200  # seeds below it are played by the sweep of `make test`
+SWEPT = int(MAKEFILE.partition("--sweep ")[2].split()[0])  # seeds below it are played by the sweep of `make test`
 # Seeds of six seconds and more, which take too long by day
 LONG = (6935, 9743, 25615, 28575, 32943, 46615, 210223, 445255)
 FAR = ("staleness limit", "write deadline", "others' plans")  # defences whose seed takes 15 seconds and more, the same
