@@ -43,7 +43,7 @@ class ExecutionEvent(Enum):
     COMPLETED = auto()  # of an own micro-batch, which commits with that
     DECIDED = auto()  # committed or aborted
     GIVEN_UP = auto()
-    GIVEN_UP_AT_WORK = auto()  # while the training thread computes its pass, which has to end first
+    GIVEN_UP_AT_WORK = auto()  # during a pass on the training thread, which is waited for
     THREAD_DONE = auto()
 
 

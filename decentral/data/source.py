@@ -115,7 +115,7 @@ def divide(tokens: npt.NDArray[np.generic], share: float, window: int) -> tuple[
     held = (chosen < share * _ALL) & (signatures != _UNKNOWN)
     held[chosen.argmin()] |= not held.any()
     held[chosen.argmax()] &= not held.all()
-    begins = np.flatnonzero(np.diff(held, prepend=not held[0]))  # of each run of stretches that are of one kind
+    begins = np.flatnonzero(np.diff(held, prepend=not held[0]))  # where held-out stretches follow others, or reverse
     run_starts, kinds = starts[begins], held[begins]
     counts = np.diff(run_starts, append=len(tokens)) - window + 1
     train, out = (Runs.of(run_starts[kinds == kind], counts[kinds == kind]) for kind in (False, True))

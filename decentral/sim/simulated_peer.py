@@ -84,7 +84,7 @@ class SimulatedPeer:
         self.machine_s += seconds
 
     def read_clock(self, others: Iterable["SimulatedPeer"]) -> Seconds:
-        """Return by how much the new life's clock is wrong, which goes by the clocks of peers that it has reached."""
+        """Set the clock of a new life by those of the peers that it has reached. Return its error."""
         own_s = self.machine_s + self.skew_s
         self.clock_s = self.machine_s + agreed_s([one.clock_s + one.skew_s - own_s for one in others])
         return self.clock_s

@@ -73,7 +73,7 @@ MEASUREMENT_NOISE = 0.03  # relative, on top of the margin of a plan whose figur
 
 # When a search is due
 
-NEWCOMER_PAUSE_S = 20.0  # pause after a peer came, which chose its span well and whose speed has to be measured
+NEWCOMER_PAUSE_S = 20.0  # after a peer has come: it chose a useful span itself, and its speed is not measured yet
 PLAN_PAUSE_S = 3.0  # pause after another change, as speeds are averages; again while the swarm goes on changing ...
 MOST_PAUSE_S = 8.0  # ... up to this long after the first change
 PLAN_BACKOFF_S = 6.0  # upper bound of the random back-off after the pause

@@ -1,4 +1,4 @@
-"""The live routes' linear programme: by which weights each peer carries micro-batches on, how far, and to which peers.
+"""The linear programme of live routes: which share of micro-batches each peer sends to which next peer.
 
 The planner's programme, of which spans peers should hold, is another one (max_flow.py). Every peer solves this for
 itself from the roster, in which speeds are measured; equal rosters give equal flows. Peers with the same span count as

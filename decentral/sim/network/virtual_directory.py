@@ -58,7 +58,7 @@ class Records:
         self._keys.clear()
 
     def newest(self, reader: PeerId, key: str) -> dict[str, bytes]:
-        """The records that have reached the reader's side by now, without chance: none is late or stale."""
+        """Return the newest records that no cut keeps from the reader, without the delays of `fetch`."""
         held, by_clock = self._keys.get(key, {}), self.epoch + self.agenda.now + self.ahead_s.get(reader, 0.0)
         return {
             subkey: versions[-1].value

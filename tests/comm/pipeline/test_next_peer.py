@@ -254,7 +254,7 @@ def test_where_many_could_be_next_activations_go_to_one_that_was_asked_first() -
     sent = [to for kind, to in asked if kind == "ForwardRequest"]
     offers = [to for kind, to in asked if kind == "Offer"]
     assert set(sent) <= set(offers)
-    assert len(offers) >= (FEW + 2) * len(sent)  # so few holders are all asked
+    assert len(offers) >= (FEW + 2) * len(sent)  # each holder gets an offer, as there are so few
     assert len(set(sent)) == FEW + 2  # all ends get their share
 
 
