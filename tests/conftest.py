@@ -1,5 +1,6 @@
 """One torch thread, the same examples every time, tiny runs to train, and a reason where a GPU test is skipped."""
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from tests.commands.peer_processes import Peers
 from tests.sim.broken import no_baseline
 
 torch.set_num_threads(1)
+for ending in (signal.SIGHUP, signal.SIGQUIT):  # `nohup make test &` ignores them, and so would what the tests start
+    signal.signal(ending, signal.SIG_DFL)
 settings.register_profile("decentral", deadline=None, derandomize=True, database=None, max_examples=50)
 settings.load_profile("decentral")
 
