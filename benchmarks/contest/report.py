@@ -8,7 +8,7 @@ time to it says how much sooner one has, with the others, what one would have ha
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -170,45 +170,56 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def verdicts(rows: Sequence[Row], name: str) -> list[str]:
-    """What the table says of the goal, and each contestant that is better than ours in something that matters."""
+    """Return what the table says of the goal, and each measure in which some contestant is better than ours."""
     ours = next((row for row in rows if row.name == OURS), None)
     others = [row for row in rows if not row.name.startswith(OURS)]
     if ours is None or not others:
         return []
     goal = 1.0 if name.partition("/")[2] in EQUAL_FAULTS else GOAL
     found = ["ours never reached the target"] if ours.reach.middle is None else []
+    too_short = []
     for row in others:
         ratio, _ = sooner(ours.reach.middle, row.reach.middle, row.seconds)
-        if ratio is None:
+        if ratio is None or ratio >= goal:
             continue
-        if ratio < goal and row.reach.middle is not None:
+        if row.reach.middle is not None:
             found.append(f"{row.name}: ours {ratio:.2f} times as soon")
-        elif ratio < goal:
-            found.append(f"{row.name}: it never reached the target, ours after 1/{ratio:.2f} of the run")
+        else:
+            too_short.append(row.name)
     aim = "at least as soon as" if goal == 1.0 else f"at least {goal:g} times sooner than"
-    verdict = f"Goal, ours {aim} everybody: " + ("**met**." if not found else f"**not met**: {'; '.join(found)}.")
-    wins = [w for row in others for w in _wins(ours, row)]
+    verdict = f"Goal, ours {aim} everybody: " + ("**not met**" if found or too_short else "**met**")
+    verdict += (f": {'; '.join(found)}" if found else "") + "."
+    if too_short:
+        verdict += f" The run was too short to show it against those that never got there: {'; '.join(too_short)}."
+    wins = _wins(ours, others)
     return [
         verdict,
-        "Better than ours: " + ("; ".join(wins) + "." if wins else "nobody, in time, loss or bytes."),
+        "Better than ours" + (f" in {'. In '.join(wins)}." if wins else ": nobody, in time, loss or bytes."),
     ]
 
 
-def _wins(ours: Row, row: Row) -> list[str]:
-    pairs = (
-        ("time to the target", ours.reach.middle, row.reach.middle, 1),
-        ("time from the command", ours.from_command.middle, row.from_command.middle, 1),
-        ("time until all train", ours.all_train.middle, row.all_train.middle, 1),
-        ("loss at the end", ours.loss.middle, row.loss.middle, 3),
-        ("smoothed loss", ours.smoothed.middle, row.smoothed.middle, 3),
-        ("loss at equal tokens", ours.at_tokens.middle, row.at_tokens.middle, 3),
-        ("bytes a token", ours.bytes_per_token, row.bytes_per_token if row.bytes_per_token else None, 0),
+def _wins(ours: Row, others: Sequence[Row]) -> list[str]:
+    """Return a text for each measure in which others are better: ours, and theirs."""
+    measures: tuple[tuple[str, Callable[[Row], float | None], int], ...] = (
+        ("time to the target", lambda row: row.reach.middle, 1),
+        ("time from the command", lambda row: row.from_command.middle, 1),
+        ("time until all train", lambda row: row.all_train.middle, 1),
+        ("loss at the end", lambda row: row.loss.middle, 3),
+        ("smoothed loss", lambda row: row.smoothed.middle, 3),
+        ("loss at equal tokens", lambda row: row.at_tokens.middle, 3),
+        ("bytes/token", lambda row: row.bytes_per_token or None, 0),
     )
-    return [
-        f"{row.name} in {what} ({theirs:.{digits}f} against {'never' if own is None else f'{own:.{digits}f}'})"
-        for what, own, theirs, digits in pairs
-        if theirs is not None and (own is None or theirs < own)
-    ]
+    texts = []
+    for what, figure, digits in measures:
+        own = figure(ours)
+        better = [
+            f"{row.name} {theirs:.{digits}f}"
+            for row in others
+            if (theirs := figure(row)) is not None and (own is None or theirs < own)
+        ]
+        if better:
+            texts.append(f"{what} (ours {'never' if own is None else f'{own:.{digits}f}'}): {'; '.join(better)}")
+    return texts
 
 
 def plot(runs: Sequence[Line], target: float | None, path: Path) -> None:

@@ -67,8 +67,8 @@ def test_a_lone_peer_that_could_not_begin_sets_no_target() -> None:
 def test_who_is_sooner_from_the_command_on_is_named() -> None:
     ours, other = run("ours", [2.0, 1.0], start_s=30.0, all_train_s=3.0), run("gloo", [2.5, 2.0], start_s=1.0)
     said = verdicts(rows_of([ours, other], 2.0), EQUAL)[1]
-    assert "gloo in time from the command (21.0 against 40.0)" in said
-    assert "gloo in time until all train (2.0 against 3.0)" in said
+    assert "time from the command (ours 40.0): gloo 21.0" in said
+    assert "time until all train (ours 3.0): gloo 2.0" in said
 
 
 def test_the_goal_with_equal_peers_is_to_be_as_soon_and_twice_as_soon_elsewhere() -> None:
@@ -79,18 +79,24 @@ def test_the_goal_with_equal_peers_is_to_be_as_soon_and_twice_as_soon_elsewhere(
     assert "**not met**: gloo: ours 1.50 times as soon" in churn[0]
 
 
+def test_a_run_too_short_for_the_goal_names_whoever_never_reached_the_target() -> None:
+    ours, other = run("ours", [2.6, 2.4, 2.0]), run("gloo", [2.7, 2.6, 2.5])
+    goal = verdicts(rows_of([ours, other], 2.0), CHURN)[0]
+    assert "**not met**. The run was too short to show it against those that never got there: gloo." in goal
+
+
 def test_a_contestant_that_wins_is_named_with_both_figures() -> None:
     rows = rows_of([run("ours", [2.6, 2.0, 1.5]), run("gloo", [2.0, 1.6, 1.4])], 2.0)
     _, wins = verdicts(rows, EQUAL)
-    assert "gloo in time to the target (10.0 against 20.0)" in wins
-    assert "gloo in loss at the end (1.400 against 1.500)" in wins
+    assert "time to the target (ours 20.0): gloo 10.0" in wins
+    assert "loss at the end (ours 1.500): gloo 1.400" in wins
 
 
 def test_ours_that_never_reaches_loses_to_who_does() -> None:
     rows = rows_of([run("ours", [2.6, 2.5]), run("gloo", [2.6, 1.9])], 2.0)
     goal, wins = verdicts(rows, CHURN)
     assert "ours never reached the target" in goal
-    assert "against never" in wins
+    assert "(ours never)" in wins
 
 
 def test_losses_at_equal_tokens_are_those_at_the_end_of_the_slowest_swarm() -> None:
