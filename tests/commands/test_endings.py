@@ -1,8 +1,9 @@
 """How each command ends, whatever ends it: no process is left, the others learn of it rightly, and the page says so.
 
 TABLE has a row for each thing that happens and a column for each kind of command; a cell is what is seen then. The
-cells of BY_DAY play each mechanism once; the others are marked `night`. All are played on one swarm, whose first peer
-serves a page. The cells of SHARED ways are played in turn on one process of each kind, which survives the first two.
+cells of BY_DAY play the endings of one peer, and other files those of a rank and of a local swarm; the other cells are
+marked `night`. All are played on one swarm, whose first peer serves a page. The cells of SHARED ways are played in turn
+on one process of each kind, which survives the first two.
 """
 
 import json
@@ -400,13 +401,7 @@ TABLE: dict[str, tuple[Seen | None, ...]] = {
     "SIGKILL": (is_lost, leaves, leaves, closes, leaves_no_peers),
     "a peer of it is killed": (None, None, None, None, counts_its_dead),
 }
-BY_DAY = {
-    *(("peer", way) for way in SHARED),
-    ("torchrun", "SIGTERM"),
-    ("dashboard", "a daemon is killed"),
-    ("dashboard", "its terminal is closed"),
-    ("local", "a peer of it is killed"),
-}
+BY_DAY = {("peer", way) for way in SHARED}
 
 
 @dataclass(frozen=True, slots=True)
