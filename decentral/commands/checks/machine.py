@@ -15,7 +15,7 @@ from decentral import __version__
 from decentral.commands.checks.finding import Finding, ok, warn, wrong
 from decentral.core.errors import UserError
 
-FILES_NEEDED = 128  # a peer among six has 33 open, its libp2p daemon 43 (docs/results/host-faults.md)
+FILES_NEEDED = 128  # in the soaks a peer had at most 45 open, its libp2p daemon 70 (`make soak`)
 FILES_GOOD = 1024  # a stream to each of several hundred peers
 LOADED = ("torch", "hivemind")  # packages that are compiled, and so may be there and not load
 
