@@ -16,10 +16,10 @@ from tests.test_rooms import MODULES
 FILE_LINES = 450
 FUNCTION_LINES = 60
 TIES = {  # of the whole product, at most; none of these numbers may grow
-    "attributes of other objects that are assigned": 63,
-    "arguments with a star": 115,
-    "uses of Any": 149,
-    "fields that are functions": 48,
+    "attributes of other objects that are assigned": 56,
+    "arguments with a star": 33,
+    "uses of Any": 69,
+    "fields that are functions": 20,
 }
 SEAMS = {"core", "model", "data", "comm", "engine", "scheduler", "peers", "sim"}  # what they use has docstrings
 EXCEPTIONS: dict[str, str] = {  # "module", "module.Class" or "module.function" -> why no limit applies to it

@@ -66,7 +66,9 @@ EXCEPTIONS = {  # (module, what it imports from a later room) -> why
     ("serving.served_model", "commands.shared"): LINES,
     ("view.page.address", "commands.shared"): LINES,
     ("view.terminal", "commands.shared"): LINES,
+    ("peers.startup.flags", "view.page.address"): VIEW,
     ("peers.startup.prepare", "view.metrics_server"): VIEW,
+    ("peers.startup.prepare", "view.page.child"): VIEW,
     ("peers.startup.prepare", "view.page.record_lines"): VIEW,
     ("peers.startup.prepare", "view.scalar_logs"): VIEW,
     ("peers.startup.prepare", "view.terminal"): VIEW,
@@ -91,7 +93,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
             "checkpoint compute device_check fragment gossip_jobs island launch look_ahead measure memory muon "
             "optimizers span stage_runner step tensor_file"
         ),
-        "serving": "decoding replicas",
+        "serving": "decoding loaded_model replicas",
         "sim": "fault_injector liars real_training route_liars surrogate surrogate_model sweep",
         "sim.invariants": "convergence gossip",
         "view": "scalar_logs",
@@ -108,18 +110,18 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "scheduler.throughput": "max_flow milp routing",
     },
     "hivemind": {
-        "comm.net": "daemon libp2p libp2p_directory",
+        "comm.net": "daemon libp2p libp2p_directory libp2p_services member_calls",
     },
     "asyncio": {
+        "core": "at_once",
         "comm.net": "daemon libp2p libp2p_directory streams uplink",
-        "scheduler.placement": "claim_span",
-        "peers.runtime": "host",
+        "peers.runtime": "clock host",
         "peers.startup": "copied_identity lost_peers prepare reach_swarm start_peer",
         "serving": "endpoint gather_weights served_model turns",
         "sim.network": "fault_model",
         "view": "metrics_server scalar_logs",
-        "view.page": "follow record_lines server signs_of_life visitor",
-        "commands.checks": "network swarm",
+        "view.page": "follow record_lines server visitor",
+        "commands.checks": "swarm",
         "commands": "dashboard doctor export generate invite peer plan",
     },
     "socket": {

@@ -133,7 +133,7 @@ def parts(scale: Scale, compute: Compute) -> dict[str, float]:
     def passes() -> None:
         inner.zero_grad()
         with device.autocast():
-            loss = forward.loss(*device.sent(*batch))
+            loss = forward.loss(*device.sent(batch))
         loss.backward()  # type: ignore[no-untyped-call]
 
     calls: dict[str, Callable[[], object]] = {

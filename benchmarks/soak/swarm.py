@@ -5,7 +5,6 @@ the others peers with a part of it. Micro-batches are emulated: they take EMULAT
 two cores are enough for all peers and for those that start again.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -23,7 +22,7 @@ from benchmarks.wan import description, namespaces
 from benchmarks.wan.lab import Lab
 from benchmarks.wan.swarm import LISTEN, OUTSIDE
 from decentral.comm.net.ports import LOOPBACK
-from decentral.commands.local import LocalPeer, LocalSwarm
+from decentral.commands.local import LocalFlags, LocalPeer, LocalSwarm
 from decentral.commands.local import parse as parse_local
 from decentral.core.journal.file import Tail
 from decentral.scheduler.topology import topology
@@ -40,7 +39,7 @@ SETTINGS = (
 ).split()
 
 
-def local_flags(places: int, whole: int) -> argparse.Namespace:
+def local_flags(places: int, whole: int) -> LocalFlags:
     """The flags of `decentral.local` for so many peers, `whole` of them with the whole model."""
     memory = ",".join([WHOLE_MEMORY] * whole + [PART_MEMORY] * (places - whole))
     settings = [part for setting in SETTINGS for part in ("--set", setting)]
@@ -56,14 +55,12 @@ def lab_of(places: int, seconds: float) -> Lab:
 class SoakSwarm(LocalSwarm):
     """Its peers' journals are followed all the time, and kept."""
 
-    def __init__(
-        self, flags: argparse.Namespace, disks: Disks, lab: Lab | None, generations: int, lie: str = ""
-    ) -> None:
+    def __init__(self, flags: LocalFlags, disks: Disks, lab: Lab | None, generations: int, lie: str = "") -> None:
         """`generations`: how many peers may live at a place, one after the other. `lie`: what the last place sends."""
         super().__init__(flags, disks.places[0].parent)
-        self.lab, self.size, self.lie = lab, flags.peers, lie
+        self.lab, self.size, self.lie = lab, len(flags.throttles), lie
         self.listen = LISTEN if lab else LOOPBACK
-        self.throttles, flags.memory = self.throttles * generations, flags.memory * generations
+        self.throttles, self.memory = self.throttles * generations, self.memory * generations
         self.disks = disks
         self.journals: dict[int, list[Line]] = {}  # by peer
         self._tails: dict[int, Tail] = {}

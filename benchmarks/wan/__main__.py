@@ -28,7 +28,7 @@ from rich.console import Console
 from benchmarks.wan import churn, description, namespaces, newcomer, schedule, selftest, swarm
 from benchmarks.wan.lab import Lab
 from decentral.commands import shared
-from decentral.commands.local import PEER_LEAVE_S, PEER_START_S
+from decentral.commands.local import PEER_LEAVE_S, PEER_START_S, LocalFlags
 from decentral.commands.local import parse as parse_local
 from decentral.core.errors import UserError
 from decentral.scheduler.topology import topology
@@ -90,13 +90,13 @@ def _churn(flags: argparse.Namespace, asked: description.Description) -> None:
     _write(flags.json, result)
 
 
-def _local(flags: argparse.Namespace, asked: description.Description, stop_after: str) -> argparse.Namespace:
+def _local(flags: argparse.Namespace, asked: description.Description, stop_after: str) -> LocalFlags:
     """The flags of `decentral.local`, one peer for each of the lab."""
     return parse_local(["--peers", str(len(asked)), "--stop-after", stop_after, *flags.local])
 
 
 @contextmanager
-def _lab(asked: description.Description, local: argparse.Namespace, seconds: float) -> Iterator[tuple[Lab, Path]]:
+def _lab(asked: description.Description, local: LocalFlags, seconds: float) -> Iterator[tuple[Lab, Path]]:
     """The lab for a swarm that trains for so long, with time to start and to leave, and the folder of its peers."""
     lasts = seconds + PEER_LEAVE_S + PEER_START_S * (len(asked) + 1)
     with tempfile.TemporaryDirectory(prefix="wan-") as folder, Lab(asked, lasts) as lab:

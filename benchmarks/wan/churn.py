@@ -5,7 +5,6 @@ peers are never killed: they are the survivors, whose training is compared with 
 is compared with the time that its downlink needs for the state.
 """
 
-import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from rich.console import Console
 from benchmarks.kill import trouble
 from benchmarks.wan.lab import Lab
 from benchmarks.wan.swarm import LabSwarm, Line, of_router
+from decentral.commands.local import LocalFlags
 from decentral.core.config import load
 from decentral.core.journal.file import read
 from decentral.view import summary
@@ -26,7 +26,7 @@ from decentral.view import summary
 class ChurningSwarm(LabSwarm):
     """Peer n of the swarm lives in place n % size of the lab; those from `size` on have joined late."""
 
-    def __init__(self, flags: argparse.Namespace, folder: Path, lab: Lab, kills: int) -> None:
+    def __init__(self, flags: LocalFlags, folder: Path, lab: Lab, kills: int) -> None:
         super().__init__(flags, folder, lab)
         self.size = len(self.throttles)
         generations = 2 + kills // max(1, self.size - self.size // 2)
@@ -45,7 +45,7 @@ class Times:
     every_s: float
 
 
-def run(lab: Lab, flags: argparse.Namespace, folder: Path, times: Times, console: Console) -> Line:
+def run(lab: Lab, flags: LocalFlags, folder: Path, times: Times, console: Console) -> Line:
     """Runs a swarm, kills and starts peers, and reads from the journals what became of them."""
     seconds, quiet_s, every_s = times.whole_s, times.quiet_s, times.every_s
     swarm = ChurningSwarm(flags, folder, lab, int((seconds - quiet_s) / every_s) + 1)
@@ -149,6 +149,6 @@ def _state_s(lab: Lab, swarm: LabSwarm, number: int) -> float:
     paths = [asked.rate(other, place) for other in range(len(asked)) if other != place]
     return (
         4
-        * sum(load(swarm.flags.config, swarm.flags.set).model.layer_parameters)
+        * sum(load(swarm.flags.config, swarm.flags.overrides).model.layer_parameters)
         / min(float(asked.down[place]), median(paths))
     )

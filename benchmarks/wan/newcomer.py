@@ -5,7 +5,6 @@ and the sum of its donors' uplinks; what the others exchange meanwhile takes a p
 take is compared with the time before.
 """
 
-import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +16,11 @@ from benchmarks.wan.description import Description
 from benchmarks.wan.lab import Lab, Traffic
 from benchmarks.wan.links import Count
 from benchmarks.wan.swarm import LabSwarm, Line, of_router
-from decentral.commands.local import POLL_S
+from decentral.commands.local import POLL_S, LocalFlags
 from decentral.core.journal.file import read
 
 
-def join_late(lab: Lab, flags: argparse.Namespace, folder: Path, seconds: float, console: Console) -> Line:
+def join_late(lab: Lab, flags: LocalFlags, folder: Path, seconds: float, console: Console) -> Line:
     """Runs the swarm without its last peer for so many seconds, and then until that one has its state."""
     swarm = LabSwarm(flags, folder, lab)
     newcomer = len(lab.description) - 1

@@ -4,7 +4,6 @@ The first peer starts the run, the others join it at its address in the lab. Aft
 counters say what each did, and what the links carried meanwhile.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from rich.console import Console
 
 from benchmarks.wan.lab import ROOT, Lab, Traffic
 from benchmarks.wan.links import Count
-from decentral.commands.local import LocalSwarm
+from decentral.commands.local import LocalFlags, LocalSwarm
 from decentral.core.journal.file import read
 from decentral.view import summary
 
@@ -35,7 +34,7 @@ class LabSwarm(LocalSwarm):
 
     listen = LISTEN
 
-    def __init__(self, flags: argparse.Namespace, folder: Path, lab: Lab) -> None:
+    def __init__(self, flags: LocalFlags, folder: Path, lab: Lab) -> None:
         super().__init__(flags, folder)
         self.lab = lab
 
@@ -48,7 +47,7 @@ class LabSwarm(LocalSwarm):
         return next(str(address) for address in started["addresses"] if str(address).startswith(OUTSIDE))
 
 
-def train(lab: Lab, flags: argparse.Namespace, folder: Path, schedule: str, console: Console) -> Line:
+def train(lab: Lab, flags: LocalFlags, folder: Path, schedule: str, console: Console) -> Line:
     """Runs a swarm for `flags.stop_after`; the schedule begins when all have joined. Returns the report."""
     swarm = LabSwarm(flags, folder, lab)
     try:

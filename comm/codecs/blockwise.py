@@ -24,42 +24,38 @@ but those of the formulas, and partners refuse them.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from decentral.comm.codecs import compiled_blocks
-from decentral.comm.codecs.compiled_blocks import Bytes, Floats
+from decentral.comm.codecs.compiled_blocks import Bytes
 from decentral.core.errors import ProtocolError
 from decentral.core.reasons import Reason
 
 
-@dataclass(frozen=True, slots=True)
-class Codec:
-    """`pack` takes fp32 [n] on any device and gives bytes; `unpack` takes those bytes and n, and gives fp32 [n]."""
+class Codec(Protocol):
+    """The formulas of one codec."""
 
-    name: str
-    size: Callable[[int], int]
-    pack: Callable[[Tensor], bytes]
-    unpack: Callable[[bytes | Bytes, int], Tensor]
+    def size(self, n: int) -> int:
+        """Return the bytes that n numbers take."""
 
+    def pack(self, values: Tensor) -> bytes:
+        """Return the bytes of fp32 [n] on any device."""
 
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """A codec's functions of comm/codecs/compiled_blocks.py."""
-
-    pack: Callable[[Floats, Bytes], int]
-    unpack: Callable[[Bytes, Floats], int]
+    def unpack(self, blob: bytes | Bytes, n: int) -> Tensor:
+        """Return fp32 [n] of those bytes."""
 
 
 def encode(codec: str, values: Tensor) -> bytes:
     """The bytes of fp32 [n], on any device. Raises KeyError for an unknown codec."""
-    if codec in COMPILED and values.device.type == "cpu" and values.dtype == torch.float32:
+    if codec in COMPILED_PACK and values.device.type == "cpu" and values.dtype == torch.float32:
         blob = np.empty(size(codec, values.numel()), np.uint8)
-        if COMPILED[codec].pack(values.detach().contiguous().numpy(), blob) < compiled_blocks.INFINITE:
+        if COMPILED_PACK[codec](values.detach().contiguous().numpy(), blob) < compiled_blocks.INFINITE:
             return blob.tobytes()
     return CODECS[codec].pack(values)
 
@@ -79,9 +75,9 @@ def decode(codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
     read = as_bytes(codec, blob, elements)
     if codec == "fp32" and not memoryview(blob).readonly:
         values = torch.frombuffer(blob, dtype=torch.float32) if elements else torch.empty(0)
-    elif codec in COMPILED:
+    elif codec in COMPILED_UNPACK:
         unpacked = np.empty(elements, np.float32)
-        refuse(codec, COMPILED[codec].unpack(read, unpacked))
+        refuse(codec, COMPILED_UNPACK[codec](read, unpacked))
         return torch.from_numpy(unpacked)
     else:
         values = CODECS[codec].unpack(read, elements)
@@ -170,34 +166,45 @@ def refuse(codec: str, fault: int) -> None:
         raise ProtocolError(Reason.NAN, f"a {codec} section holds numbers that are not finite")
 
 
-def _blockwise(
-    name: str, bits: int, block: int, fold: Callable[[Tensor], Tensor], unfold: Callable[[Tensor], Tensor]
-) -> Codec:
-    """Levels of so many bits, and a bf16 scale for each block. `fold` takes int8 levels [n] to bytes, `unfold` back."""
-    highest = 2 ** (bits - 1) - 1
+@dataclass(frozen=True, slots=True)
+class LevelCodec:
+    """Levels of 4 or 8 bits, and a bf16 scale for each block."""
 
-    def scale_bytes(n: int) -> int:
-        return 2 * math.ceil(n / block)
+    bits: int
+    block: int
 
-    def blocks(values: Tensor) -> Tensor:
-        return torch.nn.functional.pad(values, (0, -values.numel() % block)).view(-1, block)
+    @property
+    def highest(self) -> int:
+        """The highest level; the lowest one is as far below zero."""
+        return (1 << (self.bits - 1)) - 1
 
-    def pack(values: Tensor) -> bytes:
-        padded = blocks(values)
+    def size(self, n: int) -> int:
+        return self._scale_bytes(n) + math.ceil(n * self.bits / 8)
+
+    def pack(self, values: Tensor) -> bytes:
+        padded, highest = _blocks(values, self.block), self.highest
         peaks = padded.abs().amax(dim=1)
         scales = _bf16_up(peaks / torch.full_like(peaks, highest))  # CUDA multiplies by a plain number's reciprocal
         divisor = scales.float().masked_fill(scales == 0, 1.0)
         levels = (padded / divisor[:, None]).round_().clamp_(-highest, highest).to(torch.int8)
-        return _bytes(scales.cpu()) + _bytes(fold(levels.view(-1)[: values.numel()].cpu()))
+        own = levels.view(-1)[: values.numel()].cpu()
+        return _bytes(scales.cpu()) + _bytes(_fold_pairs(own) if self.bits == 4 else own)
 
-    def unpack(blob: bytes | Bytes, n: int) -> Tensor:
-        cut = scale_bytes(n)
-        scales, levels = _tensor(blob[:cut], torch.bfloat16), unfold(_tensor(blob[cut:], torch.uint8))[:n]
-        if n and (int(levels.min()) < -highest or bool((scales.isfinite() & (scales < 0)).any())):
-            raise ProtocolError(Reason.LEVELS, f"outside -{highest}..{highest}, or a negative scale")
-        return (blocks(levels.float()) * scales.float()[:, None]).view(-1)[:n]
+    def unpack(self, blob: bytes | Bytes, n: int) -> Tensor:
+        cut = self._scale_bytes(n)
+        scales, read = _tensor(blob[:cut], torch.bfloat16), _tensor(blob[cut:], torch.uint8)
+        levels = _unfold_pairs(read)[:n] if self.bits == 4 else read.view(torch.int8)
+        if n and (int(levels.min()) < -self.highest or bool((scales.isfinite() & (scales < 0)).any())):
+            raise ProtocolError(Reason.LEVELS, f"outside -{self.highest}..{self.highest}, or a negative scale")
+        return (_blocks(levels.float(), self.block) * scales.float()[:, None]).view(-1)[:n]
 
-    return Codec(name, lambda n: scale_bytes(n) + math.ceil(n * bits / 8), pack, unpack)
+    def _scale_bytes(self, n: int) -> int:
+        return 2 * math.ceil(n / self.block)
+
+
+def _blocks(values: Tensor, block: int) -> Tensor:
+    """The numbers as rows of one block each, the last one filled up with zeros."""
+    return torch.nn.functional.pad(values, (0, -values.numel() % block)).view(-1, block)
 
 
 def _bf16_up(values: Tensor) -> Tensor:
@@ -207,19 +214,25 @@ def _bf16_up(values: Tensor) -> Tensor:
     return torch.where(low, (rounded.view(torch.int16) + 1).view(torch.bfloat16), rounded)
 
 
-def _pack_q1(values: Tensor) -> bytes:
-    padded = torch.nn.functional.pad(values, (0, -values.numel() % BLOCKS["q1"])).view(-1, BLOCKS["q1"])
-    peaks = padded.abs().amax(dim=1).view(torch.int32)
-    unit = (peaks & compiled_blocks.INFINITE).view(torch.float32) / compiled_blocks.UNITS
-    counted = (padded.abs() / unit.masked_fill(unit == 0, 1.0)[:, None]).round_().to(torch.int64).sum(dim=1)
-    counts = (values.numel() - BLOCKS["q1"] * torch.arange(len(padded), device=values.device)).clamp_max(BLOCKS["q1"])
-    scales = _bf16_down(counted.float() / (7 * counts).float() * unit)
-    signs = (padded >= 0) | (scales == 0)[:, None]
-    return _bytes(scales.cpu()) + np.packbits(signs.view(-1)[: values.numel()].cpu().numpy()).tobytes()
+class SignCodec:
+    """q1: signs, and the mean magnitude of each block."""
 
+    def size(self, n: int) -> int:
+        return _scale_bytes(n) + math.ceil(n / 8)
 
-def _unpack_q1(blob: bytes | Bytes, n: int) -> Tensor:
-    return CODECS["q4"].unpack(widened(bytes(blob), n), n)
+    def pack(self, values: Tensor) -> bytes:
+        block = BLOCKS["q1"]
+        padded = _blocks(values, block)
+        peaks = padded.abs().amax(dim=1).view(torch.int32)
+        unit = (peaks & compiled_blocks.INFINITE).view(torch.float32) / compiled_blocks.UNITS
+        counted = (padded.abs() / unit.masked_fill(unit == 0, 1.0)[:, None]).round_().to(torch.int64).sum(dim=1)
+        counts = (values.numel() - block * torch.arange(len(padded), device=values.device)).clamp_max(block)
+        scales = _bf16_down(counted.float() / (7 * counts).float() * unit)
+        signs = (padded >= 0) | (scales == 0)[:, None]
+        return _bytes(scales.cpu()) + np.packbits(signs.view(-1)[: values.numel()].cpu().numpy()).tobytes()
+
+    def unpack(self, blob: bytes | Bytes, n: int) -> Tensor:
+        return CODECS["q4"].unpack(widened(bytes(blob), n), n)
 
 
 def _bf16_down(values: Tensor) -> Tensor:
@@ -236,11 +249,20 @@ def _unfold_pairs(pairs: Tensor) -> Tensor:
     return torch.stack((pairs & 15, pairs >> 4), dim=1).view(-1).to(torch.int8) - 8
 
 
-def _floats(name: str, dtype: torch.dtype) -> Codec:
-    def pack(values: Tensor) -> bytes:
-        return _bytes(values.to(dtype).cpu())
+@dataclass(frozen=True, slots=True)
+class FloatCodec:
+    """The numbers themselves in this type."""
 
-    return Codec(name, lambda n: dtype.itemsize * n, pack, lambda blob, n: _tensor(blob, dtype).float())
+    dtype: torch.dtype
+
+    def size(self, n: int) -> int:
+        return self.dtype.itemsize * n
+
+    def pack(self, values: Tensor) -> bytes:
+        return _bytes(values.to(self.dtype).cpu())
+
+    def unpack(self, blob: bytes | Bytes, n: int) -> Tensor:
+        return _tensor(blob, self.dtype).float()
 
 
 def _bytes(tensor: Tensor) -> bytes:
@@ -254,17 +276,12 @@ def _tensor(blob: bytes | Bytes, dtype: torch.dtype) -> Tensor:
 
 
 BLOCKS = {"q1": 128, "q4": 128, "int8": 256}
-CODECS = {
-    codec.name: codec
-    for codec in (
-        Codec("q1", lambda n: 2 * math.ceil(n / BLOCKS["q1"]) + math.ceil(n / 8), _pack_q1, _unpack_q1),
-        _blockwise("q4", 4, BLOCKS["q4"], _fold_pairs, _unfold_pairs),
-        _blockwise("int8", 8, BLOCKS["int8"], lambda levels: levels, lambda levels: levels.view(torch.int8)),
-        _floats("bf16", torch.bfloat16),
-        _floats("fp32", torch.float32),
-    )
+CODECS: dict[str, Codec] = {
+    "q1": SignCodec(),
+    "q4": LevelCodec(4, BLOCKS["q4"]),
+    "int8": LevelCodec(8, BLOCKS["int8"]),
+    "bf16": FloatCodec(torch.bfloat16),
+    "fp32": FloatCodec(torch.float32),
 }
-COMPILED = {
-    "q4": Compiled(compiled_blocks.pack_q4, compiled_blocks.unpack_q4),
-    "int8": Compiled(compiled_blocks.pack_int8, compiled_blocks.unpack_int8),
-}
+COMPILED_PACK = {"q4": compiled_blocks.pack_q4, "int8": compiled_blocks.pack_int8}
+COMPILED_UNPACK = {"q4": compiled_blocks.unpack_q4, "int8": compiled_blocks.unpack_int8}

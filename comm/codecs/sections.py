@@ -4,7 +4,7 @@ The codecs come in as an argument: a simulator has others than training.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -53,7 +53,7 @@ def unpack(codecs: Codecs, layout: Layout, blob: Blob) -> dict[str, Tensor]:
     return {one.name: codecs.decode(one.codec, parts[one.name], one.elements) for one in layout}
 
 
-def split(layout: Layout, blob: Blob) -> dict[str, Any]:
+def split(layout: Layout, blob: Blob) -> dict[str, bytes | memoryview]:
     """The encoded sections by name, as memoryviews of the blob: nothing is copied."""
     view, start, parts = blob if isinstance(blob, SyntheticBlob) else memoryview(blob), 0, {}
     for section in layout:

@@ -29,7 +29,7 @@ class UsualFigure:
         """
         known = median(self.rounds) if self.rounds else 0.0
         if not learn:
-            return min(known, *found)
+            return min([known, *found])
         usual = float(median_low([*found, known] if known and len(found) % 2 == 0 else found)) or known
         if usual:
             self.rounds.append(usual)
@@ -85,7 +85,8 @@ class AllReduceRule(UpdateRule):
         times = [count / usual for count in believed]
         progress = self.usual_progress.of([lengths[place] / times[place] for place in voters], learn)
         limits = [progress * many if progress else lengths[ours] for many in times]
-        return influence.token_weights(believed), [influence.scale(*one) for one in zip(lengths, limits, strict=True)]
+        scales = [influence.scale(length, limit) for length, limit in zip(lengths, limits, strict=True)]
+        return influence.token_weights(believed), scales
 
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
         self.baseline = theta.detach().float().cpu().clone()

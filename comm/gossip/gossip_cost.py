@@ -31,6 +31,15 @@ class CoresUsed:
     network_s: Seconds  # of the event loop and the network
     idle_s: Seconds = 0.0  # of cores that no process used; 0 where that is not known
 
+    def since(self, earlier: "CoresUsed") -> "CoresUsed":
+        """Return what was used after an earlier reading with the same beginning."""
+        return CoresUsed(
+            self.seconds - earlier.seconds,
+            self.training_s - earlier.training_s,
+            self.network_s - earlier.network_s,
+            self.idle_s - earlier.idle_s,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class GossipTraffic:

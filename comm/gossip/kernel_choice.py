@@ -4,8 +4,7 @@ A kernel that is missing, fails, or disagrees with torch in one bit is not used,
 compiled runs here once, the codecs too, so nothing is compiled later, while training.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -16,12 +15,6 @@ from decentral.comm.gossip.kernels_cpu import CompiledKernels
 from decentral.comm.gossip.outer_kernels import OuterKernels, TorchKernels
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    name: str
-    make: Callable[[], OuterKernels]  # raises whatever a missing library or device raises
-
-
 def best_kernels(device: torch.device, codecs: Codecs) -> tuple[OuterKernels, str]:
     """The kernels for a peer that trains on `device`, and the reason. It takes seconds where nothing is compiled yet.
 
@@ -30,23 +23,24 @@ def best_kernels(device: torch.device, codecs: Codecs) -> tuple[OuterKernels, st
     if codecs is not blockwise:
         return TorchKernels(codecs), "torch, since only a real peer's codecs are compiled"
     blockwise.warm_up()
-    candidates = [Candidate("compiled for the CPU", CompiledKernels)]
-    if device.type == "cuda":
-        candidates.insert(0, Candidate("CUDA", lambda: _cuda(device)))
-    return first_proven(candidates)
+    candidates: dict[str, Callable[[], OuterKernels]] = {"CUDA": lambda: _cuda(device)} if device.type == "cuda" else {}
+    return first_proven({**candidates, "compiled for the CPU": CompiledKernels})
 
 
-def first_proven(candidates: Sequence[Candidate]) -> tuple[OuterKernels, str]:
-    """The first that proves itself, or else torch's operations; and the reason, with what was against the others."""
+def first_proven(candidates: Mapping[str, Callable[[], OuterKernels]]) -> tuple[OuterKernels, str]:
+    """The first that proves itself, or else torch's operations; and the reason, with what was against the others.
+
+    `candidates` make kernels, and raise whatever a missing library or device raises.
+    """
     against: list[str] = []
-    for candidate in candidates:
+    for name, make in candidates.items():
         try:
-            kernels = candidate.make()
+            kernels = make()
             prove(kernels)
         except Exception as error:  # a driver, a compiler or a kernel may fail in any way; training goes on without it
-            against.append(f"not {candidate.name} ({type(error).__name__}: {error})")
+            against.append(f"not {name} ({type(error).__name__}: {error})")
         else:
-            return kernels, "; ".join([f"{candidate.name}, proven against torch", *against])
+            return kernels, "; ".join([f"{name}, proven against torch", *against])
     return TorchKernels(blockwise), "; ".join(["torch", *against])
 
 

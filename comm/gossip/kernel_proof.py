@@ -4,7 +4,8 @@ The cases are few and small, so that a peer can run them each time it starts: si
 from the smallest to the largest that fp32 has, and blobs that must be refused.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -29,7 +30,6 @@ LENGTH_TOLERANCE = 1e-9  # relative: lengths are fp64 sums in any order
 PROVEN_WEIGHTS = (0.5, 0.3, 0.2)
 
 T = TypeVar("T")
-Argument = Tensor | OuterKernels | bytes | int | str
 
 
 class Disagreement(Exception):
@@ -71,23 +71,26 @@ def _cases() -> Iterator[list[Tensor]]:
 def _prove_close(both: tuple[OuterKernels, OuterKernels], vectors: list[Tensor], code: str) -> None:
     snapshot, baseline, residual = vectors[:3]
     kept = [residual.clone(), residual.clone()]
-    ours, theirs = (_outcome(one.close, snapshot, baseline, mine, code) for one, mine in zip(both, kept, strict=True))
+    closed = [
+        _outcome(partial(one.close, snapshot, baseline, mine, code)) for one, mine in zip(both, kept, strict=True)
+    ]
+    ours, theirs = closed
     if not isinstance(ours, tuple) or not isinstance(theirs, tuple):
-        _same("close", ours, theirs)  # both refuse, or one that should not
+        _same("close", closed)  # both refuse, or one that should not
         return
-    _same("the bytes of close", ours[0], theirs[0])
-    _near("the length of close", ours[1], theirs[1])
-    _same_bits("the residual", *kept)
-    _near("length", *(one.length(theirs[0], residual.numel()) for one in both))
+    _same("the bytes of close", (ours[0], theirs[0]))
+    _near("the length of close", (ours[1], theirs[1]))
+    _same_bits("the residual", kept)
+    _near("length", (one.length(theirs[0], residual.numel()) for one in both))
     if code == ONE_BIT_CODEC:
         _prove_one_bit(both, theirs[0], residual.numel())
 
 
 def _prove_one_bit(both: tuple[OuterKernels, OuterKernels], blob: bytes, elements: int) -> None:
     narrow = [one.narrow(blob, elements) for one in both]
-    _same("narrow", *narrow)
+    _same("narrow", narrow)
     wide = [Formulas().decode(PSEUDO_GRADIENT_CODEC, one.widen(narrow[0], elements), elements) for one in both]
-    _same("widen", *(values.tolist() for values in wide))
+    _same("widen", (values.tolist() for values in wide))
 
 
 def _prove_merge(both: tuple[OuterKernels, OuterKernels], vectors: list[Tensor]) -> None:
@@ -96,15 +99,15 @@ def _prove_merge(both: tuple[OuterKernels, OuterKernels], vectors: list[Tensor])
     steps = [Weighted(w, encode(PSEUDO_GRADIENT_CODEC, one)) for w, one in zip(PROVEN_WEIGHTS, others, strict=True)]
     towards = [Weighted(w, encode(SLOW_WEIGHTS_CODEC, one)) for w, one in zip(PROVEN_WEIGHTS, others, strict=True)][1:]
     for partner in towards:
-        _near("distance", *(one.distance(phi, partner.blob) for one in both))
+        _near("distance", (one.distance(phi, partner.blob) for one in both))
     for pulled in (towards, []):
         merged = []
         for one in both:
-            moved = OuterVectors(*(vector.clone() for vector in (phi, baseline, correction)))
+            moved = OuterVectors(phi.clone(), baseline.clone(), correction.clone())
             one.merge(moved, steps, pulled, rho=0.6)
             merged.append(moved)
         for name in ("phi", "baseline", "correction"):
-            _same_bits(f"{name} of merge", *(getattr(moved, name) for moved in merged))
+            _same_bits(f"{name} of merge", (getattr(moved, name) for moved in merged))
 
 
 def _prove_refusals(both: tuple[OuterKernels, OuterKernels]) -> None:
@@ -112,13 +115,13 @@ def _prove_refusals(both: tuple[OuterKernels, OuterKernels]) -> None:
     for value in (float("nan"), float("inf"), float("-inf")):
         bad = ones.clone()
         bad[200] = value
-        _same(f"close of {value}", *(_outcome(one.close, bad, ones, ones.clone()) for one in both))
+        _same(f"close of {value}", (_outcome(partial(one.close, bad, ones, ones.clone())) for one in both))
     for blob in _damaged(Formulas().encode(PSEUDO_GRADIENT_CODEC, ones)):
-        _same("length of a damaged blob", *(_reason(one.length, blob, n) for one in both))
+        _same("length of a damaged blob", (_reason(partial(one.length, blob, n)) for one in both))
     for blob in _damaged(Formulas().encode(ONE_BIT_CODEC, ones)):
-        _same("a damaged blob of q1", *(_reason(_length_of_signs, one, blob, n) for one in both))
+        _same("a damaged blob of q1", (_reason(partial(_length_of_signs, one, blob, n)) for one in both))
     for blob in _damaged(Formulas().encode(SLOW_WEIGHTS_CODEC, ones)):
-        _same("distance of a damaged blob", *(_reason(one.distance, ones, blob) for one in both))
+        _same("distance of a damaged blob", (_reason(partial(one.distance, ones, blob)) for one in both))
 
 
 def _length_of_signs(kernels: OuterKernels, blob: bytes, elements: int) -> float:
@@ -133,32 +136,37 @@ def _damaged(blob: bytes) -> Iterator[bytes]:
     yield from (blob[:-1] + b"\x80", blob[:-1] + b"\x00")
 
 
-def _outcome(call: Callable[..., T], *arguments: Argument) -> T | str:
+def _outcome(call: Callable[[], T]) -> T | str:
     """What it gives, or the reason of its refusal."""
     try:
-        return call(*arguments)
+        return call()
     except ProtocolError as error:
         return error.reason
 
 
-def _reason(call: Callable[..., T], *arguments: Argument) -> str | None:
-    outcome = _outcome(call, *arguments)
+def _reason(call: Callable[[], T]) -> str | None:
+    outcome = _outcome(call)
     return outcome if isinstance(outcome, str) else None
 
 
-def _same(what: str, ours: T, theirs: T) -> None:
+def _same(what: str, both: Iterable[T]) -> None:
+    """Raise Disagreement unless ours and torch's are equal."""
+    ours, theirs = both
     if ours != theirs:
         raise Disagreement(f"{what} is {ours!r:.60}; by torch {theirs!r:.60}")
 
 
-def _same_bits(what: str, ours: Tensor, theirs: Tensor) -> None:
-    """Bit for bit; any two that are not numbers are alike."""
+def _same_bits(what: str, both: Iterable[Tensor]) -> None:
+    """Raise Disagreement unless ours and torch's are equal bit for bit; any two that are not numbers are alike."""
+    ours, theirs = both
     equal = (ours.view(torch.int32) == theirs.view(torch.int32)) | (ours.isnan() & theirs.isnan())
     if not bool(equal.all()):
         at = int((~equal).nonzero()[0])
         raise Disagreement(f"{what}[{at}] of {len(ours)} is {float(ours[at])!r}; by torch {float(theirs[at])!r}")
 
 
-def _near(what: str, ours: float, theirs: float) -> None:
+def _near(what: str, both: Iterable[float]) -> None:
+    """Raise Disagreement unless ours and torch's are equal within rounding."""
+    ours, theirs = both
     if ours != theirs and not abs(ours - theirs) <= LENGTH_TOLERANCE * abs(theirs):
         raise Disagreement(f"{what} is {ours!r}; by torch {theirs!r}")

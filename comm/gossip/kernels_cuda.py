@@ -82,7 +82,7 @@ class CudaKernels:
             with slot.entered():
                 vectors = [slot.load(place, one[start:end]) for place, one in enumerate((snapshot, baseline, residual))]
                 where = np.int64(end - start), np.int64(start // 128), np.int64(blocks), signs
-                self._launch("close_q4", WARP * -(-(end - start) // 128), *vectors, *where, blob, squares, peaks)
+                self._launch("close_q4", WARP * -(-(end - start) // 128), [*vectors, *where, blob, squares, peaks])
                 residual[start:end].copy_(vectors[2], non_blocking=True)
         with self._slots[0].entered():
             if int(peaks.max()) >= compiled_blocks.INFINITE:
@@ -101,7 +101,7 @@ class CudaKernels:
             return 0.0
         with self._slots[0].entered():
             sent, (squares, faults) = self._sent(read), self._results(blocks)
-            self._launch("length_q4", WARP * blocks, sent, np.int64(elements), np.int64(blocks), squares, faults)
+            self._launch("length_q4", WARP * blocks, [sent, np.int64(elements), np.int64(blocks), squares, faults])
             return _root(PSEUDO_GRADIENT_CODEC, squares, faults)
 
     def distance(self, phi: Tensor, blob: bytes | memoryview) -> float:
@@ -114,7 +114,7 @@ class CudaKernels:
             with slot.entered():
                 where = np.int64(end - start), np.int64(start // 256), np.int64(blocks)
                 mine = slot.load(0, phi[start:end])
-                self._launch("distance_int8", WARP * -(-(end - start) // 256), mine, *where, sent, squares, faults)
+                self._launch("distance_int8", WARP * -(-(end - start) // 256), [mine, *where, sent, squares, faults])
         with self._slots[0].entered():
             return _root(SLOW_WEIGHTS_CODEC, squares, faults)
 
@@ -144,7 +144,7 @@ class CudaKernels:
                 phi, baseline = slot.load(0, vectors.phi[start:end]), slot.load(1, vectors.baseline[start:end])
                 correction = slot.staged[2][: end - start]
                 where = np.int64(end - start), np.int64(start), np.int64(n)
-                self._launch("merge", end - start, phi, baseline, correction, *where, *blobs)
+                self._launch("merge", end - start, [phi, baseline, correction, *where, *blobs])
                 vectors.phi[start:end].copy_(phi, non_blocking=True)
                 vectors.baseline[start:end].copy_(baseline, non_blocking=True)
                 vectors.correction[start:end].copy_(correction, non_blocking=True)
@@ -163,7 +163,7 @@ class CudaKernels:
         for slot in self._slots:
             slot.stream.synchronize()
 
-    def _launch(self, kernel: str, threads: int, *arguments: object) -> None:
+    def _launch(self, kernel: str, threads: int, arguments: Sequence[object]) -> None:
         """A kernel with so many threads, in the stream that was entered. Tensors go to cupy by DLPack, uncopied."""
         passed = [cupy.from_dlpack(one) if isinstance(one, Tensor) else one for one in arguments]
         self._module.get_function(kernel)((-(-threads // THREADS),), (THREADS,), tuple(passed))

@@ -44,7 +44,7 @@ class Weighted:
     """An encoded section, and the factor of its values in a sum."""
 
     weight: float
-    blob: bytes
+    blob: bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True)

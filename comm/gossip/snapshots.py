@@ -135,8 +135,8 @@ class FragmentContext:
 
 def describe(context: FragmentContext, closed: WindowClosed, now: Seconds) -> Snapshot:
     """The header of what we publish at a window's end."""
-    counted, at, digest = (closed.tokens, closed.lr_sum), now - closed.ago_s, blobs.digest(closed.blob)
-    return Snapshot(context.run, context.fragment, closed.seq, *counted, at, closed.layout, digest)
+    run, fragment, at, digest = context.run, context.fragment, now - closed.ago_s, blobs.digest(closed.blob)
+    return Snapshot(run, fragment, closed.seq, closed.tokens, closed.lr_sum, at, closed.layout, digest)
 
 
 def check(
@@ -233,7 +233,7 @@ class SnapshotStore:
         begun = self._make(self.latest[-1]) if self.asked_late and closed.on_request else []
         self.asked_late = max(0, self.asked_late - 1)
         waited, self.waiting = self.waiting, []
-        return [*begun, *(effect for one in waited for effect in self._answer(*one, now))]
+        return [*begun, *self._answer_all(waited, now)]
 
     def answer(self, request: int, pull: Pull, now: Seconds) -> list[Effect]:
         return self._answer(request, pull, now + pull.patience_s, now)
@@ -242,7 +242,7 @@ class SnapshotStore:
         """Answers those who have waited long enough, with what there is."""
         over = [one for one in self.waiting if one[2] <= now]
         self.waiting = [one for one in self.waiting if one[2] > now]
-        return [effect for one in over for effect in self._answer(*one, now)]
+        return self._answer_all(over, now)
 
     def encoded(self, done: SectionsEncoded) -> list[Effect]:
         """More sections of the newest snapshot are there: answers those who asked for them."""
@@ -259,6 +259,9 @@ class SnapshotStore:
         """The window is being merged: what was not asked for until now cannot be made any more."""
         if self.latest:
             self.latest[-1].settled = True
+
+    def _answer_all(self, waited: Sequence[tuple[int, Pull, Seconds]], now: Seconds) -> list[Effect]:
+        return [effect for request, pull, until in waited for effect in self._answer(request, pull, until, now)]
 
     def _answer(self, request: int, pull: Pull, until: Seconds, now: Seconds) -> list[Effect]:
         found = [kept for kept in self.latest if kept.snapshot.seq > pull.after]

@@ -302,7 +302,7 @@ class CopiedParts(NamedTuple):
     def claims(self, tokens: Sequence[float], usual: float) -> list[float]:
         """The tokens that each may claim: what its copies claim, or is usual; the more, the less they are copies."""
         return [
-            min(claim, *(max(usual, other) / alike for alike, other in zip(row, tokens, strict=True) if alike))
+            min([claim, *(max(usual, other) / alike for alike, other in zip(row, tokens, strict=True) if alike)])
             for claim, row in zip(tokens, self.others, strict=True)
         ]
 
@@ -375,9 +375,9 @@ def _copied(cosine: float, usual: float) -> float:
 class PulledWindow(Parts):
     """A partner's window: its sections stay encoded until the merge, which reads them once."""
 
-    pseudo_gradient: bytes = b""  # in q4, whatever it was on the wire
+    pseudo_gradient: bytes | memoryview = b""  # in q4, whatever it was on the wire
     length: float = 0.0  # of the pseudo-gradient
-    phi: bytes | None = None  # where the slow weights were pulled
+    phi: bytes | memoryview | None = None  # where the slow weights were pulled
     distance: float = 0.0  # of those from ours
 
 
@@ -395,7 +395,7 @@ class PartnerHistory:
         closed: tuple[Window, bytes],
         partners: Sequence[PulledWindow],
         progress: float,
-        read: Callable[[bytes], Tensor],
+        read: Callable[[bytes | memoryview], Tensor],
     ) -> tuple[list[float], list[float]]:
         """Return the tokens credited to each partner (c_i), and the trust in it from 0 to 1 (t_i).
 

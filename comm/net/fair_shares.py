@@ -7,9 +7,9 @@ in a private swarm, those that have not proved yet that they are members. Member
 gets no more for being on many machines, or for a thousand names.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from decentral.comm.wire.private_swarm import PrivateSwarm
 from decentral.comm.wire.transport import Knows, knows_all
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
@@ -55,23 +55,22 @@ class QuestionShares:
     """What all questions that a peer answers may take."""
 
     knows: Knows = knows_all
-    admits: Knows = knows_all  # whether it is a member, where the swarm is private
-    holder: Callable[[PeerId], PeerId] = lambda peer: peer  # whose share a sender's questions take
+    private: PrivateSwarm | None = None  # None: the swarm is public
     streams: FairShare = field(default_factory=lambda: FairShare(MAX_STREAMS))
     strangers: FairShare = field(default_factory=lambda: FairShare(STRANGER_STREAMS))
     unproven: FairShare = field(default_factory=lambda: FairShare(UNPROVEN_STREAMS))
     under_way: FairShare = field(default_factory=lambda: FairShare(UNDER_WAY_BYTES))
 
-    def enclose(self, admits: Knows, holder: Callable[[PeerId], PeerId]) -> None:
-        """Take these from now on for who is a member, and for whose share a sender's questions take."""
-        self.admits, self.holder = admits, holder
+    def enclose(self, private: PrivateSwarm | None) -> None:
+        """Give members of this swarm, by their invitations, their shares from now on; None: each peer its own."""
+        self.private = private
 
     def begin(self, sender: PeerId) -> "QuestionShare":
         """A question of this sender begins. Raises ProtocolError if it has its share under way already."""
-        admitted = self.admits(sender)
+        admitted = self.private is None or self.private.admits(sender)
         known = admitted and self.knows(sender)
         pool = self.streams if known else self.strangers if admitted else self.unproven
-        holder = self.holder(sender)
+        holder = self.private.holder_of(sender) if self.private else sender
         if not pool.take(holder):
             raise ProtocolError(Reason.BUSY, f"{pool.by_sender.get(holder, 0)} of {pool.used} streams are this peer's")
         return QuestionShare(sender, holder, pool, self.under_way, known)

@@ -1,4 +1,4 @@
-"""The transport over libp2p. With daemon.py and libp2p_directory.py, the DHT, it is all that knows hivemind.
+"""The network over libp2p. Only this file, daemon.py, libp2p_directory.py and libp2p_services.py know hivemind.
 
 hivemind's P2P (a libp2p daemon beside us) and DHTNode live in our own event loop. Its DHT and averager classes fork
 processes and change signal handlers, so they are not used. Questions travel on binary streams, which are four times as
@@ -18,14 +18,13 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.utils.multiaddr import Multiaddr
 
-from decentral.comm.net import ports
+from decentral.comm.net import libp2p_services, ports
 from decentral.comm.net.daemon import OwnDaemon
 from decentral.comm.net.fair_shares import QuestionShares
 from decentral.comm.net.libp2p_directory import (
@@ -41,8 +40,10 @@ from decentral.comm.net.streams import Asker, Server, Stream, exchange_proofs, r
 from decentral.comm.net.uplink import Uplink
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Refused
+from decentral.comm.wire.network import DialBack, Identified
 from decentral.comm.wire.private_swarm import PrivateSwarm
 from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler, Knows, knows_all
+from decentral.core.at_once import at_once
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
@@ -64,7 +65,7 @@ logging.getLogger("hivemind").setLevel(logging.ERROR)  # our journal has what ma
 
 
 class Libp2p:
-    """A Transport. Create it with `start`."""
+    """A PeerNetwork. Create it with `start`."""
 
     def __init__(self, p2p: P2P, place: "DaemonPlace", now: Callable[[], float]) -> None:
         self._p2p, self._place, self._now = p2p, place, now
@@ -73,7 +74,7 @@ class Libp2p:
         self._connected: set[PeerId] = set()
         self._server: Server | None = None
         self._uplink = Uplink()
-        self._asker = Asker(self._open, self._uplink)
+        self._asker = Asker(self, self._uplink)
         self._directory: HivemindDirectory | None = None
         self._private: PrivateSwarm | None = None  # None: the swarm is public
 
@@ -87,11 +88,7 @@ class Libp2p:
         say: Callable[[str], None] = lambda _: None,
         only_dials: bool = False,
     ) -> "Libp2p":
-        """Starts the daemon with the identity in `key`. Raises UserError if it cannot listen there.
-
-        Records of the DHT expire by `now`, which gives unix time. `say` is told that the start waits for a port.
-        `only_dials`: nobody needs to reach it, so that it asks no router for a port.
-        """
+        """Starts the daemon."""
         place = DaemonPlace(key, tuple(listen), tuple(announce), only_dials)
         for module in TIMED:  # hivemind asks the wall clock, which may jump
             import_module(module).get_dht_time = now  # type: ignore[attr-defined]
@@ -108,8 +105,8 @@ class Libp2p:
             with suppress(ProcessLookupError):
                 child.kill()
             await child.wait()
-            return f"hivemind reads it no more: {reading.exception() or 'end of file'!r}"
-        return f"signal {-code}" if code < 0 else f"exit code {code}"
+            return f"the libp2p daemon has ended (hivemind reads it no more: {reading.exception() or 'end of file'!r})"
+        return f"the libp2p daemon has ended ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
 
     async def revive(self) -> None:
         """Starts the daemon again after it has ended, at the same addresses. Raises UserError if it cannot listen."""
@@ -121,23 +118,22 @@ class Libp2p:
         if self._server is not None:
             await self._listen()
         some = random.sample(sorted(self._addresses), min(MEET_AGAIN, len(self._addresses)))
-        await asyncio.gather(*map(self._reach, some))
+        await at_once(map(self._reach, some))
         if self._directory is not None:
             await self._directory.revive(self._calls, some)
 
     async def addresses(self) -> tuple[str, ...]:
-        """Our addresses for others, each ending in /p2p/<our id>; the loopback ones come last."""
-        visible = [str(address) for address in await self._p2p.get_visible_maddrs(latest=True)]
+        try:
+            visible = [str(address) for address in await self._p2p.get_visible_maddrs(latest=True)]
+        except NETWORK_ERRORS as error:  # the daemon may be starting again
+            raise _failure(error) from None
         return tuple(sorted(visible, key=lambda address: address.startswith(OF_LOOPBACK)))
 
     async def connections(self) -> dict[PeerId, tuple[str, ...]]:
-        """The peers with a connection to our daemon, whoever began it, and from which addresses; of a private swarm its
-        members only."""
         found = await self._connections()
         return {peer: places for peer, places in found.items() if self._private is None or self._private.admits(peer)}
 
     async def has_connection_to(self, peer: PeerId) -> bool:
-        """Return whether this peer, member of the swarm or not, is connected to our daemon."""
         return peer in await self._connections()
 
     async def _connections(self) -> dict[PeerId, tuple[str, ...]]:
@@ -150,8 +146,7 @@ class Libp2p:
         return {peer: tuple(f"{place}/p2p/{peer}" for place in places) for peer, places in peers.items()}
 
     async def connect(self, address: str) -> PeerId:
-        """Connects to `.../p2p/<id>`. Raises UserError if that is no address, AskError if nobody answers there."""
-        peer, place = parse_address(address)
+        peer, place = self.parse_address(address)
         try:
             async with asyncio.timeout(CONNECT_S):
                 await self._p2p._client.connect(PeerID.from_base58(peer), [Multiaddr(place)])
@@ -162,11 +157,25 @@ class Libp2p:
             self._connected.remove(next(one for one in self._connected if one != peer))
         return peer
 
+    @staticmethod
+    def parse_address(address: str) -> tuple[PeerId, str]:
+        """The peer and the place in `/ip4/1.2.3.4/tcp/4001/p2p/Qm...`."""
+        place, found, peer = address.rpartition("/p2p/")
+        try:
+            if not found:
+                raise ValueError("no /p2p/")
+            Multiaddr(place), PeerID.from_base58(peer)
+        except Exception:  # multiaddr raises what its parsers raise
+            raise UserError(
+                f"--join expects an address such as /ip4/203.0.113.7/tcp/4001/p2p/Qm...; got {address!r}"
+            ) from None
+        return PeerId(peer), place
+
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         keep_latest(self._addresses, peer, addresses, MOST_LEARNED)
 
     def pace(self, rate: Callable[[], float | None]) -> None:
-        self._uplink.queue.set_rate(rate)
+        self._uplink.queue.pace_by(rate)
 
     async def ask(self, to: PeerId, envelope: Envelope, deadline_s: Seconds, max_blob_bytes: int) -> Answer:
         try:
@@ -178,7 +187,7 @@ class Libp2p:
             self._connected.discard(to)
             raise _failure(error) from None
 
-    async def _open(self, to: PeerId) -> Stream:
+    async def open_stream(self, to: PeerId) -> Stream:
         """A new stream to this peer. Raises AskError, and NETWORK_ERRORS."""
         try:
             name = PeerID.from_base58(to)
@@ -212,10 +221,7 @@ class Libp2p:
         await self._listen()
 
     async def enclose(self, private: PrivateSwarm | None) -> None:
-        """From now on only members of this swarm are asked and answered; None: anybody, as before the first call.
-
-        Proofs are answered at once, whatever else is not yet: other members' nodes of the DHT want to talk to ours.
-        """
+        """Proofs are answered at once, whatever else is not: other members' nodes of the DHT want to talk to ours."""
         self._private = private
         self._asker.enclose(private)
         if self._server is None:
@@ -230,7 +236,7 @@ class Libp2p:
         self._addresses.pop(peer, None)
         if self._server is not None:
             self._server.drop(peer)
-        with suppress(*NETWORK_ERRORS, TimeoutError):
+        with suppress(*NETWORK_ERRORS):
             async with asyncio.timeout(CONNECT_S):
                 await self._p2p._client.disconnect(PeerID.from_base58(peer))
 
@@ -250,13 +256,12 @@ class Libp2p:
         return self._server.refused if self._server else Counter()
 
     async def directory(self, keys: Iterable[str], known: Iterable[PeerId]) -> HivemindDirectory:
-        """Our node of the DHT. It stores records of these keys only, and begins with peers that we are connected to."""
         valid = SignedRecords(keys, self._now, self._private)
         self._directory = HivemindDirectory(await dht_node(self._calls, valid, known), valid, self._connected)
         return self._directory
 
     @property
-    def _calls(self) -> Any:
+    def _calls(self) -> P2P | MemberCalls:
         """The P2P by which our node of the DHT calls others."""
         return MemberCalls(self._p2p, self._private, self._prove) if self._private else self._p2p
 
@@ -264,6 +269,12 @@ class Libp2p:
         """Both prove to be members. Raises AskError, and NETWORK_ERRORS."""
         assert self._private is not None
         await exchange_proofs(self._private, self._asker.ask_any, to)
+
+    async def identify(self, peer: PeerId) -> Identified:
+        return await libp2p_services.identify(self, peer)
+
+    async def dial_back(self, peer: PeerId, addresses: Sequence[str]) -> DialBack:
+        return await libp2p_services.dial_back(self, peer, addresses)
 
     def processor_s(self) -> Seconds:
         """Of the daemon. Only Linux says so of another process."""
@@ -358,34 +369,6 @@ def _without_traceback(task: "asyncio.Task[None]") -> None:
 
 async def _not_yet(_sender: PeerId, _question: Envelope) -> Envelope:
     return Envelope(Refused(Reason.NOT_READY))
-
-
-def parse_address(address: str) -> tuple[PeerId, str]:
-    """The peer and the place in `/ip4/1.2.3.4/tcp/4001/p2p/Qm...`. Raises UserError."""
-    place, found, peer = address.rpartition("/p2p/")
-    try:
-        if not found:
-            raise ValueError("no /p2p/")
-        Multiaddr(place), PeerID.from_base58(peer)
-    except Exception:  # multiaddr raises what its parsers raise
-        raise UserError(
-            f"--join expects an address such as /ip4/203.0.113.7/tcp/4001/p2p/Qm...; got {address!r}"
-        ) from None
-    return PeerId(peer), place
-
-
-def packed_address(address: str) -> bytes:
-    """A valid address, or `/p2p/Qm...` as the peer's id alone, as libp2p's own messages have it."""
-    peer = address.removeprefix("/p2p/")
-    return bytes(Multiaddr(address).to_bytes() if peer == address else PeerID.from_base58(peer).to_bytes())
-
-
-def address_text(packed: bytes) -> str:
-    """An address that a peer has sent; "" if it is none."""
-    try:
-        return str(Multiaddr(packed))
-    except Exception:  # multiaddr raises what its parsers raise
-        return ""
 
 
 def _failure(error: BaseException) -> AskError:

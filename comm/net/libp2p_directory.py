@@ -4,14 +4,13 @@ import asyncio
 import random
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import suppress
-from typing import Any
 
 from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-from hivemind.p2p import PeerID
+from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, DispatchFailure
 from hivemind.proto.dht_pb2 import PingRequest
@@ -19,9 +18,11 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import ValueWithExpiration
 
+from decentral.comm.net.member_calls import MemberCalls
 from decentral.comm.net.stored_records import StoredRecords
 from decentral.comm.wire import identity
 from decentral.comm.wire.private_swarm import MAX_SEAL_BYTES, PrivateSwarm, storable
+from decentral.core.at_once import at_once
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 
@@ -36,7 +37,7 @@ MEET_AGAIN = 3  # peers that are asked back into an empty routing table at once
 NETWORK_ERRORS = (ControlFailure, DispatchFailure, P2PDaemonError, ConnectionError, OSError, EOFError)
 
 
-async def dht_node(p2p: Any, valid: "SignedRecords", known: Iterable[PeerId]) -> DHTNode:
+async def dht_node(p2p: P2P | MemberCalls, valid: "SignedRecords", known: Iterable[PeerId]) -> DHTNode:
     node = await DHTNode.create(
         p2p=p2p,
         initial_peers=[Multiaddr(f"/p2p/{peer}") for peer in known] or None,
@@ -59,7 +60,7 @@ class HivemindDirectory:
         """`connected`: the peers that the transport is connected to, as they come and go."""
         self._dht, self._valid, self._connected = dht, valid, connected
 
-    async def revive(self, p2p: Any, known: Iterable[PeerId]) -> None:
+    async def revive(self, p2p: P2P | MemberCalls, known: Iterable[PeerId]) -> None:
         """A new node in the place of the one whose daemon has ended. It has no records: others send them again."""
         with suppress(Exception):  # it wants to tell the daemon, which is gone
             async with asyncio.timeout(DHT_END_S):
@@ -70,7 +71,6 @@ class HivemindDirectory:
         return await self._store(key, subkey, value, expires)
 
     async def store_at_others(self, key: str, subkey: str, value: bytes, expires: float) -> bool:
-        """Whether another peer than us has it now: what a visitor leaves behind, whose own node ends with it."""
         for _ in range(STORE_TRIES):
             if await self._store(key, subkey, value, expires, exclude_self=True):
                 return True
@@ -101,21 +101,20 @@ class HivemindDirectory:
         one, and then the records of each would not reach the other until they expire.
         """
         if not self._dht.protocol.routing_table.uid_to_peer_id:
-            await asyncio.gather(*map(self.meet, self.some_connected()))
+            await at_once(map(self.meet, self.some_connected()))
 
     def some_connected(self) -> list[PeerId]:
         """A few of the peers that we are connected to, by chance."""
         return random.sample(sorted(self._connected), min(MEET_AGAIN, len(self._connected)))
 
     async def meet(self, peer: PeerId) -> None:
-        """Puts a peer that we are connected to into the routing table."""
-        with suppress(*NETWORK_ERRORS, TimeoutError):
+        with suppress(*NETWORK_ERRORS):
             async with asyncio.timeout(CONNECT_S):
                 await self._dht.protocol.call_ping(PeerID.from_base58(peer))
 
     async def clocks_ahead_s(self, peers: Iterable[PeerId]) -> list[Seconds]:
         """How far these peers' clocks are ahead of ours, to half of the way there and back; of those that answer."""
-        asked = await asyncio.gather(*map(self._clock_ahead_s, peers))
+        asked = await at_once(map(self._clock_ahead_s, peers))
         return [ahead_s for ahead_s in asked if ahead_s is not None]
 
     async def _clock_ahead_s(self, peer: PeerId) -> Seconds | None:
@@ -147,7 +146,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
 
     def stored(self) -> StoredRecords:
         """The room of a new node."""
-        return StoredRecords(self._keys, self._private.holder_of) if self._private else StoredRecords(self._keys)
+        return StoredRecords(self._keys, self._private)
 
     def validate(self, record: DHTRecord) -> bool:
         key = self._keys.get(record.key)
@@ -191,7 +190,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         return isinstance(records, DictionaryDHTValue) and records.get(subkey) == ValueWithExpiration(value, expires)
 
 
-def _plain(found: Any) -> dict[str, bytes]:
+def _plain(found: ValueWithExpiration | None) -> dict[str, bytes]:
     """The DHT's answer as bytes by subkey, without values of any other type."""
     if not isinstance(found, ValueWithExpiration) or not isinstance(found.value, Mapping):
         return {}

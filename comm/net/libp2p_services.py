@@ -9,19 +9,20 @@ and soon refuses an asker that wants more (github.com/libp2p/specs, autonat/auto
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import IntEnum
 from functools import cache
-from typing import Any
+from typing import Protocol
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
+from hivemind.p2p import PeerID
+from hivemind.utils.multiaddr import Multiaddr
 
-from decentral.comm.net.libp2p import Libp2p, address_text, packed_address
+from decentral.comm.wire.network import DialBack, DialStatus, Identified
 from decentral.comm.wire.transport import AskError
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
+from decentral.core.units import Seconds
 
 IDENTIFY, AUTONAT = "/ipfs/id/1.0.0", "/libp2p/autonat/1.0.0"
 IDENTIFY_S = 10.0
@@ -39,40 +40,21 @@ _MESSAGES = {
 }
 
 
-class DialStatus(IntEnum):
-    """How a dial back has ended, in AutoNAT's numbers."""
+class Caller(Protocol):
+    """What it takes to ask another peer's daemon."""
 
-    OK = 0
-    ERROR = 100  # no address could be dialled
-    REFUSED = 101  # too many dials, or no public address among those
-    BAD_REQUEST = 200
-    INTERNAL = 300
+    peer: PeerId
 
-
-@dataclass(frozen=True, slots=True)
-class Identified:
-    """What another peer's daemon says. All of it may be a lie."""
-
-    observed: str  # our address as it sees it, such as /ip4/203.0.113.7/tcp/4001; "": it says none
-    protocols: tuple[str, ...]
-    agent: str
+    async def call(self, to: PeerId, protocol: str, request: bytes, most_bytes: int, deadline_s: Seconds) -> bytes:
+        """Return all bytes of the answer. Raises AskError."""
 
 
-@dataclass(frozen=True, slots=True)
-class DialBack:
-    """What came of a dial back."""
-
-    status: int  # a DialStatus, or another number that the peer has sent
-    address: str  # the address at which we were reached, where we were
-    text: str
-
-
-async def identify(transport: Libp2p, peer: PeerId) -> Identified:
+async def identify(transport: Caller, peer: PeerId) -> Identified:
     """What a peer to which we have a connection says of itself and of us. Raises AskError and ProtocolError."""
     return identified(await transport.call(peer, IDENTIFY, b"", MAX_IDENTIFY_BYTES, IDENTIFY_S))
 
 
-async def dial_back(transport: Libp2p, peer: PeerId, addresses: Sequence[str]) -> DialBack:
+async def dial_back(transport: Caller, peer: PeerId, addresses: Sequence[str]) -> DialBack:
     """Asks a peer to which we have a connection to reach us anew, at one of these addresses.
 
     A peer that is still dialling at the deadline has an ERROR: packets to us are dropped on the way.
@@ -93,7 +75,7 @@ async def dial_back(transport: Libp2p, peer: PeerId, addresses: Sequence[str]) -
 def identified(data: bytes) -> Identified:
     """Reads an answer of identify. Raises ProtocolError."""
     found = _unpacked("Identify", data)
-    return Identified(address_text(found.observed), tuple(found.protocols), found.agent)
+    return Identified(address_text(found.observed), AUTONAT in found.protocols, found.agent)
 
 
 def dialled(data: bytes) -> DialBack:
@@ -102,8 +84,22 @@ def dialled(data: bytes) -> DialBack:
     return DialBack(found.status, address_text(found.address), found.text)
 
 
+def packed_address(address: str) -> bytes:
+    """A valid address, or `/p2p/Qm...` as the peer's id alone, as libp2p's own messages have it."""
+    peer = address.removeprefix("/p2p/")
+    return bytes(Multiaddr(address).to_bytes() if peer == address else PeerID.from_base58(peer).to_bytes())
+
+
+def address_text(packed: bytes) -> str:
+    """An address that a peer has sent; "" if it is none."""
+    try:
+        return str(Multiaddr(packed))
+    except Exception:  # multiaddr raises what its parsers raise
+        return ""
+
+
 @cache
-def _kind(name: str) -> Any:
+def _kind(name: str) -> type[Message]:
     """The protobuf class of a message of the table."""
     file = descriptor_pb2.FileDescriptorProto(name="libp2p_services.proto", package="decentral", syntax="proto2")
     for message, fields in _MESSAGES.items():
@@ -119,10 +115,11 @@ def _kind(name: str) -> Any:
             )
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"decentral.{name}"))
+    found: type[Message] = message_factory.GetMessageClass(pool.FindMessageTypeByName(f"decentral.{name}"))
+    return found
 
 
-def _unpacked(name: str, data: bytes) -> Any:
+def _unpacked(name: str, data: bytes) -> Message:
     """The message that stands behind its length. Raises ProtocolError for anything else."""
     length = next((place + 1 for place, byte in enumerate(data[:4]) if byte < 128), 0)
     if not length or _varint(len(data) - length) != data[:length]:

@@ -8,11 +8,12 @@ Anybody may have any number of names, each with a record of its own. In a privat
 invitations, whatever names their holders take.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from decentral.comm.net.fair_shares import FairShare
 from decentral.comm.wire import identity
+from decentral.comm.wire.private_swarm import PrivateSwarm
 from decentral.core.ids import PeerId
 from decentral.core.units import KiB, MiB, Seconds
 
@@ -41,7 +42,7 @@ class StoredRecords:
     """Remembers which records were accepted, until they expire."""
 
     keys: Mapping[bytes, str]  # the keys under which anything is stored, by their hash
-    holder: Callable[[PeerId], PeerId] = lambda peer: peer  # whose share the first record of a peer takes
+    private: PrivateSwarm | None = None  # whose members share by invitations; None: the swarm is public
     records: dict[Name, RecordRoom] = field(default_factory=dict)
     shares: dict[bytes, FairShare] = field(init=False)  # of each key
     used: int = 0  # bytes, of all keys
@@ -62,7 +63,8 @@ class StoredRecords:
 
     def _take(self, name: Name, expires: Seconds, size: int) -> bool:
         share, known = self.shares[name[0]], self.records.get(name)
-        holder = known.holder if known else self.holder(PeerId(name[1]))
+        sender = PeerId(name[1])
+        holder = known.holder if known else self.private.holder_of(sender) if self.private else sender
         more = size - known.size if known else size
         if self.used + more > STORED_BYTES or (not known and len(self.records) >= MOST_STORED):
             return False

@@ -13,14 +13,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from decentral.comm.net.fair_shares import IDLE_STREAMS, UNPROVEN_STREAMS, FairShare, QuestionShare, QuestionShares
+from decentral.comm.net.fair_shares import (
+    IDLE_STREAMS,
+    UNPROVEN_STREAMS,
+    FairShare,
+    QuestionShare,
+    QuestionShares,
+)
 from decentral.comm.net.uplink import Uplink
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.invitations import MAX_REVOCATIONS_BYTES
 from decentral.comm.wire.messages import MAX_ROUTE_S, Hello, MembershipProof, Message, Ping, Probe, Refused
 from decentral.comm.wire.private_swarm import MAX_UNPROVEN_BYTES, NOT_COUNTED, PrivateSwarm, refuse_unproven
-from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler, knows_all
+from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
@@ -64,17 +70,24 @@ class NoAnswer(AskError):
     """The stream ended before an answer began."""
 
 
+class Opener(Protocol):
+    """What can open streams to other peers."""
+
+    async def open_stream(self, to: PeerId) -> Stream:
+        """Return a new stream to this peer. Raises AskError, and the errors of its network."""
+
+
 @dataclass(slots=True)
 class Asker:
-    """Asks questions on streams that it opens and keeps."""
+    """Asks questions on streams that it has opened, and keeps."""
 
-    open: Callable[[PeerId], Awaitable[Stream]]
+    opener: Opener = field(repr=False, compare=False)
     uplink: Uplink = field(default_factory=Uplink)
     private: PrivateSwarm | None = None  # None: the swarm is public
     kept: dict[PeerId, list[Stream]] = field(default_factory=dict)  # no list is empty
 
     async def ask(self, to: PeerId, envelope: Envelope, max_blob_bytes: int) -> Answer:
-        """Raises AskError, and what `open` raises. The caller puts its deadline around this.
+        """Raises AskError, and what `open_stream` raises. The caller puts its deadline around this.
 
         The other side may close a kept stream at the moment at which we ask on it: then we ask on a new one.
         """
@@ -103,7 +116,7 @@ class Asker:
         if kept is not None:
             with suppress(NoAnswer):
                 return await self._ask_on(kept, to, envelope, max_blob_bytes)
-        return await self._ask_on(await self.open(to), to, envelope, max_blob_bytes)
+        return await self._ask_on(await self.opener.open_stream(to), to, envelope, max_blob_bytes)
 
     async def _ask_on(self, stream: Stream, to: PeerId, envelope: Envelope, max_blob_bytes: int) -> Answer:
         keep = False
@@ -244,10 +257,7 @@ class Server:
     def enclose(self, private: PrivateSwarm | None) -> None:
         """From now on only members of this swarm are answered; None: anybody."""
         self.private = private
-        if private is None:
-            self.shares.enclose(knows_all, lambda peer: peer)
-        else:
-            self.shares.enclose(private.admits, private.holder_of)
+        self.shares.enclose(private)
 
     def drop(self, peer: PeerId) -> None:
         """Ends the streams of a peer that is no member any more, with what they hold."""

@@ -10,15 +10,18 @@ from decentral.comm.wire.blobs import Writer
 from decentral.comm.wire.codec import Envelope
 
 
-def _queue() -> "UplinkQueue[asyncio.Future[None]]":
-    return UplinkQueue(given_up=lambda leaves: leaves.done())
+class FutureQueue(UplinkQueue["asyncio.Future[None]"]):
+    """Pieces are futures, which have their result when the piece may leave."""
+
+    def is_given_up(self, item: "asyncio.Future[None]") -> bool:
+        return item.done()
 
 
 @dataclass(slots=True)
 class Uplink:
     """Lets pieces go when their turn comes, by the event loop's clock."""
 
-    queue: "UplinkQueue[asyncio.Future[None]]" = field(default_factory=_queue)
+    queue: FutureQueue = field(default_factory=FutureQueue)
     _timer: asyncio.TimerHandle | None = None
 
     @property

@@ -13,6 +13,7 @@ comm/net/uplink.py drives it on an event loop, decentral/sim/network/virtual_upl
 
 import heapq
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -76,10 +77,9 @@ class Waiting(Generic[Item]):
 
 
 @dataclass(slots=True)
-class UplinkQueue(Generic[Item]):
+class UplinkQueue(ABC, Generic[Item]):
     """Gives pieces their turn. While the rate is not known there is no pace, and pieces leave as they come."""
 
-    given_up: Callable[[Item], bool]  # whether the piece's message is not to be sent any more
     rate: Callable[[], float | None] = lambda: None  # bytes/s
     free_at: Seconds = 0.0  # when what has left is through
     held_until: Seconds = 0.0  # a probe has the uplink for itself
@@ -88,6 +88,10 @@ class UplinkQueue(Generic[Item]):
     _busy: list[Waiting[Item]] = field(default_factory=list)  # those of `_waiting` that have pieces
     _virtual: float = 0.0  # `served` of the kind whose piece left last
     _numbers: "count[int]" = field(default_factory=count)
+
+    @abstractmethod
+    def is_given_up(self, item: Item) -> bool:
+        """Whether the piece's message is not to be sent any more."""
 
     def is_free(self, now: Seconds) -> bool:
         """Whether nobody need wait."""
@@ -121,8 +125,8 @@ class UplinkQueue(Generic[Item]):
             self._busy.append(queue)
         heapq.heappush(queue.pieces, (turn, next(self._numbers), size, item))
 
-    def set_rate(self, rate: Callable[[], float | None]) -> None:
-        """Let pieces leave at this rate from now on."""
+    def pace_by(self, rate: Callable[[], float | None]) -> None:
+        """Let pieces leave at this rate from now on, in bytes/s; None: as they come."""
         self.rate = rate
 
     def hold(self, now: Seconds) -> None:
@@ -142,7 +146,7 @@ class UplinkQueue(Generic[Item]):
         _, _, size, item = heapq.heappop(queue.pieces)
         if not queue.pieces:
             self._busy.remove(queue)
-        if self.given_up(item):
+        if self.is_given_up(item):
             return None
         rate, self._virtual = self.rate(), queue.serve(size)
         self.free_at = max(self.free_at, now - BURST_S) + (size / rate if rate else 0.0)

@@ -39,7 +39,8 @@ class ActivationFormat:
         self.codecs, self.widths = codecs, widths
         self.context, self.vocabulary = run.model.context, run.model.vocabulary
         names = AUTO if run.routes.wire == "auto" else (run.routes.wire,)
-        self.forward, self.backward = zip(*(WIRES[name] for name in names), strict=True)  # fast first, thin last
+        self.forward = [WIRES[name][0] for name in names]  # over fast links first, over thin ones last
+        self.backward = [WIRES[name][1] for name in names]
         self.masks = run.data.format != "text"  # a target that is not trained travels as the first number of no token
 
     def forms(self, layer: int, sequences: int) -> ActivationForms:

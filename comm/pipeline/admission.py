@@ -187,8 +187,8 @@ class Admission:
         )
         self.table.add(execution)
         given_up += [] if self.stage.synchronous else self.table.give_up_held(execution)
-        activations = request.layout, event.envelope.blob, self.forwarding.view.is_thin()
-        job = Forward(execution.token, id.first, last, request.sequences, *activations)
+        blob, thin = event.envelope.blob, self.forwarding.view.is_thin()
+        job = Forward(execution.token, id.first, last, request.sequences, request.layout, blob, thin)
         self.push(job, request.round)
         return given_up
 

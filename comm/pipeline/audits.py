@@ -30,7 +30,7 @@ from decentral.comm.wire.messages import MAX_ROUTE_S, BackwardResponse, Executio
 from decentral.comm.wire.transport import Answered, Ask, AskFailed, Effect
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Compare, Compared, Likeness
-from decentral.core.machine import log
+from decentral.core.machine import Log
 from decentral.core.units import Seconds
 
 AUDIT_SHARE = 0.01  # of the micro-batches that are sent on, what audits may cost, the sums that they spoil included
@@ -94,9 +94,9 @@ class Audit:
 
     def alone(self) -> int | None:
         """Of three opinions, the one that is against two which agree, without a peer in common."""
-        for pair, other in (((0, 1), 2), ((0, 2), 1), ((1, 2), 0)):
-            against = not any(self.agree(min(one, other), max(one, other)) for one in pair)
-            if against and self.agree(*pair) and not self.opinions[pair[0]].shares_hops(self.opinions[pair[1]]):
+        for one, two, other in ((0, 1, 2), (0, 2, 1), (1, 2, 0)):
+            against = not any(self.agree(min(each, other), max(each, other)) for each in (one, two))
+            if against and self.agree(one, two) and not self.opinions[one].shares_hops(self.opinions[two]):
                 return other
         return None
 
@@ -168,9 +168,10 @@ class RouteAudits:
         self.open[audit.token] = audit
         audit.costs.append(self.cost)
         self.owed += audit.costs[-1]
-        of_micro_batch = known.stage.run, id.origin, id.number, id.first, audit.sequences
-        drawn = max(0.0, now - audit.age_s)
-        request = ForwardRequest(*of_micro_batch, audit.patience_s, audit.hold_s, hop.layout, drawn=drawn)
+        run, sequences, drawn = known.stage.run, audit.sequences, max(0.0, now - audit.age_s)
+        request = ForwardRequest(
+            run, id.origin, id.number, id.first, sequences, audit.patience_s, audit.hold_s, hop.layout, drawn=drawn
+        )
         tag = AuditTag(audit.token, hop.attempts)
         patience_s = min(audit.patience_s, audit.deadline_s)
         return [Ask(tag, to, Envelope(request, hop.payload), patience_s, hop.most_bytes)]
@@ -224,14 +225,14 @@ class RouteAudits:
         self.open.pop(audit.token, None)
         if verdict == "unanswered":
             return []
+        judged = {} if wrong is None else {"wrong": wrong, "left": round(self.forwarding.trust.weight(wrong, now), 3)}
         figures = {
+            "verdict": verdict,
+            **judged,
             "of": [audit.id.origin, audit.of, audit.id.first],
             "peers": [opinion.peer for opinion in audit.opinions],
             "cosine": [round(found.cosine, 4) for found in audit.likeness.values()],
             "ratio": [round(found.ratio, 4) for found in audit.likeness.values()],
             "loss": [round(opinion.response.loss / audit.hop.tokens, 4) for opinion in audit.opinions],
         }
-        if wrong is None:
-            return [log("audit", verdict=verdict, **figures)]
-        left = self.forwarding.trust.weight(wrong, now)
-        return [log("audit", verdict=verdict, wrong=wrong, left=round(left, 3), **figures)]
+        return [Log("audit", figures)]

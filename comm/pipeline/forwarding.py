@@ -157,9 +157,11 @@ class Forwarding:
         look_at = now + self.scheduler.look_s(to, self._guess_s(execution))
         hop.send(Sent(to, now, now + self._deadline_s(execution, to), look_at))
         self.scheduler.asked(to, now)
-        times = patience_s, min(MAX_ROUTE_S, max(0.0, execution.until - now))
-        of_micro_batch = self.stage.run, id.origin, id.number, id.first, execution.sequences
-        request = ForwardRequest(*of_micro_batch, *times, hop.layout, execution.round, execution.drawn)
+        run, sequences, drawn = self.stage.run, execution.sequences, execution.drawn
+        hold_s = min(MAX_ROUTE_S, max(0.0, execution.until - now))
+        request = ForwardRequest(
+            run, id.origin, id.number, id.first, sequences, patience_s, hold_s, hop.layout, execution.round, drawn
+        )
         tag = ForwardTag(execution.token, hop.attempts)
         return [Ask(tag, to, Envelope(request, hop.payload), patience_s, hop.most_bytes)]
 

@@ -8,8 +8,9 @@ So all that live come to the same result. One case remains: a peer that hands it
 to the others. The versions of comm/rounds/contributions.py find that out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from decentral.comm.rounds.tags import CollectTag
 from decentral.comm.wire.codec import Envelope
@@ -84,15 +85,24 @@ class Wanted:
         return idle[:1] if self.size else idle
 
 
+class Collector(Protocol):
+    """The round for which things are collected."""
+
+    def accept(self, wanted: Wanted, envelope: Envelope) -> None:
+        """Raise ProtocolError for what cannot be the thing wanted."""
+
+    def deadline_s(self, peer: PeerId, size: int) -> Seconds:
+        """Return how long `size` bytes from that peer may take."""
+
+
 @dataclass(slots=True)
 class Collection:
-    """All that is wanted in one round. `accept` raises ProtocolError for what cannot be the thing wanted."""
+    """All that is wanted in one round."""
 
     run: str
     round: int
     member: bool  # whether we are one of the round's members
-    accept: Callable[[Wanted, Envelope], None]
-    deadline_s: Callable[[PeerId, int], Seconds]
+    collector: Collector = field(repr=False, compare=False)
     wanted: dict[Key, Wanted] = field(default_factory=dict)
     behind: str = ""  # why the others have gone on without us, if they have
     _under_way: set[tuple[PeerId, Key]] = field(default_factory=set)  # questions, by the peer that was asked
@@ -144,7 +154,7 @@ class Collection:
                 one.lose_source(event.peer, reason, now)
             case Answered(envelope=envelope):
                 try:
-                    self.accept(one, envelope)
+                    self.collector.accept(one, envelope)
                     one.found, one.sources = envelope, {}
                 except ProtocolError as error:
                     one.lose_source(event.peer, error.reason, now)
@@ -161,4 +171,4 @@ class Collection:
         self._under_way.add((to, (one.origin, one.fragment)))
         request = CollectRequest(self.run, self.round, one.origin, one.fragment, PATIENCE_S, self.member)
         tag = CollectTag(self.round, one.origin, one.fragment)
-        return Ask(tag, to, Envelope(request), PATIENCE_S + self.deadline_s(to, one.size), one.size)
+        return Ask(tag, to, Envelope(request), PATIENCE_S + self.collector.deadline_s(to, one.size), one.size)

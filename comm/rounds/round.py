@@ -196,7 +196,7 @@ class Rounds:
     # A round
 
     def _enter(self, number: int, members: tuple[RoundMember, ...], now: Seconds) -> list[Effect]:
-        round = Round(self.routes.stage, number, members, number > self._followed_from, self.view.member_deadline_s)
+        round = Round(self.routes.stage, number, members, number > self._followed_from, self.view)
         self.before, self.now_in = self.now_in, round
         self.join_requests.round_begins(round.peers, now)
         self._record.begin(members, round.stage.cuts)

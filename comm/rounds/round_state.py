@@ -10,7 +10,7 @@ A peer that only follows has no sums of its own, so its round goes from REPORTS 
 takes no step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -27,6 +27,7 @@ from decentral.comm.rounds.members import (
     own_member,
     precedence,
 )
+from decentral.comm.rounds.search import RoundView
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import CollectRequest, Refused, RoundMembers, RoundReport, RoundStatus, Snapshot
@@ -67,7 +68,7 @@ class Round:
     number: int
     members: RoundMembers
     acting: bool  # whether we act as a member, if we are one; otherwise we only follow
-    deadline_s: Callable[[PeerId, int], Seconds]
+    view: RoundView = field(repr=False, compare=False)
     covered: bool = field(init=False)  # whether the members hold the whole model; else the round waits for newcomers
     collection: Collection = field(init=False)
     phase: RoundPhase = RoundPhase.REPORTS
@@ -81,7 +82,7 @@ class Round:
     def __post_init__(self) -> None:
         self.acting = self.acting and self.listed
         self.covered = covers_model(self.members, self.stage.layers)
-        self.collection = Collection(self.stage.run, self.number, self.listed, self._accept, self.deadline_s)
+        self.collection = Collection(self.stage.run, self.number, self.listed, self)
 
     @property
     def peers(self) -> list[PeerId]:
@@ -97,6 +98,9 @@ class Round:
         """How many micro-batches we draw."""
         drawn = self.stage.micro_batches_per_step if self.acting and self.covered else 0
         return micro_batch_quota(self.members, self.stage.peer, self.number, drawn)
+
+    def deadline_s(self, peer: PeerId, size: int) -> Seconds:
+        return self.view.member_deadline_s(peer, size)
 
     def enter(self, phase: RoundPhase) -> None:
         if phase not in LEGAL_MOVES[self.phase]:
@@ -236,7 +240,7 @@ class Round:
         elif report and report.over and not report.found:
             wanted.lose_origin(Reason.GONE, now)
 
-    def _accept(self, wanted: Wanted, envelope: Envelope) -> None:
+    def accept(self, wanted: Wanted, envelope: Envelope) -> None:
         """Raises ProtocolError for what cannot be the thing wanted. All members that get the same judge alike."""
         stage = self.stage
         match envelope.message:

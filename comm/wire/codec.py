@@ -21,7 +21,7 @@ MAX_HEADER_BYTES = 128 * 1024  # a RoundReport may name 256 micro-batches and 40
 
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__args__}
 _FIELDS = {name: {field.name for field in dataclasses.fields(kind)} for name, kind in _KINDS.items()}
-_ADAPTERS: dict[str, TypeAdapter[Any]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}
+_ADAPTERS: dict[str, TypeAdapter[Message]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def encode(message: Message, blob_bytes: int = 0) -> bytes:
     return header
 
 
-def _fields(value: Any) -> dict[str, Any]:
+def _fields(value: Any) -> dict[str, object]:
     """The fields of a message, or of a dataclass in one. dataclasses.asdict would copy all of them deeply."""
     return {name: getattr(value, name) for name in _names(value.__class__)}
 
@@ -67,7 +67,7 @@ def decode(header: bytes) -> tuple[Message, int]:
     return message, blob_bytes
 
 
-def _header(header: bytes) -> tuple[Any, str, Any, Any]:
+def _header(header: bytes) -> tuple[object, str, object, object]:
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(Reason.OVERSIZE, f"a header of {len(header)} bytes")
     try:

@@ -73,7 +73,7 @@ class Invitation:
         body: bytes = msgpack.packb(["decentral invitation", *fields])
         return body
 
-    def fields(self) -> tuple[Any, ...]:
+    def fields(self) -> tuple[object, ...]:
         return self.run, self.id, self.holder, self.until, self.may.value, self.founder, self.key, self.signature
 
     def require_founder(self) -> None:

@@ -11,7 +11,6 @@ read each other's records need no such question.
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgpack
 from cryptography.exceptions import InvalidTag
@@ -215,10 +214,8 @@ class PrivateSwarm:
             raise ProtocolError(Reason.OVERSIZE, f"a sealed record of {len(sealed)} bytes")
         cipher = ChaCha20Poly1305(self._record_key(key, peer))
         try:
-            parts: Any = msgpack.unpackb(
-                cipher.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], b""), use_list=False
-            )
-            proof, record = parts
+            opened = cipher.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], b"")
+            proof, record = msgpack.unpackb(opened, use_list=False)
         except InvalidTag:
             raise ProtocolError(Reason.UNINVITED, "it was not sealed by a member") from None
         except Exception as error:  # msgpack raises a dozen kinds of error for garbage

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from decentral.commands import shared
 from decentral.core.errors import UserError
 from decentral.view.page.address import HERE, PageAddress, link
-from decentral.view.page.follow import PageFollower
+from decentral.view.page.follow import PageFollower, SwarmTime
 from decentral.view.page.sources import JournalFolder, LineSource, ParentFeed
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ async def _serve(flags: argparse.Namespace, listening: socket.socket) -> None:
         model_api = (
             await stack.enter_async_context(_model_api(flags, visitor)) if flags.serve_model is not None else None
         )
-        follower = PageFollower(sources, time.time)
+        follower = PageFollower(sources, SwarmTime(time.time))
         updates = Updates(follower.view)
         settings = uvicorn.Config(
             application(updates, _names(flags.at), model_api), log_level="warning", access_log=False, lifespan="off",

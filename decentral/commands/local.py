@@ -5,7 +5,6 @@
 Only slowness is emulated (--throttle): the peers are `python -m decentral.peer`, as anyone runs it.
 """
 
-import argparse
 import os
 import shlex
 import signal
@@ -20,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from decentral.comm.net import ports
 from decentral.comm.wire.invitations import FOR_EVER, Permission
 from decentral.commands import lifeline, shared
+from decentral.commands.progress_bar import progress_bar
 from decentral.core import config, strict_json
 from decentral.core.errors import UserError, writing
 from decentral.core.journal.file import OUTCOMES, Tail, read
@@ -36,7 +35,7 @@ from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup.invitation_files import FounderFile, founded, write_holding
 from decentral.peers.startup.state import StateFolder
 from decentral.view import summary
-from decentral.view.page.address import add_dashboard_flag, reserved
+from decentral.view.page.address import PageAddress, add_dashboard_flag, reserved
 from decentral.view.page.child import DashboardProcess, dashboard
 
 PEER_START_S = 180.0  # a peer imports torch, reads data and measures itself; four at once on two cores
@@ -47,11 +46,29 @@ REASON_CHARS = 500  # of a peer's trouble
 LAST_OUTPUT_BYTES = 8192  # of a peer's output, in which its last line is looked for
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalFlags:
+    """The flags of `decentral.local`."""
+
+    config: str | None
+    overrides: tuple[str, ...]  # of --set
+    throttles: tuple[float, ...]  # each peer's slowness
+    memory: tuple[int, ...]  # each peer's bytes; (): the device's
+    stop_after: Amount
+    device: str
+    private: bool
+    state_dir: str | None
+    dashboard: PageAddress | None
+    summary: str | None
+    metrics: tuple[str, int] | None
+    log: tuple[str, ...]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     return shared.run(lambda: _main(parse(argv)), lasting=True)
 
 
-def _main(flags: argparse.Namespace) -> None:
+def _main(flags: LocalFlags) -> None:
     console = Console(highlight=False)
     with ExitStack() as stack:
         page_socket = stack.enter_context(reserved(flags.dashboard))
@@ -83,14 +100,14 @@ def _main(flags: argparse.Namespace) -> None:
         raise SystemExit(1)
 
 
-def check_memory(flags: argparse.Namespace, folder: Path) -> None:
+def check_memory(flags: LocalFlags, folder: Path) -> None:
     """Raises UserError if peers with this --memory cannot hold the whole model together, whatever layers they choose.
 
     Of a run that goes on, and of a user's own layers, the peers themselves say so when they see it.
     """
     if not flags.memory or (folder / "peer-0" / "run.json").exists():
         return
-    run = config.load(flags.config, flags.set)
+    run = config.load(flags.config, flags.overrides)
     if run.model.layers is None:
         from decentral.engine import measure, memory  # load torch
 
@@ -156,10 +173,9 @@ class LocalSwarm:
 
     listen = ports.LOOPBACK
 
-    def __init__(self, flags: argparse.Namespace, folder: Path, page: DashboardProcess | None = None) -> None:
+    def __init__(self, flags: LocalFlags, folder: Path, page: DashboardProcess | None = None) -> None:
         self.flags, self.folder, self.page = flags, folder, page
-        self.throttles = flags.throttle
-        self.stop_after = Amount.parse(flags.stop_after)
+        self.throttles, self.memory = flags.throttles, flags.memory
         self.members: list[LocalPeer] = []
         self.now = SwarmClock()  # as the peers', it never jumps
         self.began = self.now()
@@ -196,21 +212,19 @@ class LocalSwarm:
 
     def wait(self, console: Console) -> None:
         """Waits for --stop-after, counted from the time at which the last peer has joined."""
-        bar_column, text = BarColumn(), TextColumn("{task.description}")
-        goal = self.stop_after.value if self.stop_after.kind == "s" else None
-        with Progress(bar_column, text, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as bar:
-            task = bar.add_task("", total=goal)
+        goal = self.flags.stop_after.value if self.flags.stop_after.kind == "s" else None
+        with progress_bar(console, goal) as show:
             shown_at = self.joined_at
             while self._running() and (goal is None or self.now() < self.joined_at + goal):
                 time.sleep(POLL_S)
                 self.tell_deaths()
                 for member in self._running():
-                    if member.has_done(self.stop_after, self.joined_at):
+                    if member.has_done(self.flags.stop_after, self.joined_at):
                         member.process.send_signal(signal.SIGINT)
                 if self.now() >= shown_at + 5:
                     shown_at = self.now()
                     line = "loss " + ", ".join(member.progress(self.began) for member in self.members)
-                    bar.update(task, description=line, completed=shown_at - self.joined_at)
+                    show(shown_at - self.joined_at, line)
                     if not console.is_terminal:
                         console.print(f"{shown_at - self.joined_at:4.0f} s  {line}", soft_wrap=True)
                     self.warn(console)
@@ -269,8 +283,8 @@ class LocalSwarm:
         restart = (folder / "run.json").exists()
         arguments = [sys.executable, "-m", "decentral.peer", "--plain", "--state-dir", str(folder)]
         arguments += ["--listen", self.listen, "--throttle", str(self.throttles[number]), "--device", self.flags.device]
-        if self.flags.memory:
-            arguments += ["--memory", str(self.flags.memory[number])]
+        if self.memory:
+            arguments += ["--memory", str(self.memory[number])]
         if self.flags.metrics:
             arguments += ["--metrics", metrics_address(self.flags.metrics, number)]
         if self.flags.log:
@@ -280,7 +294,7 @@ class LocalSwarm:
         elif not restart:
             arguments += ["--private"] if self.flags.private else []
             arguments += [self.flags.config] if self.flags.config else []
-            arguments += [part for override in self.flags.set for part in ("--set", override)]
+            arguments += [part for override in self.flags.overrides for part in ("--set", override)]
         tied = lifeline.tied({**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")})
         with (folder / "output.txt").open("ab") as output:
             process = self.spawn(number, arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output, **tied)
@@ -366,7 +380,7 @@ def _number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> LocalFlags:
     parser = shared.Parser(prog="python -m decentral.local", description="A whole swarm on this machine.")
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, or a shipped one's name")
     parser.add_argument("--peers", type=int, default=4, metavar="N", help="how many; default 4")
@@ -380,21 +394,27 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add_dashboard_flag(parser)
     parser.add_argument("--summary", metavar="FILE", help="write the summary as JSON")
     parser.add_argument("--metrics", type=shared.host_port, metavar="[HOST:]PORT", help="Prometheus; ports from it on")
-    parser.add_argument(
-        "--log",
-        type=shared.log_names,
-        default=[],
-        metavar="NAMES",
-        help="curves for tensorboard, wandb (offline), of each peer",
+    curves = "curves for tensorboard, wandb (offline), of each peer"
+    parser.add_argument("--log", type=shared.log_names, default=[], metavar="NAMES", help=curves)
+    given = parser.parse_args(argv)
+    if not 1 <= given.peers <= 64:
+        raise UserError(f"--peers expects 1 to 64; got {given.peers}")
+    if given.summary:
+        _require_place(Path(given.summary))
+    return LocalFlags(
+        config=given.config,
+        overrides=tuple(given.set),
+        throttles=_throttles(given.throttle, given.peers),
+        memory=_memories(given.memory, given.peers),
+        stop_after=Amount.parse(given.stop_after),
+        device=given.device,
+        private=given.private,
+        state_dir=given.state_dir,
+        dashboard=given.dashboard,
+        summary=given.summary,
+        metrics=given.metrics,
+        log=tuple(given.log),
     )
-    flags = parser.parse_args(argv)
-    if not 1 <= flags.peers <= 64:
-        raise UserError(f"--peers expects 1 to 64; got {flags.peers}")
-    flags.throttle = _throttles(flags.throttle, flags.peers)
-    flags.memory = _memories(flags.memory, flags.peers)
-    if flags.summary:
-        _require_place(Path(flags.summary))
-    return flags
 
 
 def _require_place(summary_file: Path) -> None:
@@ -404,19 +424,19 @@ def _require_place(summary_file: Path) -> None:
         raise UserError(f"--summary {summary_file} cannot be written; name a file in a folder that can be")
 
 
-def _memories(text: str | None, peers: int) -> list[int]:
+def _memories(text: str | None, peers: int) -> tuple[int, ...]:
     if text is None:
-        return []
-    sizes = shared.several(text, shared.size)
+        return ()
+    sizes = tuple(shared.several(text, shared.size))
     if len(sizes) not in (1, peers):
         raise UserError(f"--memory expects one size or {peers}, such as 800MB,16GB; got {text!r}")
     return sizes * peers if len(sizes) == 1 else sizes
 
 
-def _throttles(text: str | None, peers: int) -> list[float]:
+def _throttles(text: str | None, peers: int) -> tuple[float, ...]:
     if text is None:
-        return [1.0] * peers
-    factors = shared.several(text, float)
+        return (1.0,) * peers
+    factors = tuple(shared.several(text, float))
     if len(factors) != peers or not all(1 <= factor <= 1e4 for factor in factors):
         raise UserError(f"--throttle expects {peers} factors of at least 1, such as 1,1,1,10; got {text!r}")
     return factors

@@ -12,9 +12,8 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":  # while the libraries below load there is nothing to save
     from decentral.commands.lifeline import heed
@@ -34,6 +33,7 @@ from decentral.core.units import Amount
 from decentral.engine import compile_caches
 from decentral.peers.membership import records
 from decentral.peers.startup import state
+from decentral.peers.startup.flags import StartFlags
 from decentral.view.page.address import add_dashboard_flag
 
 MAX_JOIN_WAIT_S = 7 * 86400.0
@@ -55,33 +55,29 @@ def _start(arguments: Sequence[str]) -> None:
         with shared.loading():
             from decentral.engine import launch, measure
             from decentral.peers.startup import start_peer
-        devices = measure.devices(flags.device, place)
+        devices = measure.devices(flags.peer.device, place)
         if place and not flags.state_dir:
             raise UserError("a peer of several ranks needs --state-dir, so that it finds its checkpoint again")
         if flags.state_dir and ATTEMPT not in os.environ:  # ranks of our own launcher: it has looked
-            state.require_meant(flags.state_dir, _says_run(flags), flags.of_peer != state.PeerFlags())
+            says_run = any((flags.say_config, flags.join, flags.private, flags.invite, flags.own != NOTHING_NAMED))
+            state.require_meant(flags.state_dir, says_run, flags.peer != state.PeerFlags())
     except UserError:
         if place is None or place.rank == 0:
             raise
         raise SystemExit(2) from None  # rank 0 says it
     if place is not None:
-        flags.device, flags.restarted = devices[place.local_rank], place.restarts > 0
+        assert flags.state_dir, "a rank has a state folder"
         compile_caches.keep_in(Path(flags.state_dir).absolute())
-        launch.rank(flags, place, lambda island: asyncio.run(start_peer.start(flags, island)))
+        device, again = devices[place.local_rank], place.restarts > 0
+        lead = partial(start_peer.start, flags, device, again=again)
+        launch.rank(device, flags.peer.throttle, place, lambda island: asyncio.run(lead(island=island)))
     elif len(devices) > 1:
-        flags.state_dir = flags.state_dir or str(state.new_path())
-        raise SystemExit(launch.island(arguments, flags, devices))
+        raise SystemExit(launch.island(arguments, flags.state_dir or str(state.new_path()), devices))
     else:
-        asyncio.run(start_peer.start(flags))
+        asyncio.run(start_peer.start(flags, flags.peer.device))
 
 
-def _says_run(flags: argparse.Namespace) -> bool:
-    """Return whether the flags say which run to begin or to join."""
-    named = flags.config, flags.set, flags.join, flags.private, flags.invite
-    return any(named) or OwnInputs.named_by(flags) != NOTHING_NAMED
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> StartFlags:
     parser = shared.Parser(prog="python -m decentral.peer", description="One peer of a swarm that trains together.")
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, or a shipped one's name")
     parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a peer of the swarm")
@@ -110,41 +106,54 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add_dashboard_flag(parser)
     parser.add_argument("--metrics", type=shared.host_port, metavar="[HOST:]PORT", help="serve metrics for Prometheus")
     parser.add_argument("--log", type=shared.log_names, metavar="NAMES", help="curves for tensorboard, wandb (offline)")
-    parser.set_defaults(restarted=False, island=None)
-    flags = parser.parse_args(argv)
-    flags.of_peer = _of_peer(flags)
-    for one in fields(flags.of_peer):
-        setattr(flags, one.name, getattr(flags.of_peer, one.name))
-    if not 1 <= flags.throttle <= 1e4:
-        raise UserError(f"--throttle expects a factor of 1 to 10000; got {flags.throttle:g}")
-    if not 0 <= flags.join_wait <= MAX_JOIN_WAIT_S:
-        raise UserError(f"--join-wait expects seconds up to {MAX_JOIN_WAIT_S:g}; got {flags.join_wait:g}")
-    if flags.stop_after:
-        Amount.parse(flags.stop_after)
-    if flags.metrics:
+    given = parser.parse_args(argv)
+    peer = _of_peer(given)
+    if not 1 <= peer.throttle <= 1e4:
+        raise UserError(f"--throttle expects a factor of 1 to 10000; got {peer.throttle:g}")
+    if not 0 <= given.join_wait <= MAX_JOIN_WAIT_S:
+        raise UserError(f"--join-wait expects seconds up to {MAX_JOIN_WAIT_S:g}; got {given.join_wait:g}")
+    stop_after = Amount.parse(given.stop_after) if given.stop_after else None
+    if peer.metrics:
         shared.require_extra("--metrics", "prometheus-client", "prometheus_client", "metrics")
-    for name in flags.log:
+    for name in peer.log:
         shared.require_extra(f"--log {name}", name, name, name)
-    _check_record(flags)
-    return flags
+    _check_record(peer)
+    return StartFlags(
+        peer=peer,
+        own=OwnInputs.named_by(given),
+        config=given.config,
+        overrides=tuple(given.set),
+        join=tuple(given.join),
+        join_wait=given.join_wait,
+        invite=given.invite,
+        private=given.private,
+        state_dir=given.state_dir,
+        stop_after=stop_after,
+        plain=given.plain,
+        dashboard=given.dashboard,
+    )
 
 
-def _of_peer(flags: argparse.Namespace) -> state.PeerFlags:
+def _of_peer(given: argparse.Namespace) -> state.PeerFlags:
     """Return the flags that say what the peer is: those given, else those that its folder keeps. Raises UserError."""
-    kept = state.StateFolder(Path(flags.state_dir)).read_flags() if flags.state_dir else state.PeerFlags()
-    named = ((one.name, getattr(flags, one.name)) for one in fields(kept))
-    given: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in named if value is not None
-    }
-    return replace(kept, **given)
+    kept = state.StateFolder(Path(given.state_dir)).read_flags() if given.state_dir else state.PeerFlags()
+    return state.PeerFlags(
+        device=kept.device if given.device is None else given.device,
+        memory=given.memory or kept.memory,
+        listen=tuple(given.listen or kept.listen),
+        announce=tuple(given.announce or kept.announce),
+        region=kept.region if given.region is None else given.region,
+        throttle=kept.throttle if given.throttle is None else given.throttle,
+        metrics=given.metrics or kept.metrics,
+        log=tuple(given.log or kept.log),
+    )
 
 
-def _check_record(flags: argparse.Namespace) -> None:
+def _check_record(flags: state.PeerFlags) -> None:
     """Raises UserError where these flags would make a record that all other peers refuse, so that none sees us."""
     if flags.region != plain_text(flags.region):
         raise UserError(f"--region expects at most {SHOWN_CHARS} printable characters, no brackets; {flags.region!r}")
-    for name in ("announce", "listen"):
-        given: tuple[str, ...] = getattr(flags, name)
+    for name, given in (("announce", flags.announce), ("listen", flags.listen)):
         if len(given) > records.MOST_ADDRESSES or any(len(one) > records.ADDRESS_CHARS for one in given):
             most = f"{records.MOST_ADDRESSES} addresses of at most {records.ADDRESS_CHARS} characters"
             raise UserError(f"--{name} expects {most}; it has {len(given)}, the longest of {max(map(len, given))}")

@@ -12,15 +12,14 @@ import asyncio
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from decentral.commands import shared
+from decentral.commands.progress_bar import progress_bar
 from decentral.commands.table import COMMANDS
 from decentral.core import strict_json
 from decentral.core.config import Config
@@ -33,7 +32,7 @@ from decentral.peers.membership.records import PeerRecord
 from decentral.scheduler.throughput import layer_costs
 from decentral.scheduler.topology import topology as topologies
 from decentral.scheduler.topology.plan import SyncPlan, ThroughputPlan
-from decentral.scheduler.topology.search_budget import Report, SearchBudget
+from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import Topology
 from decentral.view.solver_picture import draw_comparison
 
@@ -107,8 +106,12 @@ def _swarm(options: argparse.Namespace) -> tuple[Topology, Config | None]:
 
 def _plan(topology: Topology, config: Config | None, options: argparse.Namespace) -> SyncPlan | ThroughputPlan:
     objective = options.objective or ("throughput" if options.model or options.join else "sync")
-    with _bar(objective, quiet=options.json) as report:
-        budget = SearchBudget(seconds=options.seconds, clock=time.monotonic, report=report)
+    with progress_bar(Console(stderr=True), 1.0, quiet=options.json) as show:
+        budget = SearchBudget(
+            seconds=options.seconds,
+            clock=time.monotonic,
+            report=lambda used, best: show(used, f"{objective}: best {best:.5g}"),
+        )
         if objective == "sync":
             from decentral.scheduler.sync.plan import sync_plan
 
@@ -155,19 +158,6 @@ def _compare(topology: Topology, options: argparse.Namespace) -> None:
     for name, record in sorted(records.items(), key=lambda item: item[1][-1][1]):
         table.add_row(name, f"{record[-1][1]:.5f}", f"{record[-1][0]:.2f}")
     Console().print(table)
-
-
-@contextmanager
-def _bar(title: str, quiet: bool) -> Iterator[Report]:
-    """A progress bar on the terminal (on stderr, so that --json stays clean)."""
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield lambda _fraction, _best: None
-        return
-    title_column, best = TextColumn("{task.description}"), TextColumn("best {task.fields[best]:.5g}")
-    with Progress(title_column, BarColumn(), best, TimeRemainingColumn(), console=console, transient=True) as progress:
-        task = progress.add_task(title, total=1.0, best=float("nan"))
-        yield lambda fraction, best: progress.update(task, completed=fraction, best=best)
 
 
 def _show(plan: SyncPlan | ThroughputPlan, topology: Topology, console: Console) -> None:

@@ -4,16 +4,15 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from decentral.commands.progress_bar import progress_bar
 from decentral.core import config, rng, strict_json
 from decentral.core.errors import UserError, writing
 from decentral.core.journal.file import OUTCOMES
@@ -28,7 +27,7 @@ from decentral.sim.journals import SimulatedJournals
 from decentral.sim.network.geography import TypicalLink
 from decentral.sim.real_training import real_gradients
 from decentral.sim.report import RouteReport, RunReport
-from decentral.sim.run import OnProgress, Scenario, Watch, run, shrink
+from decentral.sim.run import Scenario, Watch, run, shrink
 from decentral.sim.swarm import SwarmSettings
 from decentral.view.page.child import dashboard
 from decentral.view.page.simulated import SimulatedPage
@@ -97,8 +96,9 @@ def scenario_of(flags: argparse.Namespace, folder: Path) -> Scenario:
 
 def _run(flags: argparse.Namespace, scenario: Scenario, watches: Sequence[Watch]) -> RunReport:
     try:
-        with _progress(scenario.seconds, quiet=flags.json) as on_progress:
-            return run(scenario, on_progress, watches=watches)
+        with progress_bar(Console(stderr=True), scenario.seconds, quiet=flags.json) as show:
+            whole = f"{scenario.seconds:.0f} virtual seconds"
+            return run(scenario, lambda at: show(at, f"{at:.0f} of {whole}"), watches=watches)
     except Violation as violation:
         again = f"python -m decentral.simulate {shlex.join(flags.typed)}"
         _explain(str(violation), violation.latest, scenario, again)
@@ -194,13 +194,3 @@ def _routed(routes: RouteReport) -> str:
         f"{counts['thrown_away']} executions' gradients thrown away\n"
         f"  plans {routes.plans}, moves {done}/{failed} (done/failed)\n"
     )
-
-
-@contextmanager
-def _progress(seconds: float, quiet: bool) -> Iterator[OnProgress]:
-    console = Console(file=sys.stderr)
-    label = TextColumn("{task.completed:.0f} of {task.total:.0f} virtual seconds")
-    hidden = quiet or not console.is_terminal
-    with Progress(label, BarColumn(), TimeRemainingColumn(), console=console, disable=hidden) as bar:
-        task = bar.add_task("", total=seconds)
-        yield lambda at: bar.update(task, completed=at)

@@ -24,9 +24,10 @@ class _Cache(FunctionCache):
             super().save_overload(sig, data)  # type: ignore[no-untyped-call]
 
 
-def _compiled(function: Callable[P, T], **options: bool) -> Callable[P, T]:
+def _compiled(function: Callable[P, T], inner: bool = False, inlined: bool = False) -> Callable[P, T]:
     numba: Any = njit  # its type stubs lack some options
-    fast: Any = numba(nogil=True, error_model="numpy", **options)(function)
+    how = {"no_cpython_wrapper": inner, "no_cfunc_wrapper": inner, "forceinline": inlined}
+    fast = numba(nogil=True, error_model="numpy", **how)(function)
     cache: Any = _Cache
     with suppress(RuntimeError):  # no folder can be written
         fast._cache = cache(function)  # as cache=True does, which raises instead
@@ -40,9 +41,9 @@ def compiled(function: Callable[P, T]) -> Callable[P, T]:
 
 def inner(function: Callable[P, T]) -> Callable[P, T]:
     """As `compiled`, for a function that only compiled ones call: without an entry from Python it compiles faster."""
-    return _compiled(function, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+    return _compiled(function, inner=True)
 
 
 def inlined(function: Callable[P, T]) -> Callable[P, T]:
     """As `inner`, and copied into its callers before loops are vectorised: arguments that are constants there count."""
-    return _compiled(function, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+    return _compiled(function, inner=True, inlined=True)

@@ -3,8 +3,10 @@
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
+Json: TypeAlias = "dict[str, Json] | list[Json] | str | float | bool | None"
+"""Any value, as it was read; who reads it checks its kind."""
 JsonObject = dict[str, Any]  # as it was read or will be written; who reads a value checks its kind
 JsonFields = Mapping[str, Any]  # the same, where it is only read
 

@@ -19,12 +19,13 @@ class TimeSpent:
     beside: Seconds = 0.0  # processor time of the worker beside training; it is no part of the total
 
     @classmethod
-    def of(cls, seconds: Mapping[str, Seconds]) -> "TimeSpent":
+    def by_kind(cls, seconds: Mapping[str, Seconds]) -> "TimeSpent":
         """Return the time with so many seconds of some kinds, by their names."""
         return cls(**seconds)
 
     def __add__(self, other: "TimeSpent") -> "TimeSpent":
-        return TimeSpent(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(TimeSpent)))
+        names = [one.name for one in fields(TimeSpent)]
+        return TimeSpent.by_kind({name: getattr(self, name) + getattr(other, name) for name in names})
 
     @property
     def total(self) -> Seconds:

@@ -12,9 +12,8 @@ A message may have a `weight` of 0, as in OpenAI's fine-tuning files: it is show
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from decentral.core.strict_json import JsonFields, JsonObject
+from decentral.core.strict_json import Json, JsonFields, JsonObject
 
 MESSAGES = ("messages", "conversations", "conversation")
 COLUMNS = {  # that are read of a row, in each format; of `text` it is data.column
@@ -49,7 +48,7 @@ class Chat:
 
     messages: tuple[Message, ...]
     learned: tuple[int, ...]  # numbers of the messages that are learned
-    tools: list[Any] | None = None
+    tools: list[Json] | None = None
 
     @property
     def identity(self) -> str:
@@ -100,7 +99,7 @@ def completion(row: Row) -> Chat | PromptedText | None:
     """Return the prompt and completion of a row; None if it has none. Raises ValueError, as `chat` does."""
     if row.get("instruction") and row.get("output"):
         given = {"instruction": text(row, "instruction"), "input": text(row, "input") if row.get("input") else ""}
-        return PromptedText(ALPACA[bool(given["input"])].format(**given), text(row, "output"))
+        return PromptedText(ALPACA[bool(given["input"])].format_map(given), text(row, "output"))
     if not row.get("completion"):
         return None
     if isinstance(row["completion"], list):
@@ -108,14 +107,14 @@ def completion(row: Row) -> Chat | PromptedText | None:
     return PromptedText(text(row, "prompt"), text(row, "completion"))
 
 
-def _prompted(row: Row, tools: list[Any] | None) -> Chat:
+def _prompted(row: Row, tools: list[Json] | None) -> Chat:
     prompt = row.get("prompt")
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt)
     before = _with_system(row, before)
     return _chat([*before, *_messages(row["completion"])], len(before), tools)
 
 
-def _chat(messages: Sequence[Message], first: int, tools: list[Any] | None) -> Chat:
+def _chat(messages: Sequence[Message], first: int, tools: list[Json] | None) -> Chat:
     """`first`: the messages before it are a prompt."""
     learned = [at for at, one in enumerate(messages) if at >= first and one["role"] == "assistant" and _weighs(one)]
     bare = ({key: value for key, value in one.items() if key != "weight"} for one in messages)
@@ -135,7 +134,7 @@ def _with_system(row: Row, messages: list[Message]) -> list[Message]:
     return [{"role": "system", "content": text(row, "system")}, *messages]
 
 
-def _messages(found: Any) -> list[Message]:
+def _messages(found: Json) -> list[Message]:
     found = _parsed(found)
     if not isinstance(found, list):
         raise ValueError(
@@ -144,10 +143,10 @@ def _messages(found: Any) -> list[Message]:
     return [_message(one) for one in found]
 
 
-def _message(one: Any) -> Message:
+def _message(one: Json) -> Message:
     if not isinstance(one, dict):
         raise ValueError(f'a message is {kind(one)}; expected {{"role": ..., "content": ...}}')
-    made = {key: value for key, value in one.items() if value is not None and key not in ("from", "value")}
+    made: Message = {key: value for key, value in one.items() if value is not None and key not in ("from", "value")}
     role = one.get("role") or one.get("from")
     content = one["content"] if one.get("content") is not None else one.get("value")
     if not isinstance(role, str):
@@ -165,20 +164,22 @@ def _message(one: Any) -> Message:
     return made
 
 
-def _content(role: str, content: Any, calls: bool) -> str:
+def _content(role: str, content: Json, calls: bool) -> str:
     if content is None and calls:
         return ""
-    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        kinds = [part.get("type") for part in content if not isinstance(part.get("text"), str)]
-        if kinds:
-            raise ValueError(f"a message of {role} has a part of type {kinds[0]!r}; expected texts alone")
-        return "".join(part["text"] for part in content)
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    if isinstance(content, list) and len(parts) == len(content):
+        texts = [text for part in parts if isinstance(text := part.get("text"), str)]
+        if len(texts) < len(parts):
+            other = next(part.get("type") for part in parts if not isinstance(part.get("text"), str))
+            raise ValueError(f"a message of {role} has a part of type {other!r}; expected texts alone")
+        return "".join(texts)
     if not isinstance(content, str):
         raise ValueError(f"the content of a message of {role} is {kind(content)}; expected text")
     return content
 
 
-def _call(call: Any) -> Message:
+def _call(call: Json) -> Message:
     """Return a tool call whose arguments are parsed JSON: chat templates serialise them again.
 
     Raises ValueError if the call has no name.
@@ -187,25 +188,28 @@ def _call(call: Any) -> Message:
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
         got = "has no name" if isinstance(inner, dict) else f"is {kind(inner)}"
         raise ValueError(f'a tool call {got}; expected {{"name": ..., "arguments": ...}}')
-    outer = call if "function" in call else {}
+    outer = call if isinstance(call, dict) and "function" in call else {}
     return {"type": "function", **outer, "function": {**inner, "arguments": _parsed(inner.get("arguments"))}}
 
 
-def _tools(row: Row) -> list[Any] | None:
+def _tools(row: Row) -> list[Json] | None:
     """Return tool definitions from the row's `tools`, or from OpenAI's older `functions`; None if it has none."""
     tools, functions = _parsed(row.get("tools")), _parsed(row.get("functions"))
     if not tools and functions:
         tools = [{"type": "function", "function": one} for one in _as_list(functions)]
-    if tools and not isinstance(tools, list):
+    if not tools:
+        return None
+    if not isinstance(tools, list):
         raise ValueError(f"tools is {kind(tools)}; expected a list")
-    return tools or None
+    return tools
 
 
-def _parsed(value: Any) -> Any:
+def _parsed(value: Json) -> Json:
     """Return the value of a text that is a JSON list or object; anything else unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
-            return json.loads(value)
+            found: Json = json.loads(value)
+            return found
         except (ValueError, RecursionError):  # the latter where brackets are nested too deeply
             return value
     return value
@@ -219,11 +223,11 @@ def text(row: Row, name: str) -> str:
     return value
 
 
-def _as_list(value: Any) -> list[Any]:
+def _as_list(value: Json) -> list[Json]:
     return value if isinstance(value, list) else [value]
 
 
-def kind(value: Any) -> str:
+def kind(value: Json) -> str:
     """Return what JSON calls the type of a value, with the value if it is short, for errors."""
     match value:
         case None:

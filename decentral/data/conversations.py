@@ -9,16 +9,20 @@ data/chat_rows.py has the shapes of rows that are read.
 
 import hashlib
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from decentral.core import config
 from decentral.core.errors import UserError
+from decentral.core.strict_json import JsonFields
 from decentral.data import chat_rows
 from decentral.data.chat_rows import Chat, Message, PromptedText
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Ranges = tuple[tuple[int, int], ...]
 Example = str | Chat | PromptedText
@@ -56,7 +60,7 @@ def format_of(names: Container[str]) -> str | None:
     return next(found, "text" if "text" in names else None)
 
 
-def read(data: config.DataConfig, row: Mapping[str, Any]) -> Example | None:
+def read(data: config.DataConfig, row: JsonFields) -> Example | None:
     """Parse a row as `data.format` says; None if its columns are empty.
 
     Raises:
@@ -104,7 +108,7 @@ def digest(data: config.DataConfig, path: str, tokenizer: str) -> str:
 
 
 @lru_cache(maxsize=2)
-def template(path: str) -> Any:
+def template(path: str) -> "PreTrainedTokenizerBase":
     """Return transformers' tokenizer of this folder. Raises UserError unless it has a chat template."""
     try:
         import transformers
@@ -123,7 +127,7 @@ def template(path: str) -> Any:
     return found
 
 
-def _rendered(chat: Chat, tokenizer: Any) -> Document | None:
+def _rendered(chat: Chat, tokenizer: "PreTrainedTokenizerBase") -> Document | None:
     messages = chat.messages
     text = _text(tokenizer, chat, len(messages))
     ranges = []
@@ -134,7 +138,7 @@ def _rendered(chat: Chat, tokenizer: Any) -> Document | None:
     return Document(text, tuple(ranges)) if ranges else None
 
 
-def _turn_begins(tokenizer: Any, chat: Chat, at: int, until: str) -> int | None:
+def _turn_begins(tokenizer: "PreTrainedTokenizerBase", chat: Chat, at: int, until: str) -> int | None:
     """Return the character at which the loss of assistant turn `at` starts; None if it cannot be located.
 
     A template may end its prompt with text that it omits from finished chats, such as <think>. Then the loss starts
@@ -157,9 +161,10 @@ def _turn_begins(tokenizer: Any, chat: Chat, at: int, until: str) -> int | None:
 def _text(tokenizer: Any, chat: Chat, count: int, add_generation_prompt: bool = False) -> str:
     """Render the first `count` messages. Raises ValueError if the template refuses them."""
     messages: Sequence[Message] = list(chat.messages[:count])
-    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
     try:
-        text: str = tokenizer.apply_chat_template(messages, tools=chat.tools, **options)
+        text: str = tokenizer.apply_chat_template(
+            messages, tools=chat.tools, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
         return text
     except Exception as error:  # jinja's errors, and those that a template raises itself
         raise ValueError(f"the chat template refuses a chat ({' '.join(str(error).split())[:200]})") from None

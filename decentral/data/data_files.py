@@ -14,11 +14,15 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.core.plain_text import printable
+
+if TYPE_CHECKING:
+    import datasets
 
 READERS = {  # of files, by the ends of their names; the packed modules of datasets that read them
     ".parquet": "parquet",
@@ -49,7 +53,7 @@ class OpenedData:
     """A data set that is open for reading."""
 
     kind: str  # of READERS, or hub
-    set: Any  # datasets.IterableDataset
+    set: "datasets.IterableDataset"
     files: tuple[Path, ...]  # none of a set on the hub
     fingerprint: str  # of its content: the same wherever the files are
     left_out: str | None = None  # which files of the folder are not read, for the user
@@ -61,7 +65,7 @@ def opened(data: config.DataConfig) -> OpenedData:
     load = _library().load_dataset
     if Path(data.path).exists():
         kind, files = files_of(data.path, data.glob)
-        where: dict[str, Any] = {"data_files": [patterns.escape(str(one)) for one in files]}
+        where: dict[str, object] = {"data_files": [patterns.escape(str(one)) for one in files]}
         if kind in ("text", "json"):
             where |= {"keep_linebreaks": kind == "text", "encoding": "utf-8-sig"}
         name, fingerprint = "text" if kind == "json" else kind, _fingerprint(files)
@@ -187,7 +191,7 @@ def _fingerprint(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def _library() -> Any:
+def _library() -> ModuleType:
     """Return the module `datasets`, set up: silent, no telemetry, Zstandard readable. Raises UserError."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
@@ -201,4 +205,5 @@ def _library() -> Any:
     if "zstd" not in fsspec.compression.available_compressions():  # else it would need one more package
         unpack = lambda file, mode: pyarrow.CompressedInputStream(file, "zstd")  # noqa: E731
         fsspec.compression.register_compression("zstd", unpack, "zst")
-    return datasets
+    found: ModuleType = datasets
+    return found

@@ -17,18 +17,21 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 from decentral.core import config
 from decentral.core.errors import UserError
-from decentral.core.strict_json import JsonFields, JsonObject
+from decentral.core.strict_json import Json, JsonFields, JsonObject
 from decentral.data import chat_rows, conversations, data_files, pieces
 from decentral.data.conversations import Ranges
 from decentral.data.data_files import LEAST_PARTS
+
+if TYPE_CHECKING:
+    import pyarrow
 
 PIECE_CHARS = 16 * 1024  # of a long document, usually; the first of these sizes that gives enough pieces
 FINER = (PIECE_CHARS, PIECE_CHARS // 4, PIECE_CHARS // 16, PIECE_CHARS // 64)
@@ -66,7 +69,7 @@ class Batch:
 class Rows:
     """Rows that were read together, numbered in their shard, and where reading goes on."""
 
-    rows: list[tuple[int, Any]]
+    rows: list[tuple[int, Json]]
     state: State
     read: int
 
@@ -89,7 +92,8 @@ class Selection:
 
     shard: int
     piece_chars: int = PIECE_CHARS
-    wanted: Callable[[str], bool] = lambda text: True  # whether a piece with this text, or identity, is read
+    holding_out: HoldingOut | None = None  # of which the pieces are read that are held out, or the others; None: all
+    held_out: bool = False
     lane: int = 0  # of the shard's `lanes`: row n is in lane n % lanes, and of a text file piece n
     lanes: int = 1
     state: State | None = None  # where reading begins; None: where the shard does
@@ -98,6 +102,10 @@ class Selection:
     def takes(self, number: int) -> bool:
         """Return whether the row, or piece, of this number in the shard is in the lane."""
         return number % self.lanes == self.lane
+
+    def wants(self, text: str) -> bool:
+        """Return whether a piece with this text, or identity, is read."""
+        return self.holding_out is None or self.holding_out.holds(text) == self.held_out
 
 
 class Documents:
@@ -130,7 +138,7 @@ class Documents:
         self.per_shard = parts_of_a_shard(self.shards, least_parts, readers)
         self.parts = self.shards * self.per_shard
         self.unlearned = 0  # chats, or prompts, that were read, and of which nothing is learned
-        self._parsed: tuple[int, list[Any]] = (-1, [])  # the shard that was parsed as a whole, and its rows
+        self._parsed: tuple[int, list[Json]] = (-1, [])  # the shard that was parsed as a whole, and its rows
 
     @cached_property
     def holding_out(self) -> HoldingOut:
@@ -161,24 +169,22 @@ class Documents:
 
         Raises UserError where the data cannot be read.
         """
-        holding_out, (shard, lane) = self.holding_out, divmod(part, self.per_shard)
-
-        def trained(text: str) -> bool:
-            return not holding_out.holds(text)
-
-        yield from self._batches(Selection(shard, holding_out.piece_chars, trained, lane, self.per_shard, state, read))
+        trained, (shard, lane) = self.holding_out, divmod(part, self.per_shard)
+        lanes = self.per_shard
+        yield from self._batches(Selection(shard, trained.piece_chars, trained, False, lane, lanes, state, read))
 
     def held_out(self) -> Iterator[TextPiece]:
         """All pieces that are held out, in the order of the data."""
-        return self._all(self.holding_out.piece_chars, self.holding_out.holds)
+        return self._all(self.holding_out.piece_chars, self.holding_out)
 
     def all_pieces(self) -> Iterator[TextPiece]:
         """All pieces, in the order of the data."""
-        return self._all(PIECE_CHARS, lambda text: True)
+        return self._all(PIECE_CHARS, None)
 
-    def _all(self, piece_chars: int, wanted: Callable[[str], bool]) -> Iterator[TextPiece]:
+    def _all(self, piece_chars: int, holding_out: HoldingOut | None) -> Iterator[TextPiece]:
+        """The pieces that are held out; without `holding_out`, all."""
         for shard in range(self.shards):
-            for batch in self._batches(Selection(shard, piece_chars, wanted)):
+            for batch in self._batches(Selection(shard, piece_chars, holding_out, held_out=True)):
                 yield from batch.pieces
 
     def _identities(self, piece_chars: int) -> Iterator[str]:
@@ -208,24 +214,24 @@ class Documents:
             found = (self._pieces_of_row(selection, number, row) for number, row in rows.rows)
             yield Batch(tuple(itertools.chain.from_iterable(found)), rows.state, rows.read)
 
-    def _pieces_of_row(self, selection: Selection, number: int, row: Any) -> Iterator[TextPiece]:
+    def _pieces_of_row(self, selection: Selection, number: int, row: Json) -> Iterator[TextPiece]:
         shard = selection.shard
         found, at = self._read(shard, number, row), shard * PIECES_OF_SHARD + number * PIECES_OF_ROW
         if isinstance(found, str):
             texts = pieces.cut(found, selection.piece_chars)
             for place, text in enumerate(texts):
-                if selection.wanted(text):
+                if selection.wants(text):
                     yield TextPiece(text, at + place, not place, place + 1 == len(texts))
         elif found is not None:
             with self._naming(shard, number):
-                if not selection.wanted(found.identity):
+                if not selection.wants(found.identity):
                     return
                 made = conversations.document(found, self.tokenizer)
             self.unlearned += made is None
             if made is not None:
                 yield TextPiece(_encodable(made.text), at, True, True, made.learned)
 
-    def _read(self, shard: int, number: int, row: Any) -> conversations.Example | None:
+    def _read(self, shard: int, number: int, row: Json) -> conversations.Example | None:
         """Parse a row. Raises UserError, naming line and file, if it is not in `data.format`."""
         row = {"text": row} if isinstance(row, str) else row
         with self._naming(shard, number):
@@ -288,7 +294,9 @@ class Documents:
                     read := read + len(table),
                 )
 
-    def _parsed_lines(self, selection: Selection, lines: Any, read: int) -> Iterator[tuple[int, Any]]:
+    def _parsed_lines(
+        self, selection: Selection, lines: "pyarrow.ChunkedArray", read: int
+    ) -> Iterator[tuple[int, Json]]:
         own = [place for place in range(len(lines)) if selection.takes(read + place)]
         for place, line in zip(own, lines.take(own).to_pylist() if own else (), strict=True):
             if line.strip():
@@ -311,7 +319,7 @@ class Documents:
         own = [(number, row) for number, row in enumerate(rows) if selection.takes(number)]
         yield Rows(own, END_OF_ONE_VALUE, len(rows))
 
-    def _rows_of_table(self, table: Any, own: Sequence[int]) -> list[JsonObject]:
+    def _rows_of_table(self, table: "pyarrow.Table", own: Sequence[int]) -> list[JsonObject]:
         names = [name for name in table.column_names if name in conversations.columns(self.data)]
         if not names:
             return [dict.fromkeys(table.column_names)] * len(own)
@@ -323,7 +331,7 @@ class Documents:
         rows = [features.decode_example(row) for row in rows] if mixed else rows
         return [{name: _without_nulls(value) for name, value in row.items()} for row in rows]
 
-    def _tables(self, shard: int, state: State | None, size: int) -> Iterator[tuple[Any, State]]:
+    def _tables(self, shard: int, state: State | None, size: int) -> "Iterator[tuple[pyarrow.Table, State]]":
         """Yield the shard as tables of at most `size` rows, each with the state after it. Raises UserError."""
         rows = self.opened.set.shard(num_shards=self.shards, index=shard).with_format("arrow")
         files = self.opened.files
@@ -355,7 +363,7 @@ class Documents:
         def batch(texts: Sequence[str], ends: bool) -> Batch:
             numbered = list(enumerate(map(_encodable, texts), read))
             last = numbered[-1][0] if numbered and ends else None
-            own = [(number, text) for number, text in numbered if selection.takes(number) and selection.wanted(text)]
+            own = [(number, text) for number, text in numbered if selection.takes(number) and selection.wants(text)]
             first = selection.shard * PIECES_OF_SHARD
             made = (TextPiece(text, first + number, not number, number == last) for number, text in own)
             begin, skipped, _ = origins[0] if origins else (before, 0, 0)
@@ -423,7 +431,7 @@ def _is_one_value(lines: Sequence[str]) -> bool:
     return first.startswith("[") or first == "{"
 
 
-def _values(text: str) -> Iterator[Any]:
+def _values(text: str) -> Iterator[Json]:
     """Yield the JSON values of a text one after another, with lists unpacked. Raises ValueError."""
     decoder, at, end = json.JSONDecoder(), 0, len(text.rstrip())
     while at < end:
@@ -431,7 +439,7 @@ def _values(text: str) -> Iterator[Any]:
         yield from value if isinstance(value, list) else [value]
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: Json) -> Json:
     """Drop keys whose value is null: a table gives each row the keys of all rows."""
     if isinstance(value, dict):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}

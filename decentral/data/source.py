@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -65,7 +65,9 @@ class TrainingData(Protocol):
         """The micro-batches of one peer, on one of its devices."""
 
 
-def batch_of(windows_BT: npt.NDArray[Any], learned_BT: npt.NDArray[np.bool_] | None = None) -> tuple[Tensor, Tensor]:
+def batch_of(
+    windows_BT: npt.NDArray[np.generic], learned_BT: npt.NDArray[np.bool_] | None = None
+) -> tuple[Tensor, Tensor]:
     """inputs_BT and targets_BT of windows that have one position more, as each target is the next input.
 
     `learned_BT`: which of the windows' tokens are learned, the others being MASKED as targets; None: all.

@@ -179,7 +179,8 @@ class StreamReader:
             at = position
             if packer.count > context and (packer.count >= TOKENS_AT_ONCE or position.epoch > begin.epoch):
                 break
-        tokens_NT, learned_NT = _windows(*packer.take(), context)
+        tokens, learned = packer.take()
+        tokens_NT, learned_NT = _windows(tokens, learned, context)
         chance = rng.arrays(self.reading.seed, "windows", self.reading.peer, self.reading.rank, begin.number)
         order = chance.permutation(len(tokens_NT))
         return Windows(tokens_NT[order], learned_NT[order], begin, _numbered(at, begin.number + 1))

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,9 @@ from decentral.core import strict_json
 from decentral.core.errors import UserError
 from decentral.core.strict_json import JsonObject
 from decentral.model.families import CONFIG_FILE
+
+if TYPE_CHECKING:
+    import tokenizers
 
 TOKENIZER_FILE, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
 SPECIAL_TOKENS_FILE, GENERATION_FILE = "special_tokens_map.json", "generation_config.json"
@@ -33,7 +37,7 @@ OF_ONE_TEXT = ("padding", "truncation")  # parts of a tokenizer.json that say no
 class TextTokenizer:
     """Text to token numbers, and the tokens that stand around a document."""
 
-    tokenizer: Any  # tokenizers.Tokenizer
+    tokenizer: "tokenizers.Tokenizer"
     separator: int  # between two documents
     size: int  # every token is below it
     digest: str
@@ -81,7 +85,7 @@ def load(path: str, separator: str | None = None) -> TextTokenizer:
     return TextTokenizer(tokenizer, number, size, _digest(text, number), _before(tokenizer, known[0]), ends)
 
 
-def library() -> Any:
+def library() -> ModuleType:
     """The module `tokenizers`. Raises UserError where it is not installed."""
     try:
         import tokenizers
@@ -123,7 +127,7 @@ def settings(file: Path) -> JsonObject:
     return found
 
 
-def _before(tokenizer: Any, text: str) -> tuple[int, ...]:
+def _before(tokenizer: "tokenizers.Tokenizer", text: str) -> tuple[int, ...]:
     """Return the special tokens that the tokenizer adds at the start of a text, found by encoding `text`."""
     found = tokenizer.encode(text, add_special_tokens=True)
     marked = zip(found.ids, found.special_tokens_mask, strict=True)

@@ -63,7 +63,8 @@ class Compute(JobRunner):
         kernels = setup.kernels or TorchKernels(setup.codecs)
         tools = RuleTools(setup.codecs, kernels, setup.device.device.type == "cuda", run.train.optimizer)
         span = Span(run, setup.peer, tools, setup.device)
-        span.hold(*(setup.span or (0, span.model_layers)), drawn=not setup.state_expected)
+        first, last = setup.span or (0, span.model_layers)
+        span.hold(first, last, drawn=not setup.state_expected)
         retained, numbers = RetainedStateStore(setup.folder, run.digest()), MicroBatchNumbers.of(setup.folder)
         super().__init__(span, retained, numbers, run.synchronous)
         self.setup = setup
@@ -72,7 +73,6 @@ class Compute(JobRunner):
         self._saving = False
         self._broken = False  # a step has failed: only what is left to do, such as a checkpoint, is done
         self.threads = JobThreads(self.program, self._failure_of)
-        self.counters.beside_s = self.threads.take_beside_s
         ranks = setup.device.ranks
         reading = Reading(run.seed, setup.peer, setup.folder, ranks.rank, ranks.size)
         self.micro_batches = setup.corpus.micro_batches(reading)
@@ -153,8 +153,11 @@ class Compute(JobRunner):
         forward = setup.device.ranks.begin(span, self.counters)
         report = train_step(forward, self._fetch, span.inner, self.lr_step, setup.config.train, setup.device)
         self.counters.time.spent_on("training")
-        stepped = self.counters.stepped(report.tokens, report.loss, report.micro_batches)
+        stepped = self._stepped(report.tokens, report.loss, report.micro_batches)
         return replace(stepped, dropped=not report.tokens)
+
+    def _stepped(self, tokens: int, loss: float, micro_batches: int) -> jobs.Stepped:
+        return self.counters.stepped(tokens, loss, micro_batches, beside_s=self.threads.take_beside_s())
 
     def do(self, job: jobs.Job) -> jobs.Outcome:
         try:
@@ -261,7 +264,7 @@ class Compute(JobRunner):
         rejected = [(index, self.gossip.advance(index, sums)) for index, sums in job.sums]
         self.counters.lr_step, self.counters.versions = job.round, dict(job.versions)
         refused = tuple((index, peer, reason) for index, found in rejected for peer, reason in found)
-        return replace(self.counters.stepped(job.tokens, job.loss, job.micro_batches), refused=refused)
+        return replace(self._stepped(job.tokens, job.loss, job.micro_batches), refused=refused)
 
 
 def _said(error: Exception) -> str:

@@ -183,7 +183,8 @@ class JobRunner(ABC):
 
     def _export_retained(self, fragment: int) -> Program:
         yield Phase.BESIDE
-        return jobs.RetainedExported(fragment, *(self.retained.read(fragment) or (0, (), b"")))
+        step, layout, blob = self.retained.read(fragment) or (0, (), b"")
+        return jobs.RetainedExported(fragment, step, layout, blob)
 
     def _execute(self, job: jobs.Job) -> jobs.Outcome:
         """A job of a route."""
@@ -214,7 +215,11 @@ class JobRunner(ABC):
 
     def _apply(self, job: jobs.Apply) -> jobs.Stepped:
         applied = self.span.stages.apply(self.lr_step, job.slot)
-        return replace(self.counters.stepped(job.tokens, job.loss, job.micro_batches), applied=applied)
+        return replace(self._stepped(job.tokens, job.loss, job.micro_batches), applied=applied)
+
+    def _stepped(self, tokens: int, loss: float, micro_batches: int) -> jobs.Stepped:
+        """Count a step, and report it with the time that it took."""
+        return self.counters.stepped(tokens, loss, micro_batches)
 
     def _start(self, newcomer: bool) -> jobs.Started:
         self.gossip.begin(newcomer)

@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -34,7 +33,7 @@ from decentral.engine.island import BUCKET_BYTES, Island, follow
 RESTARTS = 100  # of an island; a device that fails every time must end it some day
 
 
-def island(arguments: Sequence[str], flags: Namespace, names: Sequence[str]) -> int:
+def island(arguments: Sequence[str], state_dir: str, names: Sequence[str]) -> int:
     """Runs this command as one rank for each device until it ends. Returns its exit code."""
     if names[0] == "cpu":
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // len(names))))
@@ -42,7 +41,7 @@ def island(arguments: Sequence[str], flags: Namespace, names: Sequence[str]) -> 
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are this file's
     for logger in ("agent.server.api", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{logger}").setLevel(logging.CRITICAL)
-    command = ("-m", "decentral.peer", *arguments, "--state-dir", flags.state_dir, "--device", ",".join(names))
+    command = ("-m", "decentral.peer", *arguments, "--state-dir", state_dir, "--device", ",".join(names))
     launcher = Launcher(command, len(names))
     for each in ending_signals():
         signal.signal(each, launcher.stop)
@@ -98,12 +97,12 @@ class Launcher:
         return LocalElasticAgent(spec, DefaultLogsSpecs(os.devnull))  # else it leaves a temporary folder
 
 
-def rank(flags: Namespace, place: Place, lead: Callable[[Island], None]) -> None:
+def rank(device: str, throttle: float, place: Place, lead: Callable[[Island], None]) -> None:
     """Takes this process's place in its island: rank 0 leads, as the peer, and the others follow."""
     end_with_parent(signal.SIGINT)
     for each in ending_signals():
         signal.signal(each, signal.SIG_DFL)  # a rank that waits for the others does so where Python cannot act
-    island = Island(measure.choose(flags.device, "auto", 1.0, 0.0).device)
+    island = Island(measure.choose(device, "auto", 1.0, 0.0).device)
     if place.rank == 0:
         for each in notices():
             signal.signal(each, signal.default_int_handler)
@@ -115,7 +114,7 @@ def rank(flags: Namespace, place: Place, lead: Callable[[Island], None]) -> None
     for each in notices():
         signal.signal(each, signal.SIG_IGN)  # rank 0 gets it as well, and tells the others when to finish
     try:
-        _follow(flags, island)
+        _follow(device, throttle, island)
     except (RuntimeError, UserError) as error:
         print(f"error: rank {place.rank} ends: {one_line(error)}", file=sys.stderr)
         raise SystemExit(1) from None
@@ -130,12 +129,12 @@ def notices() -> tuple[signal.Signals, ...]:
     return tuple(each for each in ending_signals() if each != signal.SIGTERM or ATTEMPT not in os.environ)
 
 
-def _follow(flags: Namespace, island: Island) -> None:
+def _follow(device: str, throttle: float, island: Island) -> None:
     assignment = island.assignment()
     if assignment is not None:
         train = assignment.run.train
-        device = measure.choose(flags.device, train.dtype, flags.throttle, train.emulated_micro_batch_s)
-        follow(island, assignment, replace(device, ranks=island))
+        chosen = measure.choose(device, train.dtype, throttle, train.emulated_micro_batch_s)
+        follow(island, assignment, replace(chosen, ranks=island))
     island.close()
 
 

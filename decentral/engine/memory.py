@@ -243,5 +243,5 @@ def keep_what_is_freed() -> None:
 def _mallopt(*options: tuple[int, int]) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        for option in options:
-            mallopt(*option)
+        for parameter, value in options:
+            mallopt(parameter, value)

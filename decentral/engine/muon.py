@@ -16,7 +16,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 
 from decentral.core.config import TrainConfig
 from decentral.core.errors import UserError
@@ -136,7 +136,7 @@ def cpu_multiplies_bf16() -> bool:
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
-class _FastestOnCpu(TorchFunctionMode):
+class _FastestOnCpu(BaseTorchFunctionMode):
     """Where torch.optim.Muon turns a matrix into bf16, it gets a copy of it in fp32 unless bf16 is faster.
 
     It turns them for the tensor cores of a GPU. A CPU without such units takes about twice as long in bf16; one that
@@ -152,4 +152,4 @@ class _FastestOnCpu(TorchFunctionMode):
     ) -> object:
         if func is Tensor.bfloat16 and not (cpu_multiplies_bf16() and min(args[0].shape) >= _BF16_SIDE):
             return args[0].to(torch.float32, copy=True)
-        return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]

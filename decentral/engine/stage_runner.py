@@ -143,7 +143,7 @@ class StageRunner:
 
     def compare(self, job: jobs.Compare) -> jobs.Compared:
         """What does not decode is like nothing."""
-        *others, newest = (self._decoded(job, *one) for one in job.gradients)
+        *others, newest = (self._decoded(job, layout, blob) for layout, blob in job.gradients)
         return jobs.Compared(job.token, tuple(likeness(newest, other) for other in others))
 
     def _decoded(self, job: jobs.Compare, layout: Layout, blob: bytes) -> Tensor | None:
@@ -217,9 +217,9 @@ class StageRunner:
             self._slow_down(execution, began, 1.0)
             return replace(done, number=number)
         self.pending[job.token] = execution
-        packed = self.activations.pack(execution.last, execution.output_BTD.detach(), targets_BT, job.thin)
+        layout, blob = self.activations.pack(execution.last, execution.output_BTD.detach(), targets_BT, job.thin)
         self._slow_down(execution, began, FORWARD_PART)
-        return jobs.ForwardDone(job.token, number, len(targets_BT), execution.tokens, *packed)
+        return jobs.ForwardDone(job.token, number, len(targets_BT), execution.tokens, layout, blob)
 
     def _accumulate(self, token: int, execution: PendingBackward, root: Tensor, gradient: Tensor | None) -> None:
         """Runs the graph backwards from `root`, whose gradient this is, and adds what it leaves to the sums."""
@@ -244,8 +244,8 @@ class StageRunner:
         if execution.input_BTD is None:
             return jobs.BackwardDone(job.token, execution.tokens, loss, (), b"")
         assert execution.input_BTD.grad is not None
-        packed = self.activations.encode_gradient(execution.input_BTD.grad, job.thin)
-        return jobs.BackwardDone(job.token, execution.tokens, loss, *packed)
+        layout, blob = self.activations.encode_gradient(execution.input_BTD.grad, job.thin)
+        return jobs.BackwardDone(job.token, execution.tokens, loss, layout, blob)
 
     def _slow_down(self, execution: PendingBackward, began: float, part: float) -> None:
         """`part`: of the computing of this micro-batch in these layers."""

@@ -39,12 +39,12 @@ class TimeAccount:
     def take(self, beside: Seconds = 0.0) -> TimeSpent:
         """What was spent since this was last taken."""
         taken, self._seconds = self._seconds, dict.fromkeys(KINDS, 0.0)
-        return TimeSpent(**taken, beside=beside)
+        return TimeSpent.by_kind({**taken, "beside": beside})
 
 
 @dataclass(slots=True)
 class Counters:
-    """A checkpoint keeps all of these but `time` and `beside_s`."""
+    """A checkpoint keeps all of these but `time`."""
 
     own_steps: int = 0  # inner steps that this peer has taken
     lr_step: int = 0  # the swarm's learning-rate step, as far as this peer knows it
@@ -52,14 +52,18 @@ class Counters:
     micro_batches: int = 0  # the number of this peer's next micro-batch
     versions: dict[int, bytes] = field(default_factory=dict)  # by fragment, in synchronous runs: comm/rounds
     time: TimeAccount = field(default_factory=TimeAccount, compare=False)
-    beside_s: Callable[[], Seconds] = field(default=lambda: 0.0, compare=False)  # the worker's, since it was last asked
 
-    def stepped(self, tokens: int, loss: float, micro_batches: int, steps: int = 1) -> jobs.Stepped:
-        """Counts so many steps, taken with so many tokens, and reports them with the time that they took."""
+    def stepped(
+        self, tokens: int, loss: float, micro_batches: int, steps: int = 1, beside_s: Seconds = 0.0
+    ) -> jobs.Stepped:
+        """Counts so many steps, taken with so many tokens, and reports them with the time that they took.
+
+        `beside_s`: processor time of the worker since it was last reported.
+        """
         self.own_steps += steps
         self.lr_step += steps
         self.tokens += tokens
-        spent = self.time.take(self.beside_s())
+        spent = self.time.take(beside_s)
         return jobs.Stepped(self.own_steps, self.lr_step, tokens, loss, spent, micro_batches)
 
     def follow(self, lr_step: int, exactly: bool = False) -> None:
@@ -147,11 +151,10 @@ class Device:
         mixed = self.dtype != torch.float32
         return torch.autocast(self.device.type, dtype=self.dtype if mixed else torch.bfloat16, enabled=mixed)
 
-    def sent(self, *tensors: Tensor) -> list[Tensor]:
-        """Return these tensors on the device. The host goes on while they are copied to a GPU, from pinned memory."""
-        if self.device.type == "cuda":
-            tensors = tuple(tensor.pin_memory() for tensor in tensors)
-        return [tensor.to(self.device, non_blocking=True) for tensor in tensors]
+    def sent(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return this batch on the device. The host goes on while it is copied to a GPU, from pinned memory."""
+        inputs_BT, targets_BT = (one.pin_memory() for one in batch) if self.device.type == "cuda" else batch
+        return inputs_BT.to(self.device, non_blocking=True), targets_BT.to(self.device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +180,11 @@ def train_step(
     batches = [fetch() for _ in range(train.accumulate)]
     own_tokens = [decoder.trained_tokens(targets_BT) for _, targets_BT in batches]
     losses, tokens = [], sum(own_tokens) * ranks.size
-    for number, (inputs_BT, targets_BT) in enumerate(batches, 1):
+    for number, batch in enumerate(batches, 1):
         with ranks.micro_batch(last=number == len(batches)):
             with device.autocast():
-                loss = forward.loss(*device.sent(inputs_BT, targets_BT))
+                inputs_BT, targets_BT = device.sent(batch)
+                loss = forward.loss(inputs_BT, targets_BT)
             part = loss / (sum(own_tokens) / own_tokens[number - 1])
             part.backward()  # type: ignore[no-untyped-call]
         losses.append(part.detach())
@@ -209,10 +213,10 @@ def parts_of(batch: tuple[Tensor, Tensor], at_once: int) -> Iterator[tuple[Tenso
 @torch.no_grad()
 def held_out_part(forward: ModelForward, part: tuple[Tensor, Tensor], device: Device) -> float:
     """The sum of the losses of these sequences' tokens, in nats."""
-    inputs_BT, targets_BT = part
     with device.autocast():
-        loss = forward.loss(*device.sent(inputs_BT, targets_BT))
-    return float(loss) * decoder.trained_tokens(targets_BT)
+        inputs_BT, targets_BT = device.sent(part)
+        loss = forward.loss(inputs_BT, targets_BT)
+    return float(loss) * decoder.trained_tokens(part[1])
 
 
 class Chain:
@@ -246,7 +250,7 @@ class Chain:
         """What enters the last layer."""
         if not self.entering:
             return self.trunk(tokens_BT)
-        zeros_BTD = torch.zeros(*tokens_BT.shape, self.entering, device=tokens_BT.device, dtype=self.dtype)
+        zeros_BTD = torch.zeros((*tokens_BT.shape, self.entering), device=tokens_BT.device, dtype=self.dtype)
         return self.trunk(zeros_BTD.requires_grad_())
 
 

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from decentral.core import config
@@ -69,7 +68,7 @@ def placed(layers: Sequence[nn.Module], run: config.Config, device: torch.device
     return [layer.to(device) for layer in layers]
 
 
-class Undrawn(TorchFunctionMode):
+class Undrawn(BaseTorchFunctionMode):
     """Within it, layers are built and their weights keep whatever the memory holds, for others will take their place.
 
     To draw the initial weights takes most of the time of building a large model.
@@ -79,13 +78,14 @@ class Undrawn(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        function: Callable[..., Any],
-        _: Sequence[type],
-        values: Sequence[Any] = (),
-        named: Mapping[str, Any] | None = None,
-    ) -> Any:
-        named = named or {}
-        return named["tensor"] if function in self.DRAWS else function(*values, **named)
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func in self.DRAWS and kwargs:
+            return kwargs["tensor"]
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 def parameters(model: config.ModelConfig) -> list[int]:
@@ -116,8 +116,14 @@ def sizes(model: config.ModelConfig) -> list[LayerSizes]:
         return [LayerSizes((table,)), *[block] * model.depth, LayerSizes((table,), gains=(width,))]
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         shapes = [[p.shape for p in layer.parameters()] for layer in _users_layers(model)]
-    kinds: list[Callable[[int], bool]] = [lambda ndim: ndim == 2, lambda ndim: ndim > 2, lambda ndim: ndim < 2]
-    return [LayerSizes(*(tuple(s.numel() for s in own if kind(len(s))) for kind in kinds)) for own in shapes]
+    return [
+        LayerSizes(
+            matrices=tuple(shape.numel() for shape in own if len(shape) == 2),
+            larger=tuple(shape.numel() for shape in own if len(shape) > 2),
+            gains=tuple(shape.numel() for shape in own if len(shape) < 2),
+        )
+        for own in shapes
+    ]
 
 
 def widths(model: config.ModelConfig) -> list[int]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +25,7 @@ from decentral.core.config import ModelConfig
 from decentral.core.errors import UserError
 from decentral.model import families as model_families
 
+T = TypeVar("T")
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TIED = {HEAD: EMBEDDING, EMBEDDING: HEAD}  # each stands for the other where a folder ties them and has one
@@ -151,7 +152,7 @@ class Folder:
             self._open[name] = self._stack.enter_context(safe_open(self.path / name, framework="pt"))
         return self._open[name]
 
-    def _read(self, what: Callable[[], Any]) -> Any:
+    def _read(self, what: Callable[[], T]) -> T:
         try:
             return what()
         except (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -31,7 +31,8 @@ class ChatTemplate:
         """The conversation up to where the model speaks. Raises ApiError where the template refuses it."""
         turns = [{"role": one.role, "content": one.text} for one in messages]
         try:
-            return self.template.render(messages=turns, add_generation_prompt=True, tools=None, **self.special)
+            said = {**self.special, "messages": turns, "add_generation_prompt": True, "tools": None}
+            return self.template.render(said)
         except (TemplateError, TypeError, ValueError) as error:
             text = f"the model's chat template: {' '.join(str(error).split())[:200]}"
             raise ApiError(400, text, "invalid_value", "messages") from None

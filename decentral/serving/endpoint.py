@@ -12,7 +12,7 @@ browser names an origin that is not ours, and no plain form can send JSON.
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,6 +50,9 @@ BODY_S = 20.0  # in which a request's body has to be here
 ANSWER_S = 600.0  # after which an answer ends where it is
 UNREAD_S = 60.0  # that a program may leave an answer unread which has ended
 LOOK_AFTER_TOKENS = 8  # whether a program still waits for a whole answer
+
+Begin = Callable[[LoadedModel], Completion]
+"""Begins the answer to one request."""
 
 
 def api(served: ServedModel) -> Starlette:
@@ -106,7 +109,7 @@ class Endpoint:
             raise ApiError(400, shared.one_line(error), "out_of_memory", "max_tokens") from None
         return Completion(model, prompt, sampling, asked.stops, device)
 
-    async def _answer(self, request: Request, asked: TextRequest, begin: Any, kind: type[ApiReply]) -> Response:
+    async def _answer(self, request: Request, asked: TextRequest, begin: Begin, kind: type[ApiReply]) -> Response:
         """Raises ApiError, as long as nothing of the answer was sent."""
         model = self.served.of_name(asked.model)
         async with AsyncExitStack() as stack:

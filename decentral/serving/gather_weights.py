@@ -18,6 +18,7 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_CHUNK_BYTES, Refused, StateChunk, StateRequest
 from decentral.comm.wire.transport import AskError, Transport
 from decentral.core import config
+from decentral.core.at_once import at_once
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.fragments import Fragment, Layout
 from decentral.core.ids import PeerId, RunId
@@ -198,7 +199,7 @@ async def gather(
                 shares.setdefault(peer, []).append((fragment, layout))
         if not shares:
             break
-        await asyncio.gather(*(_give(transport, run, found[peer], share) for peer, share in shares.items()))
+        await at_once(_give(transport, run, found[peer], share) for peer, share in shares.items())
     given = [one for one in found.values() if one.weights]
     for fragment in replicas.missing(settings, {index: one.weights[index] for one in given for index in one.weights}):
         why = "; ".join(f"peer {one.name}: {plain_text(one.trouble)}" for one in found.values() if one.trouble)

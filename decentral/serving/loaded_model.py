@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from decentral.core.config import ModelConfig, validated
 from decentral.core.errors import UserError
@@ -17,6 +17,9 @@ from decentral.model.start_weights import ADAPTER
 from decentral.serving import gather_weights, replicas
 from decentral.serving.gather_weights import GatheredRun
 
+if TYPE_CHECKING:
+    from torch import nn
+
 SEED_BITS = 32
 
 
@@ -25,7 +28,7 @@ class LoadedModel:
     """A model's layers on the CPU, what its tokens mean, and whose weights it has."""
 
     config: ModelConfig
-    layers: Sequence[Any]  # torch modules
+    layers: Sequence["nn.Module"]
     codec: TextCodec
     source: str
 

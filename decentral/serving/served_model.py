@@ -10,7 +10,6 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from decentral.commands import shared
 from decentral.core.errors import UserError
@@ -32,7 +31,7 @@ AGAIN_S = 20.0  # until the next try, where one has failed
 GATHERING_SHARE = 0.05  # of the time, at most
 WEIGHT_FILES = "*.safetensors"
 
-Load = Callable[[], Coroutine[Any, Any, LoadedModel | None]]
+Load = Callable[[], Coroutine[object, None, LoadedModel | None]]
 """The newest weights; None: they are those that it gave last. Raises UserError."""
 
 

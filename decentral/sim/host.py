@@ -23,7 +23,6 @@ from decentral.comm.wire.transport import (
     Found,
     Lookup,
     Reply,
-    knows_all,
 )
 from decentral.core import jobs
 from decentral.core.ids import PeerId
@@ -110,6 +109,11 @@ class Pace:
     steps_at_once: int = 1 << 30  # real gradients are made one by one
 
 
+class Reporter(Protocol):
+    def report(self, job: jobs.Job | None, outcome: jobs.Outcome) -> None:
+        """Take the outcome of a job, or of steps."""
+
+
 @dataclass(slots=True)
 class Engine:
     """A training thread in virtual time."""
@@ -118,7 +122,7 @@ class Engine:
     training: Training
     pace: Pace
     chance: Random
-    report: Callable[[jobs.Job | None, jobs.Outcome], None]
+    reporter: Reporter = field(repr=False, compare=False)
     inbox: deque[jobs.Job] = field(default_factory=deque)
     spent: TimeSpent = NO_TIME  # since the last report of steps
     began: Seconds | None = None  # when the present steps began; None: it is idle
@@ -184,7 +188,7 @@ class Engine:
         computing_s = part * self._drawn_step_s() if part else 0.0
         outcome = self.training.do(job)
         job_s = computing_s + self.pace.job_s + _handled_bytes(job, outcome) / self.pace.job_bytes
-        self.spent += TimeSpent.of({time_kind(job): job_s})
+        self.spent += TimeSpent.by_kind({time_kind(job): job_s})
         if computing_s or isinstance(outcome, jobs.Stepped):
             self.last_computed = self.agenda.now + job_s
         if isinstance(outcome, jobs.Stepped):
@@ -199,10 +203,10 @@ class Engine:
         job_s = self.pace.job_s + _handled_bytes(job, outcome) / self.pace.job_bytes
         self.spent += TimeSpent(beside=job_s)
         self._beside_until = max(self.agenda.now, self._beside_until) + job_s
-        self.agenda.at(self._beside_until, lambda: self.report(job, outcome))
+        self.agenda.at(self._beside_until, lambda: self.reporter.report(job, outcome))
 
     def _done(self, job: jobs.Job, outcome: jobs.Outcome) -> None:
-        self.report(job, outcome)
+        self.reporter.report(job, outcome)
         self.doing = False
         self._go_on()
 
@@ -227,7 +231,7 @@ class Engine:
             self.last_computed = self.agenda.now
             spent = self.spent + TimeSpent(training=count * self._step_s)
             self.began, self.spent = self.began + count * self._step_s, NO_TIME
-            self.report(None, self.training.take_steps(count, spent))
+            self.reporter.report(None, self.training.take_steps(count, spent))
 
     def _at(self, when: Seconds, action: Callable[[], None]) -> None:
         self._cancel()
@@ -256,9 +260,9 @@ class VirtualHost:
         self.node, self.connection, self.training, self.clock = node, connection, training, clock
         self.agenda, self.peer = connection.network.agenda, node.setup.own.peer
         uplink, private = VirtualUplink(self.agenda, node.meter.pace), node.setup.private
-        shares = QuestionShares(node.answers.knows, private.admits if private else knows_all)
+        shares = QuestionShares(node.answers.knows, private)
         self.port = Port(self.peer, uplink, self._serve, node.answers.blob_bound, shares, private)
-        self.engine = Engine(self.agenda, training, pace, chance, self._report)
+        self.engine = Engine(self.agenda, training, pace, chance, self)
         self.observer, self.journal = observer, journal
         self.ended: str | None = None
         self._requests: dict[int, Respond] = {}
@@ -320,7 +324,7 @@ class VirtualHost:
         self._requests[self._last_request] = self.connection.falsified(sender, respond)
         self.deliver(Asked(self._last_request, sender, envelope))
 
-    def _report(self, job: jobs.Job | None, outcome: jobs.Outcome) -> None:
+    def report(self, job: jobs.Job | None, outcome: jobs.Outcome) -> None:
         if self.ended is not None:  # what the worker was encoding died with it
             return
         if job is not None and self.observer is not None:

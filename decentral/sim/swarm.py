@@ -39,11 +39,10 @@ from decentral.sim.network.virtual_network import Network
 from decentral.sim.simulated_peer import SimulatedPeer
 from decentral.sim.surrogate import SurrogateWorkload
 from decentral.sim.surrogate_model import NUMBERS, PlainCodecs, SurrogateModel, SyntheticCodecs
-from decentral.sim.virtual_claims import DelayedDirectory, VirtualClock, measured, play, wait
+from decentral.sim.virtual_claims import EPOCH, DelayedDirectory, VirtualClock, measured, play, wait
 from decentral.sim.virtual_signer import VirtualSigner
 
 RUN = RunId("simulated-000000")
-EPOCH = 1_700_000_000.0  # unix time at the agenda's zero
 CONTACT_GUESSES = 20
 DIRECTORY_DELAYS = 6  # a lookup in the DHT takes as long as this many delays of a link
 CLOCKS_COMPARED_S = 10.0  # as often as a real peer that is alone tries the addresses that it knows
@@ -180,7 +179,7 @@ class SimulatedSwarm:
         member.choose_layers()
         life = member.lives
         directory = DelayedDirectory(self.records, member.peer, _lookup_s(self.geography))
-        request, clock = self._span_request(member), VirtualClock(self.clock(member))
+        request, clock = self._span_request(member), VirtualClock(self.agenda, member)
 
         def claimed(found: claim_span.ClaimedSpan) -> None:
             if member.claiming and member.lives == life:
@@ -242,7 +241,7 @@ class SimulatedSwarm:
             host.thaw()
 
     def clock(self, member: SimulatedPeer) -> Callable[[], Seconds]:
-        return lambda: EPOCH + self.agenda.now + member.skew_s + member.clock_s
+        return VirtualClock(self.agenda, member).now
 
     def jump_clock(self, member: SimulatedPeer, seconds: Seconds) -> None:
         """Sets a machine's clock. From the first jump on, peers compare their clocks."""

@@ -10,8 +10,10 @@ from decentral.core.units import Seconds
 from decentral.peers.membership.swarm_size import Look
 from decentral.sim.network.agenda import Agenda
 from decentral.sim.network.virtual_directory import Records, VirtualDirectory
+from decentral.sim.simulated_peer import SimulatedPeer
 
 T = TypeVar("T")
+EPOCH = 1_700_000_000.0  # unix time at the agenda's zero
 
 
 @types.coroutine
@@ -32,9 +34,13 @@ def play(agenda: Agenda, work: Coroutine[Seconds, None, T], done: Callable[[T], 
 
 @dataclass(frozen=True, slots=True)
 class VirtualClock:
-    """A Clock (scheduler/placement/claim_span.py) that waits on the agenda."""
+    """The clock of a simulated peer (a Clock of scheduler/placement/claim_span.py), which waits on the agenda."""
 
-    now: Callable[[], Seconds]
+    agenda: Agenda
+    member: SimulatedPeer
+
+    def now(self) -> Seconds:
+        return EPOCH + self.agenda.now + self.member.skew_s + self.member.clock_s
 
     async def sleep(self, seconds: Seconds) -> None:
         await wait(seconds)

@@ -87,7 +87,7 @@ def _time_shares(steps: Sequence[Line]) -> dict[str, float]:
 
 def time_spent(steps: Iterable[Line]) -> TimeSpent:
     """What a peer's training thread did in the time of these `step` lines of its journal."""
-    return sum((TimeSpent.of({"training": line["seconds"], **line["aside"]}) for line in steps), TimeSpent())
+    return sum((TimeSpent.by_kind({"training": line["seconds"], **line["aside"]}) for line in steps), TimeSpent())
 
 
 def _of_replicas(folders: Sequence[Path]) -> tuple[float | None, float | None]:

@@ -7,9 +7,10 @@ When a fragment is here, samples of what each donor sent are compared with other
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Protocol
 
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_CHUNK_BYTES, MOST_FOLLOWED, Refused, StateChunk, StateRequest
@@ -54,8 +55,8 @@ class Incoming:
     refetched_for: int = 0  # the step of another fragment, for which this one was fetched again
     _from: int = 0  # all pieces before this offset are here or requested
 
-    def fetch_from(self, retained: bool) -> None:
-        """Choose where the pieces come from: from peers' disks, or from holders."""
+    def fetch_retained(self, retained: bool) -> None:
+        """Fetch a state that peers have retained on their disks; else that of the fragment's holders."""
         self.retained = retained
 
     def looked_for_holder(self, found: bool) -> None:
@@ -133,6 +134,13 @@ class FetchTag(Tag):
     sample_of: PeerId | None = None
 
 
+class StateHolders(Protocol):
+    """Knows which peers have the state of a fragment."""
+
+    def can_donate(self, peer: PeerId, fragment: Fragment) -> bool:
+        """Whether this peer can be asked for the fragment."""
+
+
 @dataclass(slots=True)
 class Fetch:
     """Requests the pieces of all incoming fragments from a few donors, until everything is here."""
@@ -140,7 +148,7 @@ class Fetch:
     run: RunId
     tag: type[FetchTag]  # class of the requests' tags
     chance: Random
-    holds: Callable[[PeerId, Fragment], bool]  # whether a peer can be asked for a fragment
+    holders: StateHolders = field(repr=False, compare=False)
     exact: bool = False  # whether all pieces of a fragment have to be of one version
     incoming: dict[int, Incoming] = field(default_factory=dict)
     donors: list[PeerId] = field(default_factory=list)
@@ -191,7 +199,7 @@ class Fetch:
         others = [peer for peer in willing if peer not in kept]
         self.donors = kept + self.chance.sample(others, max(0, min(len(others), DONORS - len(kept))))
         for one in self.missing():  # one more donor for each of them that none of the donors holds
-            holders = [peer for peer in willing if self.holds(peer, one.fragment)]
+            holders = [peer for peer in willing if self.holders.can_donate(peer, one.fragment)]
             if holders and not {*holders} & {*self.donors}:
                 self.donors.append(self.chance.choice(holders))
 
@@ -207,7 +215,7 @@ class Fetch:
         """Whether all holders of some missing fragment have been left out: then they are asked again."""
         if max(self.failures.values(), default=0) < FAILURES:
             return False
-        held_by = ([peer for peer in known if self.holds(peer, one.fragment)] for one in self.missing())
+        held_by = ([peer for peer in known if self.holders.can_donate(peer, one.fragment)] for one in self.missing())
         return any(holders and all(self.failures[peer] >= FAILURES for peer in holders) for holders in held_by)
 
     def missing(self) -> list[Incoming]:
@@ -264,7 +272,7 @@ class Fetch:
         index = incoming.fragment.index
         for donor, (_, peak) in sorted(incoming.largest.items()):
             others = [peer for peer in self.known if peer != donor and peer not in self.accused]
-            others = [peer for peer in others if self.holds(peer, incoming.fragment)]
+            others = [peer for peer in others if self.holders.can_donate(peer, incoming.fragment)]
             if len(others) < WITNESSES or len(self.accused) >= cross_check.most_accused(self.known):
                 continue
             self.chance.shuffle(others)
@@ -333,7 +341,7 @@ class Fetch:
 
     def _in_turn(self, donor: PeerId, position: int) -> list[Incoming]:
         """The fragments that this donor holds. Donors in different positions begin with different ones."""
-        held = [one for _, one in sorted(self.incoming.items()) if self.holds(donor, one.fragment)]
+        held = [one for _, one in sorted(self.incoming.items()) if self.holders.can_donate(donor, one.fragment)]
         turn = position % len(held) if held else 0
         return held[turn:] + held[:turn]
 

@@ -8,10 +8,11 @@ beside a swarm that has trained would be worth nothing, and no other peer could 
 The donors' side is peers/joining/donor.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from random import Random
+from typing import Protocol
 
 from decentral.comm.wire.transport import Answered, AskFailed, Effect, Event
 from decentral.core.fragments import Fragment, Layout
@@ -42,6 +43,19 @@ class JoinTag(FetchTag):
     """StateRequest of a newcomer."""
 
 
+class JoinView(Protocol):
+    """What a newcomer needs to know of the swarm; peers/runtime/peer_selection.py has it from the roster."""
+
+    def donates(self, peer: PeerId, fragment: Fragment) -> bool:
+        """Whether this peer may be asked for the fragment, by its record."""
+
+    def newest_retained(self, fragment: int) -> tuple[int, Sequence[PeerId]]:
+        """Return the step of the newest state that was retained of this fragment, and who has it."""
+
+    def swarm_step(self) -> int | None:
+        """Return the median step of the peers that train; None where too few are known."""
+
+
 @dataclass(slots=True)
 class Join:
     run: RunId
@@ -51,9 +65,7 @@ class Join:
     own_step: int  # learning-rate step of our checkpoint; 0 without one
     restored: bool  # whether there is a checkpoint
     chance: Random
-    holds: Callable[[PeerId, Fragment], bool] = lambda peer, fragment: True
-    newest_retained: Callable[[int], tuple[int, Sequence[PeerId]]] = lambda index: (-1, ())  # step, and who has it
-    swarm_step: Callable[[], int | None] = lambda: None  # median step of the peers that train; None: too few are known
+    view: JoinView = field(repr=False, compare=False)
     exact: bool = False  # whether all pieces of a fragment have to be of one version
     has_weights: bool = False  # whether this peer can train without a donor: from a checkpoint, or from before
     waits: str = ""  # why there are no weights yet, for the user; "": they come, or are here
@@ -64,7 +76,7 @@ class Join:
     fetch: Fetch = field(init=False)
 
     def __post_init__(self) -> None:
-        self.fetch = Fetch(self.run, JoinTag, self.chance, self._can_donate, self.exact)
+        self.fetch = Fetch(self.run, JoinTag, self.chance, self, self.exact)
 
     @property
     def has_state(self) -> bool:
@@ -102,7 +114,7 @@ class Join:
         known = sorted({*live, *self.contacts})
         self._prefer_retained(known)
         missing, said = self.fetch.missing(), list[Effect]()
-        self.fetch.choose([peer for peer in known if any(self._can_donate(peer, one.fragment) for one in missing)])
+        self.fetch.choose([peer for peer in known if any(self.can_donate(peer, one.fragment) for one in missing)])
         if not self.fetch.donors and (not known or now > self.fetch.last_piece_at + GIVE_UP_S):
             if not self._waits_for_silent_holders(known):
                 self.fetch.keep_complete()
@@ -111,7 +123,7 @@ class Join:
         if not self.fetch.donors:
             self.fetch.failures.clear()
         incoming = self.fetch.incoming.values()
-        known_donor = any(self._can_donate(peer, one.fragment) for peer in known for one in incoming)
+        known_donor = any(self.can_donate(peer, one.fragment) for peer in known for one in incoming)
         if known and not live and not known_donor and not (self.has_weights and now >= self.began_at + GIVE_UP_S):
             self.wake_at = now + JOIN_RETRY_S  # contacts are there, but their records, with their spans, are not yet
             return said
@@ -130,7 +142,7 @@ class Join:
         if self.has_weights or not silent:
             return False
         incoming = self.fetch.incoming.values()
-        if any(self._can_donate(peer, one.fragment) for peer in silent for one in self.fetch.missing()):
+        if any(self.can_donate(peer, one.fragment) for peer in silent for one in self.fetch.missing()):
             return True
         return any(one.had_holder for one in incoming) and not any(one.complete() for one in incoming)
 
@@ -144,22 +156,22 @@ class Join:
         """Fetches a retained state of fragments that nobody holds, unless our checkpoint has a newer one."""
         for index, one in self.fetch.incoming.items():
             if not one.pieces:
-                held = any(self.holds(peer, one.fragment) for peer in known)
-                one.fetch_from(retained=not held and self._should_fetch_retained(index))
+                held = any(self.view.donates(peer, one.fragment) for peer in known)
+                one.fetch_retained(not held and self._should_fetch_retained(index))
 
     def _should_fetch_retained(self, fragment: int) -> bool:
-        step, retainers = self.newest_retained(fragment)
+        step, retainers = self.view.newest_retained(fragment)
         return bool(retainers) and (not self.restored or step > self.own_step)
 
     def _start_from_what_is_here(self) -> list[Effect]:
         return self._import() if self.fetch.incoming else self._finish("checkpoint" if self.restored else "alone")
 
-    def _can_donate(self, peer: PeerId, fragment: Fragment) -> bool:
+    def can_donate(self, peer: PeerId, fragment: Fragment) -> bool:
         """Whether it holds the fragment, or, where we fetch a retained state, whether it has the newest one."""
         incoming = self.fetch.incoming.get(fragment.index)
         if incoming is None or not incoming.retained:
-            return self.holds(peer, fragment)
-        return peer in self.newest_retained(fragment.index)[1]
+            return self.view.donates(peer, fragment)
+        return peer in self.view.newest_retained(fragment.index)[1]
 
     def _skip_fragments_without_holder(self, known: Sequence[PeerId]) -> list[Effect]:
         """Fragments that no other peer holds keep our checkpoint's weights, or the initial ones.
@@ -169,7 +181,7 @@ class Join:
         """
         effects, some_are_here = list[Effect](), any(one.complete() for one in self.fetch.incoming.values())
         for index, one in list(self.fetch.incoming.items()):
-            has_holder = any(self._can_donate(peer, one.fragment) for peer in known)
+            has_holder = any(self.can_donate(peer, one.fragment) for peer in known)
             one.looked_for_holder(has_holder)
             if has_holder:
                 continue
@@ -205,7 +217,7 @@ class Join:
 
     def _first_step(self) -> int:
         """The learning-rate step to begin with, by the donors, unless the records of the others contradict them."""
-        known = None if self.exact else self.swarm_step()
+        known = None if self.exact else self.view.swarm_step()
         return self.fetch.step if known is None else min(self.fetch.step, CLOCK_TIMES * known + CLOCK_MORE)
 
     def _start_over(self, reason: str, now: Seconds) -> list[Effect]:

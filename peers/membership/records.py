@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, Protocol, TypeVar
 
 import msgpack
 from pydantic import AfterValidator, Field, Strict, TypeAdapter, ValidationError
@@ -190,11 +190,15 @@ def require_valid(record: PeerRecord) -> None:
         raise UserError(f"{field}: {first['msg']}, but it is {str(first['input'])[:300]!r}: {unseen}") from None
 
 
+class RecordSource(Protocol):
+    def compose_record(self, now: Seconds, leaving: bool) -> PeerRecord:
+        """Return our own record of this moment."""
+
+
 def checked(adapter: TypeAdapter[T], body: bytes) -> T:
     """The value in a msgpack body, every field within its bounds. Raises ProtocolError if it is anything else."""
     try:
-        fields: Any = msgpack.unpackb(body, use_list=False, strict_map_key=True)
-        return adapter.validate_python(fields)
+        return adapter.validate_python(msgpack.unpackb(body, use_list=False, strict_map_key=True))
     except ValidationError as error:
         raise ProtocolError(Reason.FIELDS, f"{error.error_count()} wrong") from None
     except Exception as error:  # msgpack raises many kinds of errors for garbage

@@ -6,9 +6,10 @@ copies are about to expire is announced again by a few of those who read it, dra
 while the founder is away. Whom it names is out of the roster at once, and its streams end (Exclude).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field
 from random import Random
+from typing import Protocol
 
 from decentral.comm.wire.identity import MAX_LIFETIME_S, Signer
 from decentral.comm.wire.private_swarm import PrivateSwarm, revoked_key
@@ -49,13 +50,22 @@ class MembershipOver:
 WatchEffect = Announce | Lookup | Exclude | MembershipOver | Log
 
 
+class MemberRoster(Protocol):
+    """The peers of which we know; about as many look for revocations."""
+
+    @property
+    def live(self) -> Sized: ...
+
+    def exclude(self, peer: PeerId, now: Seconds) -> list[Log]:
+        """Drop a peer that is no member any more."""
+
+
 @dataclass(slots=True)
 class RevocationWatch:
     own: Signer
     private: PrivateSwarm
     chance: Random
-    peers: Callable[[], int]  # how many others look for revocations, roughly
-    exclude: Callable[[PeerId, Seconds], list[Log]]  # what a peer's exclusion makes of the roster
+    roster: MemberRoster = field(repr=False, compare=False)
     _look_at: Seconds = 0.0
     _told: bool = False  # whether the end of our membership was told
     _warned: bool = False
@@ -96,7 +106,7 @@ class RevocationWatch:
             effects += self._learn(packed, now)
             copies += packed == self.private.revocations.packed and expires > now + FRESH_S
         missing = COPIES - copies if self.private.revocations.number else 0
-        if self.chance.random() * (1 + self.peers()) < missing and self.private.over() is None:
+        if self.chance.random() * (1 + len(self.roster.live)) < missing and self.private.over() is None:
             effects.append(self._announce(now))
         return effects + self._over()
 
@@ -105,7 +115,7 @@ class RevocationWatch:
         if excluded is None:
             return []
         line = log("revoked", number=self.private.revocations.number, peers=sorted(excluded))
-        dropped = [effect for peer in excluded for effect in self.exclude(peer, now)]
+        dropped = [effect for peer in excluded for effect in self.roster.exclude(peer, now)]
         return [Exclude(tuple(excluded), packed), line, *dropped]
 
     def _announce(self, now: Seconds) -> Announce:

@@ -15,7 +15,7 @@ and we refuse theirs. So a peer whose clock differs from all others' knows that 
 import bisect
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from random import Random
@@ -32,7 +32,7 @@ from decentral.core.machine import Log, Woke, log
 from decentral.core.reasons import SILENT, Reason
 from decentral.core.units import Seconds
 from decentral.peers.membership import records
-from decentral.peers.membership.records import RENEWALS, PeerRecord
+from decentral.peers.membership.records import RENEWALS, PeerRecord, RecordSource
 from decentral.peers.membership.revocation_watch import RevocationWatch, WatchEffect
 from decentral.peers.membership.swarm_size import SPLIT, SwarmSize, level_of, published
 
@@ -240,7 +240,7 @@ class Roster:
     run: RunId
     own: Signer
     limits: SwarmConfig
-    compose: Callable[[Seconds, bool], PeerRecord]  # our own record: (now, leaving)
+    source: RecordSource = field(repr=False, compare=False)
     size: SwarmSize
     holders: Holders
     live: dict[PeerId, RosterEntry] = field(default_factory=dict)
@@ -299,7 +299,7 @@ class Roster:
 
     def watch_revocations(self, private: PrivateSwarm, chance: Random) -> RevocationWatch:
         """From now on members whom the founder of this private swarm revokes are excluded."""
-        self.revocations = RevocationWatch(self.own, private, chance, lambda: len(self.live), self.exclude)
+        self.revocations = RevocationWatch(self.own, private, chance, self)
         return self.revocations
 
     def exclude(self, peer: PeerId, now: Seconds) -> list[Log]:
@@ -319,7 +319,7 @@ class Roster:
         return [*announced]
 
     def _announce(self, now: Seconds, leaving: bool) -> list[Announce]:
-        record = replace(self.compose(now, leaving), renew_s=self.size.renew_s)
+        record = replace(self.source.compose_record(now, leaving), renew_s=self.size.renew_s)
         body, keys = records.pack(record), published(self.run, self.own.peer, self.size.level)
         if leaving:  # those of another level that we had before have to hear of it as well
             keys = list(dict.fromkeys([*keys, *(key for key, until in self._published.keys.items() if until > now)]))

@@ -5,8 +5,9 @@ questions that wait are therefore known; they are refused when this peer leaves,
 they are about.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from decentral.comm.rounds.round import Rounds
 from decentral.comm.wire import messages
@@ -35,12 +36,17 @@ ROUND_QUESTIONS = (messages.RoundQuery, messages.CollectRequest)
 NO_FRAGMENT = -1
 
 
+class AnsweringPeer(Protocol):
+    def is_training(self) -> bool:
+        """Whether this peer trains; else it is joining."""
+
+
 @dataclass(slots=True)
 class Answers:
     """Answers what no other machine is registered for in `handlers`, and gives the rest to those that are."""
 
     setup: PresentSetup
-    trains: Callable[[], bool]  # whether this peer trains; else it is joining
+    peer: AnsweringPeer = field(repr=False, compare=False)
     handlers: Handlers
     progress: TrainingProgress
     donor: Donor
@@ -109,7 +115,7 @@ class Answers:
 
     def lease_refusal(self, event: Asked) -> list[Effect]:
         """Refuse a lease while this peer does not train; [] where nothing speaks against it."""
-        return [] if self.trains() else [_reply(event, Refused(Reason.UNEXPECTED))]
+        return [] if self.peer.is_training() else [_reply(event, Refused(Reason.UNEXPECTED))]
 
     def lease(self, event: Asked, now: Seconds) -> list[Effect]:
         """Answer a LeaseRequest where this peer never changes its layers."""
@@ -122,7 +128,7 @@ class Answers:
         message = event.envelope.message
         assert isinstance(message, messages.StateRequest)
         fallen_behind = self.rounds is not None and self.rounds.behind != ""
-        if not self.trains() and (self.setup.now.restored_step is None or fallen_behind):
+        if not self.peer.is_training() and (self.setup.now.restored_step is None or fallen_behind):
             return [_reply(event, Refused(Reason.NOT_READY))]
         known = self.knows(event.sender)
         if self.rounds and known:

@@ -7,6 +7,7 @@ Before it begins it compares its clock with those of the peers that it has reach
 differ. It does so once: a clock that jumped under a running peer would confuse each of its deadlines.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -24,7 +25,7 @@ def steady_s() -> Seconds:
 
 
 class SwarmClock:
-    """Call it for the time."""
+    """Call it for the time, or `now`."""
 
     def __init__(self, wall: Callable[[], Seconds] = time.time, steady: Callable[[], Seconds] = steady_s) -> None:
         self._wall, self._steady = wall, steady
@@ -32,6 +33,12 @@ class SwarmClock:
 
     def __call__(self) -> Seconds:
         return self._steady() + self._offset
+
+    def now(self) -> Seconds:
+        return self()
+
+    async def sleep(self, seconds: Seconds) -> None:
+        await asyncio.sleep(seconds)
 
     def agree(self, ahead_s: Sequence[Seconds]) -> Seconds:
         """Takes the swarm's time, and gives the seconds by which the clock was set.

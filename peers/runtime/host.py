@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, assert_never
+from typing import Protocol, assert_never
 
 from decentral.comm.gossip.gossip_cost import CoresUsed
 from decentral.comm.wire import transport as wire
@@ -225,7 +225,7 @@ class Host:
         delay_s = max(0.0, wake_at - self.now())
         self._timer, self._timer_at = asyncio.get_running_loop().call_later(delay_s, self._wake), wake_at
 
-    def _spawn(self, work: Coroutine[Any, Any, object], name: str | None = None) -> None:
+    def _spawn(self, work: Coroutine[object, None, object], name: str | None = None) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -288,7 +288,7 @@ class Host:
         while True:
             await asyncio.sleep(CORES_S)
             now = self._processor()
-            self._deliver(CoresUsed(*(new - old for new, old in zip(now, known, strict=True))))
+            self._deliver(now.since(known))
             known = now
 
     async def _report_clock(self) -> None:
@@ -304,10 +304,10 @@ class Host:
                 self.journal.write("clock", jumped_s=round(jumped_s, 1))
                 ahead_s += jumped_s
 
-    def _processor(self) -> tuple[Seconds, Seconds, Seconds, Seconds]:
-        """The clock, the processor time of training, that of this thread and of the network, and that of nobody."""
+    def _processor(self) -> CoresUsed:
+        """Return the processor time since some moment long ago; the network's has that of this thread, too."""
         network_s = time.thread_time() + self.transport.processor_s()
-        return time.monotonic(), self.compute.training_s(), network_s, _idle_s()
+        return CoresUsed(time.monotonic(), self.compute.training_s(), network_s, _idle_s())
 
     # Leaving
 

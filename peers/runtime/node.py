@@ -119,9 +119,7 @@ class Node:
             routes=self.routes,
         )
         progress, rounds = self.progress, self.rounds
-        self.answers = Answers(
-            self.present, self._is_training, self.handlers, progress, self.donor, self.gossip, rounds
-        )
+        self.answers = Answers(self.present, self, self.handlers, progress, self.donor, self.gossip, rounds)
         self.handlers.register(self.answers.exported, jobs.StateExported, jobs.RetainedExported)
         if self.route_planner and setup.memory_budget and not setup.whole and not run.synchronous:
             self._make_spans(self.route_planner)
@@ -133,7 +131,7 @@ class Node:
         holders = Holders(setup.own.peer, setup.layers if setup.routes else 0)  # only routes ask for holders
         roster_chance = rng.stream(run.seed, "roster", setup.own.peer)
         size = SwarmSize(setup.run, setup.own.peer, roster_chance, setup.start, lambda: self.gossip.period_s)
-        self.roster = Roster(setup.run, setup.own, run.swarm, self._compose_record, size, holders)
+        self.roster = Roster(setup.run, setup.own, run.swarm, self, size, holders)
         step, judge = setup.restored_step or 0, Divergence(math.log(run.model.vocabulary))
         self.progress = TrainingProgress(
             run.train, run.swarm, setup.stop_after, lr_step=step, evaluates=setup.whole, divergence=judge
@@ -176,9 +174,7 @@ class Node:
             own_step=step,
             restored=restored,
             chance=chance,
-            holds=selection.donates,
-            newest_retained=selection.newest_retained,
-            swarm_step=selection.swarm_step,
+            view=selection,
             exact=setup.config.synchronous,
             has_weights=restored or self.progress.joined_at is not None,
         )
@@ -241,7 +237,7 @@ class Node:
     # Events that concern several machines
 
     def _woke(self, event: Woke, now: Seconds) -> list[PeerEffect]:
-        if self.routes and self._is_training():
+        if self.routes and self.is_training():
             late_s = now - (self.wake_at or now)
             if late_s > STOPPED_S:
                 self.routes.was_stopped(late_s)
@@ -260,7 +256,7 @@ class Node:
             effects += self.span_manager.moved(event, now)
         effects += self.donor.forget_old(now)
         totals = self.traffic.lines(now)
-        return [*effects, *totals, *([self.own_record.status()] if totals and self._is_training() else [])]
+        return [*effects, *totals, *([self.own_record.status()] if totals and self.is_training() else [])]
 
     def _asked(self, event: Asked, now: Seconds) -> Sequence[PeerEffect]:
         if event.sender not in self.roster.live:
@@ -372,11 +368,11 @@ class Node:
 
     # What the machines ask the node
 
-    def _is_training(self) -> bool:
+    def is_training(self) -> bool:
         return self.phase is NodePhase.TRAINING
 
-    def _compose_record(self, now: Seconds, leaving: bool) -> PeerRecord:
-        return self.own_record.compose("leaving" if leaving else "training" if self._is_training() else "joining", now)
+    def compose_record(self, now: Seconds, leaving: bool) -> PeerRecord:
+        return self.own_record.compose("leaving" if leaving else "training" if self.is_training() else "joining", now)
 
 
 def _is_due(wake_at: Seconds | None, now: Seconds) -> bool:

@@ -59,9 +59,7 @@ class SpanManager:
         replicas, hidden_bytes = run.routes.holders, WIRE_BYTES[run.routes.wire] * run.model.d_model
         self.span_move = SpanMove(setup.run, own.peer, budget, self, chances[0], replicas, setup.held)
         self.layer_recovery = LayerRecovery(own.peer, budget.needs, chances[1])
-        self.swarm_plans = SwarmPlans(
-            setup.run, own, budget.needs, hidden_bytes, replicas, run.seed, chances[2], self._known_for_s
-        )
+        self.swarm_plans = SwarmPlans(setup.run, own, budget.needs, hidden_bytes, replicas, run.seed, chances[2], self)
 
     def review(self, now: Seconds) -> list[Effect | EvaluatePlans]:
         """Begins a move if this peer should hold other layers: lost ones in its turn, or those of the adopted plan."""
@@ -170,7 +168,7 @@ class SpanManager:
     def _is_retained(self, fragment: int) -> bool:
         return self.retains(fragment) or bool(self.retainers(fragment))
 
-    def _known_for_s(self, peer: PeerId, now: Seconds) -> Seconds | None:
+    def known_for_s(self, peer: PeerId, now: Seconds) -> Seconds | None:
         entry = self.selection.roster.live.get(peer)
         return None if entry is None else now - entry.since
 

@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Sequence
 
 from decentral.comm.net import ports
-from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.identity import Signer
+from decentral.comm.wire.network import PeerNetwork, peer_network
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.temporary import temporary_folder
 from decentral.peers.membership import records
@@ -20,13 +20,13 @@ from decentral.peers.startup.reach_swarm import SwarmAccess, connect
 ANSWERS_S = 5.0  # for the answer of a peer that runs; without one the check is skipped
 
 
-async def refuse_copy(access: SwarmAccess, own: Signer, transport: Libp2p, named: Sequence[str]) -> None:
+async def refuse_copy(access: SwarmAccess, own: Signer, transport: PeerNetwork, named: Sequence[str]) -> None:
     """Check that no peer with this identity runs elsewhere.
 
     Args:
         access: The run, its DHT, and the addresses of this start.
         own: This peer's identity.
-        transport: This peer's own libp2p node.
+        transport: This peer's own network.
         named: Addresses given by --join; those that end in this peer's id are tried too.
 
     Raises:
@@ -37,10 +37,11 @@ async def refuse_copy(access: SwarmAccess, own: Signer, transport: Libp2p, named
     if not places:
         return
     with temporary_folder() as folder:
-        caller: Libp2p | None = None
+        caller: PeerNetwork | None = None
         try:
             try:  # without a limit of its own: on a loaded machine a daemon takes long, and the check counts there, too
-                caller = await Libp2p.start(folder / "identity.key", [ports.LOOPBACK], [], only_dials=True)
+                key = folder / "identity.key"
+                caller = await peer_network().start(key, [ports.LOOPBACK], [], access.clock, only_dials=True)
             except UserError:  # the check is worth no failed start
                 return
             async with asyncio.timeout(ANSWERS_S):

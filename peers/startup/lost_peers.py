@@ -13,8 +13,8 @@ import asyncio
 import random
 from collections.abc import Collection, Mapping, Sequence
 
-from decentral.comm.net.libp2p import Libp2p
-from decentral.comm.net.libp2p_directory import HivemindDirectory
+from decentral.comm.wire.network import PeerNetwork, SwarmDirectory
+from decentral.core.at_once import at_once
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 from decentral.peers.runtime.clock import MOST_FINDERS, agreed_s, difference
@@ -29,11 +29,8 @@ Places = Sequence[tuple[str, ...]]
 AddressesByPeer = Mapping[PeerId, tuple[str, ...]]
 
 
-async def look_for_the_lost(host: Host, join: Sequence[str]) -> None:
+async def look_for_the_lost(host: Host, transport: PeerNetwork, directory: SwarmDirectory, join: Sequence[str]) -> None:
     """Until it is cancelled. `join`: the addresses of --join, because a name there may lead somewhere else by now."""
-    transport, directory = host.transport, host.directory
-    assert isinstance(transport, Libp2p)
-    assert isinstance(directory, HivemindDirectory)
     looked_at = host.now()
     while True:
         await asyncio.sleep(ALONE_LOOK_S)
@@ -59,7 +56,7 @@ def some_finders(connections: AddressesByPeer, live: Collection[PeerId]) -> Addr
 
 
 async def time_to_take(
-    transport: Libp2p, directory: HivemindDirectory, found: Sequence[PeerId], known: Mapping[PeerId, Sequence[str]]
+    transport: PeerNetwork, directory: SwarmDirectory, found: Sequence[PeerId], known: Mapping[PeerId, Sequence[str]]
 ) -> Seconds:
     """How far those are ahead of our clock that this peer would go by if it started again; 0 if that changes nothing.
 
@@ -72,8 +69,8 @@ async def time_to_take(
     return agreed_s(await directory.clocks_ahead_s(everyone))
 
 
-async def meet(transport: Libp2p, directory: HivemindDirectory, places: Places) -> list[PeerId]:
+async def meet(transport: PeerNetwork, directory: SwarmDirectory, places: Places) -> list[PeerId]:
     """Puts those that answer at these places into our node's routing table."""
     found = await connect_all(transport, places)
-    await asyncio.gather(*map(directory.meet, found))
+    await at_once(map(directory.meet, found))
     return found

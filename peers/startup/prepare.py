@@ -7,31 +7,29 @@ train         until Ctrl-C or --stop-after; then save and leave
 To load this module takes about a second: decentral/commands/peer.py does it while libp2p starts.
 """
 
-import argparse
 import asyncio
 import secrets
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from decentral import __version__
 from decentral.comm.codecs import blockwise
 from decentral.comm.gossip.kernel_choice import best_kernels
 from decentral.comm.gossip.outer_kernels import OuterKernels
 from decentral.comm.net.keep_daemon import keep_daemon
-from decentral.comm.net.libp2p import Libp2p
-from decentral.comm.net.libp2p_directory import NETWORK_ERRORS
-from decentral.comm.wire.identity import Signer
+from decentral.comm.wire.network import PeerNetwork
 from decentral.comm.wire.private_swarm import may_train
+from decentral.comm.wire.transport import AskError
 from decentral.commands import shared
 from decentral.core.errors import UserError
 from decentral.core.jobs import DIVERGED
 from decentral.core.journal.file import Journal
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.plain_text import plain_text
-from decentral.core.units import Amount
 from decentral.data import corpora as data
 from decentral.data import run_inputs
 from decentral.engine import checkpoint, launch, measure, memory
@@ -48,11 +46,11 @@ from decentral.peers.runtime.host import NOTHING_TO_SAVE, Host
 from decentral.peers.runtime.node import Node
 from decentral.peers.runtime.setup import NodeSetup
 from decentral.peers.startup import invitation_files, state
+from decentral.peers.startup.flags import PeerStart
 from decentral.peers.startup.lost_peers import look_for_the_lost
 from decentral.peers.startup.reach_swarm import SwarmAccess
 from decentral.scheduler.placement.claim_span import (
     ClaimedSpan,
-    RealClock,
     RoutedModel,
     SpanRequest,
     claim,
@@ -61,7 +59,11 @@ from decentral.scheduler.placement.claim_span import (
 )
 from decentral.scheduler.placement.move import MemoryBudget
 from decentral.view import terminal
+from decentral.view.page.child import DashboardProcess
 from decentral.view.page.record_lines import feed_page, watch_for_page
+
+if TYPE_CHECKING:
+    from decentral.view.metrics_server import MetricsServer
 
 ADDRESSES_S = 15.0  # between two looks at this machine's addresses
 STEPS_REPORTED_S = 0.2  # how often, at most
@@ -72,26 +74,25 @@ def prove_kernels(device: str) -> tuple[OuterKernels, str]:
     return best_kernels(measure.choose(device, "auto", 1.0, 0.0).device, blockwise)
 
 
-async def claim_layers(
-    flags: argparse.Namespace, folder: state.StateFolder, own: Signer, transport: Libp2p, access: SwarmAccess
-) -> tuple[SpanRequest, ClaimedSpan]:
+async def claim_layers(start: PeerStart, access: SwarmAccess) -> tuple[SpanRequest, ClaimedSpan]:
     """Claims this peer's layers. A peer that comes back keeps those of its checkpoint. Raises UserError."""
     shared.stage("choosing which layers this peer holds")
-    device = measure.choose(flags.device, access.config.train.dtype, 1.0, 0.0)
+    own, wanted = access.signer(start.own), start.flags.peer.memory
+    device = measure.choose(start.device, access.config.train.dtype, 1.0, 0.0)
     try:
-        kept = checkpoint.span(folder.path)
+        kept = checkpoint.span(start.folder.path)
     except DamagedCheckpoint as error:
-        _without(error, flags, access)
+        _without(error, start, access)
         kept = None
-    if flags.island:
-        memory_bytes = launch.model_bytes(flags.memory, access.config, kept, flags.island)
+    if start.island:
+        memory_bytes = launch.model_bytes(wanted, access.config, kept, start.island)
     else:
-        memory_bytes = flags.memory or measure.memory_bytes(device.device)
+        memory_bytes = wanted or measure.memory_bytes(device.device)
     originates = may_train(access.private, own.peer)
     request = SpanRequest(access.config, access.run, own, access.addresses, memory_bytes, kept, originates)
     needs = memory.needs_on(access.config, device)
-    silent = partial(silent_peers, transport)
-    claimed = await claim(request, needs, access.directory, silent, RealClock(access.clock))
+    silent = partial(silent_peers, access.network)
+    claimed = await claim(request, needs, access.directory, silent, access.clock)
     if not originates and (claimed.span is None or access.config.synchronous):
         limits = "a part of the model (give less --memory), in a run that is not synchronous"
         raise UserError(f"this peer's invitation is to donate: it may hold {limits}; ask for one to train")
@@ -100,18 +101,12 @@ async def claim_layers(
 
 
 async def prepare(
-    flags: argparse.Namespace,
-    folder: state.StateFolder,
-    transport: Libp2p,
-    access: SwarmAccess,
-    request: SpanRequest,
-    claimed: ClaimedSpan,
-    proven: tuple[OuterKernels, str],
+    start: PeerStart, access: SwarmAccess, request: SpanRequest, claimed: ClaimedSpan, kernels: OuterKernels
 ) -> Host:
     """Build the node and its host. Raise UserError if the device, the data or the checkpoint cannot be used."""
-    run, own = access.config, request.own
-    device = measure.choose(flags.device, run.train.dtype, flags.throttle, run.train.emulated_micro_batch_s)
-    device = replace(device, ranks=flags.island or ALONE)
+    run, own, flags, folder = access.config, request.own, start.flags, start.folder
+    device = measure.choose(start.device, run.train.dtype, flags.peer.throttle, run.train.emulated_micro_batch_s)
+    device = replace(device, ranks=start.island or ALONE)
     if claimed.span is not None:
         memory.give_back_what_is_freed()
     else:
@@ -121,17 +116,16 @@ async def prepare(
     corpus = data.load(run.data, run.model)
     expected = bool(access.contacts) or request.kept is not None
     computing = ComputeSetup(run, own.peer, corpus, blockwise, device, folder.path, claimed.span)
-    kernels, flags.kernels = proven
     shared.stage("building the model")
     compute = Compute(replace(computing, state_expected=expected, kernels=kernels, report_s=STEPS_REPORTED_S))
-    flags.warnings.extend(corpus.warnings)
+    start.warnings.extend(corpus.warnings)
     try:
         restored = compute.resume()
     except DamagedCheckpoint as error:
-        _without(error, flags, access)
+        _without(error, start, access)
         restored = False
-    if flags.island:
-        flags.island.assign(Assignment(run, own.peer, compute.micro_batch, folder.path), compute.span)
+    if start.island:
+        start.island.assign(Assignment(run, own.peer, compute.micro_batch, folder.path), compute.span)
     needs, swarm = memory.needs_on(run, device), Look(access.directory, access.run, own.peer)
     await swarm.measure()
     setup = NodeSetup(
@@ -141,11 +135,11 @@ async def prepare(
         fragments=compute.fragments,
         state_layouts=compute.gossip.state_layouts(),
         layers=compute.span.model_layers,
-        profile=_profile(flags, folder, compute, claimed.memory_bytes),
+        profile=_profile(flags.peer.region, folder, compute, claimed.memory_bytes),
         addresses=access.addresses,
         contacts=access.contacts,
         restored_step=compute.lr_step if restored else None,
-        stop_after=Amount.parse(flags.stop_after) if flags.stop_after else None,
+        stop_after=flags.stop_after,
         routes=stage_config(request, _model(compute, needs), compute.fragments, claimed.capacity),
         memory_budget=MemoryBudget(needs, claimed.memory_bytes, compute.span.all_state_layouts()),
         retained=compute.retained_states(),
@@ -158,15 +152,15 @@ async def prepare(
     now = access.clock
     journal, book = Journal(folder.path / "journal.jsonl", now), AddressBook.load(folder.path / "peers.json")
     keep = partial(invitation_files.keep_revocations, folder.path)
-    return Host(Node(setup), transport, access.directory, compute, journal, book, now, keep_revocations=keep)
+    return Host(Node(setup), access.network, access.directory, compute, journal, book, now, keep_revocations=keep)
 
 
-def _without(error: DamagedCheckpoint, flags: argparse.Namespace, access: SwarmAccess) -> None:
+def _without(error: DamagedCheckpoint, start: PeerStart, access: SwarmAccess) -> None:
     """Lets the peer start from the swarm instead. Where nobody is there the user has to decide: raises UserError."""
     if not access.contacts:
         raise error
     try:
-        flags.warnings.append(error.set_aside())
+        start.warnings.append(error.set_aside())
     except OSError:
         raise error from None
 
@@ -177,7 +171,7 @@ def _model(compute: Compute, needs: MemoryNeeds) -> RoutedModel:
     return RoutedModel(compute.span.cuts, most, needs.activations, compute.span.forms)
 
 
-def _profile(flags: argparse.Namespace, folder: state.StateFolder, compute: Compute, memory_bytes: int) -> Profile:
+def _profile(region: str, folder: state.StateFolder, compute: Compute, memory_bytes: int) -> Profile:
     """The device's profile: measured once for this device, model and version, then read from the state folder."""
     device = compute.setup.device
     part = f" {compute.span.share}" if compute.span.share < 1 else ""
@@ -197,28 +191,34 @@ def _profile(flags: argparse.Namespace, folder: state.StateFolder, compute: Comp
         memory_bytes=memory_bytes,  # --memory says how much of it is for the model
         flops=measured.flops,
         tokens_per_s=measured.tokens_per_s,
-        region=flags.region,
+        region=region,
         software=f"decentral {__version__}",
     )
 
 
-async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host) -> None:
-    """Run the host until it stops, and show its progress.
+async def train(
+    start: PeerStart,
+    access: SwarmAccess,
+    host: Host,
+    kernels: str,
+    page: DashboardProcess | None,
+    metrics_server: "MetricsServer | None",
+) -> None:
+    """Run the host until it stops, and show its progress. `kernels`: which kernels of gossip it has, and why.
 
     Raises:
         SystemExit: 1 after an error or a failed save, 2 after divergence.
         UserError: If this peer is no member of the swarm any more.
     """
-    node, setup = host.node, host.node.setup
-    shown: terminal.Display = (
-        terminal.LiveDisplay() if sys.stdout.isatty() and not flags.plain else terminal.LineDisplay()
-    )
-    terminal.say(f"kernels of gossip: {flags.kernels}")
+    node, setup, flags, folder = host.node, host.node.setup, start.flags, start.folder
+    live = sys.stdout.isatty() and not flags.plain
+    shown: terminal.Display = terminal.LiveDisplay() if live else terminal.LineDisplay()
+    terminal.say(f"kernels of gossip: {kernels}")
     shown.introduce(node, folder.path)
     terminal.say(terminal.openness(setup, folder.path))
-    if flags.page:
-        terminal.say(f"the page: {flags.page.url}")
-    for warning in flags.warnings:
+    if page:
+        terminal.say(f"the page: {page.url}")
+    for warning in start.warnings:
         terminal.say(f"warning: {warning}")
     host.journal.write(
         "started",
@@ -226,27 +226,28 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
         run=setup.run,
         addresses=setup.addresses,
         device=setup.profile.device,
-        throttle=flags.throttle,
-        kernels=flags.kernels,
+        throttle=flags.peer.throttle,
+        kernels=kernels,
         region=setup.profile.region,
         first=setup.fragments[0].first,
         last=setup.fragments[-1].last,
     )
-    for warning in flags.warnings:
+    for warning in start.warnings:
         host.journal.write("error", reason=warning)
-    if flags.island:
-        host.journal.write("island", ranks=[asdict(member) for member in flags.island.members])
-    loop = asyncio.get_running_loop()
-    for name in launch.notices() if flags.island else shared.ending_signals():
-        loop.add_signal_handler(name, host.stop, "interrupted")
-    tasks = [
-        asyncio.create_task(work)
-        for work in (_show(host, shown), look_for_the_lost(host, flags.join), _revive(host), _watch_addresses(host))
-    ]
-    if flags.page:
-        tasks += [asyncio.create_task(work(host, flags.page)) for work in (feed_page, watch_for_page)]
+    if start.island:
+        host.journal.write("island", ranks=[asdict(member) for member in start.island.members])
+    for name in launch.notices() if start.island else shared.ending_signals():
+        asyncio.get_running_loop().add_signal_handler(name, host.stop, "interrupted")
+    works = (
+        _show(host, shown),
+        look_for_the_lost(host, access.network, access.directory, flags.join),
+        _revive(host, access.network),
+        _watch_addresses(host, access.network),
+        *((feed_page(host, page), watch_for_page(host, page)) if page else ()),
+    )
+    tasks = [asyncio.create_task(work) for work in works]
     try:
-        async with _observed(flags, host):
+        async with _observed(host, flags.peer.log, metrics_server):
             reason = await host.run()
     finally:
         for task in tasks:
@@ -254,27 +255,32 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
         shown.close()
         host.journal.close()
     terminal.farewell(node, folder.path, reason, host.unsaved)
+    _exit(reason, host.unsaved)
+
+
+def _exit(reason: str, unsaved: str) -> None:
+    """Raise what `train` raises where a peer has stopped for this reason."""
     if reason.startswith(NO_MEMBER):
         raise UserError(reason.removeprefix(f"{NO_MEMBER}: "))
     if reason.startswith(DIVERGED):
         raise SystemExit(2)  # the user can mend it; whatever starts peers again would let this one diverge again
-    if reason.startswith("error") or host.unsaved not in ("", NOTHING_TO_SAVE):
+    if reason.startswith("error") or unsaved not in ("", NOTHING_TO_SAVE):
         raise SystemExit(1)
 
 
 @asynccontextmanager
-async def _observed(flags: argparse.Namespace, host: Host) -> AsyncIterator[None]:
-    """Lets others look on while the host runs, as the flags say."""
+async def _observed(host: Host, logs: Sequence[str], metrics_server: "MetricsServer | None") -> AsyncIterator[None]:
+    """Lets others look on while the host runs."""
     async with AsyncExitStack() as stack:
-        if flags.metrics:
+        if metrics_server:
             from decentral.view.metrics_server import metrics_served
 
-            url = await stack.enter_async_context(metrics_served(flags.metrics_server, host))
+            url = await stack.enter_async_context(metrics_served(metrics_server, host))
             terminal.say(f"metrics for Prometheus at {url}")
-        if flags.log:
+        if logs:
             from decentral.view.scalar_logs import scalars_logged
 
-            await stack.enter_async_context(scalars_logged(flags.log, host))
+            await stack.enter_async_context(scalars_logged(logs, host))
         yield
 
 
@@ -284,13 +290,12 @@ async def _show(host: Host, shown: terminal.Display) -> None:
         shown.update(host.node, host.now(), host.troubles())
 
 
-async def _watch_addresses(host: Host) -> None:
+async def _watch_addresses(host: Host, transport: PeerNetwork) -> None:
     """Tell the others when this machine has other addresses: another network, a new lease, a relay that was found."""
-    transport, known = host.transport, host.node.setup.addresses
-    assert isinstance(transport, Libp2p)
+    known = host.node.setup.addresses
     while True:
         await asyncio.sleep(ADDRESSES_S)
-        with suppress(*NETWORK_ERRORS):  # the daemon may be starting again
+        with suppress(AskError):  # the network may be starting again
             found = records.publishable(await transport.addresses())
             if records.has_moved(known, found):
                 known = found
@@ -298,8 +303,6 @@ async def _watch_addresses(host: Host) -> None:
                 host.journal.take(told.event, told.fields)
 
 
-async def _revive(host: Host) -> None:
-    """Keep the libp2p daemon running; stop the peer if it cannot be restarted."""
-    transport = host.transport
-    assert isinstance(transport, Libp2p)
-    host.stop(f"error: {await keep_daemon(transport, host.now, partial(host.watch.note, 'libp2p'))}")
+async def _revive(host: Host, transport: PeerNetwork) -> None:
+    """Keep the network open; stop the peer if it cannot be opened again."""
+    host.stop(f"error: {await keep_daemon(transport, host.now, partial(host.watch.note, 'network'))}")

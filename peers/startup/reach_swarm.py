@@ -1,6 +1,5 @@
 """How a peer gets into its swarm: the run that it is in, the peers that answer it, and its node of the DHT."""
 
-import argparse
 import asyncio
 import secrets
 import time
@@ -10,18 +9,17 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from decentral.comm.net.libp2p import Libp2p
-from decentral.comm.net.libp2p_directory import HivemindDirectory
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.invitations import FOR_EVER, Permission, is_private
 from decentral.comm.wire.messages import Welcome
+from decentral.comm.wire.network import PeerNetwork, SwarmDirectory
 from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm, revoked_key
 from decentral.comm.wire.transport import AskError
 from decentral.commands import shared
 from decentral.core import config, received
+from decentral.core.at_once import at_once
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
-from decentral.core.own_inputs import OwnInputs
 from decentral.core.reasons import Reason
 from decentral.data import run_inputs
 from decentral.peers.membership import records, swarm_size
@@ -29,6 +27,7 @@ from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.revocation_watch import ENDINGS
 from decentral.peers.runtime.clock import SwarmClock, difference
 from decentral.peers.startup import invitation_files, state
+from decentral.peers.startup.flags import PeerStart, StartFlags
 from decentral.peers.startup.invitation_files import FounderFile
 from decentral.peers.startup.visit import NobodyAnswers, refused_member, say_hello
 from decentral.scheduler.placement import plans
@@ -50,7 +49,8 @@ class SwarmAccess:
     run: RunId
     config: config.Config
     contacts: tuple[PeerId, ...]
-    directory: HivemindDirectory
+    network: PeerNetwork
+    directory: SwarmDirectory
     addresses: tuple[str, ...]
     clock: SwarmClock
     private: PrivateSwarm | None  # None: the swarm is public
@@ -64,35 +64,30 @@ class SwarmAccess:
 class OwnRun:
     """What a peer knows of its run before it asks anybody."""
 
-    own: OwnInputs
     kept: Run | None  # of its folder
     known: Run | None  # that one, or the one that begins here; None: the swarm at --join has it
 
 
-def own_run(flags: argparse.Namespace, folder: state.StateFolder, peer: PeerId) -> OwnRun:
+def own_run(flags: StartFlags, folder: state.StateFolder) -> OwnRun:
     """Return the run of the folder, or a new one without --join. Raises UserError for flags that cannot be meant."""
-    own = OwnInputs.named_by(flags)
-    kept = folder.read_run(own)
-    flags.join = [address for address in flags.join if not address.endswith(f"/p2p/{peer}")]
+    kept = folder.read_run(flags.own)
     _check_flags(flags, kept, folder.path)
-    return OwnRun(own, kept, kept if kept or flags.join else _begin(flags, folder.path, own))
+    return OwnRun(kept, kept if kept or flags.join else _begin(flags, folder.path))
 
 
-async def reach_swarm(
-    flags: argparse.Namespace, folder: state.StateFolder, begun: OwnRun, transport: Libp2p, clock: SwarmClock
-) -> SwarmAccess:
+async def reach_swarm(start: PeerStart, begun: OwnRun, transport: PeerNetwork, clock: SwarmClock) -> SwarmAccess:
     """The run is the folder's, else the swarm's at --join, else a new one; the clock becomes the swarm's.
 
     Raises UserError.
     """
-    kept, known = begun.kept, begun.known
+    kept, known, flags, folder = begun.kept, begun.known, start.flags, start.folder
     private = _membership(flags, folder.path, known, transport.peer, clock)
     if private:
         await transport.enclose(private)
-    contacts, welcome = await _greet(flags, transport, known[0] if known else private.run if private else None, kept)
+    contacts, welcome = await _greet(start, transport, known[0] if known else private.run if private else None, kept)
     if known is None:
         assert welcome is not None, "say_hello raises where no peer answers"
-        known = RunId(welcome.run), received.received(welcome.config).adopt(begun.own)
+        known = RunId(welcome.run), received.received(welcome.config).adopt(flags.own)
     if kept:
         shared.stage("looking for the peers that this one knows")
         contacts += await _reconnect(folder, transport, private)
@@ -108,13 +103,13 @@ async def reach_swarm(
     contacts = list(dict.fromkeys(contacts))
     if set_s := clock.agree(await directory.clocks_ahead_s(contacts)):
         theirs = "the other peers'" if len(contacts) > 1 else f"that of {contacts[0]}"
-        flags.warnings.append(f"this machine's clock is {difference(-set_s)} {theirs}; this peer goes by theirs")
+        start.warnings.append(f"this machine's clock is {difference(-set_s)} {theirs}; this peer goes by theirs")
     if private and (over := private.over()):
         raise UserError(ENDINGS[over])
-    return SwarmAccess(run, settings, tuple(contacts), directory, addresses, clock, private)
+    return SwarmAccess(run, settings, tuple(contacts), transport, directory, addresses, clock, private)
 
 
-def commit_start(flags: argparse.Namespace, folder: state.StateFolder, access: SwarmAccess) -> None:
+def commit_start(flags: StartFlags, folder: state.StateFolder, access: SwarmAccess) -> None:
     """Write flags, invitation, port and run to the state folder, so that `--state-dir` alone resumes the peer.
 
     To be called once the start has succeeded, so that a user can correct a wrong setting by another start.
@@ -122,20 +117,21 @@ def commit_start(flags: argparse.Namespace, folder: state.StateFolder, access: S
     Raises:
         UserError: If the disk refuses.
     """
-    folder.write_flags(flags.of_peer)
+    folder.write_flags(flags.peer)
     if access.private:
         invitation_files.write_holding(invitation_files.kept_path(folder.path), access.private.holding)
-    folder.write_listen(access.addresses, flags.listen)
+    folder.write_listen(access.addresses, flags.peer.listen)
     folder.write_run(access.run, access.config)
 
 
 async def _greet(
-    flags: argparse.Namespace, transport: Libp2p, run: RunId | None, kept: Run | None
+    start: PeerStart, transport: PeerNetwork, run: RunId | None, kept: Run | None
 ) -> tuple[list[PeerId], Welcome | None]:
     """The peers at --join, as `say_hello` finds them, for as long as --join-wait says.
 
     A peer that comes back goes on where they are not there.
     """
+    flags = start.flags
     end, again_s, say_at = time.monotonic() + flags.join_wait, JOIN_AGAIN_S, 0.0
     if flags.join:
         shared.stage(f"asking {', '.join(flags.join)} for the run")
@@ -145,7 +141,7 @@ async def _greet(
         except NobodyAnswers as error:
             if kept:
                 alone = "this peer goes on with those that it knows, and tries again while it is alone"
-                flags.warnings.append(f"{error}; {alone}")
+                start.warnings.append(f"{error}; {alone}")
                 return [], None
             if (now := time.monotonic()) >= end:
                 raise
@@ -156,14 +152,14 @@ async def _greet(
             again_s = min(JOIN_LONGER * again_s, MOST_JOIN_AGAIN_S)
 
 
-def _check_flags(flags: argparse.Namespace, kept: Run | None, folder: Path) -> None:
+def _check_flags(flags: StartFlags, kept: Run | None, folder: Path) -> None:
     """Raises UserError for flags that say otherwise than the folder, or the swarm, or each other.
 
     The line that a folder was begun with may be given again: whatever starts peers again repeats it.
     """
-    if flags.join and (flags.config or flags.set):
+    if flags.join and flags.say_config:
         raise UserError("with --join the config comes from the swarm; leave CONFIG and --set out")
-    if kept and (flags.config or flags.set) and _said(flags, kept[1]).digest() != kept[1].digest():
+    if kept and flags.say_config and _said(flags, kept[1]).digest() != kept[1].digest():
         settled = "whose config is settled, and differs from these CONFIG and --set"
         raise UserError(f"{folder} belongs to run {kept[0]}, {settled}; leave CONFIG and --set out")
     if flags.private and (flags.join or (kept and not invitation_files.founder_path(folder).exists())):
@@ -174,14 +170,14 @@ def _check_flags(flags: argparse.Namespace, kept: Run | None, folder: Path) -> N
         raise UserError(f"--invite: {folder} belongs to run {kept[0]}, which is public; use another --state-dir")
 
 
-def _said(flags: argparse.Namespace, kept: config.Config) -> config.Config:
+def _said(flags: StartFlags, kept: config.Config) -> config.Config:
     """What CONFIG and --set say, with this peer's own files and code as the folder has them. Raises UserError."""
-    return config.load(flags.config, flags.set, kept.own_inputs)
+    return config.load(flags.config, flags.overrides, kept.own_inputs)
 
 
-def _begin(flags: argparse.Namespace, folder: Path, own: OwnInputs) -> Run:
+def _begin(flags: StartFlags, folder: Path) -> Run:
     """A new run. A private one's founder is this folder. Raises UserError."""
-    settings = run_inputs.sealed(config.load(flags.config, flags.set, own))
+    settings = run_inputs.sealed(config.load(flags.config, flags.overrides, flags.own))
     if not flags.private:
         return RunId(f"{settings.name}-{secrets.token_hex(3)}"), settings
     if len(settings.name) > MOST_NAME_CHARS:
@@ -193,7 +189,7 @@ def _begin(flags: argparse.Namespace, folder: Path, own: OwnInputs) -> Run:
 
 
 def _membership(
-    flags: argparse.Namespace, folder: Path, known: Run | None, peer: PeerId, clock: SwarmClock
+    flags: StartFlags, folder: Path, known: Run | None, peer: PeerId, clock: SwarmClock
 ) -> PrivateSwarm | None:
     """This peer as a member by --invite, else by the folder; None: the swarm is public. Raises UserError."""
     if not (flags.invite or (known and is_private(known[0]))):
@@ -209,7 +205,7 @@ def _membership(
     return invitation_files.member(folder, holding, peer, clock)
 
 
-async def _reconnect(folder: state.StateFolder, transport: Libp2p, private: PrivateSwarm | None) -> list[PeerId]:
+async def _reconnect(folder: state.StateFolder, transport: PeerNetwork, private: PrivateSwarm | None) -> list[PeerId]:
     """Connects to the peers that are where they were before this peer restarted.
 
     In a private swarm each has to take us for a member. Raises UserError if the founder has revoked our invitation.
@@ -217,7 +213,7 @@ async def _reconnect(folder: state.StateFolder, transport: Libp2p, private: Priv
     peers = await connect_all(transport, AddressBook.load(folder.path / "peers.json").known.values())
     if private is None:
         return peers
-    refusals = await asyncio.gather(*(refused_member(transport, peer, private.run) for peer in peers))
+    refusals = await at_once(refused_member(transport, peer, private.run) for peer in peers)
     if private.revoked_us:
         raise UserError(ENDINGS[Reason.REVOKED])
     trouble = [said for said in refusals if said]
@@ -226,17 +222,17 @@ async def _reconnect(folder: state.StateFolder, transport: Libp2p, private: Priv
     return [peer for peer, said in zip(peers, refusals, strict=True) if not said]
 
 
-async def connect_all(transport: Libp2p, places: Iterable[Sequence[str]]) -> list[PeerId]:
+async def connect_all(transport: PeerNetwork, places: Iterable[Sequence[str]]) -> list[PeerId]:
     """The peers at these places that answer. All are asked at once, but one peer's addresses one after another:
     dials of one peer fail together."""
     by_peer: dict[str, list[str]] = {}
     for address in chain.from_iterable(places):
         by_peer.setdefault(address.rpartition("/p2p/")[2], []).append(address)
-    reached = await asyncio.gather(*(connect(transport, addresses) for addresses in by_peer.values()))
+    reached = await at_once(connect(transport, addresses) for addresses in by_peer.values())
     return [peer for peer in reached if peer is not None]
 
 
-async def connect(transport: Libp2p, addresses: Sequence[str]) -> PeerId | None:
+async def connect(transport: PeerNetwork, addresses: Sequence[str]) -> PeerId | None:
     """The peer at the first of these addresses that answers."""
     with suppress(TimeoutError):
         async with asyncio.timeout(REACH_S):

@@ -6,23 +6,24 @@ peers/startup/prepare.py       chooses layers, loads data and model, trains
 libp2p starts early: what computes is loaded meanwhile.
 """
 
-import argparse
 import asyncio
 import resource
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from decentral.comm.net import ports
-from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.identity import Identity
+from decentral.comm.wire.network import PeerNetwork, peer_network
 from decentral.commands import shared
+from decentral.core.ids import PeerId
 from decentral.engine import compile_caches
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup import state
 from decentral.peers.startup.copied_identity import refuse_copy
+from decentral.peers.startup.flags import PeerStart, StartFlags
 from decentral.peers.startup.reach_swarm import commit_start, own_run, reach_swarm
 from decentral.view.page.address import reserved
 from decentral.view.page.child import dashboard
@@ -30,70 +31,82 @@ from decentral.view.page.child import dashboard
 if TYPE_CHECKING:
     from decentral.comm.gossip.outer_kernels import OuterKernels
     from decentral.engine.island import Island
+    from decentral.view.metrics_server import MetricsServer
 
+LOADED_NETWORK = peer_network()  # it is there before the rest is loaded
 LOADING = "loading"  # how the names of the thread begin that loads the rest of the program
 
 
-async def start(flags: argparse.Namespace, island: "Island | None" = None) -> None:
-    """One peer: alone, or as rank 0 of its island."""
+async def start(flags: StartFlags, device: str, island: "Island | None" = None, again: bool = False) -> None:
+    """Run one peer until it stops.
+
+    Args:
+        flags: What its user asks for.
+        device: On which this process computes.
+        island: Of which it is rank 0; None: the peer is alone on its device.
+        again: Whether it is started once more by its launcher.
+    """
     _raise_file_limit()
-    flags.island, flags.warnings = island, []  # what the user is told when training begins
     with (
-        _metrics_server(flags) as flags.metrics_server,
+        _metrics_server(flags.peer.metrics) as metrics_server,
         reserved(flags.dashboard) as page_socket,
         state.StateFolder.claim(flags.state_dir) as folder,
-        dashboard(flags.dashboard, folder.path, listening=page_socket) as flags.page,
+        dashboard(flags.dashboard, folder.path, listening=page_socket) as page,
     ):
         compile_caches.keep_in(folder.path)
-        if flags.restarted:
-            _forget_start(flags, folder)
+        asked = flags.of_restart(bool(folder.read_run()), bool(_known_peers(folder))) if again else flags
         own = Identity.load_or_create(folder.path / "identity.key")
         # On threads of its own: asyncio waits for those of its executor before a user who is refused would hear of it.
-        loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1, LOADING), load, flags.device)
-        key, clock, named = folder.path / "identity.key", SwarmClock(), flags.join
-        begun = own_run(flags, folder, own.peer)
+        loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1, LOADING), load, device)
+        begun, clock = PeerStart(asked.without_address_of(own.peer), folder, own, device, island), SwarmClock()
+        run = own_run(begun.flags, folder)
         shared.stage("opening the network (libp2p)")
-        transport = await _listen(flags, folder, key, clock)
+        transport = await _listen(begun, clock)
         try:
-            access = await reach_swarm(flags, folder, begun, transport, clock)
-            await refuse_copy(access, access.signer(own), transport, named)
+            access = await reach_swarm(begun, run, transport, clock)
+            await refuse_copy(access, access.signer(own), transport, asked.join)
             if not loading.done():
                 shared.stage("loading torch and the training code")
-            proven = await loading
+            kernels, why = await loading
             from decentral.peers.startup import prepare
 
-            request, claimed = await prepare.claim_layers(flags, folder, access.signer(own), transport, access)
-            host = await prepare.prepare(flags, folder, transport, access, request, claimed, proven)
-            commit_start(flags, folder, access)
-            await prepare.train(flags, folder, host)
+            request, claimed = await prepare.claim_layers(begun, access)
+            host = await prepare.prepare(begun, access, request, claimed, kernels)
+            commit_start(begun.flags, folder, access)
+            await prepare.train(begun, access, host, why, page, metrics_server)
         finally:
             await transport.close()
 
 
-async def _listen(flags: argparse.Namespace, folder: state.StateFolder, key: Path, clock: SwarmClock) -> Libp2p:
-    """Start libp2p where this peer listened before, or at a free port if another program has that one now.
+async def _listen(start: PeerStart, clock: SwarmClock) -> PeerNetwork:
+    """Open the network where this peer listened before, or at a free port if another program has that one now.
 
     Raises UserError, also if a port is taken that --listen names.
     """
-    wanted = list(flags.listen) or ports.anywhere()
-    kept = folder.listen(wanted)
+    key, announce = start.folder.path / "identity.key", start.flags.peer.announce
+    wanted = list(start.flags.peer.listen) or ports.anywhere()
+    kept = start.folder.listen(wanted)
     try:
-        return await Libp2p.start(key, kept, flags.announce, clock, shared.stage)
+        return await LOADED_NETWORK.start(key, kept, announce, clock, shared.stage)
     except ports.PortTaken as error:
         if kept == wanted:
             raise
         said = str(error).removesuffix(f"; {ports.TAKEN}")
-        flags.warnings.append(f"{said}, where this peer listened before; it listens at a free port instead")
-    return await Libp2p.start(key, wanted, flags.announce, clock, shared.stage)
+        start.warnings.append(f"{said}, where this peer listened before; it listens at a free port instead")
+    return await LOADED_NETWORK.start(key, wanted, announce, clock, shared.stage)
 
 
-def _metrics_server(flags: argparse.Namespace) -> AbstractContextManager[object]:
+def _known_peers(folder: state.StateFolder) -> Mapping[PeerId, Sequence[str]]:
+    return AddressBook.load(folder.path / "peers.json").known
+
+
+def _metrics_server(address: tuple[str, int] | None) -> "AbstractContextManager[MetricsServer | None]":
     """Return the server of --metrics, which has its port before anything is settled. Raises UserError if it cannot."""
-    if not flags.metrics:
+    if address is None:
         return nullcontext()
     from decentral.view.metrics_server import bound
 
-    return bound(flags.metrics)
+    return bound(address)
 
 
 def _raise_file_limit() -> None:
@@ -108,11 +121,3 @@ def load(device: str) -> "tuple[OuterKernels, str]":
     from decentral.peers.startup import prepare
 
     return prepare.prove_kernels(device)
-
-
-def _forget_start(flags: argparse.Namespace, folder: state.StateFolder) -> None:
-    """Makes ranks that were started again go on from the folder, whatever the user's line said of the start."""
-    if folder.read_run():
-        flags.config, flags.set, flags.private, flags.invite = None, [], False, None
-    if AddressBook.load(folder.path / "peers.json").known:
-        flags.join = []  # that peer may be gone by now

@@ -4,13 +4,13 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from decentral.comm.net import ports
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Identity, Signer
 from decentral.comm.wire.invitations import Holding, is_private
 from decentral.comm.wire.messages import VERSION, Hello, Message, Refused, Welcome
+from decentral.comm.wire.network import PeerNetwork, SwarmDirectory, peer_network
 from decentral.comm.wire.private_swarm import NOT_COUNTED, TELLS, MemberSigner, PrivateSwarm, revoked_key
 from decentral.comm.wire.transport import AskError
 from decentral.core import config, received
@@ -23,10 +23,6 @@ from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.records import PeerRecord
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup import state
-
-if TYPE_CHECKING:
-    from decentral.comm.net.libp2p import Libp2p
-    from decentral.comm.net.libp2p_directory import HivemindDirectory
 
 HELLO_S = 15.0
 PEERS_TRIED = 4  # of those that the founder's peer has met: one that is gone may take ten seconds
@@ -41,11 +37,11 @@ class NobodyAnswers(UserError):
 class VisitedSwarm:
     """A swarm that a command looks at, and the connections through which it does."""
 
-    transport: "Libp2p"
+    transport: PeerNetwork
     run: RunId
     config: config.Config
     contacts: list[PeerId]
-    directory: "HivemindDirectory"
+    directory: SwarmDirectory
     clock: SwarmClock
     own: Signer  # who looks; it opens the records in the DHT
 
@@ -60,11 +56,9 @@ async def visit(join: Sequence[str], holding: Holding | None = None) -> AsyncIte
 
     `holding`: the invitation to a private swarm.
     """
-    from decentral.comm.net.libp2p import Libp2p
-
     with temporary_folder() as folder:
         clock = SwarmClock()
-        transport = await Libp2p.start(folder / "identity.key", ports.anywhere(), [], clock)
+        transport = await peer_network().start(folder / "identity.key", ports.anywhere(), [], clock)
         private = PrivateSwarm(transport.peer, holding, clock) if holding else None
         try:
             if private:
@@ -90,7 +84,7 @@ def known_addresses(folder: Path) -> list[str]:
     return own + met[-PEERS_TRIED:]
 
 
-async def say_hello(join: Sequence[str], transport: "Libp2p", run: RunId) -> tuple[list[PeerId], Welcome | None]:
+async def say_hello(join: Sequence[str], transport: PeerNetwork, run: RunId) -> tuple[list[PeerId], Welcome | None]:
     """The peers at --join that gave a welcome, and the first welcome.
 
     Raises UserError if all addresses fail: NobodyAnswers, unless one that answers takes us for no member of its run.
@@ -120,7 +114,7 @@ async def say_hello(join: Sequence[str], transport: "Libp2p", run: RunId) -> tup
     return contacts, welcome
 
 
-async def refused_member(transport: "Libp2p", peer: PeerId, run: RunId) -> str:
+async def refused_member(transport: PeerNetwork, peer: PeerId, run: RunId) -> str:
     """Why this peer of a private swarm does not take us for a member; "": it does, or does not answer."""
     try:
         message = (await transport.ask(peer, Envelope(Hello(run)), HELLO_S, 0)).envelope.message

@@ -174,12 +174,13 @@ def _eigenvectors(rate: Floats, groups: Sequence[Ints], count: int) -> Iterator[
 
 def _slope(rate: Floats, groups: Sequence[Ints]) -> tuple[float, Floats]:
     """The slowest lambda_2, and its slope for each pair, mixed from the slowest few vectors of all groups."""
-    values, vectors = zip(*_eigenvectors(rate, groups, SLOW), strict=True)
-    least = min(values)
-    weight = np.exp(-(np.array(values) - least) / (0.02 * least + 1e-300))
+    found = list(_eigenvectors(rate, groups, SLOW))
+    values = np.array([value for value, _ in found])
+    least = float(values.min())
+    weight = np.exp(-(values - least) / (0.02 * least + 1e-300))
     weight /= weight.sum()
     slope = np.zeros_like(rate)
-    for share, vector in zip(weight, vectors, strict=True):
+    for share, (_, vector) in zip(weight, found, strict=True):
         if share > 1e-3:
             slope += share * np.nan_to_num(vector[:, None] - vector[None, :]) ** 2
     return least, slope

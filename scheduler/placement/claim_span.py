@@ -12,7 +12,6 @@ left to whole-model peers alone is taken from them later (scheduler/placement/re
 The speeds of those that are silent do not count.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,6 +22,7 @@ from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.messages import Ping
 from decentral.comm.wire.transport import AskError, Directory, Transport
 from decentral.core import config
+from decentral.core.at_once import at_once
 from decentral.core.errors import UserError
 from decentral.core.fragments import ActivationForms, Fragment
 from decentral.core.ids import PeerId, RunId
@@ -69,21 +69,11 @@ class ClaimedSpan:
 
 
 class Clock(Protocol):
-    """Unix time, and waiting; a simulator's is virtual."""
+    """Unix time, and waiting: `SwarmClock` of a real peer; a simulator's is virtual."""
 
     def now(self) -> Seconds: ...
 
     async def sleep(self, seconds: Seconds) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RealClock:
-    """The Clock of a real peer."""
-
-    now: Callable[[], Seconds]
-
-    async def sleep(self, seconds: Seconds) -> None:
-        await asyncio.sleep(seconds)
 
 
 Silent = Callable[[Records], Awaitable[Collection[PeerId]]]
@@ -146,7 +136,7 @@ def _hold_all(needs: MemoryNeeds, holders: Sequence[Holder]) -> bool:
 
 
 def _keep(needs: MemoryNeeds, kept: tuple[int, int], memory_bytes: int) -> ClaimedSpan:
-    held = span_choice.holder_of(needs.fragments, *kept, 0.0)
+    held = span_choice.holder_of(needs.fragments, kept[0], kept[1], 0.0)
     needed = needs.span_bytes(held.begin, held.end)
     if needed > memory_bytes:
         raise UserError(
@@ -168,7 +158,7 @@ async def silent_peers(transport: Transport, found: Records) -> set[PeerId]:
             return error.reason in (Reason.DEADLINE, Reason.UNREACHABLE)
         return False
 
-    are_silent = await asyncio.gather(*map(is_silent, found))
+    are_silent = await at_once(map(is_silent, found))
     return {peer for peer, is_so in zip(found, are_silent, strict=True) if is_so}
 
 
@@ -213,7 +203,8 @@ def _mean(values: Iterable[float]) -> float:
 
 def _record(request: SpanRequest, span: tuple[int, int], now: float) -> PeerRecord:
     unknown, renew_s = Profile("", 0, 0.0, 0.0), request.times.renew_s
-    return PeerRecord(request.name, now, request.addresses, unknown, *span, 0, 0, 0, renew_s=renew_s)
+    first, last = span
+    return PeerRecord(request.name, now, request.addresses, unknown, first, last, 0, 0, 0, renew_s=renew_s)
 
 
 @dataclass(frozen=True, slots=True)

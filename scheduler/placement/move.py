@@ -24,10 +24,10 @@ from typing import Protocol
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Done, LeaseRequest, Message, Refused
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Event, Reply, Tag
-from decentral.core.fragments import Layout
+from decentral.core.fragments import Fragment, Layout
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import ChangeSpan, SpanChanged
-from decentral.core.machine import Log, Woke, log
+from decentral.core.machine import Log, Woke
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -343,9 +343,9 @@ class SpanMove:
 
     def _line(self, outcome: str, reason: str, now: Seconds) -> Log:
         first, last = self.budget.needs.span(self.target.start, self.target.stop)
-        donors, seconds = sorted(self.fetch.used), round(now - self._began_at, 3)
-        how = {"outcome": outcome, "reason": reason, "why": self.why}
-        return log("move", **how, first=first, last=last, donors=donors, seconds=seconds)
+        how = {"outcome": outcome, "reason": reason, "why": self.why, "first": first, "last": last}
+        seconds = round(now - self._began_at, 3)
+        return Log("move", {**how, "donors": sorted(self.fetch.used), "seconds": seconds})
 
     def _grant(self, request: int, sender: PeerId, index: int, now: Seconds) -> list[MoveEffect]:
         """Answers a lease request. If we are about to give up the same fragment, the lower of the two ids yields.
@@ -365,7 +365,10 @@ class SpanMove:
         return [*effects, _reply(request, Done())]
 
     def _new_fetch(self) -> Fetch:
-        return Fetch(self.run, MoveTag, self.chance, lambda peer, fragment: peer in self._donors(fragment.index))
+        return Fetch(self.run, MoveTag, self.chance, self)
+
+    def can_donate(self, peer: PeerId, fragment: Fragment) -> bool:
+        return peer in self._donors(fragment.index)
 
     def _incoming(self, index: int) -> Incoming | None:
         """An empty Incoming for a fragment; None if no other peer has it, or none has a newer state than our disk."""

@@ -28,11 +28,11 @@ Peers that hold the whole model train without routes, and are in no plan.
 import dataclasses
 import hashlib
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import msgpack
 from pydantic import AfterValidator, Field, Strict, TypeAdapter
@@ -193,6 +193,13 @@ class SearchSchedule:
         self._rest_until = now + REPLAN_REST_S
 
 
+class RosterAges(Protocol):
+    """Knows since when peers are in the roster."""
+
+    def known_for_s(self, peer: PeerId, now: Seconds) -> Seconds | None:
+        """Return for how long a peer has been in the roster; None: it is not there."""
+
+
 @dataclass(slots=True)
 class SwarmPlans:
     run: RunId
@@ -202,7 +209,7 @@ class SwarmPlans:
     holders: int  # other holders that a fragment keeps when a peer gives it up
     seed: int
     chance: Random
-    known_for_s: Callable[[PeerId, Seconds], Seconds | None] = lambda peer, now: 0.0  # in the roster; None: not there
+    roster: RosterAges = field(repr=False, compare=False)
     adopted: SwarmPlan | None = None
     search: SearchSchedule = field(init=False)
     _move_at: Seconds = 0.0  # the next try to move
@@ -353,7 +360,7 @@ class SwarmPlans:
     def _best_known(self, found: Mapping[PeerId, tuple[SwarmPlan, Seconds]], now: Seconds) -> list[PeerId]:
         """Of whom a plan is kept: our own, then of those longest in the roster, and of these the latest. A peer outside
         the roster proposes nothing."""
-        ages = {peer: SENIOR_S if peer == self.own.peer else self.known_for_s(peer, now) for peer in found}
+        ages = {peer: SENIOR_S if peer == self.own.peer else self.roster.known_for_s(peer, now) for peer in found}
         in_roster = {peer: min(age, SENIOR_S) for peer, age in ages.items() if age is not None}
         order = sorted(in_roster, key=lambda peer: (-in_roster[peer], -found[peer][0].time, peer))
         return order[:MOST_PLANS]

@@ -51,7 +51,7 @@ def blocks(region_N: Ints, stages: int, replicas: int, rng: np.random.Generator)
         for peers in sorted(left, key=len, reverse=True):
             while len(peers) >= length and len(groups) < replicas:
                 groups.append([peers.pop() for _ in range(length)])
-        slots += zip(*groups, strict=True)
+        slots += [[group[at] for group in groups] for at in range(length)]
     return _flat(slots, left)
 
 
@@ -72,7 +72,7 @@ def random_blocks(region_N: Ints, stages: int, replicas: int, rng: np.random.Gen
             size = [len(peers) + noise * length * rng.random() if len(peers) >= length else -1.0 for peers in left]
             largest = left[int(np.argmax(size))]
             groups.append([largest.pop() for _ in range(length)])
-        slots += zip(*groups, strict=True)
+        slots += [[group[at] for group in groups] for at in range(length)]
     return _flat(slots, left)
 
 

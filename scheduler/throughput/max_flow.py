@@ -70,7 +70,8 @@ def maximum(costs: LayerCosts, spans_N2: Ints) -> MaxFlow:
     holds_NL = held(costs, spans_N2)
     peer_Y, layer_Y = np.nonzero(holds_NL)
     peer_K, layer_K = np.nonzero(holds_NL[:, 1:] & holds_NL[:, :-1])
-    flow = _Variables(holds_NL, peer_Y, layer_Y, peer_K, layer_K + 1, *_transfers(costs, holds_NL))
+    sender_M, receiver_M, layer_M = _transfers(costs, holds_NL)
+    flow = _Variables(holds_NL, peer_Y, layer_Y, peer_K, layer_K + 1, sender_M, receiver_M, layer_M)
     scale = costs.compute_bound()  # so that all numbers are near 1
     balance, (use, limits) = _balance(flow), _capacities(costs, flow, scale)
     y, _, m = flow.columns()

@@ -90,10 +90,10 @@ class _Model:
         self._tokens()
         self._links()
         matrix = lil_matrix((len(self._rows), self.count))
-        terms, low, high = zip(*self._rows, strict=True)
-        for number, row in enumerate(terms):
-            for column, factor in row.items():
+        for number, (terms, _, _) in enumerate(self._rows):
+            for column, factor in terms.items():
                 matrix[number, column] = factor
+        low, high = [low for _, low, _ in self._rows], [high for _, _, high in self._rows]
         return LinearConstraint(matrix.tocsr(), low, high)
 
     def _holding(self, peer: int, layer: int, sign: float) -> dict[int, float]:

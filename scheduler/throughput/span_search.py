@@ -255,7 +255,7 @@ def equal_random(costs: LayerCosts, rng: np.random.Generator) -> Ints:
             break
     stage_N = rng.permutation(costs.peers) % stages
     spans = np.stack((cuts[stage_N], cuts[stage_N + 1]), axis=1)
-    fits = [costs.fits(peer, *map(int, span)) for peer, span in enumerate(spans)]
+    fits = [costs.fits(peer, int(first), int(last)) for peer, (first, last) in enumerate(spans)]
     return np.where(np.array(fits)[:, None], spans, 0)
 
 
@@ -267,7 +267,7 @@ def spans_replan(
     `old_N2` has (0, 0) for newcomers. The candidates are the old spans with newcomers placed and layers without enough
     holders repaired, and what a search finds from there.
     """
-    kept = np.array([span if costs.fits(i, *map(int, span)) else (0, 0) for i, span in enumerate(old_N2)])
+    kept = np.array([span if costs.fits(i, int(span[0]), int(span[1])) else (0, 0) for i, span in enumerate(old_N2)])
     patched = repaired(costs, _newcomers_placed(costs, kept))
     found = search(costs, region_N, budget, chance.arrays(seed, "replan"), first=patched)
     options = [spans for spans in (patched, found) if costs.valid(spans)] or [found]

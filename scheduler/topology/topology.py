@@ -108,8 +108,7 @@ def parse(tree: Any, source: Path | None = None) -> Topology:
     ids = tuple(peer.id for peer in peers)
     _require(len(set(ids)) == len(ids), "every peer id once", next((i for i in ids if ids.count(i) > 1), ""))
     matrices = _matrices(spec, [peer.region for peer in peers])
-    workload = Workload(**spec.workload.model_dump()) if spec.workload else None
-    return _topology(peers, matrices, workload)
+    return _topology(peers, matrices, spec.workload.workload() if spec.workload else None)
 
 
 def topology_from_profiles(
@@ -180,8 +179,8 @@ class _Group(_Device):
     count: Annotated[int, Field(ge=0)] = 1
 
     def peers(self, region: str) -> list[_Peer]:
-        shared = self.model_dump(exclude={"count"})
-        return [_Peer(id=f"{region}-{i}", region=region, **shared) for i in range(self.count)]
+        shared = {**self.model_dump(exclude={"count"}), "region": region}
+        return [_Peer.model_validate({**shared, "id": f"{region}-{i}"}) for i in range(self.count)]
 
 
 class _WorkloadFields(_Strict):
@@ -189,6 +188,9 @@ class _WorkloadFields(_Strict):
     replicas: Annotated[int, Field(gt=0)] | None = None
     gradient_gbytes: Annotated[float, Field(ge=0)] = 0.65
     activation_gbytes: Annotated[float, Field(ge=0)] = 0.47124928
+
+    def workload(self) -> Workload:
+        return Workload(self.stages, self.replicas, self.gradient_gbytes, self.activation_gbytes)
 
 
 class _File(_Strict):

@@ -84,6 +84,7 @@ def test_a_missing_extra_is_one_line_that_names_the_command() -> None:
 
 def test_the_ports_of_a_local_swarm_follow_the_first() -> None:
     flags = local.parse(["--peers", "2", "--metrics", "[::1]:9100"])
+    assert flags.metrics is not None
     assert [local.metrics_address(flags.metrics, number) for number in (0, 1)] == ["[::1]:9100", "[::1]:9101"]
     assert local.metrics_address(("127.0.0.1", 0), 3) == "127.0.0.1:0"
 

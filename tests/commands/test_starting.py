@@ -1,7 +1,6 @@
 """What a peer says while it starts: what may take long is named when it begins, and waiting is not silent."""
 
 import asyncio
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +10,12 @@ import pytest
 
 from decentral.comm.net import ports
 from decentral.comm.net.libp2p import Libp2p
+from decentral.comm.wire.identity import Identity
 from decentral.core.ids import PeerId, RunId
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup import reach_swarm, start_peer
-from decentral.peers.startup.state import StateFolder
+from decentral.peers.startup.flags import PeerStart, StartFlags
+from decentral.peers.startup.state import PeerFlags, StateFolder
 from decentral.peers.startup.visit import NobodyAnswers
 
 NOBODY = cast(Libp2p, None)
@@ -35,13 +36,17 @@ class Wait:
         return [PeerId("A")], None
 
 
+def begun(flags: StartFlags, folder: Path) -> PeerStart:
+    return PeerStart(flags, StateFolder(folder), cast(Identity, None), "cpu")
+
+
 def greeted(wait: Wait, monkeypatch: pytest.MonkeyPatch) -> list[PeerId]:
     """The peers that answer one which waits for 100 s."""
     monkeypatch.setattr(reach_swarm, "time", SimpleNamespace(monotonic=lambda: wait.now))
     monkeypatch.setattr(reach_swarm, "asyncio", SimpleNamespace(sleep=wait.sleep))
     monkeypatch.setattr(reach_swarm, "say_hello", wait.say_hello)
-    flags = Namespace(join=["/ip4/192.0.2.1/tcp/1/p2p/A"], join_wait=100.0, warnings=[])
-    return asyncio.run(reach_swarm._greet(flags, NOBODY, None, None))[0]
+    flags = StartFlags(join=("/ip4/192.0.2.1/tcp/1/p2p/A",), join_wait=100.0)
+    return asyncio.run(reach_swarm._greet(begun(flags, Path()), NOBODY, None, None))[0]
 
 
 def test_a_peer_that_waits_for_the_first_one_says_so_now_and_then(
@@ -79,8 +84,9 @@ def test_only_a_port_that_a_peer_chose_for_itself_is_given_up_where_it_is_taken(
     monkeypatch.setattr(Libp2p, "start", start)
     folder = StateFolder(tmp_path)
     folder.write_listen([f"/ip4/10.0.0.1/tcp/{PORT}"])
-    flags = Namespace(listen=[ports.LOOPBACK if kept else f"/ip4/127.0.0.1/tcp/{PORT}"], announce=[], warnings=[])
-    started = start_peer._listen(flags, folder, tmp_path / "identity.key", SwarmClock())
+    wanted = ports.LOOPBACK if kept else f"/ip4/127.0.0.1/tcp/{PORT}"
+    start_of = begun(StartFlags(peer=PeerFlags(listen=(wanted,))), tmp_path)
+    started = start_peer._listen(start_of, SwarmClock())
     if not kept:
         with pytest.raises(ports.PortTaken):
             asyncio.run(started)
@@ -88,4 +94,4 @@ def test_only_a_port_that_a_peer_chose_for_itself_is_given_up_where_it_is_taken(
     asyncio.run(started)
     assert asked == [[f"/ip4/127.0.0.1/tcp/{PORT}"], [ports.LOOPBACK]]
     place = f"cannot listen on /ip4/127.0.0.1/tcp/{PORT}: address already in use"
-    assert flags.warnings == [f"{place}, where this peer listened before; it listens at a free port instead"]
+    assert start_of.warnings == [f"{place}, where this peer listened before; it listens at a free port instead"]

@@ -108,8 +108,8 @@ def test_only_the_first_pod_gets_the_first_key_and_the_others_join_it(kubernetes
         "decentral-first"
     ]
     assert "volumes" not in pods["decentral-peers"]
-    assert parsed(pods["decentral-peers"]["containers"][0]).join == ["$(FIRST)"]
-    assert parsed(pods["decentral-first"]["containers"][0]).join == []
+    assert parsed(pods["decentral-peers"]["containers"][0]).join == ("$(FIRST)",)
+    assert parsed(pods["decentral-first"]["containers"][0]).join == ()
 
 
 def test_in_the_private_swarm_the_invitation_is_a_secret(kubernetes: Path) -> None:

@@ -67,11 +67,11 @@ def test_waiting_is_time_but_not_work_and_of_no_time_at_all_there_are_no_shares(
 
 
 def test_a_step_reports_the_time_since_the_last_one_once() -> None:
-    clock, besides = Clock(), [0.5, 0.0]
-    counters = Counters(time=TimeAccount(clock), beside_s=lambda: besides.pop(0))
+    clock = Clock()
+    counters = Counters(time=TimeAccount(clock))
     clock.passes(1.5)
     counters.time.spent_on("training")
-    assert counters.stepped(64, 2.0, 1) == Stepped(1, 1, 64, 2.0, TimeSpent(training=1.5, beside=0.5), 1)
+    assert counters.stepped(64, 2.0, 1, beside_s=0.5) == Stepped(1, 1, 64, 2.0, TimeSpent(training=1.5, beside=0.5), 1)
     assert counters.stepped(64, 1.0, 1) == Stepped(2, 2, 64, 1.0, NO_TIME, 1)
     assert counters.tokens == 128
 

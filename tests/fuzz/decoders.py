@@ -172,7 +172,7 @@ def yaml_value(data: bytes) -> None:
 
 
 def address(data: bytes) -> None:
-    libp2p.parse_address(data.decode(errors="surrogateescape"))
+    libp2p.Libp2p.parse_address(data.decode(errors="surrogateescape"))
 
 
 def libp2p_answer(data: bytes) -> None:
@@ -373,7 +373,7 @@ DECODERS: dict[str, Decoder] = {
     "yaml_value": Decoder(yaml_value, ("core.own_yaml.value",)),
     "address": Decoder(address, ("comm.net.libp2p.parse_address",)),
     "libp2p_answer": Decoder(
-        libp2p_answer, ("comm.net.libp2p_services._unpacked", "comm.net.libp2p.address_text"), 1024
+        libp2p_answer, ("comm.net.libp2p_services._unpacked", "comm.net.libp2p_services.address_text"), 1024
     ),
     "fault": Decoder(fault, ("sim.faults.parse", "sim.faults._one")),
     "section": Decoder(

@@ -28,13 +28,13 @@ class Thread:
         span = 0, settings.fragments[-1].last
         training = SurrogateWorkload(model, PeerId("A"), span, rng.arrays(0, "noise"), SurrogateDisk())
         self.agenda, self.outcomes = Agenda(), list[tuple[Seconds, str]]()
-        self.engine = Engine(self.agenda, training, Pace(STEP_S, job_s=JOB_S, job_bytes=1e12), Random(0), self._note)
+        self.engine = Engine(self.agenda, training, Pace(STEP_S, job_s=JOB_S, job_bytes=1e12), Random(0), self)
         self.engine.put(jobs.Start(newcomer=False))
         self.engine.put(jobs.CloseWindow(0, 1))
         self.agenda.run(5.0)
         self.outcomes.clear()
 
-    def _note(self, job: jobs.Job | None, outcome: jobs.Outcome) -> None:
+    def report(self, job: jobs.Job | None, outcome: jobs.Outcome) -> None:
         if job is not None:
             self.outcomes.append((self.agenda.now, type(outcome).__name__))
 

@@ -14,8 +14,9 @@ from decentral.sim.network.geography import SwarmGeography, TypicalLink
 from decentral.sim.report import RunReport
 from decentral.sim.run import Scenario, run
 from decentral.sim.simulated_peer import SimulatedPeer
-from decentral.sim.swarm import EPOCH, SimulatedSwarm, SwarmSettings
+from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
 from decentral.sim.sweep import QUICK, SETTINGS, SPAN_MODEL, memory_for
+from decentral.sim.virtual_claims import EPOCH
 from decentral.sim.virtual_signer import VirtualSigner
 
 SEED = 3

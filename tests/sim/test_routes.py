@@ -41,7 +41,8 @@ from decentral.sim.run import Scenario, run
 from decentral.sim.simulated_peer import SimulatedPeer
 from decentral.sim.surrogate import SurrogateDisk, SurrogateWorkload
 from decentral.sim.surrogate_model import DESCENT_RATE, STEP_NOISE, SurrogateModel
-from decentral.sim.swarm import EPOCH, RUN, SimulatedSwarm, SwarmSettings
+from decentral.sim.swarm import RUN, SimulatedSwarm, SwarmSettings
+from decentral.sim.virtual_claims import EPOCH
 from decentral.sim.virtual_signer import VirtualSigner
 
 MODEL = [*sweep.SETTINGS, *sweep.SPAN_MODEL]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decentral.comm.net import ports
-from decentral.comm.net.libp2p import Libp2p, parse_address
 from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.invitations import Holding
+from decentral.comm.wire.network import PeerNetwork, peer_network
 from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm
 from decentral.commands.checks import clock, disk, machine, network, running_peer, swarm
 from decentral.commands.checks.finding import Finding, FindingState, unknown, warn, wrong
@@ -23,6 +23,8 @@ from decentral.peers.startup import invitation_files
 from decentral.peers.startup.state import PeerFlags, StateFolder
 from decentral.peers.startup.visit import known_addresses
 
+LOADED_NETWORK = peer_network()
+
 
 @dataclass(frozen=True, slots=True)
 class PeerPlace:
@@ -30,6 +32,8 @@ class PeerPlace:
 
     folder: Path | None  # None: a new one
     running: bool
+    device: str  # on which it computes; of several, the first
+    announce: list[str]  # where its user says that others reach it
     listen: list[str]  # where libp2p is started for the checks
     addresses: list[str]  # of peers to say hello to
     given: bool  # whether the user has named these
@@ -41,12 +45,11 @@ class PeerPlace:
     def of(cls, flags: argparse.Namespace) -> "PeerPlace":
         """Raises UserError for an address of --join that is none."""
         for address in flags.join:
-            parse_address(address)
+            LOADED_NETWORK.parse_address(address)
         if flags.state_dir and Path(flags.state_dir).is_dir() and not os.access(flags.state_dir, os.R_OK | os.X_OK):
             raise UserError(f"--state-dir {flags.state_dir} cannot be read; run this as the user whose peer it is")
         folder = Path(flags.state_dir) if flags.state_dir and Path(flags.state_dir).is_dir() else None
         kept = _kept_flags(folder)
-        flags.device, flags.announce = flags.device or kept.device.split(",")[0], flags.announce or list(kept.announce)
         running = folder is not None and disk.in_use(folder)
         wanted = flags.listen or list(kept.listen)
         listen = ports.anywhere() if running else wanted or ports.anywhere()
@@ -56,6 +59,8 @@ class PeerPlace:
         return cls(
             folder,
             running,
+            flags.device or kept.device.split(",")[0],
+            flags.announce or list(kept.announce),
             listen,
             flags.join or (_known(folder, running) if folder else []),
             bool(flags.join),
@@ -119,7 +124,7 @@ async def findings(flags: argparse.Namespace) -> AsyncIterator[Finding]:
     for finding in _machine_and_disk(flags, place):
         yield finding
     swarm_clock = SwarmClock()
-    async for finding in _from_here(flags, place, swarm_clock):
+    async for finding in _from_here(place, swarm_clock):
         yield finding
     if place.folder is not None:
         for finding in running_peer.checks(place.folder, swarm_clock()):
@@ -128,7 +133,7 @@ async def findings(flags: argparse.Namespace) -> AsyncIterator[Finding]:
 
 def _machine_and_disk(flags: argparse.Namespace, place: PeerPlace) -> Iterator[Finding]:
     yield machine.open_files()
-    yield machine.compute_device(flags.device)
+    yield machine.compute_device(place.device)
     yield from disk.checks(Path(flags.state_dir or "."), place.folder is not None)
     path = _invitation_path(flags.invite, place.folder)
     if path is not None:
@@ -138,25 +143,25 @@ def _machine_and_disk(flags: argparse.Namespace, place: PeerPlace) -> Iterator[F
         yield wrong("invitation", seen, "use another --state-dir, or the invitation to that run")
 
 
-async def _from_here(flags: argparse.Namespace, place: PeerPlace, swarm_clock: SwarmClock) -> AsyncIterator[Finding]:
+async def _from_here(place: PeerPlace, swarm_clock: SwarmClock) -> AsyncIterator[Finding]:
     """Starts libp2p as a peer would, under a key that is thrown away, and looks from there."""
     with temporary_folder() as folder:
         key = folder / "identity.key"
         try:
-            transport = await Libp2p.start(key, place.listen, flags.announce, swarm_clock)
+            transport = await LOADED_NETWORK.start(key, place.listen, place.announce, swarm_clock)
         except UserError as error:
             yield network.cannot_listen(str(error), place.listen)
             return
         try:
             yield network.listens(await transport.addresses(), place.running)
-            async for finding in _swarm(flags, place, transport, swarm_clock, Identity.load_or_create(key)):
+            async for finding in _swarm(place, transport, swarm_clock, Identity.load_or_create(key)):
                 yield finding
         finally:
             await transport.close()
 
 
 async def _swarm(
-    flags: argparse.Namespace, place: PeerPlace, transport: Libp2p, swarm_clock: SwarmClock, own: Identity
+    place: PeerPlace, transport: PeerNetwork, swarm_clock: SwarmClock, own: Identity
 ) -> AsyncIterator[Finding]:
     private = PrivateSwarm(transport.peer, place.holding, swarm_clock) if place.holding else None
     if private:
@@ -179,7 +184,7 @@ async def _swarm(
     yield clock.clock(visit.ahead_s)
     for finding in visit.findings(place.peer, running_peer.departure(place.folder, swarm_clock())):
         yield finding
-    async for finding in _links(flags, place, visit):
+    async for finding in _links(place, visit):
         yield finding
 
 
@@ -190,11 +195,11 @@ def _excused(refusals: list[Finding], answered: bool, given: bool) -> list[Findi
     return [warn(one.check, one.seen, one.remedy) for one in refusals] if given else []
 
 
-async def _links(flags: argparse.Namespace, place: PeerPlace, visit: Visit) -> AsyncIterator[Finding]:
+async def _links(place: PeerPlace, visit: Visit) -> AsyncIterator[Finding]:
     transport, others = visit.transport, [peer for peer in visit.reached if peer != place.peer]
     addresses, seen = await transport.addresses(), await network.seen_by(transport, others or visit.reached)
     yield network.address_translation(addresses, seen)
-    came = await network.dialled_back(transport, seen, flags.announce)
+    came = await network.dialled_back(transport, seen, place.announce)
     reachable = network.reachability(addresses, seen, came)
     if place.running and reachable.state == FindingState.WARN:
         there = "from another machine: python -m decentral.doctor --join, with this peer's address"

@@ -1,9 +1,8 @@
 """Checks of this machine's network: its ports, the routers before it, whether others reach it, how fast links are.
 
-Whether others reach it is said by them: libp2p's AutoNAT dials back (comm/net/libp2p_services.py).
+Whether others reach it is said by them: they dial back (`PeerNetwork.dial_back`).
 """
 
-import asyncio
 import ipaddress
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,12 +10,12 @@ from dataclasses import dataclass
 from statistics import mode
 
 from decentral.comm.net import ports
-from decentral.comm.net.libp2p import Libp2p
-from decentral.comm.net.libp2p_services import AUTONAT, DialBack, DialStatus, Identified, dial_back, identify
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import MAX_CHUNK_BYTES, Ping, Pong, Refused, StateChunk, StateRequest
-from decentral.comm.wire.transport import Answer, AskError
+from decentral.comm.wire.network import DialBack, DialStatus, Identified, PeerNetwork
+from decentral.comm.wire.transport import Answer, AskError, Transport
 from decentral.commands.checks.finding import Finding, ok, unknown, warn, wrong
+from decentral.core.at_once import at_once
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.reasons import Reason
@@ -50,16 +49,16 @@ class Seen:
     said: Identified
 
 
-async def seen_by(transport: Libp2p, peers: Sequence[PeerId]) -> list[Seen]:
+async def seen_by(network: PeerNetwork, peers: Sequence[PeerId]) -> list[Seen]:
     """What these peers say of us; those that say nothing are left out."""
 
     async def one(peer: PeerId) -> Seen | None:
         try:
-            return Seen(peer, await identify(transport, peer))
+            return Seen(peer, await network.identify(peer))
         except (AskError, ProtocolError):
             return None
 
-    return [seen for seen in await asyncio.gather(*map(one, peers)) if seen]
+    return [seen for seen in await at_once(map(one, peers)) if seen]
 
 
 def address_translation(own: Sequence[str], seen: Sequence[Seen]) -> Finding:
@@ -85,18 +84,18 @@ def address_translation(own: Sequence[str], seen: Sequence[Seen]) -> Finding:
     return ok("NAT", f"behind a router: this machine is {inner}, others see {address}; {kind}")
 
 
-async def dialled_back(transport: Libp2p, seen: Sequence[Seen], announced: Sequence[str]) -> list[DialBack]:
+async def dialled_back(network: PeerNetwork, seen: Sequence[Seen], announced: Sequence[str]) -> list[DialBack]:
     """Asks some of these peers to begin a connection to us. `announced`: where the user says that we are reached."""
-    own = [*announced, *await transport.addresses()]
+    own = [*announced, *await network.addresses()]
 
     async def one(peer: PeerId) -> DialBack | None:
         try:
-            return await dial_back(transport, peer, own)
+            return await network.dial_back(peer, own)
         except (AskError, ProtocolError):
             return None
 
-    asked = [each.peer for each in seen if AUTONAT in each.said.protocols][:ASKED]
-    return [came for came in await asyncio.gather(*map(one, asked)) if came]
+    asked = [each.peer for each in seen if each.said.dials_back][:ASKED]
+    return [came for came in await at_once(map(one, asked)) if came]
 
 
 def reachability(own: Sequence[str], seen: Sequence[Seen], came: Sequence[DialBack]) -> Finding:
@@ -147,9 +146,9 @@ def _all_loopback(addresses: Iterable[str]) -> bool:
     return all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
-async def latency(transport: Libp2p, peers: Sequence[PeerId]) -> Finding:
+async def latency(transport: Transport, peers: Sequence[PeerId]) -> Finding:
     """Round trips of small questions to these peers, the best of a few each."""
-    found = await asyncio.gather(*(_round_trip_s(transport, peer) for peer in peers))
+    found = await at_once(_round_trip_s(transport, peer) for peer in peers)
     times_ms = sorted(1e3 * one for one in found if one is not None)
     if not times_ms:
         return unknown("latency", "no answer to a ping")
@@ -158,7 +157,7 @@ async def latency(transport: Libp2p, peers: Sequence[PeerId]) -> Finding:
     )
 
 
-async def _round_trip_s(transport: Libp2p, peer: PeerId) -> Seconds | None:
+async def _round_trip_s(transport: Transport, peer: PeerId) -> Seconds | None:
     times = []
     for number in range(PINGS):
         try:
@@ -170,7 +169,7 @@ async def _round_trip_s(transport: Libp2p, peer: PeerId) -> Seconds | None:
     return min(times, default=None)
 
 
-async def download(transport: Libp2p, peers: Sequence[PeerId], run: RunId) -> Finding:
+async def download(transport: Transport, peers: Sequence[PeerId], run: RunId) -> Finding:
     """Bytes/s of a piece of state, which is what a newcomer fetches first. Strangers may not upload to measure."""
     refusals: list[str] = []
     for peer in peers[:ASKED]:
@@ -196,12 +195,12 @@ async def download(transport: Libp2p, peers: Sequence[PeerId], run: RunId) -> Fi
     return unknown("download", f"no peer gives state now ({', '.join(refusals) or 'nobody asked'})", "try again later")
 
 
-async def _answers_small(transport: Libp2p, peers: Sequence[PeerId]) -> bool:
+async def _answers_small(transport: Transport, peers: Sequence[PeerId]) -> bool:
     """Return whether one of these peers answers a ping, which fits one small packet."""
-    return any(await asyncio.gather(*(_round_trip_s(transport, peer) for peer in peers)))
+    return any(await at_once(_round_trip_s(transport, peer) for peer in peers))
 
 
-async def _piece(transport: Libp2p, peer: PeerId, run: RunId, length: int) -> Answer:
+async def _piece(transport: Transport, peer: PeerId, run: RunId, length: int) -> Answer:
     return await transport.ask(peer, Envelope(StateRequest(run, 0, 0, length)), DOWNLOAD_S, MAX_CHUNK_BYTES)
 
 

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from decentral import __version__
-from decentral.comm.net.libp2p import Libp2p
-from decentral.comm.net.libp2p_directory import HivemindDirectory
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.invitations import Permission, is_private
 from decentral.comm.wire.messages import VERSION, Hello, Refused, Welcome
+from decentral.comm.wire.network import PeerNetwork, SwarmDirectory
 from decentral.comm.wire.private_swarm import TELLS, PrivateSwarm, revoked_key
 from decentral.comm.wire.transport import AskError
 from decentral.commands.checks.finding import Finding, ok, unknown, warn, wrong
 from decentral.core import received
+from decentral.core.at_once import at_once
 from decentral.core.config import Config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
@@ -51,9 +51,9 @@ class Contact:
     welcome: Welcome
 
 
-async def meet(transport: Libp2p, addresses: Sequence[str], run: RunId) -> tuple[list[Contact], list[Finding]]:
+async def meet(transport: PeerNetwork, addresses: Sequence[str], run: RunId) -> tuple[list[Contact], list[Finding]]:
     """Says hello at these addresses. `run`: the one that the state folder or the invitation is for; "": any."""
-    met = await asyncio.gather(*(_greet(transport, address, run) for address in addresses))
+    met = await at_once(_greet(transport, address, run) for address in addresses)
     contacts = {one.peer: one for one in met if isinstance(one, Contact)}  # one peer may have several addresses
     return list(contacts.values()), [one for one in met if isinstance(one, Finding)]
 
@@ -64,7 +64,7 @@ def welcomed(contact: Contact, own: PeerId | None) -> Finding:
     return ok("join", f"{who} answers; run {contact.welcome.run}, protocol {VERSION}")
 
 
-async def _greet(transport: Libp2p, address: str, run: RunId) -> Contact | Finding:
+async def _greet(transport: PeerNetwork, address: str, run: RunId) -> Contact | Finding:
     try:
         peer = await transport.connect(address)
     except UserError as error:
@@ -146,7 +146,7 @@ def invitation(path: Path) -> Finding:
 class Visit:
     """A look into a swarm in which somebody has welcomed us. Begin it with `begin`."""
 
-    transport: Libp2p
+    transport: PeerNetwork
     contacts: list[Contact]
     clock: SwarmClock
     own: Signer
@@ -171,13 +171,13 @@ class Visit:
         self.clock.agree(await directory.clocks_ahead_s(met))
         self.known = await self._records(directory, set(met))
         others = [record for peer, record in self.known.items() if peer not in met][: CLOCKS_ASKED - len(met)]
-        reached = await asyncio.gather(*(connect(self.transport, record.addresses) for record in others))
+        reached = await at_once(connect(self.transport, record.addresses) for record in others)
         self.reached = [*met, *(peer for peer in reached if peer)]
         ahead_s = await directory.clocks_ahead_s(peer for peer in self.reached if peer != own)
         set_s = -self.clock.machine_ahead_s()  # the clock is the swarm's by now
         self.ahead_s = [ahead + set_s for ahead in ahead_s]
 
-    async def _records(self, directory: HivemindDirectory, met: set[PeerId]) -> dict[PeerId, PeerRecord]:
+    async def _records(self, directory: SwarmDirectory, met: set[PeerId]) -> dict[PeerId, PeerRecord]:
         known: dict[PeerId, PeerRecord] = {}
         for _ in range(LOOKS):
             known |= await records.lookup(directory, self.run, self.own, self.clock())

@@ -5,7 +5,7 @@ A damaged message goes through the real codec: it is written out, changed, and r
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
@@ -71,7 +71,7 @@ class _Bytes:
         return part
 
 
-def _run(work: Coroutine[Any, Any, T]) -> T:
+def _run(work: Coroutine[object, None, T]) -> T:
     """The result of a coroutine that never has to wait."""
     try:
         work.send(None)

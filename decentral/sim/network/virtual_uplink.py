@@ -60,11 +60,18 @@ class PacedMessage:
             self.through()
 
 
+class MessageQueue(UplinkQueue[PacedMessage]):
+    """Pieces are the messages that they belong to."""
+
+    def is_given_up(self, item: PacedMessage) -> bool:
+        return item.given_up
+
+
 class VirtualUplink:
     def __init__(self, agenda: Agenda, rate: Callable[[], float | None] = lambda: None) -> None:
         """`rate` gives the bytes/s at which messages leave; None: they do not wait for each other."""
         self.agenda = agenda
-        self.queue = UplinkQueue[PacedMessage](lambda message: message.given_up, rate)
+        self.queue = MessageQueue(rate)
         self._timer: Timer | None = None
 
     def paces(self, envelope: Envelope) -> bool:

@@ -51,12 +51,8 @@ class SwarmTime:
 @dataclass(slots=True)
 class PageFollower:
     sources: Sequence[LineSource]
-    wall: Callable[[], Seconds]
+    time: SwarmTime
     view: SwarmView = field(default_factory=SwarmView)
-    time: SwarmTime = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.time = SwarmTime(self.wall)
 
     async def run(self, publish: Callable[[], None]) -> None:
         """Calls `publish` after each update. Returns when a source is over."""

@@ -117,7 +117,7 @@ class WorkView:
             self.loss = loss if self.loss is None else self.loss + LOSS_SHARE * (loss - self.loss)
         aside = line.get("aside")
         kinds = {kind: number(aside, kind) for kind in KINDS} if isinstance(aside, Mapping) else {}
-        self.spent += TimeSpent.of({**kinds, "training": training_s})
+        self.spent += TimeSpent.by_kind({**kinds, "training": training_s})
         self.shares = self.spent.shares()
 
     def judged(self, t: Seconds, held_out: float | None, own: bool) -> bool:

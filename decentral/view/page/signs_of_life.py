@@ -1,12 +1,12 @@
 """Which peers answer: asked by whoever has a page to show, as records stay for a minute after their peers have died."""
 
-import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Ping
 from decentral.comm.wire.transport import AskError, Transport
+from decentral.core.at_once import at_once
 from decentral.core.ids import PeerId
 
 ASKED_EVERY_S = 3.0
@@ -26,7 +26,7 @@ class SignsOfLife:
     async def missed(self, peers: Collection[PeerId]) -> list[tuple[PeerId, str]]:
         """Those of the peers that have left UNANSWERED questions unanswered just now, and why."""
         self.failures = {peer: count for peer, count in self.failures.items() if peer in peers}
-        found = await asyncio.gather(*(self._ask(peer) for peer in self._next(sorted(peers))))
+        found = await at_once(self._ask(peer) for peer in self._next(sorted(peers)))
         return [one for one in found if one is not None]
 
     def _next(self, known: Sequence[PeerId]) -> Sequence[PeerId]:

@@ -11,7 +11,8 @@ from decentral.core.ids import PeerId
 from decentral.core.machine import Log
 from decentral.core.received import facts_of
 from decentral.core.units import Seconds
-from decentral.sim.swarm import EPOCH, SimulatedSwarm
+from decentral.sim.swarm import SimulatedSwarm
+from decentral.sim.virtual_claims import EPOCH
 from decentral.view.page.child import DashboardProcess
 
 OF_OTHERS = ("peer_joined", "peer_left", "goodbye")

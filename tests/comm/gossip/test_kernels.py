@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks import outer_step
 from decentral.comm.codecs import blockwise, compiled_blocks
 from decentral.comm.gossip.influence import token_weights
-from decentral.comm.gossip.kernel_choice import Candidate, best_kernels, first_proven
+from decentral.comm.gossip.kernel_choice import best_kernels, first_proven
 from decentral.comm.gossip.kernel_proof import Disagreement, Formulas, prove
 from decentral.comm.gossip.kernels_cpu import CompiledKernels
 from decentral.comm.gossip.outer_kernels import OuterKernels, OuterVectors, TorchKernels, Weighted
@@ -42,14 +42,14 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
-@pytest.mark.parametrize("codec", blockwise.COMPILED)
+@pytest.mark.parametrize("codec", blockwise.COMPILED_PACK)
 @given(patterns=st.lists(Patterns, min_size=1, max_size=40), n=st.integers(0, 700))
 def test_any_numbers_have_the_bytes_of_the_formulas(codec: str, patterns: list[int], n: int) -> None:
     values = of_bits(patterns, n)
     assert blockwise.encode(codec, values) == Formulas().encode(codec, values)
 
 
-@pytest.mark.parametrize("codec", blockwise.COMPILED)
+@pytest.mark.parametrize("codec", blockwise.COMPILED_PACK)
 @given(seed=st.integers(0, 10**6), exponent=Exponents, n=st.integers(0, 700))
 def test_vectors_of_one_magnitude_have_the_bytes_and_numbers_of_the_formulas(
     codec: str, seed: int, exponent: int, n: int
@@ -60,7 +60,7 @@ def test_vectors_of_one_magnitude_have_the_bytes_and_numbers_of_the_formulas(
     assert read(blockwise, codec, blob, n) == read(Formulas(), codec, blob, n)
 
 
-@pytest.mark.parametrize("codec", blockwise.COMPILED)
+@pytest.mark.parametrize("codec", blockwise.COMPILED_PACK)
 @given(data=st.data(), n=st.integers(0, 600))
 def test_any_bytes_are_read_or_refused_as_by_the_formulas(codec: str, data: st.DataObject, n: int) -> None:
     size = blockwise.size(codec, n)
@@ -68,7 +68,7 @@ def test_any_bytes_are_read_or_refused_as_by_the_formulas(codec: str, data: st.D
     assert read(blockwise, codec, blob, n) == read(Formulas(), codec, blob, n)
 
 
-@pytest.mark.parametrize("codec", blockwise.COMPILED)
+@pytest.mark.parametrize("codec", blockwise.COMPILED_PACK)
 @given(patterns=st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=6), n=st.integers(1, 600))
 def test_any_scale_is_read_or_refused_as_by_the_formulas(codec: str, patterns: list[int], n: int) -> None:
     blob = bytearray(Formulas().encode(codec, random(n, n)))
@@ -268,13 +268,13 @@ class Inexact(CompiledKernels):
 def test_a_kernel_that_lies_is_refused_and_the_reason_says_where(lying: type[CompiledKernels], about: str) -> None:
     with pytest.raises(Disagreement, match=about.replace("[", r"\[")):
         prove(lying())
-    kernels, reason = first_proven([Candidate("fast", lying), Candidate("compiled", CompiledKernels)])
+    kernels, reason = first_proven({"fast": lying, "compiled": CompiledKernels})
     assert type(kernels) is CompiledKernels
     assert reason.startswith("compiled, proven against torch; not fast (Disagreement: " + about)
 
 
 def test_where_nothing_proves_itself_torch_is_left() -> None:
-    kernels, reason = first_proven([Candidate("fast", missing), Candidate("lying", WrongMerge)])
+    kernels, reason = first_proven({"fast": missing, "lying": WrongMerge})
     assert isinstance(kernels, TorchKernels)
     assert reason.startswith("torch; not fast (ImportError: no cupy here); not lying (Disagreement: ")
 

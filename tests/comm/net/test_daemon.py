@@ -72,7 +72,7 @@ def test_after_its_daemon_was_killed_a_peer_asks_and_answers_again(tmp_path: Pat
             own, other = await a.directory([KEY], []), await b.directory([KEY], [await b.connect(places[0])])
             assert await answered(a, b.peer)
             a._p2p._child.kill()
-            assert await a.ended() == "signal 9"
+            assert await a.ended() == "the libp2p daemon has ended (signal 9)"
             with pytest.raises(AskError):
                 await answered(a, b.peer)
             await a.revive()
@@ -113,7 +113,7 @@ def test_a_daemon_that_dies_with_calls_unread_is_no_traceback(tmp_path: Path) ->
             while not calls._pending_messages.empty():
                 await asyncio.sleep(0)
             a._p2p._child.kill()
-            assert await a.ended() == "signal 9"
+            assert await a.ended() == "the libp2p daemon has ended (signal 9)"
             assert isinstance(calls._read_task.exception(), ConnectionResetError)
             unread.cancel()
             while not calls._write_task.done():  # the call is taken back, over a connection that is lost
@@ -142,7 +142,8 @@ def test_a_daemon_whose_answers_nobody_reads_any_more_is_started_again(
             await control._pending_messages.put(
                 p2pd_pb2.PersistentConnectionRequest(callId=call.bytes, callUnary=unary)
             )
-            assert await a.ended() == "hivemind reads it no more: InvalidStateError('invalid state')"
+            how = "hivemind reads it no more: InvalidStateError('invalid state')"
+            assert await a.ended() == f"the libp2p daemon has ended ({how})"
             await a.revive()
             assert await a.addresses()
             assert said == []

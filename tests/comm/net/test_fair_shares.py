@@ -22,6 +22,7 @@ from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.sim.network.agenda import Agenda
 from decentral.sim.network.virtual_network import Network, Outcome
+from tests.comm.net.invited import INVITED
 from tests.comm.net.loopback import pipe
 from tests.comm.net.virtual_transport import plugged
 from tests.sim.network.test_virtual_network import Bad, Wires
@@ -182,7 +183,7 @@ def test_a_share_has_a_limit_whatever_is_taken(most: int) -> None:
 
 
 def test_a_thousand_names_of_one_invitation_share_what_one_of_them_may_have() -> None:
-    shares = QuestionShares(holder=lambda peer: PeerId(peer[:3]))
+    shares = QuestionShares(private=INVITED)
     begun = 0
     for number in range(MANY):
         with suppress(ProtocolError):

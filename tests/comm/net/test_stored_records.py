@@ -5,8 +5,8 @@ from itertools import count
 
 from decentral.comm.net import stored_records
 from decentral.comm.net.stored_records import LEAST_ROOM, MOST_STORED, StoredRecords
-from decentral.core.ids import PeerId
 from decentral.core.units import KiB, MiB
+from tests.comm.net.invited import INVITED
 
 PEERS, MORE_PEERS, PLANS, REVOKED = b"1", b"2", b"3", b"4"
 KEYS = {PEERS: "run/peers/0", MORE_PEERS: "run/peers/1", PLANS: "run/plan", REVOKED: "run/revoked"}
@@ -48,7 +48,7 @@ def test_all_keys_together_have_a_limit() -> None:
 
 
 def test_one_invitation_has_half_of_a_key_whatever_names_its_holder_takes() -> None:
-    stored = StoredRecords(KEYS, holder=lambda peer: PeerId(peer[:3]))
+    stored = StoredRecords(KEYS, INVITED)
     assert fill(stored, PEERS, 16 * KiB, prefix="bad") == 80
     assert fill(stored, PEERS, 16 * KiB, prefix="ann") == 40
     assert stored.take((PEERS, "bob"), 60.0, 16 * KiB, 0.0)

@@ -32,9 +32,9 @@ class Peers:
     answering: list["asyncio.Task[None]"] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.asker = Asker(self.open)
+        self.asker = Asker(self)
 
-    async def open(self, to: PeerId) -> Stream:
+    async def open_stream(self, to: PeerId) -> Stream:
         (reader, writer), (their_reader, their_writer) = pipe()
         stream = Stream(reader, ClosingWriter(writer._reader))
         self.opened.append(stream)

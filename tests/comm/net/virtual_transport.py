@@ -61,7 +61,8 @@ class VirtualTransport:
         """Everybody can find everybody."""
 
     async def enclose(self, private: PrivateSwarm | None) -> None:
-        self._port.private, self._port.shares.admits = private, private.admits if private else knows_all
+        self._port.private = private
+        self._port.shares.enclose(private)
 
     async def drop(self, peer: PeerId) -> None:
         self._network.drop(self._port, peer)

@@ -10,13 +10,19 @@ from decentral.core.ids import PeerId
 X, B, C = PeerId("X"), PeerId("B"), PeerId("C")
 
 
-def accept(wanted: Wanted, envelope: Envelope) -> None:
-    if not isinstance(envelope.message, Done):
-        raise ProtocolError("unexpected", "only Done is good here")
+class OnlyDone:
+    """A round that takes nothing else."""
+
+    def accept(self, wanted: Wanted, envelope: Envelope) -> None:
+        if not isinstance(envelope.message, Done):
+            raise ProtocolError("unexpected", "only Done is good here")
+
+    def deadline_s(self, peer: PeerId, size: int) -> float:
+        return 3.0
 
 
 def collection(others: tuple[PeerId, ...] = (B, C), size: int = 0) -> Collection:
-    found = Collection("run", 7, True, accept, lambda peer, size: 3.0)
+    found = Collection("run", 7, True, OnlyDone())
     found.want(X, None, size, others, 0.0)
     return found
 

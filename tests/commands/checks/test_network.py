@@ -8,9 +8,9 @@ import pytest
 
 from decentral.comm.net import libp2p_services
 from decentral.comm.net.libp2p import Libp2p
-from decentral.comm.net.libp2p_services import AUTONAT, DialBack, DialStatus, Identified
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Ping, Pong
+from decentral.comm.wire.network import DialBack, DialStatus, Identified
 from decentral.comm.wire.transport import Answer, AskError
 from decentral.commands.checks import clock, network
 from decentral.commands.checks.finding import Finding, FindingState
@@ -22,7 +22,7 @@ OWN = ["/ip4/192.168.0.7/tcp/4001/p2p/QmA", "/ip4/127.0.0.1/tcp/4001/p2p/QmA"]
 
 
 def seen(*observed: str) -> list[Seen]:
-    return [Seen(PeerId(f"Qm{n}"), Identified(one, (AUTONAT,), "")) for n, one in enumerate(observed)]
+    return [Seen(PeerId(f"Qm{n}"), Identified(one, True, "")) for n, one in enumerate(observed)]
 
 
 @pytest.mark.parametrize(
@@ -85,10 +85,10 @@ def test_real_daemons_say_how_they_see_each_other_and_dial_no_private_addresses(
         pair = [await Libp2p.start(tmp_path / name, ["/ip4/127.0.0.1/tcp/0"], []) for name in "AB"]
         try:
             peer = await pair[0].connect((await pair[1].addresses())[0])
-            said = await libp2p_services.identify(pair[0], peer)
+            said = await pair[0].identify(peer)
             assert said.observed.startswith("/ip4/127.0.0.1/tcp/")
-            assert AUTONAT in said.protocols
-            came = await libp2p_services.dial_back(pair[0], peer, await pair[0].addresses())
+            assert said.dials_back
+            came = await pair[0].dial_back(peer, await pair[0].addresses())
             assert came.status == DialStatus.REFUSED
             with pytest.raises(AskError, match="protocols not supported"):
                 await pair[0].call(peer, "/no/such", b"", 10, 10.0)

@@ -17,6 +17,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Log
 from decentral.core.units import KiB
 from decentral.peers.joining.fetch import PIECE_BYTES, Fetch, FetchTag, Incoming
+from tests.peers.joining.any_holder import AnyHolder
 
 RUN = RunId("run")
 HONEST = [PeerId(name) for name in ("h1", "h2", "h3")]
@@ -44,7 +45,7 @@ class Swarm:
         self.bytes_ = Counter[PeerId]()
         self.lines: list[Log] = []
         self.agenda: list[tuple[float, int, Ask]] = []
-        self.fetch = Fetch(RUN, FetchTag, Random(0), lambda peer, fragment: True, exact)
+        self.fetch = Fetch(RUN, FetchTag, Random(0), AnyHolder(), exact)
 
     def run(self) -> list[Floats]:
         self.fetch.begin([Incoming(fragment, LAYOUT) for fragment in FRAGMENTS], 0.0)

@@ -1,6 +1,7 @@
 """A newcomer fetches its state from several donors, piece by piece, and some of them may fail."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from random import Random
 
 import pytest
@@ -33,6 +34,7 @@ from decentral.peers.joining.join import (
     JoinPhase,
     JoinTag,
 )
+from tests.peers.joining.any_holder import AnyHolder
 
 RUN = RunId("gpt-3fa2c1")
 A, B = PeerId("A"), PeerId("B")
@@ -48,12 +50,31 @@ def of_fragment(ask: Ask) -> int:
     return ask.tag.fragment
 
 
+@dataclass
+class View:
+    """The swarm as a test describes it."""
+
+    holds: Callable[[PeerId, Fragment], bool] = lambda peer, fragment: True
+    retained: Callable[[int], tuple[int, Sequence[PeerId]]] = lambda index: (-1, ())
+    step: int | None = None
+
+    def donates(self, peer: PeerId, fragment: Fragment) -> bool:
+        return self.holds(peer, fragment)
+
+    def newest_retained(self, fragment: int) -> tuple[int, Sequence[PeerId]]:
+        return self.retained(fragment)
+
+    def swarm_step(self) -> int | None:
+        return self.step
+
+
 class Newcomer:
     """A Join with its donors, which answer when a test says so."""
 
     def __init__(self, donors: Sequence[PeerId] = (A, B), own_step: int = 0, restored: bool = False) -> None:
         donated = (RUN, FRAGMENTS, [LAYOUT] * len(FRAGMENTS), tuple(donors))
-        self.join = Join(*donated, own_step, restored, Random(0), has_weights=restored)
+        self.view = View()
+        self.join = Join(*donated, own_step, restored, Random(0), self.view, has_weights=restored)
         self.live, self.now = list(donors), 100.0
         self.asks: list[Ask] = []
         self.fetched: list[object] = []
@@ -273,7 +294,7 @@ def test_peers_of_which_none_has_weights_yet_begin_together() -> None:
 
 def test_a_newcomer_with_a_part_of_the_layers_waits_where_nothing_comes_at_all() -> None:
     new = Newcomer(donors=(A,))
-    new.join.holds = lambda peer, fragment: peer in new.live
+    new.view.holds = lambda peer, fragment: peer in new.live
     new.know_the_roster()
     new.live = []
     in_silence(new, 600.0)
@@ -358,7 +379,7 @@ def test_the_one_holder_of_a_layer_is_among_the_donors_however_many_others_there
     for seed in range(5):
         new = Newcomer(donors=MANY)
         new.join.chance = Random(seed)
-        new.join.holds = lambda peer, fragment: fragment.index == 0 or peer == MANY[7]
+        new.view.holds = lambda peer, fragment: fragment.index == 0 or peer == MANY[7]
         new.know_the_roster()
         assert MANY[7] in new.join.fetch.donors
         assert len(new.finish().blobs) == 2
@@ -366,7 +387,7 @@ def test_the_one_holder_of_a_layer_is_among_the_donors_however_many_others_there
 
 def test_a_layer_whose_last_holder_has_gone_does_not_hold_up_the_others() -> None:
     new = Newcomer()
-    new.join.holds = lambda peer, fragment: fragment.index == (peer == B)
+    new.view.holds = lambda peer, fragment: fragment.index == (peer == B)
     new.know_the_roster()
     for _ in range(3):
         new.answer(new.next_of(A))
@@ -391,7 +412,7 @@ def b_is_gone(new: Newcomer) -> None:
 
 def test_what_only_a_dead_donor_held_is_not_waited_for_when_all_else_is_here() -> None:
     new = Newcomer(restored=True, own_step=10)
-    new.join.holds = lambda peer, fragment: peer in new.live and (peer == B or fragment.index == 0)
+    new.view.holds = lambda peer, fragment: peer in new.live and (peer == B or fragment.index == 0)
     new.know_the_roster()
     b_is_gone(new)
     new.wake(JOIN_RETRY_S)
@@ -401,7 +422,7 @@ def test_what_only_a_dead_donor_held_is_not_waited_for_when_all_else_is_here() -
 
 def test_half_a_fragment_whose_only_donor_is_gone_is_given_up_in_the_end() -> None:
     new = Newcomer()
-    new.join.holds = lambda peer, fragment: peer in new.live and (peer == B or fragment.index == 0)
+    new.view.holds = lambda peer, fragment: peer in new.live and (peer == B or fragment.index == 0)
     new.know_the_roster()
     new.answer(next(ask for ask in new.asks if ask.to == B and of_fragment(ask) == 1))
     b_is_gone(new)
@@ -414,8 +435,8 @@ def test_half_a_fragment_whose_only_donor_is_gone_is_given_up_in_the_end() -> No
 
 def test_what_nobody_holds_is_taken_from_a_peer_that_retains_it() -> None:
     new = Newcomer()
-    new.join.holds = lambda peer, fragment: fragment.index == 0
-    new.join.newest_retained = lambda index: (40, (B,)) if index == 1 else (-1, ())
+    new.view.holds = lambda peer, fragment: fragment.index == 0
+    new.view.retained = lambda index: (40, (B,)) if index == 1 else (-1, ())
     new.know_the_roster()
     assert {ask.to for ask in new.asks if of_fragment(ask) == 1} == {B}
     assert {ask.envelope.message.kept for ask in new.asks if of_fragment(ask) == 1} == {True}  # type: ignore[union-attr]
@@ -425,15 +446,15 @@ def test_what_nobody_holds_is_taken_from_a_peer_that_retains_it() -> None:
 @pytest.mark.parametrize(("own_step", "taken"), [(39, [0, 1]), (40, [0])])
 def test_a_retained_state_is_taken_only_if_it_is_newer_than_our_checkpoint(own_step: int, taken: list[int]) -> None:
     new = Newcomer(restored=True, own_step=own_step)
-    new.join.holds = lambda peer, fragment: fragment.index == 0
-    new.join.newest_retained = lambda index: (40, (B,)) if index == 1 else (-1, ())
+    new.view.holds = lambda peer, fragment: fragment.index == 0
+    new.view.retained = lambda index: (40, (B,)) if index == 1 else (-1, ())
     new.know_the_roster()
     assert [index for index, _, _ in new.finish().blobs] == taken
 
 
 def test_only_peers_that_hold_something_of_ours_are_asked() -> None:
     new = Newcomer(donors=MANY)
-    new.join.holds = lambda peer, fragment: peer == MANY[-1]
+    new.view.holds = lambda peer, fragment: peer == MANY[-1]
     new.know_the_roster()
     assert new.join.fetch.donors == [MANY[-1]]
     new.finish()
@@ -441,7 +462,7 @@ def test_only_peers_that_hold_something_of_ours_are_asked() -> None:
 
 def test_a_holder_whose_record_comes_back_is_waited_for() -> None:
     new = Newcomer()
-    new.join.holds = lambda peer, fragment: fragment.index == (peer == B)
+    new.view.holds = lambda peer, fragment: fragment.index == (peer == B)
     new.know_the_roster()
     new.live, new.join.contacts = [A], ()
     new.wake(JOIN_RETRY_S)
@@ -476,7 +497,7 @@ def test_newcomers_that_wait_for_an_export_leave_room_for_other_questions() -> N
 def ahead(count: int) -> tuple[Fetch, list[int]]:
     """A fetch of so many fragments from one donor that has not answered yet, and the fragments that it is asked for."""
     fragments = [Fragment(number, number, number + 1, 400_000) for number in range(count)]
-    fetch = Fetch(RUN, JoinTag, Random(0), lambda peer, fragment: True)
+    fetch = Fetch(RUN, JoinTag, Random(0), AnyHolder())
     fetch.begin((Incoming(fragment, LAYOUT) for fragment in fragments), 100.0)
     fetch.choose([A])
     return fetch, [of_fragment(ask) for ask in fetch.ask() if isinstance(ask, Ask)]
@@ -521,7 +542,7 @@ def test_a_newcomer_finishes_the_export_that_it_has_begun_and_others_get_a_fresh
 @pytest.mark.parametrize(("lie", "known", "begins"), [(1 << 60, None, 50), (1 << 60, 48, 50), (50, None, 50)])
 def test_one_lying_donor_does_not_set_the_newcomers_clock(lie: int, known: int | None, begins: int) -> None:
     newcomer = Newcomer()
-    newcomer.join.swarm_step = lambda: known
+    newcomer.view.step = known
     newcomer.know_the_roster()
     while newcomer.asks:
         ask = newcomer.asks.pop(0)
@@ -532,7 +553,7 @@ def test_one_lying_donor_does_not_set_the_newcomers_clock(lie: int, known: int |
 
 def test_where_a_liar_is_the_only_donor_the_records_of_the_others_bound_the_clock() -> None:
     newcomer = Newcomer(donors=[A])
-    newcomer.join.swarm_step = lambda: 48
+    newcomer.view.step = 48
     newcomer.know_the_roster()
     while newcomer.asks:
         newcomer.answer(newcomer.asks.pop(0), step=1 << 60)

@@ -1,10 +1,12 @@
 """A member hears in the DHT whom the founder has revoked, passes it on, and stops when its own invitation is over."""
 
+from dataclasses import dataclass
 from random import Random
 
 from decentral.comm.wire.invitations import FOR_EVER, Permission
 from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm, revoked_key
 from decentral.comm.wire.transport import Announce, Found, Lookup
+from decentral.core.ids import PeerId
 from decentral.core.machine import Log, Woke
 from decentral.core.reasons import Reason
 from decentral.peers.membership import revocation_watch
@@ -24,6 +26,16 @@ from tests.comm.wire.invited import HOUR_S, NOW, founder, member
 KEY = revoked_key(founder().run)
 
 
+@dataclass
+class Others:
+    """A roster with so many other peers."""
+
+    live: range
+
+    def exclude(self, peer: PeerId, now: float) -> list[Log]:
+        return []
+
+
 class Watched:
     """A member A with its watch, at any time."""
 
@@ -31,7 +43,7 @@ class Watched:
         self.now = NOW
         self.private = member("QmA", until=until, now=lambda: self.now)
         own = signer(self.private)
-        self.watch = RevocationWatch(own, self.private, Random(0), lambda: others, lambda peer, now: [])
+        self.watch = RevocationWatch(own, self.private, Random(0), Others(range(others)))
 
     def wake(self, now: float) -> list[WatchEffect]:
         self.now = now

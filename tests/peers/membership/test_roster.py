@@ -37,14 +37,16 @@ def identity(name: str) -> Identity:
     return Identity.load_or_create(Path(mkdtemp()) / name)
 
 
-@pytest.fixture
-def roster() -> Roster:
-    def compose(now: float, leaving: bool) -> PeerRecord:
+class OwnRecords:
+    def compose_record(self, now: float, leaving: bool) -> PeerRecord:
         return replace(RECORD, time=now, phase="leaving" if leaving else "training")
 
+
+@pytest.fixture
+def roster() -> Roster:
     own = identity("own")
     size = SwarmSize(RUN, own.peer, Random(0))
-    return Roster(RUN, own, SwarmConfig(), compose, size, Holders(own.peer, 6))
+    return Roster(RUN, own, SwarmConfig(), OwnRecords(), size, Holders(own.peer, 6))
 
 
 @pytest.fixture

@@ -45,12 +45,12 @@ class Swarm:
         setup = NodeSetup(config, RUN, own, FRAGMENTS, [(), ()], 3, PROFILE, (), contacts=(D,))
         self.live: dict[PeerId, RosterEntry] = {}
         size = SwarmSize(RUN, own.peer, Random(0))
-        roster = Roster(RUN, own, config.swarm, self.never, size, Holders(own.peer, 3), self.live)
+        roster = Roster(RUN, own, config.swarm, self, size, Holders(own.peer, 3), self.live)
         self.meter = Meter()
         progress = TrainingProgress(config.train, config.swarm, None)
         self.asks = PeerSelection(PresentSetup(setup), roster, self.meter, progress, Random(0))
 
-    def never(self, now: float, leaving: bool) -> PeerRecord:
+    def compose_record(self, now: float, leaving: bool) -> PeerRecord:
         raise AssertionError("no record is announced here")
 
     def meet(

@@ -110,7 +110,7 @@ def test_a_helper_that_does_not_start_only_skips_the_check(tmp_path: Path, monke
     asked: list[tuple[Any, ...]] = []
 
     async def start(*of: Any, only_dials: bool) -> None:
-        asked.append((of[1], only_dials))
+        asked.append((of[1], of[3], only_dials))
         raise UserError("the libp2p daemon did not start")
 
     monkeypatch.setattr(Libp2p, "start", start)
@@ -118,4 +118,4 @@ def test_a_helper_that_does_not_start_only_skips_the_check(tmp_path: Path, monke
     swarm = Swarm(own, ("/ip4/192.0.2.9/tcp/4001",), (), "training")
     unused: Any = None
     asyncio.run(refuse_copy(swarm.access, own, unused, ()))
-    assert asked == [([HERE], True)]
+    assert asked == [([HERE], swarm.access.clock, True)]

@@ -51,6 +51,16 @@ def now() -> float:
     return EPOCH + asyncio.get_running_loop().time()
 
 
+class RunningClock:
+    """The event loop's time as unix time."""
+
+    def now(self) -> float:
+        return now()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
 async def claimed(network: Loopback, own: Identity, memory_bytes: int) -> claim_span.ClaimedSpan:
     return await chosen(own, network, memory_bytes, None)
 
@@ -66,7 +76,7 @@ async def claimed_by(
     request: claim_span.SpanRequest, network: Loopback, directory: LoopbackDirectory, needs: MemoryNeeds = NEEDS
 ) -> claim_span.ClaimedSpan:
     silent = partial(claim_span.silent_peers, network.transport(request.own.peer))
-    return await claim_span.claim(request, needs, directory, silent, claim_span.RealClock(now))
+    return await claim_span.claim(request, needs, directory, silent, RunningClock())
 
 
 async def trains(network: Loopback, own: Identity, first: int, last: int, speed: float = 1000.0) -> None:
@@ -179,7 +189,7 @@ def test_peers_with_the_oldest_and_the_latest_records_are_asked_whether_they_are
             await trains(network, own, 0, 3)
             await asyncio.sleep(0.001)  # so that no two records have the same time
         request = claim_span.SpanRequest(CONFIG, RUN, identities[3], (), HALF, None)
-        clock = claim_span.RealClock(now)
+        clock = RunningClock()
         await claim_span.claim(request, NEEDS, LoopbackDirectory(network), note, clock)
 
     play(story())

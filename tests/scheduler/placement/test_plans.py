@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -58,6 +58,19 @@ EVEN = swarm(A=(0, 2, 100.0), B=(0, 2, 100.0), C=(2, 4, 100.0), D=(2, 4, 100.0))
 SLOWER = {**EVEN, **swarm(A=(0, 2, 20.0))}  # 120 tokens/s in the first half, 200 in the second; 160 in both is possible
 
 
+@dataclass
+class InRoster:
+    """A roster with peers of these ages; without any, every peer has just come."""
+
+    ages: dict[str, float] | None = None
+
+    def known_for_s(self, peer: PeerId, now: float) -> float | None:
+        return 0.0 if self.ages is None else self.ages.get(peer)
+
+
+IN_ROSTER = InRoster()
+
+
 def task(members: dict[PeerId, TrainingPeer], holders: int = 1) -> PlanTask:
     return PlanTask(NEEDS, tuple(sorted(members.items())), 256.0, holders)
 
@@ -74,7 +87,7 @@ class Together:
         self.members, self.now = dict(members), 100.0
         self.records: dict[str, bytes] = {}
         self.plans = {
-            name: SwarmPlans(RUN, VirtualSigner(name), NEEDS, 256.0, 1, 0, rng.stream(0, "plans", name))
+            name: SwarmPlans(RUN, VirtualSigner(name), NEEDS, 256.0, 1, 0, rng.stream(0, "plans", name), IN_ROSTER)
             for name in members
         }
         self.lines: list[Log] = []
@@ -164,7 +177,7 @@ class Judge:
     """One peer's plans, which finds others' plans and evaluates them with figures that a test gives."""
 
     def __init__(self) -> None:
-        self.plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"))
+        self.plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"), IN_ROSTER)
 
     def hears(
         self, proposals: dict[str, SwarmPlan], now: float, members: dict[PeerId, TrainingPeer] = EVEN
@@ -320,7 +333,7 @@ def test_only_the_latest_plan_of_each_proposer_is_evaluated_and_only_so_many() -
 
 def test_new_names_displace_no_plan_of_those_that_have_been_here_for_long_and_strangers_propose_nothing() -> None:
     judge, ages = Judge(), {"old": 5000.0, "A": 0.0} | {f"new{number}": 1.0 for number in range(20)}
-    judge.plans.known_for_s = lambda peer, now: ages.get(peer)
+    judge.plans.roster = InRoster(ages)
     proposals = {name: plan(time=100.0 if name != "old" else 50.0, reason=name) for name in [*ages, "stranger"]}
     judge.hears(proposals, 100.0)
     assert judge.plans._evaluation is not None
@@ -335,7 +348,7 @@ def test_a_plan_of_a_time_to_come_is_left_out() -> None:
 
 
 def test_a_plan_that_is_hardly_better_moves_nobody() -> None:
-    plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"))
+    plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"), IN_ROSTER)
     asked = plans._evaluate(EVEN, searches=True)
     found = evaluate_plans(asked)
     spans: Spans = tuple((peer, one.held.start, one.held.stop) for peer, one in EVEN.items())
@@ -450,7 +463,7 @@ def test_spans_that_are_none_are_not_evaluated(spans: Spans) -> None:
 
 
 def test_plans_that_are_forged_or_of_another_run_are_not_evaluated() -> None:
-    ours = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"))
+    ours = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"), IN_ROSTER)
     forger, key = VirtualSigner(PeerId("M")), key_of(RUN)
     values = {
         "B": forger.seal(key, pack(plan()), 2e9),
@@ -466,7 +479,7 @@ def test_plans_that_are_forged_or_of_another_run_are_not_evaluated() -> None:
 
 
 def test_an_answer_to_an_older_question_says_nothing() -> None:
-    plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"))
+    plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 1, 0, rng.stream(0, "plans"), IN_ROSTER)
     plans._evaluate(EVEN, searches=True)
     assert plans.handle(PlansEvaluated(99, bytes(16), 1.0, ()), 100.0) == []
     assert plans.adopted is None

@@ -166,7 +166,7 @@ def written_by_another(folder: Path, *lines: str) -> JournalFolder:
 @pytest.mark.parametrize("t", ["1e999", "1e300", "1" + "0" * 400, "-1", '"now"', "null"])
 def test_a_line_of_no_time_moves_no_clock(tmp_path: Path, t: str) -> None:
     source = written_by_another(tmp_path, f'{{"t":{t},"event":"eval","loss":1.0}}')
-    follower = PageFollower([source], Clock())
+    follower = PageFollower([source], SwarmTime(Clock()))
     asyncio.run(follower.take(source, live=True))
     assert follower.time.now() == 1e9
     follower.view.tick(follower.time.now())
@@ -186,7 +186,7 @@ def test_history_is_taken_with_its_totals(tmp_path: Path) -> None:
     for step in range(1, 50):
         clock.now = float(step)
         written.write("step", step=step, tokens=10, loss=1.0, seconds=1.0, aside={})
-    follower = PageFollower([JournalFolder(tmp_path)], clock)
+    follower = PageFollower([JournalFolder(tmp_path)], SwarmTime(clock))
     asyncio.run(follower.take(follower.sources[0], live=False))
     tokens = follower.view.timeline.since(0, ["tokens"])["series"]["tokens"]
     assert tokens[10] < tokens[30] < tokens[-1] <= 490
