@@ -17,8 +17,8 @@ FILE_LINES = 450
 FUNCTION_LINES = 60
 TIES = {  # of the whole product, at most; none of these numbers may grow
     "attributes of other objects that are assigned": 63,
-    "arguments with a star": 115,
-    "uses of Any": 149,
+    "arguments with a star": 113,
+    "uses of Any": 141,
     "fields that are functions": 48,
 }
 SEAMS = {"core", "model", "data", "comm", "engine", "scheduler", "peers", "sim"}  # what they use has docstrings

@@ -18,6 +18,7 @@ from benchmarks.wan.lab import Lab, Traffic
 from benchmarks.wan.links import Count
 from benchmarks.wan.swarm import LabSwarm, Line, of_router
 from decentral.commands.local import POLL_S
+from decentral.core.journal.events import JoinedLine, StartedLine
 from decentral.core.journal.file import read
 
 
@@ -32,9 +33,9 @@ def join_late(lab: Lab, flags: argparse.Namespace, folder: Path, seconds: float,
         time.sleep(seconds)
         quiet = lab.traffic() - at_first
         swarm.launch(newcomer, swarm.address)
-        swarm.await_event(swarm.members[newcomer], "started")
+        swarm.await_event(swarm.members[newcomer], StartedLine)
         asked_at, before = time.time(), lab.traffic()
-        swarm.await_event(swarm.members[newcomer], "joined")
+        swarm.await_event(swarm.members[newcomer], JoinedLine)
         joined_at, traffic = time.time(), lab.traffic() - before
         time.sleep(2 * POLL_S)  # for the others' lines about what has just ended
     finally:

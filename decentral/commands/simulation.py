@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from decentral.core import config, rng, strict_json
 from decentral.core.errors import UserError, writing
-from decentral.core.journal.file import OUTCOMES
+from decentral.core.journal.field_kinds import OUTCOMES
 from decentral.core.temporary import temporary_folder
 from decentral.core.units import readable_bytes
 from decentral.engine import memory

@@ -20,11 +20,11 @@ class TimeSpent:
 
     @classmethod
     def of(cls, seconds: Mapping[str, Seconds]) -> "TimeSpent":
-        """Return the time with so many seconds of some kinds, by their names."""
-        return cls(**seconds)
+        """Return the time with so many seconds of some kinds, by their names; other kinds are passed over."""
+        return cls(*(seconds.get(kind, 0.0) for kind in ALL_KINDS))
 
     def __add__(self, other: "TimeSpent") -> "TimeSpent":
-        return TimeSpent(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(TimeSpent)))
+        return TimeSpent(*(getattr(self, kind) + getattr(other, kind) for kind in ALL_KINDS))
 
     @property
     def total(self) -> Seconds:
@@ -35,6 +35,10 @@ class TimeSpent:
         """The total without waiting."""
         return self.total - self.waiting
 
+    def aside(self) -> dict[str, Seconds]:
+        """What was spent on other things than training, by kind."""
+        return {kind: seconds for kind in ALL_KINDS if kind != "training" and (seconds := getattr(self, kind))}
+
     def shares(self) -> dict[str, float]:
         """What part of the total each kind has; of no time at all, none has any."""
         total = self.total
@@ -42,4 +46,5 @@ class TimeSpent:
 
 
 NO_TIME = TimeSpent()
-KINDS = tuple(one.name for one in fields(TimeSpent) if one.name != "beside")
+ALL_KINDS = tuple(one.name for one in fields(TimeSpent))
+KINDS = tuple(kind for kind in ALL_KINDS if kind != "beside")

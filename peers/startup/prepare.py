@@ -28,6 +28,7 @@ from decentral.comm.wire.private_swarm import may_train
 from decentral.commands import shared
 from decentral.core.errors import UserError
 from decentral.core.jobs import DIVERGED
+from decentral.core.journal.events import ErrorLine, IslandLine, StartedLine
 from decentral.core.journal.file import Journal
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.plain_text import plain_text
@@ -220,8 +221,7 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
         terminal.say(f"the page: {flags.page.url}")
     for warning in flags.warnings:
         terminal.say(f"warning: {warning}")
-    host.journal.write(
-        "started",
+    started = StartedLine(
         peer=setup.own.peer,
         run=setup.run,
         addresses=setup.addresses,
@@ -232,10 +232,11 @@ async def train(flags: argparse.Namespace, folder: state.StateFolder, host: Host
         first=setup.fragments[0].first,
         last=setup.fragments[-1].last,
     )
+    host.journal.write(started)
     for warning in flags.warnings:
-        host.journal.write("error", reason=warning)
+        host.journal.write(ErrorLine(reason=warning))
     if flags.island:
-        host.journal.write("island", ranks=[asdict(member) for member in flags.island.members])
+        host.journal.write(IslandLine(ranks=tuple(asdict(member) for member in flags.island.members)))
     loop = asyncio.get_running_loop()
     for name in launch.notices() if flags.island else shared.ending_signals():
         loop.add_signal_handler(name, host.stop, "interrupted")
@@ -295,7 +296,7 @@ async def _watch_addresses(host: Host) -> None:
             if records.has_moved(known, found):
                 known = found
                 told = host.node.own_record.move_to(found)
-                host.journal.take(told.event, told.fields)
+                host.journal.write(told.event)
 
 
 async def _revive(host: Host) -> None:
