@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import repeat
+from operator import add, attrgetter
 
 from decentral.core.units import Seconds
 
@@ -20,11 +22,11 @@ class TimeSpent:
 
     @classmethod
     def of(cls, seconds: Mapping[str, Seconds]) -> "TimeSpent":
-        """Return the time with so many seconds of some kinds, by their names; other kinds are passed over."""
-        return cls(*(seconds.get(kind, 0.0) for kind in ALL_KINDS))
+        """Return the time with so many seconds of some kinds, by their names; other kinds are left out."""
+        return cls(*map(seconds.get, ALL_KINDS, repeat(0.0)))
 
     def __add__(self, other: "TimeSpent") -> "TimeSpent":
-        return TimeSpent(*(getattr(self, kind) + getattr(other, kind) for kind in ALL_KINDS))
+        return TimeSpent(*map(add, _in_order(self), _in_order(other)))
 
     @property
     def total(self) -> Seconds:
@@ -47,4 +49,5 @@ class TimeSpent:
 
 NO_TIME = TimeSpent()
 ALL_KINDS = tuple(one.name for one in fields(TimeSpent))
+_in_order = attrgetter(*ALL_KINDS)
 KINDS = tuple(kind for kind in ALL_KINDS if kind != "beside")

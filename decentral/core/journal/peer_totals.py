@@ -13,7 +13,7 @@ from decentral.core.journal.field_kinds import Outcome
 from decentral.core.journal.lines import recorded
 from decentral.core.reasons import known_reason
 from decentral.core.strict_json import JsonFields
-from decentral.core.time_spent import ALL_KINDS, TimeSpent
+from decentral.core.time_spent import NO_TIME, TimeSpent
 from decentral.core.units import Seconds
 
 MOST_LIVES = 200  # of one peer: of more, the oldest ones count as one
@@ -92,7 +92,7 @@ class WorkDone:
     first_held_out: float | None = None
     tokens: int = 0
     micro_batches: int = 0
-    seconds: dict[str, Seconds] = field(default_factory=dict)  # of the training thread, by kind
+    spent: TimeSpent = NO_TIME  # by the training thread
     exchanges: ExchangeTotals = field(default_factory=ExchangeTotals)
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -104,9 +104,7 @@ class WorkDone:
                 self.step, self.stepped_at, self.loss = event.step, t, event.loss
                 self.tokens += event.tokens
                 self.micro_batches += event.micro_batches
-                self._spend("training", event.seconds)
-                for kind, seconds in event.aside.items():
-                    self._spend(kind, seconds)
+                self.spent += TimeSpent.of({"training": event.seconds, **event.aside})
             case events.ExchangeLine():
                 self.exchanges.take(event)
             case events.TrafficLine():
@@ -115,18 +113,8 @@ class WorkDone:
             case events.EvalLine():
                 self.first_held_out = event.loss if self.first_held_out is None else self.first_held_out
 
-    def _spend(self, kind: str, seconds: Seconds) -> None:
-        if kind in ALL_KINDS:  # a newer version may know more
-            self.seconds[kind] = self.seconds.get(kind, 0.0) + seconds
-
-    @property
-    def spent(self) -> TimeSpent:
-        """The time of the training thread."""
-        return TimeSpent.of(self.seconds)
-
     def __add__(self, later: "WorkDone") -> "WorkDone":
         """The work of both; the other one came later."""
-        kinds = self.seconds | later.seconds
         return WorkDone(
             later.step or self.step,
             later.stepped_at or self.stepped_at,
@@ -134,7 +122,7 @@ class WorkDone:
             later.first_held_out if self.first_held_out is None else self.first_held_out,
             self.tokens + later.tokens,
             self.micro_batches + later.micro_batches,
-            {kind: self.seconds.get(kind, 0.0) + later.seconds.get(kind, 0.0) for kind in kinds},
+            self.spent + later.spent,
             self.exchanges + later.exchanges,
             self.sent_bytes + later.sent_bytes,
             self.received_bytes + later.received_bytes,

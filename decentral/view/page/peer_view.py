@@ -8,7 +8,7 @@ from decentral.core.journal.events import JournalEvent, PeerFacts, StartedLine, 
 from decentral.core.journal.field_kinds import MOST_LAYERS, OUTCOMES
 from decentral.core.journal.peer_totals import ExchangeTotals, PeerTotals, WorkDone
 from decentral.core.plain_text import plain_text
-from decentral.core.time_spent import KINDS
+from decentral.core.time_spent import KINDS, TimeSpent
 from decentral.core.units import Seconds
 from decentral.peers.membership.records import PeerRecord
 
@@ -202,7 +202,7 @@ class PeerView:
         """The values of ROW, fit for JSON."""
         device, network, progress, work = self.device, self.network, self.progress, self.work
         outcomes, reasons = work.exchanges.outcomes, work.exchanges.reasons.most_common(REASONS_SHOWN)
-        shares = [round(share, 3) for share in work.spent.shares().values()] if work.seconds else None
+        shares = [round(share, 3) for share in work.spent.shares().values()] if work.spent.total else None
         why = "" if self.live else self.why
         return [
             *(self.number, self.peer, self.state, why, round(self.since, 1), round(self.heard, 1)),
@@ -232,7 +232,7 @@ def _work_of(record: PeerRecord) -> WorkDone:
     return WorkDone(
         step=record.step,
         tokens=record.tokens,
-        seconds={kind: share / 1000 for kind, share in zip(KINDS, told.shares, strict=False)},
+        spent=TimeSpent.of({kind: share / 1000 for kind, share in zip(KINDS, told.shares, strict=False)}),
         exchanges=ExchangeTotals(ended),
         sent_bytes=told.sent_bytes,
         received_bytes=told.received_bytes,

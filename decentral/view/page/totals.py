@@ -95,5 +95,5 @@ def totals_of(peers: Iterable[PeerView], before: Totals, now: Seconds) -> Totals
 
 
 def _shares(peers: Iterable[PeerView]) -> list[float]:
-    known = [view.work.spent.shares() for view in peers if view.work.seconds]
+    known = [view.work.spent.shares() for view in peers if view.work.spent.total]
     return [round(sum(shares[kind] for shares in known) / len(known), 4) for kind in KINDS] if known else []

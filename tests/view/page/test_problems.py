@@ -1,6 +1,7 @@
 """What is wrong: said while it is, in words that name it, and not for ever."""
 
 from decentral.core.journal.events import BAD, PLAIN, WARNING
+from decentral.core.time_spent import TimeSpent
 from decentral.view.page.peer_view import PeerView
 from decentral.view.page.problems import PROBLEMS_SHOWN, STILL_MISSED_S, RecentTroubles, RunKind
 
@@ -65,7 +66,7 @@ def test_a_peer_that_trains_beside_others_and_exchanges_nothing_is_named() -> No
 
 def test_a_peer_that_trains_little_is_named_with_what_holds_it_up() -> None:
     slow = exchanging(0)
-    slow.work.seconds = {"training": 20.0, "checkpoint": 70.0, "waiting": 10.0}
+    slow.work.spent = TimeSpent(training=20.0, checkpoint=70.0, waiting=10.0)
     (found,) = RecentTroubles().problems([slow], now=100.0)
     assert found == (WARNING, 0, "trains 20% of the time; checkpoint takes most of the rest")
 
@@ -118,10 +119,10 @@ def test_peers_without_a_common_layer_and_those_of_rounds_have_nothing_to_exchan
 
 def test_a_peer_that_waits_for_others_as_its_run_wants_is_not_idle() -> None:
     part = holding(0, 0, 4)
-    part.work.seconds = {"training": 30.0, "waiting": 70.0}
+    part.work.spent = TimeSpent(training=30.0, waiting=70.0)
     assert RecentTroubles().problems([part], now=100.0, run=RunKind(8)) == []
     assert len(RecentTroubles().problems([part], now=100.0, run=RunKind(4))) == 1
-    part.work.seconds = {"training": 10.0, "checkpoint": 20.0, "waiting": 70.0}
+    part.work.spent = TimeSpent(training=10.0, checkpoint=20.0, waiting=70.0)
     (found,) = RecentTroubles().problems([part], now=100.0, run=RunKind(8))
     assert found == (WARNING, 0, "trains 10% of the time; checkpoint takes most of the rest")
 
