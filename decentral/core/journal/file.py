@@ -20,7 +20,7 @@ from typing import IO
 from decentral.core import strict_json
 from decentral.core.errors import UserError
 from decentral.core.journal.events import ContinuedLine, JournalEvent, LostLine, StartedLine
-from decentral.core.journal.lines import JOURNAL_LINES
+from decentral.core.journal.lines import JOURNAL_LINES, name_of
 from decentral.core.strict_json import JsonObject
 from decentral.core.units import MiB
 
@@ -87,8 +87,10 @@ class Journal:
         """The line about lost ones."""
         return self._line(LostLine(lines=self.lost, since=self._lost_since, reason=self.reason))
 
-    def _line(self, event: JournalEvent) -> bytes:
-        return strict_json.dumps(JOURNAL_LINES.line(round(self._clock(), 3), event)).encode() + b"\n"
+    def _line(self, event: JournalEvent, name: str = "") -> bytes:
+        """The line of an event, or one of another name that repeats its fields."""
+        line = JOURNAL_LINES.line(round(self._clock(), 3), event)
+        return strict_json.dumps(line | ({"event": name} if name else {})).encode() + b"\n"
 
     def _open(self) -> None:
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -104,7 +106,7 @@ class Journal:
             self._rotate()
             self._begins = True
         if self._begins and self._started:
-            self._append(self._line(ContinuedLine(**JOURNAL_LINES.fields(self._started))))
+            self._append(self._line(self._started, name_of(ContinuedLine)))
             self._begins = False
 
     def _rotate(self) -> None:
