@@ -17,6 +17,7 @@ import numpy as np
 
 from decentral.core import config
 from decentral.core.ids import PeerId
+from decentral.core.journal.lines import JOURNAL_LINES
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.sim.host import Pace
@@ -264,7 +265,7 @@ def play(swarm: SimulatedSwarm, peers: int, start_s: Seconds, seconds: Seconds) 
     journals = {member.peer: [Line(t=0.0, event="started", peer=member.peer)] for member in members}
 
     def write(peer: PeerId, t: Seconds, line: Log) -> None:
-        journals[peer].append({"t": t, "event": line.event, **line.fields})
+        journals[peer].append(JOURNAL_LINES.line(t, line.event))
 
     swarm.listen(write)
     swarm.start(members[0])

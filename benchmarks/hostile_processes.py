@@ -18,9 +18,10 @@ from benchmarks.kill import trouble
 from decentral.commands.local import LocalSwarm
 from decentral.commands.local import parse as parse_local
 from decentral.core.journal.file import read
+from decentral.core.journal.peer_totals import PeerTotals
+from decentral.core.strict_json import JsonObject
 from decentral.peers.startup.state import StateFolder
 from decentral.serving import replicas
-from decentral.view import summary
 
 HONEST = 4
 STEP_S = 0.2
@@ -69,11 +70,11 @@ def run(lie: str, settings: Sequence[str], steps: int, credulous: bool) -> dict[
             swarm.kill()
 
 
-def journal_of(folder: Path) -> list[summary.Line]:
+def journal_of(folder: Path) -> list[JsonObject]:
     return list(read(folder / "journal.jsonl"))
 
 
-def _steps(lines: Sequence[summary.Line], since: float) -> int:
+def _steps(lines: Sequence[JsonObject], since: float) -> int:
     found = [line["step"] for line in lines if line["event"] == "step" and line["t"] >= since]
     return found[-1] - found[0] if found else 0
 
@@ -84,7 +85,7 @@ def _result(swarm: HostileSwarm, folders: Sequence[Path]) -> dict[str, Any]:
     run_of = StateFolder(folders[0]).read_run()
     assert run_of is not None
     journals = [journal_of(folder) for folder in folders]
-    shares = [summary.time_spent(line for line in one if line["event"] == "step").shares() for one in journals]
+    shares = [PeerTotals.of(one).whole.spent.shares() for one in journals]
     failed = Counter(
         line["reason"]
         for journal in journals

@@ -20,15 +20,17 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
 from decentral.commands.local import LocalPeer, LocalSwarm
 from decentral.commands.local import parse as parse_local
+from decentral.core.journal.events import EvalLine, JoinedLine, JournalEvent
 from decentral.core.journal.file import read
 
 Line = dict[str, Any]
+EventT = TypeVar("EventT", bound=JournalEvent)
 WARM_UP_S = 25.0
 REJOIN_S = 60.0
 POLL_S = 0.1
@@ -66,7 +68,7 @@ def kill_one(swarm: LocalSwarm, victim: int, seconds: float) -> Line:
     dropped = [_first(lines_of(swarm, number, "peer_left"), killed_at, peer=name) for number in others]
     restarted_at = time.time()
     joined = restart(swarm, [victim], restarted_at)[0]
-    first_eval = _await(swarm, victim, "eval", restarted_at)
+    first_eval = _await(swarm, victim, EvalLine, restarted_at)
     row = {
         "victim": victim,
         "busy_before": [_busy(swarm, number, killed_at - seconds, killed_at) for number in others],
@@ -75,9 +77,9 @@ def kill_one(swarm: LocalSwarm, victim: int, seconds: float) -> Line:
         "gap_after_s": max(_gap(swarm, number, killed_at, killed_at + seconds) for number in others),
         "dropped_after_s": [round(line["t"] - killed_at, 1) if line else None for line in dropped],
         "same_identity": lines_of(swarm, victim, "started")[-1]["peer"] == name,
-        "donors": len(joined["donors"]),
-        "joined_in_s": joined["seconds"],
-        "first_eval": first_eval["loss"],
+        "donors": len(joined.donors),
+        "joined_in_s": joined.seconds,
+        "first_eval": first_eval.loss,
         "others_eval": [lines_of(swarm, number, "eval")[-1]["loss"] for number in others],
     }
     print(json.dumps(row), flush=True)
@@ -91,7 +93,7 @@ def kill_all(swarm: LocalSwarm, seconds: float) -> Line:
     for number in range(4):
         kill_peer(swarm, number)
     restart(swarm, range(4), killed_at)
-    after = [_await(swarm, number, "eval", killed_at)["loss"] for number in range(4)]
+    after = [_await(swarm, number, EvalLine, killed_at).loss for number in range(4)]
     time.sleep(seconds)
     later = [lines_of(swarm, number, "eval")[-1]["loss"] for number in range(4)]
     row = {"victim": "all", "eval_before": before, "eval_first_after": after, "eval_later": later}
@@ -109,20 +111,20 @@ def kill_peer(swarm: LocalSwarm, number: int) -> None:
     process.wait()
 
 
-def restart(swarm: LocalSwarm, numbers: Sequence[int], since: float) -> list[Line]:
+def restart(swarm: LocalSwarm, numbers: Sequence[int], since: float) -> list[JoinedLine]:
     for number in numbers:
         swarm.launch(number, None)
-    return [_await(swarm, number, "joined", since) for number in numbers]
+    return [_await(swarm, number, JoinedLine, since) for number in numbers]
 
 
-def _await(swarm: LocalSwarm, number: int, event: str, since: float) -> Line:
+def _await(swarm: LocalSwarm, number: int, kind: type[EventT], since: float) -> EventT:
     deadline = time.time() + REJOIN_S
     while time.time() < deadline:
-        found = _member(swarm, number).happened(event, since)
+        found = _member(swarm, number).happened(kind, since)
         if found is not None:
-            return dict(found)
+            return found
         time.sleep(POLL_S)
-    raise SystemExit(f"peer {number} wrote no {event!r} within {REJOIN_S:.0f} s")
+    raise SystemExit(f"peer {number} wrote no {kind.__name__} within {REJOIN_S:.0f} s")
 
 
 def lines_of(swarm: LocalSwarm, number: int, event: str) -> list[Line]:

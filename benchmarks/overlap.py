@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from decentral.core import config, jobs
+from decentral.core.journal.events import CountedLine
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.peers.runtime.handlers import PeerEffect, PeerEvent
@@ -51,8 +52,9 @@ class Watching:
 
     def handled(self, host: VirtualHost, event: PeerEvent | Stop, effects: list[PeerEffect]) -> None:
         for effect in effects:
-            if isinstance(effect, Log) and effect.event == "counted" and host.agenda.now > WARM_UP_S:
-                self.steps, self.micro_batches = self.steps + 1, self.micro_batches + len(effect.fields["of"])
+            match effect:
+                case Log(CountedLine(of=of)) if host.agenda.now > WARM_UP_S:
+                    self.steps, self.micro_batches = self.steps + 1, self.micro_batches + len(of)
 
     def done(self, host: VirtualHost, job: jobs.Job, outcome: jobs.Outcome) -> None:
         if isinstance(outcome, jobs.Stepped):

@@ -58,8 +58,8 @@ def feed(seconds: float) -> dict[str, float]:
             renewed = [peer for number, peer in enumerate(live) if number % RENEWED_S == second % RENEWED_S]
             live |= {peer: record(number, 1.0 + second) for number, peer in enumerate(renewed)}
             began = time.thread_time()
-            for line in told.news(live, float(second)):
-                page.tell("", line)
+            for line in told.news(live):
+                page.tell("", float(second), line)
             costs.append(time.thread_time() - began)
             time.sleep(0.2)
     finally:

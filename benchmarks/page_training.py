@@ -229,9 +229,9 @@ class _Roster:
         self._live: dict[PeerId, PeerRecord] = roster()
 
     def tell_all(self) -> None:
-        while lines := list(self._told.news(self._live, time.time())):
+        while lines := list(self._told.news(self._live)):
             for line in lines:
-                self._page.tell("", line)
+                self._page.tell("", time.time(), line)
 
     async def feed(self) -> None:
         while True:
@@ -239,8 +239,8 @@ class _Roster:
             for number, peer in enumerate(self._live):
                 if number % RENEWED_S == self._second % RENEWED_S:
                     self._live[peer] = record(number, float(self._second))
-            for line in self._told.news(self._live, time.time()):
-                self._page.tell("", line)
+            for line in self._told.news(self._live):
+                self._page.tell("", time.time(), line)
             await asyncio.sleep(1.0)
 
     async def watch(self) -> None:

@@ -25,6 +25,7 @@ from decentral.comm.codecs import blockwise
 from decentral.comm.pipeline.audits import RouteAudits
 from decentral.core import config, jobs
 from decentral.core.ids import PeerId
+from decentral.core.journal.events import AuditLine, CountedLine, UncountedLine
 from decentral.core.machine import Log
 from decentral.core.temporary import temporary_folder
 from decentral.data import corpora
@@ -55,20 +56,20 @@ class RouteObserver:
     """Collects the journals' lines on audits and counts."""
 
     seconds: float
-    audits: list[tuple[PeerId, dict[str, Any]]] = field(default_factory=list)
+    audits: list[tuple[PeerId, AuditLine]] = field(default_factory=list)
     counted: Counter[tuple[PeerId, int]] = field(default_factory=Counter)  # by peer, in each tenth of the run
     uncounted: int = 0
 
     def handled(self, host: VirtualHost, event: PeerEvent | Stop, effects: list[PeerEffect]) -> None:
         """Takes what a peer writes into its journal."""
         for effect in effects:
-            if isinstance(effect, Log) and effect.event == "audit":
-                self.audits.append((host.peer, dict(effect.fields)))
-            elif isinstance(effect, Log) and effect.event == "counted":
-                tenth = int(TENTHS * host.agenda.now / self.seconds)
-                self.counted[host.peer, tenth] += len(effect.fields["of"])
-            elif isinstance(effect, Log) and effect.event == "uncounted":
-                self.uncounted += len(effect.fields["of"])
+            match effect:
+                case Log(AuditLine() as line):
+                    self.audits.append((host.peer, line))
+                case Log(CountedLine(of=of)):
+                    self.counted[host.peer, int(TENTHS * host.agenda.now / self.seconds)] += len(of)
+                case Log(UncountedLine(of=of)):
+                    self.uncounted += len(of)
 
     def done(self, host: VirtualHost, job: jobs.Job, outcome: jobs.Outcome) -> None:
         """Jobs are not looked at."""
@@ -102,8 +103,8 @@ def played(lie: str, seed: int, seconds: float, more: list[str], folder: Path) -
         round(observer.counted[liar, tenth] / max(1, sum(observer.counted[peer, tenth] for peer in tails)), 3)
         for tenth in range(TENTHS)
     ]
-    verdicts = Counter(line["verdict"] for _, line in observer.audits)
-    wrong = Counter("liar" if line.get("wrong") == liar else "honest" for _, line in observer.audits if "wrong" in line)
+    verdicts = Counter(line.verdict for _, line in observer.audits)
+    wrong = Counter("liar" if line.wrong == liar else "honest" for _, line in observer.audits if line.wrong)
     return {
         "lie": lie,
         "seed": seed,
@@ -119,12 +120,12 @@ def played(lie: str, seed: int, seconds: float, more: list[str], folder: Path) -
 
 def agreement(observer: RouteObserver, liar: PeerId) -> dict[str, float]:
     """How unlike honest peers' answers were at worst, and in one of twenty audits."""
-    pairs = [line for _, line in observer.audits if liar not in line["peers"]]
+    pairs = [line for _, line in observer.audits if liar not in line.peers]
     if not pairs:
         return {}
-    cosines = sorted(one for line in pairs for one in line["cosine"])
-    ratios = sorted(max(one, 1 / one) if one else 1e9 for line in pairs for one in line["ratio"])
-    losses = sorted(max(line["loss"]) / min(line["loss"]) for line in pairs)
+    cosines = sorted(one for line in pairs for one in line.cosine)
+    ratios = sorted(max(one, 1 / one) if one else 1e9 for line in pairs for one in line.ratio)
+    losses = sorted(max(line.loss) / min(line.loss) for line in pairs)
     at = len(pairs) // 20
     return {
         "audits": len(pairs),

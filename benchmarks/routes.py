@@ -23,10 +23,11 @@ from rich.console import Console
 
 from benchmarks.kill import kill_peer, lines_of, restart, trouble
 from decentral.comm.pipeline.next_peer import HOP_DEADLINE_FLOOR_S
-from decentral.commands.audit import audit
 from decentral.commands.local import LocalSwarm
 from decentral.commands.local import parse as parse_local
 from decentral.core.journal.file import read
+from decentral.core.journal.lines import recorded
+from decentral.core.journal.micro_batch_counts import audit
 from decentral.serving import replicas
 
 PEERS, MEMORY = 6, "160MB"
@@ -59,7 +60,8 @@ def kill_one(swarm: LocalSwarm, victim: int, seconds: float) -> dict[str, Any]:
     killed_at = time.time()
     kill_peer(swarm, victim)
     time.sleep(seconds)
-    back = restart(swarm, [victim], time.time())[0]["t"]
+    restart(swarm, [victim], time.time())
+    back = lines_of(swarm, victim, "joined")[-1]["t"]
     time.sleep(seconds)
     moments = [t for t in counted(swarm) if t >= killed_at - 5]
     before = max((t for t in moments if t < killed_at), default=killed_at)
@@ -82,7 +84,7 @@ def counted(swarm: LocalSwarm) -> list[float]:
 
 def conclude(swarm: LocalSwarm) -> bool:
     """Prints what the journals and checkpoints say. Returns whether something is wrong."""
-    found = audit([list(read(folder / "journal.jsonl")) for folder in swarm.folders()], LAYERS)
+    found = audit((recorded(read(folder / "journal.jsonl")) for folder in swarm.folders()), LAYERS)
     print(
         f"{found.everywhere} micro-batches counted once in all layers, {found.in_part} in a part of them, "
         f"{len(found.twice)} twice; {found.dropped} executions' gradients thrown away"

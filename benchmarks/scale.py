@@ -22,6 +22,7 @@ import torch
 
 from decentral.core import config, jobs, rng
 from decentral.core.fragments import share
+from decentral.core.journal.events import CountedLine
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.engine import memory
@@ -59,9 +60,9 @@ class Watching:
     def handled(self, host: VirtualHost, event: PeerEvent | Stop, effects: list[PeerEffect]) -> None:
         self.hosts[host.peer] = host
         for effect in effects:
-            if isinstance(effect, Log) and effect.event == "counted":
-                executions = effect.fields["of"]
-                self.counted += sum(tokens * self._part(first, last) for _, _, first, last, tokens in executions)
+            match effect:
+                case Log(CountedLine(of=executions)):
+                    self.counted += sum(one.tokens * self._part(one.first, one.last) for one in executions)
 
     def _part(self, first: int, last: int) -> float:
         if (first, last) not in self.parts:

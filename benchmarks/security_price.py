@@ -30,7 +30,8 @@ from benchmarks.trained_swarm import say
 from decentral.commands.local import LocalSwarm
 from decentral.commands.local import parse as parse_local
 from decentral.core.journal.file import read
-from decentral.view import summary
+from decentral.core.journal.peer_totals import PeerTotals
+from decentral.core.strict_json import JsonObject
 
 ORDER = (True, False, False, True)
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -84,7 +85,7 @@ def measured(secured: bool, args: argparse.Namespace) -> dict[str, float]:
             swarm.kill()
 
 
-def figures(journals: Iterable[Sequence[summary.Line]], begin: float, end: float, beside: float) -> dict[str, float]:
+def figures(journals: Iterable[Sequence[JsonObject]], begin: float, end: float, beside: float) -> dict[str, float]:
     """Of the lines between the two times; `beside` is the processor time of all but the training threads, in s."""
     tokens = moved = exchanges = 0
     shares = []
@@ -95,7 +96,7 @@ def figures(journals: Iterable[Sequence[summary.Line]], begin: float, end: float
         tokens += sum(line["tokens"] for line in steps)
         moved += sum(line["received_bytes"] + line["sent_bytes"] for line in done)
         exchanges += len(done)
-        shares.append(summary.time_spent(steps).shares()["training"])
+        shares.append(PeerTotals.of(steps).work.spent.shares()["training"])
     return {
         "tokens_per_s": tokens / (end - begin),
         "bytes_per_token": moved / tokens,

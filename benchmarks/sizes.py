@@ -40,9 +40,10 @@ from benchmarks.straggler import Child
 from decentral.commands.local import LocalSwarm
 from decentral.commands.local import parse as parse_local
 from decentral.core import config
+from decentral.core.journal.events import StepLine
 from decentral.core.journal.file import read
+from decentral.core.journal.peer_totals import PeerTotals
 from decentral.model import decoder
-from decentral.view.summary import time_spent
 
 Line = dict[str, Any]
 START_S = 300.0  # for a process to begin training
@@ -137,7 +138,7 @@ def _peers(case: Case, seconds: float) -> Measured:
     within = [[line for line in lines if begins <= line["t"] <= ends] for lines in steps]
     written = [(line["t"], lines) for lines in journals for line in lines if line["event"] == "checkpoint"]
     stalls = [stall_s(lines, at) for at, lines in written if begins <= at <= ends]
-    spent = time_spent(line for lines in within for line in lines)
+    spent = PeerTotals.of(line for lines in within for line in lines).work.spent
     known = [
         line["seconds"] for lines in journals for line in lines if line["event"] == "checkpoint" and "seconds" in line
     ]
@@ -169,7 +170,7 @@ def training(swarm: LocalSwarm, start_s: float = START_S) -> Iterator[LocalSwarm
     try:
         swarm.start(Console(file=sys.stderr, quiet=True))
         deadline = time.time() + start_s
-        while not all(member.happened("step", swarm.began) for member in swarm.members):
+        while not all(member.happened(StepLine, swarm.began) for member in swarm.members):
             if time.time() > deadline:
                 raise SystemExit(f"not all of {len(swarm.members)} peers train after {start_s:.0f} s")
             time.sleep(POLL_S)

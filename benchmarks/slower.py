@@ -21,10 +21,11 @@ from typing import Any
 from decentral.comm.codecs import blockwise
 from decentral.comm.pipeline import stage
 from decentral.comm.wire.identity import Identity
-from decentral.commands import audit
 from decentral.core import config, jobs, memory_needs
 from decentral.core.ids import PeerId, RunId
 from decentral.core.journal.file import Journal, read
+from decentral.core.journal.lines import recorded
+from decentral.core.journal.micro_batch_counts import audit
 from decentral.data import corpora
 from decentral.engine import memory
 from decentral.engine.compute import Compute, ComputeSetup
@@ -205,7 +206,8 @@ def main() -> None:
             for number, line in swarm.lines(event):
                 line["t"] = round(float(line["t"]) - swarm.slowed_at, 1)
                 print(number, json.dumps({name: value for name, value in line.items() if name != "donors"}))
-        found = audit.audit([list(read(one / "journal.jsonl")) for one in sorted(Path(folder).glob("peer-*"))], 6)
+        journals = sorted(Path(folder).glob("peer-*/journal.jsonl"))
+        found = audit((recorded(read(one)) for one in journals), 6)
         print(f"{found.everywhere} counted once in all layers, {found.in_part} in a part, {len(found.twice)} twice")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")

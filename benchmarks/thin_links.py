@@ -19,6 +19,7 @@ import torch
 from benchmarks.trained_swarm import keeping_models, loss_of_mean, say
 from decentral.core import config
 from decentral.core.ids import PeerId
+from decentral.core.journal.events import ExchangeLine
 from decentral.core.machine import Log
 from decentral.core.temporary import temporary_folder
 from decentral.core.units import Seconds
@@ -46,10 +47,10 @@ class Exchanges:
     def begin(self, swarm: SimulatedSwarm) -> None: ...
 
     def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
-        if log.event == "exchange":
-            self.outcomes[str(log.fields["outcome"])] += 1
-            if log.fields["outcome"] == "done":
-                self.seconds.append(float(log.fields["seconds"]))
+        if isinstance(log.event, ExchangeLine):
+            self.outcomes[log.event.outcome] += 1
+            if log.event.outcome == "done":
+                self.seconds.append(log.event.seconds)
 
     def end(self) -> None: ...
 

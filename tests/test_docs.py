@@ -2,12 +2,15 @@
 
 import re
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from decentral.comm.wire.messages import VERSION, Message
 from decentral.core.config import Config
+from decentral.core.journal.events import JournalEvent
+from decentral.core.journal.lines import name_of
 from decentral.core.reasons import Reason
 from decentral.sim.invariants.convergence import MAX_DRIFT
 
@@ -56,6 +59,18 @@ def test_each_message_has_a_place_in_the_protocol() -> None:
     questions = section("docs/PROTOCOL.md", "## Questions and answers")
     named = set(re.findall(r"`(\w+)`", questions))
     assert {kind.__name__ for kind in Message.__args__} <= named
+
+
+def test_each_event_of_the_journal_and_each_of_its_fields_stands_in_the_protocol_s_table() -> None:
+    rows = [
+        line.split("|") for line in section("docs/PROTOCOL.md", "## Journal").splitlines() if line.startswith("| `")
+    ]
+    told = {name: set(re.findall(r"\w+", row[2])) for row in rows for name in re.findall(r"`(\w+)`", row[1])}
+    told["continued"] |= told["started"]
+    kinds = {name_of(kind): kind for kind in JournalEvent.__args__}
+    assert told.keys() == kinds.keys()
+    for name, kind in kinds.items():
+        assert {field.name for field in fields(kind)} <= told[name], name
 
 
 def test_the_protocol_s_title_has_its_version() -> None:

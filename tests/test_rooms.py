@@ -49,7 +49,6 @@ SHAPE = "the section `model` of a config stands with the models; it loads no tor
 LIVE = "a rule reads and corrects the live weights of a fragment, which have no Protocol yet"
 LINES = "the lines and signals of commands, which print and end alike whichever room does it"
 VIEW = "puts a whole peer together, with what its user sees"
-COUNTS = "the audit of journals, which the command shares with the simulator"
 EXCEPTIONS = {  # (module, what it imports from a later room) -> why
     ("core.config", "model.families"): SHAPE,
     ("core.config", "model.shape"): SHAPE,
@@ -75,8 +74,6 @@ EXCEPTIONS = {  # (module, what it imports from a later room) -> why
     ("peers.startup.start_peer", "view.metrics_server"): VIEW,
     ("peers.startup.start_peer", "view.page.address"): VIEW,
     ("peers.startup.start_peer", "view.page.child"): VIEW,
-    ("sim.invariants.routes", "commands.audit"): COUNTS,
-    ("sim.report", "commands.audit"): COUNTS,
 }
 KNOWS = {  # a library -> by room, the modules that use it; no others do
     "torch": {

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from statistics import mean
 
 from benchmarks.soak.evidence import Evidence, Line, Sample, Span, without
-from decentral.commands.audit import CountAudit, audit
-from decentral.view import summary
+from decentral.core.journal.lines import recorded
+from decentral.core.journal.micro_batch_counts import CountAudit, audit
+from decentral.core.journal.peer_totals import PeerTotals
 
 SETTLES_S = 5.0
 KEPT_SHARE = 0.97  # of training's share, under faults
@@ -81,7 +82,7 @@ def trained(steps: Sequence[Line], spans: Sequence[Span]) -> tuple[float, float]
     """
     total = 0.0
     for line in steps:
-        lasted = summary.time_spent([dict(line)]).total
+        lasted = PeerTotals.of([dict(line)]).work.spent.total
         begin, end = line["t"] - lasted, line["t"]
         inside = sum(max(0.0, min(end, one[1]) - max(begin, one[0])) for one in spans)
         total += line["seconds"] * (inside / lasted if lasted else 0.0)
@@ -96,7 +97,7 @@ def kept_share(of: Sequence[Share]) -> float:
 
 def counts(found: Evidence) -> CountAudit:
     """Whether each micro-batch was counted once: over all lives of all peers."""
-    return audit((journal for place in found.journals.values() for journal in place), found.layers)
+    return audit((recorded(journal) for place in found.journals.values() for journal in place), found.layers)
 
 
 def _share(found: Evidence) -> Iterator[str]:

@@ -24,7 +24,9 @@ from benchmarks.wan.swarm import LISTEN, OUTSIDE
 from decentral.comm.net.ports import LOOPBACK
 from decentral.commands.local import LocalFlags, LocalPeer, LocalSwarm
 from decentral.commands.local import parse as parse_local
+from decentral.core.journal.events import StartedLine
 from decentral.core.journal.file import Tail
+from decentral.core.journal.lines import recorded
 from decentral.scheduler.topology import topology
 
 EMULATED_S = 0.4
@@ -75,9 +77,8 @@ class SoakSwarm(LocalSwarm):
             return self.lab.popen(number % self.size, arguments, start_new_session=True, **options)
         return subprocess.Popen(arguments, start_new_session=True, preexec_fn=namespaces.die_with_parent, **options)
 
-    def contact(self, started: Line) -> str:
-        addresses = [str(address) for address in started["addresses"]]
-        return next((one for one in addresses if one.startswith(OUTSIDE)), addresses[0])
+    def contact(self, started: StartedLine) -> str:
+        return next((one for one in started.addresses if one.startswith(OUTSIDE)), started.addresses[0])
 
     def at(self, place: int) -> LocalPeer:
         """The latest process at a place."""
@@ -107,7 +108,7 @@ class SoakSwarm(LocalSwarm):
         for file in before.folder.glob("*.safetensors"):
             file.unlink()
         contact = self.at(at).number
-        started = [line for line in self.journals[contact] if line["event"] == "started"]
+        started = [line.event for line in recorded(self.journals[contact]) if isinstance(line.event, StartedLine)]
         self.launch(before.number + self.size, self.contact(started[-1]))
 
     def fill(self, place: int) -> None:

@@ -20,7 +20,7 @@ from benchmarks.wan.swarm import LabSwarm, Line, of_router
 from decentral.commands.local import LocalFlags
 from decentral.core.config import load
 from decentral.core.journal.file import read
-from decentral.view import summary
+from decentral.core.journal.peer_totals import PeerTotals
 
 
 class ChurningSwarm(LabSwarm):
@@ -95,7 +95,7 @@ def of_survivor(journal: Sequence[Line], began: float, first_kill: float, ended:
 
     def share(begin: float, end: float) -> tuple[float, float]:
         steps = [line for line in journal if line["event"] == "step" and begin <= line["t"] < end]
-        spent = summary.time_spent(iter(steps))
+        spent = PeerTotals.of(steps).work.spent
         tokens = sum(line["tokens"] for line in steps[1:])
         lasted = steps[-1]["t"] - steps[0]["t"] if len(steps) > 1 else 0.0
         return (spent.shares()["training"] if spent.total else 0.0), tokens / lasted if lasted else 0.0

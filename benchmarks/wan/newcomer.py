@@ -17,6 +17,7 @@ from benchmarks.wan.lab import Lab, Traffic
 from benchmarks.wan.links import Count
 from benchmarks.wan.swarm import LabSwarm, Line, of_router
 from decentral.commands.local import POLL_S, LocalFlags
+from decentral.core.journal.events import JoinedLine, StartedLine
 from decentral.core.journal.file import read
 
 
@@ -31,9 +32,9 @@ def join_late(lab: Lab, flags: LocalFlags, folder: Path, seconds: float, console
         time.sleep(seconds)
         quiet = lab.traffic() - at_first
         swarm.launch(newcomer, swarm.address)
-        swarm.await_event(swarm.members[newcomer], "started")
+        swarm.await_event(swarm.members[newcomer], StartedLine)
         asked_at, before = time.time(), lab.traffic()
-        swarm.await_event(swarm.members[newcomer], "joined")
+        swarm.await_event(swarm.members[newcomer], JoinedLine)
         joined_at, traffic = time.time(), lab.traffic() - before
         time.sleep(2 * POLL_S)  # for the others' lines about what has just ended
     finally:

@@ -20,7 +20,9 @@ from rich.console import Console
 from benchmarks.wan.lab import ROOT, Lab, Traffic
 from benchmarks.wan.links import Count
 from decentral.commands.local import LocalFlags, LocalSwarm
+from decentral.core.journal.events import StartedLine
 from decentral.core.journal.file import read
+from decentral.core.journal.peer_totals import PeerTotals
 from decentral.view import summary
 
 LISTEN = "/ip4/0.0.0.0/tcp/0"  # every interface of its namespace, as a peer does without a flag
@@ -42,9 +44,9 @@ class LabSwarm(LocalSwarm):
         region = ["--region", self.lab.description.regions[number]]
         return self.lab.popen(number, [*arguments, *region], start_new_session=True, **options)
 
-    def contact(self, started: Line) -> str:
+    def contact(self, started: StartedLine) -> str:
         """The first peer's address in the lab: it also listens on loopback."""
-        return next(str(address) for address in started["addresses"] if str(address).startswith(OUTSIDE))
+        return next(address for address in started.addresses if address.startswith(OUTSIDE))
 
 
 def train(lab: Lab, flags: LocalFlags, folder: Path, schedule: str, console: Console) -> Line:
@@ -74,7 +76,7 @@ def train(lab: Lab, flags: LocalFlags, folder: Path, schedule: str, console: Con
 
 def of_peer(lab: Lab, number: int, lines: Sequence[Line], traffic: Traffic) -> Line:
     """What a peer did by its journal's `lines`, and what its links carried, from when all had joined."""
-    spent = summary.time_spent(line for line in lines if line["event"] == "step")
+    spent = PeerTotals.of(lines).work.spent
     return {
         "name": lab.description.names[number],
         "asked": _asked(lab, number),

@@ -308,9 +308,8 @@ class PullExchange:
 
 
 def _done(context: FragmentContext, merged: PulledSnapshot) -> Log:
-    line = context.exchange_ended(merged.contribution.peer, "done", "", merged.seconds, merged.moved)
-    line.fields["age_s"] = round(merged.came_at - merged.published_at, 3)
-    return line
+    age_s = merged.came_at - merged.published_at
+    return context.exchange_ended(merged.contribution.peer, "done", "", merged.seconds, merged.moved, age_s)
 
 
 def _more_when_dense(closed: WindowClosed) -> int:

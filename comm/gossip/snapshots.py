@@ -6,7 +6,7 @@ SnapshotStore                   our latest snapshots, from which partners pull
 TokenClaims                     how many tokens of a partner's snapshot are believed
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -20,9 +20,12 @@ from decentral.core.config import GossipConfig
 from decentral.core.fragments import Layout, layout_bytes
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Contribution, EncodeSections, SectionsEncoded, WindowClosed
+from decentral.core.journal.events import ExchangeLine
+from decentral.core.journal.field_kinds import Outcome
+from decentral.core.journal.peer_totals import ExchangeTotals
 from decentral.core.latest import keep_latest
-from decentral.core.machine import Log, log
-from decentral.core.reasons import Reason, known_reason
+from decentral.core.machine import Log
+from decentral.core.reasons import Reason
 from decentral.core.synthetic import joined
 from decentral.core.units import Seconds
 
@@ -65,18 +68,6 @@ class GossipView(Protocol):
         """Whether our link, and nothing else, would stretch the fragment's windows with snapshots of `size` bytes."""
 
 
-@dataclass(slots=True)
-class ExchangeCounts:
-    """Counters of the exchanges that a peer has ended, all fragments together."""
-
-    outcomes: Counter[str] = field(default_factory=Counter)
-    reasons: Counter[tuple[str, ...]] = field(default_factory=Counter)  # keyed by (outcome, reason)
-
-    def add(self, outcome: str, reason: str) -> None:
-        self.outcomes[outcome] += 1
-        self.reasons[outcome, known_reason(reason)] += 1
-
-
 @dataclass(frozen=True, slots=True)
 class FragmentContext:
     """What the exchange machine of one fragment is told when it is made."""
@@ -87,7 +78,7 @@ class FragmentContext:
     phase: float  # when its windows end, as a part of the period
     gossip: GossipConfig
     view: GossipView
-    counts: ExchangeCounts = field(default_factory=ExchangeCounts)  # of all fragments of this peer
+    counts: ExchangeTotals = field(default_factory=ExchangeTotals)  # of all fragments of this peer
     restored_at: Seconds = 0.0  # what was published before it may be in the checkpoint that this peer goes on from
     fresh_s: Seconds = FRESH_SNAPSHOT_S  # a snapshot that is no older is merged
 
@@ -117,12 +108,16 @@ class FragmentContext:
         return max(self.fresh_s, 2 * self.period_s(size))
 
     def exchange_ended(
-        self, partner: PeerId | None, outcome: str, reason: str, seconds: Seconds, moved: tuple[int, int] = (0, 0)
+        self,
+        partner: PeerId | None,
+        outcome: Outcome,
+        reason: str,
+        seconds: Seconds,
+        moved: tuple[int, int] = (0, 0),
+        age_s: Seconds | None = None,
     ) -> Log:
-        """Count an exchange, and return the journal's line about it; `moved` is the bytes sent and received."""
-        self.counts.add(outcome, reason)
-        return log(
-            "exchange",
+        """Count an exchange, and return its line. `moved`: bytes sent and received; `age_s`: of the snapshot."""
+        line = ExchangeLine(
             fragment=self.fragment,
             partner=partner,
             outcome=outcome,
@@ -130,7 +125,10 @@ class FragmentContext:
             seconds=round(seconds, 4),
             sent_bytes=moved[0],
             received_bytes=moved[1],
+            age_s=None if age_s is None else round(age_s, 3),
         )
+        self.counts.take(line)
+        return Log(line)
 
 
 def describe(context: FragmentContext, closed: WindowClosed, now: Seconds) -> Snapshot:

@@ -30,6 +30,8 @@ from decentral.comm.wire.messages import MAX_ROUTE_S, BackwardResponse, Executio
 from decentral.comm.wire.transport import Answered, Ask, AskFailed, Effect
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Compare, Compared, Likeness
+from decentral.core.journal.events import AuditLine
+from decentral.core.journal.field_kinds import Verdict
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
 
@@ -162,7 +164,7 @@ class RouteAudits:
         heard = {one.peer for opinion in audit.opinions for one in opinion.response.hops}
         new = [peer for peer in others if peer not in heard] or others
         if not new or len(hop.tried) >= MOST_ASKED:
-            return self._end(audit, "undecided" if len(audit.opinions) > 1 else "unanswered", now)
+            return self._end(audit, "undecided" if len(audit.opinions) > 1 else None, now)
         to = chance.choice(new)
         hop.send(Sent(to, now, math.inf, math.inf))
         self.open[audit.token] = audit
@@ -220,19 +222,19 @@ class RouteAudits:
         assert self.chance is not None, "an audit was begun by chance"
         return self.chance
 
-    def _end(self, audit: Audit, verdict: str, now: Seconds, wrong: PeerId | None = None) -> list[Effect]:
-        """The journal's line. The audited peer is the first of `peers`; `wrong` is the one that was alone."""
+    def _end(self, audit: Audit, verdict: Verdict | None, now: Seconds, wrong: PeerId | None = None) -> list[Effect]:
+        """The journal's line, if anybody has answered. `wrong` is the peer that was alone."""
         self.open.pop(audit.token, None)
-        if verdict == "unanswered":
+        if verdict is None:
             return []
-        judged = {} if wrong is None else {"wrong": wrong, "left": round(self.forwarding.trust.weight(wrong, now), 3)}
-        figures = {
-            "verdict": verdict,
-            **judged,
-            "of": [audit.id.origin, audit.of, audit.id.first],
-            "peers": [opinion.peer for opinion in audit.opinions],
-            "cosine": [round(found.cosine, 4) for found in audit.likeness.values()],
-            "ratio": [round(found.ratio, 4) for found in audit.likeness.values()],
-            "loss": [round(opinion.response.loss / audit.hop.tokens, 4) for opinion in audit.opinions],
-        }
-        return [Log("audit", figures)]
+        line = AuditLine(
+            verdict=verdict,
+            wrong=wrong,
+            left=None if wrong is None else round(self.forwarding.trust.weight(wrong, now), 3),
+            of=(audit.id.origin, audit.of, audit.id.first),
+            peers=tuple(opinion.peer for opinion in audit.opinions),
+            cosine=tuple(round(found.cosine, 4) for found in audit.likeness.values()),
+            ratio=tuple(round(found.ratio, 4) for found in audit.likeness.values()),
+            loss=tuple(round(opinion.response.loss / audit.hop.tokens, 4) for opinion in audit.opinions),
+        )
+        return [Log(line)]

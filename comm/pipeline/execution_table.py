@@ -27,7 +27,8 @@ from decentral.comm.wire.messages import ExecutionId, Refused
 from decentral.comm.wire.transport import Effect, Reply
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Backward, Forget, Forward
-from decentral.core.machine import log
+from decentral.core.journal.events import AbandonedLine
+from decentral.core.machine import Log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
@@ -148,7 +149,7 @@ class ExecutionTable:
             effects += [Reply(request, Envelope(Refused(reason))) for request in execution.answered()]
         if execution.own:
             tries = len(hop.tried) if hop else 0
-            effects.append(log("abandoned", number=execution.id.number, reason=reason, tries=tries))
+            effects.append(Log(AbandonedLine(number=execution.id.number, reason=reason, tries=tries)))
         if execution.state is HELD:
             effects += self.ledger.abort(execution.token)
             self.end_held(execution, reason)

@@ -18,7 +18,9 @@ from typing import Protocol
 from decentral.comm.wire.messages import ExecutionId, Hop
 from decentral.comm.wire.transport import Effect
 from decentral.core.jobs import Apply, Drop, Seal
-from decentral.core.machine import Log, log
+from decentral.core.journal.events import CountedLine, UncountedLine
+from decentral.core.journal.field_kinds import CountedExecution
+from decentral.core.machine import Log
 from decentral.core.reasons import Reason
 
 
@@ -38,8 +40,11 @@ class GradientEntry:
     loss: float
     own: bool
 
-    def line(self) -> list[object]:
-        return [self.execution.origin, self.execution.number, self.execution.first, self.last, self.tokens]
+    def counted(self) -> CountedExecution:
+        """The execution as the journal names it."""
+        return CountedExecution(
+            self.execution.origin, self.execution.number, self.execution.first, self.last, self.tokens
+        )
 
 
 class Ledger(Protocol):
@@ -119,14 +124,14 @@ class GradientLedger:
     def sealed(self, tokens: tuple[int, ...], slot: int = 0, sound: bool = True) -> list[Effect]:
         self.sealing = False
         if not sound:
-            lines = [entry.line() for entry in self._taken(tokens)]
-            return [Drop(slot), log("uncounted", of=lines, void=0, reason=Reason.NAN), *self._advance()]
+            line = UncountedLine(of=_counted(self._taken(tokens)), void=0, reason=Reason.NAN)
+            return [Drop(slot), Log(line), *self._advance()]
         self.closing[slot] = tokens
         return self._advance()
 
     def stepped(self, tokens: tuple[int, ...]) -> list[Effect]:
         self.sealing = False
-        return [_counted(self._taken(tokens)), *self._advance()]
+        return [Log(CountedLine(of=_counted(self._taken(tokens)))), *self._advance()]
 
     def look(self, quiet: bool) -> list[Effect]:
         self.quiet = quiet
@@ -175,8 +180,8 @@ class GradientLedger:
         entries = self._taken(closing)
         del self.closing[slot]
         if aborted:
-            return [Drop(slot), log("uncounted", of=[entry.line() for entry in entries], void=aborted)]
-        return [self._apply(entries, slot), _counted(entries)]
+            return [Drop(slot), Log(UncountedLine(of=_counted(entries), void=aborted))]
+        return [self._apply(entries, slot), Log(CountedLine(of=_counted(entries)))]
 
     def _taken(self, tokens: tuple[int, ...]) -> list[GradientEntry]:
         for token in tokens:
@@ -189,5 +194,5 @@ class GradientLedger:
         return Apply(sum(entry.tokens for entry in own), len(own), loss, slot)
 
 
-def _counted(entries: list[GradientEntry]) -> Log:
-    return log("counted", of=[entry.line() for entry in entries])
+def _counted(entries: list[GradientEntry]) -> tuple[CountedExecution, ...]:
+    return tuple(entry.counted() for entry in entries)

@@ -40,7 +40,8 @@ from decentral.comm.wire.messages import CommitDecision, CommitQuery, Done, Forw
 from decentral.comm.wire.transport import Answered, Asked, AskFailed, Effect, Event, Reply
 from decentral.core.ids import PeerId
 from decentral.core.jobs import BackwardDone, Compared, ExecutionFailed, ForwardDone, Sealed, Stepped
-from decentral.core.machine import Woke, earliest, log
+from decentral.core.journal.events import AppliedLine
+from decentral.core.machine import Log, Woke, earliest
 from decentral.core.units import Seconds
 
 
@@ -178,7 +179,7 @@ class Router:
                 self.load.stepped(spent.busy)
                 if executions:
                     self.audits.stepped(len(executions))
-                told = [] if applied is None else [log("applied", of=[list(one) for one in applied])]
+                told: list[Effect] = [] if applied is None else [Log(AppliedLine(of=applied))]
                 return told + (self.ledger.stepped(executions) if executions else [])
         return []
 

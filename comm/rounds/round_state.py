@@ -36,7 +36,8 @@ from decentral.core.errors import ProtocolError
 from decentral.core.fragments import Section
 from decentral.core.ids import PeerId
 from decentral.core.jobs import Advance, Contribution, RoundClosed, WindowClosed
-from decentral.core.machine import log
+from decentral.core.journal.events import CountedLine, UncountedLine, WithoutLine
+from decentral.core.machine import Log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
@@ -213,16 +214,16 @@ class Round:
         wanted = self.collection.wanted.values()
         missing = [(one.fragment, one.origin, one.reason) for one in wanted if not one.found]
         lines: list[Effect] = [
-            log("without", round=self.number, peer=peer, fragment=fragment, reason=reason)
+            Log(WithoutLine(round=self.number, peer=peer, fragment=fragment, reason=reason))
             for fragment, peer, reason in [*missing, *refused]
         ]
         if self.executions:
-            of = [entry.line() for entry in self.executions]
+            of = tuple(entry.counted() for entry in self.executions)
             if self.sums:
-                lines.append(log("counted", of=of, round=self.number))
+                lines.append(Log(CountedLine(of=of, round=self.number)))
             else:
                 named = sum(entry.execution in self.count.executions for entry in self.executions)
-                lines.append(log("uncounted", of=of, void=len(of) - named, round=self.number))
+                lines.append(Log(UncountedLine(of=of, void=len(of) - named, round=self.number)))
         return lines
 
     # Helpers

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -26,24 +26,29 @@ from decentral.commands import lifeline, shared
 from decentral.commands.progress_bar import progress_bar
 from decentral.core import config, strict_json
 from decentral.core.errors import UserError, writing
-from decentral.core.journal.file import OUTCOMES, Tail, read
+from decentral.core.journal.events import ErrorLine, JoinedLine, JournalEvent, StartedLine, StepLine, UnheldLine
+from decentral.core.journal.field_kinds import OUTCOMES
+from decentral.core.journal.file import Tail, read
+from decentral.core.journal.lines import recorded
 from decentral.core.own_inputs import OwnInputs
 from decentral.core.plain_text import printable
 from decentral.core.temporary import temporary_folder
-from decentral.core.units import Amount, readable_bytes
+from decentral.core.units import Amount, Seconds, readable_bytes
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup.invitation_files import FounderFile, founded, write_holding
 from decentral.peers.startup.state import StateFolder
 from decentral.view import summary
 from decentral.view.page.address import PageAddress, add_dashboard_flag, reserved
 from decentral.view.page.child import DashboardProcess, dashboard
+from decentral.view.page.source_lines import MissedLine
 
 PEER_START_S = 180.0  # a peer imports torch, reads data and measures itself; four at once on two cores
 PEER_LEAVE_S = 120.0
 POLL_S = 0.25
-TROUBLES = ("error", "unheld")  # lines of a journal with a `reason` that the user has to read
 REASON_CHARS = 500  # of a peer's trouble
 LAST_OUTPUT_BYTES = 8192  # of a peer's output, in which its last line is looked for
+
+EventT = TypeVar("EventT", bound=JournalEvent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +127,8 @@ class LocalPeer:
     number: int
     folder: Path
     process: "subprocess.Popen[bytes]"
-    steps: list[summary.Line] = field(default_factory=list)  # the journal's `step` lines, as far as it was followed
-    troubles: dict[str, float] = field(default_factory=dict)  # likewise, its TROUBLES: by reason, when it was last
+    steps: list[tuple[Seconds, StepLine]] = field(default_factory=list)  # in its journal, as far as it was followed
+    troubles: dict[str, Seconds] = field(default_factory=dict)  # reasons that the user has to read, and when last
     _tail: Tail = field(init=False)
 
     def __post_init__(self) -> None:
@@ -136,36 +141,37 @@ class LocalPeer:
             return ""
         return f"killed by signal {-status}" if status < 0 else f"exit code {status}" if status else ""
 
-    def happened(self, event: str, since: float) -> summary.Line | None:
-        """The first line of this event at or after `since` (Unix time)."""
-        lines = read(self.folder / "journal.jsonl")
-        return next((line for line in lines if line["event"] == event and line["t"] >= since), None)
+    def happened(self, kind: type[EventT], since: Seconds) -> EventT | None:
+        """The first event of this kind at or after `since` (Unix time)."""
+        lines = recorded(read(self.folder / "journal.jsonl"))
+        return next((line.event for line in lines if isinstance(line.event, kind) and line.t >= since), None)
 
     def follow(self) -> None:
         """Takes up the new lines of the journal. It may be long, so it is not read again from its beginning."""
-        for line in self._tail.new():
-            if line["event"] == "step":
-                self.steps.append(line)
-            elif line["event"] in TROUBLES:
-                self.troubles[line["reason"]] = line["t"]
+        for line in recorded(self._tail.new()):
+            match line.event:
+                case StepLine():
+                    self.steps.append((line.t, line.event))
+                case ErrorLine(reason=reason) | UnheldLine(reason=reason):
+                    self.troubles[reason] = line.t
 
     def has_done(self, goal: Amount, since: float) -> bool:
         """Whether it has done so many steps or tokens since then. False for a goal in seconds: the swarm keeps it."""
         if goal.kind == "s":
             return False
         self.follow()
-        steps = [line for line in self.steps if line["t"] >= since]
+        steps = [line for t, line in self.steps if t >= since]
         if not steps:
             return False
-        done = steps[-1]["step"] - steps[0]["step"] if goal.kind == "steps" else sum(line["tokens"] for line in steps)
-        return bool(done >= goal.value)
+        done = steps[-1].step - steps[0].step if goal.kind == "steps" else sum(line.tokens for line in steps)
+        return done >= goal.value
 
     def progress(self, since: float) -> str:
         """Return its last loss and step since `since` (Unix time), "-" if none; a dead peer has the loss "dead"."""
         self.follow()
-        last = self.steps[-1] if self.steps and self.steps[-1]["t"] >= since else None
-        loss = "dead" if self.death() else _number(last["loss"]) if last else "-"
-        return f"{loss} at step {last['step']}" if last else loss
+        last = self.steps[-1][1] if self.steps and self.steps[-1][0] >= since else None
+        loss = "dead" if self.death() else _number(last.loss) if last else "-"
+        return f"{loss} at step {last.step}" if last else loss
 
 
 class LocalSwarm:
@@ -200,14 +206,14 @@ class LocalSwarm:
     def begin(self, count: int) -> None:
         """Starts the first `count` peers, and returns when all have joined. Raises UserError if one does not."""
         self.launch(0, None)
-        self.await_event(self.members[0], "joined")
-        started = self.members[0].happened("started", self.began - 1)
+        self.await_event(self.members[0], JoinedLine)
+        started = self.members[0].happened(StartedLine, self.began - 1)
         assert started is not None
         self.address = self.contact(started)
         for number in range(1, count):
             self.launch(number, self.address)
         for member in self.members[1:]:
-            self.await_event(member, "joined")
+            self.await_event(member, JoinedLine)
         self.joined_at = self.now()
 
     def wait(self, console: Console) -> None:
@@ -239,10 +245,9 @@ class LocalSwarm:
             self.known_dead.add(member.number)
             last = f"; its last line: {_last_output(member.folder)}" if member.process.returncode > 0 else ""
             self.say(printable(f"warning: peer {member.number} has ended ({death}){last}", REASON_CHARS))
-            started = member.happened("started", self.began - 1)
+            started = member.happened(StartedLine, self.began - 1)
             if self.page and started:
-                said = {"t": self.now(), "event": "missed", "peer": started["peer"], "reason": death, "certain": True}
-                self.page.tell("", said)
+                self.page.tell("", self.now(), MissedLine(peer=started.peer, reason=death, certain=True))
 
     def deaths(self) -> dict[int, str]:
         """Return how those peers have died that did not leave in order, by number; a peer that came back has not."""
@@ -320,11 +325,11 @@ class LocalSwarm:
                 write_holding(invitation, keys.invite(name, FOR_EVER, Permission.TRAIN))
         return [*self.own_inputs().flags(), "--invite", str(invitation)]
 
-    def contact(self, started: summary.Line) -> str:
-        """The address at which the others join the first peer, from its line `started`."""
-        return str(started["addresses"][0])
+    def contact(self, started: StartedLine) -> str:
+        """The address at which the others join the first peer."""
+        return started.addresses[0]
 
-    def await_event(self, member: LocalPeer, event: str) -> None:
+    def await_event(self, member: LocalPeer, event: type[JournalEvent]) -> None:
         """Raises UserError if the peer ends before the event is in its journal, or takes longer than PEER_START_S."""
         deadline, said = self.now() + PEER_START_S, ""
         while member.happened(event, self.began - 1) is None:

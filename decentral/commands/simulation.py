@@ -15,7 +15,7 @@ from rich.console import Console
 from decentral.commands.progress_bar import progress_bar
 from decentral.core import config, rng, strict_json
 from decentral.core.errors import UserError, writing
-from decentral.core.journal.file import OUTCOMES
+from decentral.core.journal.field_kinds import OUTCOMES
 from decentral.core.temporary import temporary_folder
 from decentral.core.units import readable_bytes
 from decentral.engine import memory

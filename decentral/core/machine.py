@@ -7,8 +7,8 @@ time.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
+from decentral.core.journal.events import JournalEvent
 from decentral.core.units import Seconds
 
 
@@ -19,15 +19,9 @@ class Woke:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Effect: write a line to the journal."""
+    """Effect: write an event to the journal."""
 
-    event: str
-    fields: dict[str, Any]
-
-
-def log(event: str, **fields: Any) -> Log:
-    """The effect that writes this event and its fields to the journal."""
-    return Log(event, fields)
+    event: JournalEvent
 
 
 def earliest(times: Iterable[Seconds | None]) -> Seconds | None:

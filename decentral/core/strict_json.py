@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeAlias
 
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | float | bool | None"
@@ -12,9 +13,9 @@ JsonFields = Mapping[str, Any]  # the same, where it is only read
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """The value in one line, or indented. What JSON does not know, it shows as Python's `str` does."""
+    """The value in one line, or indented: a dataclass as its fields, what JSON does not know as Python's `str` does."""
     separators = (",", ":") if indent is None else None
-    encoder = json.JSONEncoder(indent=indent, separators=separators, default=str, allow_nan=False)
+    encoder = json.JSONEncoder(indent=indent, separators=separators, default=_plain, allow_nan=False)
     try:
         return encoder.encode(value)
     except ValueError:  # few lines have such a number, and to look for one takes longer than to write a line
@@ -29,7 +30,13 @@ def loads(text: str | bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
+def _plain(value: Any) -> Any:
+    return {one.name: getattr(value, one.name) for one in fields(value)} if is_dataclass(value) else str(value)
+
+
 def _finite(value: Any) -> Any:
+    if is_dataclass(value):
+        value = _plain(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import repeat
+from operator import add, attrgetter
 
 from decentral.core.units import Seconds
 
@@ -20,12 +22,11 @@ class TimeSpent:
 
     @classmethod
     def by_kind(cls, seconds: Mapping[str, Seconds]) -> "TimeSpent":
-        """Return the time with so many seconds of some kinds, by their names."""
-        return cls(**seconds)
+        """Return the time with so many seconds of some kinds, by their names; other kinds are left out."""
+        return cls(*map(seconds.get, ALL_KINDS, repeat(0.0)))
 
     def __add__(self, other: "TimeSpent") -> "TimeSpent":
-        names = [one.name for one in fields(TimeSpent)]
-        return TimeSpent.by_kind({name: getattr(self, name) + getattr(other, name) for name in names})
+        return TimeSpent(*map(add, _in_order(self), _in_order(other)))
 
     @property
     def total(self) -> Seconds:
@@ -36,6 +37,10 @@ class TimeSpent:
         """The total without waiting."""
         return self.total - self.waiting
 
+    def aside(self) -> dict[str, Seconds]:
+        """What was spent on other things than training, by kind."""
+        return {kind: seconds for kind in ALL_KINDS if kind != "training" and (seconds := getattr(self, kind))}
+
     def shares(self) -> dict[str, float]:
         """What part of the total each kind has; of no time at all, none has any."""
         total = self.total
@@ -43,4 +48,6 @@ class TimeSpent:
 
 
 NO_TIME = TimeSpent()
-KINDS = tuple(one.name for one in fields(TimeSpent) if one.name != "beside")
+ALL_KINDS = tuple(one.name for one in fields(TimeSpent))
+_in_order = attrgetter(*ALL_KINDS)
+KINDS = tuple(kind for kind in ALL_KINDS if kind != "beside")

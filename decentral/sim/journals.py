@@ -6,8 +6,11 @@ from pathlib import Path
 from decentral.core import strict_json
 from decentral.core.errors import writing
 from decentral.core.ids import PeerId
+from decentral.core.journal.events import StartedLine
+from decentral.core.journal.lines import JOURNAL_LINES
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
+from decentral.sim.simulated_peer import SimulatedPeer
 from decentral.sim.swarm import SimulatedSwarm
 
 MOST_LINES_WAITING = 10_000  # lines
@@ -32,13 +35,26 @@ class SimulatedJournals:
         lines = self._lines.setdefault(peer, [])
         if self._lives.get(peer) != member.lives:  # what only a real peer's command writes
             self._lives[peer] = member.lives
-            facts = {"peer": peer, "run": "simulated", "addresses": [], "device": "simulated", "kernels": ""}
-            throttle = self._swarm.settings.throttles[member.number % len(self._swarm.settings.throttles)]
-            lines.append(strict_json.dumps({"t": t, "event": "started", **facts, "throttle": throttle}))
-        lines.append(strict_json.dumps({"t": round(t, 3), "event": log.event, **log.fields}))
+            lines.append(strict_json.dumps(JOURNAL_LINES.line(round(t, 3), self._started(member))))
+        lines.append(strict_json.dumps(JOURNAL_LINES.line(round(t, 3), log.event)))
         self._waiting += 1
         if self._waiting >= MOST_LINES_WAITING:
             self.end()
+
+    def _started(self, member: SimulatedPeer) -> StartedLine:
+        assert self._swarm is not None
+        first, last = member.span
+        return StartedLine(
+            peer=member.peer,
+            run=self._swarm.settings.run,
+            addresses=(),
+            device="simulated",
+            throttle=self._swarm.settings.throttle(member.number),
+            kernels="",
+            region=self._swarm.geography.region(member.peer),
+            first=first,
+            last=last,
+        )
 
     def end(self) -> None:
         """Writes what came since the last time. Raises UserError where the folder cannot be written."""

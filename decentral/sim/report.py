@@ -9,8 +9,11 @@ from typing import Any
 
 import msgpack
 
-from decentral.commands.audit import MicroBatchCounts
 from decentral.core.ids import PeerId
+from decentral.core.journal.events import CountedLine, JoinedLine, MoveLine, PlanLine, UncountedLine
+from decentral.core.journal.lines import JOURNAL_LINES
+from decentral.core.journal.micro_batch_counts import MicroBatchCounts
+from decentral.core.journal.peer_totals import ExchangeTotals, PeerTotals
 from decentral.core.machine import Log
 from decentral.core.strict_json import JsonObject
 from decentral.core.units import Seconds
@@ -59,7 +62,7 @@ class ExchangeReport:
 class RouteReport:
     """What became of micro-batches and spans, where peers hold spans of the model."""
 
-    routed: dict[str, int]  # micro-batches by what became of them: decentral/commands/audit.py
+    routed: dict[str, int]  # micro-batches by what became of them: core/journal/micro_batch_counts.py
     moves: dict[str, int]  # changes of span, by why and outcome: "plan done"
     plans: int  # different plans that were followed
 
@@ -113,55 +116,40 @@ class RunStatistics:
 
     swarm: SimulatedSwarm
     samples: list[Sample] = field(default_factory=list)
-    exchanges: Counter[str] = field(default_factory=Counter)
-    failures: Counter[str] = field(default_factory=Counter)
-    exchange_s: Seconds = 0.0  # the sum over exchanges done
-    tokens: Counter[PeerId] = field(default_factory=Counter)
-    busy_s: dict[PeerId, Seconds] = field(default_factory=lambda: defaultdict(float))
-    joined_at: dict[PeerId, Seconds] = field(default_factory=dict)
-    last_at: dict[PeerId, Seconds] = field(default_factory=dict)
+    totals: dict[PeerId, PeerTotals] = field(default_factory=lambda: defaultdict(PeerTotals))
     counts: MicroBatchCounts = field(default_factory=MicroBatchCounts)
     moves: Counter[str] = field(default_factory=Counter)
     plans: set[str] = field(default_factory=set)
-    losses: dict[PeerId, float] = field(default_factory=dict)  # the last of each peer
     _hash: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
     _pack: Any = field(default_factory=lambda: msgpack.Packer().pack)  # one packer for all lines: there are many
 
     def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
         """Takes one journal line of a peer, written at its clock's time `t`."""
-        fields = log.fields
-        self._hash.update(self._pack((peer, round(t, 6), log.event, fields)))
-        match log.event:
-            case "step":
-                self.tokens[peer] += fields["tokens"]
-                self.busy_s[peer] += fields["seconds"]
-                self.last_at[peer] = t
-                if fields["loss"] is not None:
-                    self.losses[peer] = fields["loss"]
-            case "exchange":
-                self.exchanges[fields["outcome"]] += 1
-                if fields["outcome"] == "done":
-                    self.exchange_s += fields["seconds"]
-                elif fields["outcome"] == "failed":
-                    self.failures[fields["reason"]] += 1
-            case "joined":
-                self.joined_at[peer], self.busy_s[peer] = t, 0.0
-            case "counted" | "uncounted":
-                self.counts.add(log.event, fields)
-            case "move":
-                self.moves[f"{fields['why']} {fields['outcome']}"] += 1
-            case "plan":
-                self.plans.add(fields["digest"])
+        event = log.event
+        self._hash.update(self._pack((peer, round(t, 6), JOURNAL_LINES.name(event), JOURNAL_LINES.fields(event))))
+        match event:
+            case CountedLine() | UncountedLine():
+                self.counts.take(event)
+            case MoveLine():
+                self.moves[f"{event.why} {event.outcome}"] += 1
+            case PlanLine():
+                self.plans.add(event.digest)
+            case JoinedLine():
+                self.totals[peer].begin(t)
+        self.totals[peer].take(t, event)
 
     def sample(self) -> None:
         living = self.swarm.living
         training = [member for member in living if member.training]
         apart = distances(training[:SAMPLED])
         spread = (sum(d * d for d in apart.values()) / len(apart)) ** 0.5 if apart else 0.0
-        at, tokens, error = self.swarm.agenda.now, sum(self.tokens.values()), self._roster_error(living[:SAMPLED])
-        losses = [self.losses[member.peer] for member in training if member.peer in self.losses]
+        at, tokens, error = self.swarm.agenda.now, self._tokens(), self._roster_error(living[:SAMPLED])
+        losses = [loss for member in training if (loss := self.totals[member.peer].work.loss) is not None]
         loss = median(losses) if losses else None
         self.samples.append(Sample(at, len(living), len(training), tokens, spread, error, loss))
+
+    def _tokens(self) -> int:
+        return sum(totals.tokens for totals in self.totals.values())
 
     def _roster_error(self, living: Sequence[SimulatedPeer]) -> float:
         """Where the roster is sharded nobody has to know everybody: only the dead that are still in it count."""
@@ -183,14 +171,15 @@ class RunStatistics:
         swarm, last = self.swarm, self.samples[-1]
         by_peer = [self._of(member) for member in swarm.members]
         counted = self.counts.result(swarm.settings.fragments[-1].last).figures() if swarm.settings.memory else {}
-        mean_s = round(self.exchange_s / max(1, self.exchanges["done"]), 4)
+        exchanges = sum((totals.whole.exchanges for totals in self.totals.values()), ExchangeTotals())
+        mean_s = round(exchanges.done_s / max(1, exchanges.outcomes["done"]), 4)
         loss = loss_of_mean(member for member in swarm.living if member.training)
         return RunReport(
             peers,
             swarm.agenda.now,
             swarm.seed,
             self._throughput(by_peer),
-            ExchangeReport(dict(self.exchanges), dict(self.failures), mean_s),
+            ExchangeReport(dict(exchanges.outcomes), dict(exchanges.failures), mean_s),
             RouteReport(counted, dict(self.moves), len(self.plans)),
             ReplicaReport(loss, last.spread, last.roster_error),
             self._recoveries(faults),
@@ -200,22 +189,23 @@ class RunStatistics:
         )
 
     def _throughput(self, by_peer: Sequence[JsonObject]) -> Throughput:
-        tokens = sum(self.tokens.values())
+        tokens = self._tokens()
         busy = [one["busy_fraction"] for one in by_peer if one["lives"] == 1 and one["alive"]]
         sent, received = (sum(one[name] for one in by_peer) for name in ("sent_bytes", "received_bytes"))
         return Throughput(tokens, round(tokens / self.swarm.agenda.now, 1), min(busy, default=0.0), sent, received)
 
     def _of(self, member: SimulatedPeer) -> JsonObject:
-        peer = member.peer
-        since = self.last_at.get(peer, 0.0) - self.joined_at.get(peer, 0.0)
+        totals = self.totals[member.peer]
+        joined_at = totals.lives[-1].joined or 0.0 if totals.lives else 0.0
+        since, busy_s = totals.work.stepped_at - joined_at, totals.work.spent.training
         node = member.host.node if member.host is not None else None
         return {
-            "peer": peer,
+            "peer": member.peer,
             "lives": member.lives,
             "alive": member.alive,
-            "tokens": self.tokens[peer],
-            "tokens_per_s": round(self.tokens[peer] / since, 1) if since > 0 else 0.0,
-            "busy_fraction": round(min(1.0, self.busy_s[peer] / since), 4) if since > 0 else 0.0,
+            "tokens": totals.tokens,
+            "tokens_per_s": round(totals.tokens / since, 1) if since > 0 else 0.0,
+            "busy_fraction": round(min(1.0, busy_s / since), 4) if since > 0 else 0.0,
             "sent_bytes": node.traffic.sent_bytes if node else 0,
             "received_bytes": node.traffic.received_bytes if node else 0,
             "exchanges": dict(node.gossip.counts.outcomes) if node else {},

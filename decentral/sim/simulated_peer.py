@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 from decentral.comm.wire.invitations import NOTHING_REVOKED, Holding, Revocations
 from decentral.core.ids import PeerId
-from decentral.core.machine import Log, log
+from decentral.core.journal.events import LostLine
+from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.peers.runtime.clock import agreed_s
 from decentral.peers.runtime.node import NodePhase
@@ -95,7 +96,7 @@ class SimulatedPeer:
             self.lost_lines += 1
             return []
         lost, self.lost_lines = self.lost_lines, 0
-        return [log("lost", lines=lost), line] if lost else [line]
+        return [Log(LostLine(lines=lost)), line] if lost else [line]
 
     def lie(self, how: str) -> None:
         """Falsify answers in this way from now on."""

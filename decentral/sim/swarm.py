@@ -93,6 +93,10 @@ class SwarmSettings:
     def run(self) -> RunId:
         return self.founder.run if self.founder else RUN
 
+    def throttle(self, number: int) -> float:
+        """Return how slow the peer of this number is."""
+        return self.throttles[number % len(self.throttles)]
+
     def state_layouts(self) -> list[Layout]:
         if self.donated is not None:
             return list(self.donated)
@@ -309,7 +313,7 @@ class SimulatedSwarm:
         return SurrogateWorkload(model, member.peer, member.span, chance, member.disk)
 
     def _step_s(self, member: SimulatedPeer) -> Seconds:
-        return self.settings.pace.step_s * self.settings.throttles[member.number % len(self.settings.throttles)]
+        return self.settings.pace.step_s * self.settings.throttle(member.number)
 
     def _setup(
         self,

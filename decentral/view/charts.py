@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from decentral.core.journal.file import OUTCOMES
+from decentral.core.journal.field_kinds import OUTCOMES, Outcome
+from decentral.core.journal.peer_totals import ExchangeTotals, Life
 from decentral.core.plain_text import printable
 from decentral.core.units import Seconds, readable_bytes, readable_number
 from decentral.scheduler.topology.arrays import Floats
 from decentral.view.canvas import DIM, svg_text
-from decentral.view.run_history import Column, Life, PeerHistory, RunHistory
+from decentral.view.run_history import Column, PeerHistory, RunHistory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -155,10 +156,11 @@ class RunCharts:
         def draw(axes: "Axes") -> None:
             for row, peer in enumerate(self._rows(axes)):
                 left = 0.0
-                for kind, share in peer.shares().items():
+                shares = peer.totals.whole.spent.shares()
+                for kind, share in shares.items():
                     axes.barh(row, share, 0.7, left, color=COLOURS[kind])
                     left += share
-                axes.text(1.01, row, f"{peer.shares()['training']:.1%}" if left else "", va="center", color=DIM)
+                axes.text(1.01, row, f"{shares['training']:.1%}" if left else "", va="center", color=DIM)
             axes.set_xlim(0, 1)
             axes.set_xlabel("of the training thread's time")
             axes.xaxis.set_major_formatter(lambda part, _: f"{part:.0%}")
@@ -196,9 +198,9 @@ class RunCharts:
         return shown
 
 
-def reasons_of(run: RunHistory) -> Counter[tuple[str, str]]:
+def reasons_of(run: RunHistory) -> Counter[tuple[Outcome, str]]:
     """Exchanges of all peers by outcome and reason."""
-    return sum((peer.reasons for peer in run.peers), Counter())
+    return sum((peer.totals.whole.exchanges for peer in run.peers), ExchangeTotals()).ended
 
 
 def time_unit(seconds: Seconds) -> tuple[float, str]:

@@ -74,7 +74,7 @@ def _time_shares(host: Host, now: Seconds) -> Values:
 
 
 def _exchanges(host: Host, now: Seconds) -> Values:
-    return dict(NO_EXCHANGES) | dict(host.node.gossip.counts.reasons)
+    return dict(NO_EXCHANGES) | dict(host.node.gossip.counts.ended)
 
 
 def _window(host: Host, now: Seconds) -> Values:

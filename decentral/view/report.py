@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
 
-from decentral.core.journal.file import OUTCOMES
+from decentral.core.journal.field_kinds import OUTCOMES
 from decentral.core.plain_text import printable
 from decentral.core.time_spent import KINDS
 from decentral.core.units import readable_bytes, readable_number
@@ -44,7 +44,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 def page_of(run: RunHistory) -> str:
     """The whole page as text."""
     charts = RunCharts(run)
-    name = ", ".join(dict.fromkeys(peer.run for peer in run.peers if peer.run)) or "a run"
+    name = ", ".join(dict.fromkeys(peer.facts.run for peer in run.peers if peer.facts.run)) or "a run"
     parts = [
         f"<h1>{shown(name)}</h1>",
         _facts(run),
@@ -137,18 +137,18 @@ def _peers(charts: RunCharts) -> str:
 
 
 def _peer(peer: PeerHistory) -> tuple[str, ...]:
-    tokens = peer.total(peer.tokens)
+    work = peer.totals.whole
     return (
         peer.name,
-        peer.device,
-        f"{peer.throttle:g}",
-        f"{peer.starts}",
-        readable_number(tokens),
-        readable_number(tokens / peer.lived_s) if peer.lived_s else "-",
-        f"{peer.shares()['training']:.1%}",
-        "/".join(f"{len(peer.exchanges[outcome])}" for outcome in OUTCOMES),
-        readable_bytes(peer.total(peer.sent)),
-        readable_bytes(peer.total(peer.received)),
+        peer.facts.device,
+        f"{peer.facts.throttle:g}",
+        f"{peer.totals.starts}",
+        readable_number(work.tokens),
+        readable_number(work.tokens / peer.lived_s) if peer.lived_s else "-",
+        f"{work.spent.shares()['training']:.1%}",
+        "/".join(f"{work.exchanges.outcomes[outcome]}" for outcome in OUTCOMES),
+        readable_bytes(work.sent_bytes),
+        readable_bytes(work.received_bytes),
         f"{peer.losses.value[-1]:.3f}" if peer.losses.value else "-",
     )
 

@@ -1,48 +1,27 @@
 """What a run's journals tell: each peer's steps, exchanges, lives and events, as columns over time.
 
-Whoever sends us their journals may write anything into them. A line is taken if what we need of it has the right type,
-and counted as `bad` if not; texts are escaped where they are shown.
+Whoever sends us their journals may write anything into them. A line that no peer writes is counted as `bad`; texts are
+escaped where they are shown.
 """
 
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from decentral.core.ids import PeerId, short
-from decentral.core.journal.file import OUTCOMES, read
-from decentral.core.line_fields import Line, finite, time_of
-from decentral.core.time_spent import KINDS
+from decentral.core.ids import short
+from decentral.core.journal import events as journal
+from decentral.core.journal.field_kinds import OUTCOMES
+from decentral.core.journal.file import read
+from decentral.core.journal.lines import JOURNAL_LINES
+from decentral.core.journal.peer_totals import Life, PeerTotals
+from decentral.core.strict_json import JsonFields
 from decentral.core.units import Seconds
 from decentral.scheduler.topology.arrays import Floats
 
 MOST_EVENTS = 2000  # of one peer, the latest
-MOST_LIVES = 200  # of one peer: of more, the oldest ones count as one
-SAID_CHARS = 1000  # of an event
-TOLD = ("error", "unheld", "behind", "revoked", "suspended", "clock", "lost", "plan", "move")  # events for people
-
-
-@dataclass(slots=True)
-class Life:
-    """From a start of the peer's process to its end. `ended`: why; "": it was killed, or trains still."""
-
-    began: Seconds  # Unix time
-    last: Seconds
-    joined: Seconds | None = None
-    ended: str = ""
-
-    def hear(self, t: Seconds) -> None:
-        self.last = max(self.last, t)
-
-    def join(self, t: Seconds) -> None:
-        self.joined = self.joined or t
-
-    def end(self, reason: str) -> None:
-        self.ended = reason or "stopped"
 
 
 @dataclass(slots=True)
@@ -65,30 +44,30 @@ class Column:
 
 @dataclass(slots=True)
 class PeerHistory:
-    """All that one peer's journal tells. Tokens and bytes are totals over its lives."""
+    """All that one peer's journal tells. The columns of tokens and bytes are totals over its lives."""
 
     folder: str
-    peer: str = ""
-    run: str = ""
-    device: str = ""
-    throttle: float = 1.0
-    lives: list[Life] = field(default_factory=list)
-    starts: int = 0  # how many lives it had
+    totals: PeerTotals = field(default_factory=PeerTotals)
     tokens: Column = field(default_factory=Column)
     losses: Column = field(default_factory=Column)  # of the steps since the line before
     held_out: Column = field(default_factory=Column)
     sent: Column = field(default_factory=Column)
     received: Column = field(default_factory=Column)
-    spent: dict[str, float] = field(default_factory=dict)  # seconds of the training thread, by kind
     exchanges: "dict[str, array[float]]" = field(default_factory=lambda: {one: array("d") for one in OUTCOMES})  # when
-    reasons: Counter[tuple[str, str]] = field(default_factory=Counter)  # of exchanges, by outcome and reason
-    events: list[tuple[Seconds, str, str]] = field(default_factory=list)  # when, what, and what it says
-    bad: int = 0
-    _traffic: tuple[float, float] = (0.0, 0.0)  # totals of the present life
+    events: list[tuple[Seconds, str, str]] = field(default_factory=list)  # when, what, and what people are told
+    bad: int = 0  # lines that could not be read
+
+    @property
+    def facts(self) -> journal.PeerFacts:
+        return self.totals.facts
 
     @property
     def name(self) -> str:
-        return short(PeerId(self.peer)) if self.peer else self.folder
+        return short(self.facts.peer) if self.facts.peer else self.folder
+
+    @property
+    def lives(self) -> list[Life]:
+        return self.totals.lives
 
     @property
     def began(self) -> Seconds:
@@ -102,72 +81,41 @@ class PeerHistory:
     def lived_s(self) -> Seconds:
         return sum(life.last - life.began for life in self.lives)
 
-    def total(self, column: Column) -> float:
-        return column.value[-1] if column.value else 0.0
-
-    def shares(self) -> dict[str, float]:
-        """What the training thread's time went to; they add up to one, unless no time is known."""
-        total = sum(self.spent.values())
-        return {kind: self.spent.get(kind, 0.0) / total if total else 0.0 for kind in KINDS}
-
-    def take(self, line: Line) -> None:
-        """Takes a line of the journal, in their order."""
-        try:
-            self._take(line, _time(line), _text(line["event"]))
-        except (KeyError, TypeError, ValueError, AttributeError):
+    def take(self, line: JsonFields) -> None:
+        """Take a line of the journal, in their order."""
+        found = JOURNAL_LINES.parse(line)
+        if found is None:
             self.bad += 1
+            return
+        starts = self.totals.starts
+        self.totals.take(found.t, found.event)
+        if self.totals.starts > starts:
+            self._add_totals(found.t)
+        if found.event is not None:
+            self._draw(found.t, found.event)
 
-    def _take(self, line: Line, t: Seconds, event: str) -> None:
-        if event == "started" or not self.lives:
-            self._begin(line, t)
-        life = self.lives[-1]
-        life.hear(t)
+    def _draw(self, t: Seconds, event: journal.JournalEvent) -> None:
         match event:
-            case "joined":
-                life.join(t)
-            case "stopped":
-                life.end(str(line["reason"]))
-            case "step":
-                self._step(line, t)
-            case "eval":
-                self.held_out.add(t, _number(line, "loss"))
-            case "exchange":
-                self.exchanges[line["outcome"]].append(t)
-                self.reasons[line["outcome"], str(line["reason"])] += 1
-            case "traffic":
-                self._moved(t, _number(line, "sent_bytes"), _number(line, "received_bytes"))
-            case told if told in TOLD:
-                said = {name: value for name, value in line.items() if name not in ("t", "event")}
-                self.events.append((t, told, ", ".join(f"{name} {value}" for name, value in said.items())[:SAID_CHARS]))
-                del self.events[:-MOST_EVENTS]
+            case journal.StepLine():
+                self.tokens.add(t, self.totals.tokens)
+                if event.loss is not None:
+                    self.losses.add(t, event.loss)
+            case journal.EvalLine():
+                self.held_out.add(t, event.loss)
+            case journal.ExchangeLine():
+                self.exchanges[event.outcome].append(t)
+            case journal.TrafficLine():
+                self._add_totals(t)
+        level, words = journal.told(event) or ("", "")
+        if level in (journal.WARNING, journal.BAD) or isinstance(event, journal.PlanLine | journal.MoveLine):
+            self.events.append((t, JOURNAL_LINES.name(event), words))
+            del self.events[:-MOST_EVENTS]
 
-    def _begin(self, line: Line, t: Seconds) -> None:
-        if line["event"] in ("started", "continued"):
-            self.peer, self.run, self.device = str(line["peer"]), str(line["run"]), str(line["device"])
-            self.throttle = _number(line, "throttle")
-        self.lives.append(Life(t, t))
-        self.starts += 1
-        if len(self.lives) > MOST_LIVES:
-            oldest, next_one = self.lives[:2]
-            self.lives[:2] = [replace(next_one, began=oldest.began, joined=oldest.joined or next_one.joined)]
-        self._traffic = (0.0, 0.0)
-        for column in (self.tokens, self.sent, self.received):
-            column.add(t, self.total(column))
-
-    def _step(self, line: Line, t: Seconds) -> None:
-        aside = {kind: line["aside"].get(kind, 0.0) for kind in KINDS}
-        spent = {kind: _number(aside, kind) for kind in KINDS} | {"training": _number(line, "seconds")}
-        tokens, loss = _number(line, "tokens"), None if line["loss"] is None else _number(line, "loss")
-        self.tokens.add(t, self.total(self.tokens) + tokens)
-        for kind, seconds in spent.items():
-            self.spent[kind] = self.spent.get(kind, 0.0) + seconds
-        if loss is not None:
-            self.losses.add(t, loss)
-
-    def _moved(self, t: Seconds, sent: float, received: float) -> None:
-        self.sent.add(t, self.total(self.sent) + max(0.0, sent - self._traffic[0]))
-        self.received.add(t, self.total(self.received) + max(0.0, received - self._traffic[1]))
-        self._traffic = (sent, received)
+    def _add_totals(self, t: Seconds) -> None:
+        earlier, work = self.totals.earlier, self.totals.work
+        self.tokens.add(t, self.totals.tokens)
+        self.sent.add(t, earlier.sent_bytes + work.sent_bytes)
+        self.received.add(t, earlier.received_bytes + work.received_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +133,8 @@ class RunHistory:
         return max((peer.last for peer in self.peers), default=0.0)
 
     @property
-    def tokens(self) -> float:
-        return sum(peer.total(peer.tokens) for peer in self.peers)
+    def tokens(self) -> int:
+        return sum(peer.totals.tokens for peer in self.peers)
 
     def tokens_at(self, times: Floats) -> Floats:
         """The tokens that all peers together had trained at these times."""
@@ -203,26 +151,3 @@ def history_of(journals: Iterable[tuple[str, Path]]) -> RunHistory:
         if peer.lives:
             peers.append(peer)
     return RunHistory(sorted(peers, key=lambda peer: (peer.began, peer.folder)))
-
-
-def _text(value: Any) -> str:
-    """The value, if it is a text. Raises TypeError if not."""
-    if not isinstance(value, str):
-        raise TypeError(value)
-    return value
-
-
-def _time(line: Line) -> Seconds:
-    """When the line was written. Raises ValueError if it does not say."""
-    t = time_of(line)
-    if t is None:
-        raise ValueError(line.get("t"))
-    return t
-
-
-def _number(line: Line, name: str) -> float:
-    """The number of that name. Raises ValueError if it is none that a peer can mean."""
-    found = finite(line, name)
-    if found is None:
-        raise ValueError(line.get(name))
-    return found

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from decentral.core.journal.file import OUTCOMES
+from decentral.core.journal.field_kinds import OUTCOMES
 from decentral.core.units import Seconds
 from decentral.sim.faults import Fault
 from decentral.sim.report import RunReport

@@ -12,8 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from decentral.core.journal import events
 from decentral.core.journal.file import Tail
-from decentral.core.strict_json import JsonFields
+from decentral.core.journal.lines import recorded
+from decentral.core.journal.peer_totals import WorkDone
 from decentral.core.units import Seconds
 from decentral.peers.runtime.host import Host
 
@@ -82,46 +84,49 @@ LOGS: Mapping[str, type[TensorBoardLog] | type[OfflineWandb]] = {"tensorboard": 
 
 
 class JournalScalars:
-    """Makes scalars of journal lines, one after the other."""
+    """Makes scalars of a journal's events, one after the other."""
 
     def __init__(self) -> None:
-        self.step = 0  # of the last `step` line: other lines are of this step
-        self._sums: dict[str, float] = {}
+        self.work = WorkDone()  # since the first event; other events are of the step that was taken last
+        self._peers = 0
 
-    def of(self, line: JsonFields) -> dict[str, float]:
-        """The numbers of this line by name; none for a line that has none to draw."""
-        match line["event"]:
-            case "step":
-                return self._of_steps(line)
-            case "eval":
-                return {"loss/held-out": line["loss"]}
-            case "exchange":
-                return {f"exchanges/{line['outcome']}": self._sum(f"exchanges/{line['outcome']}", 1)}
-            case "traffic":
-                return {f"network/{name}": line[name] for name in ("sent_bytes", "received_bytes")}
-            case "checkpoint":
-                return {"checkpoint/seconds": line["seconds"]}
-            case "plan":
-                return {"plan/tokens_per_s": line["cost"]}
-            case "joined" | "peer_joined" | "peer_left" as event:
-                change = {"joined": line.get("peers", 0), "peer_joined": 1, "peer_left": -1}[event]
-                return {"swarm/peers": self._sum("swarm/peers", change)}
+    def of(self, t: Seconds, event: events.JournalEvent | None) -> dict[str, float]:
+        """The numbers of this event by name; none if it has none to draw."""
+        self.work.take(t, event)
+        match event:
+            case events.StepLine():
+                return self._of_steps(event)
+            case events.EvalLine():
+                return {"loss/held-out": event.loss}
+            case events.ExchangeLine(outcome=outcome):
+                return {f"exchanges/{outcome}": self.work.exchanges.outcomes[outcome]}
+            case events.TrafficLine():
+                return {"network/sent_bytes": event.sent_bytes, "network/received_bytes": event.received_bytes}
+            case events.CheckpointLine():
+                return {"checkpoint/seconds": event.seconds}
+            case events.PlanLine():
+                return {"plan/tokens_per_s": event.cost}
+            case events.JoinedLine():
+                return self._met(event.peers)
+            case events.PeerJoinedLine():
+                return self._met(1)
+            case events.PeerLeftLine():
+                return self._met(-1)
         return {}
 
-    def _of_steps(self, line: JsonFields) -> dict[str, float]:
-        self.step = line["step"]
-        spent = {"training": line["seconds"], **line["aside"]}
+    def _of_steps(self, line: events.StepLine) -> dict[str, float]:
+        spent = {"training": line.seconds, **line.aside}
         total = sum(seconds for kind, seconds in spent.items() if kind != "beside")
-        found = {"tokens": self._sum("tokens", line["tokens"])}
-        found |= {"loss/training": line["loss"]} if line["loss"] is not None else {}
+        found: dict[str, float] = {"tokens": self.work.tokens}
+        found |= {"loss/training": line.loss} if line.loss is not None else {}
         if total > 0:
-            found["tokens_per_s"] = line["tokens"] / total
+            found["tokens_per_s"] = line.tokens / total
             found |= {f"time/{kind}": seconds / total for kind, seconds in spent.items()}
         return found
 
-    def _sum(self, name: str, change: float) -> float:
-        self._sums[name] = self._sums.get(name, 0) + change
-        return self._sums[name]
+    def _met(self, more: int) -> dict[str, float]:
+        self._peers += more
+        return {"swarm/peers": self._peers}
 
 
 class JournalFollower(threading.Thread):
@@ -149,10 +154,10 @@ class JournalFollower(threading.Thread):
             self._trouble(f"--log {','.join(self._names)} has ended: {type(error).__name__}: {error}")
 
     def _take(self, logs: Sequence[ScalarLog]) -> None:
-        for line in self._tail.new():
-            if values := self._scalars.of(line):
+        for line in recorded(self._tail.new()):
+            if values := self._scalars.of(line.t, line.event):
                 for one in logs:
-                    one.write(self._scalars.step, line["t"], values)
+                    one.write(self._scalars.work.step, line.t, values)
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from decentral.commands.shared import stage
 from decentral.core.ids import PeerId, short
-from decentral.core.journal.file import OUTCOMES
+from decentral.core.journal.field_kinds import OUTCOMES
 from decentral.core.plain_text import plain_text, printable
 from decentral.core.units import Seconds, plural, readable_bytes
 from decentral.peers.runtime.node import Node, NodePhase

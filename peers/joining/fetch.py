@@ -19,7 +19,8 @@ from decentral.core.errors import ProtocolError
 from decentral.core.fragments import Fragment, Layout, layout_bytes
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Donated
-from decentral.core.machine import log
+from decentral.core.journal.events import DonorFailedLine
+from decentral.core.machine import Log
 from decentral.core.reasons import Reason
 from decentral.core.synthetic import Blob, gathered
 from decentral.core.units import MiB, Seconds
@@ -321,7 +322,7 @@ class Fetch:
             if donor in incoming.sources.values():
                 incoming.forget()
                 self.samples = {name: one for name, one in self.samples.items() if name[0] != index}
-        return [log("donor_failed", peer=donor, reason=Reason.DIFFERS), *self._not_now(donor)]
+        return [Log(DonorFailedLine(peer=donor, reason=Reason.DIFFERS)), *self._not_now(donor)]
 
     def _ask_one(self, donor: PeerId, position: int) -> list[Effect]:
         """The next request for this donor."""
@@ -360,7 +361,7 @@ class Fetch:
             return self._not_now(donor)
         self.failures[donor] += 1
         if self.failures[donor] == FAILURES:
-            return [log("donor_failed", peer=donor, reason=reason), *self._not_now(donor)]
+            return [Log(DonorFailedLine(peer=donor, reason=reason)), *self._not_now(donor)]
         return self.ask()
 
     def _not_now(self, donor: PeerId) -> list[Effect]:

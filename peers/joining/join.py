@@ -18,7 +18,8 @@ from decentral.comm.wire.transport import Answered, AskFailed, Effect, Event
 from decentral.core.fragments import Fragment, Layout
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import ImportState, Start, StateImported
-from decentral.core.machine import Woke, log
+from decentral.core.journal.events import ErrorLine
+from decentral.core.machine import Log, Woke
 from decentral.core.units import Seconds
 from decentral.peers.joining.fetch import Fetch, FetchTag, Incoming
 
@@ -150,7 +151,7 @@ class Join:
         if self.waits:
             return []
         self.waits = "no peer has sent the run's weights yet; this peer keeps asking and does not train until one does"
-        return [log("error", reason=self.waits)]
+        return [Log(ErrorLine(reason=self.waits))]
 
     def _prefer_retained(self, known: Sequence[PeerId]) -> None:
         """Fetches a retained state of fragments that nobody holds, unless our checkpoint has a newer one."""
@@ -192,7 +193,8 @@ class Join:
                 layers = f"layers {one.fragment.first} to {one.fragment.last - 1}"
                 lost = "their last holder is gone, and with it what was trained in them"
                 remedy = "to keep that, start a peer that has them first"
-                effects.append(log("error", reason=f"{layers} start from the run's initial weights: {lost}; {remedy}"))
+                reason = f"{layers} start from the run's initial weights: {lost}; {remedy}"
+                effects.append(Log(ErrorLine(reason=reason)))
             del self.fetch.incoming[index]
         return effects
 
@@ -225,7 +227,7 @@ class Join:
         self.phase, self.wake_at = JoinPhase.WAITING, now + JOIN_RETRY_S
         self.fetch.failures.update(dict.fromkeys(self.fetch.used, 1))
         self.fetch.begin(self._all_fragments(), self.fetch.last_piece_at)
-        return [log("error", reason=f"the donated state was refused: {reason}")]
+        return [Log(ErrorLine(reason=f"the donated state was refused: {reason}"))]
 
     def _all_fragments(self) -> list[Incoming]:
         return [Incoming(fragment, layout) for fragment, layout in zip(self.fragments, self.layouts, strict=True)]

@@ -16,7 +16,8 @@ from decentral.comm.wire.private_swarm import PrivateSwarm, revoked_key
 from decentral.comm.wire.transport import Announce, Event, Found, Lookup
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
-from decentral.core.machine import Log, Woke, log
+from decentral.core.journal.events import ErrorLine, RevokedLine
+from decentral.core.machine import Log, Woke
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
@@ -114,7 +115,7 @@ class RevocationWatch:
         excluded = self.private.learn(packed)
         if excluded is None:
             return []
-        line = log("revoked", number=self.private.revocations.number, peers=sorted(excluded))
+        line = Log(RevokedLine(number=self.private.revocations.number, peers=tuple(sorted(excluded))))
         dropped = [effect for peer in excluded for effect in self.roster.exclude(peer, now)]
         return [Exclude(tuple(excluded), packed), line, *dropped]
 
@@ -128,7 +129,8 @@ class RevocationWatch:
             return []
         self._warned = True
         left = f"{max(0.0, self.private.until - now) / 60:.0f} minutes"
-        return [log("error", reason=f"this peer's invitation expires in {left}, and then it stops: ask for a new one")]
+        reason = f"this peer's invitation expires in {left}, and then it stops: ask for a new one"
+        return [Log(ErrorLine(reason=reason))]
 
     def _over(self) -> list[WatchEffect]:
         over = self.private.over()

@@ -27,8 +27,9 @@ from decentral.core import rng
 from decentral.core.config import SwarmConfig
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
+from decentral.core.journal.events import ErrorLine, GoodbyeLine, PeerJoinedLine, PeerLeftLine
 from decentral.core.latest import keep_latest
-from decentral.core.machine import Log, Woke, log
+from decentral.core.machine import Log, Woke
 from decentral.core.reasons import SILENT, Reason
 from decentral.core.units import Seconds
 from decentral.peers.membership import records
@@ -390,7 +391,7 @@ class Roster:
         if self._published.read(self.own, key, value, now):
             self.renew_soon(now)
         said = self.copy_warning(now)
-        return [log("error", reason=said)] if said and not known else []
+        return [Log(ErrorLine(reason=said))] if said and not known else []
 
     def _heard(self, peer: PeerId, record: PeerRecord, expires: float, now: Seconds) -> list[RosterEffect]:
         if record.phase == "leaving":
@@ -399,7 +400,7 @@ class Roster:
             self._dropped[peer] = max(self._dropped.get(peer, 0.0), record.time)
             if peer in self.live:
                 return [*self._drop(peer, "left", now)]
-            return [log("goodbye", peer=peer)] if was_silent else []  # questions to it failed before we read this
+            return [Log(GoodbyeLine(peer=peer))] if was_silent else []  # questions to it failed before we read this
         if record.time <= self._dropped.get(peer, 0.0):
             return []  # the record was written before the peer was dropped
         known = self.live.get(peer)
@@ -412,8 +413,8 @@ class Roster:
         self._expiry_at = expires if self._expiry_at is None else min(self._expiry_at, expires)
         if known is None:
             self._sooner.found()
-            joined = log("peer_joined", peer=peer, device=record.profile.device, region=record.profile.region)
-            return [Learn(peer, record.addresses), joined]
+            joined = PeerJoinedLine(peer=peer, device=record.profile.device, region=record.profile.region)
+            return [Learn(peer, record.addresses), Log(joined)]
         return [Learn(peer, record.addresses)] if known.record.addresses != record.addresses else []
 
     def _unanswered(self, peer: PeerId, reason: str, asked_at: Seconds, now: Seconds) -> list[RosterEffect]:
@@ -443,4 +444,4 @@ class Roster:
         del self.live[peer]
         self.changes += 1
         self.holders.drop(peer)
-        return [log("peer_left", peer=peer, reason=reason)]
+        return [Log(PeerLeftLine(peer=peer, reason=reason))]

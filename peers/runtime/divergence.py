@@ -7,7 +7,8 @@ warns, and keeps the checkpoint from before.
 from dataclasses import dataclass
 
 from decentral.core.jobs import DIVERGED
-from decentral.core.machine import Log, log
+from decentral.core.journal.events import ErrorLine
+from decentral.core.machine import Log
 from decentral.core.units import Seconds
 
 SETTLED_STEPS = 20  # a mean over fewer steps is noise
@@ -64,7 +65,7 @@ class Divergence:
         if now < self._said_at + SAID_EVERY_S:
             return []
         self._said_at = now
-        return [log("error", reason=self.trouble)]
+        return [Log(ErrorLine(reason=self.trouble))]
 
     @property
     def trouble(self) -> str:

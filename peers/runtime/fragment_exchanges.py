@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from decentral.comm.gossip.exchange import PullExchange
-from decentral.comm.gossip.snapshots import ExchangeCounts, FragmentContext
+from decentral.comm.gossip.snapshots import FragmentContext
 from decentral.comm.wire.messages import MOST_FOLLOWED, Refused
 from decentral.comm.wire.transport import Effect, Event
 from decentral.core.choices import ALGORITHMS, Algorithm
 from decentral.core.fragments import Fragment
+from decentral.core.journal.peer_totals import ExchangeTotals
 from decentral.core.machine import Woke, earliest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -25,7 +26,7 @@ from decentral.peers.runtime.setup import PresentSetup
 class FragmentExchanges:
     setup: PresentSetup
     selection: PeerSelection
-    counts: ExchangeCounts = field(default_factory=ExchangeCounts)
+    counts: ExchangeTotals = field(default_factory=ExchangeTotals)
     running: dict[int, PullExchange] = field(default_factory=dict)  # by fragment
     _dropped: set[int] = field(default_factory=set)  # fragments whose exchanges have been here before
     _wake: Seconds | None = None  # when the first machine wants to wake; infinite: none does; None: not known yet

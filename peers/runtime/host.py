@@ -26,6 +26,7 @@ from decentral.comm.wire import transport as wire
 from decentral.comm.wire.codec import Envelope
 from decentral.core import jobs
 from decentral.core.ids import PeerId
+from decentral.core.journal.events import ClockLine, ErrorLine, RefusedLine, StoppedLine, SuspendedLine
 from decentral.core.journal.file import Journal
 from decentral.core.machine import Log, Woke
 from decentral.core.reasons import Reason
@@ -139,7 +140,7 @@ class Host:
         place = traceback.extract_tb(error.__traceback__)[-1:]
         where = "".join(f" ({Path(one.filename).name}:{one.lineno})" for one in place)
         reason = f"{type(error).__name__}: {error}{where}"
-        self.journal.write("error", reason=reason)
+        self.journal.write(ErrorLine(reason=reason))
         self.stop(f"error: {reason}")
 
     async def _answer(self, sender: PeerId, envelope: Envelope) -> Envelope:
@@ -190,8 +191,8 @@ class Host:
                 future = self._requests.get(request)
                 if future is not None and not future.done():
                     future.set_result(envelope)
-            case Log(event, fields):
-                self.journal.take(event, fields)
+            case Log(event):
+                self.journal.write(event)
             case wire.Announce():
                 self._spawn(self._announce(effect), name="announce")
             case wire.Lookup(key):
@@ -280,7 +281,7 @@ class Host:
             counts = {**self.transport.refused, **{f"record-{k}": n for k, n in self.node.roster.refused.items()}}
             if counts != known:
                 known = dict(counts)
-                self.journal.write("refused", by_reason=known)
+                self.journal.write(RefusedLine(by_reason=known))
 
     async def _report_cores(self) -> None:
         """Tells the node what training and the network take of the processor."""
@@ -299,9 +300,9 @@ class Host:
             await asyncio.sleep(CLOCK_S)
             late_s, jumped_s = self.now() - began - CLOCK_S, self.wall() - self.now() - ahead_s
             if late_s > SUSPENDED_S:
-                self.journal.write("suspended", seconds=round(late_s, 1))
+                self.journal.write(SuspendedLine(seconds=round(late_s, 1)))
             if abs(jumped_s) > CLOCKS_AGREE_S:
-                self.journal.write("clock", jumped_s=round(jumped_s, 1))
+                self.journal.write(ClockLine(jumped_s=round(jumped_s, 1)))
                 ahead_s += jumped_s
 
     def _processor(self) -> CoresUsed:
@@ -331,7 +332,7 @@ class Host:
         await asyncio.sleep(0)  # so that the thread's last reports are delivered
         for task in list(self._tasks):
             task.cancel()
-        self.journal.take("stopped", {"reason": reason} | ({"unsaved": self.unsaved} if self.unsaved else {}))
+        self.journal.write(StoppedLine(reason=reason, unsaved=self.unsaved))
 
 
 def _idle_s() -> Seconds:

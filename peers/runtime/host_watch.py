@@ -7,6 +7,7 @@ with the number of times that it happened meanwhile. What has not happened for a
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from decentral.core.journal.events import ErrorLine
 from decentral.core.journal.file import Journal
 from decentral.core.units import Seconds
 
@@ -36,11 +37,11 @@ class HostWatch:
         now, known = self.now(), self._noted.get(kind)
         if known is None or now > known.last_at + REPEAT_S:
             self._noted[kind] = Trouble(text, now, now)
-            self.journal.write("error", reason=text)
+            self.journal.write(ErrorLine(reason=text))
             return
         known.text, known.last_at, known.unsaid = text, now, known.unsaid + 1
         if now >= known.said_at + REPEAT_S:
-            self.journal.write("error", reason=text, times=known.unsaid)
+            self.journal.write(ErrorLine(reason=text, times=known.unsaid))
             known.said_at, known.unsaid = now, 0
 
     def present(self) -> list[str]:

@@ -29,7 +29,8 @@ from decentral.comm.wire.messages import LeaseRequest, Refused
 from decentral.comm.wire.meter import Meter
 from decentral.comm.wire.transport import Answered, Asked, AskFailed, Effect, Event, Found, Reply
 from decentral.core import jobs, rng
-from decentral.core.machine import Woke, earliest, log
+from decentral.core.journal.events import BehindLine, JoinedLine
+from decentral.core.machine import Log, Woke, earliest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.joining.donor import Donor
@@ -295,9 +296,9 @@ class Node:
         if not self.rounds:
             self.gossip.begin(now)
         self.roster.renew_soon(now)
-        donors, seconds = sorted(self.join.fetch.used), round(now - self.join.began_at, 3)
-        line = log("joined", peers=len(self.roster.live), donors=donors, seconds=seconds)
-        lines: list[PeerEffect] = [line, self.own_record.status()]
+        donors, seconds = tuple(sorted(self.join.fetch.used)), round(now - self.join.began_at, 3)
+        line = JoinedLine(peers=len(self.roster.live), donors=donors, seconds=seconds)
+        lines: list[PeerEffect] = [Log(line), self.own_record.status()]
         if self.route_planner is None:
             return lines
         if self.rounds:
@@ -346,7 +347,7 @@ class Node:
         """
         effects: list[PeerEffect] = [*rounds.handle(Woke(), now)]
         if rounds.behind and self.phase is NodePhase.TRAINING:
-            effects += [log("behind", round=rounds.number, reason=rounds.behind), *rounds.stop()]
+            effects += [Log(BehindLine(round=rounds.number, reason=rounds.behind)), *rounds.stop()]
             self.phase, self.join = NodePhase.JOINING, self._new_join(0, False, self.join.chance)
             self.join.begin(now)
             self.roster.renew_soon(now)

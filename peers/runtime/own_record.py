@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from decentral.comm.pipeline.router import Router
 from decentral.comm.wire.meter import Meter
 from decentral.core.ids import suffix
-from decentral.core.machine import Log, log
+from decentral.core.journal.events import AddressesLine, StatusLine
+from decentral.core.journal.field_kinds import MeasuredLink
+from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.peers.joining.donor import Donor
 from decentral.peers.membership.records import (
@@ -80,15 +82,15 @@ class OwnRecord:
     def move_to(self, addresses: tuple[str, ...]) -> Log:
         """Tell these addresses from the next record on, which is due in `renew_s` of the last one at the latest."""
         self.moved_to = addresses
-        return log("addresses", addresses=addresses)
+        return Log(AddressesLine(addresses=addresses))
 
     def status(self) -> Log:
         """The journal's line about what this peer holds, how long its windows are and why, and its latest links."""
         setup, (count, bound) = self.setup.now, self.gossip.windows
         first, last = setup.fragments[0].first, setup.fragments[-1].last
-        links = [(suffix, rate, latency_ms / 1e3) for suffix, rate, latency_ms in self._links()]
+        links = tuple(MeasuredLink(suffix, rate, latency_ms / 1e3) for suffix, rate, latency_ms in self._links())
         window_s = self.selection.lengths.window_s() * count
-        return log("status", first=first, last=last, window_s=window_s, bound=bound, links=links)
+        return Log(StatusLine(first=first, last=last, window_s=window_s, bound=bound, links=links))
 
     def _standing(self) -> Standing:
         progress, exchanges = self.progress, self.gossip.counts.outcomes

@@ -1,17 +1,17 @@
 """How far training is: step lines, evaluations, checkpoints, and when to stop."""
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from decentral.comm.wire.transport import Event
 from decentral.core.config import BYTES, SwarmConfig, TrainConfig
 from decentral.core.jobs import DIVERGED, Evaluate, Evaluated, JobFailed, Save, Saved, SaveFailed, Sealed, Stepped
-from decentral.core.machine import Log, Woke, earliest, log
-from decentral.core.strict_json import JsonObject
+from decentral.core.journal.events import CheckpointLine, ErrorLine, EvalLine, StepLine
+from decentral.core.machine import Log, Woke, earliest
 from decentral.core.time_spent import NO_TIME, TimeSpent
 from decentral.core.units import Amount, Seconds
 from decentral.peers.runtime.divergence import Divergence
-from decentral.peers.runtime.running_loss import RunningLoss, loss_fields
+from decentral.peers.runtime.running_loss import RunningLoss, mean_loss
 
 LINE_S = 1.0  # between two `step` lines
 CHECKPOINT_SHARE = 0.01  # of the time: checkpoints that take longer come less often
@@ -175,16 +175,16 @@ class TrainingProgress:
                 return [] if sound else self._judged(True, None, now)  # no step is taken with such a sum
             case Evaluated(tokens, loss, seconds):
                 self.evaluations.measured(loss, seconds, now)
-                return [log("eval", tokens=tokens, loss=round(loss, 4), seconds=round(seconds, 4))]
+                return [Log(EvalLine(tokens=tokens, loss=round(loss, 4), seconds=round(seconds, 4)))]
             case Saved(step, size, cost_s):
                 took_s = self._saves.saved(size, cost_s, now)
-                return [log("checkpoint", step=step, bytes=size, seconds=round(took_s, 3))]
+                return [Log(CheckpointLine(step=step, bytes=size, seconds=round(took_s, 3)))]
             case SaveFailed(reason):
                 self._saves.failed(now)
-                return [log("error", reason=f"checkpoint failed, the old one stays: {reason}")]
+                return [Log(ErrorLine(reason=f"checkpoint failed, the old one stays: {reason}"))]
             case JobFailed(job, reason):
                 stop = Stop(reason if reason.startswith(DIVERGED) else f"error: {reason}")
-                return [log("error", reason=f"{job}: {reason}"), stop]
+                return [Log(ErrorLine(reason=f"{job}: {reason}")), stop]
             case Woke():
                 return self._due(now)
         return []
@@ -207,13 +207,19 @@ class TrainingProgress:
         took = max(1e-3, now - self._line_at)
         self.rate.trained(tokens, took)
         self._line_at = now
-        micro_batches, losses = sum(step.micro_batches for step in steps), loss_fields(step.loss for step in steps)
-        dropped = sum(step.dropped for step in steps)
-        aside = {name: round(seconds, 4) for name, seconds in asdict(spent).items() if name != "training" and seconds}
-        figures: JsonObject = {"step": steps[-1].step, "lr_step": steps[-1].lr_step, "tokens": tokens}
-        figures |= {"micro_batches": micro_batches, **losses, "seconds": round(spent.training, 4)}
-        figures |= {"dropped": dropped} if dropped else {}
-        return [Log("step", figures | {"aside": aside})]
+        loss, lost = mean_loss(step.loss for step in steps)
+        line = StepLine(
+            step=steps[-1].step,
+            lr_step=steps[-1].lr_step,
+            tokens=tokens,
+            micro_batches=sum(step.micro_batches for step in steps),
+            loss=None if loss is None else round(loss, 4),
+            lost=lost,
+            seconds=round(spent.training, 4),
+            dropped=sum(step.dropped for step in steps),
+            aside={kind: round(seconds, 4) for kind, seconds in spent.aside().items()},
+        )
+        return [Log(line)]
 
     def _stepped(self, step: Stepped, now: Seconds) -> list[ProgressEffect]:
         self._steps.append(step)

@@ -20,7 +20,8 @@ from decentral.comm.wire.meter import Meter
 from decentral.comm.wire.transport import Effect
 from decentral.core.fragments import Fragment, share
 from decentral.core.ids import PeerId
-from decentral.core.machine import log
+from decentral.core.journal.events import HeldLine, UnheldLine
+from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.peers.membership.roster import Roster
 from decentral.peers.runtime.setup import PresentSetup
@@ -106,7 +107,8 @@ class RoutePlanner:
         self.unheld = self._without_holder(worst) if worst else ""
         if self.unheld == before:
             return []
-        return [log("unheld", reason=self.unheld, first=worst.first, last=worst.last)] if worst else [log("held")]
+        line = UnheldLine(reason=self.unheld, first=worst.first, last=worst.last) if worst else HeldLine()
+        return [Log(line)]
 
     def look_for_lost(self, now: Seconds) -> list[Effect]:
         """What was under way at peers that have left the roster goes to others. Where records are spread over several

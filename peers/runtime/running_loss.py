@@ -26,9 +26,8 @@ class RunningLoss:
         return "-" if self.mean is None else f"{self.mean:.3f}"
 
 
-def loss_fields(losses: Iterable[float]) -> dict[str, float | int | None]:
-    """What a `step` line says of its steps' losses: the mean of those that are finite, and how many are not."""
+def mean_loss(losses: Iterable[float]) -> tuple[float | None, int]:
+    """Return the mean of those losses that are finite, None if none is, and how many are not."""
     known = list(losses)
     finite = [loss for loss in known if math.isfinite(loss)]
-    mean = round(sum(finite) / len(finite), 4) if finite else None
-    return {"loss": mean} | ({"lost": len(known) - len(finite)} if len(finite) < len(known) else {})
+    return sum(finite) / len(finite) if finite else None, len(known) - len(finite)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from decentral.comm.gossip.gossip_cost import GossipTraffic
 from decentral.comm.gossip.tags import ExchangeTag
 from decentral.comm.wire.transport import Answered, Asked
-from decentral.core.machine import Log, log
+from decentral.core.journal.events import TrafficLine
+from decentral.core.machine import Log
 from decentral.core.units import KiB, Seconds
 
 TRAFFIC_S = 10.0  # between two `traffic` lines in the journal
@@ -55,4 +56,4 @@ class TrafficCounter:
         return [self.line()]
 
     def line(self) -> Log:
-        return log("traffic", sent_bytes=self.sent_bytes, received_bytes=self.received_bytes)
+        return Log(TrafficLine(sent_bytes=self.sent_bytes, received_bytes=self.received_bytes))

@@ -27,6 +27,7 @@ from decentral.comm.wire.transport import AskError
 from decentral.commands import shared
 from decentral.core.errors import UserError
 from decentral.core.jobs import DIVERGED
+from decentral.core.journal.events import ErrorLine, IslandLine, StartedLine
 from decentral.core.journal.file import Journal
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.plain_text import plain_text
@@ -220,8 +221,7 @@ async def train(
         terminal.say(f"the page: {page.url}")
     for warning in start.warnings:
         terminal.say(f"warning: {warning}")
-    host.journal.write(
-        "started",
+    started = StartedLine(
         peer=setup.own.peer,
         run=setup.run,
         addresses=setup.addresses,
@@ -232,10 +232,11 @@ async def train(
         first=setup.fragments[0].first,
         last=setup.fragments[-1].last,
     )
+    host.journal.write(started)
     for warning in start.warnings:
-        host.journal.write("error", reason=warning)
+        host.journal.write(ErrorLine(reason=warning))
     if start.island:
-        host.journal.write("island", ranks=[asdict(member) for member in start.island.members])
+        host.journal.write(IslandLine(ranks=tuple(asdict(member) for member in start.island.members)))
     for name in launch.notices() if start.island else shared.ending_signals():
         asyncio.get_running_loop().add_signal_handler(name, host.stop, "interrupted")
     works = (
@@ -300,7 +301,7 @@ async def _watch_addresses(host: Host, transport: PeerNetwork) -> None:
             if records.has_moved(known, found):
                 known = found
                 told = host.node.own_record.move_to(found)
-                host.journal.take(told.event, told.fields)
+                host.journal.write(told.event)
 
 
 async def _revive(host: Host, transport: PeerNetwork) -> None:

@@ -27,6 +27,8 @@ from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effec
 from decentral.core.fragments import Fragment, Layout
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import ChangeSpan, SpanChanged
+from decentral.core.journal.events import MoveLine
+from decentral.core.journal.field_kinds import Outcome
 from decentral.core.machine import Log, Woke
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.reasons import Reason
@@ -341,11 +343,13 @@ class SpanMove:
         ]
         return [line, HoldSpan(self.held), *over]
 
-    def _line(self, outcome: str, reason: str, now: Seconds) -> Log:
+    def _line(self, outcome: Outcome, reason: str, now: Seconds) -> Log:
         first, last = self.budget.needs.span(self.target.start, self.target.stop)
-        how = {"outcome": outcome, "reason": reason, "why": self.why, "first": first, "last": last}
-        seconds = round(now - self._began_at, 3)
-        return Log("move", {**how, "donors": sorted(self.fetch.used), "seconds": seconds})
+        donors, seconds = tuple(sorted(self.fetch.used)), round(now - self._began_at, 3)
+        line = MoveLine(
+            outcome=outcome, reason=reason, why=self.why, first=first, last=last, donors=donors, seconds=seconds
+        )
+        return Log(line)
 
     def _grant(self, request: int, sender: PeerId, index: int, now: Seconds) -> list[MoveEffect]:
         """Answers a lease request. If we are about to give up the same fragment, the lower of the two ids yields.

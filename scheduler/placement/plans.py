@@ -43,7 +43,8 @@ from decentral.comm.wire.transport import Announce, Found, Lookup
 from decentral.core import rng
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import Log, log
+from decentral.core.journal.events import PlanLine
+from decentral.core.machine import Log
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.plain_text import plain_text
 from decentral.core.units import Seconds
@@ -318,7 +319,7 @@ class SwarmPlans:
             self._pause_s = min(2 * self._pause_s, PLAN_S)
         self.adopted, self._move_at = best, now + FIRST_MOVE_WAIT_S
         self.search.adopted(evaluation.members, now)
-        line = log("plan", digest=best.digest(), cost=round(tokens / HORIZON_S, 1), reason=best.reason)
+        line = Log(PlanLine(digest=best.digest(), cost=round(tokens / HORIZON_S, 1), reason=best.reason))
         return [line, self._announce(best, now)] if best is ours else [line]
 
     def _own_proposal(self, found: PlansEvaluated, change: str, now: Seconds) -> SwarmPlan | None:

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from decentral.commands import audit
+from decentral.core.journal.micro_batch_counts import NOT_TAKEN_YET
+from tests.journal_lines import audited
 
 
 def line(*executions: tuple[str, int, int, int], event: str = "counted") -> dict[str, object]:
@@ -13,22 +15,22 @@ def line(*executions: tuple[str, int, int, int], event: str = "counted") -> dict
 
 
 def test_a_micro_batch_counts_once_where_its_executions_meet() -> None:
-    found = audit.audit([[line(("A", 1, 0, 2))], [line(("A", 1, 2, 3), ("A", 2, 2, 3))]], 3)
+    found = audited([[line(("A", 1, 0, 2))], [line(("A", 1, 2, 3), ("A", 2, 2, 3))]], 3)
     assert (found.everywhere, found.in_part, found.twice, found.tokens) == (1, 1, (), 10)
 
 
 def test_executions_that_overlap_have_counted_twice() -> None:
-    found = audit.audit([[line(("A", 1, 0, 2))], [line(("A", 1, 1, 3))]], 3)
+    found = audited([[line(("A", 1, 0, 2))], [line(("A", 1, 1, 3))]], 3)
     assert not found.sound
     assert found.twice == (("A", 1),)
 
 
 def test_the_same_number_of_two_origin_peers_is_two_micro_batches() -> None:
-    assert audit.audit([[line(("A", 1, 0, 3)), line(("B", 1, 0, 3))]], 3).everywhere == 2
+    assert audited([[line(("A", 1, 0, 3)), line(("B", 1, 0, 3))]], 3).everywhere == 2
 
 
 def test_what_was_thrown_away_is_not_counted() -> None:
-    found = audit.audit([[line(("A", 1, 0, 3), event="uncounted")]], 3)
+    found = audited([[line(("A", 1, 0, 3), event="uncounted")]], 3)
     assert (found.everywhere, found.dropped) == (0, 1)
 
 
@@ -48,39 +50,39 @@ def a_life(counted: int, taken: int) -> list[dict[str, object]]:
 
 
 def test_who_counts_what_its_steps_took_passes() -> None:
-    assert audit.audit([a_life(100, 100)], 3).sound
+    assert audited([a_life(100, 100)], 3).sound
 
 
 def test_who_counts_more_than_its_steps_took_is_found_out() -> None:
-    found = audit.audit([a_life(100, 60)], 3)
+    found = audited([a_life(100, 60)], 3)
     assert not found.sound
-    assert found.unapplied == (40 - audit.NOT_TAKEN_YET) * 10
+    assert found.unapplied == (40 - NOT_TAKEN_YET) * 10
 
 
 def test_a_full_disk_that_took_the_lines_of_steps_is_no_false_count() -> None:
     lost = {"t": 1.0, "event": "lost", "lines": 60}
-    assert audit.audit([[*a_life(100, 60), lost, *a_life(100, 100)[1:]]], 3).unapplied == 0
-    assert audit.audit([[*a_life(100, 60), lost, *a_life(100, 60)[1:]]], 3).unapplied > 0
+    assert audited([[*a_life(100, 60), lost, *a_life(100, 100)[1:]]], 3).unapplied == 0
+    assert audited([[*a_life(100, 60), lost, *a_life(100, 60)[1:]]], 3).unapplied > 0
 
 
 def test_a_layer_whose_steps_were_skipped_is_found_out() -> None:
     """The optimizer's step was taken in two of three layers."""
     lines = [one | {"of": [[0, 2, 10]]} if one["event"] == "applied" else one for one in a_life(100, 100)]
-    assert not audit.audit([lines], 3).sound
+    assert not audited([lines], 3).sound
 
 
 def test_what_one_life_took_does_not_pay_for_another() -> None:
     own = [line(("A", 1000 + number, 0, 3)) for number in range(50)]
     lines = [*a_life(0, 100), {"t": 2.0, "event": "started"}, *own, applied(10)]
-    assert not audit.audit([lines], 3).sound
+    assert not audited([lines], 3).sound
 
 
 def test_a_process_may_die_between_a_count_and_its_step() -> None:
-    assert audit.audit([a_life(100, 100 - audit.NOT_TAKEN_YET)], 3).sound
+    assert audited([a_life(100, 100 - NOT_TAKEN_YET)], 3).sound
 
 
 def test_a_journal_that_says_nothing_of_steps_is_only_counted() -> None:
-    assert audit.audit([a_life(100, 0)], 3).sound
+    assert audited([a_life(100, 0)], 3).sound
 
 
 def test_the_command_prints_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

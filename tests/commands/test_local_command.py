@@ -14,14 +14,16 @@ from rich.console import Console
 
 from decentral.commands import local, shared
 from decentral.core import config
-from decentral.core.ids import RunId
+from decentral.core.ids import PeerId, RunId
 from decentral.core.journal import file as journal
 from decentral.peers.startup.invitation_files import FounderFile, read_holding
 from decentral.peers.startup.state import StateFolder
 from decentral.serving import replicas
 from decentral.view import summary
 from decentral.view.page.child import DashboardProcess
+from decentral.view.page.source_lines import MissedLine, PageEvent
 from tests.commands.peer_processes import TINY, Peers, exchanged
+from tests.journal_lines import event_of
 from tests.patient_time import LIMIT_S
 
 PEER_KEYS = {
@@ -134,8 +136,8 @@ def test_a_peers_trouble_is_shown_once_and_only_if_all_had_joined(
     for number, folder in enumerate(swarm.folders()):
         folder.mkdir()
         lines = journal.Journal(folder / "journal.jsonl", lambda: next(times))
-        lines.write("error", reason="layer 2 is lost")
-        lines.write("unheld", reason="layer 4 is lost")
+        lines.write(event_of("error", reason="layer 2 is lost"))
+        lines.write(event_of("unheld", reason="layer 4 is lost"))
         swarm.members.append(local.LocalPeer(number, folder, cast("subprocess.Popen[bytes]", None)))
     console = Console(highlight=False)
     for _ in range(2):
@@ -164,9 +166,9 @@ def mortal(tmp_path: Path) -> local.LocalSwarm:
         folder.mkdir()
         (folder / "output.txt").write_text("RuntimeError: the device is gone\n")
         lines = journal.Journal(folder / "journal.jsonl", swarm.now)
-        lines.write("started", peer=f"P{number}")
+        lines.write(event_of("started", peer=f"P{number}"))
         step = {"step": 7, "micro_batches": 1, "tokens": 8, "seconds": 1.0, "aside": {}}
-        lines.write("step", loss=float(number), **step)
+        lines.write(event_of("step", loss=float(number), **step))
         swarm.members.append(local.LocalPeer(number, folder, ended(code)))
     return swarm
 
@@ -185,18 +187,20 @@ def test_peers_that_have_died_are_said_once_and_a_peer_that_has_left_is_not(
 
 class ToldPage:
     def __init__(self) -> None:
-        self.lines: list[tuple[str, dict[str, Any]]] = []
+        self.told: list[PageEvent] = []
 
-    def tell(self, peer: str, line: dict[str, Any]) -> None:
-        self.lines.append((peer, line))
+    def tell(self, peer: str, t: float, event: PageEvent) -> None:
+        self.told.append(event)
 
 
 def test_the_page_is_told_of_peers_that_have_died(mortal: local.LocalSwarm) -> None:
     page = ToldPage()
     mortal.page = cast(DashboardProcess, page)
     mortal.tell_deaths()
-    told = [(line["event"], line["peer"], line["reason"], line["certain"]) for _, line in page.lines]
-    assert told == [("missed", "P1", "killed by signal 9", True), ("missed", "P2", "exit code 1", True)]
+    assert page.told == [
+        MissedLine(peer=PeerId("P1"), reason="killed by signal 9", certain=True),
+        MissedLine(peer=PeerId("P2"), reason="exit code 1", certain=True),
+    ]
 
 
 def test_a_dead_peer_has_no_loss_any_more(mortal: local.LocalSwarm) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from decentral.comm.codecs import blockwise
 from decentral.comm.pipeline.activations import ActivationFormat
-from decentral.commands import audit
 from decentral.core import config, jobs
 from decentral.core.fragments import Layout, Section
 from decentral.core.ids import PeerId
@@ -21,6 +20,7 @@ from decentral.engine.fragment import Live, step_clipped
 from decentral.model import decoder
 from decentral.scheduler.throughput import routing
 from tests.comm.pipeline.route_world import World
+from tests.journal_lines import audited
 
 MakeSetup = Callable[..., ComputeSetup]
 SPANS = {"A": (0, 3), "B": (1, 4), "C": (2, 5)}  # of embedding, three blocks, head
@@ -447,7 +447,7 @@ def test_what_a_peer_counts_its_optimizer_has_taken(computes: dict[str, Compute]
     carried(world, 30)
     lines = [line for peer in world.lines() for line in peer if line["event"] == "applied"]
     assert len(lines) >= 30
-    assert audit.audit(world.lines(), 5).sound
+    assert audited(world.lines(), 5).sound
 
 
 def test_a_peer_that_counts_more_than_its_optimizer_took_fails_the_audit(
@@ -461,7 +461,7 @@ def test_a_peer_that_counts_more_than_its_optimizer_took_fails_the_audit(
     monkeypatch.setattr(stage_runner, "step_clipped", skipped)
     world = world_of(computes, per_step=1)
     carried(world, 30)
-    found = audit.audit(world.lines(), 5)
+    found = audited(world.lines(), 5)
     assert found.twice == ()
     assert found.unapplied > 0
 

@@ -25,6 +25,7 @@ from decentral.engine.fragment import Live
 from decentral.engine.step import TimeAccount
 from decentral.peers.runtime.progress import TrainingProgress
 from decentral.view import summary
+from tests.journal_lines import event_of
 from tests.patient_time import LIMIT_S
 
 MakeSetup = Callable[..., ComputeSetup]
@@ -117,11 +118,11 @@ class Timed:
         progress = TrainingProgress(TrainConfig(), SwarmConfig(), None)
         progress.begin(0.0, 0)
         journal = Journal(folder / "journal.jsonl", lambda: 0.0)
-        journal.write("started", peer="A")
+        journal.write(event_of("started", peer="A"))
         for number, step in enumerate(self.steps):
             for effect in [*progress.handle(step, float(number)), *progress.flush(float(number))]:
                 assert isinstance(effect, Log)
-                journal.write(effect.event, **effect.fields)
+                journal.write(effect.event)
         (peer,) = summary.summarise([folder], [1.0], 1.0)["peers"]
         return dict(peer)
 

@@ -42,6 +42,7 @@ from decentral.scheduler.placement import plans
 from decentral.scheduler.topology import topology
 from decentral.sim import faults
 from decentral.view.page.follow import SwarmTime
+from decentral.view.page.source_lines import PAGE_LINES
 from decentral.view.page.sources import JournalFolder
 from decentral.view.page.swarm_view import SwarmView
 from tests.fuzz import private
@@ -267,7 +268,8 @@ def shown(path: Path) -> None:
     """A page takes any line, and has something to show."""
     view, time, folder = SwarmView(), SwarmTime(lambda: NOW), JournalFolder(path.parent)
     view.facts |= folder.facts()
-    for peer, line in [*folder.lines(), *(("A", line) for line in journal.read(path))]:
+    also = (("A", found) for line in journal.read(path) if (found := PAGE_LINES.parse(line)) is not None)
+    for peer, line in [*folder.lines(), *also]:
         time.saw(line, live=True)
         view.take(peer, line)
     view.tick(time.now())

@@ -7,11 +7,21 @@ peer knows who is there, and that the replicas are together.
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import pytest
 
 from decentral.core import config
 from decentral.core.ids import PeerId
+from decentral.core.journal.events import (
+    CheckpointLine,
+    ExchangeLine,
+    JoinedLine,
+    JournalEvent,
+    LostLine,
+    PeerLeftLine,
+    StepLine,
+)
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.peers.joining.join import JoinPhase
@@ -26,6 +36,8 @@ from decentral.sim.run import ROSTER_SETTLE_S
 from decentral.sim.simulated_peer import SimulatedPeer
 from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
 from decentral.sim.sweep import QUICK, SETTINGS
+
+EventT = TypeVar("EventT", bound=JournalEvent)
 
 LINK = TypicalLink(delay_s=0.02)
 
@@ -64,15 +76,16 @@ class FaultySwarm:
         assert all(member.training for member in self.swarm.living)
         self.audit.finish(settled=True)
 
-    def said(self, event: str, number: int | None = None, since: Seconds = 0, until: Seconds = 1e9) -> list[Log]:
+    def said(
+        self, kind: type[EventT], number: int | None = None, since: Seconds = 0, until: Seconds = 1e9
+    ) -> list[EventT]:
         """Journal lines of a peer, or of all."""
         whose = None if number is None else self[number].peer
-        return [
-            line for peer, t, line in self.lines if line.event == event and whose in (None, peer) and since <= t < until
-        ]
+        lines = [line.event for peer, t, line in self.lines if whose in (None, peer) and since <= t < until]
+        return [line for line in lines if isinstance(line, kind)]
 
     def steps(self, number: int, since: Seconds, until: Seconds) -> int:
-        return len(self.said("step", number, since, until))
+        return len(self.said(StepLine, number, since, until))
 
     def roster_of(self, number: int) -> set[int]:
         member = self[number]
@@ -108,8 +121,8 @@ def test_a_crash_without_its_disk_is_a_newcomer_who_starts_where_the_swarm_is() 
     assert not faulty[1].alive
     newcomer = faulty[4]
     assert newcomer.training
-    (joined,) = faulty.said("joined", 4)
-    assert joined.fields["donors"]
+    (joined,) = faulty.said(JoinedLine, 4)
+    assert joined.donors
     assert newcomer.host is not None
     assert newcomer.host.training.lr_step > 60
     faulty.settle()
@@ -132,7 +145,7 @@ def test_peers_that_are_all_down_at_once_go_on_from_their_own_checkpoints() -> N
 def test_a_peer_that_leaves_says_so() -> None:
     faulty = FaultySwarm("leave 2 at 40")
     faulty.play(60)
-    reasons = Counter(str(line.fields["reason"]) for line in faulty.said("peer_left"))
+    reasons = Counter(str(line.reason) for line in faulty.said(PeerLeftLine))
     assert reasons["left"] >= 2  # a peer that asks it twice before it looks into the directory says "silent"
     assert reasons.total() == 3
     assert [faulty.roster_of(number) for number in (0, 1, 3)] == [{1, 3}, {0, 3}, {0, 1}]
@@ -174,7 +187,7 @@ def test_after_a_freeze_longer_than_all_deadlines_it_is_back_on_everybody_s_rost
 def test_a_slow_peer_makes_fewer_steps_and_nobody_else_does() -> None:
     faulty = FaultySwarm("slow 1 x5 at 40 for 40")
     faulty.play(80)
-    made = [sum(line.fields["tokens"] for line in faulty.said("step", number, 42, 80)) for number in range(4)]
+    made = [sum(line.tokens for line in faulty.said(StepLine, number, 42, 80)) for number in range(4)]
     assert made[1] < made[0] / 4
     assert min(made[0], made[2], made[3]) > 0.9 * max(made)
     faulty.settle()
@@ -185,7 +198,7 @@ def test_a_hundred_newcomers_at_once_all_start_where_the_swarm_is() -> None:
     faulty = FaultySwarm("join 100 at 30", unquantised=True)
     faulty.play(110)
     assert sum(member.training for member in faulty.swarm.members) == 104
-    assert all(line.fields["donors"] for number in range(4, 104) for line in faulty.said("joined", number))
+    assert all(line.donors for number in range(4, 104) for line in faulty.said(JoinedLine, number))
 
 
 def test_a_donor_that_dies_in_the_middle_of_a_transfer_stops_no_newcomer() -> None:
@@ -199,8 +212,8 @@ def test_a_donor_that_dies_in_the_middle_of_a_transfer_stops_no_newcomer() -> No
     faulty.swarm.crash(died)
     faulty.play(agenda.now + 30)
     assert faulty[4].training
-    (joined,) = faulty.said("joined", 4)
-    assert set(joined.fields["donors"]) - {died.peer}
+    (joined,) = faulty.said(JoinedLine, 4)
+    assert set(joined.donors) - {died.peer}
     faulty.swarm.start(died)
     faulty.injector.last_at = agenda.now
     faulty.settle()
@@ -227,9 +240,9 @@ def test_a_partition_makes_two_swarms_and_heals_into_one() -> None:
 def test_over_a_one_way_link_nothing_is_asked_and_others_are() -> None:
     faulty = FaultySwarm("oneway 0>1 at 40 for 30")
     faulty.play(69)
-    outcomes = [line.fields for line in faulty.said("exchange", 1, 55, 69)]
-    assert not [fields for fields in outcomes if fields["partner"] == faulty[0].peer and fields["outcome"] == "done"]
-    assert [fields for fields in outcomes if fields["partner"] == faulty[2].peer and fields["outcome"] == "done"]
+    done = [line.partner for line in faulty.said(ExchangeLine, 1, 55, 69) if line.outcome == "done"]
+    assert faulty[0].peer not in done
+    assert faulty[2].peer in done
     faulty.settle()
 
 
@@ -251,7 +264,7 @@ def test_behind_a_nat_everything_takes_the_relay() -> None:
     direct_s = geography.delay_s(*ends)
     faulty.play(60)
     assert geography.delay_s(*ends) > 1.9 * direct_s
-    assert faulty.said("exchange", 3, 42, 60)
+    assert faulty.said(ExchangeLine, 3, 42, 60)
     faulty.settle()
 
 
@@ -262,8 +275,8 @@ def test_a_clock_that_is_wrong_harms_nobody(skew_s: float) -> None:
     assert faulty[2].host is not None
     assert faulty[0].host is not None
     assert faulty[2].host.clock() - faulty[0].host.clock() == pytest.approx(skew_s)
-    done = [line for line in faulty.said("exchange", 0, 30, 60) if line.fields["partner"] == faulty[2].peer]
-    assert any(line.fields["outcome"] == "done" for line in done)
+    done = [line for line in faulty.said(ExchangeLine, 0, 30, 60) if line.partner == faulty[2].peer]
+    assert any(line.outcome == "done" for line in done)
     faulty.settle()
 
 
@@ -278,7 +291,7 @@ def test_damaged_messages_are_counted_and_dropped(spec: str, refused: set[str]) 
     faulty = FaultySwarm(spec)
     faulty.play(60)
     counted = {reason for member in faulty.swarm.members if member.host for reason in member.host.port.refused}
-    failed = {line.fields["reason"] for line in faulty.said("exchange") if line.fields["outcome"] == "failed"}
+    failed = {line.reason for line in faulty.said(ExchangeLine) if line.outcome == "failed"}
     assert (counted | failed) & refused
     faulty.settle()
 
@@ -287,7 +300,7 @@ def test_damaged_messages_are_counted_and_dropped(spec: str, refused: set[str]) 
 def test_lost_doubled_and_reordered_messages_cost_at_most_time(spec: str) -> None:
     faulty = FaultySwarm(spec)
     faulty.play(60)
-    done = [line for line in faulty.said("exchange", since=20, until=60) if line.fields["outcome"] == "done"]
+    done = [line for line in faulty.said(ExchangeLine, since=20, until=60) if line.outcome == "done"]
     assert len(done) > 50
     faulty.settle()
 
@@ -311,8 +324,8 @@ CAUGHT = {
 def test_a_byzantine_peer_is_caught_and_does_no_harm(how: str) -> None:
     faulty = FaultySwarm(f"lie 2 {how} at 30 for 30")
     faulty.play(60)
-    failed = [line.fields for line in faulty.said("exchange", since=30, until=60) if line.fields["outcome"] == "failed"]
-    assert {fields["reason"] for fields in failed if fields["partner"] == faulty[2].peer} & CAUGHT[how]
+    failed = [line for line in faulty.said(ExchangeLine, since=30, until=60) if line.outcome == "failed"]
+    assert {line.reason for line in failed if line.partner == faulty[2].peer} & CAUGHT[how]
     faulty.settle()
 
 
@@ -353,21 +366,21 @@ def test_two_runs_of_the_same_faults_write_the_same_journals(spec: str) -> None:
 def test_a_full_disk_costs_journal_lines_and_checkpoints_and_nothing_else() -> None:
     swarm = FaultySwarm("full-disk 1 at 20 for 15")
     swarm.play(34.9)
-    assert swarm.said("step", 1, since=20.0) == []
+    assert swarm.said(StepLine, 1, since=20.0) == []
     assert swarm[1].training
-    taken = [line for line in swarm.said("exchange", 0, since=26.0) if line.fields["partner"] == swarm[1].peer]
-    assert "done" in {line.fields["outcome"] for line in taken}
+    taken = [line for line in swarm.said(ExchangeLine, 0, since=26.0) if line.partner == swarm[1].peer]
+    assert "done" in {line.outcome for line in taken}
     swarm.settle()
-    (lost,) = swarm.said("lost")
-    assert lost.fields["lines"] > 10
-    assert swarm.said("checkpoint", 1, since=35.0)
+    (lost,) = swarm.said(LostLine)
+    assert lost.lines > 10
+    assert swarm.said(CheckpointLine, 1, since=35.0)
 
 
 def test_a_clock_that_jumps_under_a_peer_changes_nothing_and_its_next_life_goes_by_the_swarms() -> None:
     swarm = FaultySwarm("clock 1 by 3600 at 20; crash 1 at 40; restart 1 at 45")
     swarm.play(39.0)
     assert swarm[1].clock_s == 0.0
-    assert {line.fields["outcome"] for line in swarm.said("exchange", 1, since=25.0)} >= {"done"}
+    assert {line.outcome for line in swarm.said(ExchangeLine, 1, since=25.0)} >= {"done"}
     swarm.settle()
     assert abs(swarm[1].clock_s) <= CLOCKS_AGREE_S
 

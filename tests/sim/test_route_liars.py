@@ -14,6 +14,7 @@ from decentral.comm.wire.messages import BackwardResponse, Hop
 from decentral.core import config, jobs
 from decentral.core.fragments import Section
 from decentral.core.ids import PeerId, RunId
+from decentral.core.journal.lines import JOURNAL_LINES
 from decentral.core.machine import Log
 from decentral.peers.runtime.handlers import PeerEffect, PeerEvent
 from decentral.peers.runtime.progress import Stop
@@ -72,7 +73,11 @@ class Journals:
     def done(self, host: VirtualHost, job: jobs.Job, outcome: jobs.Outcome) -> None: ...
 
     def of(self, event: str) -> list[tuple[float, PeerId, dict[str, Any]]]:
-        return [(at, peer, dict(line.fields)) for at, peer, line in self.lines if line.event == event]
+        return [
+            (at, peer, JOURNAL_LINES.fields(line.event))
+            for at, peer, line in self.lines
+            if JOURNAL_LINES.name(line.event) == event
+        ]
 
 
 def played(spec: str, seconds: float = 90.0) -> Journals:

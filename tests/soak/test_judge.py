@@ -9,7 +9,7 @@ import pytest
 from benchmarks.soak import judge
 from benchmarks.soak.evidence import Evidence, Exit, Hit, Line, Sample, without
 from benchmarks.soak.report import report, table
-from decentral.commands.audit import NOT_TAKEN_YET
+from decentral.core.journal.micro_batch_counts import NOT_TAKEN_YET
 
 QUIET, FAULTY, TAIL = (0.0, 100.0), (100.0, 700.0), (700.0, 730.0)
 LAYERS = 3

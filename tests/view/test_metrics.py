@@ -15,13 +15,15 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from decentral.comm.gossip.snapshots import ExchangeCounts
+from decentral.core.journal.events import ExchangeLine
+from decentral.core.journal.peer_totals import ExchangeTotals
 from decentral.core.time_spent import TimeSpent
 from decentral.peers.runtime.host import Host
 from decentral.view import metrics_server
 from decentral.view.metrics import METRICS, PeerMetric
 from decentral.view.metrics_server import MetricsServer, bound, metrics_served
 from tests.commands.refusals import refusal
+from tests.journal_lines import event_of
 from tests.patient_time import LIMIT_S
 from tests.peers.runtime.host_swarm import Swarm
 
@@ -121,10 +123,12 @@ def test_each_ratio_falls_when_what_it_measures_does(played: Callable[[], Swarm]
 
 
 def test_a_reason_that_another_peer_makes_up_is_no_label_of_its_own() -> None:
-    counts = ExchangeCounts()
+    counts = ExchangeTotals()
     for reason in ("deadline", "x1", "x2"):
-        counts.add("failed", reason)
-    assert counts.reasons == {("failed", "deadline"): 1, ("failed", "other"): 2}
+        line = event_of("exchange", outcome="failed", reason=reason)
+        assert isinstance(line, ExchangeLine)
+        counts.take(line)
+    assert counts.ended == {("failed", "deadline"): 1, ("failed", "other"): 2}
     assert counts.outcomes == {"failed": 3}
 
 

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 pytest.importorskip("matplotlib")
 
 from decentral.commands import report, simulate
+from decentral.core.journal.peer_totals import MOST_LIVES
 from decentral.sim import sweep
-from decentral.view.charts import CROWD, RunCharts
+from decentral.view.charts import CROWD, RunCharts, reasons_of
 from decentral.view.report import page_of
-from decentral.view.run_history import MOST_LIVES, PeerHistory, RunHistory, history_of
+from decentral.view.run_history import PeerHistory, RunHistory, history_of
 
 QUICK = [word for setting in sweep.SETTINGS for word in ("--set", setting)]
 FAULTS = "crash 1 at 12; restart 1 at 15"
@@ -89,11 +90,11 @@ def test_the_page_says_what_the_journals_say(journals: Path) -> None:
     lines = [json.loads(line) for path in journals.glob("*/journal.jsonl") for line in path.read_text().splitlines()]
     assert run.tokens == sum(line["tokens"] for line in lines if line["event"] == "step")
     counted = Counter((line["outcome"], line["reason"]) for line in lines if line["event"] == "exchange")
-    assert sum((peer.reasons for peer in run.peers), Counter()) == counted
+    assert reasons_of(run) == counted
     assert [len(peer.lives) for peer in run.peers] == [1, 2, 1]
     assert run.peers[1].lives[0].ended == ""  # it was killed
     for peer in run.peers:
-        assert sum(peer.shares().values()) == pytest.approx(1)
+        assert sum(peer.totals.whole.spent.shares().values()) == pytest.approx(1)
     texts = Page(page_of(run)).texts
     for peer in run.peers:
         assert peer.name in texts
@@ -189,7 +190,7 @@ def test_a_journal_of_many_starts_makes_a_page_of_a_usual_size(tmp_path: Path) -
     run = history_of([("a", path)])
     (peer,) = run.peers
     assert len(peer.lives) == MOST_LIVES
-    assert (peer.began, peer.last, peer.starts) == (1.0, starts + 0.5, starts)
+    assert (peer.began, peer.last, peer.totals.starts) == (1.0, starts + 0.5, starts)
     text = page_of(run)
     assert len(text) < 1_000_000
     assert f"{starts}" in Page(text).texts

@@ -7,6 +7,7 @@ import pytest
 
 from decentral.core.journal.file import Journal
 from decentral.view.scalar_logs import LOGS, JournalFollower, JournalScalars, RunFacts
+from tests.journal_lines import event_of
 
 FACTS = RunFacts("QmA", "words-3fa2c1", "cpu", 1e9)
 ASIDE = {"gossip": 0.25, "waiting": 0.25, "beside": 0.1}
@@ -17,7 +18,7 @@ def step(number: int, loss: float | None = 2.0) -> dict[str, Any]:
 
 
 def of(scalars: JournalScalars, event: str, **fields: Any) -> dict[str, float]:
-    return scalars.of({"t": 0.0, "event": event, **fields})
+    return scalars.of(0.0, event_of(event, **fields))
 
 
 def test_a_step_line_gives_loss_speed_and_shares_of_time() -> None:
@@ -27,7 +28,7 @@ def test_a_step_line_gives_loss_speed_and_shares_of_time() -> None:
     assert found["tokens_per_s"] == 100.0
     assert (found["time/training"], found["time/gossip"], found["time/waiting"]) == (0.5, 0.25, 0.25)
     assert of(scalars, "step", **step(4))["tokens"] == 200
-    assert scalars.step == 4
+    assert scalars.work.step == 4
 
 
 def test_a_loss_that_is_not_finite_is_no_point() -> None:
@@ -54,12 +55,12 @@ def test_lines_without_numbers_to_draw_give_none() -> None:
 def follow(names: list[str], folder: Path) -> list[str]:
     """Follows a journal of two steps and an evaluation, with lines before; gives the troubles."""
     journal = Journal(folder / "journal.jsonl", lambda: 1e9 + 1)
-    journal.write("step", **step(1, 9.0))
+    journal.write(event_of("step", **step(1, 9.0)))
     troubles: list[str] = []
     follower = JournalFollower(names, journal.path, FACTS, troubles.append)
-    journal.write("step", **step(2, 3.0))
-    journal.write("step", **step(3, 2.5))
-    journal.write("eval", tokens=10, loss=2.75, seconds=0.1)
+    journal.write(event_of("step", **step(2, 3.0)))
+    journal.write(event_of("step", **step(3, 2.5)))
+    journal.write(event_of("eval", tokens=10, loss=2.75, seconds=0.1))
     journal.close()
     follower.over.set()
     follower.run()

@@ -12,6 +12,7 @@ from decentral.core import jobs
 from decentral.core.config import Config, DataConfig, GossipConfig, ModelConfig
 from decentral.core.fragments import Fragment, Section
 from decentral.core.ids import RunId, short
+from decentral.core.journal.events import PeerJoinedLine
 from decentral.core.machine import Log
 from decentral.model.shape import LoraConfig
 from decentral.peers.membership import records
@@ -111,12 +112,12 @@ def test_a_run_with_adapters_says_what_is_trained(tmp_path: Path) -> None:
 
 
 def test_a_journal_has_strangers_names_as_plain_text(met: tuple[Node, list[Log]]) -> None:
-    joined = [line for line in met[1] if line.event == "peer_joined"]
+    joined = [line.event for line in met[1] if isinstance(line.event, PeerJoinedLine)]
     assert len(joined) == len(NAMES)
     for line in joined:
         for name in ("device", "region"):
-            assert line.fields[name].isprintable()
-            assert not set("[]") & set(line.fields[name])
+            assert getattr(line, name).isprintable()
+            assert not set("[]") & set(getattr(line, name))
 
 
 def test_a_held_out_loss_is_shown_with_its_age(tmp_path: Path) -> None:

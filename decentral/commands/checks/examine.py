@@ -95,8 +95,7 @@ def _invitation_path(invite: str | None, folder: Path | None) -> Path | None:
 def _known(folder: Path, running: bool) -> list[str]:
     """Return where the folder's peer has met others, and, while it runs, where it listens, by its journal as well."""
     tail = running_peer.JournalTail.of(folder)
-    said = tail.started.get("addresses") if tail and running else None
-    found = [one for one in said if isinstance(one, str)] if isinstance(said, list) else []
+    found = list(tail.facts.addresses) if tail and running else []
     with suppress(UserError):  # of a damaged key; the check of the folder says it
         found = [*known_addresses(folder), *found[:1]]
     own = _own_peer(folder)

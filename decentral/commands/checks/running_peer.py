@@ -9,13 +9,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from decentral.commands.checks.finding import Finding, ok, unknown, warn, wrong
 from decentral.commands.checks.reason_remedies import remedy_of
 from decentral.core.errors import UserError
-from decentral.core.ids import PeerId, short
+from decentral.core.ids import short
+from decentral.core.journal import events
 from decentral.core.journal import file as journal
-from decentral.core.line_fields import Line, count, finite, number
+from decentral.core.journal.lines import Recorded, recorded
+from decentral.core.journal.peer_totals import WorkDone
 from decentral.core.peer_folders import lock_holders
 from decentral.core.plain_text import plain_text
 from decentral.core.units import MiB, Seconds
@@ -28,33 +31,49 @@ GOOD_SHARE = 0.5  # of exchanges, those that should be done
 PEERS_NAMED = 8
 FEW_FILES = 16  # left to open
 
+Line = Recorded[events.JournalEvent]
+EventT = TypeVar("EventT", bound=events.JournalEvent)
+
 
 @dataclass(frozen=True, slots=True)
 class JournalTail:
     """The last lines of a journal that belong to the present life of the peer."""
 
-    started: Line  # its `started` line, or the one that repeats it
+    started_at: Seconds
+    facts: events.PeerFacts
     lines: Sequence[Line]  # since then, oldest first, at most RECENT_S before the last one
 
     @classmethod
     def of(cls, folder: Path) -> "JournalTail | None":
         """None: there is no journal, or none of a peer that has started."""
         path = folder / "journal.jsonl"
-        read = list(journal.recent(path, RECENT_BYTES))
-        begins = [place for place, line in enumerate(read) if line["event"] == "started"]
+        read = list(recorded(journal.recent(path, RECENT_BYTES)))
+        begins = [place for place, line in enumerate(read) if isinstance(line.event, events.StartedLine)]
         life = read[begins[-1] :] if begins else read
-        started = life[0] if begins else next(journal.first(path), None)
-        if started is None or not life:
+        started = life[0] if begins else next(recorded(journal.first(path)), None)
+        if started is None or not isinstance(started.event, events.PeerFacts) or not life:
             return None
-        last = max(number(line, "t") for line in life)
-        return cls(started, [line for line in life if number(line, "t") >= last - RECENT_S])
+        last = max(line.t for line in life)
+        return cls(started.t, started.event, [line for line in life if line.t >= last - RECENT_S])
 
-    def of_event(self, *events: str) -> list[Line]:
-        return [line for line in self.lines if line["event"] in events]
+    def of_event(self, kind: type[EventT]) -> list[EventT]:
+        return [line.event for line in self.lines if isinstance(line.event, kind)]
+
+    def last_of(self, kind: type[EventT]) -> list[EventT]:
+        """The last event of this kind; none if there is none."""
+        return self.of_event(kind)[-1:]
 
     @property
     def last_t(self) -> Seconds:
-        return max(number(line, "t") for line in self.lines)
+        return max(line.t for line in self.lines)
+
+    @property
+    def work(self) -> WorkDone:
+        """What these lines add up to."""
+        work = WorkDone()
+        for line in self.lines:
+            work.take(line.t, line.event)
+        return work
 
 
 def checks(folder: Path, swarm_now: Seconds) -> Iterator[Finding]:
@@ -66,9 +85,9 @@ def checks(folder: Path, swarm_now: Seconds) -> Iterator[Finding]:
     if tail is None:
         yield unknown("journal", "no peer has begun to train from this folder")
         return
-    stopped = tail.of_event("stopped")
+    stopped = tail.last_of(events.StoppedLine)
     if stopped and pid is None:
-        yield ended(stopped[-1])
+        yield ended(stopped[0])
     elif pid is None:
         yield warn("journal", "the peer ended without a last line: it was killed", _AGAIN)
     else:
@@ -116,10 +135,10 @@ def process(pid: int) -> Finding:
     return ok("process", f"process {pid} runs, {opened} files open of {most}")
 
 
-def ended(line: Line) -> Finding:
+def ended(line: events.StoppedLine) -> Finding:
     """Why the peer has stopped."""
-    reason = str(line.get("reason", ""))
-    unsaved = f"; not saved: {line['unsaved']}" if line.get("unsaved") else ""
+    reason = line.reason
+    unsaved = f"; not saved: {line.unsaved}" if line.unsaved else ""
     if reason.startswith(("error", "no member")) or unsaved:
         return wrong("journal", f"the peer has stopped: {reason}{unsaved}", "mend that, and start it again")
     return ok("journal", f"the peer has stopped: {reason}")
@@ -127,43 +146,38 @@ def ended(line: Line) -> Finding:
 
 def training(tail: JournalTail, now: Seconds) -> Finding:
     """Whether a running peer trains, by its latest steps."""
-    silent_s, steps = now - tail.last_t, tail.of_event("step")
-    joined = bool(steps or tail.of_event("joined"))
+    silent_s, steps = now - tail.last_t, tail.work
+    joined = bool(steps.stepped_at or tail.of_event(events.JoinedLine))
     if silent_s > SILENT_S:
         remedy = "its disk may be full (below), or its process hangs: look at its output, and start it again"
         return wrong("training", f"no journal line for {silent_s:.0f} s", remedy)
     if not joined:
-        waits_s = now - number(tail.started, "t")
+        waits_s = now - tail.started_at
         if waits_s < SILENT_S:
             return unknown("training", f"it has started {waits_s:.0f} s ago and joins", "look again in a minute")
-        reasons = Counter(str(line.get("reason")) for line in tail.of_event("donor_failed"))
+        reasons = Counter(line.reason for line in tail.of_event(events.DonorFailedLine))
         said = f"; donors failed: {_counted(reasons)}" if reasons else ""
         remedy = remedy_of(reasons.most_common(1)[0][0]) if reasons else "see whether other peers answer, above"
         return wrong("training", f"it has not joined for {waits_s:.0f} s{said}", remedy)
-    if not steps:
+    if not steps.stepped_at:
         return warn("training", "it has joined, and took no step in the last minutes", "see layers, and errors below")
-    last = steps[-1]
-    return ok(
-        "training",
-        f"step {last.get('step')}, loss {_figure(finite(last, 'loss'))}, {now - number(last, 't'):.0f} s ago",
-    )
+    loss = "unknown" if steps.loss is None else f"{steps.loss:.4g}"
+    return ok("training", f"step {steps.step}, loss {loss}, {now - steps.stepped_at:.0f} s ago")
 
 
 def exchanges(tail: JournalTail, stopped: bool) -> Finding:
     """How the exchanges of the last minutes ended, and what their commonest reason means."""
-    lines = tail.of_event("exchange")
-    outcomes = Counter(str(line.get("outcome")) for line in lines)
-    if not lines and stopped:
+    outcomes, reasons = tail.work.exchanges.outcomes, tail.work.exchanges.reasons
+    if not outcomes and stopped:
         return ok("exchanges", "none in the last minutes before the peer stopped")
-    if not lines:
+    if not outcomes:
         remedy = "while no other peer is there, none is tried: see whether other peers are in the swarm, above"
         return warn("exchanges", "none in the last minutes", remedy)
-    reasons = Counter(str(line.get("reason")) for line in lines if line.get("outcome") != "done")
     seen = f"{outcomes['done']}/{outcomes['solo']}/{outcomes['failed']} (done/solo/failed) in the last minutes"
     if not reasons:
         return ok("exchanges", seen)
     seen = f"{seen}: {_counted(reasons)}"
-    if outcomes["done"] >= GOOD_SHARE * len(lines):
+    if outcomes["done"] >= GOOD_SHARE * outcomes.total():
         return ok("exchanges", seen)
     remedy = remedy_of(reasons.most_common(1)[0][0])
     return warn("exchanges", seen, remedy) if outcomes["done"] else wrong("exchanges", seen, remedy)
@@ -172,19 +186,23 @@ def exchanges(tail: JournalTail, stopped: bool) -> Finding:
 def departure(folder: Path | None, now: Seconds) -> str:
     """Return which peer has said farewell last, in the last minutes, and how long ago; "": none has."""
     tail = JournalTail.of(folder) if folder else None
-    left = [line for line in tail.of_event("peer_left") if line.get("reason") == "left"] if tail else []
-    if not left:
-        return ""
-    peer = plain_text(short(PeerId(str(left[-1].get("peer")))))
-    return f"{peer} left {now - number(left[-1], 't'):.0f} s ago"
+    for line in reversed(tail.lines if tail else ()):
+        match line.event:
+            case events.PeerLeftLine(peer=peer, reason="left"):
+                return f"{plain_text(short(peer))} left {now - line.t:.0f} s ago"
+    return ""
 
 
 def missed(tail: JournalTail) -> Iterator[Finding]:
     """Yield a warning that names the peers that disappeared without a goodbye and have not come back."""
-    last = {str(line.get("peer")): line for line in tail.of_event("peer_left", "peer_joined")}
-    gone = [peer for peer, line in last.items() if line["event"] == "peer_left" and line.get("reason") != "left"]
+    last = {
+        line.event.peer: line.event
+        for line in tail.lines
+        if isinstance(line.event, events.PeerLeftLine | events.PeerJoinedLine)
+    }
+    gone = [peer for peer, line in last.items() if isinstance(line, events.PeerLeftLine) and line.reason != "left"]
     if gone:
-        named = ", ".join(plain_text(short(PeerId(peer))) for peer in gone[:PEERS_NAMED])
+        named = ", ".join(plain_text(short(peer)) for peer in gone[:PEERS_NAMED])
         more = f" and {len(gone) - PEERS_NAMED} more" if gone[PEERS_NAMED:] else ""
         remedy = "read the last output of these peers, and start each again with --state-dir"
         lately = f"in the last {RECENT_S / 60:.0f} minutes"
@@ -193,46 +211,35 @@ def missed(tail: JournalTail) -> Iterator[Finding]:
 
 def troubles(tail: JournalTail) -> Iterator[Finding]:
     """What the peer itself has said is wrong, in the last minutes."""
-    for line in _last_of_each(tail.of_event("error")):
-        yield warn("error", _reason(line), "what it says; docs/results/host-faults.md has what each means")
-    for line in (line for line in tail.of_event("unheld", "held")[-1:] if line["event"] == "unheld"):
-        yield wrong("layers", _reason(line), "start a peer with memory for them, or those that held them")
-    for line in tail.of_event("lost")[-1:]:
-        seen = f"{line.get('lines')} journal lines were lost: {line.get('reason')}"
+    for reason in {
+        line.reason[:40]: line.reason for line in tail.of_event(events.ErrorLine)
+    }.values():  # up to its figures
+        yield warn("error", reason, "what it says; docs/results/host-faults.md has what each means")
+    layers = [line.event for line in tail.lines if isinstance(line.event, events.UnheldLine | events.HeldLine)]
+    if layers and isinstance(unheld := layers[-1], events.UnheldLine):
+        yield wrong("layers", unheld.reason, "start a peer with memory for them, or those that held them")
+    for lost in tail.last_of(events.LostLine):
+        seen = f"{lost.lines} journal lines were lost: {lost.reason}"
         yield warn("journal lines", seen, "make room on the disk of the state folder")
-    for line in tail.of_event("clock")[-1:]:
-        seen = f"this machine's clock has jumped by {_figure(finite(line, 'jumped_s'))} s"
+    for jump in tail.last_of(events.ClockLine):
+        seen = f"this machine's clock has jumped by {jump.jumped_s:.4g} s"
         yield warn("clock jump", seen, "let ntp keep it; a running peer is not hurt")
-    for line in tail.of_event("suspended")[-1:]:
-        seen = f"this machine, or the peer, was suspended for {_figure(finite(line, 'seconds'))} s"
+    for pause in tail.last_of(events.SuspendedLine):
+        seen = f"this machine, or the peer, was suspended for {pause.seconds:.4g} s"
         yield warn("suspension", seen, "turn off sleep while the peer runs")
-    for line in tail.of_event("refused")[-1:]:
-        yield refused(line)
+    for refusals in tail.last_of(events.RefusedLine):
+        yield refused(refusals)
 
 
-def refused(line: Line) -> Finding:
+def refused(line: events.RefusedLine) -> Finding:
     """What other peers sent that this one does not take: it is theirs to mend, or ours to upgrade."""
-    counts = line.get("by_reason")
-    found = Counter({key: count(counts, key) for key in counts} if isinstance(counts, dict) else {})
+    found = Counter(line.by_reason)
     most = found.most_common(1)[0][0].removeprefix("record-") if found else ""
     return warn("refused", f"from other peers, since the start: {_counted(found)}", remedy_of(most))
 
 
-def _last_of_each(lines: Sequence[Line]) -> list[Line]:
-    """The last line of each reason, up to its figures."""
-    return list({_reason(line)[:40]: line for line in lines}.values())
-
-
-def _reason(line: Line) -> str:
-    return str(line.get("reason", ""))
-
-
 def _counted(reasons: Counter[str]) -> str:
     return ", ".join(f"{reason} {count}" for reason, count in reasons.most_common(4))
-
-
-def _figure(known: float | None) -> str:
-    return "unknown" if known is None else f"{known:.4g}"
 
 
 def _text(path: str) -> str:

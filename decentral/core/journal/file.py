@@ -15,14 +15,15 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from errno import EDQUOT, EMFILE, ENFILE, ENOSPC
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from decentral.core import strict_json
 from decentral.core.errors import UserError
+from decentral.core.journal.events import ContinuedLine, JournalEvent, LostLine, StartedLine
+from decentral.core.journal.lines import JOURNAL_LINES, name_of
 from decentral.core.strict_json import JsonObject
 from decentral.core.units import MiB
 
-OUTCOMES = ("done", "solo", "failed")  # of an exchange
 JOURNAL_FILE_BYTES = 32 * MiB  # of one file; some days of a peer with few partners
 LONGEST_LINE_BYTES = 4 * MiB  # that is read; no event of a peer is nearly as long
 JOURNAL_FILES_KEPT = 8  # besides the one that is written
@@ -42,7 +43,7 @@ class Journal:
         """Raises UserError where the file cannot be written at all; a full disk may have room later."""
         self.path, self.lost, self.reason = path, 0, ""
         self._clock, self._file_bytes, self._files_kept = clock, file_bytes, files_kept
-        self._started: JsonObject = {}  # what the last `started` line said
+        self._started: StartedLine | None = None
         self._lost_since = 0.0
         self._file: int | None = None
         self._size = 0  # bytes of the file that are whole lines
@@ -60,16 +61,12 @@ class Journal:
         """Why lines are being lost at present, and how many were; "": none is."""
         return f"the journal cannot be written ({self.reason}): {self.lost} lines lost so far" if self.lost else ""
 
-    def write(self, event: str, **fields: Any) -> None:
-        """Append a line, as `take` does."""
-        self.take(event, fields)
-
-    def take(self, event: str, fields: JsonObject) -> None:
+    def write(self, event: JournalEvent) -> None:
         """Append a line. One that the disk refuses is lost, and counted."""
-        if event == "started":
-            self._started = fields
+        if isinstance(event, StartedLine):
+            self._started = event
         try:
-            line = self._line(event, fields)
+            line = self._line(event)
             self._make_room(len(line))
             self._append((self._note() if self.lost else b"") + line)
             self.lost, self.reason = 0, ""
@@ -88,11 +85,12 @@ class Journal:
 
     def _note(self) -> bytes:
         """The line about lost ones."""
-        return self._line("lost", {"lines": self.lost, "since": self._lost_since, "reason": self.reason})
+        return self._line(LostLine(lines=self.lost, since=self._lost_since, reason=self.reason))
 
-    def _line(self, event: str, fields: JsonObject) -> bytes:
-        line = {"t": round(self._clock(), 3), "event": event, **fields}
-        return strict_json.dumps(line).encode() + b"\n"
+    def _line(self, event: JournalEvent, name: str = "") -> bytes:
+        """The line of an event, or one of another name that repeats its fields."""
+        line = JOURNAL_LINES.line(round(self._clock(), 3), event)
+        return strict_json.dumps(line | ({"event": name} if name else {})).encode() + b"\n"
 
     def _open(self) -> None:
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -108,7 +106,7 @@ class Journal:
             self._rotate()
             self._begins = True
         if self._begins and self._started:
-            self._append(self._line("continued", self._started))
+            self._append(self._line(self._started, name_of(ContinuedLine)))
             self._begins = False
 
     def _rotate(self) -> None:
@@ -219,8 +217,7 @@ def recent(path: Path, most_bytes: int) -> Iterator[JsonObject]:
 def first(path: Path) -> Iterator[JsonObject]:
     """The first line of the file that is being written: of a full file's successor, it repeats `started`."""
     with suppress(OSError), path.open("rb") as file:
-        entry = _entry(file.readline(LONGEST_LINE_BYTES))
-        if entry is not None and entry["event"] in ("started", "continued"):
+        if (entry := _entry(file.readline(LONGEST_LINE_BYTES))) is not None:
             yield entry
 
 

@@ -22,6 +22,7 @@ from decentral.comm.wire.messages import ForwardRequest, Offer
 from decentral.core import jobs
 from decentral.core.choices import ALGORITHMS
 from decentral.core.ids import PeerId
+from decentral.core.journal.events import CountedLine, JoinedLine, PeerLeftLine, UncountedLine
 from decentral.core.machine import Log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -67,12 +68,12 @@ class InvariantAudit:
             self.evidence.note(host, event)
         for effect in effects:
             match effect:
-                case Log("joined"):
-                    self._joined(host, bool(effect.fields["donors"]))
-                case Log("peer_left") if effect.fields["reason"] == Reason.SILENT:
-                    self.convergence.unanswered(host, effect.fields["peer"])
-                case Log("counted" | "uncounted"):
-                    self.routes.logged(host, effect)
+                case Log(JoinedLine(donors=donors)):
+                    self._joined(host, bool(donors))
+                case Log(PeerLeftLine(peer=peer, reason=Reason.SILENT)):
+                    self.convergence.unanswered(host, peer)
+                case Log(CountedLine() | UncountedLine() as line):
+                    self.routes.logged(host, line)
                 case jobs.Merge(fragment, _, contributions):
                     self.gossip.taken_for_merge(host, fragment, contributions)
 

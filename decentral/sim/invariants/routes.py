@@ -22,10 +22,10 @@ from decentral.comm.pipeline.admission import MOST_HELD
 from decentral.comm.pipeline.execution_table import JOBS_AT_ONCE
 from decentral.comm.pipeline.next_peer import CANDIDATES
 from decentral.comm.wire.messages import Offer
-from decentral.commands.audit import Span, covered, overlap
 from decentral.core.ids import PeerId
 from decentral.core.jobs import MOST_UNDER_WAY
-from decentral.core.machine import Log
+from decentral.core.journal.events import CountedLine, UncountedLine
+from decentral.core.journal.micro_batch_counts import Span, covered, overlap
 from decentral.core.units import Seconds
 from decentral.scheduler.placement.plans import SwarmPlan
 from decentral.sim.host import VirtualHost
@@ -84,12 +84,12 @@ class RouteAudit:
         self.counted_at = host.agenda.now
         self._compare(host, summed=training.span.stages.applied)
 
-    def logged(self, host: VirtualHost, line: Log) -> None:
-        """Takes a `counted` or `uncounted` line of a peer's journal."""
-        if line.event == "uncounted":
-            self.thrown_away |= {(one[0], one[1]) for one in line.fields["of"]}
+    def logged(self, host: VirtualHost, line: CountedLine | UncountedLine) -> None:
+        """Takes a line of a peer's journal."""
+        if isinstance(line, UncountedLine):
+            self.thrown_away |= {(one.origin, one.number) for one in line.of}
         elif isinstance(host.training, SurrogateWorkload):
-            self._compare(host, journaled=[SurrogateGradient(*one) for one in line.fields["of"]])
+            self._compare(host, journaled=[SurrogateGradient(*one) for one in line.of])
 
     def _compare(
         self, host: VirtualHost, summed: Iterable[SurrogateGradient] = (), journaled: Iterable[SurrogateGradient] = ()

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from decentral.core import strict_json
-from decentral.core.strict_json import JsonObject
-from decentral.core.units import MiB
+from decentral.core.units import MiB, Seconds
 from decentral.view.page.address import PageAddress, link
+from decentral.view.page.source_lines import PAGE_LINES, PageEvent
 
 MOST_UNREAD_BYTES = 1 * MiB  # bytes that the page has not read; beyond them lines are left out
 LEAVE_S = 5.0  # in which the page tells browsers that this is the end
@@ -62,12 +62,12 @@ class DashboardProcess:
             os.set_blocking(ours, waits)
             return cls(link(listening), process, waits, _pipe=ours)
 
-    def tell(self, peer: str, line: JsonObject) -> None:
-        """A line about this peer. A page that has gone, or does not keep up, misses it."""
+    def tell(self, peer: str, t: Seconds, event: PageEvent) -> None:
+        """A line of this peer, at that Unix time. A page that has gone, or does not keep up, misses it."""
         if len(self._waiting) > MOST_UNREAD_BYTES:
             self.left_out += 1
         else:
-            self._waiting += strict_json.dumps([peer, line]).encode() + b"\n"
+            self._waiting += strict_json.dumps([peer, PAGE_LINES.line(t, event)]).encode() + b"\n"
         self._write()
 
     def close(self) -> None:

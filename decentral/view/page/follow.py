@@ -4,9 +4,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from decentral.core.line_fields import time_of
-from decentral.core.strict_json import JsonObject
 from decentral.core.units import Seconds
+from decentral.view.page.source_lines import NowLine, PageLine
 from decentral.view.page.sources import JournalFolder, LineSource
 from decentral.view.page.swarm_view import SwarmView
 
@@ -28,14 +27,13 @@ class SwarmTime:
     _ahead_s: Seconds | None = None  # None: there was no fresh line
     _newest: Seconds = 0.0
 
-    def saw(self, line: JsonObject, live: bool) -> None:
+    def saw(self, line: PageLine, live: bool) -> None:
         """`live`: it was written since the last look."""
-        self.virtual = self.virtual or line.get("event") == "now"
-        t = time_of(line)
-        if t is not None and t > self._newest:
-            self._newest = t
-            if live or abs(t - self.wall()) < FRESH_LINE_S:
-                self._ahead_s = t - self.wall()
+        self.virtual = self.virtual or isinstance(line.event, NowLine)
+        if line.t > self._newest:
+            self._newest = line.t
+            if live or abs(line.t - self.wall()) < FRESH_LINE_S:
+                self._ahead_s = line.t - self.wall()
 
     @property
     def past(self) -> bool:

@@ -1,16 +1,16 @@
 """One peer as the page shows it: what its own journal says, or what its record in the DHT says."""
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from decentral.core.journal.file import OUTCOMES
-from decentral.core.line_fields import Line, count, finite, layers, number, numbers, text
+from decentral.core.journal.events import JournalEvent, PeerFacts, StartedLine, StepLine
+from decentral.core.journal.field_kinds import MOST_LAYERS, OUTCOMES
+from decentral.core.journal.peer_totals import ExchangeTotals, PeerTotals, WorkDone
 from decentral.core.plain_text import plain_text
-from decentral.core.reasons import known_reason
-from decentral.core.time_spent import KINDS, NO_TIME, TimeSpent
+from decentral.core.time_spent import KINDS, TimeSpent
 from decentral.core.units import Seconds
+from decentral.peers.membership.records import PeerRecord
 
 SPEED_S = 10.0  # time constant of the average of tokens/s
 LOSS_SHARE = 0.1  # of the newest step line in the loss that is shown
@@ -35,90 +35,73 @@ class DeviceView:
     first: int = 0  # span [first, last); none is known where both are 0
     last: int = 0
 
-    def place(self, line: Line) -> None:
-        """Take what and where a line says that the peer is."""
-        self.device = text(line, "device")
-        self.region = text(line, "region") or self.region
-        self.throttle = number(line, "throttle") or 1.0
+    def place(self, device: str, region: str, throttle: float) -> None:
+        """Take what and where the peer is."""
+        self.device = plain_text(device)
+        self.region = plain_text(region) or self.region
+        self.throttle = throttle or 1.0
 
-    def span(self, line: Line) -> None:
-        """Take the layers that a line names."""
-        if "last" in line:
-            self.first, self.last = layers(line)
+    def span(self, first: int, last: int) -> None:
+        """Take layers [first, last); there are none where a line lacks them."""
+        if first < last <= MOST_LAYERS:
+            self.first, self.last = first, last
 
-    def met(self, line: Line) -> None:
+    def met(self, device: str, region: str) -> None:
         """Take what another peer has heard of it."""
-        self.device, self.region = text(line, "device"), text(line, "region")
+        self.device, self.region = plain_text(device), plain_text(region)
 
-    def recorded(self, line: Line, own: bool) -> None:
+    def recorded(self, record: PeerRecord, own: bool) -> None:
         """Take what its record says, but for what its own journal says better."""
-        self.region = self.region or text(line, "region")
-        self.software, self.memory_bytes = text(line, "software"), count(line, "memory_bytes")
+        self.region = self.region or plain_text(record.profile.region)
+        self.software, self.memory_bytes = plain_text(record.profile.software), record.profile.memory_bytes
         if not own:
-            self.device = text(line, "device")
-            self.span(line)
+            self.device = plain_text(record.profile.device)
+            self.span(record.first, record.last)
 
 
 @dataclass(slots=True)
 class NetworkView:
-    """What the peer moves. Rates in bytes/s, as it measured them; 0: not known."""
+    """What the peer measures of its links. Rates in bytes/s; 0: not known."""
 
-    sent_bytes: int = 0
-    received_bytes: int = 0
     up: float = 0.0
     down: float = 0.0
     latency_s: Seconds = 0.0
     window_s: Seconds = 0.0
 
-    def moved(self, line: Line) -> None:
-        """Take the totals of a line."""
-        self.sent_bytes, self.received_bytes = count(line, "sent_bytes"), count(line, "received_bytes")
-
-    def window(self, line: Line) -> None:
-        self.window_s = number(line, "window_s")
+    def window(self, window_s: Seconds) -> None:
+        self.window_s = window_s
 
     def measured(self, rate: float, latency_s: Seconds, own: bool) -> None:
         """Take what it measured of one link. Only its own journal says what its downlink carries."""
         self.down = max(self.down, rate) if own else self.down
         self.latency_s = min((known for known in (self.latency_s, latency_s) if known), default=0.0)
 
-    def recorded(self, line: Line, own: bool) -> None:
+    def recorded(self, record: PeerRecord, own: bool) -> None:
         """Take what its record says, but for what its own journal says better."""
-        self.up, self.down = number(line, "up"), self.down or number(line, "down")
+        self.up, self.down = record.profile.up, self.down or record.profile.down
         if not own:
-            self.latency_s = number(line, "latency_s")
-            self.window(line)
-            self.moved(line)
+            self.latency_s, self.window_s = record.profile.latency_s, record.window_s
 
 
 @dataclass(slots=True)
-class WorkView:
-    """What the peer has trained. `spent` is of its present life, and so are the exchanges."""
+class ProgressView:
+    """How fast the peer trains, and how well, smoothed as people look at it."""
 
-    step: int = 0
-    tokens: int = 0
     tokens_per_s: float = 0.0
     loss: float | None = None
     held_out: float | None = None
     evaluated: Seconds = 0.0  # when; 0.0: not known, as a record does not say it
-    shares: dict[str, float] = field(default_factory=dict)  # of its training thread's time, by kind
-    spent: TimeSpent = NO_TIME
-    exchanges: Counter[str] = field(default_factory=Counter)  # by outcome
-    reasons: Counter[str] = field(default_factory=Counter)  # of those that failed, or were made alone
 
-    def stepped(self, line: Line, since_s: Seconds) -> None:
-        """Take a `step` line, which comes so long after the peer's line before."""
-        tokens, training_s = count(line, "tokens"), number(line, "seconds")
-        took = max(1e-3, since_s if self.tokens_per_s else training_s)
+    def started(self) -> None:
+        self.tokens_per_s = 0.0
+
+    def stepped(self, line: StepLine, since_s: Seconds) -> None:
+        """Take steps whose line comes so long after the peer's line before."""
+        took = max(1e-3, since_s if self.tokens_per_s else line.seconds)
         share = min(1.0, took / SPEED_S) if self.tokens_per_s else 1.0
-        self.tokens_per_s += (tokens / took - self.tokens_per_s) * share
-        self.step, self.tokens = count(line, "step"), self.tokens + tokens
-        if (loss := finite(line, "loss")) is not None:
-            self.loss = loss if self.loss is None else self.loss + LOSS_SHARE * (loss - self.loss)
-        aside = line.get("aside")
-        kinds = {kind: number(aside, kind) for kind in KINDS} if isinstance(aside, Mapping) else {}
-        self.spent += TimeSpent.by_kind({**kinds, "training": training_s})
-        self.shares = self.spent.shares()
+        self.tokens_per_s += (line.tokens / took - self.tokens_per_s) * share
+        if line.loss is not None:
+            self.loss = line.loss if self.loss is None else self.loss + LOSS_SHARE * (line.loss - self.loss)
 
     def judged(self, t: Seconds, held_out: float | None, own: bool) -> bool:
         """Take the held-out loss. Return whether it is a new one: a record repeats it, and the first may be old."""
@@ -128,20 +111,9 @@ class WorkView:
         self.held_out, self.evaluated = held_out, t if fresh or again else self.evaluated
         return fresh
 
-    def exchanged(self, line: Line) -> None:
-        """Take an `exchange` line."""
-        outcome = line.get("outcome")
-        if outcome in OUTCOMES:
-            self.exchanges[outcome] += 1
-        if outcome in ("solo", "failed"):
-            self.reasons[known_reason(text(line, "reason"))] += 1
-
-    def recorded(self, line: Line) -> None:
+    def recorded(self, record: PeerRecord) -> None:
         """Take what its record says, but for its held-out loss."""
-        self.step, self.tokens, self.tokens_per_s = count(line, "step"), count(line, "tokens"), number(line, "speed")
-        self.loss = finite(line, "loss")
-        self.shares = dict(zip(KINDS, numbers(line, "shares"), strict=False))
-        self.exchanges = Counter(dict(zip(OUTCOMES, map(int, numbers(line, "exchanges")), strict=False)))
+        self.tokens_per_s, self.loss = record.profile.tokens_per_s, record.standing.loss
 
 
 @dataclass(slots=True)
@@ -159,7 +131,8 @@ class PeerView:
     own: bool = False  # whether its own journal is followed
     device: DeviceView = field(default_factory=DeviceView)
     network: NetworkView = field(default_factory=NetworkView)
-    work: WorkView = field(default_factory=WorkView)
+    progress: ProgressView = field(default_factory=ProgressView)
+    totals: PeerTotals = field(default_factory=PeerTotals)  # of its journal; without one, of its record
 
     @property
     def live(self) -> bool:
@@ -182,59 +155,63 @@ class PeerView:
         self.why = plain_text(why)
         return changed
 
-    def started(self, t: Seconds, line: Line) -> None:
-        """A new life: its counts begin anew, its tokens and its losses stay."""
-        self.become("joining", t)
-        work = self.work
-        self.work = WorkView(work.step, work.tokens, 0.0, work.loss, work.held_out, work.evaluated)
-        self.device.place(line)
-        self.device.span(line)
+    @property
+    def work(self) -> WorkDone:
+        """What it has done in its present life."""
+        return self.totals.work
 
-    def follow(self) -> None:
-        """Believe its own journal, which is read from now on, rather than its records."""
-        self.own = True
+    def follow(self, t: Seconds, event: JournalEvent | None) -> None:
+        """Take a line of its own journal, which is believed rather than its records from now on."""
+        if not self.own:
+            self.own, self.totals = True, PeerTotals()
+        self.totals.take(t, event)
+        match event:
+            case StartedLine():
+                self.become("joining", t)
+                self.progress.started()
+            case StepLine():
+                self._stepped(t, event)
+        if isinstance(event, PeerFacts):
+            self.device.place(event.device, event.region, event.throttle)
+            self.device.span(event.first, event.last)
 
     def hear(self, t: Seconds) -> None:
         self.heard = max(self.heard, t)
 
     def doubt(self, t: Seconds, why: str) -> None:
         """Note that another peer misses it."""
-        self.doubted, self.why = max(t, self.doubted), why
+        self.doubted, self.why = max(t, self.doubted), plain_text(why)
 
-    def stepped(self, t: Seconds, line: Line) -> None:
-        """Take a `step` line, which says that it trains."""
+    def _stepped(self, t: Seconds, line: StepLine) -> None:
         if self.state != "training":
             self.become("training", t)
         elif self.heard:
             self.gap_s = max(t - self.heard, 0.9 * self.gap_s)
-        self.work.stepped(line, t - self.heard)
+        self.progress.stepped(line, t - self.heard)
 
-    def recorded(self, t: Seconds, line: Line) -> None:
+    def recorded(self, t: Seconds, record: PeerRecord) -> None:
         """Take what its record in the DHT says, but for its held-out loss. Its own journal knows better."""
-        self.device.recorded(line, self.own)
-        self.network.recorded(line, self.own)
+        self.device.recorded(record, self.own)
+        self.network.recorded(record, self.own)
         if not self.own:
             self.hear(t)
-            self.work.recorded(line)
+            self.progress.recorded(record)
+            self.totals = PeerTotals(work=_work_of(record))
 
     def row(self) -> list[Any]:
         """The values of ROW, fit for JSON."""
-        device, network, work = self.device, self.network, self.work
+        device, network, progress, work = self.device, self.network, self.progress, self.work
+        outcomes, reasons = work.exchanges.outcomes, work.exchanges.reasons.most_common(REASONS_SHOWN)
+        shares = [round(share, 3) for share in work.spent.shares().values()] if work.spent.total else None
+        why = "" if self.live else self.why
         return [
-            *(
-                self.number,
-                self.peer,
-                self.state,
-                "" if self.live else self.why,
-                round(self.since, 1),
-                round(self.heard, 1),
-            ),
+            *(self.number, self.peer, self.state, why, round(self.since, 1), round(self.heard, 1)),
             *(device.device, device.region, device.software, device.throttle, device.first, device.last),
-            *(device.memory_bytes, work.step, work.tokens, round(work.tokens_per_s, 1), _short(work.loss)),
-            *(_short(work.held_out), [round(work.shares.get(kind, 0.0), 3) for kind in KINDS] if work.shares else None),
-            *([work.exchanges[outcome] for outcome in OUTCOMES], dict(work.reasons.most_common(REASONS_SHOWN))),
-            *(network.sent_bytes, network.received_bytes, round(network.up), round(network.down)),
-            *(round(network.latency_s, 4), round(network.window_s, 2), round(work.evaluated, 1)),
+            *(device.memory_bytes, work.step, self.totals.tokens, round(progress.tokens_per_s, 1)),
+            *(_short(progress.loss), _short(progress.held_out), shares),
+            *([outcomes[outcome] for outcome in OUTCOMES], dict(reasons)),
+            *(work.sent_bytes, work.received_bytes, round(network.up), round(network.down)),
+            *(round(network.latency_s, 4), round(network.window_s, 2), round(progress.evaluated, 1)),
         ]
 
 
@@ -246,3 +223,17 @@ def gone_words(view: PeerView) -> str:
 
 def _short(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
+
+
+def _work_of(record: PeerRecord) -> WorkDone:
+    """What a record says that its peer has done. Of its time it says the shares."""
+    told = record.standing
+    ended = Counter({(outcome, ""): count for outcome, count in zip(OUTCOMES, told.exchanges, strict=True)})
+    return WorkDone(
+        step=record.step,
+        tokens=record.tokens,
+        spent=TimeSpent.by_kind({kind: share / 1000 for kind, share in zip(KINDS, told.shares, strict=False)}),
+        exchanges=ExchangeTotals(ended),
+        sent_bytes=told.sent_bytes,
+        received_bytes=told.received_bytes,
+    )

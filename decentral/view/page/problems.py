@@ -4,9 +4,9 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from decentral.core.journal.events import BAD, WARNING
 from decentral.core.reasons import known_reason
 from decentral.core.units import Seconds
-from decentral.view.page.events import BAD, WARNING
 from decentral.view.page.peer_view import PeerView, gone_words
 
 TROUBLED_S = 120.0  # after which what went wrong is history
@@ -48,9 +48,9 @@ class RecentTroubles:
         if level in (BAD, WARNING):
             self._told.append((t, (level, peer, words)))
 
-    def unheld(self, peer: int, span: tuple[int, int], words: str) -> None:
-        """Record that a peer reports layers [first, last) without a holder."""
-        self._unheld[peer] = range(span[0], span[1]), words
+    def unheld(self, peer: int, layers: range, words: str) -> None:
+        """Record that a peer reports layers without a holder."""
+        self._unheld[peer] = layers, words
 
     def held(self, peer: int) -> None:
         """Forget that peer's report, since it reports holders again, or has gone."""
@@ -106,18 +106,13 @@ def _alone(peers: list[PeerView], now: Seconds) -> list[Problem]:
     training = [peer for peer in peers if peer.state == "training"]
     waited = [peer for peer in training if peer.own and now > peer.since + _alone_s(peer)]
     beside = (peer for peer in waited if any(_share_layers(peer, other) for other in training if other is not peer))
-    alone = [peer for peer in beside if not peer.work.exchanges["done"]]
+    alone = [peer for peer in beside if not peer.work.exchanges.outcomes["done"]]
     if len(alone) > PROBLEMS_SHOWN // 2:
         return [(WARNING, -1, f"{len(alone)} peers have not exchanged anything since they joined")]
-    reasons = {peer.number: ", ".join(name for name, _ in peer.work.reasons.most_common(2)) for peer in alone}
-    return [
-        (
-            WARNING,
-            peer.number,
-            f"has not exchanged anything since it joined ({reasons[peer.number] or 'no window yet'})",
-        )
-        for peer in alone
-    ]
+    reasons = {peer.number: peer.work.exchanges.reasons.most_common(2) for peer in alone}
+    why = {number: ", ".join(reason for reason, _ in known) or "no window yet" for number, known in reasons.items()}
+    said = "has not exchanged anything since it joined"
+    return [(WARNING, peer.number, f"{said} ({why[peer.number]})") for peer in alone]
 
 
 def _alone_s(peer: PeerView) -> Seconds:
@@ -141,11 +136,13 @@ def _idle(peers: Iterable[PeerView], run: RunKind) -> list[Problem]:
     """Return peers that train less than half of the time, time that they wait by design left out."""
     found = []
     for peer in peers:
-        if peer.state != "training" or peer.work.spent.total <= ALONE_S:
+        spent = peer.work.spent
+        if peer.state != "training" or spent.total <= ALONE_S:
             continue
         designed = {"waiting"} if _waits_by_design(peer, run) else set()
-        aside = {kind: share for kind, share in peer.work.shares.items() if kind not in {"training", *designed}}
-        training, worst = peer.work.shares["training"], max(aside, key=aside.__getitem__)
+        shares = spent.shares()
+        aside = {kind: share for kind, share in shares.items() if kind not in {"training", *designed}}
+        training, worst = shares["training"], max(aside, key=aside.__getitem__)
         if training < LEAST_TRAINING * (training + sum(aside.values())):
             found.append((WARNING, peer.number, f"trains {training:.0%} of the time; {worst} takes most of the rest"))
     if len(found) > PROBLEMS_SHOWN // 2:

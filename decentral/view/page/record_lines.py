@@ -6,30 +6,15 @@ from dataclasses import dataclass, field
 from heapq import nsmallest
 
 from decentral.core.ids import PeerId
-from decentral.core.strict_json import JsonObject
 from decentral.core.units import Seconds
 from decentral.peers.membership.records import PeerRecord
 from decentral.peers.runtime.host import Host
 from decentral.view.page.child import DashboardProcess
 from decentral.view.page.signs_of_life import ASKED_EVERY_S, SignsOfLife
+from decentral.view.page.source_lines import MissedLine, RecordLine
 
 FEED_S = 1.0
 RECORDS_AT_ONCE = 100  # in that time: each takes the event loop 30 us
-
-
-def record_line(peer: PeerId, record: PeerRecord, t: Seconds) -> JsonObject:
-    """A line `record` (sources.py), as of time `t`."""
-    profile, standing = record.profile, record.standing
-    links = [(suffix, rate, latency_ms / 1e3) for suffix, rate, latency_ms in standing.links]
-    return {
-        **{"t": t, "event": "record", "peer": peer, "phase": record.phase, "window_s": record.window_s},
-        **{"first": record.first, "last": record.last, "step": record.step, "tokens": record.tokens},
-        **{"device": profile.device, "region": profile.region, "software": profile.software},
-        **{"memory_bytes": profile.memory_bytes, "speed": profile.tokens_per_s, "latency_s": profile.latency_s},
-        **{"up": profile.up, "down": profile.down, "loss": standing.loss, "held_out": standing.held_out},
-        **{"shares": [share / 1000 for share in standing.shares], "exchanges": standing.exchanges},
-        **{"sent_bytes": standing.sent_bytes, "received_bytes": standing.received_bytes, "links": links},
-    }
 
 
 @dataclass(slots=True)
@@ -38,7 +23,7 @@ class ToldRecords:
 
     _times: dict[PeerId, Seconds] = field(default_factory=dict)  # of the last one, by peer; told last, it stands last
 
-    def news(self, live: Mapping[PeerId, PeerRecord], now: Seconds) -> Iterator[JsonObject]:
+    def news(self, live: Mapping[PeerId, PeerRecord]) -> Iterator[RecordLine]:
         """Lines about the records that are new, RECORDS_AT_ONCE at most; the others come the next time.
 
         Those come first that were never told, and then those that were told longest ago: a peer that renews its record
@@ -49,7 +34,7 @@ class ToldRecords:
         for peer in nsmallest(RECORDS_AT_ONCE, new, key=lambda peer: turn.get(peer, -1)):
             self._times.pop(peer, None)
             self._times[peer] = live[peer].time
-            yield record_line(peer, live[peer], now)
+            yield RecordLine(peer=peer, record=live[peer])
         if len(self._times) > 2 * len(live) + RECORDS_AT_ONCE:
             self._times = {peer: time for peer, time in self._times.items() if peer in live}
 
@@ -59,8 +44,8 @@ async def feed_page(host: Host, page: DashboardProcess) -> None:
     told = ToldRecords()
     while True:
         live = {peer: entry.record for peer, entry in host.node.roster.live.items()}
-        for line in told.news(live, host.now()):
-            page.tell("", line)
+        for record in told.news(live):
+            page.tell("", host.now(), record)
         await asyncio.sleep(FEED_S)
 
 
@@ -70,5 +55,5 @@ async def watch_for_page(host: Host, page: DashboardProcess) -> None:
     signs = SignsOfLife(host.transport)
     while True:
         for peer, reason in await signs.missed(host.node.roster.live):
-            page.tell("", {"t": host.now(), "event": "missed", "peer": peer, "reason": reason})
+            page.tell("", host.now(), MissedLine(peer=peer, reason=reason))
         await asyncio.sleep(ASKED_EVERY_S)

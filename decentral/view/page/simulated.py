@@ -5,17 +5,17 @@ here.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from decentral.core.ids import PeerId
+from decentral.core.journal.events import GoodbyeLine, PeerJoinedLine, PeerLeftLine
 from decentral.core.machine import Log
 from decentral.core.received import facts_of
 from decentral.core.units import Seconds
 from decentral.sim.swarm import SimulatedSwarm
 from decentral.sim.virtual_claims import EPOCH
 from decentral.view.page.child import DashboardProcess
+from decentral.view.page.source_lines import FactsLine, MissedLine, NowLine, PlaceLine
 
-OF_OTHERS = ("peer_joined", "peer_left", "goodbye")
 LOOKED_S = 1.0  # of virtual time, between two looks at who lives
 SIMULATION_NOTE = (
     "A simulation: time is virtual. Unless --gradients asks for it nothing is trained, a few numbers stand for the "
@@ -36,14 +36,14 @@ class SimulatedPage:
         self.swarm = swarm
         settings = swarm.settings
         facts = facts_of(settings.config) | {"layers": settings.fragments[-1].last}
-        self._say(EPOCH, "facts", facts={"run": settings.run, "note": SIMULATION_NOTE, **facts})
-        self._say(EPOCH, "now")
+        self.page.tell("", EPOCH, FactsLine(facts={"run": settings.run, "note": SIMULATION_NOTE} | facts))
+        self.page.tell("", EPOCH, NowLine())
 
     def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
         if t >= self._looked_at + LOOKED_S:
             self._look(t)
-        if log.event not in OF_OTHERS:
-            self.page.tell(peer, {"t": t, "event": log.event, **log.fields})
+        if not isinstance(log.event, PeerJoinedLine | PeerLeftLine | GoodbyeLine):
+            self.page.tell(peer, t, log.event)
 
     def end(self) -> None:
         self._look(EPOCH + self.swarm.agenda.now)
@@ -52,12 +52,9 @@ class SimulatedPage:
         """Who began to live, and who does not live any more."""
         self._looked_at, living = t, {member.peer for member in self.swarm.living}
         for peer in living - self._living:
-            member, throttles = self.swarm.by_peer[peer], self.swarm.settings.throttles
-            region, throttle = self.swarm.geography.region(peer), throttles[member.number % len(throttles)]
-            self._say(t, "place", peer=peer, device="simulated", region=region, throttle=throttle)
+            throttle = self.swarm.settings.throttle(self.swarm.by_peer[peer].number)
+            region = self.swarm.geography.region(peer)
+            self.page.tell("", t, PlaceLine(peer=peer, device="simulated", region=region, throttle=throttle))
         for peer in self._living - living:
-            self._say(t, "missed", peer=peer, reason="crashed, or stopped", certain=True)
+            self.page.tell("", t, MissedLine(peer=peer, reason="crashed, or stopped", certain=True))
         self._living = living
-
-    def _say(self, t: Seconds, event: str, **fields: Any) -> None:
-        self.page.tell("", {"t": t, "event": event, **fields})

@@ -1,15 +1,7 @@
 """Where the page's lines come from: journals on this machine, a parent process, or both.
 
 A source has `lines()`: what is new since the last call, as (peer, line) in the order of the lines' times. All that a
-journal has is taken once, so the page shows history from before it was opened.
-
-Beside a journal's own lines there are those that only sources make:
-
-    now      {"t"}                                virtual time, and the last time that there is
-    facts    {"t", "facts"}                       what is known of the run, where no state folder says it
-    missed   {"t", "peer", "reason", "certain"}   somebody does not reach this peer; certain: its process has ended
-    place    {"t", "peer", "device", "region", "throttle"}   what and where a peer is, where no journal says it
-    record   {"t", "peer", ...}                   what a peer's record in the DHT says (record_lines.py)
+journal has is taken once, so the page shows history from before it was opened. Lines that cannot be read are left out.
 """
 
 import heapq
@@ -22,15 +14,16 @@ from typing import Protocol
 
 from decentral.core import received, strict_json
 from decentral.core.errors import UserError
+from decentral.core.ids import PeerId
+from decentral.core.journal.events import PeerFacts
 from decentral.core.journal.file import Tail
-from decentral.core.line_fields import text, time_of
+from decentral.core.journal.lines import Recorded, recorded
 from decentral.core.peer_folders import changed_at, journals_in, lock_holders, newest_of_each_peer
 from decentral.core.plain_text import plain_text
 from decentral.core.strict_json import JsonObject
-from decentral.core.units import KiB, MiB, Seconds
+from decentral.core.units import KiB, MiB
+from decentral.view.page.source_lines import PAGE_LINES, MissedLine, Told
 
-SOURCE_EVENTS = ("now", "facts", "missed", "place", "record")  # none of them is taken from a journal
-Told = tuple[str, JsonObject]  # the peer whose line it is, and the line
 MOST_JOURNALS = 4096
 MOST_LINE_BYTES = 256 * KiB  # from a parent process; a longer line is skipped
 READ_BYTES = 1 * MiB  # from a parent process at once
@@ -49,7 +42,7 @@ class FollowedJournal:
     """One journal: whose it is, as its first line says, and whether the process that writes it has ended."""
 
     def __init__(self, path: Path) -> None:
-        self._tail, self._peer, self._t = Tail(path), "", 0.0
+        self._tail, self._peer, self._t = Tail(path), PeerId(""), 0.0
         self._lock = path.parent / "lock"
         self._unlocked: int | None = None  # for so many looks nobody has had the lock; None: nobody ever had
 
@@ -60,15 +53,15 @@ class FollowedJournal:
             self._unlocked = 0
         elif self._unlocked is not None:
             self._unlocked += 1
-        for line in self._tail.new():
-            self._t = time_of(line) or self._t
-            if line["event"] in ("started", "continued"):
-                self._peer = text(line, "peer")
-            if self._peer and line["event"] not in SOURCE_EVENTS:
+        for line in recorded(self._tail.new()):
+            self._t = line.t
+            if isinstance(line.event, PeerFacts):
+                self._peer = line.event.peer
+            if self._peer:
                 yield self._peer, line
         if self._unlocked == 2 and self._peer:
-            why = {"reason": "its process is gone", "certain": True}
-            yield self._peer, {"t": self._t, "event": "missed", "peer": self._peer, **why}
+            gone = MissedLine(peer=self._peer, reason="its process is gone", certain=True)
+            yield self._peer, Recorded(self._t, gone)
 
     def _inode(self) -> int:
         try:
@@ -91,7 +84,7 @@ class JournalFolder:
         locks = lock_holders().keys()
         self._follow_new([journal for journal in journals_in(self.path) if journal not in self._seen])
         each = (followed.lines(locks) for followed in self._followed.values())
-        return heapq.merge(*each, key=lambda told: _order(told[1]))
+        return heapq.merge(*each, key=lambda told: told[1].t)
 
     def facts(self) -> JsonObject:
         """What is known of the run, from the first state folder that has its config; {} if none has."""
@@ -133,10 +126,5 @@ class ParentFeed:
         for told in whole:
             with suppress(ValueError):
                 match strict_json.loads(told):
-                    case [str(peer), dict(line)]:
-                        yield peer, line
-
-
-def _order(line: JsonObject) -> Seconds:
-    """The time by which lines of several journals are put in order."""
-    return time_of(line) or 0.0
+                    case [str(peer), dict(line)] if (found := PAGE_LINES.parse(line)) is not None:
+                        yield peer, found

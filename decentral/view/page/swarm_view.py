@@ -1,6 +1,6 @@
 """The swarm as the page shows it: lines of journals and records go in, what has changed comes out. Pure and bounded.
 
-    take(peer, line)     a line of this peer's journal, or one that a source of the page makes (sources.py)
+    take(peer, line)     a line of this peer's journal, or one that a source of the page makes (source_lines.py)
     tick(now)            about once a second: who is silent, the swarm's totals, what is wrong
     snapshot() changes() what a page gets first, and after each tick
 
@@ -13,15 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from decentral.core.ids import PeerId, suffix
-from decentral.core.journal.file import OUTCOMES
-from decentral.core.line_fields import Line, count, finite, finite_value, layers, listed, number, text, time_of
+from decentral.core.journal import events as journal
+from decentral.core.journal.field_kinds import OUTCOMES, MeasuredLink
+from decentral.core.plain_text import plain_text
 from decentral.core.strict_json import JsonObject
 from decentral.core.time_spent import KINDS
 from decentral.core.units import Seconds
-from decentral.view.page.events import BAD, GOOD, PLAIN, EventLog, told
+from decentral.view.page.events import EventLog
 from decentral.view.page.link_view import LINK_ROW, LinkTable
 from decentral.view.page.peer_view import ROW, PeerView, gone_words
 from decentral.view.page.problems import Problem, RecentTroubles, RunKind
+from decentral.view.page.source_lines import FactsLine, MissedLine, NowLine, PageLine, PlaceLine, RecordLine
 from decentral.view.page.timeline import Timeline
 from decentral.view.page.totals import TOTAL_SERIES, Totals, totals_of
 
@@ -53,26 +55,26 @@ class SwarmView:
     _changed: dict[int, PeerView] = field(default_factory=dict)
     _numbers: int = 0  # given to peers so far
 
-    def take(self, peer: str, line: Line) -> None:
-        """Takes a line. Lines of one peer come in their order, those of several about in that of their times."""
-        t, event = time_of(line), line.get("event")
-        if t is None:
-            return
+    def take(self, peer: str, line: PageLine) -> None:
+        """Take a line. Lines of one peer come in their order, those of several about in that of their times."""
+        t, event = line.t, line.event
         self.now = max(self.now, t)
         match event:
-            case "now":
+            case NowLine():
                 return
-            case "facts" if isinstance(facts := line.get("facts"), dict):
+            case FactsLine(facts=facts):
                 self.learn(facts)
-            case "place" if (placed := self._view(text(line, "peer"), t)) is not None:
-                placed.device.place(line)
-                self._changed[placed.number] = placed
-            case "record":
-                self._recorded(line, t)
-            case "missed":
-                self._missed(line, t)
-            case _ if (view := self._view(peer, t)) is not None:
-                self._own_line(view, t, str(event), line)
+            case PlaceLine():
+                if (placed := self._view(event.peer, t)) is not None:
+                    placed.device.place(event.device, event.region, event.throttle)
+                    self._changed[placed.number] = placed
+            case RecordLine():
+                self._recorded(t, event)
+            case MissedLine():
+                self._missed(t, event.peer, event.reason, event.certain)
+            case _:
+                if (view := self._view(peer, t)) is not None:
+                    self._own_line(view, t, event)
 
     def learn(self, facts: JsonObject) -> None:
         """Take more of what is known of the run."""
@@ -125,123 +127,111 @@ class SwarmView:
 
     # A peer's own journal
 
-    def _own_line(self, view: PeerView, t: Seconds, event: str, line: Line) -> None:
-        view.follow()
+    def _own_line(self, view: PeerView, t: Seconds, event: journal.JournalEvent | None) -> None:
+        was_live = view.live
+        view.follow(t, event)
         self._changed[view.number] = view
         match event:
-            case "started" | "continued":
-                view.started(t, line)
-            case "joined":
+            case journal.JoinedLine():
                 view.become("training", t)
-            case "step":
-                self._step(view, t, line)
-            case "exchange":
-                self._exchange(view, t, line)
-            case "eval":
-                self._evaluated(view, t, finite(line, "loss"))
-            case "traffic":
-                view.network.moved(line)
-            case "status":
-                view.device.span(line)
-                view.network.window(line)
-                self._measured(view, line)
-            case "plan":
-                said = {"peer": view.number, "reason": text(line, "reason", PLAN_CHARS), "digest": text(line, "digest")}
-                self.plan = said | {"t": t, "cost": number(line, "cost")}
-            case "move" if line.get("outcome") == "done":
-                view.device.span(line)
-            case "peer_joined":
-                self._met(line, t)
-            case "peer_left":
-                self._missed(line, t)
-            case "goodbye":
-                self._missed({**line, "reason": "left"}, t)
-            case "stopped":
-                view.become("left", t, text(line, "reason"))
-        if event in ("held", "started", "stopped"):
+            case journal.StepLine():
+                if not was_live:
+                    self.events.add(t, view.number, journal.GOOD, "is back")
+                if event.loss is not None:
+                    self.timeline.put(view.series, t, event.loss)
+            case journal.ExchangeLine():
+                self._exchange(view, t, event)
+            case journal.EvalLine():
+                self._evaluated(view, t, event.loss)
+            case journal.StatusLine():
+                view.device.span(event.first, event.last)
+                view.network.window(event.window_s)
+                self._measured(view, event.links)
+            case journal.PlanLine():
+                said = {"reason": plain_text(event.reason, PLAN_CHARS), "digest": plain_text(event.digest)}
+                self.plan = {"peer": view.number, "t": t, "cost": event.cost} | said
+            case journal.MoveLine(outcome="done"):
+                view.device.span(event.first, event.last)
+            case journal.PeerJoinedLine():
+                self._met(t, event)
+            case journal.PeerLeftLine():
+                self._missed(t, event.peer, event.reason)
+            case journal.GoodbyeLine():
+                self._missed(t, event.peer, "left")
+            case journal.StoppedLine():
+                view.become("left", t, event.reason)
+            case journal.UnheldLine():
+                layers, words = range(event.first, event.last), plain_text(event.reason, journal.TOLD_CHARS)
+                self.troubles.unheld(view.number, layers, words)
+        if isinstance(event, journal.HeldLine | journal.StartedLine | journal.StoppedLine):
             self.troubles.held(view.number)
-        if (found := told(line)) is not None:
+        if event is not None and (found := journal.told(event)) is not None:
             level, words = found
             self.events.add(t, view.number, level, words)
-            if event == "unheld":
-                self.troubles.unheld(view.number, layers(line), words)
-            else:
+            if not isinstance(event, journal.UnheldLine):
                 self.troubles.told(t, view.number, level, words)
         view.hear(t)
 
     def _run_kind(self) -> RunKind:
-        return RunKind(count(self.facts, "layers"), self.facts.get("algorithm") == "synchronous")
-
-    def _step(self, view: PeerView, t: Seconds, line: Line) -> None:
-        if not view.live:
-            self.events.add(t, view.number, GOOD, "is back")
-        view.stepped(t, line)
-        if (loss := finite(line, "loss")) is not None:
-            self.timeline.put(view.series, t, loss)
+        layers = self.facts.get("layers")
+        return RunKind(layers if isinstance(layers, int) else 0, self.facts.get("algorithm") == "synchronous")
 
     def _evaluated(self, view: PeerView, t: Seconds, loss: float | None) -> None:
-        if view.work.judged(t, loss, view.own) and loss is not None:
+        if view.progress.judged(t, loss, view.own) and loss is not None:
             self.timeline.put("held_out", t, loss)
 
-    def _exchange(self, view: PeerView, t: Seconds, line: Line) -> None:
-        view.work.exchanged(line)
-        outcome = text(line, "outcome")
-        self.troubles.exchanged(t, outcome, text(line, "reason"))
-        if (other := self._view(text(line, "partner"), t)) is not None:
-            self.links.exchanged(view.number, other.number, t, outcome)
+    def _exchange(self, view: PeerView, t: Seconds, line: journal.ExchangeLine) -> None:
+        self.troubles.exchanged(t, line.outcome, line.reason)
+        if (other := self._view(line.partner or "", t)) is not None:
+            self.links.exchanged(view.number, other.number, t, line.outcome)
 
-    def _measured(self, view: PeerView, line: Line) -> list[PeerView]:
-        """What it measured of its links: [the end of the partner's id, bytes/s from it, round trip in s] each.
-
-        Returns the partners, the latest used first.
-        """
+    def _measured(self, view: PeerView, links: Iterable[MeasuredLink]) -> list[PeerView]:
+        """Take what it measured of its links. Return the partners, the latest used first."""
         partners = []
-        for one in listed(line, "links"):
-            match one:
-                case [str(partner), *measured] if len(measured) == 2:
-                    rate, latency_s = (max(0.0, finite_value(value) or 0.0) for value in measured)
-                    view.network.measured(rate, latency_s, view.own)
-                    other = self._by_suffix.get(suffix(PeerId(partner)))
-                    if other is not None and other is not view:
-                        self.links.measured(view.number, other.number, rate, latency_s)
-                        partners.append(other)
+        for link in links:
+            view.network.measured(link.bytes_per_s, link.round_trip_s, view.own)
+            other = self._by_suffix.get(suffix(PeerId(link.partner)))
+            if other is not None and other is not view:
+                self.links.measured(view.number, other.number, link.bytes_per_s, link.round_trip_s)
+                partners.append(other)
         return partners
 
     # What is said of peers by others
 
-    def _met(self, line: Line, t: Seconds) -> None:
+    def _met(self, t: Seconds, line: journal.PeerJoinedLine) -> None:
         """Another peer has heard of this one."""
-        view = self._view(text(line, "peer"), t)
+        view = self._view(line.peer, t)
         if view is None or view.own or view.is_gone_since(t):
             return
-        view.device.met(line)
+        view.device.met(line.device, line.region)
         view.hear(t)
         self._changed[view.number] = view
         if view.become("training", t):
-            self.events.add(t, view.number, GOOD, "joined")
+            self.events.add(t, view.number, journal.GOOD, "joined")
 
-    def _recorded(self, line: Line, t: Seconds) -> None:
-        view = self._view(text(line, "peer"), t)
+    def _recorded(self, t: Seconds, line: RecordLine) -> None:
+        view, record = self._view(line.peer, t), line.record
         if view is None:
             return
-        view.recorded(t, line)
+        view.recorded(t, record)
         self._changed[view.number] = view
         if view.own or view.is_gone_since(t):
             return
-        if view.work.loss is not None:
-            self.timeline.put(view.series, t, view.work.loss)
-        self._evaluated(view, t, finite(line, "held_out"))
-        for partner in self._measured(view, line):
+        if view.progress.loss is not None:
+            self.timeline.put(view.series, t, view.progress.loss)
+        self._evaluated(view, t, record.standing.held_out)
+        links = (MeasuredLink(end, rate, latency_ms / 1e3) for end, rate, latency_ms in record.standing.links)
+        for partner in self._measured(view, links):
             self.links.exchanged(view.number, partner.number, t, "")
-        if view.become("training" if line.get("phase") == "training" else "joining", t):
-            self.events.add(t, view.number, GOOD, "is there")
+        if view.become("training" if record.phase == "training" else "joining", t):
+            self.events.add(t, view.number, journal.GOOD, "is there")
 
-    def _missed(self, line: Line, t: Seconds) -> None:
+    def _missed(self, t: Seconds, peer: str, why: str, certain: bool = False) -> None:
         """Somebody does not reach a peer any more, or has read its goodbye, which may come after failed questions."""
-        view, why = self.peers.get(text(line, "peer")), text(line, "reason")
+        view = self.peers.get(peer)
         if view is None or not (view.live or (view.state == "silent" and why == "left")):
             return
-        if line.get("certain") is True:
+        if certain:
             self._gone(view, t, "ended", why)
         elif view.own:
             view.doubt(t, why)
@@ -262,11 +252,11 @@ class SwarmView:
         if view.become(state, t, why):
             self.troubles.held(view.number)
             self._changed[view.number] = view
-            self.events.add(t, view.number, PLAIN if state == "left" else BAD, gone_words(view))
+            self.events.add(t, view.number, journal.PLAIN if state == "left" else journal.BAD, gone_words(view))
 
     def _view(self, peer: str, t: Seconds) -> PeerView | None:
         """The peer, from its first line on; None if there is no room for one more."""
-        view = self.peers.get(peer)
+        view = self.peers.get(peer) or self.peers.get(peer := plain_text(peer))
         if view is None and peer and (len(self.peers) < PEERS_SHOWN or self._forget_one()):
             view = PeerView(self._numbers, peer, since=t)
             self._numbers += 1

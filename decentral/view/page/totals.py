@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from statistics import median, quantiles
 
-from decentral.core.journal.file import OUTCOMES
+from decentral.core.journal.field_kinds import OUTCOMES
 from decentral.core.strict_json import JsonObject
 from decentral.core.time_spent import KINDS
 from decentral.core.units import Seconds
@@ -40,7 +40,7 @@ class Totals:
 
     def forget(self, view: PeerView) -> None:
         """Keep the tokens of a peer that is shown no more."""
-        self.forgotten_tokens += view.work.tokens
+        self.forgotten_tokens += view.totals.tokens
 
     def series(self) -> dict[str, float]:
         """What the timeline keeps of it."""
@@ -60,15 +60,13 @@ def totals_of(peers: Iterable[PeerView], before: Totals, now: Seconds) -> Totals
     live = [view for view in known if view.live]
     training = [view for view in live if view.state == "training"]
     judged = training or known  # of a swarm that is over, what it came to
-    losses = sorted(view.work.loss for view in judged if view.work.loss is not None)
-    known_losses = [view.work for view in judged if view.work.held_out is not None]
-    evaluated = max(known_losses, key=lambda work: work.evaluated, default=None)
-    reasons, exchanges = Counter[str](), [0] * len(OUTCOMES)
+    losses = sorted(view.progress.loss for view in judged if view.progress.loss is not None)
+    known_losses = [view.progress for view in judged if view.progress.held_out is not None]
+    evaluated = max(known_losses, key=lambda progress: progress.evaluated, default=None)
+    outcomes, reasons = Counter[str](), Counter[str]()
     for view in known:
-        for at, outcome in enumerate(OUTCOMES):
-            exchanges[at] += view.work.exchanges[outcome]
-        if view.work.reasons:
-            reasons.update(view.work.reasons)
+        outcomes.update(view.work.exchanges.outcomes)
+        reasons.update(view.work.exchanges.reasons)
     middle = median(losses) if losses else None
     kept = [(t, loss) for t, loss in before._losses if t > now - TREND_S] + (
         [(now, middle)] if middle and training else []
@@ -78,24 +76,24 @@ def totals_of(peers: Iterable[PeerView], before: Totals, now: Seconds) -> Totals
         live=len(live),
         training=len(training),
         gone=len(known) - len(live),
-        tokens=before.forgotten_tokens + sum(view.work.tokens for view in known),
-        tokens_per_s=round(sum(view.work.tokens_per_s for view in training), 1),
+        tokens=before.forgotten_tokens + sum(view.totals.tokens for view in known),
+        tokens_per_s=round(sum(view.progress.tokens_per_s for view in training), 1),
         loss=middle,
         low=tenths[0],
         high=tenths[-1],
         held_out=evaluated.held_out if evaluated else None,
         evaluated=evaluated.evaluated if evaluated else 0.0,
         trend=kept[-1][1] / kept[0][1] - 1 if kept and kept[-1][0] > kept[0][0] + TREND_S / 3 else None,
-        exchanges=exchanges,
+        exchanges=[outcomes[outcome] for outcome in OUTCOMES],
         reasons=dict(reasons.most_common(2 * REASONS_SHOWN)),
         shares=_shares(judged),
-        sent_bytes=sum(view.network.sent_bytes for view in known),
-        received_bytes=sum(view.network.received_bytes for view in known),
+        sent_bytes=sum(view.work.sent_bytes for view in known),
+        received_bytes=sum(view.work.received_bytes for view in known),
         forgotten_tokens=before.forgotten_tokens,
         _losses=kept,
     )
 
 
 def _shares(peers: Iterable[PeerView]) -> list[float]:
-    known = [view.work.shares for view in peers if view.work.shares]
-    return [round(sum(shares.get(kind, 0.0) for shares in known) / len(known), 4) for kind in KINDS] if known else []
+    known = [view.work.spent.shares() for view in peers if view.work.spent.total]
+    return [round(sum(shares[kind] for shares in known) / len(known), 4) for kind in KINDS] if known else []

@@ -12,17 +12,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from decentral.comm.net.keep_daemon import keep_daemon
 from decentral.core.ids import PeerId
+from decentral.core.journal.lines import Recorded
 from decentral.core.received import facts_of
 from decentral.peers.membership.records import PeerRecord
 from decentral.peers.startup.invitation_files import read_holding
 from decentral.peers.startup.visit import VisitedSwarm, visit
 from decentral.view.page.record_lines import ToldRecords
 from decentral.view.page.signs_of_life import ASKED_EVERY_S, SignsOfLife
-from decentral.view.page.sources import Told
+from decentral.view.page.source_lines import FactsLine, MissedLine, SourceEvent, Told
 
 LINES_KEPT = 10_000  # that nobody has taken yet
 VISITOR_NOTE = (
@@ -51,7 +51,8 @@ class Visitor:
 
     async def stay(self) -> None:
         """Looks again and again, for as long as the page is served."""
-        self._say("facts", facts={"run": self.swarm.run, "note": VISITOR_NOTE, **facts_of(self.swarm.config)})
+        facts = {"run": self.swarm.run, "note": VISITOR_NOTE} | facts_of(self.swarm.config)
+        self._say(FactsLine(facts=facts))
         while True:
             await self.look()
             await asyncio.sleep(ASKED_EVERY_S)
@@ -62,13 +63,13 @@ class Visitor:
             found = await self._records()
         except Exception:  # of the directory: it is looked up again
             found = self._known
-        for line in self._told.news(found, self.swarm.clock()):
-            self._lines.append(("", line))
+        for record in self._told.news(found):
+            self._say(record)
         for peer in self._known.keys() - found.keys():
-            self._say("missed", peer=peer, reason=self._why_gone(peer))
+            self._say(MissedLine(peer=peer, reason=self._why_gone(peer)))
         self._known = found
         for peer, reason in await self._signs.missed(found):
-            self._say("missed", peer=peer, reason=reason)
+            self._say(MissedLine(peer=peer, reason=reason))
 
     def _why_gone(self, peer: PeerId) -> str:
         """Return "expired" if the record outlived its term and the peer failed to answer, else "left"."""
@@ -82,8 +83,8 @@ class Visitor:
                 self.swarm.transport.learn(peer, record.addresses)
         return found
 
-    def _say(self, event: str, **fields: Any) -> None:
-        self._lines.append(("", {"t": self.swarm.clock(), "event": event, **fields}))
+    def _say(self, event: SourceEvent) -> None:
+        self._lines.append(("", Recorded(self.swarm.clock(), event)))
 
 
 @asynccontextmanager

@@ -40,6 +40,7 @@ from decentral.core.jobs import (
     SectionsEncoded,
     WindowClosed,
 )
+from decentral.core.journal.events import ExchangeLine
 from decentral.core.machine import Log, Woke
 from tests.comm.gossip.partners import Partners
 
@@ -175,8 +176,8 @@ def shown(effect: Effect, swarm: Swarm) -> str:
             return f"answer #{request}: {spoken(envelope.message)}"
         case Merge(_, seq, parts):
             return f"merge {seq} with {' '.join(part.peer for part in parts) or 'nobody'}"
-        case Log(_, fields):
-            return " ".join(filter(None, ("log", fields["outcome"], fields["partner"], fields["reason"])))
+        case Log(ExchangeLine() as line):
+            return " ".join(filter(None, ("log", line.outcome, line.partner, line.reason)))
     raise AssertionError(effect)
 
 

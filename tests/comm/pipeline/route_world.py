@@ -19,6 +19,7 @@ from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effec
 from decentral.core import jobs
 from decentral.core.fragments import ActivationForms, Fragment, Layout, Section, share
 from decentral.core.ids import PeerId, RunId
+from decentral.core.journal.lines import JOURNAL_LINES
 from decentral.core.machine import Log, Woke
 from decentral.core.time_spent import NO_TIME, TimeSpent
 from tests.comm.pipeline.one_form import one_form
@@ -215,8 +216,8 @@ class World:
                     self._at(
                         self.now + self.delay_s, asker, Answered(ask.tag, peer.name, envelope, seconds, seconds, 0, 0)
                     )
-            case Log(event, fields):
-                peer.lines.append({"event": event, **fields})
+            case Log(event):
+                peer.lines.append(JOURNAL_LINES.line(self.now, event))
             case _:
                 self._compute(peer, effect)
 

@@ -11,12 +11,12 @@ from decentral.comm.pipeline.audits import AUDIT_SHARE, OPENING_AUDITS, twin
 from decentral.comm.pipeline.next_peer import NO_ROUTES_S
 from decentral.comm.wire.messages import ForwardRequest
 from decentral.comm.wire.transport import Ask
-from decentral.commands import audit
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.jobs import UNLIKE
 from decentral.engine.micro_batch_names import MicroBatchNames
 from tests.comm.pipeline.route_world import Device, Peer, World, cuts_of
+from tests.journal_lines import audited
 
 CUTS = cuts_of([100, 100, 100])
 SAME = jobs.Likeness(1.0, 1.0)
@@ -129,7 +129,7 @@ def test_nobody_is_blamed_where_all_are_honest(seed: int) -> None:
 @pytest.mark.parametrize("per_step", [1, 16])
 def test_nothing_counts_twice_and_audits_cost_what_they_may(per_step: int) -> None:
     world = played(swarm("XYZ", per_step=per_step), 60.0)
-    found = audit.audit(world.lines(), len(CUTS))
+    found = audited(world.lines(), len(CUTS))
     assert found.sound
     assert found.everywhere > 300
     spent = found.dropped + sum(len(line["peers"]) - 1 for _, line in lines(world))

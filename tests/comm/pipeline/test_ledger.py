@@ -7,6 +7,9 @@ from decentral.comm.pipeline.ledger import CommitState, GradientEntry, GradientL
 from decentral.comm.wire.messages import ExecutionId, Hop
 from decentral.comm.wire.transport import Effect
 from decentral.core.jobs import Apply, Drop, Seal
+from decentral.core.journal.events import CountedLine, UncountedLine
+from decentral.core.journal.field_kinds import CountedExecution
+from decentral.core.journal.lines import JOURNAL_LINES
 from decentral.core.machine import Log
 
 
@@ -15,17 +18,22 @@ def entry(number: int, own: bool = False) -> GradientEntry:
 
 
 def kinds(effects: list[Effect]) -> list[str]:
-    return [effect.event if isinstance(effect, Log) else type(effect).__name__ for effect in effects]
+    return [
+        JOURNAL_LINES.name(effect.event) if isinstance(effect, Log) else type(effect).__name__ for effect in effects
+    ]
+
+
+def lines(effects: list[Effect]) -> list[CountedLine | UncountedLine]:
+    told = [effect.event for effect in effects if isinstance(effect, Log)]
+    return [line for line in told if isinstance(line, CountedLine | UncountedLine)]
 
 
 def test_a_committed_sum_is_applied_and_named_in_the_journal() -> None:
     ledger = GradientLedger(1)
     assert ledger.add(1, entry(7, own=True), CommitState.IN_DOUBT) == [Seal()]
     assert ledger.sealed((1,)) == []
-    applied, line = ledger.commit(1)
-    assert applied == Apply(10, 1, 2.0)
-    assert isinstance(line, Log)
-    assert (line.event, line.fields["of"]) == ("counted", [["A", 7, 0, 2, 10]])
+    counted = CountedLine(of=(CountedExecution("A", 7, 0, 2, 10),))
+    assert ledger.commit(1) == [Apply(10, 1, 2.0), Log(counted)]
 
 
 def test_an_aborted_one_takes_the_sum_with_it_and_what_comes_later_is_too_late() -> None:
@@ -34,10 +42,9 @@ def test_an_aborted_one_takes_the_sum_with_it_and_what_comes_later_is_too_late()
     ledger.add(2, entry(2), CommitState.IN_DOUBT)
     ledger.sealed((1, 2))
     assert kinds(ledger.commit(1)) == []
-    drop, line = ledger.abort(2)
-    assert drop == Drop()
-    assert isinstance(line, Log)
-    assert (line.event, len(line.fields["of"])) == ("uncounted", 2)
+    aborted = ledger.abort(2)
+    assert kinds(aborted) == ["Drop", "uncounted"]
+    assert len(lines(aborted)[0].of) == 2
     assert ledger.commit(2) == []
 
 
@@ -87,10 +94,8 @@ def test_sums_wait_side_by_side_and_an_aborted_one_takes_only_its_own_with_it() 
     dropped, applied = ledger.abort(1), ledger.commit(2)
     assert dropped[0] == Drop(0)
     assert applied[0] == Apply(0, 0, 2.0, slot=1)
-    assert [(line.event, len(line.fields["of"])) for line in dropped + applied if isinstance(line, Log)] == [
-        ("uncounted", 1),
-        ("counted", 1),
-    ]
+    assert (kinds(dropped)[1], kinds(applied)[1]) == ("uncounted", "counted")
+    assert [len(line.of) for line in lines(dropped + applied)] == [1, 1]
 
 
 def test_the_journal_names_steps_in_the_order_in_which_they_are_taken() -> None:
@@ -99,11 +104,9 @@ def test_the_journal_names_steps_in_the_order_in_which_they_are_taken() -> None:
     ledger.sealed((1,), 0)
     assert kinds(ledger.add(2, entry(2), CommitState.COMMITTED)) == ["Seal"]  # its step is taken at once
     assert ledger.commit(1) == []
-    counted, applied, after = ledger.stepped((2,))
-    assert isinstance(counted, Log)
-    assert isinstance(after, Log)
-    assert applied == Apply(0, 0, 2.0, slot=0)
-    assert [line.fields["of"][0][1] for line in (counted, after)] == [2, 1]
+    taken = ledger.stepped((2,))
+    assert taken[1] == Apply(0, 0, 2.0, slot=0)
+    assert [line.of[0].number for line in lines(taken)] == [2, 1]
 
 
 def test_what_waits_is_spread_evenly_over_the_slots() -> None:
@@ -141,9 +144,9 @@ def test_a_sum_that_no_step_can_take_counts_for_nothing_whatever_its_origin_peer
     ledger = GradientLedger(2)
     ledger.add(1, entry(1), CommitState.COMMITTED)
     ledger.add(2, entry(2), state)
-    drop, line = ledger.sealed((1, 2), sound=False)
-    assert drop == Drop()
-    assert isinstance(line, Log)
-    assert (line.event, len(line.fields["of"]), line.fields["reason"]) == ("uncounted", 2, "nan")
+    dropped = ledger.sealed((1, 2), sound=False)
+    assert kinds(dropped) == ["Drop", "uncounted"]
+    of = tuple(entry(number).counted() for number in (1, 2))
+    assert lines(dropped) == [UncountedLine(of=of, void=0, reason="nan")]
     assert not ledger.entries
     assert ledger.commit(2) == []

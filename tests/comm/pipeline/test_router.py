@@ -30,12 +30,13 @@ from decentral.comm.wire.messages import (
     Refused,
 )
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Event, Reply
-from decentral.commands import audit
 from decentral.core import jobs
 from decentral.core.ids import PeerId
+from decentral.core.journal.micro_batch_counts import CountAudit
 from decentral.core.reasons import Reason
 from decentral.scheduler.throughput import routing
 from tests.comm.pipeline.route_world import RUN, TOKENS, Device, Peer, World, cuts_of, is_decision, layout
+from tests.journal_lines import audited
 
 CUTS = cuts_of([100, 100, 100, 100])
 
@@ -56,8 +57,8 @@ def two_ends(overlap: bool = True) -> World:
     return world
 
 
-def result(world: World) -> audit.CountAudit:
-    return audit.audit(world.lines(), len(CUTS))
+def result(world: World) -> CountAudit:
+    return audited(world.lines(), len(CUTS))
 
 
 def counted(peer: Peer) -> int:
@@ -494,7 +495,7 @@ def test_an_execution_that_is_asked_for_again_is_computed_once_and_its_gradient_
     world._handle(last, Asked(4, PeerId("S"), Envelope(decision)))
     world._handle(last, Asked(5, PeerId("S"), Envelope(decision)))
     world.run(0.2)
-    assert [line["of"] for line in last.lines if line["event"] == "counted"] == [[["S", 7, 2, 4, 8]]]
+    assert [line["of"] for line in last.lines if line["event"] == "counted"] == [(("S", 7, 2, 4, 8),)]
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ from decentral.comm.wire.messages import (
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Event, Reply
 from decentral.core import jobs
 from decentral.core.ids import PeerId
+from decentral.core.journal.lines import JOURNAL_LINES
 from decentral.core.machine import Log, Woke
 from decentral.core.time_spent import NO_TIME
 from tests.comm.pipeline.route_world import RUN, cuts_of, forms, layout
@@ -236,13 +237,14 @@ def spoken_effect(effect: Any, scene: Scene) -> str:
             return f"seal {slot}" + (f" and apply {' '.join(map(str, ready))}" if then else "")
         case jobs.Apply() | jobs.Drop():
             return f"{type(effect).__name__.lower()} {effect.slot}"
-        case Log(event, fields):
-            return " ".join(["log", event, *(f"{name} {shown(value)}" for name, value in fields.items())])
+        case Log(event):
+            told = (f"{name} {shown(value)}" for name, value in JOURNAL_LINES.fields(event).items())
+            return " ".join(["log", JOURNAL_LINES.name(event), *told])
     raise AssertionError(effect)
 
 
 def shown(value: object) -> str:
-    if not isinstance(value, list):
+    if not isinstance(value, tuple):
         return str(value)
     return " ".join(f"{origin}/{number}@{first}-{last}" for origin, number, first, last, _ in value)
 

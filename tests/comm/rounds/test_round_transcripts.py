@@ -45,6 +45,7 @@ from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effec
 from decentral.core.fragments import Fragment, Section
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import Advance, CloseRound, RoundClosed, SetClock, Stepped, WindowClosed
+from decentral.core.journal.lines import JOURNAL_LINES
 from decentral.core.machine import Log, Woke
 from decentral.core.time_spent import NO_TIME
 from tests.comm.pipeline.one_form import one_form
@@ -237,8 +238,9 @@ class World:
             case Advance(number, sums, _, tokens, micro_batches, loss):
                 parts = " ".join(f"{index}={','.join(part.peer for part in sums)}" for index, sums in sums)
                 return f"advance {number} with {parts}; own {tokens} tokens in {micro_batches}; loss {loss:g}"
-            case Log(event, fields):
-                return " ".join(["log", event, *(f"{name}={_plain(value)}" for name, value in fields.items())])
+            case Log(event):
+                told = (f"{name}={_plain(value)}" for name, value in JOURNAL_LINES.fields(event).items())
+                return " ".join(["log", JOURNAL_LINES.name(event), *told])
         raise AssertionError(effect)
 
     def _spoken(self, message: Message) -> str:
@@ -320,4 +322,5 @@ def _closed(fragment: int, number: int, tokens: int) -> WindowClosed:
 
 
 def _plain(value: object) -> str:
-    return str(value).replace(" ", "")
+    listed = [list(one) for one in value] if isinstance(value, tuple) else value
+    return str(listed).replace(" ", "")

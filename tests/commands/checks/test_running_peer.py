@@ -16,9 +16,8 @@ from decentral.commands.checks import examine, running_peer
 from decentral.commands.checks.finding import Finding, FindingState, unknown
 from decentral.commands.checks.reason_remedies import REMEDIES
 from decentral.commands.checks.swarm import Visit
-from decentral.core import config
+from decentral.core import config, strict_json
 from decentral.core.ids import PeerId, RunId
-from decentral.core.journal.file import Journal
 from decentral.peers.startup.state import StateFolder
 from decentral.peers.startup.visit import known_addresses
 
@@ -27,13 +26,10 @@ NOW = 1e6
 
 def written(folder: Path, *lines: tuple[float, str, dict[str, Any]]) -> Path:
     """A journal with these lines: seconds before NOW, event, fields."""
-    at = [NOW - 3600.0]
-    journal = Journal(folder / "journal.jsonl", lambda: at[0])
-    journal.write("started", peer="QmA", run="gpt", addresses=[], device="cpu")
-    for ago_s, event, fields in lines:
-        at[0] = NOW - ago_s
-        journal.write(event, **fields)
-    journal.close()
+    started: dict[str, Any] = {"peer": "QmA", "run": "gpt", "addresses": [], "device": "cpu"}
+    with (folder / "journal.jsonl").open("a") as file:
+        for ago_s, event, fields in ((3600.0, "started", started), *lines):
+            file.write(strict_json.dumps({"t": NOW - ago_s, "event": event, **fields}) + "\n")
     return folder
 
 
@@ -123,7 +119,7 @@ def test_garbage_in_a_journal_is_no_traceback(tmp_path: Path) -> None:
     )
     with (tmp_path / "journal.jsonl").open("ab") as file:
         file.write(b'{"event": "step", "t": "soon"}\n\xff\xff\n{"event": 7}\n{"t": 1')
-    assert found(tmp_path)["exchanges"].state == FindingState.WRONG
+    assert found(tmp_path)["exchanges"].state == FindingState.WARN  # as if they were not there
 
 
 def test_a_process_that_holds_the_folder_and_is_stopped(tmp_path: Path) -> None:

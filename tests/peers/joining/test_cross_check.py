@@ -14,6 +14,7 @@ from decentral.comm.wire.messages import StateChunk, StateRequest
 from decentral.comm.wire.transport import Answered, Ask, Effect
 from decentral.core.fragments import Fragment, Section
 from decentral.core.ids import PeerId, RunId
+from decentral.core.journal.events import DonorFailedLine
 from decentral.core.machine import Log
 from decentral.core.units import KiB
 from decentral.peers.joining.fetch import PIECE_BYTES, Fetch, FetchTag, Incoming
@@ -43,7 +44,7 @@ class Swarm:
         self.seconds, self.now, self.count = seconds, 0.0, 0
         self.pieces = Counter[PeerId]()
         self.bytes_ = Counter[PeerId]()
-        self.lines: list[Log] = []
+        self.lines: list[DonorFailedLine] = []
         self.agenda: list[tuple[float, int, Ask]] = []
         self.fetch = Fetch(RUN, FetchTag, Random(0), AnyHolder(), exact)
 
@@ -73,11 +74,12 @@ class Swarm:
                 heapq.heappush(self.agenda, (self.now + seconds, self.count, effect))
             else:
                 assert isinstance(effect, Log)
-                self.lines.append(effect)
+                assert isinstance(effect.event, DonorFailedLine)
+                self.lines.append(effect.event)
 
     @property
     def left_out(self) -> list[str]:
-        return [line.fields["peer"] for line in self.lines if line.fields["reason"] == "differs"]
+        return [line.peer for line in self.lines if line.reason == "differs"]
 
 
 SPEEDS = {**dict.fromkeys(HONEST, 0.5), LIAR: 0.02}

@@ -13,6 +13,7 @@ from decentral.comm.wire.transport import Answered, Ask, AskFailed, Effect, Repl
 from decentral.core.fragments import Fragment, Section
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import ExportState, ImportState, Start, StateExported, StateImported
+from decentral.core.journal.events import ErrorLine
 from decentral.core.machine import Log, Woke
 from decentral.core.reasons import Reason
 from decentral.peers.joining.donor import (
@@ -250,7 +251,8 @@ def test_donors_that_never_answer_are_given_up_by_a_peer_with_a_checkpoint() -> 
 
 
 def errors(new: Newcomer) -> list[str]:
-    return [effect.fields["reason"] for effect in new.effects if isinstance(effect, Log) and effect.event == "error"]
+    lines = [effect.event for effect in new.effects if isinstance(effect, Log)]
+    return [line.reason for line in lines if isinstance(line, ErrorLine)]
 
 
 @pytest.mark.parametrize("pieces", [0, 4])

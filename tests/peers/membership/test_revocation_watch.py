@@ -7,6 +7,7 @@ from decentral.comm.wire.invitations import FOR_EVER, Permission
 from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm, revoked_key
 from decentral.comm.wire.transport import Announce, Found, Lookup
 from decentral.core.ids import PeerId
+from decentral.core.journal.events import ErrorLine, RevokedLine
 from decentral.core.machine import Log, Woke
 from decentral.core.reasons import Reason
 from decentral.peers.membership import revocation_watch
@@ -95,7 +96,8 @@ def test_a_revoked_peer_is_excluded_and_the_list_is_kept() -> None:
     exclude, line, *_ = watched.find((herald(), revoking(other)))
     assert exclude == Exclude((other.own,), revoking(other))
     assert isinstance(line, Log)
-    assert (line.event, line.fields["peers"]) == ("revoked", [other.own])
+    assert isinstance(line.event, RevokedLine)
+    assert line.event.peers == (other.own,)
 
 
 def test_a_list_is_taken_once_and_an_older_one_never() -> None:
@@ -174,7 +176,8 @@ def test_an_expiring_invitation_is_told_an_hour_before_and_ends_the_peer() -> No
     assert not [one for one in watched.wake(end - WARN_S - 1) if isinstance(one, Log)]
     assert watched.watch.wake_at == end - WARN_S  # sooner than its next look
     (line,) = [one for one in watched.wake(end - WARN_S) if isinstance(one, Log)]
-    assert "expires in 60 minutes" in line.fields["reason"]
+    assert isinstance(line.event, ErrorLine)
+    assert "expires in 60 minutes" in line.event.reason
     assert not [one for one in watched.wake(end - 60) if isinstance(one, Log)]
     assert watched.private.until == end
     assert over(watched.wake(end)) == [f"no member: {revocation_watch.ENDINGS[Reason.EXPIRED]}"]

@@ -16,6 +16,7 @@ from decentral.comm.wire.messages import Pong
 from decentral.comm.wire.transport import Announce, Answered, AskFailed, Found, Lookup
 from decentral.core.config import SwarmConfig
 from decentral.core.ids import PeerId, RunId
+from decentral.core.journal.events import ErrorLine, GoodbyeLine, PeerJoinedLine, PeerLeftLine
 from decentral.core.machine import Log, Woke
 from decentral.core.reasons import Reason
 from decentral.peers.membership import records
@@ -69,11 +70,11 @@ def find(roster: Roster, value: bytes, now: float = NOW, peer: PeerId | None = N
 
 
 def left(effects: Sequence[RosterEffect]) -> list[str]:
-    return [one.fields["reason"] for one in effects if isinstance(one, Log) and one.event == "peer_left"]
+    return [one.event.reason for one in effects if isinstance(one, Log) and isinstance(one.event, PeerLeftLine)]
 
 
 def goodbyes(effects: Sequence[RosterEffect]) -> list[str]:
-    return [one.fields["peer"] for one in effects if isinstance(one, Log) and one.event == "goodbye"]
+    return [one.event.peer for one in effects if isinstance(one, Log) and isinstance(one.event, GoodbyeLine)]
 
 
 def unanswered(roster: Roster, reason: str = "unreachable", now: float = NOW) -> list[RosterEffect]:
@@ -96,8 +97,8 @@ def test_a_goodbye_of_a_peer_that_we_never_knew_is_none_of_our_news(roster: Rost
 def test_a_peer_joins_with_its_record_and_where_it_listens(roster: Roster) -> None:
     learned, joined = find(roster, sealed())
     assert learned == Learn(other(), RECORD.addresses)
-    assert isinstance(joined, Log)
-    assert (joined.event, joined.fields["peer"]) == ("peer_joined", other())
+    profile = RECORD.profile
+    assert joined == Log(PeerJoinedLine(peer=other(), device=profile.device, region=profile.region))
     assert roster.live[other()].record == RECORD
 
 
@@ -258,7 +259,7 @@ def of_copy(roster: Roster, now: float, written: float) -> list[RosterEffect]:
 
 
 def errors(effects: Sequence[RosterEffect]) -> list[str]:
-    return [one.fields["reason"] for one in effects if isinstance(one, Log) and one.event == "error"]
+    return [one.event.reason for one in effects if isinstance(one, Log) and isinstance(one.event, ErrorLine)]
 
 
 def test_a_peer_that_runs_with_a_copy_of_our_identity_is_told_of_once_while_it_is_there(roster: Roster) -> None:

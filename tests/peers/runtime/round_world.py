@@ -16,6 +16,7 @@ from decentral.comm.pipeline import stage
 from decentral.comm.rounds.round import Rounds
 from decentral.core import jobs
 from decentral.core.ids import PeerId
+from decentral.core.journal.lines import JOURNAL_LINES
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.data.source import Reading
@@ -66,7 +67,7 @@ class World(SimulatedSwarm):
             self.losses.setdefault(host.peer, {})[job.round] = outcome.loss
 
     def _line(self, peer: PeerId, t: Seconds, line: Log) -> None:
-        self.lines.setdefault(peer, []).append({"t": self.agenda.now, "event": line.event, **line.fields})
+        self.lines.setdefault(peer, []).append(JOURNAL_LINES.line(self.agenda.now, line.event))
 
     def _train(self, member: SimulatedPeer) -> Training:
         setup = self.make(member.peer)

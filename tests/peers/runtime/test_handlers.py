@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import pytest
 
 from decentral.comm.wire.transport import Tag
-from decentral.core.machine import Woke, log
-from decentral.peers.runtime.handlers import Handlers
+from decentral.core.journal.events import ErrorLine
+from decentral.core.machine import Log, Woke
+from decentral.peers.runtime.handlers import Handlers, PeerEvent
 
 
 @dataclass(frozen=True)
@@ -24,26 +25,30 @@ class Special(Derived):
     pass
 
 
+def said(name: str, event: PeerEvent, now: float) -> Log:
+    return Log(ErrorLine(reason=f"{name} {event} {now}"))
+
+
 def table() -> Handlers:
     handlers = Handlers()
-    handlers.register(lambda event, now: [log("base", told=event, now=now)], Base)
-    handlers.register(lambda event, now: [log("special", told=event, now=now)], Special)
+    handlers.register(lambda event, now: [said("base", event, now)], Base)
+    handlers.register(lambda event, now: [said("special", event, now)], Special)
     return handlers
 
 
 def test_an_event_goes_to_the_handler_of_its_class() -> None:
-    assert table().handle(Base(1), Woke(), 2.0) == [log("base", told=Woke(), now=2.0)]
+    assert table().handle(Base(1), Woke(), 2.0) == [said("base", Woke(), 2.0)]
 
 
 @pytest.mark.parametrize(("subject", "name"), [(Derived(), "base"), (Special(), "special")])
 def test_a_class_without_a_handler_has_that_of_its_nearest_base(subject: Base, name: str) -> None:
-    assert table().handle(subject, Woke(), 0.0) == [log(name, told=Woke(), now=0.0)]
+    assert table().handle(subject, Woke(), 0.0) == [said(name, Woke(), 0.0)]
 
 
 def test_what_was_found_in_the_dht_goes_to_the_handler_of_its_key() -> None:
     handlers = table()
-    handlers.register(lambda event, now: [log("plans")], "run/plan")
-    assert handlers.handle("run/plan", Woke(), 0.0) == [log("plans")]
+    handlers.register(lambda event, now: [Log(ErrorLine(reason="plans"))], "run/plan")
+    assert handlers.handle("run/plan", Woke(), 0.0) == [Log(ErrorLine(reason="plans"))]
     assert handlers.find("run/peers") is None
 
 

@@ -7,11 +7,11 @@ from statistics import mean
 
 import pytest
 
-from decentral.commands import audit
 from decentral.core import config, jobs
 from decentral.core.journal import file as journal
 from decentral.core.units import Amount
 from decentral.serving import replicas
+from tests.journal_lines import audited
 from tests.peers.runtime.host_swarm import Swarm
 
 ALGORITHMS = ["pull", "allreduce"]
@@ -177,7 +177,7 @@ def test_three_peers_train_a_model_that_none_of_them_holds(swarm_of: Callable[[s
     untrained = math.log(config.ModelConfig().vocabulary)  # the run may take only a second, and then there is one line
     assert mean(losses[-20:]) < untrained - 0.5
     journals = [journal.read(swarm.folder(name) / "journal.jsonl") for name in "ABC"]
-    found = audit.audit(journals, 3)
+    found = audited(journals, 3)
     assert found.sound
     assert found.everywhere >= 100
     held = [replicas.read(swarm.folder(name)) for name in "ABC"]
@@ -256,7 +256,7 @@ def test_a_peer_changes_its_layers_while_all_train_and_no_micro_batch_is_lost(sw
 
     swarm.play(changed())
     assert moved(swarm, "C") == ["done"]
-    found = audit.audit([journal.read(swarm.folder(name) / "journal.jsonl") for name in "ABC"], 3)
+    found = audited([journal.read(swarm.folder(name) / "journal.jsonl") for name in "ABC"], 3)
     assert found.sound
     assert found.everywhere >= 55
     assert not [line for name in "ABC" for line in swarm.journal(name, "abandoned") + swarm.journal(name, "error")]
@@ -301,7 +301,7 @@ def test_a_layer_whose_last_holder_is_gone_is_taken_from_the_peer_that_retains_i
     swarm.play(lost())
     taken = [line for name in "AC" for line in swarm.journal(name, "move") if line["why"] == "lost"]
     assert [(line["first"], line["last"]) for line in taken if line["outcome"] == "done"] == [(1, 3)]
-    found = audit.audit([journal.read(swarm.folder(name) / "journal.jsonl") for name in "ABC"], 3)
+    found = audited([journal.read(swarm.folder(name) / "journal.jsonl") for name in "ABC"], 3)
     assert found.sound
 
 

@@ -37,7 +37,8 @@ from decentral.core import jobs
 from decentral.core.config import Config, GossipConfig
 from decentral.core.fragments import Fragment, Section
 from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import Log, Woke, log
+from decentral.core.journal.events import AddressesLine, StatusLine
+from decentral.core.machine import Log, Woke
 from decentral.core.time_spent import TimeSpent
 from decentral.peers.membership import records
 from decentral.peers.membership.prober import ProbeTag, UploadTag
@@ -517,7 +518,7 @@ def test_a_speed_that_was_not_measured_is_told_by_the_first_steps_and_published(
 def test_a_record_has_the_addresses_of_now_and_not_of_the_start() -> None:
     played, now = Played("pull", "training"), ("/ip4/10.0.0.2/tcp/1",)
     assert played.node.own_record.compose("training", played.now).addresses == ("/ip4/127.0.0.1/tcp/1",)
-    assert played.node.own_record.move_to(now) == log("addresses", addresses=now)
+    assert played.node.own_record.move_to(now) == Log(AddressesLine(addresses=now))
     assert played.node.own_record.compose("training", played.now).addresses == now
 
 
@@ -525,7 +526,7 @@ def test_a_node_s_record_and_its_journal_say_how_its_training_goes() -> None:
     played = Played("pull", "training")
     partner = played.known.peer
     played.node.meter.saw(partner, 1.0, 0.05, 0, 1 << 20)
-    played.node.gossip.counts.outcomes.update({"done": 3, "failed": 1})
+    played.node.gossip.counts.ended.update({("done", ""): 3, ("failed", "deadline"): 1})
     spent = TimeSpent(training=9.0, gossip=1.0)
     played.deliver(jobs.Stepped(1, 1, 256, 2.5, spent, 1))
     played.node.progress.evaluations.held_out = 1e9  # no loss that a valid record could tell
@@ -533,5 +534,5 @@ def test_a_node_s_record_and_its_journal_say_how_its_training_goes() -> None:
     assert (standing.loss, standing.held_out, standing.shares[:2]) == (2.5, None, (900, 100))
     assert standing.exchanges == (3, 0, 1)
     assert standing.links[0][0] == partner[-8:]
-    (line,) = [one for one in played.effects if isinstance(one, Log) and one.event == "status"]
-    assert (line.fields["first"], line.fields["last"], line.fields["window_s"]) == (0, 3, 1.0)
+    (line,) = [one.event for one in played.effects if isinstance(one, Log) and isinstance(one.event, StatusLine)]
+    assert (line.first, line.last, line.window_s) == (0, 3, 1.0)

@@ -12,12 +12,13 @@ from decentral.comm.rounds.tags import FollowTag
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import RoundQuery
 from decentral.comm.wire.transport import Ask
-from decentral.commands import audit
 from decentral.core import config
 from decentral.core.ids import PeerId
+from decentral.core.journal.micro_batch_counts import CountAudit
 from decentral.engine.compute import ComputeSetup
 from decentral.sim.swarm import RUN
 from tests.comm.net.virtual_transport import plugged
+from tests.journal_lines import audited
 from tests.peers.runtime.round_world import Make, Span, World, alone, equal, gradients
 
 MakeSetup = Callable[..., ComputeSetup]
@@ -63,8 +64,8 @@ def all_equal(world: World) -> bool:
     return all(equal(one, other) for one, other in pairs if one.keys() & other.keys())
 
 
-def audited(world: World) -> audit.CountAudit:
-    return audit.audit(world.lines.values(), LAYERS)
+def audit_of(world: World) -> CountAudit:
+    return audited(world.lines.values(), LAYERS)
 
 
 @pytest.mark.parametrize("spans", [UNEQUAL, [None, (0, 3), (2, 5)], [None, None]])
@@ -103,7 +104,7 @@ def test_a_run_loses_what_one_process_loses_in_every_round(make_of: Callable[[in
     assert losses[rounds[-1]] < losses[rounds[0]] - 3
     assert len(world.routes_taken()) > 2
     assert all_equal(world)
-    assert (audited(world).in_part, audited(world).dropped) == (0, 0)
+    assert (audit_of(world).in_part, audit_of(world).dropped) == (0, 0)
 
 
 def test_every_holder_takes_part_and_each_round_has_as_many_micro_batches_as_it_should(
@@ -151,7 +152,7 @@ def test_a_peer_that_dies_in_a_round_costs_two_deadlines_and_the_others_stay_equ
     assert run_rounds(world, 2) < 2 * (GONE_S + HOP_DEADLINE_FLOOR_S)
     run_rounds(world, 2)
     assert all_equal(world)
-    assert audited(world).sound
+    assert audit_of(world).sound
     for member in world.living:
         assert peer in {line["peer"] for line in world.of(member.number, "without")}
         assert peer not in {one.peer for one in world.rounds(member.number).now_in.members}  # type: ignore[union-attr]
@@ -168,7 +169,7 @@ def test_a_peer_that_comes_back_is_let_in_again_and_equals_the_others(make_of: C
     run_rounds(world, 2)
     assert world.carried(world.rounds(1).number - 1)[world.members[1].peer]
     assert all_equal(world)
-    assert audited(world).sound
+    assert audit_of(world).sound
 
 
 def test_a_peer_that_was_taken_for_dead_notices_and_fetches_the_state_anew(make_of: Callable[[int], Make]) -> None:
@@ -200,7 +201,7 @@ def test_peers_that_all_die_at_once_go_on_together_from_their_checkpoints(make_o
     assert all(world.rounds(number).number > saved for number in range(3))
     assert len(world.rounds(0).now_in.members) == 3  # type: ignore[union-attr]
     assert all_equal(world)
-    assert audited(world).sound
+    assert audit_of(world).sound
 
 
 def test_two_parts_of_a_swarm_that_went_on_apart_become_one_again(make_of: Callable[[int], Make]) -> None:

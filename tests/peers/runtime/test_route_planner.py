@@ -16,7 +16,8 @@ from decentral.comm.wire.transport import Ask
 from decentral.core.config import Config
 from decentral.core.fragments import Fragment, Section
 from decentral.core.ids import PeerId, RunId
-from decentral.core.machine import log
+from decentral.core.journal.events import HeldLine, UnheldLine
+from decentral.core.machine import Log
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.peers.runtime.node import Node
@@ -52,7 +53,7 @@ def planner(tmp_path: Path) -> RoutePlanner:
 def test_layers_without_a_holder_are_said_after_a_while_and_once(planner: RoutePlanner) -> None:
     assert planner.refresh(0.0) == planner.refresh(UNHELD_S - 1) == []
     assert planner.unheld == ""
-    assert planner.refresh(UNHELD_S) == [log("unheld", reason=SAID, first=1, last=3)]
+    assert planner.refresh(UNHELD_S) == [Log(UnheldLine(reason=SAID, first=1, last=3))]
     assert planner.refresh(UNHELD_S + 1) == []
     assert planner.unheld == SAID
 
@@ -61,7 +62,7 @@ def test_that_all_layers_are_held_again_is_said_once(planner: RoutePlanner) -> N
     planner.refresh(0.0)
     planner.refresh(UNHELD_S)
     planner.roster.holders.put(PeerId("QmOther"), OTHER)
-    assert planner.refresh(UNHELD_S + 1) == [log("held")]
+    assert planner.refresh(UNHELD_S + 1) == [Log(HeldLine())]
     assert planner.unheld == ""
     assert planner.refresh(UNHELD_S + 2) == []
 

@@ -5,6 +5,7 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Ping, Pong, Pull
 from decentral.comm.wire.transport import Answered, Asked
 from decentral.core.ids import PeerId, RunId
+from decentral.core.journal.events import TrafficLine
 from decentral.core.machine import Log
 from decentral.peers.runtime.traffic import QUESTION_BYTES, TRAFFIC_S, TrafficCounter
 
@@ -21,7 +22,7 @@ def test_blobs_of_questions_and_replies_and_all_bytes_of_answers_count() -> None
 
 def test_the_totals_are_written_every_few_seconds() -> None:
     traffic = TrafficCounter(sent_bytes=3)
-    assert traffic.lines(100.0) == [Log("traffic", {"sent_bytes": 3, "received_bytes": 0})]
+    assert traffic.lines(100.0) == [Log(TrafficLine(sent_bytes=3, received_bytes=0))]
     assert traffic.lines(100.0 + TRAFFIC_S - 1) == []
     assert len(traffic.lines(100.0 + TRAFFIC_S)) == 1
 

@@ -22,6 +22,7 @@ from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.startup import invitation_files, state
 from decentral.peers.startup.invitation_files import FounderFile
 from decentral.peers.startup.state import StateFolder
+from tests.journal_lines import event_of
 
 RUN = RunId("gpt-3fa2c1")
 LISTENED = ["/ip4/10.0.0.1/tcp/4001/p2p/Qm"]
@@ -98,7 +99,7 @@ def write_all_that_a_start_makes(folder: StateFolder) -> None:
     folder.write_listen(LISTENED)
     folder.write_profile("it", Measured("cpu", 1, 1.0, 1.0))
     AddressBook.load(path / "peers.json").learn(PeerId("A"), ("/ip4/192.0.2.1/tcp/1",))
-    Journal(path / "journal.jsonl", lambda: 0.0).write("started", peer="A")
+    Journal(path / "journal.jsonl", lambda: 0.0).write(event_of("started", peer="A"))
     MicroBatchNumbers.of(path).take(0)
     tokens_NT, learned_NT = np.zeros((8, 2), np.uint32), np.ones((8, 1), np.bool_)
     for rank in ("", "-1", "-12"):

@@ -11,6 +11,7 @@ from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Event
 from decentral.core.fragments import Fragment, Section
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import ChangeSpan, SpanChanged
+from decentral.core.journal.events import MoveLine
 from decentral.core.machine import Log, Woke
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.peers.joining.fetch import FAILURES
@@ -95,8 +96,8 @@ class Swarm:
         self.tell(name, SpanChanged(True))
 
     def said(self, name: str) -> list[tuple[str, str]]:
-        lines = [effect.fields for effect in self.effects[PeerId(name)] if isinstance(effect, Log)]
-        return [(line["outcome"], line["reason"]) for line in lines if "outcome" in line]
+        lines = [effect.event for effect in self.effects[PeerId(name)] if isinstance(effect, Log)]
+        return [(line.outcome, line.reason) for line in lines if isinstance(line, MoveLine)]
 
 
 class Seen:

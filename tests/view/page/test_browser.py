@@ -15,6 +15,7 @@ from selenium.webdriver.common.keys import Keys
 from benchmarks.browser import CHROMIUM, DRIVER, browsing, complaints, hosts_asked, until
 from decentral.view.page.address import PageAddress, link
 from decentral.view.page.server import Updates, application
+from decentral.view.page.source_lines import PAGE_LINES
 from decentral.view.page.swarm_view import SwarmView
 
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver; apt-get has both")
@@ -35,7 +36,9 @@ class Served:
         self.updates = Updates(self.view)
 
     def tell(self, owner: str, t: float, event: str, **fields: Any) -> None:
-        self._loop.call_soon_threadsafe(self.view.take, owner, {"t": t, "event": event, **fields})
+        line = PAGE_LINES.parse({"t": t, "event": event, **fields})
+        assert line is not None
+        self._loop.call_soon_threadsafe(self.view.take, owner, line)
 
     def publish(self, now: float) -> None:
         self._loop.call_soon_threadsafe(self._publish, now)
@@ -135,8 +138,10 @@ def test_a_page_with_a_thousand_peers_on_a_phone_is_as_wide_as_the_phone(served:
 def test_peers_that_name_a_region_each_do_not_break_the_page(served: Served) -> None:
     four_peers(served)
     for number in range(600):
-        of_others = {"phase": "training", "device": "cpu", "region": f"region {number}", "first": 0, "last": 4}
-        served.tell("", 8.0, "record", peer=f"Qm{number:040d}", **of_others)
+        profile = {"device": "cpu", "memory_bytes": 1, "flops": 1.0, "tokens_per_s": 1.0, "region": f"region {number}"}
+        numbers = {"time": 8.0, "first": 0, "last": 4, "step": 0, "lr_step": 0, "tokens": 0}
+        record = {"run": "test-000000", "addresses": [], "profile": profile, "phase": "training", **numbers}
+        served.tell("", 8.0, "record", peer=f"Qm{number:040d}", record=record)
     served.publish(8.0)
     with browsing(served.url) as driver:
         until(driver, lambda: "604 peers train" in text(driver, "#verdict"))

@@ -1,7 +1,7 @@
 """What is wrong: said while it is, in words that name it, and not for ever."""
 
+from decentral.core.journal.events import BAD, PLAIN, WARNING
 from decentral.core.time_spent import TimeSpent
-from decentral.view.page.events import BAD, PLAIN, WARNING
 from decentral.view.page.peer_view import PeerView
 from decentral.view.page.problems import PROBLEMS_SHOWN, STILL_MISSED_S, RecentTroubles, RunKind
 
@@ -12,7 +12,7 @@ def peer(number: int, state: str = "training", since: float = 0.0) -> PeerView:
 
 def exchanging(number: int) -> PeerView:
     found = peer(number)
-    found.work.exchanges["done"] = 1
+    found.work.exchanges.ended["done", ""] = 1
     return found
 
 
@@ -58,7 +58,7 @@ def test_a_few_exchanges_that_fail_say_nothing() -> None:
 
 def test_a_peer_that_trains_beside_others_and_exchanges_nothing_is_named() -> None:
     alone = peer(1)
-    alone.work.reasons["stranger"] = 4
+    alone.work.exchanges.ended["failed", "stranger"] = 4
     (found,) = RecentTroubles().problems([exchanging(0), alone], now=100.0)
     assert found == (WARNING, 1, "has not exchanged anything since it joined (stranger)")
     assert RecentTroubles().problems([alone], now=100.0) == []  # there is nobody else
@@ -67,7 +67,6 @@ def test_a_peer_that_trains_beside_others_and_exchanges_nothing_is_named() -> No
 def test_a_peer_that_trains_little_is_named_with_what_holds_it_up() -> None:
     slow = exchanging(0)
     slow.work.spent = TimeSpent(training=20.0, checkpoint=70.0, waiting=10.0)
-    slow.work.shares = slow.work.spent.shares()
     (found,) = RecentTroubles().problems([slow], now=100.0)
     assert found == (WARNING, 0, "trains 20% of the time; checkpoint takes most of the rest")
 
@@ -90,7 +89,7 @@ def holding(number: int, first: int, last: int) -> PeerView:
 
 def test_layers_without_a_holder_are_a_problem_while_the_table_shows_none() -> None:
     troubles = RecentTroubles()
-    troubles.unheld(0, (4, 6), "no peer that trains holds layers 4 to 5")
+    troubles.unheld(0, range(4, 6), "no peer that trains holds layers 4 to 5")
     lacking = [holding(0, 0, 4), holding(1, 5, 8)]
     assert troubles.problems(lacking, now=1000.0) == [(BAD, -1, "no peer that trains holds layers 4 to 5")]
     assert troubles.problems([*lacking, holding(2, 3, 5)], now=1000.0) == []
@@ -110,8 +109,8 @@ def test_with_long_windows_a_peer_may_be_without_an_exchange_for_some_of_them() 
 
 def test_peers_without_a_common_layer_and_those_of_rounds_have_nothing_to_exchange() -> None:
     one, other = holding(0, 0, 4), holding(1, 4, 8)
-    one.work.exchanges.clear()
-    other.work.exchanges.clear()
+    one.work.exchanges.ended.clear()
+    other.work.exchanges.ended.clear()
     assert RecentTroubles().problems([one, other], now=100.0) == []
     assert len(RecentTroubles().problems([one, other, holding(2, 2, 6)], now=100.0)) == 2
     both = [peer(0), peer(1)]
@@ -121,11 +120,9 @@ def test_peers_without_a_common_layer_and_those_of_rounds_have_nothing_to_exchan
 def test_a_peer_that_waits_for_others_as_its_run_wants_is_not_idle() -> None:
     part = holding(0, 0, 4)
     part.work.spent = TimeSpent(training=30.0, waiting=70.0)
-    part.work.shares = part.work.spent.shares()
     assert RecentTroubles().problems([part], now=100.0, run=RunKind(8)) == []
     assert len(RecentTroubles().problems([part], now=100.0, run=RunKind(4))) == 1
     part.work.spent = TimeSpent(training=10.0, checkpoint=20.0, waiting=70.0)
-    part.work.shares = part.work.spent.shares()
     (found,) = RecentTroubles().problems([part], now=100.0, run=RunKind(8))
     assert found == (WARNING, 0, "trains 10% of the time; checkpoint takes most of the rest")
 

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from decentral.core.journal.lines import Recorded
 from decentral.view.page import server
 from decentral.view.page.server import STATIC, Updates, application
+from decentral.view.page.source_lines import PageLine
 from decentral.view.page.swarm_view import SwarmView
+from tests.journal_lines import event_of
 
 
-def line(event: str, t: float, **fields: Any) -> dict[str, Any]:
-    return {"t": t, "event": event, **fields}
+def line(event: str, t: float, **fields: Any) -> PageLine:
+    return Recorded(t, event_of(event, **fields))
 
 
 @pytest.fixture

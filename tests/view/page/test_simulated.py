@@ -1,15 +1,17 @@
 """A simulation's page: it has the run's own figures, and watching changes nothing of the run."""
 
-from typing import Any, cast
+from typing import cast
 
 from decentral.core import config
 from decentral.core.config import Config
+from decentral.core.journal.lines import Recorded
 from decentral.sim import faults
 from decentral.sim.host import Pace
 from decentral.sim.run import Scenario, run
 from decentral.sim.swarm import SwarmSettings
 from decentral.view.page.child import DashboardProcess
 from decentral.view.page.simulated import SimulatedPage
+from decentral.view.page.source_lines import PageEvent
 from decentral.view.page.swarm_view import SwarmView
 
 
@@ -19,8 +21,8 @@ class Page:
     def __init__(self) -> None:
         self.view = SwarmView()
 
-    def tell(self, peer: str, line: dict[str, Any]) -> None:
-        self.view.take(peer, line)
+    def tell(self, peer: str, t: float, event: PageEvent) -> None:
+        self.view.take(peer, Recorded(t, event))
 
 
 def scenario() -> Scenario:

@@ -12,11 +12,15 @@ import pytest
 from decentral.commands import audit
 from decentral.core import config, strict_json
 from decentral.core.ids import PeerId
+from decentral.core.journal.events import HeldLine, StartedLine, StepLine
 from decentral.core.journal.file import Journal
+from decentral.core.journal.lines import Recorded, name_of
 from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.view.page.follow import PageFollower, SwarmTime
 from decentral.view.page.record_lines import RECORDS_AT_ONCE, ToldRecords
-from decentral.view.page.sources import MOST_LINE_BYTES, SOURCE_EVENTS, JournalFolder, ParentFeed
+from decentral.view.page.source_lines import MissedLine, NowLine, RecordLine, SourceEvent
+from decentral.view.page.sources import MOST_LINE_BYTES, JournalFolder, ParentFeed
+from tests.journal_lines import event_of
 
 
 class Clock:
@@ -30,7 +34,7 @@ class Clock:
 def journal(folder: Path, peer: str, clock: Clock) -> Journal:
     (folder / peer).mkdir()
     written = Journal(folder / peer / "journal.jsonl", clock)
-    written.write("started", peer=peer, device="cpu")
+    written.write(event_of("started", peer=peer, device="cpu"))
     return written
 
 
@@ -39,14 +43,14 @@ def test_lines_of_several_journals_come_in_the_order_of_their_times(tmp_path: Pa
     one, other = journal(tmp_path, "A", clock), journal(tmp_path, "B", clock)
     for now, written in ((1.0, other), (2.0, one), (3.0, other)):
         clock.now = now
-        written.write("step", step=now)
+        written.write(event_of("step", step=int(now)))
     source = JournalFolder(tmp_path)
-    told = [(peer, line["t"]) for peer, line in source.lines() if line["event"] == "step"]
+    told = [(peer, line.t) for peer, line in source.lines() if isinstance(line.event, StepLine)]
     assert told == [("B", 1.0), ("A", 2.0), ("B", 3.0)]
     clock.now = 4.0
-    one.write("step", step=4)
+    one.write(event_of("step", step=4))
     journal(tmp_path, "C", clock)
-    assert [(peer, line["event"]) for peer, line in source.lines()] == [("A", "step"), ("C", "started")]
+    assert [(peer, type(line.event)) for peer, line in source.lines()] == [("A", StepLine), ("C", StartedLine)]
     assert list(source.lines()) == []
 
 
@@ -58,10 +62,10 @@ def test_the_backup_of_a_peer_s_folder_is_not_another_peer(tmp_path: Path) -> No
     os.utime(tmp_path / "A-before" / "journal.jsonl", (1.0, 1.0))
     source = JournalFolder(tmp_path)
     assert [path.parent.name for path in audit.journals(tmp_path)] == ["A"]
-    assert [(peer, line["event"]) for peer, line in source.lines()] == [("A", "started")]
+    assert [(peer, type(line.event)) for peer, line in source.lines()] == [("A", StartedLine)]
     shutil.copytree(tmp_path / "A", tmp_path / "A-later")
-    own.write("step", step=1)
-    assert [(peer, line["event"]) for peer, line in source.lines()] == [("A", "step")]
+    own.write(event_of("step", step=1))
+    assert [(peer, type(line.event)) for peer, line in source.lines()] == [("A", StepLine)]
 
 
 def test_a_state_folder_is_one_journal_and_names_its_run(tmp_path: Path) -> None:
@@ -91,11 +95,11 @@ def test_a_process_that_ends_without_a_farewell_is_missed_after_its_last_line(tm
     source = JournalFolder(tmp_path)
     with (tmp_path / "A" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert [line["event"] for _, line in source.lines()] == ["started"]
-        written.write("step", step=1)
-    assert [line["event"] for _, line in source.lines()] == ["step"]
+        assert [type(line.event) for _, line in source.lines()] == [StartedLine]
+        written.write(event_of("step", step=1))
+    assert [type(line.event) for _, line in source.lines()] == [StepLine]
     ((_, missed),) = source.lines()
-    assert (missed["event"], missed["peer"], missed["certain"]) == ("missed", "A", True)
+    assert missed.event == MissedLine(peer=PeerId("A"), reason="its process is gone", certain=True)
     assert list(source.lines()) == []
 
 
@@ -109,10 +113,10 @@ def pipe() -> Iterator[tuple[ParentFeed, int]]:
 def test_a_parent_s_lines_come_whole_and_its_end_is_the_end(pipe: tuple[ParentFeed, int]) -> None:
     feed, ours = pipe
     assert list(feed.lines()) == []
-    os.write(ours, b'["A", {"event": "step"}]\n["B", {"eve')
-    assert list(feed.lines()) == [("A", {"event": "step"})]
-    os.write(ours, b'nt": "eval"}]\n["C", 5]\nnonsense\n')
-    assert list(feed.lines()) == [("B", {"event": "eval"})]
+    os.write(ours, b'["A", {"t": 1, "event": "held"}]\n["B", {"t": 2, "eve')
+    assert list(feed.lines()) == [("A", Recorded(1.0, HeldLine()))]
+    os.write(ours, b'nt": "now"}]\n["C", 5]\n["C", {"t": -1, "event": "held"}]\nnonsense\n')
+    assert list(feed.lines()) == [("B", Recorded(2.0, NowLine()))]
     assert not feed.over
     os.close(ours)
     assert list(feed.lines()) == []
@@ -124,8 +128,8 @@ def test_a_line_that_never_ends_does_not_fill_the_memory(pipe: tuple[ParentFeed,
     for _ in range(2 * MOST_LINE_BYTES // 4096):
         os.write(ours, b"x" * 4096)
         assert list(feed.lines()) == []
-    os.write(ours, b'\n["A", {"event": "step"}]\n')
-    assert list(feed.lines()) == [("A", {"event": "step"})]
+    os.write(ours, b'\n["A", {"t": 1, "event": "held"}]\n')
+    assert list(feed.lines()) == [("A", Recorded(1.0, HeldLine()))]
     os.close(ours)
 
 
@@ -133,7 +137,7 @@ def test_of_a_run_that_is_over_time_has_stopped() -> None:
     clock = Clock()
     clock.now = 1e9
     time = SwarmTime(clock)
-    time.saw({"t": 5.0, "event": "step"}, live=False)
+    time.saw(Recorded(5.0, None), live=False)
     assert (time.past, time.now()) == (True, 5.0)
 
 
@@ -141,8 +145,8 @@ def test_a_swarm_s_clock_that_is_another_than_ours_goes_on_as_ours_does() -> Non
     clock = Clock()
     clock.now = 1000.0
     time = SwarmTime(clock)
-    time.saw({"t": 700.0, "event": "step"}, live=False)
-    time.saw({"t": 701.0, "event": "step"}, live=True)
+    time.saw(Recorded(700.0, None), live=False)
+    time.saw(Recorded(701.0, None), live=True)
     clock.now = 1004.0
     assert (time.past, time.now()) == (False, 705.0)
 
@@ -150,7 +154,7 @@ def test_a_swarm_s_clock_that_is_another_than_ours_goes_on_as_ours_does() -> Non
 def test_virtual_time_is_the_simulator_s() -> None:
     clock = Clock()
     time = SwarmTime(clock)
-    time.saw({"t": 7.0, "event": "now"}, live=True)
+    time.saw(Recorded(7.0, NowLine()), live=True)
     clock.now = 50.0
     assert time.now() == 7.0
 
@@ -170,22 +174,23 @@ def test_a_line_of_no_time_moves_no_clock(tmp_path: Path, t: str) -> None:
     asyncio.run(follower.take(source, live=True))
     assert follower.time.now() == 1e9
     follower.view.tick(follower.time.now())
-    assert follower.view.peers["A"].work.held_out is None
+    assert follower.view.peers["A"].progress.held_out is None
 
 
 def test_what_only_sources_say_is_not_taken_from_a_journal(tmp_path: Path) -> None:
     said = '{"t":1e9,"event":"%s","peer":"B","facts":{"run":"not-this"},"phase":"training","certain":true}'
-    source = written_by_another(tmp_path, *(said % event for event in SOURCE_EVENTS))
-    assert [line["event"] for _, line in source.lines()] == ["started"]
+    names = [name_of(kind) for kind in SourceEvent.__args__]
+    source = written_by_another(tmp_path, *(said % name for name in names))
+    assert [type(line.event) for _, line in source.lines()] == [StartedLine] + [type(None)] * len(names)
 
 
 def test_history_is_taken_with_its_totals(tmp_path: Path) -> None:
     clock = Clock()
     written = journal(tmp_path, "A", clock)
-    written.write("joined", seconds=0.0)
+    written.write(event_of("joined", seconds=0.0))
     for step in range(1, 50):
         clock.now = float(step)
-        written.write("step", step=step, tokens=10, loss=1.0, seconds=1.0, aside={})
+        written.write(event_of("step", step=step, tokens=10, loss=1.0, seconds=1.0, aside={}))
     follower = PageFollower([JournalFolder(tmp_path)], SwarmTime(clock))
     asyncio.run(follower.take(follower.sources[0], live=False))
     tokens = follower.view.timeline.since(0, ["tokens"])["series"]["tokens"]
@@ -200,14 +205,14 @@ def told_record(time: float) -> PeerRecord:
 def test_each_record_is_told_once_and_not_too_many_at_once() -> None:
     told = ToldRecords()
     live = {PeerId(f"peer{number}"): told_record(1.0) for number in range(RECORDS_AT_ONCE + 20)}
-    assert len(list(told.news(live, 2.0))) == RECORDS_AT_ONCE
-    assert len(list(told.news(live, 3.0))) == 20
-    assert list(told.news(live, 4.0)) == []
-    (line,) = told.news({PeerId("peer0"): told_record(5.0)}, 6.0)
-    assert (line["peer"], line["t"], line["event"]) == ("peer0", 6.0, "record")
+    assert len(list(told.news(live))) == RECORDS_AT_ONCE
+    assert len(list(told.news(live))) == 20
+    assert list(told.news(live)) == []
+    (line,) = told.news({PeerId("peer0"): told_record(5.0)})
+    assert line == RecordLine(peer=PeerId("peer0"), record=told_record(5.0))
 
 
 def test_records_that_change_all_the_time_keep_no_other_from_being_told() -> None:
     told, peers = ToldRecords(), [PeerId(f"peer{number}") for number in range(3 * RECORDS_AT_ONCE)]
-    seen = {line["peer"] for look in range(3) for line in told.news(dict.fromkeys(peers, told_record(look)), look)}
+    seen = {line.peer for look in range(3) for line in told.news(dict.fromkeys(peers, told_record(look)))}
     assert seen == {*peers}

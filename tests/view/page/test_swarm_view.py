@@ -7,9 +7,14 @@ from typing import Any
 import pytest
 
 from decentral.core import strict_json
-from decentral.core.line_fields import MOST_LAYERS
+from decentral.core.ids import PeerId
+from decentral.core.journal.field_kinds import MOST_LAYERS
+from decentral.core.journal.lines import Recorded
+from decentral.core.plain_text import SHOWN_CHARS
+from decentral.peers.membership.records import PeerRecord, Profile, Standing
 from decentral.view.page import link_view, swarm_view
 from decentral.view.page.peer_view import ROW
+from decentral.view.page.source_lines import PAGE_LINES, RecordLine
 from decentral.view.page.swarm_view import SwarmView
 
 A, B = "QmAAAAAAAAAAAAAAAAAAAAAAAAAAAAaaaaaaaa", "QmBBBBBBBBBBBBBBBBBBBBBBBBBBBBbbbbbbbb"
@@ -22,7 +27,16 @@ class Told:
         self.view = SwarmView()
 
     def line(self, owner: str, t: float, event: str, **fields: Any) -> None:
-        self.view.take(owner, {"t": t, "event": event, **fields})
+        found = PAGE_LINES.parse({"t": t, "event": event, **fields})
+        assert found is not None
+        self.view.take(owner, found)
+
+    def record(self, t: float, peer: str, span: tuple[int, int] = (0, 3), region: str = "", **standing: Any) -> None:
+        known: dict[str, Any] = {"loss": 1.5, "held_out": 1.7, "shares": (900, 100), "exchanges": (3, 2, 1)}
+        profile, first, last = Profile("cpu", 1, 1.0, 70.0, region=region), *span
+        told = Standing(**known | standing)
+        kept = PeerRecord("run", 1.0, (), profile, first, last, 5, 5, 700, phase="training", standing=told)
+        self.view.take("", Recorded(t, RecordLine(peer=PeerId(peer), record=kept)))
 
     def training(self, *peers: str, t: float = 0.0) -> None:
         for peer in peers:
@@ -137,32 +151,19 @@ def test_a_peer_that_was_taken_for_silent_has_left_once_its_goodbye_is_read(told
     assert not any(problem[1] == told.row(B)["number"] for problem in told.view.problems)
 
 
-def record(peer: str, **fields: Any) -> dict[str, Any]:
-    known = {
-        "phase": "training",
-        "step": 5,
-        "tokens": 700,
-        "speed": 70.0,
-        "device": "cpu",
-        "loss": 1.5,
-        "held_out": 1.7,
-    }
-    return {"peer": peer, "shares": [0.9, 0.1], "exchanges": (3, 2, 1), **known, **fields}
-
-
 def test_what_is_read_late_of_a_peer_that_has_left_brings_it_not_back(told: Told) -> None:
     told.training(A)
     told.line(A, 2.0, "peer_joined", peer=B, device="H100")
     told.line(A, 3.0, "peer_left", peer=B, reason="left")
-    told.line("", 2.9, "record", **record(B))
+    told.record(2.9, B)
     told.line(A, 2.5, "peer_joined", peer=B, device="H100")
     assert told.row(B)["state"] == "left"
-    told.line("", 9.0, "record", **record(B))
+    told.record(9.0, B)
     assert told.row(B)["state"] == "training"
 
 
 def test_a_record_tells_of_a_peer_without_a_journal_here(told: Told) -> None:
-    told.line("", 1.0, "record", **record(B, first=1, last=3))
+    told.record(1.0, B, (1, 3))
     row = told.row(B)
     assert (row["loss"], row["tokens_per_s"], row["exchanges"], row["first"]) == (1.5, 70.0, [3, 2, 1], 1)
     assert row["shares"][0] == 0.9
@@ -170,7 +171,7 @@ def test_a_record_tells_of_a_peer_without_a_journal_here(told: Told) -> None:
 
 def test_a_journal_knows_better_than_a_record(told: Told) -> None:
     told.training(A)
-    told.line("", 2.0, "record", **record(A, loss=9.0, region="home"))
+    told.record(2.0, A, loss=9.0, region="home")
     assert told.row(A)["loss"] == 2.0
     assert told.row(A)["region"] == "home"
 
@@ -178,7 +179,7 @@ def test_a_journal_knows_better_than_a_record(told: Told) -> None:
 def test_a_held_out_loss_has_the_time_of_its_measurement(told: Told) -> None:
     told.training(A)
     told.line(A, 10.0, "eval", tokens=1, loss=2.5, seconds=0.1)
-    told.line("", 20.0, "record", **record(B, held_out=3.0))
+    told.record(20.0, B, held_out=3.0)
     told.view.tick(21.0)
     assert (told.row(A)["evaluated"], told.row(B)["evaluated"]) == (10.0, 0.0)
     assert (told.view.totals.held_out, told.view.totals.evaluated) == (2.5, 10.0)
@@ -200,7 +201,7 @@ def test_layers_that_are_held_again_are_no_problem_any_more(told: Told) -> None:
 
 def test_a_held_out_loss_that_records_repeat_is_drawn_once(told: Told) -> None:
     for t, held_out in ((1.0, 3.0), (2.0, 3.0), (3.0, 2.5), (4.0, 2.5)):
-        told.line("", t, "record", **record(B, held_out=held_out))
+        told.record(t, B, held_out=held_out)
         told.view.tick(t)
     assert told.view.timeline.since(0, ["held_out"])["series"]["held_out"] == [None, None, 2.5, None]
 
@@ -304,7 +305,8 @@ HOSTILE = "<img src=x onerror=alert(1)>[red]\x1b[31m\u202e"
         {"event": "step", "t": 1.0, "tokens": "many", "loss": "nan", "seconds": None, "aside": 5},
         {"event": "step", "t": float("nan")},
         {"event": "status", "t": 1.0, "links": [[1], "x", None, [B, 1.0]], "first": {}, "last": []},
-        {"event": "record", "t": 1.0, "peer": "new", "links": [5, [], {}], "shares": 5, "exchanges": 7},
+        {"event": "record", "t": 1.0, "peer": "new", "record": 5},
+        {"event": "record", "t": 1.0, "peer": "new", "record": {"run": "r", "standing": [1, {}, "x"]}},
         {"event": "exchange", "t": 1.0, "partner": 7, "outcome": ["done"], "reason": HOSTILE},
         {"event": "peer_joined", "t": 1.0, "peer": B, "device": HOSTILE, "region": HOSTILE},
         {"event": "plan", "t": 1.0, "reason": HOSTILE, "cost": "much"},
@@ -315,15 +317,14 @@ HOSTILE = "<img src=x onerror=alert(1)>[red]\x1b[31m\u202e"
         {"event": "step", "t": 10**400, "step": 10**400},
         {"event": "status", "t": 1.0, "links": [[B, math.inf, 0.1], [B, 10**400, -math.inf]]},
         {"event": "status", "t": 1.0, "first": -1e17, "last": 1e17},
-        {"event": "record", "t": 1.0, "peer": "new", "shares": ["a", {}], "exchanges": ["x", [], math.inf]},
         {"event": "exchange", "t": 1.0, "partner": HOSTILE, "outcome": "done", "reason": ""},
         {"event": "started", "t": 1.0, "peer": A, "throttle": -5, "first": 5, "last": 2},
     ],
 )
 def test_whatever_a_line_has_in_it_the_view_stays_whole_and_its_text_plain(told: Told, line: dict[str, Any]) -> None:
     told.training(A, B)
-    told.view.take(A, line)
-    told.view.take(A, {"event": "step", **line})
+    if (found := PAGE_LINES.parse(line)) is not None:
+        told.view.take(A, found)
     told.view.tick(2.0)
     shown = strict_json.dumps(told.view.snapshot())
     assert "\x1b" not in shown
@@ -333,8 +334,9 @@ def test_whatever_a_line_has_in_it_the_view_stays_whole_and_its_text_plain(told:
 
 def test_a_name_is_as_long_as_names_are_whoever_wrote_it(told: Told) -> None:
     told.training(A)
-    told.line(A, 2.0, "exchange", partner="x" * 100_000, outcome="done")
-    assert len(strict_json.dumps(told.view.snapshot())) < 10_000
+    told.line(A, 2.0, "exchange", partner="x" * 200, outcome="done")
+    assert max(map(len, told.view.peers)) == SHOWN_CHARS
+    assert PAGE_LINES.parse({"t": 2.0, "event": "exchange", "partner": "x" * 100_000, "outcome": "done"}) is None
 
 
 def test_reasons_that_partners_make_up_do_not_add_up(told: Told) -> None:

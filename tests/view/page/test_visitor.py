@@ -17,6 +17,7 @@ from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup.visit import VisitedSwarm
+from decentral.view.page.source_lines import MissedLine, PageEvent, RecordLine
 from decentral.view.page.visitor import Visitor
 
 RECORD = PeerRecord(
@@ -49,21 +50,18 @@ class Swarm:
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None: ...
 
-    def looked(self) -> list[dict[str, Any]]:
+    def looked(self) -> list[PageEvent | None]:
         asyncio.run(self.visitor.look())
-        return [line for _, line in self.visitor.lines()]
+        return [line.event for _, line in self.visitor.lines()]
 
 
 def test_a_record_is_told_when_it_is_new() -> None:
     swarm = Swarm("A", "B")
-    assert [(line["event"], line["peer"], line["speed"]) for line in swarm.looked()] == [
-        ("record", "A", 70.0),
-        ("record", "B", 70.0),
-    ]
+    assert swarm.looked() == [RecordLine(peer=PeerId(name), record=RECORD) for name in "AB"]
     assert swarm.looked() == []
-    swarm.records[PeerId("B")] = dataclasses.replace(RECORD, time=21.0, step=9)
-    (line,) = swarm.looked()
-    assert (line["peer"], line["step"]) == ("B", 9)
+    later = dataclasses.replace(RECORD, time=21.0, step=9)
+    swarm.records[PeerId("B")] = later
+    assert swarm.looked() == [RecordLine(peer=PeerId("B"), record=later)]
 
 
 def test_a_peer_that_leaves_two_questions_unanswered_is_missed_once() -> None:
@@ -71,8 +69,7 @@ def test_a_peer_that_leaves_two_questions_unanswered_is_missed_once() -> None:
     swarm.looked()
     swarm.dead.add("B")
     assert swarm.looked() == []
-    (line,) = swarm.looked()
-    assert (line["event"], line["peer"], line["reason"]) == ("missed", "B", "unreachable")
+    assert swarm.looked() == [MissedLine(peer=PeerId("B"), reason="unreachable")]
     assert swarm.looked() == []
 
 
@@ -89,8 +86,7 @@ def test_a_record_that_is_gone_means_that_its_peer_left_or_that_it_was_dead(
     swarm.now = now
     swarm.looked()
     del swarm.records[PeerId("B")]
-    (line,) = swarm.looked()
-    assert (line["event"], line["peer"], line["reason"]) == ("missed", "B", reason)
+    assert swarm.looked() == [MissedLine(peer=PeerId("B"), reason=reason)]
 
 
 def test_a_directory_that_fails_is_asked_again_and_nobody_is_missed_for_it() -> None:
@@ -107,4 +103,4 @@ def test_of_many_peers_some_are_asked_each_time_and_all_in_turn() -> None:
     swarm.looked()
     swarm.dead |= {"P099"}
     missed = [line for _ in range(10) for line in swarm.looked()]
-    assert [line["peer"] for line in missed] == ["P099"]
+    assert missed == [MissedLine(peer=PeerId("P099"), reason="unreachable")]
