@@ -80,13 +80,13 @@ class VirtualUplink:
             self._release()
         return message
 
-    def hold(self, begin: Callable[[], None]) -> None:
-        """Calls `begin` when what has left is through; from then on nothing else leaves until `let_go`."""
+    def hold(self, begin: Callable[[], bool]) -> None:
+        """Calls `begin` when what has left is through. If it returns True, nothing else leaves until `let_go`."""
         if self.queue.free_at > self.agenda.now:
             self.agenda.at(self.queue.free_at, lambda: self.hold(begin))
             return
-        self.queue.hold(self.agenda.now)
-        begin()
+        if begin():
+            self.queue.hold(self.agenda.now)
 
     def let_go(self) -> None:
         self.queue.let_go()
