@@ -311,7 +311,9 @@ class VirtualHost:
         if self.ended is not None:
             return
         if self._frozen is None:
+            self.port.uplink.catch_up()
             self._carry_all(event, self.node.handle(event, self.clock()))
+            self.port.uplink.follow_rate()
         else:
             self._frozen.append((self.agenda.now, event))
 
