@@ -75,8 +75,12 @@ class Upload:
 class Link:
     down: Rate = field(default_factory=Rate)  # towards us
     up: float | None = None  # bytes/s towards the peer, when it was measured last
-    latencies: deque[Seconds] = field(default_factory=lambda: deque(maxlen=LATENCIES))
+    latencies: list[Seconds] = field(default_factory=list)  # of the last answers
     late: int = 0  # answers in a row that did not come in time; small ones that did take one back each
+
+    def answered(self, first_byte_s: Seconds) -> None:
+        self.latencies.append(first_byte_s)
+        del self.latencies[:-LATENCIES]
 
     def came(self, large: bool) -> None:
         """Count an answer that came in time."""
@@ -124,7 +128,7 @@ class Meter:
         """Records that a question took `seconds`, and `first_byte_s` until its answer began; with so many bytes."""
         link = self._link(peer)
         if sent < LARGE:
-            link.latencies.append(first_byte_s)
+            link.answered(first_byte_s)
         large = max(sent, received) >= LARGE
         link.came(large)
         if not large:

@@ -24,7 +24,15 @@ class TimeSpent:
         return cls(**seconds)
 
     def __add__(self, other: "TimeSpent") -> "TimeSpent":
-        return TimeSpent(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(TimeSpent)))
+        return TimeSpent(
+            self.training + other.training,
+            self.gossip + other.gossip,
+            self.checkpoint + other.checkpoint,
+            self.evaluation + other.evaluation,
+            self.state + other.state,
+            self.waiting + other.waiting,
+            self.beside + other.beside,
+        )
 
     @property
     def total(self) -> Seconds:
@@ -34,6 +42,10 @@ class TimeSpent:
     def busy(self) -> Seconds:
         """The total without waiting."""
         return self.total - self.waiting
+
+    def aside(self) -> dict[str, Seconds]:
+        """Return the seconds of each kind but training that has any."""
+        return {name: seconds for name in (*KINDS[1:], "beside") if (seconds := getattr(self, name))}
 
     def shares(self) -> dict[str, float]:
         """What part of the total each kind has; of no time at all, none has any."""

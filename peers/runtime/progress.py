@@ -1,7 +1,7 @@
 """How far training is: step lines, evaluations, checkpoints, and when to stop."""
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from decentral.comm.wire.transport import Event
 from decentral.core.config import BYTES, SwarmConfig, TrainConfig
@@ -209,7 +209,7 @@ class TrainingProgress:
         self._line_at = now
         micro_batches, losses = sum(step.micro_batches for step in steps), loss_fields(step.loss for step in steps)
         dropped = sum(step.dropped for step in steps)
-        aside = {name: round(seconds, 4) for name, seconds in asdict(spent).items() if name != "training" and seconds}
+        aside = {name: round(seconds, 4) for name, seconds in spent.aside().items()}
         figures: JsonObject = {"step": steps[-1].step, "lr_step": steps[-1].lr_step, "tokens": tokens}
         figures |= {"micro_batches": micro_batches, **losses, "seconds": round(spent.training, 4)}
         figures |= {"dropped": dropped} if dropped else {}
