@@ -380,10 +380,11 @@ class Roster:
 
         Lately means within the last two lifetimes of our record.
         """
-        if now >= self._published.copy_seen_at + 2 * RENEWALS * self.size.renew_s:
+        published = self._published
+        if not published.copy_address or now >= published.copy_seen_at + 2 * RENEWALS * self.size.renew_s:
             return ""
         remedy = "so the swarm counts both as one: stop one, and start it again with --join and a new --state-dir"
-        return f"another peer at {self._published.copy_address} uses a copy of this peer's identity, {remedy}"
+        return f"another peer at {published.copy_address} uses a copy of this peer's identity, {remedy}"
 
     def _found_own(self, key: str, value: bytes, now: Seconds) -> list[RosterEffect]:
         known = self.copy_warning(now)

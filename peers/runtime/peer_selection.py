@@ -101,8 +101,8 @@ class WindowLengths:
         """
         if self._others[0] != self.roster.changes:
             first, last = self.setup.now.fragments[0].first, self.setup.now.fragments[-1].last
-            records = [entry.record for entry in self.roster.live.values()]
-            needs = [one.window_s for one in records if one.window_s and one.overlaps(first, last)]
+            live = self.roster.live.values()
+            needs = [one.window_s for entry in live if (one := entry.record).window_s and one.overlaps(first, last)]
             self._others = self.roster.changes, sorted(needs)
         others = self._others[1]
         if len(others) == 1:
@@ -190,8 +190,8 @@ class PeerSelection:
     def _published_speeds(self) -> list[float]:
         self._forget_an_old_roster()
         if self._speeds is None:
-            published = [entry.record.profile.tokens_per_s for entry in self.roster.live.values()]
-            self._speeds = [speed for speed in published if speed]
+            live = self.roster.live.values()
+            self._speeds = [speed for entry in live if (speed := entry.record.profile.tokens_per_s)]
         return self._speeds
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
