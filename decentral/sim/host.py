@@ -348,19 +348,19 @@ class VirtualHost:
 
     def _carry(self, effect: PeerEffect) -> None:
         match effect:
+            case Log():
+                self.journal(self.peer, self.clock(), effect)
+            case Learn(peer):
+                keep_latest(self.connection.address_book, peer, None, ADDRESSES_KEPT)
             case Ask():
                 self._ask(effect)
             case Reply(request, envelope):
                 if respond := self._requests.pop(request, None):
                     respond(envelope)
-            case Log():
-                self.journal(self.peer, self.clock(), effect)
             case Announce():
                 self.agenda.after(self.connection.lookup_s, lambda: self._announce(effect))
             case Lookup(key):
                 self.agenda.after(self.connection.lookup_s, lambda: self._look_up(key))
-            case Learn(peer):
-                keep_latest(self.connection.address_book, peer, None, ADDRESSES_KEPT)
             case Exclude(peers):
                 for peer in peers:
                     self.connection.network.drop(self.port, peer)

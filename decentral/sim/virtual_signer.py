@@ -31,8 +31,10 @@ class VirtualSigner:
         return record
 
     def open(self, key: str, peer: PeerId, record: bytes, now: float) -> tuple[bytes, float]:
-        if isinstance(record, VirtualRecord) and record.sealed[:2] == (key, peer):
-            _, _, body, expires = record.sealed
+        if isinstance(record, VirtualRecord):
+            sealed_for, sealed_by, body, expires = record.sealed
+            if sealed_for != key or sealed_by != peer:
+                raise ProtocolError(Reason.SIGNATURE, "not the peer's")
         else:
             body, expires = _opened(key, peer, record)
         if not now < expires:

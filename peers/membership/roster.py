@@ -337,9 +337,11 @@ class Roster:
         if self._expiry_at is None or now < self._expiry_at:
             return []
         gone = [peer for peer, entry in self.live.items() if entry.expires <= now]
-        next_at = min([entry.expires for entry in self.live.values() if entry.expires > now], default=None)
-        self._expiry_at = None if next_at is None else max(next_at, now + self.size.refresh_s(len(self.live)) / 4)
-        return [effect for peer in gone for effect in self._drop(peer, "expired", now)]
+        rest_s = self.size.refresh_s(len(self.live)) / 4 if len(gone) < len(self.live) else 0.0
+        lines: list[RosterEffect] = [line for peer in gone for line in self._drop(peer, "expired", now)]
+        next_at = min([entry.expires for entry in self.live.values()], default=None)
+        self._expiry_at = None if next_at is None else max(next_at, now + rest_s)
+        return lines
 
     def _found(self, key: str, values: Mapping[str, bytes], now: Seconds) -> list[RosterEffect]:
         effects: list[RosterEffect] = []
@@ -351,7 +353,8 @@ class Roster:
             new = sorted(peer for peer, _ in changed if peer not in self.live and peer != self.own.peer)
             left_out = set(new) - set(self.size.chance.sample(new, min(len(new), MOST_NEW)))
             changed = [one for one in changed if one[0] not in left_out]
-        for subkey, value in sorted(changed, key=lambda one: (one[0] not in self.live, one[0])):
+        known = sorted([one for one in changed if one[0] in self.live])
+        for subkey, value in known + sorted([one for one in changed if one[0] not in self.live]):
             peer = PeerId(subkey)
             if peer == self.own.peer:
                 effects += self._found_own(key, value, now)
