@@ -34,7 +34,7 @@ from decentral.core.units import Seconds
 from decentral.peers.membership import records
 from decentral.peers.membership.records import RENEWALS, PeerRecord
 from decentral.peers.membership.revocation_watch import RevocationWatch, WatchEffect
-from decentral.peers.membership.swarm_size import SPLIT, SwarmSize, level_of, published
+from decentral.peers.membership.swarm_size import MERGE, SPLIT, SwarmSize, level_of, published
 
 REFRESH_SOON_S = 0.5  # until the next lookup after an unknown peer has asked us something
 SOUGHT_EACH = 4  # such lookups for one unknown peer
@@ -376,6 +376,8 @@ class Roster:
             effects += self._heard(peer, record, min(expires, believed_until), now)
         if self.size.found(key, [PeerId(peer) for peer in values if peer in self.live or peer == self.own.peer]):
             self.renew_soon(now)
+        if self.size.level and len(self.live) >= MERGE:  # one who knows enough need not look again as a newcomer does
+            self._refresh_at = max(self._refresh_at, now + self.size.refresh_s(len(self.live)))
         return effects
 
     def copy_warning(self, now: Seconds) -> str:
