@@ -9,7 +9,6 @@ as TCP backs its timer off (RFC 6298, 5.5), until answers come again.
 """
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -120,7 +119,7 @@ class UplinkRates(NamedTuple):
 @dataclass(slots=True)
 class Meter:
     links: dict[PeerId, Link] = field(default_factory=dict)
-    uploads: deque[Upload] = field(default_factory=lambda: deque(maxlen=UPLOADS))
+    uploads: list[Upload] = field(default_factory=list)  # the last ones
     _typical_down: float | None = None  # 0: nothing was measured; None: to be computed anew
     _uplink: UplinkRates | None = None  # what the last uploads say; None: to be judged anew
 
@@ -141,6 +140,7 @@ class Meter:
             upload = Upload(peer, sent, seconds)
             link.uploaded(upload, latency_s)
             self.uploads.append(upload)
+            del self.uploads[:-UPLOADS]
 
     def missed(self, peer: PeerId) -> None:
         """Records that an answer of this peer did not come in time."""

@@ -119,7 +119,7 @@ class Engine:
     pace: Pace
     chance: Random
     report: Callable[[jobs.Job | None, jobs.Outcome], None]
-    inbox: deque[jobs.Job] = field(default_factory=deque)
+    inbox: list[jobs.Job] = field(default_factory=list)
     spent: TimeSpent = NO_TIME  # since the last report of steps
     began: Seconds | None = None  # when the present steps began; None: it is idle
     stretched: float = 1.0  # how much slower than its pace it is at present
@@ -176,7 +176,7 @@ class Engine:
         if self._beside_until > self.agenda.now:  # jobs of a fragment are done one after another
             self._at(self._beside_until, self._work)
             return
-        job = self.inbox.popleft()
+        job = self.inbox.pop(0)
         if isinstance(job, jobs.Finish):
             self.halt()
             return

@@ -14,7 +14,7 @@ from decentral.core.reasons import Reason
 
 
 class VirtualRecord(bytes):
-    """A sealed record with what was sealed beside its bytes, so that its many readers need not read them again."""
+    """A sealed record whose bytes are its signature alone. What was sealed is beside them, and all readers share it."""
 
     sealed: tuple[str, PeerId, bytes, float]  # key, peer, body, expiry
 
@@ -24,11 +24,16 @@ class VirtualSigner:
     """A Signer (comm/wire/identity.py)."""
 
     peer: PeerId
+    shares: bool = False  # seals are VirtualRecords; else they are whole, so that they can be encrypted
 
     def seal(self, key: str, body: bytes, expires: float) -> bytes:
-        record = VirtualRecord(msgpack.packb([body, expires, _signature(key, self.peer, body, expires)]))
-        record.sealed = key, self.peer, body, expires
-        return record
+        signature = _signature(key, self.peer, body, expires)
+        if self.shares:
+            record = VirtualRecord(signature)
+            record.sealed = key, self.peer, body, expires
+            return record
+        whole: bytes = msgpack.packb([body, expires, signature])
+        return whole
 
     def open(self, key: str, peer: PeerId, record: bytes, now: float) -> tuple[bytes, float]:
         if isinstance(record, VirtualRecord):

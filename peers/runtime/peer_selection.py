@@ -107,7 +107,8 @@ class WindowLengths:
         others = self._others[1]
         if len(others) == 1:
             return min(max(own_s, others[0]), ALONE_TIMES * own_s)
-        below, above = others[: (len(others) + 1) // 2][-1:], others[(len(others) + 1) // 2 :][:1]
+        middle = (len(others) + 1) // 2
+        below, above = others[max(0, middle - 1) : middle], others[middle : middle + 1]
         return sorted([own_s, *below, *above])[len(below)]
 
     @property

@@ -11,7 +11,7 @@ through the real codec (decentral/sim/network/fault_model.py).
             refused at once (nobody listens there), cut (it died), or nothing until the deadline (silence)
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,7 +57,7 @@ class Port:
     frozen: bool = False  # the process is stopped: nothing is read, and nothing it writes leaves
     open: dict["OpenQuestion", Seconds] = field(default_factory=dict)  # questions to this peer, and since when
     refused: Counter[str] = field(default_factory=Counter)
-    waiting: deque[Callable[[], None]] = field(default_factory=deque)  # what happens when the process goes on
+    waiting: list[Callable[[], None]] = field(default_factory=list)  # what happens when the process goes on
     asked: dict["OpenQuestion", None] = field(default_factory=dict)  # questions of this peer that are under way
 
     def freeze(self) -> None:
@@ -67,7 +67,7 @@ class Port:
         """Let the process go on: all that arrived or was to leave while it was frozen does so now, in order."""
         self.frozen = False
         while self.waiting and not self.frozen:
-            self.waiting.popleft()()
+            self.waiting.pop(0)()
 
     def check(self, sender: PeerId, envelope: Envelope) -> None:
         """Raises ProtocolError for a question that is refused, or whose blob is too large."""
