@@ -102,7 +102,8 @@ class WindowLengths:
         if self._others[0] != self.roster.changes:
             first, last = self.setup.now.fragments[0].first, self.setup.now.fragments[-1].last
             live = self.roster.live.values()
-            needs = [one.window_s for entry in live if (one := entry.record).window_s and one.overlaps(first, last)]
+            records = [entry.record for entry in live if entry.record.window_s]
+            needs = [one.window_s for one in records if one.first < last and first < one.last]
             self._others = self.roster.changes, sorted(needs)
         others = self._others[1]
         if len(others) == 1:

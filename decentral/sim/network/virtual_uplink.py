@@ -34,17 +34,15 @@ class PacedMessage:
     size: float  # bytes on the link
     begin: Begin
     through: Callable[[], None]
+    piece_bytes: int = field(init=False)
     waiting: int = field(init=False)  # pieces that have not left
     under_way: int = 2  # its transfer, and its pieces
     has_begun: bool = False
     given_up: bool = False
 
     def __post_init__(self) -> None:
+        self.piece_bytes = max(TURN_BYTES, round(self.size / MOST_PIECES))
         self.waiting = max(1, math.ceil(self.size / self.piece_bytes))
-
-    @property
-    def piece_bytes(self) -> int:
-        return max(TURN_BYTES, round(self.size / MOST_PIECES))
 
     def leave(self) -> bool:
         """Send a piece. Return whether more of them wait."""
@@ -149,6 +147,7 @@ class VirtualUplink:
         self._rate, message = self.queue.rate(), self.queue.next_alone()
         if message is None or not message.has_begun or not self._rate or next_at > self.queue.free_at:
             return next_at
+        piece_s = message.piece_bytes / self._rate
         for _ in range(message.waiting - 1):
-            next_at += message.piece_bytes / self._rate
+            next_at += piece_s
         return next_at
