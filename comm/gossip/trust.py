@@ -120,25 +120,28 @@ class WindowSample:
 
 @dataclass(slots=True)
 class Deviation:
-    """How one partner's windows differed from ours: vectors of lengths up to 2 each, summed by period."""
+    """How one partner's windows differed from ours: vectors of lengths up to 2 each, summed by period.
 
-    fresh: Tensor
-    waiting: Tensor
-    old: Tensor
+    A sum is None where no window is in it.
+    """
+
+    fresh: Tensor | None = None
+    waiting: Tensor | None = None
+    old: Tensor | None = None
     persistence: float | None = None  # the last cosine with the old ones; None: nothing is old yet
 
-    @classmethod
-    def none(cls, elements: int) -> "Deviation":
-        return cls(torch.zeros(elements), torch.zeros(elements), torch.zeros(elements))
-
     def add(self, found: Tensor) -> None:
-        if bool(self.old.any()):
+        """Take a window's difference, which is this object's from now on."""
+        if self.old is not None and bool(self.old.any()):
             self.persistence = float(torch.nn.functional.cosine_similarity(found, self.old, dim=0))
-        self.fresh += found
+        self.fresh = found if self.fresh is None else self.fresh.add_(found)
 
     def end_period(self) -> None:
-        self.old.mul_(OLD_SUM_KEPT).add_(self.waiting)
-        self.fresh, self.waiting = self.waiting.zero_(), self.fresh
+        if self.old is not None:
+            self.old.mul_(OLD_SUM_KEPT)
+        if self.waiting is not None:
+            self.old = self.waiting if self.old is None else self.old.add_(self.waiting)
+        self.fresh, self.waiting = None, self.fresh
 
 
 @dataclass(slots=True)
@@ -167,7 +170,7 @@ class Deviations:
                 deviation.end_period()
         ours = _direction(window)
         for peer, vector in partners:
-            deviation = self.known.get(peer) or Deviation.none(len(ours))
+            deviation = self.known.get(peer) or Deviation()
             deviation.add(_direction(vector) - ours)
             keep_latest(self.known, peer, deviation, max(MOST_KNOWN, len(partners)))
         found = [one.persistence for one in self.known.values() if one.persistence is not None]
@@ -251,8 +254,9 @@ class Agreement:
         """
         if not bool(window.any()):
             return [1.0] * len(partners)
-        partners = [(peer, _at_most(vector, MOST_TIMES_OURS * _length(window))) for peer, vector in partners]
-        cosines, chance = [(peer, cosine(window, vector)) for peer, vector in partners], chance_of(window)
+        ours, chance = _length(window), chance_of(window)
+        partners = [(peer, _at_most(vector, MOST_TIMES_OURS * ours)) for peer, vector in partners]
+        cosines = [(peer, _cosine(window, ours, vector)) for peer, vector in partners]
         unbiased, useful = self.deviations.unbiased(window, partners), self.common.useful(cosines, chance)
         return [
             min(one, other) if found >= -AGAINST * chance else 0.0
@@ -269,9 +273,9 @@ def _length(vector: Tensor) -> float:
     return sqrt(float(vector @ vector))
 
 
-def cosine(ours: Tensor, theirs: Tensor) -> float:
-    """Zero where one of them is zero."""
-    lengths = _length(ours) * _length(theirs)
+def _cosine(ours: Tensor, length: float, theirs: Tensor) -> float:
+    """Zero where one of them is zero. `length`: of ours."""
+    lengths = length * _length(theirs)
     return float(ours @ theirs) / lengths if lengths else 0.0
 
 
@@ -324,7 +328,8 @@ class CountedWindows:
         merge = normalize(torch.stack([vector[:COMPARED_NUMBERS] for vector in (window, *vectors)]), dim=1)
         found = copied_parts(window, vectors, known, self._most_alike(peers, merge[1:]))
         fresh = [0, *(at for at, new in enumerate(found.new(), start=1) if new)]
-        self.merges.append(([[None, *peers][at] for at in fresh], merge[fresh]))
+        counted = merge if len(fresh) == len(merge) else merge[fresh]
+        self.merges.append(([[None, *peers][at] for at in fresh], counted))
         return found
 
     def _most_alike(self, peers: Sequence[PeerId], directions: Tensor) -> list[float]:

@@ -140,6 +140,10 @@ class UplinkQueue(ABC, Generic[Item]):
         """When a piece may leave; None while none waits."""
         return max(self.free_at, self.held_until) if self._busy else None
 
+    def next_alone(self) -> Item | None:
+        """Return the message whose pieces leave next, one after another, as no other kind's pieces wait."""
+        return self._busy[0].pieces[0][3] if len(self._busy) == 1 else None
+
     def take(self, now: Seconds) -> Item | None:
         """The piece that leaves, at or after `next_at`; None: its message was given up."""
         queue = min(self._busy, key=lambda one: (one.served, -one.kind)) if len(self._busy) > 1 else self._busy[0]

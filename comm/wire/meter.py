@@ -9,7 +9,6 @@ as TCP backs its timer off (RFC 6298, 5.5), until answers come again.
 """
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -75,8 +74,12 @@ class Upload:
 class Link:
     down: Rate = field(default_factory=Rate)  # towards us
     up: float | None = None  # bytes/s towards the peer, when it was measured last
-    latencies: deque[Seconds] = field(default_factory=lambda: deque(maxlen=LATENCIES))
+    latencies: list[Seconds] = field(default_factory=list)  # of the last answers
     late: int = 0  # answers in a row that did not come in time; small ones that did take one back each
+
+    def answered(self, first_byte_s: Seconds) -> None:
+        self.latencies.append(first_byte_s)
+        del self.latencies[:-LATENCIES]
 
     def came(self, large: bool) -> None:
         """Count an answer that came in time."""
@@ -116,7 +119,7 @@ class UplinkRates(NamedTuple):
 @dataclass(slots=True)
 class Meter:
     links: dict[PeerId, Link] = field(default_factory=dict)
-    uploads: deque[Upload] = field(default_factory=lambda: deque(maxlen=UPLOADS))
+    uploads: list[Upload] = field(default_factory=list)  # the last ones
     _typical_down: float | None = None  # 0: nothing was measured; None: to be computed anew
     _uplink: UplinkRates | None = None  # what the last uploads say; None: to be judged anew
 
@@ -124,7 +127,7 @@ class Meter:
         """Records that a question took `seconds`, and `first_byte_s` until its answer began; with so many bytes."""
         link = self._link(peer)
         if sent < LARGE:
-            link.latencies.append(first_byte_s)
+            link.answered(first_byte_s)
         large = max(sent, received) >= LARGE
         link.came(large)
         if not large:
@@ -137,6 +140,7 @@ class Meter:
             upload = Upload(peer, sent, seconds)
             link.uploaded(upload, latency_s)
             self.uploads.append(upload)
+            del self.uploads[:-UPLOADS]
 
     def missed(self, peer: PeerId) -> None:
         """Records that an answer of this peer did not come in time."""

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import repeat
-from operator import add, attrgetter
 
 from decentral.core.units import Seconds
 
@@ -26,7 +25,15 @@ class TimeSpent:
         return cls(*map(seconds.get, ALL_KINDS, repeat(0.0)))
 
     def __add__(self, other: "TimeSpent") -> "TimeSpent":
-        return TimeSpent(*map(add, _in_order(self), _in_order(other)))
+        return TimeSpent(
+            self.training + other.training,
+            self.gossip + other.gossip,
+            self.checkpoint + other.checkpoint,
+            self.evaluation + other.evaluation,
+            self.state + other.state,
+            self.waiting + other.waiting,
+            self.beside + other.beside,
+        )
 
     @property
     def total(self) -> Seconds:
@@ -49,5 +56,4 @@ class TimeSpent:
 
 NO_TIME = TimeSpent()
 ALL_KINDS = tuple(one.name for one in fields(TimeSpent))
-_in_order = attrgetter(*ALL_KINDS)
 KINDS = tuple(kind for kind in ALL_KINDS if kind != "beside")

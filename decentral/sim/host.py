@@ -123,7 +123,7 @@ class Engine:
     pace: Pace
     chance: Random
     reporter: Reporter = field(repr=False, compare=False)
-    inbox: deque[jobs.Job] = field(default_factory=deque)
+    inbox: list[jobs.Job] = field(default_factory=list)
     spent: TimeSpent = NO_TIME  # since the last report of steps
     began: Seconds | None = None  # when the present steps began; None: it is idle
     stretched: float = 1.0  # how much slower than its pace it is at present
@@ -180,7 +180,7 @@ class Engine:
         if self._beside_until > self.agenda.now:  # jobs of a fragment are done one after another
             self._at(self._beside_until, self._work)
             return
-        job = self.inbox.popleft()
+        job = self.inbox.pop(0)
         if isinstance(job, jobs.Finish):
             self.halt()
             return
@@ -315,7 +315,9 @@ class VirtualHost:
         if self.ended is not None:
             return
         if self._frozen is None:
+            self.port.uplink.catch_up()
             self._carry_all(event, self.node.handle(event, self.clock()))
+            self.port.uplink.follow_rate()
         else:
             self._frozen.append((self.agenda.now, event))
 
@@ -350,19 +352,19 @@ class VirtualHost:
 
     def _carry(self, effect: PeerEffect) -> None:
         match effect:
+            case Log():
+                self.journal(self.peer, self.clock(), effect)
+            case Learn(peer):
+                keep_latest(self.connection.address_book, peer, None, ADDRESSES_KEPT)
             case Ask():
                 self._ask(effect)
             case Reply(request, envelope):
                 if respond := self._requests.pop(request, None):
                     respond(envelope)
-            case Log():
-                self.journal(self.peer, self.clock(), effect)
             case Announce():
                 self.agenda.after(self.connection.lookup_s, lambda: self._announce(effect))
             case Lookup(key):
                 self.agenda.after(self.connection.lookup_s, lambda: self._look_up(key))
-            case Learn(peer):
-                keep_latest(self.connection.address_book, peer, None, ADDRESSES_KEPT)
             case Exclude(peers):
                 for peer in peers:
                     self.connection.network.drop(self.port, peer)

@@ -383,5 +383,4 @@ def _private(member: SimulatedPeer, clock: Callable[[], Seconds]) -> PrivateSwar
 
 
 def _signer(member: SimulatedPeer, private: PrivateSwarm | None) -> Signer:
-    signer = VirtualSigner(member.peer)
-    return MemberSigner(signer, private) if private else signer
+    return MemberSigner(VirtualSigner(member.peer), private) if private else VirtualSigner(member.peer, shares=True)

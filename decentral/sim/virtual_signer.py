@@ -5,7 +5,6 @@ No simulated fault can forge it, though a reader of this file could.
 
 import hashlib
 from dataclasses import dataclass
-from functools import lru_cache
 
 import msgpack
 
@@ -14,26 +13,41 @@ from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 
 
+class VirtualRecord(bytes):
+    """A sealed record whose bytes are its signature alone. What was sealed is beside them, and all readers share it."""
+
+    sealed: tuple[str, PeerId, bytes, float]  # key, peer, body, expiry
+
+
 @dataclass(frozen=True, slots=True)
 class VirtualSigner:
     """A Signer (comm/wire/identity.py)."""
 
     peer: PeerId
+    shares: bool = False  # seals are VirtualRecords; else they are whole, so that they can be encrypted
 
     def seal(self, key: str, body: bytes, expires: float) -> bytes:
-        record: bytes = msgpack.packb([body, expires, _signature(key, self.peer, body, expires)])
-        return record
+        signature = _signature(key, self.peer, body, expires)
+        if self.shares:
+            record = VirtualRecord(signature)
+            record.sealed = key, self.peer, body, expires
+            return record
+        whole: bytes = msgpack.packb([body, expires, signature])
+        return whole
 
     def open(self, key: str, peer: PeerId, record: bytes, now: float) -> tuple[bytes, float]:
-        body, expires = _opened(key, peer, record)
+        if isinstance(record, VirtualRecord):
+            sealed_for, sealed_by, body, expires = record.sealed
+            if sealed_for != key or sealed_by != peer:
+                raise ProtocolError(Reason.SIGNATURE, "not the peer's")
+        else:
+            body, expires = _opened(key, peer, record)
         if not now < expires:
             raise ProtocolError(Reason.EXPIRED, f"{now - expires:.0f} s ago")
         return body, expires
 
 
-@lru_cache(maxsize=1 << 14)
 def _opened(key: str, peer: PeerId, record: bytes) -> tuple[bytes, float]:
-    """Many peers read the same record, so what one has found out is kept for all."""
     try:
         body, expires, signature = msgpack.unpackb(record)
     except Exception as error:  # msgpack raises a dozen kinds for garbage

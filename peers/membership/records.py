@@ -7,8 +7,8 @@ counted and ignored.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Annotated, Literal, NamedTuple, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import msgpack
 from pydantic import AfterValidator, Field, Strict, TypeAdapter, ValidationError
@@ -77,7 +77,7 @@ class Standing(NamedTuple):
 NO_STANDING = Standing()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class PeerRecord:
     run: Run
     time: UnixTime  # unix seconds at the peer
@@ -115,7 +115,7 @@ _PEER = TypeAdapter(PeerRecord)
 _NAMES = [field.name for field in dataclasses.fields(PeerRecord)]
 _PROFILE_NAMES = [field.name for field in dataclasses.fields(Profile)]
 RENEWALS = 3  # of a record within its lifetime
-SMALL_BYTES = 2048  # larger records are not cached: several thousand of this size are a few megabytes
+_held: WeakValueDictionary[bytes, PeerRecord] = WeakValueDictionary()  # those that somebody has, by their bodies
 
 
 def pack(record: PeerRecord) -> bytes:
@@ -149,16 +149,17 @@ async def look(directory: Directory, run: RunId, own: Signer, now: float) -> tup
 
 
 def unpack(body: bytes) -> PeerRecord:
-    """Raises ProtocolError for anything that is not a PeerRecord."""
+    """Return the record in a body. Simulated peers that read the same bytes share it, as it is frozen.
+
+    Raises:
+        ProtocolError: If the body is anything else.
+    """
     if len(body) > MAX_BODY_BYTES:
         raise ProtocolError(Reason.OVERSIZE, f"a record of {len(body)} bytes")
-    return _unpack_cached(body) if len(body) <= SMALL_BYTES else checked(_PEER, body)
-
-
-@lru_cache(maxsize=1 << 14)
-def _unpack_cached(body: bytes) -> PeerRecord:
-    """A record is frozen, so simulated peers that read the same bytes may share it."""
-    return checked(_PEER, body)
+    record = _held.get(body)
+    if record is None:
+        record = _held[body] = checked(_PEER, body)
+    return record
 
 
 def publishable(addresses: Sequence[str]) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ from decentral.core.units import Seconds
 from decentral.peers.membership import records
 from decentral.peers.membership.records import RENEWALS, PeerRecord, RecordSource
 from decentral.peers.membership.revocation_watch import RevocationWatch, WatchEffect
-from decentral.peers.membership.swarm_size import SPLIT, SwarmSize, level_of, published
+from decentral.peers.membership.swarm_size import MERGE, SPLIT, SwarmSize, level_of, published
 
 REFRESH_SOON_S = 0.5  # until the next lookup after an unknown peer has asked us something
 SOUGHT_EACH = 4  # such lookups for one unknown peer
@@ -338,9 +338,11 @@ class Roster:
         if self._expiry_at is None or now < self._expiry_at:
             return []
         gone = [peer for peer, entry in self.live.items() if entry.expires <= now]
-        next_at = min([entry.expires for entry in self.live.values() if entry.expires > now], default=None)
-        self._expiry_at = None if next_at is None else max(next_at, now + self.size.refresh_s(len(self.live)) / 4)
-        return [effect for peer in gone for effect in self._drop(peer, "expired", now)]
+        rest_s = self.size.refresh_s(len(self.live)) / 4 if len(gone) < len(self.live) else 0.0
+        lines: list[RosterEffect] = [line for peer in gone for line in self._drop(peer, "expired", now)]
+        next_at = min([entry.expires for entry in self.live.values()], default=None)
+        self._expiry_at = None if next_at is None else max(next_at, now + rest_s)
+        return lines
 
     def _found(self, key: str, values: Mapping[str, bytes], now: Seconds) -> list[RosterEffect]:
         effects: list[RosterEffect] = []
@@ -352,7 +354,8 @@ class Roster:
             new = sorted(peer for peer, _ in changed if peer not in self.live and peer != self.own.peer)
             left_out = set(new) - set(self.size.chance.sample(new, min(len(new), MOST_NEW)))
             changed = [one for one in changed if one[0] not in left_out]
-        for subkey, value in sorted(changed, key=lambda one: (one[0] not in self.live, one[0])):
+        known = sorted([one for one in changed if one[0] in self.live])
+        for subkey, value in known + sorted([one for one in changed if one[0] not in self.live]):
             peer = PeerId(subkey)
             if peer == self.own.peer:
                 effects += self._found_own(key, value, now)
@@ -374,6 +377,8 @@ class Roster:
             effects += self._heard(peer, record, min(expires, believed_until), now)
         if self.size.found(key, [PeerId(peer) for peer in values if peer in self.live or peer == self.own.peer]):
             self.renew_soon(now)
+        if self.size.level and len(self.live) >= MERGE:  # one who knows enough need not look again as a newcomer does
+            self._refresh_at = max(self._refresh_at, now + self.size.refresh_s(len(self.live)))
         return effects
 
     def copy_warning(self, now: Seconds) -> str:
@@ -381,10 +386,11 @@ class Roster:
 
         Lately means within the last two lifetimes of our record.
         """
-        if now >= self._published.copy_seen_at + 2 * RENEWALS * self.size.renew_s:
+        published = self._published
+        if not published.copy_address or now >= published.copy_seen_at + 2 * RENEWALS * self.size.renew_s:
             return ""
         remedy = "so the swarm counts both as one: stop one, and start it again with --join and a new --state-dir"
-        return f"another peer at {self._published.copy_address} uses a copy of this peer's identity, {remedy}"
+        return f"another peer at {published.copy_address} uses a copy of this peer's identity, {remedy}"
 
     def _found_own(self, key: str, value: bytes, now: Seconds) -> list[RosterEffect]:
         known = self.copy_warning(now)

@@ -21,7 +21,6 @@ who fills a few keys with forged names makes few estimates wrong, and a level ch
 Records say how often they are renewed, so that peers that see the swarm differently believe each other's for as long.
 """
 
-import heapq
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -131,7 +130,7 @@ def _hashes(peer: PeerId) -> tuple[int, float]:
 
 def estimate(level: int, peers: Collection[PeerId]) -> float:
     """How many peers there are, by those under one key of this level."""
-    smallest = heapq.nsmallest(SMALLEST, (_hashes(peer)[1] for peer in peers))
+    smallest = sorted([_hashes(peer)[1] for peer in peers])[:SMALLEST]
     if not smallest:
         return 0.0
     sampled = (len(smallest) - 1) / smallest[-1]

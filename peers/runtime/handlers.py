@@ -39,8 +39,12 @@ class Handlers:
 
     def find(self, subject: PeerEvent | Tag | Message | str) -> Handler | None:
         """The handler of a key of the DHT; or of the subject's class, or of the nearest base class that has one."""
-        names = (subject,) if isinstance(subject, str) else type(subject).__mro__
-        return next((self._by_name[one] for one in names if one in self._by_name), None)
+        if isinstance(subject, str):
+            return self._by_name.get(subject)
+        for one in type(subject).__mro__:
+            if handler := self._by_name.get(one):
+                return handler
+        return None
 
     def handle(self, subject: PeerEvent | Tag | str, event: PeerEvent, now: Seconds) -> Sequence[PeerEffect]:
         """Gives the event to the handler of `subject`. An event that nobody handles has no effects."""

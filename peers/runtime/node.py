@@ -286,7 +286,7 @@ class Node:
             return effects + self.join.roster_known(now, self.selection.donors())
         if self.rounds:
             return effects  # the number of the round is the learning-rate step
-        return effects + self.clock.follow(entry.record.lr_step for entry in self.roster.live.values())
+        return effects + self.clock.follow([entry.record.lr_step for entry in self.roster.live.values()])
 
     def _started(self, event: jobs.Started, now: Seconds) -> list[PeerEffect]:
         self.phase = NodePhase.TRAINING

@@ -101,13 +101,15 @@ class WindowLengths:
         """
         if self._others[0] != self.roster.changes:
             first, last = self.setup.now.fragments[0].first, self.setup.now.fragments[-1].last
-            records = [entry.record for entry in self.roster.live.values()]
-            needs = [one.window_s for one in records if one.window_s and one.overlaps(first, last)]
+            live = self.roster.live.values()
+            records = [entry.record for entry in live if entry.record.window_s]
+            needs = [one.window_s for one in records if one.first < last and first < one.last]
             self._others = self.roster.changes, sorted(needs)
         others = self._others[1]
         if len(others) == 1:
             return min(max(own_s, others[0]), ALONE_TIMES * own_s)
-        below, above = others[: (len(others) + 1) // 2][-1:], others[(len(others) + 1) // 2 :][:1]
+        middle = (len(others) + 1) // 2
+        below, above = others[max(0, middle - 1) : middle], others[middle : middle + 1]
         return sorted([own_s, *below, *above])[len(below)]
 
     @property
@@ -190,8 +192,8 @@ class PeerSelection:
     def _published_speeds(self) -> list[float]:
         self._forget_an_old_roster()
         if self._speeds is None:
-            published = [entry.record.profile.tokens_per_s for entry in self.roster.live.values()]
-            self._speeds = [speed for speed in published if speed]
+            live = self.roster.live.values()
+            self._speeds = [speed for entry in live if (speed := entry.record.profile.tokens_per_s)]
         return self._speeds
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:

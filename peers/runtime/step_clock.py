@@ -28,7 +28,7 @@ class StepClock:
         own, trained = self.progress.lr_step, max(0, self.progress.step - self._own_step)
         self._own_step = self.progress.step
         self._catches_up = min(ONE_MOST, self._catches_up + ONE_TIMES * trained)
-        known = sorted([*(step for step in lr_steps if step < MOST_FOLLOWED), own])
+        known = sorted([own, *[step for step in lr_steps if step < MOST_FOLLOWED]])
         ahead = known[len(known) // 2] - own
         if len(known) == 2:
             ahead = min(ahead, self._catches_up)

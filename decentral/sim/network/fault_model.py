@@ -20,6 +20,10 @@ T = TypeVar("T")
 
 
 class NetworkFaultModel(Protocol):
+    @property
+    def cuts(self) -> bool:
+        """Whether there are two peers with packets between them that do not arrive."""
+
     def cut_off_at(self, source: PeerId, target: PeerId) -> Seconds | None:
         """Since when packets from source to target do not arrive; None: they do."""
 

@@ -28,6 +28,10 @@ class NetworkFaults:
         """Let nothing pass between these peers and the others."""
         self.sides, self.parted_at = dict.fromkeys(side, 1), self.agenda.now
 
+    @property
+    def cuts(self) -> bool:
+        return bool(self.one_way or self.sides)
+
     def cut_off_at(self, source: PeerId, target: PeerId) -> Seconds | None:
         """Since when nothing from `source` reaches `target`; None if it does."""
         if self.one_way and (source, target) in self.one_way:

@@ -11,7 +11,7 @@ through the real codec (decentral/sim/network/fault_model.py).
             refused at once (nobody listens there), cut (it died), or nothing until the deadline (silence)
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,7 +57,7 @@ class Port:
     frozen: bool = False  # the process is stopped: nothing is read, and nothing it writes leaves
     open: dict["OpenQuestion", Seconds] = field(default_factory=dict)  # questions to this peer, and since when
     refused: Counter[str] = field(default_factory=Counter)
-    waiting: deque[Callable[[], None]] = field(default_factory=deque)  # what happens when the process goes on
+    waiting: list[Callable[[], None]] = field(default_factory=list)  # what happens when the process goes on
     asked: dict["OpenQuestion", None] = field(default_factory=dict)  # questions of this peer that are under way
 
     def freeze(self) -> None:
@@ -67,7 +67,7 @@ class Port:
         """Let the process go on: all that arrived or was to leave while it was frozen does so now, in order."""
         self.frozen = False
         while self.waiting and not self.frozen:
-            self.waiting.popleft()()
+            self.waiting.pop(0)()
 
     def check(self, sender: PeerId, envelope: Envelope) -> None:
         """Raises ProtocolError for a question that is refused, or whose blob is too large."""
@@ -94,12 +94,18 @@ class OpenQuestion:
     transfer: Transfer | None = None
     paced: PacedMessage | None = None  # what leaves piece by piece
     share: QuestionShare | None = None  # of its target's, while it is answered
+    alone: bool = False  # it has its asker's uplink for itself
 
     def begin_share(self, shares: QuestionShares) -> QuestionShare:
         """Return its share of what its target answers; a question that arrives twice has one. Raises ProtocolError."""
         if self.share is None:
             self.share = shares.begin(self.source.peer)
         return self.share
+
+    def begin_alone(self) -> bool:
+        """Return whether the asker still waits for the answer. Then the question has the uplink for itself."""
+        self.alone = self.done is not None
+        return self.alone
 
     def end_share(self) -> None:
         if self.share is not None:
@@ -213,9 +219,15 @@ class Network:
         source.asked[question] = None
         question.timers.append(self.agenda.after(ask.deadline_s, lambda: self._fail(question, Reason.DEADLINE)))
         if _is_upload_probe(question):
-            source.uplink.hold(lambda: self._connect(question, CONNECT_RETRY_S))
+            source.uplink.hold(lambda: self._probe(question))
         else:
             self._connect(question, CONNECT_RETRY_S)
+
+    def _probe(self, question: OpenQuestion) -> bool:
+        """Sends an upload probe, and gives whether anybody waits for its answer."""
+        if question.begin_alone():
+            self._connect(question, CONNECT_RETRY_S)
+        return question.alone
 
     def _connect(self, question: OpenQuestion, again_s: Seconds) -> None:
         """Opens the stream and sends the question. Where packets are lost, TCP tries again, ever more rarely."""
@@ -330,7 +342,7 @@ class Network:
         """Ends the stream at the asker. The target notices when it writes, if packets still pass."""
         question.end()
         question.stop_transfer(self.links)
-        if _is_upload_probe(question):
+        if question.alone:
             question.source.uplink.let_go()
         port = self.ports.get(question.target)
         if port is not None and question.writing is not None and self._reaches(question.source.peer, question.target):

@@ -1,6 +1,8 @@
 """What leaves a simulated peer next, and at which pace: the order of comm/net/uplink_queue.py on an agenda.
 
 A message's transfer begins when its first piece leaves, and is through when the transfer is and the last piece as well.
+Nobody sees the pieces between. They leave as late as possible, each at its own time: before something changes, or with
+the last one.
 """
 
 import math
@@ -9,6 +11,7 @@ from dataclasses import dataclass, field
 
 from decentral.comm.net.uplink_queue import TURN_BYTES, Kind, Turn, UplinkQueue, kind_of
 from decentral.comm.wire.codec import Envelope
+from decentral.core.units import Seconds
 from decentral.sim.network.agenda import Agenda, Timer
 
 MOST_PIECES = 64  # of a message; those of a large one are larger than real ones, so that it costs no more events
@@ -25,22 +28,21 @@ class PacedMessage:
     called in the end.
     """
 
+    uplink: "VirtualUplink"
     kind: Kind
     turn: Turn
     size: float  # bytes on the link
     begin: Begin
     through: Callable[[], None]
+    piece_bytes: int = field(init=False)
     waiting: int = field(init=False)  # pieces that have not left
     under_way: int = 2  # its transfer, and its pieces
     has_begun: bool = False
     given_up: bool = False
 
     def __post_init__(self) -> None:
+        self.piece_bytes = max(TURN_BYTES, round(self.size / MOST_PIECES))
         self.waiting = max(1, math.ceil(self.size / self.piece_bytes))
-
-    @property
-    def piece_bytes(self) -> int:
-        return max(TURN_BYTES, round(self.size / MOST_PIECES))
 
     def leave(self) -> bool:
         """Send a piece. Return whether more of them wait."""
@@ -51,7 +53,9 @@ class PacedMessage:
         return self.waiting > 0
 
     def give_up(self) -> None:
+        self.uplink.catch_up()
         self.given_up = True
+        self.uplink.release()
 
     def arrived(self) -> None:
         """Its transfer is done, or its last piece is through."""
@@ -73,6 +77,7 @@ class VirtualUplink:
         self.agenda = agenda
         self.queue = MessageQueue(rate)
         self._timer: Timer | None = None
+        self._rate: float | None = None  # by which the timer was set
 
     def paces(self, envelope: Envelope) -> bool:
         """Whether this message has to wait for its turn."""
@@ -80,43 +85,76 @@ class VirtualUplink:
 
     def send(self, envelope: Envelope, size: float, begin: Begin, through: Callable[[], None]) -> PacedMessage:
         """A message of so many bytes on the link leaves in its turn."""
+        self.catch_up()
         turn = self.queue.turn(len(envelope.blob), self.agenda.now)
-        message = PacedMessage(kind_of(envelope.message), turn, size, begin, through)
+        message = PacedMessage(self, kind_of(envelope.message), turn, size, begin, through)
         self._add(message)
-        if self._timer is None:
-            self._release()
+        self.release()
         return message
 
-    def hold(self, begin: Callable[[], None]) -> None:
-        """Calls `begin` when what has left is through; from then on nothing else leaves until `let_go`."""
+    def hold(self, begin: Callable[[], bool], yields: bool = False) -> None:
+        """Calls `begin` when what has left is through. If it returns True, nothing else leaves until `let_go`.
+
+        `yields`: a piece that is due at this moment leaves before, because it has waited for longer.
+        """
+        self.catch_up()
+        if yields:
+            self.release()
         if self.queue.free_at > self.agenda.now:
-            self.agenda.at(self.queue.free_at, lambda: self.hold(begin))
+            waits = self._timer is not None
+            self.agenda.at(self.queue.free_at, lambda: self.hold(begin, waits))
             return
-        self.queue.hold(self.agenda.now)
-        begin()
+        if begin():
+            self.queue.hold(self.agenda.now)
 
     def let_go(self) -> None:
+        self.catch_up()
         self.queue.let_go()
-        if self._timer is not None:
-            self._timer.cancel()
-        self._release()
+        self.release()
+
+    def catch_up(self) -> None:
+        """Let the pieces go that were due before now. To be called before the rate changes."""
+        while (next_at := self.queue.next_at()) is not None and next_at < self.agenda.now:
+            self._take(next_at)
+
+    def follow_rate(self) -> None:
+        """Let pieces leave at the present rate. To be called after it may have changed."""
+        if self._timer is not None and self.queue.rate() != self._rate:
+            self.release()
 
     def _add(self, message: PacedMessage) -> None:
         self.queue.add(message.kind, message.turn, message.piece_bytes, message)
 
-    def _release(self) -> None:
-        """Lets the pieces go whose time has come, and wakes up for the next."""
-        self._timer = None
+    def release(self) -> None:
+        """Lets the pieces go whose time has come, and wakes up for the next one that somebody sees."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         while (next_at := self.queue.next_at()) is not None:
             if next_at > self.agenda.now:
-                self._timer = self.agenda.at(next_at, self._release)
+                self._timer = self.agenda.at(self._seen_at(next_at), self._wake)
                 return
-            message = self.queue.take(self.agenda.now)
-            if message is not None:
-                self._leave(message)
+            self._take(self.agenda.now)
 
-    def _leave(self, message: PacedMessage) -> None:
+    def _wake(self) -> None:
+        self.catch_up()
+        self.release()
+
+    def _take(self, at: Seconds) -> None:
+        message = self.queue.take(at)
+        if message is None:
+            return
         if message.leave():
             self._add(message)
         else:
-            self.agenda.at(max(self.agenda.now, self.queue.free_at), message.arrived)
+            self.agenda.at(max(at, self.queue.free_at), message.arrived)
+
+    def _seen_at(self, next_at: Seconds) -> Seconds:
+        """When the next piece leaves that begins or ends a message. The next one of all leaves at `next_at`."""
+        self._rate, message = self.queue.rate(), self.queue.next_alone()
+        if message is None or not message.has_begun or not self._rate or next_at > self.queue.free_at:
+            return next_at
+        piece_s = message.piece_bytes / self._rate
+        for _ in range(message.waiting - 1):
+            next_at += piece_s
+        return next_at

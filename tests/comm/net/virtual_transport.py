@@ -81,6 +81,8 @@ class VirtualTransport:
 class NoFaults:
     """A NetworkFaultModel on which every message arrives as it was sent."""
 
+    cuts = False
+
     def cut_off_at(self, source: PeerId, target: PeerId) -> Seconds | None:
         return None
 

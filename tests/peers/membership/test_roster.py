@@ -22,8 +22,8 @@ from decentral.core.reasons import Reason
 from decentral.peers.membership import records
 from decentral.peers.membership.prober import ProbeTag
 from decentral.peers.membership.records import PeerRecord, Profile
-from decentral.peers.membership.roster import MOST_NEW, Holders, Learn, Roster, RosterEffect
-from decentral.peers.membership.swarm_size import SwarmSize, SwarmStart, key, key_of, level_of, published
+from decentral.peers.membership.roster import MOST_NEW, Holders, Learn, Roster, RosterEffect, RosterEntry
+from decentral.peers.membership.swarm_size import MERGE, SwarmSize, SwarmStart, key, key_of, level_of, published
 
 RUN = RunId("gpt-3fa2c1")
 KEY = f"{RUN}/peers"
@@ -381,6 +381,17 @@ def test_a_record_under_the_wrong_shard_is_forged(sharded: Roster) -> None:
     value = identity("other").seal(right, records.pack(RECORD), NOW + TTL)
     sharded.handle(Found(wrong, {other(): value}), NOW)
     assert (dict(sharded.refused), dict(sharded.live)) == ({"signature": 1}, {})
+
+
+@pytest.mark.parametrize(("known", "again"), [(MERGE - 1, True), (MERGE, False)])
+def test_a_newcomer_to_a_large_swarm_looks_again_soon_only_where_it_has_found_few(
+    sharded: Roster, known: int, again: bool
+) -> None:
+    sharded.size.window_s = lambda: 120.0
+    sharded.look_up(NOW)
+    sharded.live |= {PeerId(f"peer{number}"): RosterEntry(RECORD, NOW + TTL) for number in range(known)}
+    sharded.handle(Found(key_of(RUN, other(), LEVEL), {}), NOW)
+    assert any(isinstance(one, Lookup) for one in sharded.handle(Woke(), NOW + 5)) == again
 
 
 def test_a_stranger_s_question_leads_to_no_lookup_where_nobody_knows_everybody(sharded: Roster) -> None:

@@ -49,6 +49,10 @@ class Bad:
     times: int = 1
     lost: bool = False
 
+    @property
+    def cuts(self) -> bool:
+        return bool(self.cut)
+
     def cut_off_at(self, source: PeerId, target: PeerId) -> Seconds | None:
         return 0.0 if (source, target) in self.cut else None
 

@@ -81,7 +81,12 @@ def test_a_probe_has_the_uplink_for_itself_when_what_has_left_is_through() -> No
     peer = Peer()
     peer.send("before", 1)
     probed = list[float]()
-    peer.uplink.hold(lambda: probed.append(peer.agenda.now))
+
+    def begin() -> bool:
+        probed.append(peer.agenda.now)
+        return True
+
+    peer.uplink.hold(begin)
     peer.send("after", 1)
     peer.agenda.run(3.0)
     assert probed == pytest.approx([1.0], abs=BURST_S)
@@ -93,10 +98,19 @@ def test_a_probe_has_the_uplink_for_itself_when_what_has_left_is_through() -> No
 
 def test_a_probe_that_is_forgotten_holds_nobody_for_ever() -> None:
     peer = Peer()
-    peer.uplink.hold(lambda: None)
+    peer.uplink.hold(lambda: True)
     peer.send("after", 1)
     peer.agenda.run(10.0)
     assert peer.begun["after"] == pytest.approx(PROBE_HOLD_S)
+
+
+def test_a_probe_that_is_over_before_its_turn_holds_nobody() -> None:
+    peer = Peer()
+    peer.send("before", 1)
+    peer.uplink.hold(lambda: False)
+    peer.send("after", 1)
+    peer.agenda.run(10.0)
+    assert peer.begun["after"] == pytest.approx(1.0, abs=BURST_S)
 
 
 def test_a_large_message_costs_few_events() -> None:
