@@ -161,10 +161,9 @@ class LocalPeer:
             return False
         self.follow()
         steps = [line for t, line in self.steps if t >= since]
-        if not steps:
-            return False
-        done = steps[-1].step - steps[0].step if goal.kind == "steps" else sum(line.tokens for line in steps)
-        return done >= goal.value
+        if goal.kind == "steps":
+            return bool(steps) and steps[-1].step - steps[0].step >= goal.value
+        return sum(line.tokens for line in steps) >= goal.value
 
     def progress(self, since: float) -> str:
         """Return its last loss and step since `since` (Unix time), "-" if none; a dead peer has the loss "dead"."""

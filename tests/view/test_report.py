@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("matplotlib")
@@ -175,6 +175,7 @@ FIELDS = st.fixed_dictionaries(
 
 
 @given(st.lists(FIELDS, max_size=6))
+@settings(max_examples=10)  # each draws a whole page
 def test_any_lines_make_a_page(lines: list[dict[str, object]]) -> None:
     peer = PeerHistory("a")
     for line in lines:
