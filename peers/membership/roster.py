@@ -382,10 +382,7 @@ class Roster:
         return effects
 
     def copy_warning(self, now: Seconds) -> str:
-        """Return a warning for the user if another peer runs with our identity; "" if none was seen lately.
-
-        Lately means within the last two lifetimes of our record.
-        """
+        """Return a line for the user if a copy of our identity was seen within two lifetimes of our record, or ""."""
         published = self._published
         if not published.copy_address or now >= published.copy_seen_at + 2 * RENEWALS * self.size.renew_s:
             return ""
