@@ -16,7 +16,11 @@ from decentral.core.reasons import Reason
 class VirtualRecord(bytes):
     """A sealed record whose bytes are its signature alone. What was sealed is beside them, and all readers share it."""
 
-    sealed: tuple[str, PeerId, bytes, float]  # key, peer, body, expiry
+    def __new__(cls, signature: bytes, key: str, peer: PeerId, body: bytes, expires: float) -> "VirtualRecord":
+        return super().__new__(cls, signature)
+
+    def __init__(self, signature: bytes, key: str, peer: PeerId, body: bytes, expires: float) -> None:
+        self.sealed = key, peer, body, expires
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +33,7 @@ class VirtualSigner:
     def seal(self, key: str, body: bytes, expires: float) -> bytes:
         signature = _signature(key, self.peer, body, expires)
         if self.shares:
-            record = VirtualRecord(signature)
-            record.sealed = key, self.peer, body, expires
-            return record
+            return VirtualRecord(signature, key, self.peer, body, expires)
         whole: bytes = msgpack.packb([body, expires, signature])
         return whole
 

@@ -339,24 +339,22 @@ class Roster:
             return []
         gone = [peer for peer, entry in self.live.items() if entry.expires <= now]
         rest_s = self.size.refresh_s(len(self.live)) / 4 if len(gone) < len(self.live) else 0.0
-        lines: list[RosterEffect] = [line for peer in gone for line in self._drop(peer, "expired", now)]
-        next_at = min([entry.expires for entry in self.live.values()], default=None)
-        self._expiry_at = None if next_at is None else max(next_at, now + rest_s)
-        return lines
+        lines = [line for peer in gone for line in self._drop(peer, "expired", now)]
+        self._expiry_at = max(min([entry.expires for entry in self.live.values()]), now + rest_s) if self.live else None
+        return [*lines]
 
     def _found(self, key: str, values: Mapping[str, bytes], now: Seconds) -> list[RosterEffect]:
         effects: list[RosterEffect] = []
         if len(values) > MAX_PEERS:  # those that we know come first
             values = dict(sorted(values.items(), key=lambda one: (one[0] not in self.live, one[0])))
             values = dict(islice(values.items(), MAX_PEERS))
-        changed = [(peer, value) for peer, value in values.items() if self._known.get(PeerId(peer)) != value]
+        changed = [(PeerId(one), value) for one, value in values.items() if self._known.get(PeerId(one)) != value]
         if len(changed) > MOST_NEW:  # the key has more than a shard: a sample of those that we do not know is enough
             new = sorted(peer for peer, _ in changed if peer not in self.live and peer != self.own.peer)
             left_out = set(new) - set(self.size.chance.sample(new, min(len(new), MOST_NEW)))
             changed = [one for one in changed if one[0] not in left_out]
         known = sorted([one for one in changed if one[0] in self.live])
-        for subkey, value in known + sorted([one for one in changed if one[0] not in self.live]):
-            peer = PeerId(subkey)
+        for peer, value in known + sorted([one for one in changed if one[0] not in self.live]):
             if peer == self.own.peer:
                 effects += self._found_own(key, value, now)
                 continue
@@ -377,17 +375,17 @@ class Roster:
             effects += self._heard(peer, record, min(expires, believed_until), now)
         if self.size.found(key, [PeerId(peer) for peer in values if peer in self.live or peer == self.own.peer]):
             self.renew_soon(now)
-        if self.size.level and len(self.live) >= MERGE:  # one who knows enough need not look again as a newcomer does
-            self._refresh_at = max(self._refresh_at, now + self.size.refresh_s(len(self.live)))
+        if self.size.level and len(self.live) >= MERGE and self._refresh_at <= now + self.size.refresh_s(0):
+            self._refresh_at = now + self.size.refresh_s(len(self.live))  # a newcomer's first lookup was enough
         return effects
 
     def copy_warning(self, now: Seconds) -> str:
         """Return a line for the user if a copy of our identity was seen within two lifetimes of our record, or ""."""
-        published = self._published
-        if not published.copy_address or now >= published.copy_seen_at + 2 * RENEWALS * self.size.renew_s:
+        address, seen_at = self._published.copy_address, self._published.copy_seen_at
+        if not address or now >= seen_at + 2 * RENEWALS * self.size.renew_s:
             return ""
         remedy = "so the swarm counts both as one: stop one, and start it again with --join and a new --state-dir"
-        return f"another peer at {published.copy_address} uses a copy of this peer's identity, {remedy}"
+        return f"another peer at {address} uses a copy of this peer's identity, {remedy}"
 
     def _found_own(self, key: str, value: bytes, now: Seconds) -> list[RosterEffect]:
         known = self.copy_warning(now)

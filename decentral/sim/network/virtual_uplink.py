@@ -152,7 +152,9 @@ class VirtualUplink:
     def _seen_at(self, next_at: Seconds) -> Seconds:
         """When the next piece leaves that begins or ends a message. The next one of all leaves at `next_at`."""
         self._rate, message = self.queue.rate(), self.queue.next_alone()
-        if message is None or not message.has_begun or not self._rate or next_at > self.queue.free_at:
+        if message is None or message.given_up or not message.has_begun:
+            return next_at
+        if not self._rate or next_at > self.queue.free_at:
             return next_at
         piece_s = message.piece_bytes / self._rate
         for _ in range(message.waiting - 1):

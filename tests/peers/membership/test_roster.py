@@ -388,9 +388,10 @@ def test_a_newcomer_to_a_large_swarm_looks_again_soon_only_where_it_has_found_fe
     sharded: Roster, known: int, again: bool
 ) -> None:
     sharded.size.window_s = lambda: 120.0
-    sharded.look_up(NOW)
+    looked_up = [one.key for one in sharded.look_up(NOW) if isinstance(one, Lookup)]
+    another = next(one for shard in range(2**LEVEL) if (one := key(RUN, LEVEL, shard)) not in looked_up)
     sharded.live |= {PeerId(f"peer{number}"): RosterEntry(RECORD, NOW + TTL) for number in range(known)}
-    sharded.handle(Found(key_of(RUN, other(), LEVEL), {}), NOW)
+    sharded.handle(Found(another, {}), NOW)
     assert any(isinstance(one, Lookup) for one in sharded.handle(Woke(), NOW + 5)) == again
 
 
