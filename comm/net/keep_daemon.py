@@ -14,7 +14,7 @@ DAEMON_RESTARTS, DAEMON_RESTARTS_S = (
 
 
 async def keep_daemon(transport: PeerNetwork, now: Callable[[], Seconds], say: Callable[[str], None]) -> str:
-    """Open the network again whenever it has ended, and `say` so. Return why it is not opened again any more."""
+    """Open the network again each time that it ends, and report it by `say`. Return why this was given up."""
     restarts = deque[Seconds](maxlen=DAEMON_RESTARTS)
     while True:
         trouble = await transport.ended()

@@ -13,13 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from decentral.comm.net.fair_shares import (
-    IDLE_STREAMS,
-    UNPROVEN_STREAMS,
-    FairShare,
-    QuestionShare,
-    QuestionShares,
-)
+from decentral.comm.net.fair_shares import IDLE_STREAMS, UNPROVEN_STREAMS, FairShare, QuestionShare, QuestionShares
 from decentral.comm.net.uplink import Uplink
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope

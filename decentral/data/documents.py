@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -169,9 +169,9 @@ class Documents:
 
         Raises UserError where the data cannot be read.
         """
-        trained, (shard, lane) = self.holding_out, divmod(part, self.per_shard)
-        lanes = self.per_shard
-        yield from self._batches(Selection(shard, trained.piece_chars, trained, False, lane, lanes, state, read))
+        shard, lane = divmod(part, self.per_shard)
+        own = Selection(shard, self.holding_out.piece_chars, self.holding_out, lane=lane, lanes=self.per_shard)
+        yield from self._batches(replace(own, state=state, read=read))
 
     def held_out(self) -> Iterator[TextPiece]:
         """All pieces that are held out, in the order of the data."""

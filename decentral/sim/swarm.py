@@ -94,7 +94,7 @@ class SwarmSettings:
         return self.founder.run if self.founder else RUN
 
     def throttle(self, number: int) -> float:
-        """Return how slow the peer of this number is."""
+        """Return by which factor the steps of peer `number` are slower than those of a peer at full speed."""
         return self.throttles[number % len(self.throttles)]
 
     def state_layouts(self) -> list[Layout]:

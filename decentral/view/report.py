@@ -138,6 +138,7 @@ def _peers(charts: RunCharts) -> str:
 
 def _peer(peer: PeerHistory) -> tuple[str, ...]:
     work = peer.totals.whole
+    outcomes = work.exchanges.outcomes
     return (
         peer.name,
         peer.facts.device,
@@ -146,7 +147,7 @@ def _peer(peer: PeerHistory) -> tuple[str, ...]:
         readable_number(work.tokens),
         readable_number(work.tokens / peer.lived_s) if peer.lived_s else "-",
         f"{work.spent.shares()['training']:.1%}",
-        "/".join(f"{work.exchanges.outcomes[outcome]}" for outcome in OUTCOMES),
+        "/".join(f"{outcomes[outcome]}" for outcome in OUTCOMES),
         readable_bytes(work.sent_bytes),
         readable_bytes(work.received_bytes),
         f"{peer.losses.value[-1]:.3f}" if peer.losses.value else "-",

@@ -49,6 +49,7 @@ def summarise(
 def _of_peer(totals: PeerTotals, throttle: float) -> JsonObject:
     """What a peer did in its last life: `busy_fraction` is the share of training, throttling included."""
     work, shares = totals.work, _time_shares(totals.work.spent)
+    outcomes = work.exchanges.outcomes
     return {
         "peer": totals.facts.peer,
         "throttle": throttle,
@@ -56,7 +57,7 @@ def _of_peer(totals: PeerTotals, throttle: float) -> JsonObject:
         "tokens": work.tokens,
         "busy_fraction": shares["training"],
         "time_shares": shares,
-        "exchanges": {outcome: work.exchanges.outcomes[outcome] for outcome in OUTCOMES},
+        "exchanges": {outcome: outcomes[outcome] for outcome in OUTCOMES},
         "sent_bytes": work.sent_bytes,
         "received_bytes": work.received_bytes,
         "loss_last": work.loss,

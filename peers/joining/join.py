@@ -51,7 +51,7 @@ class JoinView(Protocol):
         """Whether this peer may be asked for the fragment, by its record."""
 
     def newest_retained(self, fragment: int) -> tuple[int, Sequence[PeerId]]:
-        """Return the step of the newest state that was retained of this fragment, and who has it."""
+        """Return the step of the newest state of this fragment on other peers' disks, and the peers that have it."""
 
     def swarm_step(self) -> int | None:
         """Return the median step of the peers that train; None where too few are known."""

@@ -103,7 +103,7 @@ class WindowLengths:
             first, last = self.setup.now.fragments[0].first, self.setup.now.fragments[-1].last
             live = self.roster.live.values()
             records = [entry.record for entry in live if entry.record.window_s]
-            needs = [one.window_s for one in records if one.first < last and first < one.last]
+            needs = [one.window_s for one in records if one.overlaps(first, last)]
             self._others = self.roster.changes, sorted(needs)
         others = self._others[1]
         if len(others) == 1:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StartFlags:
-    """The flags of `decentral.peer`. What a start derives from them has places of its own."""
+    """The flags of `decentral.peer`, as given. PeerStart and SwarmAccess hold what a start derives from them."""
 
     peer: PeerFlags = field(default_factory=PeerFlags)  # as given, else as the state folder keeps them
     own: OwnInputs = NOTHING_NAMED

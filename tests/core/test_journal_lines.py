@@ -120,6 +120,7 @@ def test_an_event_without_a_name_is_no_line(event: object) -> None:
         {"event": "unheld", "first": 0, "last": MOST_LAYERS + 1},
         {"event": "status", "links": [["end", 1000]]},
         {"event": "status", "links": "end"},
+        {"event": "status", "links": [["end", -1.0, 0.1]]},
         {"event": "counted"},
         {"event": "counted", "of": [["A", 7, 0, 2]]},
         {"event": "counted", "of": [["A", 7, 0, MOST_LAYERS + 1, 10]]},

@@ -1,4 +1,4 @@
-"""What a peer's lines add up to, over its lives."""
+"""The sums of a peer's journal, of one life and of all."""
 
 from typing import Any
 

@@ -167,7 +167,8 @@ def training(tail: JournalTail, now: Seconds) -> Finding:
 
 def exchanges(tail: JournalTail, stopped: bool) -> Finding:
     """How the exchanges of the last minutes ended, and what their commonest reason means."""
-    outcomes, reasons = tail.work.exchanges.outcomes, tail.work.exchanges.reasons
+    found = tail.work.exchanges
+    outcomes, reasons = found.outcomes, found.reasons
     if not outcomes and stopped:
         return ok("exchanges", "none in the last minutes before the peer stopped")
     if not outcomes:
@@ -211,9 +212,8 @@ def missed(tail: JournalTail) -> Iterator[Finding]:
 
 def troubles(tail: JournalTail) -> Iterator[Finding]:
     """What the peer itself has said is wrong, in the last minutes."""
-    for reason in {
-        line.reason[:40]: line.reason for line in tail.of_event(events.ErrorLine)
-    }.values():  # up to its figures
+    errors = {line.reason[:40]: line.reason for line in tail.of_event(events.ErrorLine)}  # figures come after these
+    for reason in errors.values():
         yield warn("error", reason, "what it says; docs/results/host-faults.md has what each means")
     layers = [line.event for line in tail.lines if isinstance(line.event, events.UnheldLine | events.HeldLine)]
     if layers and isinstance(unheld := layers[-1], events.UnheldLine):

@@ -36,7 +36,7 @@ class PeerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedLine(PeerFacts):
-    """The peer's process has found its run, and joins: a new life begins."""
+    """The process has found its run and begins to join. A new life of the peer begins with this line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class JoinedLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DonorFailedLine:
-    """A donor gave no state, or a wrong one."""
+    """A peer that was asked for the model's state sent none, or one that other peers contradict."""
 
     peer: kind.Peer
     reason: kind.Text
@@ -70,7 +70,7 @@ class DonorFailedLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoppedLine:
-    """The peer leaves in order. `unsaved`: why the last checkpoint failed, where it did."""
+    """The peer ends in order, and says why. `unsaved`: why its last checkpoint failed; "": it did not."""
 
     reason: kind.Text
     unsaved: kind.Text = ""
@@ -212,7 +212,7 @@ class AbandonedLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnheldLine:
-    """For 10 s no peer that trains has held layers [first, last), so no micro-batch gets through."""
+    """No training peer has held layers [first, last) for 10 s, so no micro-batch can pass through the whole model."""
 
     reason: kind.Text
     first: kind.Layer
@@ -221,7 +221,7 @@ class UnheldLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldLine:
-    """After `unheld`: all layers have a holder again."""
+    """Every layer is held by a training peer again, after an `unheld` line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +280,7 @@ class AddressesLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerJoinedLine:
-    """This peer has heard of another one."""
+    """Another peer was added to the roster."""
 
     peer: kind.Peer
     device: kind.Word
@@ -289,7 +289,7 @@ class PeerJoinedLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLeftLine:
-    """Another peer is dropped from the roster: `left`, `silent`, `expired`."""
+    """Another peer was dropped from the roster. `reason`: `left`, `silent` or `expired`."""
 
     peer: kind.Peer
     reason: kind.Text
@@ -304,14 +304,17 @@ class GoodbyeLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedLine:
-    """What other peers sent that broke the format, so far (`record-` before a reason: of a DHT record)."""
+    """Counts, since the start and by reason, of what other peers sent that broke the format.
+
+    A reason that begins with `record-` is of a record in the DHT.
+    """
 
     by_reason: kind.CountByName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RevokedLine:
-    """A list of the founder's came, by its number, and these peers are no members any more."""
+    """The founder's revocation list `number` has arrived; it excludes these peers from the swarm."""
 
     number: kind.Count
     peers: kind.Peers
@@ -337,14 +340,14 @@ class ClockLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendedLine:
-    """For so long this process was stopped."""
+    """The process was stopped for so long, for example while its machine slept."""
 
     seconds: kind.Number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostLine:
-    """So many lines before this one could not be written, since that Unix time, because the disk refused them."""
+    """The disk has refused this many lines before this one, the first of them at Unix time `since`."""
 
     lines: kind.GivenCount
     since: kind.MaybeNumber = None

@@ -23,6 +23,7 @@ Verdict = Literal["agreed", "wrong", "undecided"]  # of an audit
 GivenCount = Annotated[int, Strict(), Field(ge=0, lt=MOST_NUMBER)]
 GivenLayer = Annotated[int, Strict(), Field(ge=0, le=MOST_LAYERS)]
 GivenNumber = Annotated[float, Strict(), Field(gt=-MOST_NUMBER, lt=MOST_NUMBER)]
+GivenAmount = Annotated[float, Strict(), Field(ge=0, lt=MOST_NUMBER)]
 GivenWord = Annotated[str, Strict(), Field(max_length=WORD_CHARS)]
 GivenPeer = Annotated[PeerId, Strict(), Field(max_length=WORD_CHARS)]
 
@@ -54,11 +55,11 @@ class CountedExecution(NamedTuple):
 
 
 class MeasuredLink(NamedTuple):
-    """What a peer has measured of a link. A number is 0 where it was not measured."""
+    """A peer's measurement of one link; a number is 0 where nothing was measured."""
 
     partner: GivenWord  # the end of its id
-    bytes_per_s: GivenNumber  # from the partner
-    round_trip_s: GivenNumber
+    bytes_per_s: GivenAmount  # from the partner
+    round_trip_s: GivenAmount
 
 
 MeasuredLinks = Annotated[tuple[MeasuredLink, ...], Field(default=())]

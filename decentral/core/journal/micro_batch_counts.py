@@ -96,14 +96,14 @@ class LifeClaims:
 
     @property
     def unapplied(self) -> int:
-        """The tokens that were counted in some layer and not taken, the last lines aside: of the worst layer."""
+        """The tokens that were counted and that no step took, in the worst layer, without the last lines."""
         open_claims = sum(map(_by_layer, self._last), Counter[int]())
         claims = self.counted - open_claims if self.tells else Counter[int]()
         return max((self.counted - self.applied - open_claims)[layer] for layer in claims) if claims else 0
 
 
 def _by_layer(line: events.CountedLine) -> Counter[int]:
-    """The tokens of a line in each layer."""
+    """Return, for each layer, the tokens that a `counted` line claims in it."""
     found: Counter[int] = Counter()
     for one in line.of:
         found.update(dict.fromkeys(range(one.first, one.last), one.tokens))

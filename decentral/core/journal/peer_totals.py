@@ -43,7 +43,7 @@ class Life:
 
 @dataclass(slots=True)
 class ExchangeTotals:
-    """How exchanges have ended. Reasons that partners make up count as one."""
+    """Counts of exchanges by outcome and reason. Reasons that this program does not know count as `other`."""
 
     ended: Counter[tuple[Outcome, str]] = field(default_factory=Counter)  # by outcome and reason
     done_s: Seconds = 0.0  # that those done took, together
@@ -131,7 +131,7 @@ class WorkDone:
 
 @dataclass(slots=True)
 class PeerTotals:
-    """All that a peer's journal adds up to. Lines from before any start are of a life whose start is not known."""
+    """The sums of one peer's journal. Lines before its first `started` line count as a life of their own."""
 
     facts: events.PeerFacts = NO_FACTS  # what the peer last said of itself
     lives: list[Life] = field(default_factory=list)

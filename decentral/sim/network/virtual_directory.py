@@ -69,11 +69,10 @@ class Records:
     def fetch(self, reader: PeerId, key: str) -> dict[str, bytes]:
         found, now = {}, self.agenda.now
         held, by_clock = self._keys.get(key, {}), self.epoch + now + self.ahead_s.get(reader, 0.0)
-        nothing_amiss = not self.stale and not self.faults.cuts
+        all_alike = not self.stale and not self.faults.cuts  # all readers find the same versions
         for subkey, versions in held.items():
-            version: Version | None = versions[-1]
-            if not nothing_amiss or versions[-1].seen > now:
-                version = self._version(versions, reader, now)
+            newest = versions[-1]
+            version = newest if all_alike and newest.seen <= now else self._version(versions, reader, now)
             if version is not None and version.expires > by_clock:
                 found[subkey] = version.value
         if len(found) * 2 < len(held):

@@ -14,19 +14,19 @@ from decentral.peers.membership.records import PeerRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NowLine:
-    """Virtual time, and the last time that there is."""
+    """The present of a simulation: times are virtual, and none is later than this line's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FactsLine:
-    """What is known of the run, where no state folder says it."""
+    """Facts about the run, by name, for a page that has no state folder to read them from."""
 
     facts: Annotated[JsonObject, Field(default={})]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceLine:
-    """What and where a peer is, where no journal says it."""
+    """The device, region and slowness of a peer without a `started` line."""
 
     peer: Peer
     device: Word
@@ -36,7 +36,7 @@ class PlaceLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissedLine:
-    """Somebody does not reach this peer. `certain`: its process has ended."""
+    """This peer does not answer somebody. `certain`: its process is known to have ended."""
 
     peer: Peer
     reason: Text

@@ -160,15 +160,14 @@ class SwarmView:
                 self._missed(t, event.peer, "left")
             case journal.StoppedLine():
                 view.become("left", t, event.reason)
-            case journal.UnheldLine():
-                layers, words = range(event.first, event.last), plain_text(event.reason, journal.TOLD_CHARS)
-                self.troubles.unheld(view.number, layers, words)
         if isinstance(event, journal.HeldLine | journal.StartedLine | journal.StoppedLine):
             self.troubles.held(view.number)
         if event is not None and (found := journal.told(event)) is not None:
             level, words = found
             self.events.add(t, view.number, level, words)
-            if not isinstance(event, journal.UnheldLine):
+            if isinstance(event, journal.UnheldLine):
+                self.troubles.unheld(view.number, range(event.first, event.last), words)
+            else:
                 self.troubles.told(t, view.number, level, words)
         view.hear(t)
 
