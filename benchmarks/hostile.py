@@ -2,13 +2,15 @@
 
     python -m benchmarks.hostile [--lies none,flipped] [--seeds 0,1,2] [--seconds 300] [--credulous] [--json FILE]
     python -m benchmarks.hostile --real [--lies none,flipped] [--credulous] [--steps 300] [--json FILE]
+    python -m benchmarks.hostile --real --eclipse none:peers:revoked:peers,revoked [--steps 300] [--json FILE]
 
 One swarm has four honest peers alone (`none`); in each of the others a fifth one joins last and lies from the start
 (decentral/sim/liars.py has the lies). Loss: of the mean of the honest replicas, on held-out text. A peer takes one step
 in a second; windows last WINDOW_S. The whole peer runs: roster, exchanges, update rule, optimizer (Muon).
 
 With --real the peers are processes over libp2p on loopback, and the liar floods the others with questions besides
-(benchmarks/hostile_processes.py). With --credulous the honest ones have no defences (tests/hostile/credulous.py).
+(benchmarks/hostile_processes.py). With --credulous the honest ones have no defences (tests/hostile/credulous.py). With
+--eclipse one peer of ten owns the nodes next to some keys of the DHT (benchmarks/hostile_eclipse.py).
 """
 
 import argparse
@@ -20,7 +22,7 @@ from statistics import mean
 
 import torch
 
-from benchmarks import hostile_processes
+from benchmarks import hostile_eclipse, hostile_processes
 from benchmarks.trained_swarm import keeping_models, loss_of_mean, say
 from decentral.core import config
 from decentral.core.temporary import temporary_folder
@@ -53,7 +55,11 @@ def main() -> None:
     for seed in args.seeds:
         for lie in args.lies:
             began = time.perf_counter()
-            if args.real:
+            if args.eclipse:
+                result = hostile_eclipse.run(lie, [*settings, f"seed={seed}"], args.steps, args.memory)
+                line = {"seed": seed, **result}
+                losses[lie][seed] = result["loss"]
+            elif args.real:
                 result = hostile_processes.run(lie, [*settings, f"seed={seed}"], args.steps, args.credulous)
                 line = {"lie": lie, "seed": seed, **result}
                 losses[lie][seed] = result["loss"]
@@ -94,6 +100,10 @@ def _arguments() -> argparse.Namespace:
     known = [*real, "stale"]
     parser.add_argument("--lies", type=lambda text: text.split(","), help=", ".join(known))
     parser.add_argument("--real", action="store_true", help="processes over libp2p, for steps and not for seconds")
+    parser.add_argument(
+        "--eclipse", type=lambda text: text.split(":"), help="keys, with --real: none:peers,revoked:plan"
+    )
+    parser.add_argument("--memory", default="", help="of each peer, with --eclipse: 160MB makes it hold a part")
     parser.add_argument("--credulous", action="store_true", help="honest peers without defences")
     parser.add_argument("--steps", type=int, default=300, help="of each honest peer, with --real")
     parser.add_argument("--seeds", type=lambda text: [int(one) for one in text.split(",")], default=[0])
@@ -101,6 +111,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the config")
     parser.add_argument("--json", type=Path, help="file to which each result is appended")
     args = parser.parse_args()
+    if args.eclipse:
+        args.lies = args.eclipse
     args.lies = args.lies or (real if args.real else known)
     return args
 

@@ -1,7 +1,7 @@
-"""Train one model together on unequal devices in different places, by asynchronous gossip.
+"""Train one model on many unequal devices in different places, by asynchronous gossip.
 
-`python -m decentral.NAME` runs `decentral/commands/NAME.py`, because that folder is searched for modules too. Import a
-command as `decentral.commands.NAME` only: Python would load it once more under the shorter name.
+`python -m decentral.NAME` runs `decentral/commands/NAME.py`, because the package also searches that folder for modules.
+Import a command only as `decentral.commands.NAME`: as `decentral.NAME` Python would load the module a second time.
 """
 
 import sys
@@ -17,5 +17,5 @@ def _say_unless_interrupted(kind: type[BaseException], error: BaseException, tra
         sys.__excepthook__(kind, error, trace)
 
 
-if sys.argv[0] == "-m":  # Ctrl-C ends a command quietly while it imports what it needs
+if sys.argv[0] == "-m":  # print no traceback at Ctrl-C while `python -m decentral.NAME` starts
     sys.excepthook = _say_unless_interrupted

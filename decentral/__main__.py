@@ -1,6 +1,6 @@
-"""decentral COMMAND ...: all commands under one name, beside `python -m decentral.COMMAND`.
+"""Run a command as `decentral COMMAND ...`, which does the same as `python -m decentral.COMMAND ...`.
 
-Only the chosen command is imported: to list them, or to say the version, loads no torch.
+Only the chosen command is imported, so that listing the commands or printing the version does not load torch.
 """
 
 import sys
@@ -14,6 +14,10 @@ from decentral.core.near_names import did_you_mean
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that the arguments name and return its exit code, which is 2 if there is no such command.
+
+    Without arguments, or with --help or --version, print the overview or the version and return 0.
+    """
     arguments = sys.argv[1:] if argv is None else list(argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         return shared.run(lambda: print(overview()))
@@ -28,11 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def overview() -> str:
-    """What there is, a line each."""
+    """Return the text of `decentral --help`: one line for each command."""
     width = max(map(len, COMMANDS))
     lines = (f"  {name:{width}}  {one.does}" for name, one in COMMANDS.items())
-    head = f"decentral {__version__}: one model, trained together on unequal devices in different places"
-    return "\n".join([head, "", "usage: decentral COMMAND ...", "", *lines, "", "decentral COMMAND --help says more."])
+    head = f"decentral {__version__}: train one model on many unequal devices in different places"
+    more = "decentral COMMAND --help shows a command's flags and examples."
+    return "\n".join([head, "", "usage: decentral COMMAND ...", "", *lines, "", more])
 
 
 def _unknown(name: str) -> None:

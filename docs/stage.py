@@ -1,40 +1,49 @@
-"""Lays out the pages of the documentation's site: `python -m docs.stage FOLDER`; `make docs` then builds it.
+"""Lay out the pages of the documentation's site: `python -m docs.stage FOLDER`; `make docs` then builds it.
 
-README.md becomes the first page, CONTRIBUTING.md and docs/ stay as they are, and COMMANDS.md is made from what each
-command's --help prints. Links between pages lead to where the pages are then; a link to anything else, such as a source
-file, becomes its text.
+README.md becomes the first page; CONTRIBUTING.md and docs/ stay as they are. Four pages are generated: COMMANDS.md
+from what each command's --help prints, CONFIG.md from what `decentral config` prints, METRICS.md from the table of
+metrics, and MAP.md from the first sentence of each module (`python -m docs.stage --map` prints it). On the site, a link
+to a page leads to that page, a link to the source of a generated page leads to the generated page, and a link to
+anything else becomes its text.
 """
 
+import ast
 import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path, PurePosixPath
 
+from decentral.commands.config import everything
 from decentral.commands.table import COMMANDS, module_of
+from decentral.view.metrics import METRICS
 
 ROOT = Path(__file__).parent.parent
+PRODUCT = ("decentral", "comm", "scheduler", "peers")
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 HELP_COLUMNS = "100"
 
 
 def stage(folder: Path) -> None:
-    """Writes all pages into the folder, which it makes."""
+    """Write all pages into the folder, and make it."""
     places = pages()
+    linked = places | {PurePosixPath(source): PurePosixPath(place) for source, (place, _) in GENERATED.items()}
     for source, place in places.items():
         target = folder / place
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.suffix == ".md":
-            target.write_text(relinked((ROOT / source).read_text(), source, places))
+            target.write_text(relinked((ROOT / source).read_text(), source, linked))
         else:
             shutil.copy(ROOT / source, target)
-    (folder / "COMMANDS.md").write_text(commands())
+    for name, text in GENERATED.values():
+        (folder / name).write_text(text())
 
 
 def pages() -> dict[PurePosixPath, PurePosixPath]:
-    """Where each page and each picture is in the checkout, and where it will be on the site."""
+    """Return the place on the site of each page and each picture, by its place in the checkout."""
     docs = sorted(path for kind in ("*.md", "*.png", "*.svg") for path in (ROOT / "docs").rglob(kind))
     found = {PurePosixPath("README.md"): "index.md", PurePosixPath("CONTRIBUTING.md"): "CONTRIBUTING.md"}
     found |= {PurePosixPath(page.relative_to(ROOT)): str(page.relative_to(ROOT / "docs")) for page in docs}
@@ -42,7 +51,7 @@ def pages() -> dict[PurePosixPath, PurePosixPath]:
 
 
 def relinked(text: str, source: PurePosixPath, places: dict[PurePosixPath, PurePosixPath]) -> str:
-    """The page with its links as they have to be on the site."""
+    """Return the page with its links as they have to be on the site."""
 
     def link(match: re.Match[str]) -> str:
         label, target = match.groups()
@@ -58,7 +67,7 @@ def relinked(text: str, source: PurePosixPath, places: dict[PurePosixPath, PureP
 
 
 def commands() -> str:
-    """A page with the help of every command."""
+    """Return a page with the help of every command."""
     os.environ["COLUMNS"] = HELP_COLUMNS
     parts = ["# Commands", "`decentral NAME` is short for `python -m decentral.NAME`."]
     for name, one in COMMANDS.items():
@@ -67,11 +76,62 @@ def commands() -> str:
 
 
 def help_of(name: str) -> str:
+    """Return what a command's --help prints."""
     printed = StringIO()
     with redirect_stdout(printed), suppress(SystemExit):
         module_of(name).parse(["--help"])
     return printed.getvalue().strip()
 
 
+def config() -> str:
+    """Return a page with every key of the config."""
+    return f"# Config\n\n```yaml\n{everything()}```\n"
+
+
+def metrics() -> str:
+    """Return a page with every metric of a peer."""
+    lines = ["# Metrics", "", "| metric | type | labels | meaning |", "|---|---|---|---|"]
+    for one in METRICS:
+        labels = ", ".join(f"`{label}`" for label in one.labels)
+        lines.append(f"| `{one.shown_name}` | {one.kind} | {labels} | {one.help} |")
+    return "\n".join(lines) + "\n"
+
+
+def file_map() -> str:
+    """Return a page with a line for each module of the product, by folder."""
+    lines, folder = ["# File map"], Path()
+    for module in modules():
+        if module.parent != folder:
+            folder = module.parent
+            lines += ["", f"## `{folder}/`", ""]
+        lines.append(f"- `{module}`: {first_sentence((ROOT / module).read_text())}")
+    return "\n".join(lines) + "\n"
+
+
+def modules() -> Iterator[Path]:
+    """Yield the path of each module, without the links to other folders in `decentral/`."""
+    for top in PRODUCT:
+        for path in sorted((ROOT / top).rglob("*.py"), key=lambda path: (path.parent, path.name)):
+            module = path.relative_to(ROOT)
+            if path.name != "__init__.py" and not (top == "decentral" and (ROOT / top / module.parts[1]).is_symlink()):
+                yield module
+
+
+def first_sentence(source: str) -> str:
+    """Return the first sentence of a module's docstring; "" if it has none."""
+    first_paragraph = (ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0]
+    return re.split(r"(?<=\.)\s", " ".join(first_paragraph.split()))[0]
+
+
+GENERATED = {  # source in the checkout -> its page on the site, and what returns that page's text
+    "decentral/commands/table.py": ("COMMANDS.md", commands),
+    "decentral/core/config.py": ("CONFIG.md", config),
+    "decentral/view/metrics.py": ("METRICS.md", metrics),
+    "docs/stage.py": ("MAP.md", file_map),
+}
+
 if __name__ == "__main__":
-    stage(Path(sys.argv[1]))
+    if sys.argv[1] == "--map":
+        print(file_map(), end="")
+    else:
+        stage(Path(sys.argv[1]))

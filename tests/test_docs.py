@@ -1,30 +1,38 @@
-"""The documents name what there is: reasons, messages, paths, commands, links, and a line for every product file."""
+"""The documents name what there is: reasons, messages, paths, commands, flags, keys, links, the steps of walks."""
 
 import re
+import tomllib
 from collections import Counter
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from decentral.comm.wire.messages import VERSION, Message
+from decentral.commands.table import COMMANDS
 from decentral.core.config import Config
 from decentral.core.journal.events import JournalEvent
 from decentral.core.journal.lines import name_of
 from decentral.core.reasons import Reason
 from decentral.sim.invariants.convergence import MAX_DRIFT
+from docs import stage
 
 ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(doc.relative_to(ROOT)) for doc in DOCS]
 PRODUCT = ("comm", "peers", "scheduler", "decentral")
 TOP = (*PRODUCT, "tests", "benchmarks", "configs", "docs")
+MAP_LINE = 200  # characters of a module's first sentence, so that the file map can be looked through
 PLACEHOLDER = "NAME"  # in a recipe: a file that its reader will write
 
-PATH = re.compile(rf"(?<![\w/.-])((?:{'|'.join(TOP)})/[\w./-]*\w|[\w./-]+/[\w-]+\.py)")
+PATH = re.compile(rf"(?<![\w/.-])((?:{'|'.join(TOP)})/[\w./-]*\w|[\w./-]+/[\w-]+\.py\b)")
 COMMAND = re.compile(r"python -m ((?:decentral|benchmarks)\.\w+)")
 TARGET = re.compile(r"(?:^ {4}|`)make (\w+)", re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FLAGS = re.compile(r"(?:python -m decentral\.|(?<![\w./-])decentral )(\w+)((?:[^`#\n]|\\\n)*)")
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+STEP = re.compile(r"^\d+\. (?:`([\w/.]+)` `(\w+)`)?", re.MULTILINE)
 KEY = re.compile(r"(?<![\w./-])(\w+)\.(?!safetensors)(\w+)(?=[`=])")
 
 
@@ -43,6 +51,12 @@ def product_files() -> set[str]:
     return {name for name in names if not name.startswith(tuple(f"decentral/{linked}/" for linked in TOP))}
 
 
+@cache
+def flags_of(command: str) -> frozenset[str]:
+    """Return the flags that the help of a command shows."""
+    return frozenset(FLAG.findall(stage.help_of(command)))
+
+
 def anchors(doc: Path) -> set[str]:
     """The fragments of links to this document's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.+)$", doc.read_text(), re.MULTILINE)
@@ -50,7 +64,7 @@ def anchors(doc: Path) -> set[str]:
 
 
 def test_each_reason_stands_in_the_protocol_s_table_once_and_nothing_else_does() -> None:
-    rows = [line.split("|")[2] for line in section("docs/PROTOCOL.md", "## Reasons").splitlines() if "|" in line]
+    rows = [line.split("|")[0] for line in section("docs/PROTOCOL.md", "## Reasons").splitlines() if "|" in line]
     named = Counter(word for row in rows for word in re.findall(r"`([^`]+)`", row))
     assert named == Counter(reason.value for reason in Reason)
 
@@ -62,10 +76,8 @@ def test_each_message_has_a_place_in_the_protocol() -> None:
 
 
 def test_each_event_of_the_journal_and_each_of_its_fields_stands_in_the_protocol_s_table() -> None:
-    rows = [
-        line.split("|") for line in section("docs/PROTOCOL.md", "## Journal").splitlines() if line.startswith("| `")
-    ]
-    told = {name: set(re.findall(r"\w+", row[2])) for row in rows for name in re.findall(r"`(\w+)`", row[1])}
+    rows = [line.split("|") for line in section("docs/PROTOCOL.md", "## Journal").splitlines() if line.startswith("`")]
+    told = {name: set(re.findall(r"\w+", row[1])) for row in rows for name in re.findall(r"`(\w+)`", row[0])}
     told["continued"] |= told["started"]
     kinds = {name_of(kind): kind for kind in JournalEvent.__args__}
     assert told.keys() == kinds.keys()
@@ -77,16 +89,10 @@ def test_the_protocol_s_title_has_its_version() -> None:
     assert (ROOT / "docs/PROTOCOL.md").read_text().startswith(f"# Protocol, version {VERSION}\n")
 
 
-def test_the_run_that_two_pages_show_is_the_same_one() -> None:
-    shown = [re.findall(r"^    6 peers, 120 virtual.*?\n\n", (ROOT / name).read_text(), re.DOTALL | re.MULTILINE)
-             for name in ("README.md", "docs/SIMULATOR.md")]  # fmt: skip
-    assert len(shown[0]) == 1
-    assert shown[0] == shown[1]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_path_that_a_document_names_is_there(name: str) -> None:
-    named = {path for path in PATH.findall((ROOT / name).read_text()) if PLACEHOLDER not in path}
+    text = LINK.sub("", (ROOT / name).read_text())  # links have a test of their own
+    named = {path for path in PATH.findall(text) if PLACEHOLDER not in path}
     assert not [path for path in sorted(named) if not (ROOT / path).exists()]
 
 
@@ -99,6 +105,13 @@ def test_a_command_that_a_document_names_is_there(name: str) -> None:
     assert not [path for path in commands if not (path.with_suffix(".py").exists() or (path / "__main__.py").exists())]
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(TARGET.findall(text)) <= targets
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_flag_that_a_document_gives_a_command_is_one_of_its_flags(name: str) -> None:
+    for command, rest in FLAGS.findall((ROOT / name).read_text()):
+        if command in COMMANDS:
+            assert set(FLAG.findall(rest.partition(" -- ")[0])) <= flags_of(command), command
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -119,6 +132,11 @@ def test_a_link_leads_somewhere(name: str) -> None:
         assert not anchor or link.startswith("http") or anchor in anchors(target), link
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_diagram_has_no_semicolon_since_mermaid_takes_it_for_the_end_of_a_line(name: str) -> None:
+    assert not [one for one in re.findall(r"```mermaid\n(.*?)```", (ROOT / name).read_text(), re.DOTALL) if ";" in one]
+
+
 def test_every_page_of_results_is_linked_from_a_document() -> None:
     linked = {
         ((ROOT / name).parent / link.partition("#")[0]).resolve()
@@ -128,17 +146,35 @@ def test_every_page_of_results_is_linked_from_a_document() -> None:
     assert not [page.name for page in (ROOT / "docs" / "results").glob("*.md") if page not in linked]
 
 
-def test_each_product_file_has_one_line_in_the_file_map() -> None:
-    lines = re.findall(r"^- `([\w/.]+)`: .+$", section("docs/ARCHITECTURE.md", "## File map"), re.MULTILINE)
-    assert Counter(lines) == Counter(product_files())
+@pytest.mark.parametrize("path", sorted(product_files()))
+def test_a_module_opens_with_a_sentence_that_is_its_line_in_the_file_map(path: str) -> None:
+    line = stage.first_sentence((ROOT / path).read_text())
+    assert line.endswith(".")
+    assert len(line) <= MAP_LINE
 
 
-def test_no_walk_passes_a_file_twice_but_for_two_returns() -> None:
-    walks = re.split(r"^### ", section("docs/ARCHITECTURE.md", "## Walks"), flags=re.MULTILINE)[1:]
-    assert len(walks) == 6
+@pytest.mark.parametrize("path", sorted(product_files()))
+def test_a_page_that_a_module_names_is_there(path: str) -> None:
+    named = set(re.findall(r"docs/[\w/-]+\.md", (ROOT / path).read_text()))
+    assert not [page for page in sorted(named) if not (ROOT / page).exists()]
+
+
+def test_the_file_map_has_each_module_once() -> None:
+    assert Counter(re.findall(r"^- `([\w/.]+)`: ", stage.file_map(), re.MULTILINE)) == Counter(product_files())
+
+
+def test_each_step_of_a_walk_names_a_function_of_its_file() -> None:
+    walks = re.split(r"^### ", section("docs/ARCHITECTURE.md", "## Four walks"), flags=re.MULTILINE)[1:]
+    assert len(walks) == 4
     for walk in walks:
-        passed = Counter(re.findall(r"^\d+\. `([\w/.]+)`: ", walk, re.MULTILINE))
-        assert sorted(passed.values())[-3:] in ([1, 1, 1], [1, 1, 2], [1, 2, 2]), walk.splitlines()[0]
+        steps = STEP.findall(walk)
+        assert len(steps) >= 5
+        assert not [step for step in steps if f"def {step[1]}(" not in (ROOT / step[0]).read_text()]
+
+
+def test_what_the_package_index_shows_leads_nowhere_into_the_checkout() -> None:
+    readme = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["readme"]
+    assert not [link for link in LINK.findall(readme["text"]) if not link.startswith("https://")]
 
 
 def test_the_simulator_s_page_has_the_drift_that_the_audit_allows() -> None:

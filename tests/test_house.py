@@ -26,6 +26,18 @@ EXCEPTIONS: dict[str, str] = {  # "module", "module.Class" or "module.function" 
     "core.jobs": "a list of plain values, in which a reader looks one up",
 }
 
+READS_OF_THIS_SYSTEM = {  # module -> what it reads by itself; files of others are opened by core/foreign_file.py alone
+    "comm.net.libp2p": "/proc",
+    "commands.checks.running_peer": "/proc",
+    "commands.local": "the output of its own processes",
+    "core.config": "the configs of the package",
+    "core.peer_folders": "/proc",
+    "engine.control_groups": "/proc and /sys",
+    "engine.device_check": "/proc",
+    "engine.measure": "/proc",
+    "peers.runtime.host": "/proc",
+}
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -136,6 +148,23 @@ def test_a_function_fits_a_screen(module: str) -> None:
 def test_no_tie_is_added() -> None:
     found = Counter(tie for module in MODULES for node in ast.walk(tree(module)) for tie in ties(node))
     assert {tie: count for tie, count in found.items() if count > TIES[tie]} == {}
+
+
+def reads(module: str) -> bool:
+    """Whether a module opens a file for reading: by `read_text`, `read_bytes`, or `open` with a mode that begins so."""
+    for node in ast.walk(tree(module)):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="read_text" | "read_bytes") as called):
+                if ast.unparse(called.value) != "foreign_file":
+                    return True
+            case ast.Call(func=ast.Attribute(attr="open") | ast.Name("open"), args=[*_, ast.Constant(str(mode))]):
+                if mode.startswith("r"):
+                    return True
+    return False
+
+
+def test_files_of_others_are_opened_by_the_one_helper() -> None:
+    assert {module for module in MODULES if reads(module)} == set(READS_OF_THIS_SYSTEM)
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from decentral.commands.config import everything
 from decentral.commands.table import COMMANDS
 from docs import stage
 
@@ -53,6 +54,10 @@ def test_every_command_s_help_is_on_the_site(pages: Path) -> None:
     assert text.count("\nexamples:\n") == len(COMMANDS)
 
 
+def test_every_key_of_the_config_is_on_the_site(pages: Path) -> None:
+    assert everything() in (pages / "CONFIG.md").read_text()
+
+
 def test_the_pictures_of_the_pages_are_on_the_site(pages: Path) -> None:
     shown = [
         page.parent / name
@@ -70,3 +75,9 @@ def test_a_link_to_a_source_file_becomes_its_text() -> None:
     assert (
         stage.relinked(text, page, places) == "code, [first](../index.md#two-commands), [there](#here), [out](http://x)"
     )
+
+
+def test_a_link_to_the_source_of_a_generated_page_leads_to_that_page(pages: Path) -> None:
+    assert "[file map](MAP.md)" in (pages / "ARCHITECTURE.md").read_text()
+    assert "[all commands](COMMANDS.md)" in (pages / "index.md").read_text()
+    assert "(METRICS.md)" in (pages / "OBSERVING.md").read_text()

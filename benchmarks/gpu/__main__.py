@@ -3,8 +3,8 @@
     python -m benchmarks.gpu [--seconds 470] [--only STEP,...] [--out DIR]
     python -m benchmarks.gpu --rehearse                 # the same steps with tiny sizes, on a CPU
 
-benchmarks/gpu/plan.py has the steps. They take about eight minutes; no step begins when `--seconds` are over. DIR gets
-`results.json`, `log.txt` and `table.txt`, which is printed as well. The exit status is 1 if anything has failed.
+benchmarks/gpu/plan.py has the steps. They take eight minutes by estimate; no step begins when `--seconds` are over.
+DIR gets `results.json`, `log.txt` and `table.txt`, which is printed as well. The exit status is 1 if anything failed.
 benchmarks/gpu/offline.sh runs the check on a machine without a network.
 """
 

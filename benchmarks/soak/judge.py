@@ -18,6 +18,7 @@ from benchmarks.soak.evidence import Evidence, Line, Sample, Span, without
 from decentral.core.journal.lines import recorded
 from decentral.core.journal.micro_batch_counts import CountAudit, audit
 from decentral.core.journal.peer_totals import PeerTotals
+from decentral.core.units import plural
 
 SETTLES_S = 5.0
 KEPT_SHARE = 0.97  # of training's share, under faults
@@ -114,7 +115,7 @@ def _share(found: Evidence) -> Iterator[str]:
 def _counted(found: Evidence) -> Iterator[str]:
     result = counts(found)
     if result.twice:
-        yield f"{len(result.twice)} micro-batches counted twice, the first {result.twice[0]}"
+        yield f"{plural(len(result.twice), 'micro-batch')} counted twice, the first {result.twice[0]}"
     if result.unapplied:
         yield f"{result.unapplied} tokens counted that no step took"
     if len(found.whole) < found.places and not result.everywhere:

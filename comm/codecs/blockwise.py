@@ -1,4 +1,4 @@
-"""Blockwise quantisation: pure functions from fp32 vectors to bytes and back.
+"""Blockwise quantisation: pure functions from fp32 vectors to bytes and back. Start at `encode` and `decode`.
 
     codec   levels      block   bytes for n numbers          error within a block of largest magnitude a
     q1      -7, 7       128     ceil(n/8) + 2 ceil(n/128)    at most a, s = bf16_down(mean magnitude / 7)
@@ -7,20 +7,21 @@
     bf16                        2 n                          a relative 2^-9
     fp32                        4 n                          none
 
-Scales are bf16 rounded up: bf16 has fp32's range, so the small deltas of a late training stage do not underflow
-as they do in fp16; rounding up keeps the largest number of a block within the levels. The scales come first,
-then the levels. Bytes that no encoder can have written, or that are not finite, are refused.
+Each number is stored as an integer level, and decoded as level * s, where s is the scale of its block. A blob holds all
+scales, then all levels. bf16_up and bf16_down round a scale to bf16. bf16 has the exponent range of fp32, so the small
+pseudo-gradients late in training do not underflow as they would in fp16. q4 and int8 round the scale up, so that the
+largest number of a block fits the levels. `decode` refuses levels, scales and numbers that no encoder writes.
 
-q1 keeps a sign and the block's mean magnitude (EF-signSGD: Karimireddy et al., arXiv 1901.09847), so its error is as
-large as its numbers: it is for what feeds its error back. The levels are bits, the first number's the highest of its
-byte (numpy.packbits), set for a number that is not below zero. Its values are +-7 s, which are q4's with the same
-scale: so a q1 blob is widened into a q4 blob, exactly, and narrowed back (`widened`, `narrowed`). Its scale is the same
-whatever the order of the sum: the sum is one of integers, of magnitudes rounded to 2^-15 of the largest power of two
-that is not above a. It is rounded down, so that no value overflows, and is zero where a is below 2^-126.
+q1 keeps signs and the block's mean magnitude (EF-signSGD: Karimireddy et al., arXiv 1901.09847). Its error may be as
+large as its numbers, so it is only for vectors with error feedback. A level is one bit, which is 1 for a number >= 0;
+numpy.packbits gives the order of bits. q1 decodes to 7 s or -7 s, which q4 can store with the same scale, so a q1 blob
+can be converted to q4 and back without loss (`widened`, `narrowed`). The mean is computed from integers, so it does not
+depend on the order of summation: magnitudes are rounded to multiples of 2^-15 p, where p is the largest power of two
+not above a. The scale is rounded down, so that 7 s does not overflow, and is zero if a is below 2^-126.
 
-CODECS has the formulas, in torch, for vectors on any device. What is in host memory takes the compiled versions of
-them (comm/codecs/compiled_blocks.py), which give the same bits; numbers that are not finite have no bytes to agree on
-but those of the formulas, and partners refuse them.
+The codecs in CODECS compute these formulas in torch, for vectors on any device. Compiled functions, which return the
+same bits, encode and decode vectors in host memory (comm/codecs/compiled_blocks.py). Vectors with NaN or infinity are
+always encoded by the formulas; partners refuse the resulting blobs.
 """
 
 import math
@@ -39,20 +40,24 @@ from decentral.core.reasons import Reason
 
 
 class Codec(Protocol):
-    """The formulas of one codec."""
+    """Interface of the codecs in CODECS; implemented in torch operations by LevelCodec, SignCodec and FloatCodec."""
 
     def size(self, n: int) -> int:
-        """Return the bytes that n numbers take."""
+        """Return the number of bytes that n encoded numbers take."""
 
     def pack(self, values: Tensor) -> bytes:
-        """Return the bytes of fp32 [n] on any device."""
+        """Encode fp32 values [n], on any device, and return the bytes."""
 
     def unpack(self, blob: bytes | Bytes, n: int) -> Tensor:
-        """Return fp32 [n] of those bytes."""
+        """Decode a blob of `size(n)` bytes, and return its numbers as fp32 [n] on the CPU."""
 
 
 def encode(codec: str, values: Tensor) -> bytes:
-    """The bytes of fp32 [n], on any device. Raises KeyError for an unknown codec."""
+    """Encode fp32 values [n], on any device, and return the bytes.
+
+    Raises:
+        KeyError: If the codec is unknown.
+    """
     if codec in COMPILED_PACK and values.device.type == "cpu" and values.dtype == torch.float32:
         blob = np.empty(size(codec, values.numel()), np.uint8)
         if COMPILED_PACK[codec](values.detach().contiguous().numpy(), blob) < compiled_blocks.INFINITE:
@@ -61,17 +66,21 @@ def encode(codec: str, values: Tensor) -> bytes:
 
 
 def size(codec: str, elements: int) -> int:
-    """The bytes that `elements` numbers take on the wire."""
+    """Return the number of bytes that `elements` numbers take when encoded with this codec."""
     return CODECS[codec].size(elements)
 
 
 def decode(codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
-    """fp32 [elements] on the CPU. Raises ProtocolError for an unknown codec, a wrong size, or numbers not finite.
+    """Decode a blob, and return its numbers as fp32 [elements] on the CPU.
 
-    Of fp32 in memory that can be written it is that memory: a large state is not copied once more.
+    If the codec is fp32 and the blob is writable, the tensor shares the blob's memory, to save a copy of a large state.
+
+    Raises:
+        ProtocolError: If the codec is unknown, the blob's size is wrong, a level or scale is out of range, or a
+            number is not finite.
     """
     if codec not in CODECS:
-        raise ProtocolError(Reason.CODEC, f"{codec!r} is none of {', '.join(CODECS)}")
+        raise ProtocolError(Reason.CODEC, f"codec {codec!r} is unknown; expected one of {', '.join(CODECS)}")
     read = as_bytes(codec, blob, elements)
     if codec == "fp32" and not memoryview(blob).readonly:
         values = torch.frombuffer(blob, dtype=torch.float32) if elements else torch.empty(0)
@@ -87,7 +96,7 @@ def decode(codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
 
 
 def decode_by_formula(codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
-    """As `decode`, of a known codec and without machine code."""
+    """Decode a blob with torch operations only, and return its numbers as fp32; `codec` must be a key of CODECS."""
     values = CODECS[codec].unpack(as_bytes(codec, blob, elements), elements)
     if not bool(torch.isfinite(values).all()):
         refuse(codec, compiled_blocks.NOT_FINITE)
@@ -95,39 +104,48 @@ def decode_by_formula(codec: str, blob: bytes | memoryview, elements: int) -> Te
 
 
 def warm_up() -> None:
-    """Compiles what is compiled, so that nothing is while training. Seconds where numba's cache is empty."""
+    """Run each codec once, so that numba compiles it now and not during training; this may take seconds."""
     for codec in CODECS:
         decode(codec, encode(codec, torch.zeros(1)), 1)
     narrowed(widened(encode("q1", torch.zeros(1)), 1), 1)
 
 
 def widened(blob: bytes | memoryview, elements: int) -> bytes:
-    """The q4 bytes of the numbers in a q1 blob. Raises ProtocolError for a blob of the wrong size.
+    """Re-encode a q1 blob as q4 without changing the numbers, and return the q4 blob.
 
-    A scale that no encoder writes stays as it is: whoever reads the q4 bytes refuses it.
+    Scales are copied without a check, because `decode` refuses invalid scales.
+
+    Raises:
+        ProtocolError: If the blob does not have the size of `elements` numbers.
     """
     signs = as_bytes("q1", blob, elements)[_scale_bytes(elements) :]
     levels = np.empty(len(signs), np.uint32)
     compiled_blocks.widen(signs, levels)
     pairs = levels.view(np.uint8)[: math.ceil(elements / 2)]
     if elements % 2:
-        pairs[-1] = pairs[-1] & 15 | 128  # the level beyond the last is zero
+        pairs[-1] = pairs[-1] & 15 | 128  # an odd count leaves the last high nibble unused: 8 encodes zero
     return _with_scales_of(blob, elements, pairs)
 
 
 def narrowed(blob: bytes | memoryview, elements: int) -> bytes:
-    """The q1 bytes of a q4 blob whose levels are 7 and -7, or zero under a scale of zero."""
+    """Re-encode a q4 blob as q1 without changing the numbers, and return the q1 blob.
+
+    All levels must be 7 or -7, or 0 where the scale is 0. This is not checked: any other level becomes 7 or -7.
+
+    Raises:
+        ProtocolError: If the blob does not have the size of `elements` numbers.
+    """
     pairs = as_bytes("q4", blob, elements)[_scale_bytes(elements) :]
     levels, signs = np.zeros(math.ceil(elements / 8), np.uint32), np.empty(math.ceil(elements / 8), np.uint8)
     levels.view(np.uint8)[: len(pairs)] = pairs
     compiled_blocks.narrow(levels, signs)
     if elements % 8:
-        signs[-1] &= 0x100 - (1 << (8 - elements % 8))  # no bit is set beyond the last number
+        signs[-1] &= 0x100 - (1 << (8 - elements % 8))  # clear the unused bits of the last byte
     return _with_scales_of(blob, elements, signs)
 
 
 def _scale_bytes(elements: int) -> int:
-    """Of a q1 or a q4 blob."""
+    """Return the number of bytes that the scales of `elements` numbers take in a q1 or q4 blob."""
     return 2 * math.ceil(elements / BLOCKS["q4"])
 
 
@@ -136,22 +154,35 @@ def _with_scales_of(blob: bytes | memoryview, elements: int, levels: Bytes) -> b
 
 
 def as_bytes(codec: str, blob: bytes | memoryview, elements: int) -> Bytes:
-    """The blob as an array that cannot be written. Raises ProtocolError unless it has the size of so many numbers."""
+    """Return the blob as a read-only array of its bytes, without a copy.
+
+    Raises:
+        ProtocolError: If the blob does not have the size of `elements` numbers in this codec.
+    """
     read, expected = np.frombuffer(blob, np.uint8) if blob else np.empty(0, np.uint8), size(codec, elements)
     if elements < 0 or len(read) != expected:
-        raise ProtocolError(Reason.SHAPE, f"{elements} numbers in {codec} take {expected} bytes; got {len(read)}")
+        fault = f"expected {expected} bytes for {elements} numbers in {codec}; got {len(read)}"
+        raise ProtocolError(Reason.SHAPE, fault)
     read.flags.writeable = False
     return read
 
 
 def stretches(codec: str, blob: bytes | memoryview, elements: int, begins: Sequence[int], numbers: int) -> bytes:
-    """Of a blockwise codec's bytes: those of the numbers [begin, begin + numbers) for each begin, as a blob of theirs.
+    """Return the encoding of several pieces of a vector, copied from the vector's blob without decoding it.
 
-    Each begin, and `numbers`, is a multiple of the codec's block. Raises ProtocolError for a blob of the wrong size.
+    Args:
+        codec: A codec with blocks: a key of BLOCKS.
+        blob: The encoded vector.
+        elements: The vector's length in numbers.
+        begins: Index of each piece's first number; must be a multiple of `numbers`.
+        numbers: Length of each piece; must be a multiple of the codec's block.
+
+    Raises:
+        ProtocolError: If the blob does not have the size of `elements` numbers.
     """
     read, block = as_bytes(codec, blob, elements), BLOCKS[codec]
     scales, levels = read[: 2 * math.ceil(elements / block)], read[2 * math.ceil(elements / block) :]
-    each = size(codec, numbers) - 2 * (numbers // block)  # bytes of levels
+    each = size(codec, numbers) - 2 * (numbers // block)  # bytes of one piece without its block scales
     places = [(begin // block * 2, begin // numbers * each) for begin in begins]
     parts = [scales[at : at + 2 * (numbers // block)] for at, _ in places]
     parts += [levels[at : at + each] for _, at in places]
@@ -159,43 +190,47 @@ def stretches(codec: str, blob: bytes | memoryview, elements: int, begins: Seque
 
 
 def refuse(codec: str, fault: int) -> None:
-    """Raises ProtocolError if `fault`, what a compiled function found wrong with a section, is not zero."""
+    """Raise ProtocolError if `fault`, the fault code that a compiled function returned for a blob, is not 0."""
     if fault & compiled_blocks.BAD_LEVEL:
-        raise ProtocolError(Reason.LEVELS, f"a {codec} section holds a level that is none, or a negative scale")
+        raise ProtocolError(Reason.LEVELS, f"a level in the {codec} blob is out of range, or a scale is negative")
     if fault & compiled_blocks.NOT_FINITE:
-        raise ProtocolError(Reason.NAN, f"a {codec} section holds numbers that are not finite")
+        raise ProtocolError(Reason.NAN, f"expected finite numbers in a {codec} blob; got NaN or infinity")
 
 
 @dataclass(frozen=True, slots=True)
 class LevelCodec:
-    """Levels of 4 or 8 bits, and a bf16 scale for each block."""
+    """A codec with levels of 4 or 8 bits, and a bf16 scale for each block."""
 
     bits: int
     block: int
 
     @property
     def highest(self) -> int:
-        """The highest level; the lowest one is as far below zero."""
+        """Return the highest level; the lowest is its negative."""
         return (1 << (self.bits - 1)) - 1
 
     def size(self, n: int) -> int:
+        """Return the number of bytes that n encoded numbers take."""
         return self._scale_bytes(n) + math.ceil(n * self.bits / 8)
 
     def pack(self, values: Tensor) -> bytes:
+        """Encode fp32 values [n], on any device, and return the bytes."""
         padded, highest = _blocks(values, self.block), self.highest
         peaks = padded.abs().amax(dim=1)
-        scales = _bf16_up(peaks / torch.full_like(peaks, highest))  # CUDA multiplies by a plain number's reciprocal
+        # Divide by a tensor: for a scalar divisor CUDA multiplies by its reciprocal, which may round differently.
+        scales = _bf16_up(peaks / torch.full_like(peaks, highest))
         divisor = scales.float().masked_fill(scales == 0, 1.0)
         levels = (padded / divisor[:, None]).round_().clamp_(-highest, highest).to(torch.int8)
         own = levels.view(-1)[: values.numel()].cpu()
         return _bytes(scales.cpu()) + _bytes(_fold_pairs(own) if self.bits == 4 else own)
 
     def unpack(self, blob: bytes | Bytes, n: int) -> Tensor:
+        """Decode a blob into fp32 [n]; raise ProtocolError if a level or scale is out of range."""
         cut = self._scale_bytes(n)
         scales, read = _tensor(blob[:cut], torch.bfloat16), _tensor(blob[cut:], torch.uint8)
         levels = _unfold_pairs(read)[:n] if self.bits == 4 else read.view(torch.int8)
         if n and (int(levels.min()) < -self.highest or bool((scales.isfinite() & (scales < 0)).any())):
-            raise ProtocolError(Reason.LEVELS, f"outside -{self.highest}..{self.highest}, or a negative scale")
+            raise ProtocolError(Reason.LEVELS, f"a level is outside +-{self.highest}, or a scale is negative")
         return (_blocks(levels.float(), self.block) * scales.float()[:, None]).view(-1)[:n]
 
     def _scale_bytes(self, n: int) -> int:
@@ -203,24 +238,26 @@ class LevelCodec:
 
 
 def _blocks(values: Tensor, block: int) -> Tensor:
-    """The numbers as rows of one block each, the last one filled up with zeros."""
+    """Return values [n] as a matrix with one block in each row; the last row is padded with zeros."""
     return torch.nn.functional.pad(values, (0, -values.numel() % block)).view(-1, block)
 
 
 def _bf16_up(values: Tensor) -> Tensor:
-    """The smallest bf16 that is not below each (non-negative) value."""
+    """Round non-negative fp32 values up to bf16."""
     rounded = values.to(torch.bfloat16)
     low = rounded.float() < values
     return torch.where(low, (rounded.view(torch.int16) + 1).view(torch.bfloat16), rounded)
 
 
 class SignCodec:
-    """q1: signs, and the mean magnitude of each block."""
+    """The codec q1: a sign for each number, and the mean magnitude of each block."""
 
     def size(self, n: int) -> int:
+        """Return the number of bytes that n encoded numbers take."""
         return _scale_bytes(n) + math.ceil(n / 8)
 
     def pack(self, values: Tensor) -> bytes:
+        """Encode fp32 values [n], on any device, and return the bytes."""
         block = BLOCKS["q1"]
         padded = _blocks(values, block)
         peaks = padded.abs().amax(dim=1).view(torch.int32)
@@ -232,11 +269,12 @@ class SignCodec:
         return _bytes(scales.cpu()) + np.packbits(signs.view(-1)[: values.numel()].cpu().numpy()).tobytes()
 
     def unpack(self, blob: bytes | Bytes, n: int) -> Tensor:
+        """Decode a blob into fp32 [n]; raise ProtocolError if a scale is negative."""
         return CODECS["q4"].unpack(widened(bytes(blob), n), n)
 
 
 def _bf16_down(values: Tensor) -> Tensor:
-    """The largest bf16 that is not above each (non-negative) value."""
+    """Round non-negative fp32 values down to bf16."""
     return (values.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
@@ -251,17 +289,20 @@ def _unfold_pairs(pairs: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FloatCodec:
-    """The numbers themselves in this type."""
+    """A codec that stores each number as a float of type `dtype`."""
 
     dtype: torch.dtype
 
     def size(self, n: int) -> int:
+        """Return the number of bytes that n encoded numbers take."""
         return self.dtype.itemsize * n
 
     def pack(self, values: Tensor) -> bytes:
+        """Encode fp32 values [n], on any device, and return the bytes."""
         return _bytes(values.to(self.dtype).cpu())
 
     def unpack(self, blob: bytes | Bytes, n: int) -> Tensor:
+        """Decode a blob into fp32 [n]."""
         return _tensor(blob, self.dtype).float()
 
 
@@ -275,7 +316,7 @@ def _tensor(blob: bytes | Bytes, dtype: torch.dtype) -> Tensor:
     )
 
 
-BLOCKS = {"q1": 128, "q4": 128, "int8": 256}
+BLOCKS = {"q1": 128, "q4": 128, "int8": 256}  # by codec: how many consecutive numbers share one scale
 CODECS: dict[str, Codec] = {
     "q1": SignCodec(),
     "q4": LevelCodec(4, BLOCKS["q4"]),

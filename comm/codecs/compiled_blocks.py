@@ -1,18 +1,18 @@
-"""Codecs and outer steps as machine code over arrays in host memory, each in one pass, the GIL free meanwhile.
+"""Codecs and outer steps, compiled by numba. Each function reads arrays in host memory in one pass, without the GIL.
 
-They give the bytes and the numbers that torch's formulas give (comm/codecs/blockwise.py, comm/gossip/outer_kernels.py),
-bit for bit, for numbers that are finite; others they only find. What keeps them at the speed of memory:
+For finite numbers the functions return the same bits as the formulas in torch (comm/codecs/blockwise.py,
+comm/gossip/outer_kernels.py). For NaN and infinity they return only a fault code or bit pattern.
+Techniques that make the functions as fast as the memory:
 
-- A whole block is worked on by loops whose trip count is a constant, and whose scratch stays in the nearest cache; the
-  same code, inlined a second time, takes the part of a block at the end.
-- A block's largest magnitude is the largest of its bit patterns without the sign, as an integer: a maximum of floats
-  would not be vectorised, and this one finds what is not finite as well.
-- Adding and subtracting 1.5 2^23 rounds a number below 2^22 half to even, as `round` does.
-- Indexes are unsigned: a signed one is compared with zero each time.
-- Two levels are cut out of a byte, or put into one, as the two bytes of a 16-bit number; eight signs are, as the eight
-  levels of a 32-bit number.
-
-All is in one file: numba keeps the machine code on disk until the file of the function that was called changes.
+- Loops over a whole block have a constant length, and their scratch arrays stay in the L1 cache. The same code, inlined
+  a second time, processes the incomplete block at the end.
+- A block's largest magnitude (its peak) is computed as an integer: the maximum of the bit patterns without the sign
+  bit. A maximum of floats would not be vectorised, and would miss NaN.
+- Adding 1.5 * 2^23 to a number below 2^22, and subtracting it again, rounds half to even, as `round` does.
+- Array indexes are unsigned, since numba compares a signed index with zero at each access.
+- A byte of two 4-bit levels is converted through a 16-bit number with one level in each byte, and a byte of eight signs
+  through a 32-bit number of eight 4-bit levels.
+- All code is in one file, because numba's disk cache notices changes only in the file of the called function.
 """
 
 from typing import Any
@@ -24,21 +24,21 @@ from decentral.core.compiled import compiled, inlined
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
-Number = Any  # a scalar, whose type numba infers
+Number = Any  # a scalar; numba infers its type
 Scratch = tuple[Floats, npt.NDArray[np.int32], Floats, Bytes, npt.NDArray[np.uint16]]
 
-INFINITE = 0x7F800000  # the bit pattern of infinity; that of a number that is not finite is this or above it
-UNITS = 1 << 15  # parts of the power of two below a block's peak, in which q1 counts magnitudes
-BAD_LEVEL, NOT_FINITE = 1, 2  # what can be wrong with a blob, added up; zero if all is well
+INFINITE = 0x7F800000  # fp32 bits of +infinity; the bits of any infinity or NaN, without the sign, are at least this
+UNITS = 1 << 15  # q1 rounds magnitudes to multiples of p / UNITS; p is the largest power of two <= the block's peak
+BAD_LEVEL, NOT_FINITE = 1, 2  # bit flags of a fault code; the code of a valid blob is 0
 
 _ROUNDER = np.float32(1.5 * 2**23)
 _1, _2 = np.uint64(1), np.uint64(2)
-_64, _128, _256 = np.uint64(64), np.uint64(128), np.uint64(256)  # bytes of a q4 block, blocks of q4 and of int8
+_64, _128, _256 = np.uint64(64), np.uint64(128), np.uint64(256)
 
 
 @inlined
 def _scratch() -> Scratch:
-    """A block's values, the same as bit patterns, levels, levels of 4 bits with 8 added, and the same in pairs."""
+    """Return arrays for one block: values, their memory as int32, levels, level + 8 as bytes, these bytes as uint16."""
     values, levels, nibbles = np.zeros(256, np.float32), np.zeros(256, np.float32), np.zeros(128, np.uint8)
     return values, values.view(np.int32), levels, nibbles, nibbles.view(np.uint16)
 
@@ -47,7 +47,7 @@ def _scratch() -> Scratch:
 def _put_scale(
     scratch: Scratch, block_size: Number, highest: Number, blob: Bytes, block: Number
 ) -> tuple[Number, Number]:
-    """Writes bf16_up(peak / highest) as the block's scale; gives it, and the bit pattern of the peak."""
+    """Write block `block`'s scale: peak / highest, rounded up to bf16. Return the scale, and the peak's bit pattern."""
     bits = scratch[1]
     peak = np.int32(0)
     for i in range(block_size):
@@ -61,7 +61,7 @@ def _put_scale(
 
 @inlined
 def _quantise(scratch: Scratch, block_size: Number, scale: Number) -> None:
-    """Rounds values to levels. Under a scale of zero all values are so small that they round to zero."""
+    """Set the scratch levels to round(value / scale), or to 0 if the scale is 0."""
     values, _, levels, _, _ = scratch
     divisor = scale if scale != np.float32(0.0) else np.float32(1.0)
     for i in range(block_size):
@@ -70,7 +70,10 @@ def _quantise(scratch: Scratch, block_size: Number, scale: Number) -> None:
 
 @inlined
 def _put_q4(scratch: Scratch, count: Number, blob: Bytes, at: Number) -> Number:
-    """Writes a block's levels from the byte `at`; gives the sum of their squares. Levels beyond `count` are zero."""
+    """Write a block's first `count` levels to the blob from byte `at` on; return the sum of the squared levels.
+
+    Scratch levels beyond `count` must be zero.
+    """
     _, _, levels, nibbles, pairs = scratch
     squares = np.int32(0)
     for i in range(_128):
@@ -86,7 +89,10 @@ def _put_q4(scratch: Scratch, count: Number, blob: Bytes, at: Number) -> Number:
 def _encode_q4(
     scratch: Scratch, count: Number, blob: Bytes, block: Number, blocks: Number
 ) -> tuple[Number, Number, Number]:
-    """Writes a block's values; gives scale, peak, and the sum of squared levels. Values beyond `count` are zero."""
+    """Write a block in q4; return its scale, the bit pattern of its peak, and the sum of its squared levels.
+
+    Scratch values beyond `count` must be zero.
+    """
     scale, peak = _put_scale(scratch, _128, np.float32(7.0), blob, block)
     _quantise(scratch, _128, scale)
     return scale, peak, _put_q4(scratch, count, blob, _2 * blocks + block * _64)
@@ -96,9 +102,9 @@ def _encode_q4(
 def _encode_signs(
     scratch: Scratch, count: Number, blob: Bytes, block: Number, blocks: Number
 ) -> tuple[Number, Number, Number]:
-    """As _encode_q4, with those levels of q4 that q1 has: 7 or -7, by the sign; all are zero under a scale of zero.
+    """Write a block in q4 with q1's levels (7 or -7 by sign, all 0 if the scale is 0); return the same as `_encode_q4`.
 
-    The sum of magnitudes is one of integers, so its order is free: comm/codecs/blockwise.py has the formula.
+    Magnitudes are summed as integers, so the order does not matter: comm/codecs/blockwise.py has the formula.
     """
     values, bits, levels, _, _ = scratch
     peak, total = np.int32(0), np.int32(0)
@@ -129,7 +135,7 @@ def _get_scale(blob: Bytes, block: Number) -> Number:
 
 @inlined
 def _get_q4(scratch: Scratch, count: Number, blob: Bytes, at: Number) -> None:
-    """Reads a block's levels; those beyond `count` are zero."""
+    """Read `count` levels from byte `at` of a q4 blob into scratch, and set the block's other levels to zero."""
     _, _, _, nibbles, pairs = scratch
     for i in range((count + _1) // _2):
         pair = np.uint16(blob[at + i])
@@ -140,7 +146,7 @@ def _get_q4(scratch: Scratch, count: Number, blob: Bytes, at: Number) -> None:
 
 @inlined
 def _q4_peak(scratch: Scratch) -> Number:
-    """The largest magnitude of the levels that were read."""
+    """Return the largest magnitude of the 4-bit levels in scratch."""
     nibbles = scratch[3]
     low, high = np.uint8(8), np.uint8(8)
     for i in range(_128):
@@ -150,7 +156,7 @@ def _q4_peak(scratch: Scratch) -> Number:
 
 @inlined
 def _fault(peak: Number, highest: Number, scale: Number) -> Number:
-    """What is wrong with a block whose levels reach `peak`. An infinite scale makes not a number of a zero level."""
+    """Return the fault code of a block; `peak` is its largest level. A scale of NaN or infinity is always a fault."""
     fault = np.int32(0)
     if peak > highest or (scale < np.float32(0.0) and np.isfinite(scale)):
         fault |= np.int32(BAD_LEVEL)
@@ -161,7 +167,7 @@ def _fault(peak: Number, highest: Number, scale: Number) -> Number:
 
 @compiled
 def largest(values: Floats) -> Number:
-    """The bit pattern of the largest magnitude: INFINITE or above if a number is not finite."""
+    """Return the bit pattern of the largest magnitude in `values`; it is >= INFINITE if a value is not finite."""
     bits, peak = values.view(np.int32), np.int32(0)
     for i in range(np.uint64(len(values))):
         peak = max(peak, np.int32(bits[i] & np.int32(0x7FFFFFFF)))
@@ -179,7 +185,10 @@ def _load(values: Floats, start: Number, count: Number, block_size: Number, scra
 
 @compiled
 def pack_q4(values: Floats, blob: Bytes) -> Number:
-    """Fills the blob; gives the bit pattern of the largest magnitude. The blob is void unless that is finite."""
+    """Encode fp32 values into a q4 blob; return the bit pattern of the largest magnitude.
+
+    If the bit pattern is INFINITE or above, a value is not finite and the blob is meaningless.
+    """
     n, scratch, largest = np.uint64(len(values)), _scratch(), np.int32(0)
     whole, blocks = n // _128, (n + _128 - _1) // _128
     for block in range(whole):
@@ -206,7 +215,7 @@ def _pack_int8(values: Floats, blob: Bytes, block: Number, count: Number, scratc
 
 @compiled
 def pack_int8(values: Floats, blob: Bytes) -> Number:
-    """As pack_q4."""
+    """Encode fp32 values into an int8 blob; return the fp32 bit pattern of the largest magnitude."""
     n, scratch, largest = np.uint64(len(values)), _scratch(), np.int32(0)
     for block in range(n // _256):
         largest = max(largest, _pack_int8(values, blob, block, _256, scratch))
@@ -227,7 +236,7 @@ def _unpack_q4(blob: Bytes, values: Floats, block: Number, count: Number, scratc
 
 @compiled
 def unpack_q4(blob: Bytes, values: Floats) -> Number:
-    """Fills the values; gives what is wrong with the blob, whose size is right."""
+    """Decode a q4 blob of the right size into `values`; return the blob's fault code."""
     n, scratch, fault = np.uint64(len(values)), _scratch(), np.int32(0)
     for block in range(n // _128):
         fault |= _unpack_q4(blob, values, block, _128, scratch)
@@ -238,7 +247,7 @@ def unpack_q4(blob: Bytes, values: Floats) -> Number:
 
 @inlined
 def _int8_peak(blob: Bytes, at: Number, count: Number) -> Number:
-    """The largest magnitude of a block's levels."""
+    """Return the largest magnitude of a block's int8 levels, which begin at byte `at`."""
     low, high = np.int8(0), np.int8(0)
     for i in range(count):
         level = np.int8(blob[at + i])
@@ -257,7 +266,7 @@ def _unpack_int8(blob: Bytes, values: Floats, block: Number, count: Number) -> N
 
 @compiled
 def unpack_int8(blob: Bytes, values: Floats) -> Number:
-    """As unpack_q4."""
+    """Decode an int8 blob of the right size into `values`; return the blob's fault code."""
     n, fault = np.uint64(len(values)), np.int32(0)
     for block in range(n // _256):
         fault |= _unpack_int8(blob, values, block, _256)
@@ -288,7 +297,7 @@ def _close(
 
 @compiled
 def widen(signs: Bytes, levels: npt.NDArray[np.uint32]) -> None:
-    """Levels of q4, eight in a number, from the signs of q1, eight in a byte: 7 where the bit is set, else -7."""
+    """Convert each byte of eight q1 signs to a uint32 of eight q4 levels: bit 1 becomes level 7, bit 0 level -7."""
     for i in range(np.uint64(len(signs))):
         eight, row = np.uint32(signs[i]), np.uint32(0)
         for k in range(8):
@@ -299,7 +308,7 @@ def widen(signs: Bytes, levels: npt.NDArray[np.uint32]) -> None:
 
 @compiled
 def narrow(levels: npt.NDArray[np.uint32], signs: Bytes) -> None:
-    """The way back: the bit of a level is set unless it is below zero."""
+    """Convert each uint32 of eight q4 levels to a byte of eight q1 signs: a level >= 0 becomes bit 1, others bit 0."""
     for i in range(np.uint64(len(signs))):
         row, eight = np.uint32(levels[i]) >> np.uint32(3), np.uint32(0)
         for k in range(8):
@@ -309,9 +318,10 @@ def narrow(levels: npt.NDArray[np.uint32], signs: Bytes) -> None:
 
 @compiled
 def close(vectors: tuple[Floats, Floats, Floats], blob: Bytes, signs: bool) -> tuple[Number, Number]:
-    """Of snapshot, baseline and residual: fills the residual and the q4 blob, on request with q1's two levels alone.
+    """Encode v = residual + (baseline - snapshot) into a q4 blob, and set residual to v - (v as decoded).
 
-    Gives the squared length of what the blob says, and the bit pattern of the largest magnitude of what was owed.
+    `vectors` are (snapshot, baseline, residual). If `signs` is True, only the levels of q1 are used. Return the squared
+    L2 norm of the decoded vector, and the bit pattern of the largest magnitude in v.
     """
     n, scratch, total, largest = np.uint64(len(vectors[0])), _scratch(), 0.0, np.int32(0)
     for block in range(n // _128):
@@ -335,7 +345,7 @@ def _length(blob: Bytes, blocks: Number, block: Number, count: Number, scratch: 
 
 @compiled
 def length(blob: Bytes, elements: Number) -> tuple[Number, Number]:
-    """The squared length of what a q4 blob of the right size says, and what is wrong with the blob."""
+    """Return the squared L2 norm of the vector in a q4 blob of the right size, and the blob's fault code."""
     n, scratch, total, fault = np.uint64(elements), _scratch(), 0.0, np.int32(0)
     blocks = (n + _128 - _1) // _128
     for block in range(n // _128):
@@ -359,8 +369,8 @@ def _distance(phi: Floats, blob: Bytes, block: Number, count: Number, sums: npt.
 
 @compiled
 def distance(phi: Floats, blob: Bytes) -> tuple[Number, Number]:
-    """The squared distance of phi from what an int8 blob of the right size says, and what is wrong with the blob."""
-    n, sums, fault = np.uint64(len(phi)), np.zeros(256, np.float64), np.int32(0)  # one sum would not be vectorised
+    """Return the squared L2 distance between phi and the vector in an int8 blob, and the blob's fault code."""
+    n, sums, fault = np.uint64(len(phi)), np.zeros(256, np.float64), np.int32(0)
     for block in range(n // _256):
         fault |= _distance(phi, blob, block, _256, sums)
     if n % _256:
@@ -378,7 +388,7 @@ def _sum_q4(
     first: Number,
     scratch: Scratch,
 ) -> None:
-    """Adds the weighted values of one q4 block of all blobs to the scratch values from `first`."""
+    """Add block `block` of every q4 blob, times the blob's weight, to the scratch values from index `first` on."""
     values, _, _, nibbles, _ = scratch
     blocks = (elements + _128 - _1) // _128
     for j in range(len(blobs)):
@@ -399,7 +409,7 @@ def _merge(
     count: Number,
     scratch: Scratch,
 ) -> None:
-    """One int8 block, which is two q4 blocks."""
+    """Do the work of `merge` for one int8 block, which has as many numbers as two q4 blocks."""
     phi, baseline, correction = vectors
     (steps, towards), (step_weights, towards_weights) = blobs, factors
     n, start, step, apart = np.uint64(len(phi)), block * _256, scratch[0], scratch[2]
@@ -429,9 +439,9 @@ def merge(
     factors: tuple[Floats, Floats],
     rho: np.float32,
 ) -> None:
-    """Takes the outer step on phi, baseline and correction, in place.
+    """Take the outer step on `vectors` (phi, baseline, correction) in place, as comm/gossip/outer_kernels.py says.
 
-    The blobs are q4 [J, size] and int8 [K, size]; the factors are their weights [J] and [K].
+    `blobs` has pseudo-gradients in q4 [J, bytes] and slow weights in int8 [K, bytes]; `factors` has their weights.
     """
     n, scratch = np.uint64(len(vectors[0])), _scratch()
     for block in range(n // _256):

@@ -1,6 +1,6 @@
-"""Several named vectors in one blob, each written with its own codec.
+"""Pack several named vectors into one blob, each with its own codec. Start at `Packer` and `unpack`.
 
-The codecs come in as an argument: a simulator has others than training.
+The codecs are an argument, since the simulator uses other codecs than real peers.
 """
 
 from dataclasses import dataclass, field
@@ -13,48 +13,56 @@ from decentral.core.synthetic import Blob, SyntheticBlob, joined
 
 
 class Codecs(Protocol):
-    """What comm/codecs/blockwise.py does for each codec by its name."""
+    """Interface of codecs that are chosen by name; implemented by the module comm/codecs/blockwise.py."""
 
     def encode(self, codec: str, values: Tensor) -> bytes:
-        """The bytes of fp32 values [n]."""
+        """Encode fp32 values [n], and return the bytes."""
 
     def decode(self, codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
-        """fp32 [elements] on the CPU. Raises ProtocolError for bytes that `encode` cannot have written.
+        """Decode a blob into fp32 [elements] on the CPU; the tensor may share the memory of a writable blob.
 
-        It may be the blob's own memory, where that can be written: whoever holds such a blob has given it away.
+        Raises:
+            ProtocolError: If the blob is not a valid encoding of `elements` finite numbers.
         """
 
     def size(self, codec: str, elements: int) -> int:
-        """How many bytes `encode` makes of so many values."""
+        """Return the number of bytes that `elements` numbers take when encoded."""
 
 
 @dataclass(slots=True)
 class Packer:
+    """Builder of a blob: add encoded vectors as named sections, then call `finish`."""
+
     codecs: Codecs
     sections: list[Section] = field(default_factory=list)
     parts: list[bytes] = field(default_factory=list)
 
     def add(self, name: str, codec: str, values: Tensor) -> None:
-        """Appends a section of fp32 values [n]."""
+        """Encode fp32 values [n], and append the bytes as section `name`."""
         self.add_encoded(name, codec, values.numel(), self.codecs.encode(codec, values))
 
     def add_encoded(self, name: str, codec: str, elements: int, part: bytes) -> None:
-        """Appends a section that is encoded already."""
+        """Append `part`, the encoding of `elements` numbers with this codec, as section `name`."""
         self.sections.append(Section(name, codec, elements, len(part)))
         self.parts.append(part)
 
     def finish(self) -> tuple[Layout, bytes]:
+        """Return the layout and the bytes of all sections added so far."""
         return tuple(self.sections), joined(self.parts)
 
 
 def unpack(codecs: Codecs, layout: Layout, blob: Blob) -> dict[str, Tensor]:
-    """fp32 vectors on the CPU, by name. Raises ProtocolError for what the codecs refuse."""
+    """Return the blob's vectors by section name, fp32 on the CPU.
+
+    Raises:
+        ProtocolError: If a section is not a valid encoding in its codec.
+    """
     parts = split(layout, blob)
     return {one.name: codecs.decode(one.codec, parts[one.name], one.elements) for one in layout}
 
 
 def split(layout: Layout, blob: Blob) -> dict[str, bytes | memoryview]:
-    """The encoded sections by name, as memoryviews of the blob: nothing is copied."""
+    """Return the encoded sections by name, as views of the blob, without a copy."""
     view, start, parts = blob if isinstance(blob, SyntheticBlob) else memoryview(blob), 0, {}
     for section in layout:
         parts[section.name] = view[start : start + section.size]

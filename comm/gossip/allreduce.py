@@ -1,4 +1,4 @@
-"""All-reduce: in every window everyone waits for everyone and takes the mean of all weights. It is the reference."""
+"""The update rule `allreduce`, for comparison: in every window, peers wait for each other and average all weights."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -17,15 +17,22 @@ from decentral.core.ids import PeerId
 
 @dataclass(slots=True)
 class UsualFigure:
-    """What of one figure was usual in each of the last rounds: the lower median of those who had any."""
+    """Estimate of the median over peers of one quantity, such as the tokens that each peer claims in a round.
+
+    `rounds` has the medians of recent rounds.
+    """
 
     rounds: deque[float] = field(default_factory=lambda: deque(maxlen=influence.RECENT_WINDOWS))
 
     def of(self, found: Sequence[float], learn: bool) -> float:
-        """What is usual in this round; 0: nobody knows.
+        """Return the lower median of `found` in this round; 0 if it is unknown.
 
-        Where those who vote are even in number, the last rounds stand for one more. One other peer alone (not `learn`)
-        does not say what is usual: there it is no more than in the last rounds.
+        If `found` has an even number of values, the median of `rounds` is added to them.
+
+        Args:
+            found: The values of the peers that claim tokens in this round.
+            learn: Whether to add the result to `rounds`. Pass False if only one other peer claims tokens: the result is
+                then the smaller of its value and the median of `rounds`, so one peer alone cannot set the bounds.
         """
         known = median(self.rounds) if self.rounds else 0.0
         if not learn:
@@ -37,28 +44,31 @@ class UsualFigure:
 
 
 class AllReduceRule(UpdateRule):
-    """The token-weighted mean of everyone's weights, in fp32, summed in the order of peer ids: same bits for all.
+    """The rule of `allreduce`: the token-weighted mean of all peers' weights.
 
-    Nobody's weights count for more than comm/gossip/influence.py believes: what tokens and what progress are usual in a
-    round is the median over all, so that all judge alike. Weights are clipped towards the last mean (centred clipping:
-    Karimireddy et al., arXiv 2012.10333).
+    The mean is summed in fp32 in the order of peer ids, so all peers get the same bits. The bounds on each peer's
+    tokens and progress follow from medians over all peers of the round, so all peers apply the same bounds. Weights are
+    clipped towards the last mean (centred clipping: Karimireddy et al., arXiv 2012.10333).
     """
 
     sections: Mapping[str, str] = {"theta": "fp32"}
-    baseline: Tensor  # the last mean
-    closed: tuple[int, ClosedWeights] | None  # tokens and weights of the window that is to be merged
+    baseline: Tensor  # mean weights of the last merge; before the first merge the initial weights
+    closed: tuple[int, ClosedWeights] | None  # (tokens, weights) of the closed window; None once it is merged
 
     def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId, tools: RuleTools) -> None:
+        """Create the rule; its baseline is a copy of `theta` [n]. If theta is on the meta device, call `load` next."""
         super().__init__(gossip, theta, peer, tools)
         self.peer = peer
         if not theta.is_meta:
             self.load(theta, {})
 
     def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
+        """Pack the weights `theta` [n] in fp32. `merge` reads the same tensor, so the caller must not change it."""
         packer.add("theta", self.sections["theta"], theta)
         self.closed = window.tokens, ClosedWeights(theta, window.steps)
 
     def merge(self, parts: Sequence[Parts], steps: int) -> Correction:
+        """Average all peers' weights into the new baseline; return the correction that sets our weights to it."""
         assert self.closed is not None, "merge without a close"
         (tokens, own), self.closed = self.closed, None
         everyone = [(self.peer, tokens, own.theta)]
@@ -74,7 +84,13 @@ class AllReduceRule(UpdateRule):
         return Correction(mean, replaces=own)
 
     def _judge(self, claims: Sequence[int], lengths: Sequence[float], ours: int) -> tuple[list[float], list[float]]:
-        """Everybody's share of the mean, and how much of everybody's progress counts. `ours`: our place among them."""
+        """Return each peer's share of the mean, and the factor (0 to 1) that scales its distance from the last mean.
+
+        Args:
+            claims: Tokens that each peer claims.
+            lengths: Distance of each peer's weights from the last mean.
+            ours: This peer's index in `claims` and `lengths`.
+        """
         voters = [place for place, count in enumerate(claims) if count]
         if not voters:
             return influence.token_weights(claims), [influence.scale(one, median_low(lengths)) for one in lengths]
@@ -89,6 +105,7 @@ class AllReduceRule(UpdateRule):
         return influence.token_weights(believed), scales
 
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
+        """Start with a copy of `theta` [n] as the last mean; `state` is unused, since this rule stores no vectors."""
         self.baseline = theta.detach().float().cpu().clone()
         self.closed, self.usual_tokens, self.usual_progress = None, UsualFigure(), UsualFigure()
 

@@ -1,10 +1,10 @@
-"""CUDA source of the outer step's kernels, and the options that keep its rounding equal to torch's.
+"""CUDA source of the outer step's kernels, and the compiler options that keep its rounding equal to torch's.
 
-`comm/gossip/kernels_cuda.py` compiles and launches it. It stands apart from cupy so that a machine without a GPU can
-compile and check it.
+comm/gossip/kernels_cuda.py compiles and launches the source. This file does not import cupy, so that a machine without
+a GPU can compile and check the source.
 """
 
-COMPILE_OPTIONS = ("--fmad=false",)  # a product and a sum round one after the other; denormals stay, as on the CPU
+COMPILE_OPTIONS = ("--fmad=false",)  # without fused multiply-add, and with denormals, CUDA rounds as the CPU does
 
 SOURCE = r"""
 typedef unsigned char byte;
@@ -39,10 +39,10 @@ __device__ int fault_of(int peak, int highest, float scale) {
     return (bad ? BAD_LEVEL : 0) | (isfinite(peak * scale) ? 0 : NOT_FINITE);
 }
 
-// The upper half of q4's scale for a block, bf16_up(peak / 7). `peak` is a bit pattern.
+// Returns the upper 16 bits of a block's q4 scale, bf16_up(peak / 7). `peak` is a bit pattern.
 __device__ int q4_scale(int peak) { return (__float_as_int(__fdiv_rn(__int_as_float(peak), 7.0f)) + 0xffff) >> 16; }
 
-// q1's, bf16_down(mean magnitude / 7), for a block of `numbers`: comm/codecs/blockwise.py has the formula.
+// Returns the upper 16 bits of a block's q1 scale, bf16_down(mean magnitude / 7): formula in comm/codecs/blockwise.py.
 __device__ int q1_scale(const float* owed, int peak, int numbers) {
     const float unit = __fdiv_rn(__int_as_float(peak & INFINITE), 32768.0f), divisor = unit == 0 ? 1.0f : unit;
     int total = 0;
@@ -50,7 +50,7 @@ __device__ int q1_scale(const float* owed, int peak, int numbers) {
     return __float_as_int(__fdiv_rn((float)sum_of(total), (float)(7 * numbers)) * unit) >> 16;
 }
 
-// `blob` is that of all blocks; the chunk of `count` elements begins with block `first`. A lane has four neighbours.
+// `blob` holds all blocks; the chunk has `count` numbers from block `first` on. A thread takes four adjacent numbers.
 extern "C" __global__ void close_q4(const float* snapshot, const float* baseline, float* residual, number count,
                                     number first, number blocks, int signs, byte* blob, double* squares, int* peaks) {
     const number block = warp(), start = block * 128 + threadIdx.x % 32 * 4;
@@ -123,7 +123,7 @@ extern "C" __global__ void distance_int8(const float* phi, number count, number 
     }
 }
 
-// A thread has one element, number `first` + i of `n`. Factors: the weights of all blobs, and rho.
+// A thread takes one number, index `first` + i of `n`. `factors` holds the weights of all blobs, then rho.
 extern "C" __global__ void merge(float* phi, float* baseline, float* correction, number count, number first, number n,
                                  const byte* steps, int step_count, const byte* towards, int towards_count,
                                  const float* factors) {

@@ -1,15 +1,18 @@
-"""One fragment's exchanges by pulling: publish at the window's end, pull from partners, merge. No training waits.
+"""The exchange machine of one fragment: publish a window, pull partners' windows, merge. Start at `PullExchange`.
 
-    OPEN --window over--> CLOSING --WindowClosed--> ASKING --last answer--> MERGING --Merged--> OPEN
+    OPEN --close_at--> CLOSING --WindowClosed--> ASKING --last answer--> MERGING --Merged--> OPEN
 
-While there is no partner, no window is closed: the fragment rests. The slow weights of a window are encoded when the
-first partner asks for them, as long as the window is not being merged; after that, partners get its pseudo-gradient
-alone. Where pulls take nearly a period, the next window's end may pass before the merge: that window ends right after
-it, while partners still count it as the same one. A partner that does not answer must not make the others' answers old:
-after ENOUGH_PERIODS what is here is merged.
+A window is the training between two closes, and a period is the time between them. Partners pull a window's
+pseudo-gradient and, less often, the slow weights phi (comm/gossip/outer_kernels.py has the formulas). Slow weights are
+encoded only if a partner asks for them before the merge begins. Training goes on during an exchange. While a fragment
+has no partners, its windows are not closed.
 
-The same machine runs blocking algorithms: there a window has a round number, everyone is asked for exactly that round,
-and the training thread waits for the merge.
+If pulls take nearly a period, the next window may be due to end during the merge. That window ends right after the
+merge, at most LATE_PERIODS late, and still matches the partners' windows. If a partner does not answer within
+ENOUGH_PERIODS, the windows of the other partners are merged before they are too old.
+
+The same machine runs blocking algorithms: a window has a round number, all partners are asked for exactly that round,
+and training waits for the merge.
 """
 
 import math
@@ -31,89 +34,94 @@ from decentral.core.machine import Log, Woke, earliest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
-WHOLE_EVERY = 3  # windows between two pulls of slow weights; pseudo-gradients are pulled in each
-MOST_READ = 0.6  # of the holders: where a window reads so many, slow weights, which tell of the others, are pulled
-RARER = 3  # then slow weights are pulled this many times more rarely (docs/results/convergence.md)
-BEHIND_PERIODS = 1.5  # periods between two windows of ours, from which on we have missed some of the partners'
-ENOUGH_PERIODS = 2.0  # periods after which the answers that are here wait for no others
-LATE_PERIODS = 0.5  # a window may end so much later than on other peers, where the last one's merge took until then
-DOUBTED_WINDOWS = 16  # in which a partner is not asked, after its window was refused by the merge
-REST_S = 1.0  # at least so long until a fragment that rests looks for partners again
-PATIENCE_PERIODS = 0.25  # of the period: how long a pull waits for the partner's snapshot of the same window
+WHOLE_EVERY = 3  # a peer pulls pseudo-gradients in every window, but slow weights only in one window of this many
+MOST_READ = 0.6  # a peer that pulls from at least this share of a fragment's holders pulls slow weights less often
+RARER = 3  # at MOST_READ, slow weights are pulled in one of RARER * WHOLE_EVERY windows (docs/results/convergence.md)
+BEHIND_PERIODS = 1.5  # if two of our closes are further apart than this many periods, we pull slow weights to catch up
+ENOUGH_PERIODS = 2.0  # after a close we wait this many periods for partners' answers, then we merge those that came
+LATE_PERIODS = 0.5  # after a merge that took too long, the next window may end up to this many periods late
+DOUBTED_WINDOWS = 16  # if a partner sends an invalid or replayed window, we pull nothing from it for this many windows
+REST_S = 1.0  # if a fragment has no partners, we wait at least this long before we look for partners again
+PATIENCE_PERIODS = 0.25  # a partner may delay its answer by this many periods, to close its own matching window first
 
 
 class ExchangePhase(Enum):
-    """Where the exchange of a window is."""
+    """Phase of the exchange of a fragment's current window."""
 
-    OPEN = auto()  # the window is filling
-    CLOSING = auto()  # the worker is encoding it
-    ASKING = auto()  # a question to a partner is under way
-    MERGING = auto()  # the worker is merging
+    OPEN = auto()
+    CLOSING = auto()
+    ASKING = auto()
+    MERGING = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class PulledSnapshot:
-    """A partner's snapshot that we may merge."""
+    """A partner's snapshot that `snapshots.check` has accepted, with the times and bytes of its transfer."""
 
     contribution: Contribution
     published_at: Seconds
     came_at: Seconds
-    seconds: Seconds  # from our question to its answer
-    moved: tuple[int, int]  # bytes sent and received
+    seconds: Seconds  # time from the pull request to the arrival of the snapshot
+    moved: tuple[int, int]  # (bytes sent, bytes received) in the transfer
 
 
 @dataclass(frozen=True, slots=True)
 class PullWindow:
-    """A window of ours that is over, and what partners have answered about it."""
+    """One window of this peer, and the pulls that fetch partners' windows for its merge."""
 
     layout: Layout = ()
-    on_request: Layout = ()  # more sections of the same window, which a partner may have by now or not
-    codings: Layout = ()  # of sections that a partner may have in another code than we
+    on_request: Layout = ()  # sections that a partner encodes only on request, so that its snapshot may lack them
+    codings: Layout = ()  # for sections that may be sent in several codecs: one entry for each codec
     partners: Sequence[PeerId] = ()
-    whole_every: int = 1  # in every so many windows all sections are asked of the first partner
-    enough_at: Seconds = 0.0
-    sections: dict[PeerId, tuple[str, ...]] = field(default_factory=dict)  # asked of each partner; (): all
+    whole_every: int = 1  # all sections are pulled in one window of this many; in the others only some are
+    enough_at: Seconds = 0.0  # from this time on, the merge starts without the answers that are still missing
+    # The sections to pull from each partner; an empty tuple stands for all sections.
+    sections: dict[PeerId, tuple[str, ...]] = field(default_factory=dict)
     pending: set[PeerId] = field(default_factory=set)
     pulled: list[PulledSnapshot] = field(default_factory=list)
-    skipped: str = ""  # why a partner had nothing for us, when that is nobody's fault
+    skipped: str = ""  # the journal's reason why nothing is merged, if no pull has failed; else empty
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerSizes:
-    """Bytes of answers to our questions; an exchange's `size` is that of the mean answer."""
+    """Sizes in bytes of partners' answers, estimated from our own snapshot."""
 
-    largest: int = 0  # with all sections, in the longest codes
-    dense: int = 0  # the mean one in the longest codes, where windows have several; else zero
+    largest: int = 0  # size of an answer with all sections, each in the codec that takes the most bytes
+    dense: int = 0  # mean size of an answer whose sections use their largest codecs; 0 if no section has a choice
 
 
 @dataclass(slots=True)
 class PullExchange:
+    """The exchange machine of one fragment: events in, effects out, with the time as an argument."""
+
     context: FragmentContext
     close_at: Seconds
     state: ExchangePhase = ExchangePhase.OPEN
-    seq: int = 0  # number of the last window that was closed
-    size: int = 0  # bytes that a partner sends us in a window, by our last snapshot
-    blocking: bool = False
-    light: tuple[str, ...] = ()  # sections asked of every partner in every window; none: all
+    seq: int = 0  # number of the last closed window
+    size: int = 0  # expected bytes of a partner's answer: the mean size of our own answers
+    blocking: bool = False  # True: windows are numbered rounds, and training waits for each merge
+    light: tuple[str, ...] = ()  # sections pulled from every partner in every window; () means all
     published: SnapshotStore = field(default_factory=SnapshotStore)
-    seen: dict[PeerId, int] = field(default_factory=dict)  # newest seq merged or refused, by partner
+    seen: dict[PeerId, int] = field(default_factory=dict)  # by partner: number of its newest accepted window
     claims: TokenClaims = field(default_factory=TokenClaims)
-    _began: Seconds = 0.0  # when the exchange began
+    _began: Seconds = 0.0
     _published_at: Seconds = 0.0
     _resting: bool = False
     _sizes: AnswerSizes = field(default_factory=AnswerSizes)
-    _light_windows: int = 0  # since all sections were asked of a partner
-    _doubted: dict[PeerId, int] = field(default_factory=dict)  # windows left in which this partner is not asked
-    _goal: int = 0  # blocking only: our next round is at least this plus one
+    _light_windows: int = 0  # number of windows since we last pulled more than the `light` sections
+    _doubted: dict[PeerId, int] = field(default_factory=dict)  # number of windows until we pull from this partner again
+    _goal: int = 0  # in blocking mode we skip the rounds up to this number, because a partner is already further ahead
     _window: PullWindow = field(default_factory=PullWindow)
 
     @property
     def wake_at(self) -> Seconds | None:
+        """Return when this machine needs its next Woke event; None if it waits only for other kinds of events."""
         own = self.close_at if self.state is ExchangePhase.OPEN else None
         own = self._window.enough_at if self._may_be_enough() else own
         return earliest((self.published.wake_at, own)) if self.published.waiting else own
 
     def handle(self, event: Event, now: Seconds) -> list[Effect]:
+        """Return the effects of an event: jobs, pulls, answers to partners' pulls, and journal lines."""
         match event:
             case Woke():
                 return self.published.lose_patience(now) + self._due(now)
@@ -128,7 +136,7 @@ class PullExchange:
                     return self._answered(event, now)
             case Merged(seq=seq) if self.state is ExchangePhase.MERGING and seq == self.seq:
                 return self._merged(event, now)
-        return []  # it speaks of an exchange that is over
+        return []
 
     def _due(self, now: Seconds) -> list[Effect]:
         if self.state is ExchangePhase.OPEN and now >= self.close_at:
@@ -143,7 +151,12 @@ class PullExchange:
         return self.state is ExchangePhase.ASKING and bool(self._window.pulled) and not self.blocking
 
     def _partners(self, now: Seconds) -> Sequence[PeerId]:
-        """Those that are drawn; in the place of doubted ones others, as far as two more draws find any."""
+        """Return the peers to pull from in the next window, if possible without peers that recently misbehaved.
+
+        A peer that sent an invalid window is doubted for DOUBTED_WINDOWS calls of this method. If the view names a
+        doubted peer, the view is asked twice more, and doubted peers are left out. Doubted peers are not left out if
+        the view names no other peers, or if the algorithm is blocking.
+        """
         drawn = self.context.partners(now)
         self._doubted = {peer: left - 1 for peer, left in self._doubted.items() if left > 1}
         if self.blocking or not self._doubted.keys() & set(drawn):
@@ -163,19 +176,26 @@ class PullExchange:
         return [Rest(self.context.fragment)] if begin else []
 
     def replan(self, now: Seconds) -> None:
-        """Brings the window's end forward, where it lies further ahead than a window is long now."""
+        """End the present window earlier if periods have become shorter and its end is over one period ahead."""
         if self.close_at > now + self.context.period_s(self.size):
             self.close_at = self.context.next_close(now, self.size)
 
     def _close(self, now: Seconds) -> list[Effect]:
-        """Ends the window. Its number is a round, or the milliseconds of our clock: it grows even over a restart."""
+        """Enter CLOSING, and return the job that closes the window.
+
+        The window's number is the round or, without blocking, our clock in milliseconds, so that the number grows
+        across restarts.
+        """
         self.state, self._began = ExchangePhase.CLOSING, now
         self.seq = max(self.seq, self._goal if self.blocking else int(now * 1000) - 1) + 1
         sparse = not self.blocking and self._is_sparse()
         return [CloseWindow(self.context.fragment, self.seq, hold=self.blocking, sparse=sparse)]
 
     def _is_sparse(self) -> bool:
-        """Where the link is thin. The machine knows of a second code from the first window on."""
+        """Return whether our link is so slow that sections are sent in their shorter codecs.
+
+        False before the first window is closed, and if no section has a choice of codecs.
+        """
         return self._sizes.dense > 0 and self.context.view.is_thin(self.context.fragment, self._sizes.dense)
 
     def _publish(self, closed: WindowClosed, now: Seconds) -> list[Effect]:
@@ -204,11 +224,11 @@ class PullExchange:
         return effects + [self._ask(partner, now) for partner in window.partners]
 
     def _choose_sections(self, partners: Sequence[PeerId], behind: bool) -> dict[PeerId, tuple[str, ...]]:
-        """The light sections (pseudo-gradients) from all; all sections (slow weights too) from one now and then.
+        """Return the names of the sections to pull from each partner; () stands for all sections.
 
-        A window that was missed (ours were longer, or the partners were not drawn) leaves its pseudo-gradient out of
-        our slow weights, and only a partner's slow weights can tell us: then they are due as well. From one: where a
-        link is what made us late, more bytes would keep us so.
+        Usually only the pseudo-gradient is pulled. Every `whole_every` windows, and whenever we are `behind`, all
+        sections are pulled from the first partner, since only slow weights contain windows that we have missed. One
+        partner's slow weights are enough, and more slow weights would take long over a slow link.
         """
         self._light_windows += 1
         chosen = dict.fromkeys(partners, self.light)
@@ -233,14 +253,14 @@ class PullExchange:
         return Ask(tag, partner, Envelope(pull), deadline_s, self._sizes.largest)
 
     def _answered(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
-        """Takes the answer of a partner, and merges after the last one."""
-        failed: str | None = None  # a partner may give an empty reason
+        """Record a partner's answer or failure; return journal lines and, after the last answer, the merge job."""
+        failed: str | None = None  # None: the pull has not failed; "": it has failed, and the partner gave no reason
         match event:
             case Answered(envelope=Envelope(Snapshot() as snapshot)):
                 failed = self._received(event, snapshot, now) or None
             case Answered(envelope=Envelope(Refused(Reason.NOTHING_NEWER, newest))):
                 if self.blocking and newest.isdecimal() and len(newest) < 16:
-                    self._goal = max(self._goal, int(newest) - 1)  # where it is rounds ahead of us, we go where it is
+                    self._goal = max(self._goal, int(newest) - 1)  # skip all rounds before the partner's newest round
                 self._window = replace(self._window, skipped=Reason.NOTHING_NEWER)
             case Answered(envelope=Envelope(Refused(reason))) | AskFailed(reason=reason):
                 failed = reason
@@ -251,7 +271,7 @@ class PullExchange:
         return [*lines, *([] if self._window.pending else self._merge(now))]
 
     def _received(self, event: Answered, snapshot: Snapshot, now: Seconds) -> str:
-        """Takes a partner's snapshot, or returns why it is refused."""
+        """Accept a partner's snapshot and return "", or return the reason to refuse it."""
         blob, after = event.envelope.blob, self.seen.get(event.peer, 0)
         window, names = self._window, self._window.sections.get(event.peer, ())
         own = snapshots.coded_as(window.layout, snapshot.layout, window.codings)
@@ -259,11 +279,11 @@ class PullExchange:
         came = whole if snapshot.layout == whole else own
         refused = snapshots.check(self.context, snapshot, blob, pick(came, names), after, now, self.size)
         if refused:
-            if refused == Reason.REPLAY:  # it was told what we have
+            if refused == Reason.REPLAY:  # an honest partner sends only windows newer than `after`
                 self._doubted[event.peer] = DOUBTED_WINDOWS
             return refused
         if pick(whole, names) != snapshot.layout:
-            self._light_windows = RARER * WHOLE_EVERY  # it had no slow weights any more: they are due next time
+            self._light_windows = RARER * WHOLE_EVERY  # this answer lacked the slow weights: pull them next time
         keep_latest(self.seen, event.peer, snapshot.seq, snapshots.MOST_SEEN)
         moved = event.sent_bytes, event.received_bytes
         taken = self._believed(contribution(event.peer, snapshot, blob), now)
@@ -271,14 +291,20 @@ class PullExchange:
         return ""
 
     def _believed(self, one: Contribution, now: Seconds) -> Contribution:
-        """With no more tokens than the partner's speed explains; where merges block all must judge alike: as it is."""
+        """Return a contribution with its tokens bounded by the partner's published speed (`TokenClaims`).
+
+        In blocking algorithms the contribution is unchanged, since all peers must merge the same figures.
+        """
         if self.blocking:
             return one
         speed = self.context.view.tokens_per_s(one.peer, self.context.fragment)
         return replace(one, tokens=self.claims.believed(one.peer, one.tokens, speed, now))
 
     def _merge(self, now: Seconds) -> list[Effect]:
-        """Merges what is still fresh: a process that was stopped finds answers of long ago."""
+        """Enter MERGING; return the merge job with all fresh snapshots, and a journal line for each stale snapshot.
+
+        A snapshot can become stale after its arrival, for example if this process was suspended.
+        """
         self.state = ExchangePhase.MERGING
         self.published.settle()
         pulled, limit_s = self._window.pulled, math.inf if self.blocking else self.context.max_age_s(self.size)
@@ -313,7 +339,7 @@ def _done(context: FragmentContext, merged: PulledSnapshot) -> Log:
 
 
 def _more_when_dense(closed: WindowClosed) -> int:
-    """The bytes by which the window would be larger with the longest codes of its sections."""
+    """Return how many more bytes the window would have if each section were in its longest codec."""
     longest: dict[str, int] = {}
     for section in closed.codings:
         longest[section.name] = max(section.size, longest.get(section.name, 0))

@@ -1,9 +1,9 @@
-"""What gossip costs this peer's cores, and how far windows are stretched so that it costs no more than its share.
+"""Processor time that gossip costs this peer, and the window length that keeps this cost within a limit.
 
-A window costs the copy and the correction on the training thread, its kernels on the worker, and what the event loop
-and the network daemon spend on its transfers. The host measures the last two together (CoresUsed), jobs report the
-others. Both are averaged over the last windows. What gossip may cost is a share of the cores that train, and
-IDLE_SHARE of those that nobody uses: it takes nothing from training there.
+Start at `GossipCost.windows`. A window's cost is the processor time of the copy and the correction on the training
+thread, of the kernels on the worker thread, and of its transfers in the event loop and the network daemon. Gossip jobs
+report the time on the two threads; the host measures the event loop and the daemon together (CoresUsed). All times are
+averaged over recent windows. Gossip may use a share of the cores that train, plus IDLE_SHARE of the idle cores.
 """
 
 import math
@@ -11,28 +11,31 @@ from dataclasses import dataclass, field
 
 from decentral.core.units import Seconds
 
-IDLE_SHARE = 0.1
-FIXED_CORES = 0.005  # what the event loop and the network take without gossip
-SLOWEST_BYTES_PER_S = 20e6  # what a core moves at least, of questions (peers/runtime/traffic.py) and their bytes
-REMEMBERED_WINDOWS = 16  # whose mean the average is, or
-REMEMBERED_S = 20.0  # what it follows where windows are longer: what the first ones cost must not last for minutes
-MOST_TIMES = 2  # the average cost: what a new measurement counts at most
-FEWER_CORES = 0.1  # what a measurement with fewer cores than before counts: a pause is no slower device
-NEWEST_IDLE = 0.3  # what the latest measurement of idle cores counts
-LONGER, SHORTER = 1.1, 0.8  # windows change when they are this far from what is needed: peers must not flap
+IDLE_SHARE = 0.1  # gossip may use this share of the idle cores; more could slow training
+FIXED_CORES = 0.005  # cores that the event loop and the network daemon use even without gossip
+SLOWEST_BYTES_PER_S = 20e6  # assumed slowest transfer by one core; it caps what gossip is charged for its bytes
+REMEMBERED_WINDOWS = 16
+REMEMBERED_S = 20.0  # costs are averaged over REMEMBERED_WINDOWS, but at most this long: the first windows cost more
+MOST_TIMES = 2  # a new measurement counts as at most this many times the average, so that one outlier changes little
+FEWER_CORES = 0.1  # weight of a measurement below the estimated training cores; small, as training may only have paused
+NEWEST_IDLE = 0.3  # weight of the newest value in the running average of idle cores
+
+# The window length doubles if the needed length exceeds LONGER times the present length. It halves if the needed length
+# is below SHORTER times half the present length. The gap between these limits prevents flapping.
+LONGER, SHORTER = 1.1, 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class CoresUsed:
-    """Processor time in an interval of so many seconds."""
+    """Processor time in an interval, in core-seconds by use."""
 
     seconds: Seconds
-    training_s: Seconds  # of the cores that train; on a GPU, of all cores that are there for it
-    network_s: Seconds  # of the event loop and the network
-    idle_s: Seconds = 0.0  # of cores that no process used; 0 where that is not known
+    training_s: Seconds  # core-seconds on the cores that train, or on all cores of the machine if a GPU trains
+    network_s: Seconds
+    idle_s: Seconds = 0.0  # core-seconds that no process used; 0 if unknown
 
     def since(self, earlier: "CoresUsed") -> "CoresUsed":
-        """Return what was used after an earlier reading with the same beginning."""
+        """Return this reading minus an `earlier` reading whose interval began at the same instant."""
         return CoresUsed(
             self.seconds - earlier.seconds,
             self.training_s - earlier.training_s,
@@ -43,25 +46,28 @@ class CoresUsed:
 
 @dataclass(frozen=True, slots=True)
 class GossipTraffic:
-    """Gossip's part of the traffic that this peer saw in an interval, and its work: bytes, with some for a question."""
+    """Gossip's part of this peer's traffic in an interval.
 
-    part: float = 1.0
+    Each request counts as a fixed number of additional bytes, which stand for the processor time that it takes.
+    """
+
+    part: float = 1.0  # share of all traffic's bytes that belongs to gossip, 0 to 1
     work_bytes: float = math.inf
 
 
 @dataclass(slots=True)
 class Stretch:
-    """Windows are so many times as long as the config has them: a power of two.
+    """The window length as a multiple of the configured length; the multiple is a power of two.
 
-    Then the ends of a longer window are also ends of a shorter one, at whatever peer. Finer steps would fill a link
-    better, but peers whose measurements differ a little came to windows that seldom end together
-    (docs/results/wan.md).
+    With powers of two, every end of a longer window is also an end of a shorter window on any other peer. With
+    finer steps, windows would use a link better, but peers with slightly different measurements would seldom end their
+    windows together (docs/results/wan.md).
     """
 
     times: int = 1
 
     def fit(self, needed: float) -> int:
-        """Follows what is needed, but not to and fro with each measurement."""
+        """Double or halve `self.times` until `needed` is within the limits LONGER and SHORTER; return `self.times`."""
         while needed > LONGER * self.times:
             self.times *= 2
         while self.times > 1 and needed < SHORTER * self.times / 2:
@@ -74,31 +80,41 @@ ALL_GOSSIP = GossipTraffic()
 
 @dataclass(slots=True)
 class GossipCost:
-    compute_s: Seconds = 0.0  # of one window of one fragment, on average: its jobs
-    network_s: Seconds = 0.0  # likewise: its transfers
-    cores: float = 0.0  # that train
-    idle: float = 0.0  # cores that nobody uses
+    """The average processor time of a window, and the window length that follows from it."""
+
+    compute_s: Seconds = 0.0  # average core-seconds of the computing for one window of one fragment
+    network_s: Seconds = 0.0  # average core-seconds of the transfers for one window of one fragment
+    cores: float = 0.0  # estimated number of cores that training keeps busy
+    idle: float = 0.0  # running average of the number of idle cores
     stretch: Stretch = field(default_factory=Stretch)
-    _share: float = 0.0  # of the cores, for which the windows were stretched
-    _jobs_s: Seconds = 0.0  # since the averages were brought up to date
-    _transfers_s: Seconds = 0.0  # likewise
-    _windows: int = 0  # closed since then
+    _share: float = 0.0  # share of the training cores that gossip may use, as `windows` was last told
+    # Sums since the averages were last updated: core-seconds of jobs and transfers, closed windows, measured time
+    _jobs_s: Seconds = 0.0
+    _transfers_s: Seconds = 0.0
+    _windows: int = 0
     _since_s: Seconds = 0.0
 
     def did(self, cost_s: Seconds, closed: bool) -> None:
-        """A job of gossip took so long; `closed`: it ended a window."""
+        """Record a gossip job of `cost_s` core-seconds; `closed` says whether it ended a window."""
         self._jobs_s += cost_s
         self._windows += closed
 
     @property
     def window_cost_s(self) -> Seconds:
+        """Return the average cost of one fragment's window in core-seconds."""
         return self.compute_s + self.network_s
 
     def measured(self, used: CoresUsed, gossip_alone: bool, gossip: GossipTraffic = ALL_GOSSIP) -> None:
-        """`gossip_alone`: the network had little else to do, such as the state of a newcomer to send.
+        """Record a measurement, and update the averages if a window was closed since the last update.
 
-        Gossip is charged its part of the traffic, and no more than its own work explains: what others make us do with
-        questions that are refused unread would else be shared by ever fewer windows, as these grow longer for it.
+        Gossip is charged its part of the network's processor time, but at most gossip's bytes divided by
+        SLOWEST_BYTES_PER_S. Without this bound, a flood of refused requests would make the windows ever longer.
+
+        Args:
+            used: Processor time in the interval.
+            gossip_alone: False if a large transfer, such as a newcomer's state, also used the network. Gossip is then
+                charged no network time.
+            gossip: Gossip's part of the traffic in the interval.
         """
         cores = used.training_s / used.seconds
         self.cores = max(cores, self.cores + FEWER_CORES * (cores - self.cores))
@@ -107,27 +123,34 @@ class GossipCost:
         if gossip_alone:
             network_s = max(0.0, used.network_s - FIXED_CORES * used.seconds)
             self._transfers_s += min(gossip.part * network_s, gossip.work_bytes / SLOWEST_BYTES_PER_S)
-        if self._windows:  # else the next measurement may have windows to share this one's cost
+        if self._windows:
             self.compute_s = self._averaged(self.compute_s, self._jobs_s / self._windows)
             if gossip_alone:
                 self.network_s = self._averaged(self.network_s, self._transfers_s / self._windows)
             self._jobs_s, self._transfers_s, self._windows, self._since_s = 0.0, 0.0, 0, 0.0
 
     def _averaged(self, known: Seconds, new: Seconds) -> Seconds:
-        """One outlier (memory that is touched first, a machine that is busy) must not stretch windows for minutes."""
+        """Return the average `known`, updated with `new`; a larger `new` counts as MOST_TIMES times the average."""
         if not known:
             return new
         counts = min(1.0, max(self._windows / REMEMBERED_WINDOWS, self._since_s / REMEMBERED_S))
         return known + counts * (min(new, MOST_TIMES * known) - known)
 
     def windows(self, window_s: Seconds, fragments: int, share: float) -> int:
-        """How many windows of the config's length make one of ours, so that all fragments cost this share of the cores
-        that train, and IDLE_SHARE of those that nobody uses.
+        """Return the window length, as a multiple of `window_s`, that keeps gossip's processor time within its limit.
+
+        Args:
+            window_s: The configured window length.
+            fragments: Fragments that this peer gossips.
+            share: Part of the training cores that gossip may use, 0 to 1.
+
+        Returns:
+            A power of two.
         """
         if share != self._share:
-            self._share, self.stretch = share, Stretch()  # what another share needed would hold these windows long
+            self._share, self.stretch = share, Stretch()
         if not self.window_cost_s or not self.cores:
             return self.stretch.times
-        left = max(share / 2, share - FIXED_CORES)  # what stays for windows
+        left = max(share / 2, share - FIXED_CORES)  # share of the training cores that is left for windows
         needed = self.window_cost_s * fragments / ((left * self.cores + IDLE_SHARE * self.idle) * window_s)
         return self.stretch.fit(needed)

@@ -1,22 +1,23 @@
-"""How far one partner may move us: a bound for each thing that a partner says, from what honest training explains.
+"""Bounds on how far one partner's window may move our weights, derived from honest training.
 
-    tokens       a claim counts as at most TIMES_USUAL_TOKENS the usual one, and TIMES_EXPLAINED what the length of the
-                 pseudo-gradient explains; a partner has at most MOST_SHARE of a merge
-    direction    what points against ours counts for nothing, and less what pulls one way for long
-                 (comm/gossip/trust.py)
-    length       a pseudo-gradient is at most TIMES_USUAL as long as is usual; IMPLAUSIBLE times that counts for
-                 nothing. A length over IMPLAUSIBLE times ours is not remembered as usual.
-    slow weights pull us by at most TIMES_USUAL the usual distance, and by the partner's share of that
-    places       slow weights far from the median of all partners and us pull us nowhere (`Outliers`)
+    tokens       A token claim is cut to TIMES_USUAL_TOKENS times the usual claim, and to the claim that the length of
+                 the pseudo-gradient explains (`explained_tokens`). A partner's share of a merge is at most MOST_SHARE.
+    direction    A pseudo-gradient that points against ours has weight 0; a persistent bias lowers a partner's weight
+                 (comm/gossip/trust.py).
+    length       A pseudo-gradient is scaled to at most TIMES_USUAL times the usual length. Above IMPLAUSIBLE times the
+                 usual length, its weight is 0. Lengths above IMPLAUSIBLE times ours are left out of the usual length.
+    distance     The difference of slow weights from ours is scaled to at most TIMES_USUAL times the usual distance.
+    outliers     Slow weights far from the median of all peers have weight 0 (`Outliers`).
 
-What is usual is the median of the partners and us, or ours where that is more: less than half of the partners cannot
-raise it. Of lengths and distances each recent partner's last one counts, as a window may have hostile partners only.
-Our own progress is known before any partner's is merged, so the first window ever is bounded like any other: after a
-start, a restart, a join or a gained fragment. One partner moves our slow weights in a window by at most MOST_SHARE *
-TIMES_USUAL * (usual progress + usual distance of slow weights).
+A length is the L2 norm of a vector. The usual value of a quantity is the lower median over the partners and this peer,
+or this peer's own value if that is larger, so a minority of the partners cannot raise it. For lengths and distances the
+median includes the last value of each recent partner, since all partners of one window may be hostile. This peer knows
+its own progress before any merge, so the bounds hold from the first window on, also after a restart, a join or a gained
+fragment. In one window, one partner moves our slow weights by at most MOST_SHARE * TIMES_USUAL * (usual progress +
+usual distance of slow weights).
 
-Clipping towards our own weights: He, Karimireddy and Jaggi, arXiv 2202.01545, after centred clipping (Karimireddy et
-al., arXiv 2012.10333).
+Source: clipping towards one's own weights, He, Karimireddy and Jaggi, arXiv 2202.01545, after centred clipping
+(Karimireddy et al., arXiv 2012.10333).
 """
 
 from collections import deque
@@ -31,25 +32,32 @@ from torch import Tensor
 from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 
-TIMES_USUAL_TOKENS = 4.0  # times the usual claim of a window's tokens, or ours where that is more
-TIMES_EXPLAINED = 2.0  # times our tokens, where a pseudo-gradient is as long as ours; more or fewer as it is longer
-MOST_SHARE = 0.5  # of a merge's weight that one partner has: never more than we and the others
-TIMES_USUAL = 1.5  # times what is usual: the length of a pseudo-gradient, and the way towards slow weights
-IMPLAUSIBLE = 1000.0  # times the usual length: a lie, or a model that has diverged; no honest device is so much faster
-RECENT_WINDOWS = 16  # of ours, whose lengths are kept
-RECENT_PARTNERS = 16  # whose last lengths and distances are kept, one for each: nobody fills the list alone
-LEAST_PARTNERS = 4  # of whom distances are known, or who count as near: slow weights come from few partners
+TIMES_USUAL_TOKENS = 4.0  # a partner's claim of tokens counts up to this multiple of the usual claim in the merge
+TIMES_EXPLAINED = 2.0  # a partner whose pseudo-gradient is as long as ours may claim up to this multiple of our tokens
+MOST_SHARE = 0.5  # largest share of a merge for one partner, so that it never outweighs all other peers together
+TIMES_USUAL = 1.5  # pseudo-gradients and distances longer than this multiple of the usual value are scaled down to it
+IMPLAUSIBLE = 1000.0  # a pseudo-gradient longer than this multiple of the usual length is not merged: it is an attack
+RECENT_WINDOWS = 16
+RECENT_PARTNERS = 16  # we remember the last pseudo-gradient length and weight distance of this many partners
+LEAST_PARTNERS = 4  # a median of distances has at least this many; our own progress replaces each missing distance
 
-MOST_KNOWN = 16  # partners whose history or places are kept, or all of a merge, if they are more
-COMPARED_NUMBERS = 8192  # of a vector that are kept and compared, at most
-HONEST_PART = 0.75  # of a peer and its partners, who are taken to be honest: the farthest of them is usual
-EARLY_MERGES = 5  # the first ones with partners' weights: a fast device leaves others behind that have hardly moved
+MOST_KNOWN = 16  # we keep the history of this many partners, or of all partners in the merge if they are more
+COMPARED_NUMBERS = 8192  # at most this many numbers of a vector are sampled, to compare it with other peers' vectors
+HONEST_PART = 0.75  # assumed share of honest peers; this quantile of all peers' distances is the usual distance
+EARLY_MERGES = 5  # so many first merges of slow weights use the tolerance EARLY: slow devices have hardly moved yet
 
 
 def token_shares(own: int, claims: Sequence[float], trust: Sequence[float] = ()) -> list[float]:
-    """Each partner's share of a merge; the rest is ours. Honest claims of peers that are alike weigh as they are.
+    """Return each partner's share of a merge, proportional to tokens times trust; the rest of the merge is ours.
 
-    Who claims no tokens moves nobody, unless nobody has any: then all weigh the same. `trust`: of each, 0 to 1.
+    Args:
+        own: Tokens of our window.
+        claims: Tokens that each partner claims; tokens above TIMES_USUAL_TOKENS times the usual claim do not
+            count. If nobody has tokens, all windows count alike.
+        trust: Trust in each partner, 0 to 1; if empty, 1 for all.
+
+    Returns:
+        Shares from 0 to MOST_SHARE.
     """
     most = max(1.0, TIMES_USUAL_TOKENS * usual(own, claims))
     trusted = trust or [1.0] * len(claims)
@@ -62,67 +70,73 @@ def token_shares(own: int, claims: Sequence[float], trust: Sequence[float] = ())
 
 
 def token_weights(tokens: Sequence[float]) -> list[float]:
-    """Return each window's share of all tokens; equal shares when nobody has trained."""
+    """Return each window's share of all tokens; equal shares if no window has tokens."""
     total = sum(tokens)
     return [count / total for count in tokens] if total else [1 / len(tokens)] * len(tokens)
 
 
 def explained_tokens(length: float, own: int, own_length: float) -> float:
-    """How many tokens a pseudo-gradient of this length may stand for, where our own stands for `own`.
+    """Return the largest token claim that we accept for a pseudo-gradient of `length`, given our tokens and length.
 
-    Progress grows with tokens, at least like their root: who claims far more than ours made of them takes the place of
-    others' progress in a merge and gives none.
+    Honest pseudo-gradients get longer with more tokens. Without this bound, a partner that claims many tokens for a
+    short pseudo-gradient would displace other partners in the merge. The bound is inf if our length is 0.
     """
     return TIMES_EXPLAINED * own * length / own_length if own_length else float("inf")
 
 
 def usual(own: float, others: Sequence[float]) -> float:
-    """The lower median of all, or ours where that is more: one other alone never raises it."""
+    """Return the lower median of `own` and `others`, or `own` if it is larger, so no partner alone can raise it."""
     return max(own, median_low([own, *others]))
 
 
 def scale(length: float, usual_length: float) -> float:
-    """What to multiply something of this length by, so that it is no longer than TIMES_USUAL what is usual."""
+    """Return the factor that scales a vector of this length to at most TIMES_USUAL times the usual length."""
     limit = TIMES_USUAL * usual_length
     return limit / length if length > limit else 1.0
 
 
 def plausible(length: float, usual_length: float) -> float:
-    """1, or 0 for a pseudo-gradient that is longer than any honest one could be."""
+    """Return 0 for a length above IMPLAUSIBLE times the usual length, else 1; 1 if `usual_length` is 0 (unknown)."""
     return float(not usual_length or length <= IMPLAUSIBLE * usual_length)
 
 
 @dataclass(slots=True)
 class Experience:
-    """What one fragment's windows and partners have been like, as one peer knows it."""
+    """Lengths of recent pseudo-gradients (ours and partners') and partners' distances from us, in one fragment.
 
-    lengths: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_WINDOWS))  # of own pseudo-gradients
-    moved: dict[PeerId, float] = field(default_factory=dict)  # the last length of each partner's
-    apart: dict[PeerId, float] = field(default_factory=dict)  # the last distance from each partner
+    The medians of these values, the usual length and the usual distance, bound a partner's influence.
+    """
+
+    lengths: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_WINDOWS))
+    moved: dict[PeerId, float] = field(default_factory=dict)  # L2 norm of each partner's last pseudo-gradient
+    apart: dict[PeerId, float] = field(default_factory=dict)  # distance of each partner's last slow weights from ours
 
     def closed(self, length: float) -> None:
-        """A window of ours has ended, with so much progress."""
+        """Record the length of our own pseudo-gradient at the end of a window."""
         self.lengths.append(length)
 
     @property
     def progress(self) -> float:
-        """How long a pseudo-gradient of ours usually is: the last one, or the median where that is more."""
+        """Return the larger of the last and the median length of our pseudo-gradients; 0 before the first window."""
         return max(self.lengths[-1], median(self.lengths)) if self.lengths else 0.0
 
     def possible(self, length: float) -> bool:
-        """Whether a device could have made a pseudo-gradient of this length, measured by ours. Of whoever sends another
-        one nothing is remembered, or, of two partners that have lied, the later one would say what is usual."""
+        """Return whether a partner's pseudo-gradient of this L2 norm is at most IMPLAUSIBLE times as long as ours.
+
+        The caller must not pass a longer one to `usual_progress`: two hostile partners with such lengths would make the
+        usual length implausible. Before our first window, the result is True.
+        """
         return plausible(length, self.progress) > 0.0
 
     def usual_progress(self, partners: Sequence[tuple[PeerId, float]]) -> float:
-        """Takes how long these partners' pseudo-gradients are; gives what is usual."""
+        """Record the lengths of these partners' pseudo-gradients, and return the usual length."""
         return self._usual(self.moved, partners)
 
     def usual_distance(self, partners: Sequence[tuple[PeerId, float]]) -> float:
-        """Takes how far these partners' weights are from ours; gives what is usual.
+        """Record the distances of these partners' slow weights from ours, and return the usual distance.
 
-        Slow weights are pulled rarely. Where there are more partners than have told, the others count as no further
-        than our own progress is long, or the first two to tell, who may be liars, would say what is usual.
+        Slow weights are pulled rarely. While fewer than LEAST_PARTNERS distances are known, our own progress replaces
+        each missing distance. Otherwise the first two partners, which may be hostile, would set the usual distance.
         """
         unknown = max(0, min(LEAST_PARTNERS, len(self.moved)) - len(self.apart.keys() | {peer for peer, _ in partners}))
         return self._usual(self.apart, partners, [self.progress] * unknown)
@@ -136,38 +150,47 @@ class Experience:
 
 
 class Tolerance(NamedTuple):
-    """Up to how far from the median a partner's weights count whole; from twice that on they count for nothing."""
+    """The largest distance from the median at which a partner's slow weights still have their full weight.
 
-    times: float  # the usual distance, or the steps below where they are more
-    steps: float  # of the partner: its progress in a window
+    The tolerated distance is `times` the usual distance or, if larger, `times * steps` times the length of the
+    partner's pseudo-gradient. At greater distances the weight falls, down to 0 at twice the tolerated distance.
+    """
+
+    times: float
+    steps: float
 
 
 EARLY, LATER = Tolerance(3.0, 1.0), Tolerance(2.0, 0.5)
-FAR = 3.3  # times what counts whole: as far from the others no honest device falls behind, or gets ahead
+FAR = 3.3  # if a partner is further away than this multiple of the tolerance, its pseudo-gradient is not merged either
 
 
 @dataclass(slots=True)
 class Outliers:
-    """Whether a partner's weights are among those of the others; one fragment's. Weights far away move us nowhere.
+    """Detector of partners whose slow weights in one fragment are far from those of all others.
 
-    Honest replicas differ by a part of a window's progress, or, where devices are unequal, by how far the slow ones are
-    behind. A liar's weights are where it wants ours to be. From our own place the two cannot be told once we have been
-    moved: then all honest ones are as far. So each partner's last known difference from us is kept, and judged by its
-    distance from the median of all of them and us in each coordinate (Yin et al., arXiv 1803.01498). While most are
-    honest, that is among them, wherever we are.
+    Honest replicas differ by part of a window's progress, or by as much as slow devices are behind. A hostile peer
+    sends the weights to which it wants to move us. Once it has moved us, its distance from us no longer identifies it.
+    So each partner's last difference from us is kept, and the partner is judged by its distance from the
+    coordinate-wise median of all partners and us (Yin et al., arXiv 1803.01498). The median lies among the honest peers
+    while they are the majority.
 
-    A common step changes no difference between peers. A step only we take must be subtracted from all differences:
-    `moved`. Vectors are samples of what partners differ from us by, fp32 [m].
+    Vectors are samples of differences from our weights, fp32 [m]. A step that all peers take does not change the
+    differences. If only this peer takes a step, the caller must call `moved`.
     """
 
-    apart: dict[PeerId, Tensor] = field(default_factory=dict)
-    found: dict[PeerId, float] = field(default_factory=dict)  # each partner's last distance, by what counts whole
-    merges: int = 0  # with weights of partners, so far
+    apart: dict[PeerId, Tensor] = field(default_factory=dict)  # each partner's last slow weights minus ours, sampled
+    # Each partner's last distance, as a multiple of the tolerated distance.
+    found: dict[PeerId, float] = field(default_factory=dict)
+    merges: int = 0  # number of merges so far that included slow weights
 
     def trust(self, partners: Sequence[tuple[PeerId, Tensor]], steps: Sequence[float]) -> list[float]:
-        """How much the weights of each of these partners count, from 0 to 1. `steps`: how long its windows are.
+        """Record partners' differences, and return how much each partner's slow weights count, from 0 to 1.
 
-        With one partner nobody can tell which of the two is outside, nor where most are equal to the bit.
+        With one known partner, or if most peers' weights are bit-identical, all partners count 1.
+
+        Args:
+            partners: Each partner with the difference of its slow weights from ours, fp32 [m].
+            steps: Length of each partner's pseudo-gradient.
         """
         if not partners:
             return []
@@ -184,26 +207,26 @@ class Outliers:
         return [min(1.0, max(0.0, 2.0 - self.found[peer])) for peer, _ in partners]
 
     def forget(self) -> None:
-        """Forget where partners are, because our own weights have been replaced."""
+        """Forget all partners' differences, because our own weights have been replaced."""
         self.apart, self.found, self.merges = {}, {}, 0
 
     def _distances(self) -> dict[PeerId | None, float]:
-        """How far each partner is from the median of all; None: we."""
+        """Return the distance of each peer from the median of all; the key None is this peer."""
         places = torch.stack([torch.zeros_like(next(iter(self.apart.values()))), *self.apart.values()])
         apart = places - places.double().quantile(0.5, dim=0)
         return dict(zip([None, *self.apart], torch.linalg.vector_norm(apart, dim=1).tolist(), strict=True))
 
     def is_far(self, peer: PeerId) -> bool:
-        """Whether its weights, when they were last seen, were nowhere near anybody's: what it sends is of no use."""
+        """Return whether a partner has weight 0, as its last slow weights were over FAR tolerated distances away."""
         return self.found.get(peer, 0.0) > FAR
 
     def moved(self, way: Tensor) -> None:
-        """Partners have moved us by this."""
+        """Subtract `way`, a step that only our weights have taken, from all recorded differences."""
         way = _thinned(way)
         for vector in self.apart.values():
             vector -= way
 
 
 def _thinned(vector: Tensor) -> Tensor:
-    """Every so many-th number: the first ones may all be of one layer, whose weights are small beside the others'."""
+    """Return at most COMPARED_NUMBERS numbers of a vector, evenly spaced, so that they come from all layers."""
     return vector[:: -(-len(vector) // COMPARED_NUMBERS)]

@@ -1,7 +1,7 @@
-"""Which kernels of the outer step this machine gets: the fastest that prove themselves here against torch's formulas.
+"""Choice of the outer step's kernels: the fastest ones that agree with torch's formulas on this machine.
 
-A kernel that is missing, fails, or disagrees with torch in one bit is not used, and the reason says so. All that is
-compiled runs here once, the codecs too, so nothing is compiled later, while training.
+A kernel that is missing, fails, or differs from torch in one bit is not used; the returned text names it. All compiled
+functions, including the codecs, run once here, so that none is compiled during training.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,9 +16,10 @@ from decentral.comm.gossip.outer_kernels import OuterKernels, TorchKernels
 
 
 def best_kernels(device: torch.device, codecs: Codecs) -> tuple[OuterKernels, str]:
-    """The kernels for a peer that trains on `device`, and the reason. It takes seconds where nothing is compiled yet.
+    """Return the kernels for a peer that trains on `device`, and the reason for the choice.
 
-    Other codecs than those of comm/codecs/blockwise.py, a simulator's for instance, have torch's operations only.
+    The first call on a machine compiles, which takes seconds. Codecs other than comm/codecs/blockwise.py, such as the
+    simulator's, get `TorchKernels`.
     """
     if codecs is not blockwise:
         return TorchKernels(codecs), "torch, since only a real peer's codecs are compiled"
@@ -28,16 +29,18 @@ def best_kernels(device: torch.device, codecs: Codecs) -> tuple[OuterKernels, st
 
 
 def first_proven(candidates: Mapping[str, Callable[[], OuterKernels]]) -> tuple[OuterKernels, str]:
-    """The first that proves itself, or else torch's operations; and the reason, with what was against the others.
+    """Return the first kernels that pass `prove`, else `TorchKernels`, and a text that names them and earlier failures.
 
-    `candidates` make kernels, and raise whatever a missing library or device raises.
+    Args:
+        candidates: Functions that create kernels, by the kernels' name. They may raise any error, for example if a
+            library or a device is missing.
     """
     against: list[str] = []
     for name, make in candidates.items():
         try:
             kernels = make()
             prove(kernels)
-        except Exception as error:  # a driver, a compiler or a kernel may fail in any way; training goes on without it
+        except Exception as error:  # a driver, compiler or kernel can fail with any error, and training must go on
             against.append(f"not {name} ({type(error).__name__}: {error})")
         else:
             return kernels, "; ".join([f"{name}, proven against torch", *against])
@@ -45,8 +48,8 @@ def first_proven(candidates: Mapping[str, Callable[[], OuterKernels]]) -> tuple[
 
 
 def _cuda(device: torch.device) -> OuterKernels:
-    """Raises ImportError where cupy is missing: it is imported only for a peer with a GPU."""
+    """Return CUDA kernels for `device` after checking them with small chunks; raise ImportError without cupy."""
     from decentral.comm.gossip.kernels_cuda import CudaKernels
 
-    prove(CudaKernels(device, chunk_elements=1024))  # so that small vectors, too, go through in several chunks
+    prove(CudaKernels(device, chunk_elements=1024))  # with small chunks, a test vector spans several chunks
     return CudaKernels(device)

@@ -1,7 +1,7 @@
-"""Holds kernels of the outer step to torch's formulas: vectors and bytes bit for bit, lengths within rounding.
+"""A test of outer-step kernels against torch's formulas: vectors and bytes bit for bit, lengths within rounding.
 
-The cases are few and small, so that a peer can run them each time it starts: sizes around the blocks' edges, numbers
-from the smallest to the largest that fp32 has, and blobs that must be refused.
+Start at `prove`. A peer runs it at each start, so the cases are few and small: sizes around the blocks' edges, numbers
+from the smallest to the largest of fp32, and blobs that must be refused.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,41 +26,48 @@ from decentral.core.errors import ProtocolError
 PROVEN_SIZES = (0, 1, 127, 128, 129, 255, 256, 257, 1000, 10_001)
 PROVEN_MAGNITUDES = (1e-42, 1e-30, 1.0, 1e36)
 EXTREMES = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 3e38, -3e38, 1.0, 7.0, 127.0])
-LENGTH_TOLERANCE = 1e-9  # relative: lengths are fp64 sums in any order
+LENGTH_TOLERANCE = 1e-9  # allowed relative difference of two L2 norms, as kernels may add squares in another order
 PROVEN_WEIGHTS = (0.5, 0.3, 0.2)
 
 T = TypeVar("T")
 
 
 class Disagreement(Exception):
-    """What a kernel gives, where torch gives something else."""
+    """Raised by `prove` if a kernel's result differs from torch's."""
 
 
 class Formulas:
-    """The codecs of comm/codecs/blockwise.py by torch's formulas, without machine code."""
+    """The codecs of comm/codecs/blockwise.py in torch operations only, without machine code."""
 
     def encode(self, codec: str, values: Tensor) -> bytes:
+        """Return the bytes of fp32 values [n]."""
         return blockwise.CODECS[codec].pack(values)
 
     def decode(self, codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
+        """Return the numbers in a blob, fp32 [elements]; raise ProtocolError if the blob is invalid."""
         return blockwise.decode_by_formula(codec, blob, elements)
 
     def size(self, codec: str, elements: int) -> int:
+        """Return the number of bytes that `elements` numbers take."""
         return blockwise.size(codec, elements)
 
 
 def prove(kernels: OuterKernels) -> None:
-    """Raises Disagreement, or whatever the kernels raise, unless they do what torch does on this machine."""
+    """Check on this machine that the kernels return what torch's formulas return.
+
+    Raises:
+        Disagreement: If a result differs. Errors that the kernels raise pass through.
+    """
     both = (kernels, TorchKernels(Formulas()))
     for vectors in _cases():
         for code in (PSEUDO_GRADIENT_CODEC, ONE_BIT_CODEC):
             _prove_close(both, vectors, code)
-        _prove_merge(both, [vector / 16 for vector in vectors])  # no level overflows
+        _prove_merge(both, [vector / 16 for vector in vectors])  # divided by 16, so that no decoded number overflows
     _prove_refusals(both)
 
 
 def _cases() -> Iterator[list[Tensor]]:
-    """Six vectors of one size each time: random ones of several magnitudes, and extremes side by side."""
+    """Yield lists of six equally long vectors: random ones of several magnitudes, and mixtures of EXTREMES."""
     generator = torch.Generator().manual_seed(0)
     for n in PROVEN_SIZES:
         for magnitude in PROVEN_MAGNITUDES:
@@ -76,7 +83,7 @@ def _prove_close(both: tuple[OuterKernels, OuterKernels], vectors: list[Tensor],
     ]
     ours, theirs = closed
     if not isinstance(ours, tuple) or not isinstance(theirs, tuple):
-        _same("close", closed)  # both refuse, or one that should not
+        _same("close", closed)  # if the vectors are refused, both implementations must give the same reason
         return
     _same("the bytes of close", (ours[0], theirs[0]))
     _near("the length of close", (ours[1], theirs[1]))
@@ -129,7 +136,7 @@ def _length_of_signs(kernels: OuterKernels, blob: bytes, elements: int) -> float
 
 
 def _damaged(blob: bytes) -> Iterator[bytes]:
-    """Other sizes; scales that are infinite, not numbers, negative, minus zero, huge; levels that there are not."""
+    """Yield damaged copies: wrong sizes; infinite, NaN, negative, -0 and huge scales; levels out of range."""
     yield from (blob[:-1], blob + b"\0")
     for scale in (0x7F80, 0xFF80, 0x7FC0, 0xBF80, 0x8000, 0x7F7F):
         yield scale.to_bytes(2, "little") + blob[2:]
@@ -137,7 +144,7 @@ def _damaged(blob: bytes) -> Iterator[bytes]:
 
 
 def _outcome(call: Callable[[], T]) -> T | str:
-    """What it gives, or the reason of its refusal."""
+    """Return the result of the call, or the reason of the ProtocolError that it raises."""
     try:
         return call()
     except ProtocolError as error:
@@ -150,23 +157,24 @@ def _reason(call: Callable[[], T]) -> str | None:
 
 
 def _same(what: str, both: Iterable[T]) -> None:
-    """Raise Disagreement unless ours and torch's are equal."""
+    """Raise Disagreement unless `both`, the kernel's result and torch's result, are equal. `what` names the result."""
     ours, theirs = both
     if ours != theirs:
-        raise Disagreement(f"{what} is {ours!r:.60}; by torch {theirs!r:.60}")
+        raise Disagreement(f"{what}: torch's formulas give {theirs!r:.60}, the kernel gives {ours!r:.60}")
 
 
 def _same_bits(what: str, both: Iterable[Tensor]) -> None:
-    """Raise Disagreement unless ours and torch's are equal bit for bit; any two that are not numbers are alike."""
+    """Raise Disagreement unless `both`, the kernel's and torch's tensors, are bit-identical; all NaN are equal."""
     ours, theirs = both
     equal = (ours.view(torch.int32) == theirs.view(torch.int32)) | (ours.isnan() & theirs.isnan())
     if not bool(equal.all()):
         at = int((~equal).nonzero()[0])
-        raise Disagreement(f"{what}[{at}] of {len(ours)} is {float(ours[at])!r}; by torch {float(theirs[at])!r}")
+        both_give = f"torch's formulas give {float(theirs[at])!r}, the kernel gives {float(ours[at])!r}"
+        raise Disagreement(f"{what}, at index {at} of {len(ours)}: {both_give}")
 
 
 def _near(what: str, both: Iterable[float]) -> None:
-    """Raise Disagreement unless ours and torch's are equal within rounding."""
+    """Raise Disagreement unless `both`, the kernel's number and torch's number, are equal within LENGTH_TOLERANCE."""
     ours, theirs = both
     if ours != theirs and not abs(ours - theirs) <= LENGTH_TOLERANCE * abs(theirs):
-        raise Disagreement(f"{what} is {ours!r}; by torch {theirs!r}")
+        raise Disagreement(f"{what}: torch's formulas give {theirs!r}, the kernel gives {ours!r}")

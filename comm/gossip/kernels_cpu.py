@@ -1,7 +1,6 @@
-"""The outer step on vectors in host memory as machine code: one pass to close, one to merge, the GIL free meanwhile.
+"""The outer step on the CPU as compiled code: `close` and `merge` each read memory once, and release the GIL.
 
-The formulas, and the order in which they round, are those of comm/gossip/outer_kernels.py; the loops are in
-comm/codecs/compiled_blocks.py.
+Formulas and rounding order are those of comm/gossip/outer_kernels.py; the loops are in comm/codecs/compiled_blocks.py.
 """
 
 from collections.abc import Sequence
@@ -24,36 +23,42 @@ from decentral.core.reasons import Reason
 
 
 class CompiledKernels:
-    """outer_kernels.OuterKernels for vectors in host memory and the codecs of comm/codecs/blockwise.py."""
+    """`OuterKernels` on the CPU, for the codecs of comm/codecs/blockwise.py."""
 
     def __init__(self) -> None:
-        self._packed = np.empty(0, np.uint8)  # kept for the next close: new memory costs as much as the kernel
+        """Create the kernels; the first `close` allocates scratch memory."""
+        self._packed = np.empty(0, np.uint8)  # reused by `close`: an allocation takes as long as the kernel
 
     def close(
         self, snapshot: Tensor, baseline: Tensor, residual: Tensor, code: str = PSEUDO_GRADIENT_CODEC
     ) -> tuple[bytes, float]:
+        """Return the pseudo-gradient in q4 and its L2 norm, and update `residual` in place (`OuterKernels.close`)."""
         size = blockwise.size(PSEUDO_GRADIENT_CODEC, residual.numel())
         if len(self._packed) < size:
             self._packed = np.empty(size, np.uint8)
         blob, vectors = self._packed[:size], (snapshot.cpu().numpy(), baseline.numpy(), residual.numpy())
         squares, largest = compiled_blocks.close(vectors, blob, code == ONE_BIT_CODEC)
         if largest >= compiled_blocks.INFINITE:
-            raise ProtocolError(Reason.NAN, "the pseudo-gradient holds numbers that are not finite")
+            raise ProtocolError(Reason.NAN, "expected a finite pseudo-gradient; some numbers are NaN or infinite")
         return blob.tobytes(), sqrt(squares)
 
     def narrow(self, blob: bytes, elements: int) -> bytes:
+        """Convert a four-bit (q4) blob, made by `close` with code "q1", to one bit (q1) with equal values."""
         return blockwise.narrowed(blob, elements)
 
     def widen(self, blob: bytes | memoryview, elements: int) -> bytes:
+        """Convert a one-bit (q1) blob to four bits (q4) with equal values; raise ProtocolError if its size is wrong."""
         return blockwise.widened(blob, elements)
 
     def length(self, blob: bytes | memoryview, elements: int) -> float:
+        """Return the L2 norm of a pseudo-gradient in q4; raise ProtocolError if the codec refuses the blob."""
         read = blockwise.as_bytes(PSEUDO_GRADIENT_CODEC, blob, elements)
         squares, fault = compiled_blocks.length(read, elements)
         blockwise.refuse(PSEUDO_GRADIENT_CODEC, fault)
         return sqrt(squares)
 
     def distance(self, phi: Tensor, blob: bytes | memoryview) -> float:
+        """Return the L2 distance of int8 slow weights from phi; raise ProtocolError if the codec refuses the blob."""
         read = blockwise.as_bytes(SLOW_WEIGHTS_CODEC, blob, phi.numel())
         squares, fault = compiled_blocks.distance(phi.numpy(), read)
         blockwise.refuse(SLOW_WEIGHTS_CODEC, fault)
@@ -66,6 +71,7 @@ class CompiledKernels:
         slow_weights: Sequence[Weighted],
         rho: float,
     ) -> None:
+        """Take the outer step on `vectors`, in place; raise ProtocolError if a blob has the wrong size."""
         steps = stacked(PSEUDO_GRADIENT_CODEC, pseudo_gradients, vectors.phi.numel())
         towards = stacked(SLOW_WEIGHTS_CODEC, slow_weights, vectors.phi.numel())
         compiled_blocks.merge(
@@ -77,12 +83,16 @@ class CompiledKernels:
 
 
 def factors_of(factors: Sequence[float]) -> Floats:
-    """Factors as fp32, which is what they are multiplied as."""
+    """Return the factors rounded to fp32, the type in which kernels multiply."""
     return np.array(factors, np.float32)
 
 
 def stacked(codec: str, several: Sequence[Weighted], elements: int) -> Bytes:
-    """The blobs as the rows of one array. Raises ProtocolError for one of the wrong size."""
+    """Return the blobs as the rows of one array.
+
+    Raises:
+        ProtocolError: If a blob does not have the size of `elements` numbers in this codec.
+    """
     rows = np.empty((len(several), blockwise.size(codec, elements)), np.uint8)
     for row, one in zip(rows, several, strict=True):
         row[:] = blockwise.as_bytes(codec, one.blob, elements)

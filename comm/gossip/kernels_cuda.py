@@ -1,13 +1,12 @@
-"""The outer step on a GPU, for vectors that live in host memory: cupy kernels on torch's streams.
+"""The outer step on a GPU, for vectors in host memory: cupy kernels on torch's streams. Start at `CudaKernels`.
 
-Vectors go through the device in chunks. Each of two slots has a stream and staging buffers of its own and takes every
-second chunk: it copies the chunk in, runs the kernel and copies the results out, while the other slot does the same
-with the next one. The host vectors should be pinned: then copies in both directions overlap with kernels. Training's
-stream is waited for only where the snapshot is on the device.
+Vectors pass through the device in chunks. Two slots, each with its own stream and staging buffers, take turns: one
+copies a chunk in, runs the kernel and copies the results out, while the other does the same with the next chunk. Copies
+overlap with kernels if the host vectors are pinned. The kernels wait for training's stream only if the snapshot is on
+the device.
 
-The formulas, and the order in which they round, are those of comm/gossip/outer_kernels.py: `--fmad=false` keeps
-products and sums apart, and division and rounding are those of IEEE 754. A warp of 32 threads works on one block of a
-codec.
+Formulas and rounding order are those of comm/gossip/outer_kernels.py: `--fmad=false` keeps products and sums apart,
+and division and rounding are those of IEEE 754. A warp of 32 threads works on one block of a codec.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,14 +32,14 @@ from decentral.comm.gossip.outer_kernels import (
 from decentral.core.errors import ProtocolError
 from decentral.core.reasons import Reason
 
-CHUNK_ELEMENTS = 1 << 22  # 16 MiB in each staging buffer; a multiple of both codecs' blocks
+CHUNK_ELEMENTS = 1 << 22  # numbers in a chunk: 16 MiB of fp32, and a multiple of every codec's block
 THREADS = 256
 WARP = 32
-STAGED = 3  # vectors of a chunk at most
+STAGED = 3  # staging buffers of a `_Slot`: a kernel reads or writes up to three vectors
 
 
 class _Slot:
-    """A stream, and staging buffers for one chunk."""
+    """One of two CUDA streams that take turns with the chunks, and its staging buffers for one chunk."""
 
     def __init__(self, device: torch.device, elements: int) -> None:
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -49,19 +48,20 @@ class _Slot:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """What torch and cupy do meanwhile, they do in this slot's stream."""
+        """Run torch's and cupy's operations in this slot's stream inside the `with` block."""
         with torch.cuda.stream(self.stream), self.for_cupy:
             yield
 
     def load(self, place: int, values: Tensor) -> Tensor:
-        """A chunk of a vector on the device, copied there if it is in host memory."""
+        """Return a chunk of a vector on the device; a chunk in host memory is copied to staging buffer `place`."""
         return values if values.is_cuda else self.staged[place][: len(values)].copy_(values, non_blocking=True)
 
 
 class CudaKernels:
-    """outer_kernels.OuterKernels on a GPU. Raises whatever cupy or CUDA raise if the device cannot do it."""
+    """`OuterKernels` on a GPU. If the device fails, all methods raise the errors of cupy or CUDA."""
 
     def __init__(self, device: torch.device, chunk_elements: int = CHUNK_ELEMENTS) -> None:
+        """Compile the kernels for a device, and allocate staging buffers for chunks of `chunk_elements` numbers."""
         assert chunk_elements % 256 == 0, "a chunk has whole blocks"
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device, self.chunk_elements = torch.device("cuda", index), chunk_elements
@@ -72,6 +72,7 @@ class CudaKernels:
     def close(
         self, snapshot: Tensor, baseline: Tensor, residual: Tensor, code: str = PSEUDO_GRADIENT_CODEC
     ) -> tuple[bytes, float]:
+        """Return the pseudo-gradient in q4 and its L2 norm, and update `residual` in place (`OuterKernels.close`)."""
         n, blocks, signs = len(residual), -(-len(residual) // 128), np.int32(code == ONE_BIT_CODEC)
         if not n:
             return b"", 0.0
@@ -86,16 +87,19 @@ class CudaKernels:
                 residual[start:end].copy_(vectors[2], non_blocking=True)
         with self._slots[0].entered():
             if int(peaks.max()) >= compiled_blocks.INFINITE:
-                raise ProtocolError(Reason.NAN, "the pseudo-gradient holds numbers that are not finite")
+                raise ProtocolError(Reason.NAN, "expected a finite pseudo-gradient; some numbers are NaN or infinite")
             return blob.cpu().numpy().tobytes(), sqrt(float(squares.sum()))
 
     def narrow(self, blob: bytes, elements: int) -> bytes:
+        """Convert a four-bit (q4) blob, made by `close` with code "q1", to one bit (q1) with equal values."""
         return blockwise.narrowed(blob, elements)
 
     def widen(self, blob: bytes | memoryview, elements: int) -> bytes:
+        """Convert a one-bit (q1) blob to four bits (q4) with equal values; raise ProtocolError if its size is wrong."""
         return blockwise.widened(blob, elements)
 
     def length(self, blob: bytes | memoryview, elements: int) -> float:
+        """Return the L2 norm of a pseudo-gradient in q4; raise ProtocolError if the codec refuses the blob."""
         read, blocks = blockwise.as_bytes(PSEUDO_GRADIENT_CODEC, blob, elements), -(-elements // 128)
         if not elements:
             return 0.0
@@ -105,6 +109,7 @@ class CudaKernels:
             return _root(PSEUDO_GRADIENT_CODEC, squares, faults)
 
     def distance(self, phi: Tensor, blob: bytes | memoryview) -> float:
+        """Return the L2 distance of int8 slow weights from phi; raise ProtocolError if the codec refuses the blob."""
         read, blocks = blockwise.as_bytes(SLOW_WEIGHTS_CODEC, blob, len(phi)), -(-len(phi) // 256)
         if not len(phi):
             return 0.0
@@ -125,6 +130,7 @@ class CudaKernels:
         slow_weights: Sequence[Weighted],
         rho: float,
     ) -> None:
+        """Take the outer step on `vectors`, in place; raise ProtocolError if a blob has the wrong size."""
         n = len(vectors.phi)
         step_rows = stacked(PSEUDO_GRADIENT_CODEC, pseudo_gradients, n)
         towards_rows = stacked(SLOW_WEIGHTS_CODEC, slow_weights, n)
@@ -150,9 +156,10 @@ class CudaKernels:
                 vectors.correction[start:end].copy_(correction, non_blocking=True)
 
     def _chunks(self, n: int, wait: bool = False) -> Iterator[tuple[_Slot, int, int]]:
-        """The chunks of n elements with the slots that take them. All is done when it ends.
+        """Yield the chunks of a vector of n numbers, [start, end), each with the slot (stream) that processes it.
 
-        The slots wait for what the first one has copied, and on request for training's stream.
+        After the last chunk, the CPU waits until both slots' streams are done. Before the first chunk, the streams wait
+        for earlier work in slot 0's stream and, if `wait`, for the current stream, on which training runs.
         """
         for slot in self._slots:
             slot.stream.wait_stream(self._slots[0].stream)
@@ -164,19 +171,19 @@ class CudaKernels:
             slot.stream.synchronize()
 
     def _launch(self, kernel: str, threads: int, arguments: Sequence[object]) -> None:
-        """A kernel with so many threads, in the stream that was entered. Tensors go to cupy by DLPack, uncopied."""
+        """Launch a kernel with `threads` threads in the current stream; tensors are passed by DLPack, not copied."""
         passed = [cupy.from_dlpack(one) if isinstance(one, Tensor) else one for one in arguments]
         self._module.get_function(kernel)((-(-threads // THREADS),), (THREADS,), tuple(passed))
 
     def _results(self, blocks: int) -> tuple[Tensor, Tensor]:
-        """Of each block: a squared length, and a largest bit pattern or what is wrong with it. Not filled."""
+        """Return two uninitialised tensors [blocks]: squared lengths in fp64, and peaks or fault codes in int32."""
         squares = torch.empty(blocks, dtype=torch.float64, device=self.device)
         return squares, torch.empty(blocks, dtype=torch.int32, device=self.device)
 
     def _sent(self, packed: Bytes) -> Tensor:
-        """Return packed bytes on the device, by way of pinned memory, from which a copy takes a sixth of the time.
+        """Return a copy of the bytes on the device, sent through pinned memory: six times as fast as pageable memory.
 
-        No bytes become one byte, since an empty array has no address.
+        For an empty array, return one byte: an empty tensor has no address that a kernel could get.
         """
         pinned = torch.empty(max(1, packed.size), dtype=torch.uint8, pin_memory=True)
         pinned.numpy()[: packed.size] = packed.reshape(-1)
@@ -186,7 +193,8 @@ class CudaKernels:
 def _compiled() -> cupy.cuda.function.Module:
     """Return the kernels, compiled for the current device.
 
-    `cupy.RawModule` would add `-ftz=true`, which flushes denormals to zero: then results differ from torch's.
+    `cupy.RawModule` is not used: it adds `-ftz=true`, which flushes denormals to zero, so that results differ from
+    torch's.
     """
     binary, _ = cupy.cuda.compiler.compile_using_nvrtc(SOURCE, COMPILE_OPTIONS, filename="outer_step.cu")
     module = cupy.cuda.function.Module()
@@ -195,7 +203,7 @@ def _compiled() -> cupy.cuda.function.Module:
 
 
 def _root(codec: str, squares: Tensor, faults: Tensor) -> float:
-    """The length whose square the blocks add up to. Raises ProtocolError if something is wrong with one of them."""
+    """Return the square root of the sum of `squares`; raise ProtocolError if a block has a fault."""
     blockwise.refuse(codec, int((faults & compiled_blocks.BAD_LEVEL).max()))
     blockwise.refuse(codec, int(faults.max()))
     return sqrt(float(squares.sum()))

@@ -1,25 +1,30 @@
-"""The outer step of asynchronous gossip on packed bytes and vectors in host memory: formulas, and how torch does it.
+"""The outer step of asynchronous gossip: its formulas, and a reference implementation in torch.
 
-One-sided NoLoCo (arXiv 2506.10911) without its outer momentum, with the fragments of Streaming DiLoCo (2501.18512) and
-quantised error feedback (1901.09847). A kernel does in one pass over memory what torch does operation by operation:
+Start at the protocol `OuterKernels`; `TorchKernels` is the reference. The algorithm is one-sided NoLoCo (arXiv
+2506.10911) without its outer momentum, with the fragments of Streaming DiLoCo (2501.18512) and quantised error feedback
+(1901.09847). Compiled kernels do in one pass over memory what torch does operation by operation:
 
     close:  owed = residual + (baseline - snapshot);  q = Q(owed);  residual = owed - q;  then baseline = snapshot
-            q is the window's pseudo-gradient as partners read it. Q quantises as `gossip.code` says. The values of q1
-            are values of q4 as well, so kernels see q4 bytes only: a q1 blob is widened when it arrives, and ours is
-            narrowed before it is published.
-    merge:  g = ((0 + w_0 q_0) + w_1 q_1) + ...                   the own pseudo-gradient first
-            apart = ((0 + v_0 (phi - phi_0)) + v_1 (phi - phi_1)) + ...     of those whose slow weights were pulled
+            q is the window's pseudo-gradient as partners decode it. `gossip.code` chooses the quantiser Q. Kernels
+            handle only q4 bytes, which can store every value of q1: a partner's q1 blob is converted to q4 when it
+            arrives, and our q4 blob is converted to q1 before it is published.
+    merge:  g = ((0 + w_0 q_0) + w_1 q_1) + ...                   our own pseudo-gradient first
+            apart = ((0 + v_0 (phi - phi_0)) + v_1 (phi - phi_1)) + ...     partners whose slow weights were pulled
             phi = (phi - g) - apart                               comm/gossip/pull_rule.py has the weights w and v
             correction = rho (phi - baseline);  baseline = baseline + correction
-            The correction is added to the live weights at the next step edge; `rho_of` gives rho.
+            The correction is added to the live weights between two steps. rho is the share of the correction that is
+            applied; a later correction gets a smaller rho (`rho_of`).
 
-Conserved: every unit of local progress enters phi once, whatever the latency, because the baseline moves at the close
-and the residual alone keeps what Q holds back (q + residual after = residual before + progress). A lone peer's phi
-follows its weights.
+A window is the time between two closes. The snapshot is a copy of the live weights at the window's end. The baseline is
+the snapshot of the last window plus all later corrections. phi are the slow weights, which partners pull.
+
+Every unit of local progress enters phi exactly once, whatever the latency: the baseline moves at the close, and the
+residual keeps the quantisation error (q + new residual = old residual + progress). Without partners, phi follows the
+live weights.
 
 Every operation rounds to fp32, the factors are rounded to fp32 first, and no product is fused with a sum. So all
-implementations give the same vectors and the same bytes, bit for bit. Lengths are square roots of fp64 sums, whose
-order is free: they agree within a relative 1e-9.
+implementations return the same vectors and bytes, bit for bit. Lengths are square roots of fp64 sums, summed in any
+order: they agree within a relative 1e-9.
 """
 
 from collections.abc import Sequence
@@ -34,14 +39,14 @@ from decentral.core.choices import OPTIMIZERS
 from decentral.core.errors import ProtocolError
 from decentral.core.reasons import Reason
 
-PSEUDO_GRADIENT_CODEC = "q4"  # of a pseudo-gradient in memory
-ONE_BIT_CODEC = "q1"  # of one on the wire, where `gossip.code` says so
+PSEUDO_GRADIENT_CODEC = "q4"  # codec of pseudo-gradients in memory and, by default, on the wire
+ONE_BIT_CODEC = "q1"  # codec of pseudo-gradients on slow links, if the config's `gossip.code` allows it
 SLOW_WEIGHTS_CODEC = "int8"
 
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
-    """An encoded section, and the factor of its values in a sum."""
+    """An encoded vector, and its factor in a weighted sum."""
 
     weight: float
     blob: bytes | memoryview
@@ -49,39 +54,59 @@ class Weighted:
 
 @dataclass(frozen=True, slots=True)
 class OuterVectors:
-    """A fragment's slow state in host memory: contiguous fp32 [n] on the CPU, no two of them in the same memory."""
+    """A fragment's slow state: contiguous fp32 vectors [n] in host memory that do not overlap."""
 
     phi: Tensor
     baseline: Tensor
-    correction: Tensor  # written, never read
+    correction: Tensor  # output of `merge`, which does not read its earlier content
 
 
 class OuterKernels(Protocol):
-    """Called by one thread at a time. Vectors are fp32 [n], contiguous; those of OuterVectors are in host memory."""
+    """Interface of the outer step's operations on contiguous fp32 vectors [n].
+
+    Implemented by `TorchKernels`, `CompiledKernels` (CPU) and `CudaKernels`. Only one thread at a time may call them.
+    """
 
     def close(
         self, snapshot: Tensor, baseline: Tensor, residual: Tensor, code: str = PSEUDO_GRADIENT_CODEC
     ) -> tuple[bytes, float]:
-        """Ends a window: the q4 bytes of Q(residual + (baseline - snapshot)), and the length of what they say.
+        """Return the window's pseudo-gradient Q(residual + (baseline - snapshot)) in q4 bytes, and its L2 norm.
 
-        `code`: the quantiser Q, q4's or q1's. The residual becomes what quantisation keeps back, in place. Raises
-        ProtocolError(Reason.NAN) if a number is not finite; the residual is unspecified then.
+        The residual becomes the quantisation error, in place.
+
+        Args:
+            snapshot: Weights at the window's end, on any device.
+            baseline: Weights at the last window's end, plus the corrections since then, in host memory.
+            residual: Quantisation error of the windows before, in host memory.
+            code: The quantiser Q: "q4" or "q1".
+
+        Raises:
+            ProtocolError: NAN, if a number is not finite; the content of `residual` is then unspecified.
         """
 
     def narrow(self, blob: bytes, elements: int) -> bytes:
-        """The q1 bytes of what `close` gives for q1."""
+        """Convert a q4 blob, made by `close` with code "q1", to q1; the blob's levels are 7 or -7, or 0 at scale 0."""
 
     def widen(self, blob: bytes | memoryview, elements: int) -> bytes:
-        """q4 bytes that say what a q1 blob says. Raises ProtocolError for one of the wrong size.
+        """Convert a q1 (one-bit) blob to q4 (four-bit) without changing a value.
 
-        What else its codec refuses, `length` may find first.
+        Raises:
+            ProtocolError: If the blob's size is wrong. Invalid scales may pass; `length` refuses them.
         """
 
     def length(self, blob: bytes | memoryview, elements: int) -> float:
-        """The length of a pseudo-gradient of so many elements. Raises ProtocolError for what its codec refuses."""
+        """Return the L2 norm of a pseudo-gradient of `elements` numbers in q4.
+
+        Raises:
+            ProtocolError: If the codec refuses the blob.
+        """
 
     def distance(self, phi: Tensor, blob: bytes | memoryview) -> float:
-        """How far the slow weights of `blob` are from phi. Raises ProtocolError for what their codec refuses."""
+        """Return the L2 distance of the slow weights in `blob` (int8) from phi.
+
+        Raises:
+            ProtocolError: If the codec refuses the blob.
+        """
 
     def merge(
         self,
@@ -90,40 +115,52 @@ class OuterKernels(Protocol):
         slow_weights: Sequence[Weighted],
         rho: float,
     ) -> None:
-        """Takes the outer step in place, with the share `rho` of the correction.
+        """Take the outer step on `vectors`, in place.
 
-        The blobs are our own, or ones that `length` and `distance` have accepted.
-        Raises ProtocolError, with nothing changed, if the size of a blob is not that of n numbers.
+        Args:
+            vectors: phi and baseline are updated; the correction is written.
+            pseudo_gradients: q4 blobs, ours first; `length` must have accepted partners' blobs.
+            slow_weights: int8 blobs that `distance` has accepted.
+            rho: Share of the correction that is applied, from 0 to 1.
+
+        Raises:
+            ProtocolError: If a blob does not have the size of n numbers; the vectors are then unchanged.
         """
 
 
 class TorchKernels:
-    """One torch operation after another, with any codecs: the reference, and the simulator's implementation."""
+    """The outer step in torch operations, with any codecs: the reference, which the simulator uses as well."""
 
     def __init__(self, codecs: Codecs) -> None:
+        """Use these codecs to encode and decode."""
         self.codecs = codecs
 
     def close(
         self, snapshot: Tensor, baseline: Tensor, residual: Tensor, code: str = PSEUDO_GRADIENT_CODEC
     ) -> tuple[bytes, float]:
+        """Return the pseudo-gradient in q4 and its L2 norm, and update `residual` in place (`OuterKernels.close`)."""
         owed = residual + (baseline - snapshot.to(baseline.device))
         if not bool(torch.isfinite(owed).all()):
-            raise ProtocolError(Reason.NAN, "the pseudo-gradient holds numbers that are not finite")
+            raise ProtocolError(Reason.NAN, "expected a finite pseudo-gradient; some numbers are NaN or infinite")
         blob = self.codecs.encode(code, owed)
         published = self.codecs.decode(code, blob, owed.numel())
         torch.sub(owed, published, out=residual)
         return blob if code == PSEUDO_GRADIENT_CODEC else self.widen(blob, owed.numel()), _length(published)
 
     def narrow(self, blob: bytes, elements: int) -> bytes:
+        """Convert a four-bit (q4) blob, made by `close` with code "q1", to one bit (q1) with equal values."""
         return self.codecs.encode(ONE_BIT_CODEC, self.codecs.decode(PSEUDO_GRADIENT_CODEC, blob, elements))
 
     def widen(self, blob: bytes | memoryview, elements: int) -> bytes:
+        """Convert a one-bit (q1) blob to four bits (q4) with equal values; raise ProtocolError if its size is wrong."""
         return self.codecs.encode(PSEUDO_GRADIENT_CODEC, self.codecs.decode(ONE_BIT_CODEC, blob, elements))
 
     def length(self, blob: bytes | memoryview, elements: int) -> float:
+        """Return the L2 norm of a pseudo-gradient in q4; raise ProtocolError if the codec refuses the blob."""
         return _length(self.codecs.decode(PSEUDO_GRADIENT_CODEC, blob, elements))
 
     def distance(self, phi: Tensor, blob: bytes | memoryview) -> float:
+        """Return the L2 distance of int8 slow weights from phi; raise ProtocolError if the codec refuses the blob."""
         return _length(self.codecs.decode(SLOW_WEIGHTS_CODEC, blob, phi.numel()) - phi)
 
     def merge(
@@ -133,6 +170,7 @@ class TorchKernels:
         slow_weights: Sequence[Weighted],
         rho: float,
     ) -> None:
+        """Take the outer step on `vectors`, in place; raise ProtocolError if a blob has the wrong size."""
         phi, n = vectors.phi, vectors.phi.numel()
         step, apart = torch.zeros_like(phi), torch.zeros_like(phi)
         for one in pseudo_gradients:
@@ -150,9 +188,9 @@ def _length(values: Tensor) -> float:
 
 
 def rho_of(steps: int, optimizer: str) -> float:
-    """Return the share of a correction that is taken, which comes `steps` of our steps after the close.
+    """Return rho (0 < rho <= 1): which share of a correction to apply, `steps` local steps after the window's close.
 
-    Where the loss is steep, a deviation of the weights has decayed by itself when a late correction arrives, and the
-    whole of it would overshoot. With Muon the whole is better however late it comes (docs/results/convergence.md).
+    With AdamW rho = min(1, 2 / (1 + steps)): during these steps training itself undoes part of a deviation, so the
+    whole correction would overshoot. With Muon rho = 1 gave better results (docs/results/convergence.md).
     """
     return 1.0 if OPTIMIZERS[optimizer].takes_all else min(1.0, 2 / (1 + max(0, steps)))

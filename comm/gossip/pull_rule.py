@@ -1,7 +1,7 @@
-"""Pull, the default: one-sided outer steps on slow weights, for which nobody waits.
+"""The default update rule, `pull`: asynchronous outer steps on slow weights phi. Start at `PullRule`.
 
-A window publishes its pseudo-gradient and, to those who ask, the slow weights phi; partners pull what they want of
-them. The formulas, their sources and what they conserve are in comm/gossip/outer_kernels.py.
+A closed window publishes its pseudo-gradient and, on request, the slow weights; partners pull both at any time.
+comm/gossip/outer_kernels.py has the formulas and their sources.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,18 +27,16 @@ from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution
 from decentral.engine.fragment import Live
 
-PSEUDO_GRADIENT = "pseudo_gradient"  # the section's name on the wire
-ROUNDING = 1e-6  # a shorter correction, relative to the slow weights, is only what additions have rounded
+PSEUDO_GRADIENT = "pseudo_gradient"
+ROUNDING = 1e-6  # corrections whose norm is at most this part of the slow weights' norm are rounding error, and dropped
 
 
 class PullRule(UpdateRule):
-    """Closes and merges with the kernels of comm/gossip/outer_kernels.py.
+    """The rule of the `pull` algorithm: slow weights phi, a baseline, a residual and one spare vector, each fp32 [n].
 
-    Besides the slow state there is one spare vector: it takes the copy of theta, which the close makes the baseline;
-    the old baseline is the spare then, and takes the correction.
-
-    A rule that begins with certain weights owes nothing, and its baseline is phi: neither is written before the first
-    window, so that a newcomer need not wait for their memory before its first step.
+    The caller copies theta into the spare vector, and `close` makes that vector the baseline. The old baseline becomes
+    the spare vector, into which `merge` writes the correction. In a new rule the baseline equals phi and the residual
+    is zero. `make_ready` writes both vectors, so that a newcomer's first step does not wait for the memory.
     """
 
     on_request: Mapping[str, str] = {"phi": SLOW_WEIGHTS_CODEC}
@@ -46,44 +44,56 @@ class PullRule(UpdateRule):
     donates_live = False
 
     def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId, tools: RuleTools) -> None:
+        """Create the rule with phi = theta; if theta is on the meta device, call `load` or `adopt` next."""
         super().__init__(gossip, theta, peer, tools)
         self.sections = {PSEUDO_GRADIENT: PSEUDO_GRADIENT_CODEC if gossip.code == "auto" else gossip.code}
         self.sparse = {PSEUDO_GRADIENT: ONE_BIT_CODEC} if gossip.code == "auto" else {}
         self.phi, self._baseline, self._residual, self.spare = (tools.vector(self.elements) for _ in range(4))
         self.ready = False
         self.history = PartnerHistory()
-        self.sample: WindowSample | None = None  # drawn when the first window is merged, from what is secret then
-        self.closed: tuple[Window, bytes] | None = None  # the window that waits for its merge, and what it published
+        # Secret positions at which vectors of peers are compared; drawn at the first merge.
+        self.sample: WindowSample | None = None
+        self.closed: tuple[Window, bytes] | None = None  # the closed window that is not merged yet, with its q4 blob
         if not theta.is_meta:
             self.load(theta, {})
 
     @property
     def baseline(self) -> Tensor:
-        """The weights at the last window's end, corrections since then included."""
+        """Return the weights from which the next pseudo-gradient is measured.
+
+        They are theta at the last close of a window, plus all corrections since then.
+        """
         self._settle()
         return self._baseline
 
     @property
     def residual(self) -> Tensor:
-        """What quantisation has kept back so far."""
+        """Return the quantisation error that is not published yet (error feedback)."""
         self._settle()
         return self._residual
 
     def make_ready(self) -> None:
+        """Initialise the memory of the baseline, the residual and the spare vector."""
         self._settle()
         self.spare.zero_()
 
     def _settle(self) -> None:
-        """Writes what `_begin` has put off."""
+        """Initialise the baseline and the residual if the rule is new."""
         if not self.ready:
             self._baseline.copy_(self.phi)
             self._residual.zero_()
             self.ready = True
 
     def buffer(self) -> Tensor:
+        """Return the spare vector. The caller copies theta into it, and passes it to `close` or `fold`."""
         return self.spare
 
     def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
+        """Pack the window's pseudo-gradient; the tensor `theta`, which `buffer` returned, becomes the baseline.
+
+        Raises:
+            ProtocolError: If a number is not finite.
+        """
         self._end_unmerged()
         kernels, codes = self.tools.kernels, self.sparse if self.sparsely else self.sections
         code = codes[PSEUDO_GRADIENT]
@@ -95,9 +105,15 @@ class PullRule(UpdateRule):
         self.closed = window, blob
 
     def encode(self, packer: Packer) -> None:
+        """Pack the slow weights phi."""
         packer.add("phi", SLOW_WEIGHTS_CODEC, self.phi)
 
     def read(self, one: Contribution) -> PulledWindow:
+        """Return a partner's window with its sections still encoded, after checking them.
+
+        Raises:
+            ProtocolError: If a codec refuses a section.
+        """
         parts, kernels = split(one.layout, one.blob), self.tools.kernels
         pseudo_gradient = parts[PSEUDO_GRADIENT]
         if any(section.name == PSEUDO_GRADIENT and section.codec == ONE_BIT_CODEC for section in one.layout):
@@ -108,6 +124,7 @@ class PullRule(UpdateRule):
         return PulledWindow(one.peer, one.tokens, one.lr_sum, {}, pseudo_gradient, length, phi, distance)
 
     def merge(self, parts: Sequence[Parts], steps: int) -> Correction:
+        """Take the outer step with partners' windows, weighted by trust, and return the correction of the weights."""
         assert self.closed is not None, "merge without a close"
         own, blob = self.closed
         experience, outliers = self.history.experience, self.history.outliers
@@ -136,15 +153,17 @@ class PullRule(UpdateRule):
             rho_of(steps - own.steps, self.tools.optimizer),
         )
         self.tools.kernels.merge(vectors, steps_taken, slow_weights, rho)
-        self.closed = None  # not before: where memory is too small for the step, the last checkpoint still has it
+        self.closed = None  # cleared last: if the kernel runs out of memory, the final checkpoint includes the window
         return Correction(self.spare)
 
     def fold(self, theta: Tensor) -> Correction | None:
-        """A solo step with all that is owed, without quantisation: nobody reads it.
+        """Add all unpublished training to phi, unquantised and without partners; `theta` becomes the baseline.
 
-        A correction is due once, when the fragment begins to rest apart from the slow weights.
+        Returns:
+            The correction that moves the live weights to phi. None if the live weights already equal phi within
+            rounding, or if an earlier call has folded this `theta`.
         """
-        if theta is self.baseline:  # a change of span that failed has folded since the copy, into the same vector
+        if theta is self.baseline:  # an earlier call folded this `theta`, but the change of layers then failed
             return None
         self._end_unmerged()
         owed = self.residual.add_(self.baseline).sub_(theta)
@@ -153,34 +172,39 @@ class PullRule(UpdateRule):
         self.residual.zero_()
         torch.sub(self.phi, self.baseline, out=self.spare)
         if float(torch.linalg.vector_norm(self.spare)) <= ROUNDING * float(torch.linalg.vector_norm(self.phi)):
-            return None  # theta is where the slow weights are; what it lacks by rounding stays owed
+            return None  # theta equals phi up to rounding; the baseline keeps the tiny difference
         self.baseline.add_(self.spare)
         return Correction(self.spare)
 
     def _end_unmerged(self) -> None:
-        """A solo step for a window whose exchange has ended before its merge, with a change of span that failed."""
+        """Apply the closed window to phi if no merge has done so, for example after a failed change of layers."""
         if self.closed is not None:
             self.phi.sub_(self._read(self.closed[1]))
             self.closed = None
 
     def published(self) -> Tensor | None:
-        """The pseudo-gradient of the window that waits for its merge, as partners read it."""
+        """Return the quantised pseudo-gradient, fp32 [n], of a closed window; None if no closed window is unmerged."""
         return None if self.closed is None else self._read(self.closed[1])
 
     def _read(self, blob: bytes) -> Tensor:
-        """What partners read of a window of ours, whose q4 bytes these are."""
+        """Return the pseudo-gradient, fp32 [n], that partners decode from our q4 bytes."""
         return self.tools.codecs.decode(PSEUDO_GRADIENT_CODEC, blob, self.elements)
 
     def kept(self) -> Mapping[str, int]:
+        """Return the name and length of each vector in `state`."""
         return dict.fromkeys(("phi", "owed"), self.elements)
 
     def state(self, theta: Tensor) -> dict[str, Tensor]:
-        """`owed` is the progress that no window has published yet. One that was closed and not yet merged becomes a
-        solo step: nobody will send us its partners after a restart."""
+        """Return phi and `owed`, the training that no window has published yet, given the weights `theta`.
+
+        If a window is closed but not merged, the returned phi includes this window, but no partner's window, since a
+        restart loses partners' windows.
+        """
         phi = self.phi if self.closed is None else self.phi - self._read(self.closed[1])
         return {"phi": phi, "owed": self.residual + (self.baseline - theta)}
 
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
+        """Continue with the weights `theta` and a checkpoint's `state`; with an empty state, start with phi = theta."""
         self.closed = None
         self.history.outliers.forget()
         if "phi" in state:
@@ -191,15 +215,17 @@ class PullRule(UpdateRule):
             self._begin(theta)
 
     def _begin(self, theta: Tensor) -> None:
-        """With slow weights that are the weights, and nothing owed."""
+        """Start with phi = theta and no unpublished training."""
         if theta is not self.phi:
             self.phi.copy_(theta)
         self.ready = False
 
     def donate(self, live: Live, packer: Packer) -> None:
+        """Pack the slow weights, from which a newcomer starts."""
         packer.add("phi", self.donated["phi"], self.phi)
 
     def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
+        """Start with a donor's slow weights, and overwrite the live weights with them."""
         live.theta.copy_(donated["phi"])
         if live.theta.dtype == self.phi.dtype and not self.tools.pinned:
             self.phi = donated["phi"]
@@ -211,7 +237,7 @@ class PullRule(UpdateRule):
 def _differences(
     sample: WindowSample, codecs: Codecs, phi: Tensor, partners: Sequence[PulledWindow]
 ) -> dict[PeerId, Tensor]:
-    """How the slow weights of those of whom they were pulled differ from phi, by this sample."""
+    """Return slow weights minus phi at the sampled places, for each partner that sent slow weights."""
     known = {one.peer: one.phi for one in partners if one.phi is not None}
     ours = sample.take(phi) if known else phi
     return {peer: sample.read(SLOW_WEIGHTS_CODEC, codecs, theirs) - ours for peer, theirs in known.items()}

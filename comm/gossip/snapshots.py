@@ -1,9 +1,9 @@
-"""What the machine of one fragment's exchanges (comm/gossip/exchange.py) knows and keeps.
+"""The store of published snapshots, answers to pulls, and bounds on claimed tokens: parts of comm/gossip/exchange.py.
 
-FragmentContext, GossipView     what the node tells the machine: when windows end, and what is known of the swarm
-describe, check                 the header of a snapshot of ours, and why one of a partner is refused
+FragmentContext, GossipView     what the machine gets from the node: the times of closes, and facts about other peers
+describe, check                 the header of our snapshot; the reason to refuse a partner's snapshot
 SnapshotStore                   our latest snapshots, from which partners pull
-TokenClaims                     how many tokens of a partner's snapshot are believed
+TokenClaims                     bounds on the tokens that partners claim, by their published speed
 """
 
 from collections import deque
@@ -29,82 +29,85 @@ from decentral.core.reasons import Reason
 from decentral.core.synthetic import joined
 from decentral.core.units import Seconds
 
-FRESH_SNAPSHOT_S = 60.0  # a snapshot that is no older is merged, whatever the windows' length
-CLOCK_SKEW_S = 10.0  # a snapshot may be this far in the future
-SNAPSHOTS_KEPT = 2  # the last one, and the one before for a partner that is a round behind, where merges block
-MOST_SEEN = 8192  # partners; more than a roster holds, so that nobody in it can replay what we have merged
-MOST_PARTS = 3  # answers of a snapshot that are kept: those with all its sections, with only the added ones, with none
-MAX_WAITING_PULLS = 256  # questions that wait for a snapshot which is not there yet
-ASKED_LATE_WINDOWS = 32  # in which more sections are made at once, after somebody has asked for them late
-LATE = 0.5  # of a window: who asks later after its end has windows that do not end when ours do
-CLAIM_SLACK = 2.0  # times the published speed, which is a mean and follows a change late
-CLAIM_BURST_S = 60.0  # of the published speed: what one claim may hold
-MOST_BUDGETS = 1024  # partners; who is forgotten begins with a full budget, as a newcomer does
+FRESH_SNAPSHOT_S = 60.0  # a snapshot up to this age is merged, even if windows are much shorter
+CLOCK_SKEW_S = 10.0  # a snapshot's time may lie this far in the future, because peers' clocks differ
+SNAPSHOTS_KEPT = 2  # the newest snapshot, and the one before it for partners that are one round behind
+MOST_SEEN = 8192  # to refuse replays, we remember the newest window number of this many partners; a roster has fewer
+MOST_PARTS = 3  # at most this many answers of a snapshot are cached, one for each choice of sections
+MAX_WAITING_PULLS = 256  # at most this many pulls wait for the next snapshot; further pulls are answered at once
+ASKED_LATE_WINDOWS = 32  # for this many windows after a late pull, each close also encodes the on-request sections
+LATE = 0.5  # a pull is late if more than this part of a window has passed since our last close
+CLAIM_SLACK = 2.0  # tokens may be claimed at this many times the published speed, which is a mean over past time
+CLAIM_BURST_S = 60.0  # one claim may cover up to this many seconds of training at CLAIM_SLACK times the published speed
+MOST_BUDGETS = 1024  # we store the token budgets of this many partners; any other partner starts with a full budget
 
 
 class GossipView(Protocol):
-    """What gossip needs to know of the swarm; peers/runtime/peer_selection.py knows it from the roster and the
-    meter."""
+    """Interface through which gossip learns about other peers and our link; `PeerSelection` implements it."""
 
     def partners(self, fragment: int, now: Seconds) -> Sequence[PeerId]:
-        """The peers to exchange with in this window."""
+        """Return the peers to pull from in this window; each call may choose different peers."""
 
     def holders(self, fragment: int) -> Sequence[PeerId]:
-        """All other peers that hold the fragment and train."""
+        """Return all other peers that hold the fragment and train."""
 
     def tokens_per_s(self, peer: PeerId, fragment: int) -> float:
-        """The speed at which that peer can train the fragment at most, by its record; 0: not published yet."""
+        """Return an upper bound of the tokens/s at which a peer trains the fragment, from its record; 0 if unknown."""
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
-        """How long a transfer of `size` bytes from that peer may take."""
+        """Return the longest time that a transfer of `size` bytes from a peer may take."""
 
     def window_s(self) -> Seconds:
-        """The length of the shortest windows."""
+        """Return the length in seconds of the shortest windows; peers on slow links have longer windows."""
 
     def period_s(self, fragment: int, size: int) -> Seconds:
-        """Seconds between two windows of a fragment whose snapshots have `size` bytes: a multiple of `window_s`."""
+        """Return the time between two closes of a fragment with snapshots of `size` bytes: a multiple of `window_s`."""
 
     def is_thin(self, fragment: int, size: int) -> bool:
-        """Whether our link, and nothing else, would stretch the fragment's windows with snapshots of `size` bytes."""
+        """Return whether only our uplink makes a fragment's windows longer; `size` is its snapshots' size in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FragmentContext:
-    """What the exchange machine of one fragment is told when it is made."""
+    """The constants of one fragment's exchange machine, and its view of the swarm."""
 
     run: RunId
-    peer: PeerId  # ourselves
+    peer: PeerId
     fragment: int
-    phase: float  # when its windows end, as a part of the period
+    phase: float  # shift of all closes of the fragment, as a multiple of the shortest window; equal on all peers
     gossip: GossipConfig
     view: GossipView
-    counts: ExchangeTotals = field(default_factory=ExchangeTotals)  # of all fragments of this peer
-    restored_at: Seconds = 0.0  # what was published before it may be in the checkpoint that this peer goes on from
-    fresh_s: Seconds = FRESH_SNAPSHOT_S  # a snapshot that is no older is merged
+    counts: ExchangeTotals = field(default_factory=ExchangeTotals)
+    restored_at: Seconds = 0.0  # older snapshots are refused: the checkpoint that was restored then may include them
+    fresh_s: Seconds = FRESH_SNAPSHOT_S
 
     def period_s(self, size: int) -> Seconds:
-        """Seconds between two windows of the fragment, where its snapshots have `size` bytes."""
+        """Return the time between two closes of the fragment, with snapshots of `size` bytes."""
         return self.view.period_s(self.fragment, size)
 
     def next_close(self, now: Seconds, size: int) -> Seconds:
-        """When the fragment's next window ends: at the same instants on every peer that has the same phase.
+        """Return when the fragment's next window ends (Unix time, after `now`), with snapshots of `size` bytes.
 
-        Aligned windows make fresh partners: their snapshots are as old as the exchange takes, not half a window
-        older (docs/CONVERGENCE.md has what that is worth). Clocks need agree to a small part of the period only. Where
-        windows are stretched, fragments take turns at the ends of the shortest windows; so a peer whose windows are
-        twice as long as its partner's ends each of them together with one of the partner's.
+        All peers with the same phase close at the same instants. So a partner's snapshot is only as old as the exchange
+        takes; with random phases it would be half a window older (docs/GOSSIP.md has the gain). Clocks must agree to a
+        small part of the period. If a period is as long as several of the shortest windows, different fragments
+        close at the ends of different windows. Peers with shorter windows also close when peers with longer windows do.
         """
         period_s, window_s = self.period_s(size), self.view.window_s()
         turn = self.fragment % max(1, round(period_s / window_s))
         offset = window_s * (turn + self.phase)
         end = ((now - offset) // period_s + 1) * period_s + offset
-        return end if end > now else end + period_s  # at a window's end, rounding may give that end again
+        return end if end > now else end + period_s  # rounding may yield `now` if a window ends now
 
     def partners(self, now: Seconds) -> Sequence[PeerId]:
+        """Return the peers to pull from in this window; each call may choose different peers."""
         return self.view.partners(self.fragment, now)
 
     def max_age_s(self, size: int) -> Seconds:
-        """An older snapshot is not merged. One of a partner whose windows are long may be as old as two of them."""
+        """Return the age in seconds above which a partner's snapshot is too old to merge.
+
+        This is twice the time between two closes with snapshots of `size` bytes, or `fresh_s` if that is longer.
+        """
         return max(self.fresh_s, 2 * self.period_s(size))
 
     def exchange_ended(
@@ -116,7 +119,11 @@ class FragmentContext:
         moved: tuple[int, int] = (0, 0),
         age_s: Seconds | None = None,
     ) -> Log:
-        """Count an exchange, and return its line. `moved`: bytes sent and received; `age_s`: of the snapshot."""
+        """Count an exchange that has ended, and return its journal line.
+
+        `partner` is None if no partner's window was merged. `seconds` is the exchange's duration, `moved` the bytes
+        sent and received, `age_s` the age of the merged snapshot.
+        """
         line = ExchangeLine(
             fragment=self.fragment,
             partner=partner,
@@ -132,7 +139,7 @@ class FragmentContext:
 
 
 def describe(context: FragmentContext, closed: WindowClosed, now: Seconds) -> Snapshot:
-    """The header of what we publish at a window's end."""
+    """Return the header of the snapshot that we publish when a window has been closed."""
     run, fragment, at, digest = context.run, context.fragment, now - closed.ago_s, blobs.digest(closed.blob)
     return Snapshot(run, fragment, closed.seq, closed.tokens, closed.lr_sum, at, closed.layout, digest)
 
@@ -140,9 +147,11 @@ def describe(context: FragmentContext, closed: WindowClosed, now: Seconds) -> Sn
 def check(
     context: FragmentContext, snapshot: Snapshot, blob: bytes, layout: Layout, after: int, now: Seconds, own_bytes: int
 ) -> str:
-    """Why it is refused; "": it is of this run and fragment, newer than `after`, fresh, shaped as `layout`, whole.
+    """Return the reason to refuse a partner's snapshot, "" if it is valid.
 
-    `own_bytes`: of our snapshots. What a partner sends says nothing about how long our own windows have to be.
+    A valid snapshot is of this run and fragment, newer than sequence number `after`, fresh at `now`, and intact: its
+    blob has the expected layout and the announced digest. The greatest allowed age depends on `own_bytes`, the size of
+    our own snapshots. A partner could choose the size of its own snapshots, and with it their allowed age.
     """
     if snapshot.run != context.run:
         return Reason.RUN
@@ -158,34 +167,38 @@ def check(
 
 
 def coded_as(layout: Layout, sent: Layout, codings: Layout) -> Layout:
-    """Our layout, with those sections as `sent` has them that may come in several codes."""
+    """Return our `layout`, with each section in the codec that the partner has `sent`, if `codings` allows it."""
     theirs = {section.name: section for section in sent if section in codings}
     return tuple(theirs.get(section.name, section) for section in layout)
 
 
 def contribution(peer: PeerId, header: Snapshot | WindowClosed, blob: bytes) -> Contribution:
+    """Return a peer's window as the Contribution that the worker merges."""
     return Contribution(peer, header.tokens, header.lr_sum, header.layout, blob)
 
 
 def pick(layout: Layout, names: Sequence[str]) -> Layout:
-    """The sections with these names; all sections if no name is given."""
+    """Return the sections with these names; all sections if no name is given."""
     return tuple(section for section in layout if section.name in names) if names else layout
 
 
 @dataclass(slots=True)
 class PublishedSnapshot:
-    """A snapshot with its blob, and the sections that are added when somebody asks for them."""
+    """A snapshot with its blob, and the sections that are encoded only when a partner asks for them."""
 
     snapshot: Snapshot
     blob: bytes
     on_request: Layout
-    settled: bool = False  # the window is being merged, or has been: no sections can be begun any more
+    settled: bool = False  # True once the merge has begun, after which on-request sections can no longer be encoded
     added: Layout = ()
     added_blob: bytes = b""
-    parts: dict[Layout, Envelope] = field(default_factory=dict)  # answers with other sections than the snapshot's own
+    parts: dict[Layout, Envelope] = field(default_factory=dict)
 
     def reply(self, request: int, names: Sequence[str]) -> Reply:
-        """The sections with these names, as far as they are there. All answers that are alike share their bytes."""
+        """Return the answer to a pull: the encoded sections with these names, or all encoded sections without names.
+
+        Answers with equal sections share one blob in memory.
+        """
         layout = pick((*self.snapshot.layout, *self.added), names)
         if layout == self.snapshot.layout:
             return Reply(request, Envelope(self.snapshot, self.blob))
@@ -194,7 +207,7 @@ class PublishedSnapshot:
         return Reply(request, self.parts[layout])
 
     def add(self, layout: Layout, blob: bytes) -> None:
-        """The sections that were asked for are there."""
+        """Add the on-request sections, now that they are encoded."""
         self.added, self.added_blob = layout, blob
         self.parts.clear()
 
@@ -208,25 +221,31 @@ class PublishedSnapshot:
 
 @dataclass(slots=True)
 class SnapshotStore:
-    """The latest snapshots of a fragment, and the questions that wait for the next one or for more of its sections.
+    """The latest snapshots of a fragment, and the pulls that wait for the next snapshot or for on-request sections.
 
-    A partner that is much slower than we are asks at any moment, mostly after the window's merge, when slow weights can
-    be made no more. It misses most of our windows, and only slow weights tell it of those. So once somebody has asked
-    late they are made at once, before the merge, for as long as anybody goes on to ask late.
+    On-request sections (the slow weights) can be encoded only before the window's merge. A much slower partner pulls at
+    any moment, mostly after the merge. That partner misses most of our windows, and can catch up only with our slow
+    weights. So after a late pull, the slow weights are encoded at each of the next ASKED_LATE_WINDOWS closes.
     """
 
     latest: deque[PublishedSnapshot] = field(default_factory=lambda: deque(maxlen=SNAPSHOTS_KEPT))
-    waiting: list[tuple[int, Pull, Seconds]] = field(default_factory=list)  # requests, and when their patience is over
-    encoding: list[tuple[int, Pull]] = field(default_factory=list)  # requests for sections that are being made
-    making: bool = False  # sections of the newest snapshot
-    asked_late: int = 0  # for so many more windows sections are made at once
+    # Pulls that wait for the next snapshot: (request id, pull, latest time to answer).
+    waiting: list[tuple[int, Pull, Seconds]] = field(default_factory=list)
+    # Pulls that wait until the worker has encoded on-request sections: (request id, pull).
+    encoding: list[tuple[int, Pull]] = field(default_factory=list)
+    making: bool = False  # True while the worker encodes on-request sections of the newest snapshot
+    asked_late: int = 0  # number of further closes that also encode the on-request sections
 
     @property
     def wake_at(self) -> Seconds | None:
+        """Return when the first waiting pull must be answered; None if no pull waits."""
         return min((until for _, _, until in self.waiting), default=None)
 
     def put(self, snapshot: Snapshot, closed: WindowClosed, now: Seconds) -> list[Effect]:
-        """Publishes it, and answers those who waited for it."""
+        """Publish a snapshot; return answers to the pulls that waited for it, and the job for on-request sections.
+
+        The job is returned only if a late pull came within the last ASKED_LATE_WINDOWS.
+        """
         self.latest.append(PublishedSnapshot(snapshot, closed.blob, closed.on_request))
         begun = self._make(self.latest[-1]) if self.asked_late and closed.on_request else []
         self.asked_late = max(0, self.asked_late - 1)
@@ -234,19 +253,23 @@ class SnapshotStore:
         return [*begun, *self._answer_all(waited, now)]
 
     def answer(self, request: int, pull: Pull, now: Seconds) -> list[Effect]:
+        """Return the answer to a pull, or the job that encodes on-request sections for it.
+
+        Return no effects if the pull has to wait for a newer snapshot; it waits for at most `pull.patience_s` seconds.
+        """
         return self._answer(request, pull, now + pull.patience_s, now)
 
     def lose_patience(self, now: Seconds) -> list[Effect]:
-        """Answers those who have waited long enough, with what there is."""
+        """Return answers to the pulls that have waited for their whole `patience_s`, from the snapshots stored now."""
         over = [one for one in self.waiting if one[2] <= now]
         self.waiting = [one for one in self.waiting if one[2] > now]
         return self._answer_all(over, now)
 
     def encoded(self, done: SectionsEncoded) -> list[Effect]:
-        """More sections of the newest snapshot are there: answers those who asked for them."""
+        """Add encoded on-request sections to the newest snapshot, and answer the pulls that waited for them."""
         self.making = False
         if not self.latest:
-            return []  # they are of a window from before this fragment was given up and taken up again
+            return []  # this peer gave up the fragment during the job, and then took it over again
         newest = self.latest[-1]
         if newest.snapshot.seq == done.seq:
             newest.add(done.layout, done.blob)
@@ -254,7 +277,7 @@ class SnapshotStore:
         return [newest.reply(request, pull.sections) for request, pull in asked]
 
     def settle(self) -> None:
-        """The window is being merged: what was not asked for until now cannot be made any more."""
+        """Record that the newest window's merge has begun: its on-request sections can no longer be encoded."""
         if self.latest:
             self.latest[-1].settled = True
 
@@ -287,12 +310,12 @@ class SnapshotStore:
         return self._make(found)
 
     def _is_late(self, now: Seconds) -> bool:
-        """Whether the newest window ended so long ago that who asks now does not end its windows when we do."""
+        """Return whether a pull at time `now` is late (LATE): its sender does not close windows when this peer does."""
         times = [one.snapshot.time for one in self.latest]
         return len(times) > 1 and now - times[-1] > LATE * (times[-1] - times[-2])
 
     def _make(self, newest: PublishedSnapshot) -> list[Effect]:
-        """Begins to make the sections on request, if nobody has begun."""
+        """Return the job that encodes the on-request sections of `newest`, [] if such a job is under way already."""
         if self.making:
             return []
         self.making = True
@@ -301,17 +324,21 @@ class SnapshotStore:
 
 @dataclass(slots=True)
 class TokenClaims:
-    """How many tokens partners may have trained of one fragment, by the speeds that their records publish.
+    """Token budgets that bound the tokens that partners claim for one fragment, by their published speeds.
 
-    Each partner has a budget, which grows CLAIM_SLACK times as fast as its published speed, up to CLAIM_BURST_S of it:
-    steps may be longer than windows, and a partner is not asked in all of its windows. A claim takes from the budget,
-    so over time no more is believed than that. Inflating the published speed backfires: others send more work.
+    A partner's budget grows at CLAIM_SLACK times its published speed, up to CLAIM_BURST_S seconds of growth, since a
+    step may be longer than a window and we do not pull every window. Each accepted claim is subtracted from the budget.
+    A peer that publishes too high a speed gets a larger budget, but other peers also send it more micro-batches.
     """
 
-    left: dict[PeerId, tuple[Seconds, float]] = field(default_factory=dict)  # tokens, and at which time
+    # Each partner's token budget: (time of the last update, tokens left at that time).
+    left: dict[PeerId, tuple[Seconds, float]] = field(default_factory=dict)
 
     def believed(self, peer: PeerId, tokens: int, tokens_per_s: float, now: Seconds) -> int:
-        """What we believe of a claim. Of a peer that has published no speed yet all is believed."""
+        """Return how many of the claimed tokens the peer's budget covers, and take them from the budget.
+
+        A claim is covered in full while the peer has published no speed (`tokens_per_s` is 0).
+        """
         if tokens_per_s <= 0:
             return tokens
         most = CLAIM_SLACK * CLAIM_BURST_S * tokens_per_s

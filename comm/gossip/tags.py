@@ -1,4 +1,4 @@
-"""What the questions of exchanges are for: the tags that come back with their answers."""
+"""Tags that identify the pulls of gossip exchanges. The answer to a pull has the same tag as the pull."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,7 +8,7 @@ from decentral.comm.wire.transport import Tag
 
 @dataclass(frozen=True, slots=True)
 class ExchangeTag(Tag):
-    """A question of a fragment's exchange. Answers to an earlier window `seq` tell nothing."""
+    """Base class of tags of pulls. An answer whose `seq` is the number of an earlier window is dropped."""
 
     fragment: int
     seq: int
@@ -16,11 +16,14 @@ class ExchangeTag(Tag):
 
 @dataclass(frozen=True, slots=True)
 class PullTag(ExchangeTag):
-    """Pull: the answer comes at once, or after a short patience."""
+    """The tag of a pull that is answered at once, or after a short wait for the partner's next window."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockingPullTag(ExchangeTag):
-    """Pull of a blocking algorithm: the answer waits until the partner has closed the same window."""
+    """The tag of a pull of a blocking algorithm.
+
+    The answer waits until the partner has closed the same window, so its delay does not measure the link.
+    """
 
     measures_link: ClassVar[bool] = False

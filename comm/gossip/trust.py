@@ -1,25 +1,25 @@
-"""How much a partner counts in a merge of `pull`. Start at `PartnerHistory.believed`, at the end.
+"""Trust in partners: the weight of each partner's window in a merge of the `pull` algorithm.
 
-A peer whose window q_0 has n_0 tokens merges partners with pseudo-gradients q_i and slow weights phi_i:
+Start at `PartnerHistory.believed`, at the end of the file. A window is what a peer trains between two closes. A peer
+whose own window has the pseudo-gradient q_0 and n_0 tokens merges partners with q_i and slow weights phi_i:
 
     phi    <- phi - (1 - sum_i s_i) q_0 - sum_i s_i clip(|q_i|) q_i - sum_i s_i a_i clip(|phi - phi_i|) (phi - phi_i)
-    s_i     = min(MOST_SHARE, t_i c_i / (n_0 + sum_j t_j c_j))                     the share of the merge
+    s_i     = min(MOST_SHARE, t_i c_i / (n_0 + sum_j t_j c_j))                     share of the merge
     t_i     = with_us_i min(unbiased_i, useful_i) plausible_i not_far_i new_i      trust in the window, from 0 to 1
-    c_i     = min(tokens_i, explained_i, copied_i, TIMES_USUAL_TOKENS usual tokens)     the claim
+    c_i     = min(tokens_i, explained_i, copied_i, TIMES_USUAL_TOKENS usual tokens)     tokens credited
     clip(x) = min(1, TIMES_USUAL usual(x) / x)
 
-`TokenClaims` has limited tokens_i before. copied_i is the claim of the window that i's is a copy of, or the usual one
-if that is more. comm/gossip/influence.py has s, explained, plausible and clip, and in `Outliers` not_far_i and a_i, the
-trust in slow weights; the other factors are here. Where our window has no step nothing can be compared: then t_i = 1
-and c_i = tokens_i.
+tokens_i is the claim after `TokenClaims` has bounded it. copied_i is the claim of the window that i's window copies or,
+if larger, the usual claim. comm/gossip/influence.py computes s, explained, plausible and clip; `Outliers` in that file
+computes not_far_i and a_i, the trust in slow weights. If our window has no tokens, t_i = 1 and c_i = tokens_i.
 
-`saves` is the loss with one liar of five, over the loss without a liar: before the factor, and with all factors (for
-with_us, s and clip: without any factor, and with all). `costs` is measured where nobody lies; its losses are over the
-loss without the factor. All factors cost 0.2% of the loss and, with invitations, 0.2% of the time
-(docs/results/security.md).
+`saves` shows an attack by one peer of five: the final loss over the loss with honest peers only. The first figure is
+without the factor (for with_us, s and clip: without any factor), the second with all factors. `costs` is measured with
+honest peers only; losses are divided by the loss without the factor. All factors together cost 0.2% of the loss and,
+with invitations, 0.2% of the time (docs/results/security.md). decentral/sim/liars.py defines the attacks.
 
     factor       rule, and its source                      saves                  costs
-    with_us      no negative cosine                        flipped 1.076, 1.001   0.8 ms of a worker in each merge, with
+    with_us      no negative cosine with our window        flipped 1.076, 1.001   0.8 ms of a worker in each merge, with
                  (FLTrust, arXiv 2012.13995)               opposed 1.055, 1.001   unbiased and useful
     unbiased     no lasting difference in one direction    little 1.030, 1.001    loss: 1.000 where devices are equal,
                  (1902.06156; history: 2012.10333)                                1.000 to 1.004 at speeds of 1 to 1/10,
@@ -28,12 +28,12 @@ loss without the factor. All factors cost 0.2% of the loss and, with invitations
     new, copied  the same window counts once               copied 1.055, 1.005    0.3 ms in each merge; loss: 0.988 to
                                                            belated 1.029, 1.008   1.008
     a, not_far   slow weights near the median              hidden 1.164, 1.004    1.8 ms in a merge with slow weights of
-                 (1803.01498)                              astray 1.413, 1.001    4 partners, 18 ms of 16; loss: 0.999
+                 (1803.01498)                              astray 1.413, 1.001    4 partners, 18 ms with 16; loss: 0.999
     s, clip      bounds from honest training               tokens 1.89, 1.001     not measured alone
                  (2202.01545, 2012.10333)                  grown 410, 0.999
 
-A copy under noise that is twice as long (`blurred`) costs 3.8%, and no factor prevents that. What factors know of
-earlier windows is lost in a restart; with_us, s and clip need none of it.
+A copy hidden under noise of twice its length (`blurred`) raises the loss by 3.8%; no factor prevents this attack. A
+restart loses what the factors know of earlier windows; with_us, s and clip use no earlier windows.
 """
 
 from collections import deque
@@ -56,40 +56,40 @@ from decentral.core import rng
 from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 
-STRETCHES = 128
-STRETCH_NUMBERS = 256
-SECRET_NUMBERS = 64  # of our residual, from which the sample's places follow
-NOISE = 2.0  # standard deviations of a cosine of unrelated vectors: chance makes 0.02 of COMPARED_NUMBERS
+STRETCHES = 128  # vectors are compared in at most this many sampled pieces
+STRETCH_NUMBERS = 256  # numbers in a sampled piece; a multiple of every codec's block
+SECRET_NUMBERS = 64  # this many numbers of our unpublished quantisation residual seed the choice of sampled places
+NOISE = 2.0  # a cosine of up to this many standard deviations counts as chance; for 8192 numbers it is 0.02
 
-# with_us
-MOST_TIMES_OURS = 10.0  # a partner's window is no longer than so many of ours: no product of the two is too large
-AGAINST = 3.0  # times what chance makes: further below zero is none, though a model's numbers are not independent
+# `with_us`: a partner's window that points against ours is not trusted.
+MOST_TIMES_OURS = 10.0  # a longer pseudo-gradient is scaled down to this multiple of our own length, to avoid overflow
+AGAINST = 3.0  # a window has weight 0 if its cosine with ours is below minus this many times the chance level (NOISE)
 
-# unbiased
-PERIOD_WINDOWS = 5  # of ours: deviations are compared with those before the last period, 5 to 10 windows old or older
-OLD_SUM_KEPT = 0.9  # of the sum of old deviations, with each period
-ALLOWED_COSINE = 0.175  # and what chance makes: the cosine up to which a partner counts whole, whatever is usual
-TIMES_USUAL_COSINE = 1.5  # or up to so many times the usual one; from twice that on it counts for nothing
+# `unbiased`: a partner that always differs from us in one direction is not trusted.
+PERIOD_WINDOWS = 5  # number of our windows in a period; a deviation is compared only with those of earlier periods
+OLD_SUM_KEPT = 0.9  # at the end of each period, the sum of old deviations is multiplied by this
+ALLOWED_COSINE = 0.175  # a partner has full weight if its persistence is at most the chance level plus this cosine
+TIMES_USUAL_COSINE = 1.5  # a partner also has full weight up to this multiple of the partners' median persistence
 
-# useful
-KEPT = 0.95  # of what earlier windows weigh, with each one: the mean of about twenty
-WINDOWS_NEEDED = 5.0  # weight of the windows before a partner is judged
-WHOLE = 0.2  # of the usual mean cosine, from which a partner counts whole
+# `useful`: a partner whose progress has nothing in common with ours is not trusted.
+KEPT = 0.95  # each new window multiplies the weights of earlier windows by this, for a mean over about 20 windows
+WINDOWS_NEEDED = 5.0  # a partner is judged only once the weights of its windows sum to this
+WHOLE = 0.2  # a partner has full weight if its mean cosine with us is at least this part of the partners' median
 
-# new
-DIFFERENT = 0.3  # of the way from the usual cosine to 1, up to which two windows count as two
-SAME = 0.5  # and from which they count as one
-BY_CHANCE = 3.0  # times what chance makes of the cosine of two unrelated windows
-MERGES_KEPT = 8  # whose windows are known again; who waits longer sends what has become useless
+# `new` and `copied`: copies of a window count once.
+DIFFERENT = 0.3  # two windows with a smaller copy measure (see `CopiedParts`) are not copies of each other
+SAME = 0.5  # two windows with a larger copy measure (see `CopiedParts`) count as one window
+BY_CHANCE = 3.0  # this many chance levels are added to the usual cosine, as small models have large cosines by chance
+MERGES_KEPT = 8  # copies of windows from this many last merges are recognised; older windows would not help an attacker
 
 
 @dataclass(frozen=True, slots=True)
 class WindowSample:
-    """The numbers [begin, begin + STRETCH_NUMBERS) of a vector of `elements`, for each begin; without any: all.
+    """The places at which vectors of `elements` numbers are compared: pieces of STRETCH_NUMBERS numbers.
 
-    The places, and the order of the stretches, follow from what quantisation has kept back of our own progress, which
-    no other peer knows. Nobody can predict which parameters are sampled, not even the first ones read. Stretches are
-    whole blocks of the codec, so they are decoded like any other section.
+    `begins` has the first index of each piece; if it is empty, all numbers are compared. The pieces and their order
+    follow from our own quantisation residual. No other peer knows that residual, so no partner can predict which
+    parameters are compared. A piece consists of whole codec blocks, so it can be decoded alone.
     """
 
     elements: int
@@ -97,7 +97,10 @@ class WindowSample:
 
     @classmethod
     def drawn(cls, elements: int, secret: Tensor) -> "WindowSample":
-        """`secret`: a vector [elements] that only this peer knows. A last stretch that is not whole is left out."""
+        """Return a random sample for vectors of `elements` numbers: all numbers if they are few, else STRETCHES pieces.
+
+        The choice is seeded by `secret`, fp32 [elements], which only this peer knows.
+        """
         if elements <= COMPARED_NUMBERS:
             return cls(elements)
         chance = rng.stream(0, "sample", secret[:SECRET_NUMBERS].numpy().tobytes().hex())
@@ -105,14 +108,18 @@ class WindowSample:
         return cls(elements, tuple(STRETCH_NUMBERS * at for at in chance.sample(places, min(STRETCHES, len(places)))))
 
     def read(self, codec: str, codecs: Codecs, blob: bytes | memoryview) -> Tensor:
-        """The sampled numbers of a vector in this blockwise codec, fp32. Its size must be theirs."""
+        """Return the sampled numbers, fp32, of a vector of `elements` numbers that a blockwise codec has encoded.
+
+        Raises:
+            ProtocolError: If the blob has the wrong size, or the codec refuses it.
+        """
         if not self.begins:
             return codecs.decode(codec, blob, self.elements)
         part = blockwise.stretches(codec, blob, self.elements, self.begins, STRETCH_NUMBERS)
         return codecs.decode(codec, part, len(self.begins) * STRETCH_NUMBERS)
 
     def take(self, vector: Tensor) -> Tensor:
-        """Likewise of a vector that is not encoded, which this shares no memory with."""
+        """Return a copy of the sampled numbers of a plain (not encoded) vector."""
         if not self.begins:
             return vector.clone()
         return torch.cat([vector[begin : begin + STRETCH_NUMBERS] for begin in self.begins])
@@ -120,23 +127,21 @@ class WindowSample:
 
 @dataclass(slots=True)
 class Deviation:
-    """How one partner's windows differed from ours: vectors of lengths up to 2 each, summed by period.
+    """Differences between the directions (unit vectors) of one partner's windows and ours, summed by period."""
 
-    A sum is None where no window is in it.
-    """
-
-    fresh: Tensor | None = None
-    waiting: Tensor | None = None
-    old: Tensor | None = None
-    persistence: float | None = None  # the last cosine with the old ones; None: nothing is old yet
+    fresh: Tensor | None = None  # sum of the differences in the current period; None before its first window
+    waiting: Tensor | None = None  # sum of the differences in the previous period; None if it had no window
+    old: Tensor | None = None  # sum of the differences in all earlier periods, the older the less weight
+    persistence: float | None = None  # cosine between the newest difference and `old`; None while `old` is None
 
     def add(self, found: Tensor) -> None:
-        """Take a window's difference, which is this object's from now on."""
+        """Add a window's difference `found`, and update `persistence`. Later calls may change `found` in place."""
         if self.old is not None and bool(self.old.any()):
             self.persistence = float(torch.nn.functional.cosine_similarity(found, self.old, dim=0))
         self.fresh = found if self.fresh is None else self.fresh.add_(found)
 
     def end_period(self) -> None:
+        """Begin a new period: add the sum `waiting` to `old`, and move the sum `fresh` to `waiting`."""
         if self.old is not None:
             self.old.mul_(OLD_SUM_KEPT)
         if self.waiting is not None:
@@ -146,24 +151,24 @@ class Deviation:
 
 @dataclass(slots=True)
 class Deviations:
-    """Whether a partner's progress differs from ours in the same direction window after window; one fragment's.
+    """Detector of partners whose progress in one fragment differs from ours in the same direction over many windows.
 
-    Honest peers' windows differ by the noise of their data. The optimizer's momentum carries that on for some windows,
-    and after ten there is next to nothing of it left: the cosine of what differs now with the sum of what differed then
-    is 0.0 to 0.2. A peer that pulls the model somewhere has to pull there for long, in each window by little: then it
-    is 0.4 to 0.7, however near to the others each of its windows is (a little is enough: Baruch et al., arXiv
-    1902.06156; why only history helps: Karimireddy et al., arXiv 2012.10333). A direction that changes hides this, and
-    averages out like noise.
-
-    Partners whose data are of another kind than ours deviate for good as well; each is judged by what is usual among
-    them.
+    Honest peers' windows differ by the noise of their data. The optimizer's momentum prolongs a difference for a few
+    windows, but little is left after ten: the cosine of the newest difference with the sum of old differences is 0.0 to
+    0.2. An attacker that changes each window only a little must push in one direction for long. Its cosine is 0.4 to
+    0.7, even if each of its windows is close to honest windows ("a little is enough": Baruch et al., arXiv 1902.06156;
+    only history reveals it: Karimireddy et al., arXiv 2012.10333). A changing direction averages out like noise. Honest
+    partners with other data also differ persistently, so each partner is compared with the median partner.
     """
 
     known: dict[PeerId, Deviation] = field(default_factory=dict)
     windows: int = 0
 
     def unbiased(self, window: Tensor, partners: Sequence[tuple[PeerId, Tensor]]) -> list[float]:
-        """How much of each partner's progress counts by this, from 0 to 1. `window`: ours, none of them zero."""
+        """Record one more pseudo-gradient of each partner, and return how much each partner counts, from 0 to 1.
+
+        `window` is a sample of our own pseudo-gradient, fp32 [m], not zero; `partners` has each partner's sample.
+        """
         self.windows += 1
         if self.windows % PERIOD_WINDOWS == 0:
             for deviation in self.known.values():
@@ -180,11 +185,12 @@ class Deviations:
 
 
 def chance_of(vector: Tensor) -> float:
-    """What chance may make of the cosine of two vectors that are as long as this one and have nothing in common."""
+    """Return the chance level: the largest cosine expected of two unrelated vectors of `len(vector)` numbers."""
     return NOISE / sqrt(len(vector))
 
 
 def part_that_is_allowed(persistence: float | None, allowed: float) -> float:
+    """Return 1 if `persistence` is unknown or at most `allowed`, 0 from twice `allowed` on; linear in between."""
     return 1.0 if persistence is None else min(1.0, max(0.0, 2.0 - persistence / allowed))
 
 
@@ -194,21 +200,20 @@ def _direction(vector: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class CommonProgress:
-    """Whether a partner's progress has anything in common with ours, over many windows; one fragment's.
+    """Detector of partners whose progress in one fragment has nothing in common with ours over many windows.
 
-    In one window an honest partner's cosine with ours is 0.1 or so, and that of noise is 0 give or take 0.01: too near
-    for a verdict. Over twenty windows the mean tells them apart: honest partners of about our speed have 0.07 to 0.18,
-    one that sends noise, or nothing, 0.00. Such a partner does not pull us anywhere, but takes the place of one that
-    would help. A device ten times slower or faster than ours has little in common with us as well, though it is honest:
-    what counts is how much is usual among our partners, and a partner with a fifth of that counts whole.
+    In one window, the cosine of an honest partner with ours is about 0.1 and the cosine of noise is 0 +- 0.01: too
+    close to decide. The mean over 20 windows separates them: it is 0.07 to 0.18 for honest partners of about our speed,
+    and 0.00 for a partner that sends noise or zeros. An honest device that is ten times slower or faster than ours also
+    has a low mean, so a partner has full weight if its mean is at least a fifth of the median partner's mean.
     """
 
-    sums: dict[PeerId, tuple[float, float]] = field(default_factory=dict)  # of cosines with us, and how many windows
+    sums: dict[PeerId, tuple[float, float]] = field(default_factory=dict)  # weighted sum of cosines, sum of weights
 
     def useful(self, cosines: Sequence[tuple[PeerId, float]], chance: float) -> list[float]:
-        """How much of each partner's progress counts by this, from 0 to 1.
+        """Record the cosine of each partner's pseudo-gradient with ours, and return how much each counts, from 0 to 1.
 
-        `chance`: what chance makes of a cosine. Where no more than that is usual, nobody is judged.
+        While the median of the partners' mean cosines is below the chance level `chance`, all partners count 1.
         """
         for peer, found in cosines:
             total, windows = self.sums.get(peer, (0.0, 0.0))
@@ -220,12 +225,12 @@ class CommonProgress:
         return [min(1.0, max(0.0, means.get(peer, usual) / (WHOLE * usual))) for peer, _ in cosines]
 
     def usual(self) -> float | None:
-        """The mean cosine with us of the median partner, if any can be judged; of two partners, of the lesser one."""
+        """Return the lower median of the partners' mean cosines with us; None if no partner can be judged yet."""
         means = self._means()
         return median_low(means.values()) if means else None
 
     def usual_at_most(self) -> float | None:
-        """Likewise; of two partners, of the better one, as the other may be useless."""
+        """Return the upper median of the partners' mean cosines with us; of two partners, it is the larger mean."""
         means = self._means()
         return median_high(means.values()) if means else None
 
@@ -235,22 +240,21 @@ class CommonProgress:
 
 @dataclass(slots=True)
 class Agreement:
-    """How far one fragment's windows agree with ours: with_us, unbiased and useful.
+    """How well partners' windows of one fragment agree with ours: the factors with_us, unbiased and useful.
 
-    In one window most of an honest pseudo-gradient is the noise of its own data: its cosine with ours is 0.1 or so, and
-    that of unrelated vectors as long as a model is nearly zero. So a negative one is no chance (trust by the cosine
-    with one's own update: FLTrust, Cao et al., arXiv 2012.13995). What a liar hides in that noise shows over windows.
-    How far sums over windows agree with ours says less: what a fast device has contributed by chance the others take
-    back in the windows after, so that their sums and its own are at odds though all are honest.
+    Most of an honest pseudo-gradient is noise of its own data, so its cosine with ours is only about 0.1. Unrelated
+    vectors of a model's size have a cosine of nearly 0. So a clearly negative cosine means an attack (trust by cosine:
+    FLTrust, Cao et al., arXiv 2012.13995). An attack that is hidden in the noise is visible only over many windows.
     """
 
     deviations: Deviations = field(default_factory=Deviations)
     common: CommonProgress = field(default_factory=CommonProgress)
 
     def trust(self, window: Tensor, partners: Sequence[tuple[PeerId, Tensor]]) -> list[float]:
-        """How much of each partner's progress counts, from 0 to 1. Vectors are samples of the windows, fp32 [m].
+        """Record one more pseudo-gradient of each partner, and return how much each partner counts, from 0 to 1.
 
-        What points against our own window counts for nothing at once. A window without a step of ours says nothing.
+        `window` is a sample of our own pseudo-gradient, fp32 [m]; `partners` has each partner's sample. A partner whose
+        pseudo-gradient points against ours counts 0. If `window` is zero, all count 1, and nothing is recorded.
         """
         if not bool(window.any()):
             return [1.0] * len(partners)
@@ -274,37 +278,40 @@ def _length(vector: Tensor) -> float:
 
 
 def _cosine(ours: Tensor, length: float, theirs: Tensor) -> float:
-    """Zero where one of them is zero. `length`: of ours."""
+    """Return the cosine of two vectors, 0 if either is zero. `length` is the L2 norm of `ours`."""
     lengths = length * _length(theirs)
     return float(ours @ theirs) / lengths if lengths else 0.0
 
 
 class CopiedParts(NamedTuple):
-    """How far the windows of partners are copies, each from 0 to 1: the same progress counts once.
+    """How far each partner's pseudo-gradient is a copy of another peer's, from 0 to 1, so that copies count only once.
 
-    Windows of honest peers have a direction in common, and each has the noise of its own data, which averages out as
-    far as there are several. A copy brings none of its own: it makes that of one peer count twice, and takes it back to
-    the peer it is from, which then goes the same way again. Nobody can tell which of two is the copy, so both count
-    half; and neither claims more tokens than the other or, if that is more, than is usual. Of a window that has counted
-    in one of the last merges it is plain: a copy that comes after it counts for nothing.
+    Honest pseudo-gradients share a direction, and each adds noise of its own data, which averages out over several
+    peers. A copy adds no data: it counts one peer's noise twice. If two pseudo-gradients are equal, nobody can tell
+    which of them is the copy. So both have half weight, and neither is credited with more tokens than the other peer
+    claims or, if larger, the usual claim. A copy of a window in an earlier merge has weight 0.
 
-    How alike honest windows are depends on their length and on how far training is: cosines of 0.05 to 0.7. So what
-    counts is (cosine - usual) / (1 - usual). Usual is what is so among us and the partners of a merge, or with us over
-    many windows (`CommonProgress`) if that is more: one partner that sends noise must not make copies of all others. Of
-    honest pairs 97 in 100 are below 0.05 where devices are equal, and below 0.3 where one is ten times as fast as
-    another; only in the first ten windows of all they can be anywhere. In a model of few numbers chance alone makes any
-    cosine, so what it makes counts as usual.
+    The cosine of honest pseudo-gradients is 0.05 to 0.7, depending on their length and on the progress of training. So
+    the measure of a copy is (cosine - usual) / (1 - usual). `usual` is the median cosine in the merge or, if larger,
+    the mean over many windows (`CommonProgress`): by the median alone, one partner that sends noise would make others
+    look like copies. For 97% of honest pairs the measure is below 0.05 on equal devices, and below 0.3 if one device is
+    ten times as fast; in the first ten windows of a run it can have any value. A small model has large cosines by
+    chance, so BY_CHANCE chance levels are added to the usual cosine.
     """
 
-    counted: list[float]  # of our own window, or of one that has counted before
-    others: list[list[float]]  # of each other's; 1 of its own
+    counted: list[float]  # for each partner: how far its window copies ours, or another peer's in an earlier merge
+    others: list[list[float]]  # [i][j]: how far the windows of partners i and j are copies of each other; 1 if i = j
 
     def new(self) -> list[float]:
-        """How much of each partner's progress is new to us."""
+        """Return a factor (0 to 1) for each partner's weight; the factors of a window and its copies sum to 1."""
         return [(1.0 - copied) / sum(row) for copied, row in zip(self.counted, self.others, strict=True)]
 
     def claims(self, tokens: Sequence[float], usual: float) -> list[float]:
-        """The tokens that each may claim: what its copies claim, or is usual; the more, the less they are copies."""
+        """Return the tokens credited to each partner, given the `tokens` that each claims and the `usual` claim.
+
+        For each other partner j, partner i's credit is at most the larger of j's claim and the usual claim, divided by
+        `others[i][j]`.
+        """
         return [
             min([claim, *(max(usual, other) / alike for alike, other in zip(row, tokens, strict=True) if alike)])
             for claim, row in zip(tokens, self.others, strict=True)
@@ -313,9 +320,9 @@ class CopiedParts(NamedTuple):
 
 @dataclass(slots=True)
 class CountedWindows:
-    """What one fragment's last merges were made of: whose windows, ours first, and their directions.
+    """The windows with a weight above 0 in one fragment's last merges: their peers (None: this peer) and directions.
 
-    Of samples the first COMPARED_NUMBERS are compared, or all if they are fewer: fp32 [windows, numbers].
+    Directions are fp32 [windows, numbers]: unit vectors of the first COMPARED_NUMBERS numbers of the samples.
     """
 
     merges: deque[tuple[list[PeerId | None], Tensor]] = field(default_factory=lambda: deque(maxlen=MERGES_KEPT))
@@ -323,7 +330,10 @@ class CountedWindows:
     def copied_parts(
         self, window: Tensor, partners: Sequence[tuple[PeerId, Tensor]], known: float | None
     ) -> CopiedParts:
-        """As the function below, for one merge more: what of it is new has counted from now on."""
+        """Return how far partners' windows copy windows of this or an earlier merge, and add this merge to `merges`.
+
+        The arguments are those of the function `copied_parts`, with the peer's id for each partner.
+        """
         peers, vectors = [peer for peer, _ in partners], [vector for _, vector in partners]
         merge = normalize(torch.stack([vector[:COMPARED_NUMBERS] for vector in (window, *vectors)]), dim=1)
         found = copied_parts(window, vectors, known, self._most_alike(peers, merge[1:]))
@@ -333,7 +343,7 @@ class CountedWindows:
         return found
 
     def _most_alike(self, peers: Sequence[PeerId], directions: Tensor) -> list[float]:
-        """The largest cosine of each partner's window with one that has counted: ours, or another partner's."""
+        """Return each partner's largest cosine with another peer's window in earlier merges; -1 without any window."""
         most = [-1.0] * len(peers)
         for whose, counted in self.merges:
             for other, row in zip(whose, (counted @ directions.T).tolist(), strict=True):
@@ -347,8 +357,13 @@ class CountedWindows:
 def copied_parts(
     window: Tensor, partners: Sequence[Tensor], known: float | None, before: Sequence[float] | None = None
 ) -> CopiedParts:
-    """`window`: ours. All are samples of the same numbers, fp32 [m]. `known`: partners' usual cosine with us; without
-    that, or with one partner, nobody can tell what is usual here. `before`: the most alike of those that have counted.
+    """Return how far the pseudo-gradients of one merge are copies of each other.
+
+    Args:
+        window: Sample of our pseudo-gradient, fp32 [m].
+        partners: The same sample of each partner's pseudo-gradient.
+        known: Usual cosine of a partner's window with ours. If None, or with one partner, nothing counts as a copy.
+        before: Each partner's largest cosine with another peer's window in an earlier merge.
     """
     count, chance = len(partners), BY_CHANCE * chance_of(window)
     directions = normalize(torch.stack([window, *partners]), dim=1)
@@ -369,7 +384,7 @@ def copied_parts(
 
 
 def _copied(cosine: float, usual: float) -> float:
-    """From 0 to 1. Where all windows are the same there are no copies."""
+    """Return how far two windows are copies of each other, from 0 (different) to 1; 0 if `usual` is 1 or more."""
     if usual >= 1.0:
         return 0.0
     above = (cosine - usual) / (1.0 - usual)
@@ -378,17 +393,17 @@ def _copied(cosine: float, usual: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PulledWindow(Parts):
-    """A partner's window: its sections stay encoded until the merge, which reads them once."""
+    """A partner's window with its sections still encoded; the merge decodes them once."""
 
-    pseudo_gradient: bytes | memoryview = b""  # in q4, whatever it was on the wire
-    length: float = 0.0  # of the pseudo-gradient
-    phi: bytes | memoryview | None = None  # where the slow weights were pulled
-    distance: float = 0.0  # of those from ours
+    pseudo_gradient: bytes | memoryview = b""  # encoded in q4
+    length: float = 0.0
+    phi: bytes | memoryview | None = None  # slow weights in int8; None if they were not pulled
+    distance: float = 0.0
 
 
 @dataclass(slots=True)
 class PartnerHistory:
-    """What one fragment's windows, ours and our partners', have shown of each partner."""
+    """What this peer remembers about the partners of one fragment, in order to judge their next windows."""
 
     experience: Experience = field(default_factory=Experience)
     agreement: Agreement = field(default_factory=Agreement)
@@ -402,13 +417,13 @@ class PartnerHistory:
         progress: float,
         read: Callable[[bytes | memoryview], Tensor],
     ) -> tuple[list[float], list[float]]:
-        """Return the tokens credited to each partner (c_i), and the trust in it from 0 to 1 (t_i).
+        """Return the tokens credited to each partner (c_i), and the trust in each from 0 to 1 (t_i).
 
         Args:
-            closed: Our window and its pseudo-gradient, encoded. Without tokens it cannot tell anything.
-            partners: Their windows.
-            progress: The usual length of a pseudo-gradient.
-            read: Decodes of a pseudo-gradient the numbers of a sample that nobody else can predict.
+            closed: Our window, and its pseudo-gradient in q4. Without tokens, every partner's trust is 1.
+            partners: The partners' windows.
+            progress: The usual length (L2 norm) of a pseudo-gradient.
+            read: Decodes the sampled numbers of a pseudo-gradient in q4, as fp32 [m].
         """
         own, blob = closed
         claims = [float(one.tokens) for one in partners]
@@ -425,7 +440,8 @@ class PartnerHistory:
             min(claim, influence.explained_tokens(one.length, own.tokens, made))
             for claim, one in zip(claims, partners, strict=True)
         ]
-        heard = [at for at, counts in enumerate(trust) if counts]  # what does not count makes a copy of nobody
+        # Compare trusted windows only, so that an untrusted copy does not lower the weight of an honest window.
+        heard = [at for at, counts in enumerate(trust) if counts]
         common = self.agreement.common.usual_at_most()
         copies = self.counted.copied_parts(ours, [by_peer[at] for at in heard], common)
         believed = copies.claims([claims[at] for at in heard], usual)

@@ -1,9 +1,9 @@
-"""What all update rules have in common: how a fragment's weights are merged with those of partners.
+"""The interface of update rules, which merge a fragment's weights with partners' weights. Start at `UpdateRule`.
 
-A rule holds a fragment's gossip state, in host memory. It turns a window's end into a blob for partners (`close`), and
-what partners sent into a correction of the weights (`merge`). It works beside training, on a copy of the weights: the
-training thread gives the copy and takes the correction at step edges (engine/gossip_jobs.py). Each gossip algorithm
-has its own rule, in comm/gossip or comm/rounds.
+Each gossip algorithm has its own rule, in comm/gossip or comm/rounds. A rule holds a fragment's gossip state in host
+memory. At a window's end it encodes a blob for partners (`close`), and it turns partners' blobs into a correction of
+the weights (`merge`). It works beside training on a copy of the weights: the training thread provides the copy, and
+adds the correction, between two steps (engine/gossip_jobs.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,35 +23,35 @@ from decentral.core.jobs import Contribution
 from decentral.core.reasons import Reason
 from decentral.engine.fragment import Live
 
-SCALAR = "scalar"  # in place of a codec: the section holds one fp32 number, however long the fragment is
+SCALAR = "scalar"  # stands in place of a codec for a section that is a single fp32 number
 
 
 @dataclass(frozen=True, slots=True)
 class RuleTools:
-    """What rules compute with."""
+    """The codecs, kernels and settings that update rules compute with."""
 
     codecs: Codecs
     kernels: OuterKernels
-    pinned: bool = False  # whether host memory shall be pinned, because the device is a GPU
-    optimizer: str = "adamw"  # `train.optimizer`, on which it depends how late corrections are taken
+    pinned: bool = False  # True: vectors are in pinned host memory, for fast copies to a GPU
+    optimizer: str = "adamw"  # `train.optimizer`; it decides which part of a late correction is applied
 
     def vector(self, elements: int) -> Tensor:
-        """An fp32 vector in host memory, with any content."""
+        """Return an uninitialised fp32 vector [elements] in host memory."""
         return torch.empty(elements, pin_memory=self.pinned)
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What stands behind a closed window."""
+    """How much training a closed window contains."""
 
     tokens: int
-    lr_sum: float  # sum of the learning rates of its steps
-    steps: int  # that this peer had taken when it ended
+    lr_sum: float
+    steps: int  # number of steps that this peer had taken in all when the window ended
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedWeights:
-    """A fragment's weights [n] at the close of a window, when so many steps had been taken."""
+    """A fragment's weights [n] when a window was closed, and the number of steps that this peer had taken by then."""
 
     theta: Tensor
     steps: int
@@ -59,18 +59,19 @@ class ClosedWeights:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """`vector` [n] is added to the live weights, or takes the place of those of a close.
+    """A change of the live weights after a merge.
 
-    Training waits for such a merge, but steps with gradients of routes may come between: they stay.
+    By default `vector` is added to the weights. If `replaces` is given, `vector` replaces those closed weights,
+    and the changes that steps with other peers' gradients have made since that close are kept.
     """
 
-    vector: Tensor
+    vector: Tensor  # fp32 [n]
     replaces: ClosedWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A partner's blob, unpacked: fp32 vectors [n] in host memory, by section; those of a scalar are [1]."""
+    """A partner's window, decoded: fp32 vectors [n] in host memory by section name ([1] for a scalar section)."""
 
     peer: PeerId
     tokens: int
@@ -79,116 +80,144 @@ class Parts:
 
 
 class UpdateRule:
-    """One fragment's rule. All vectors are fp32 [n], flattened, in host memory.
+    """The base class of update rules; an instance holds one fragment's gossip state.
 
-    By default a rule has no slow weights: it keeps no state, and a newcomer starts from a donor's live weights.
+    All vectors are fp32 [n], flattened, in host memory. By default a rule has no slow weights: it keeps no state, and a
+    newcomer starts from a donor's live weights. The mappings below have section names as keys, and codecs or SCALAR as
+    values.
     """
 
     sections: Mapping[str, str] = {"theta": "int8"}
-    """The sections that `close` packs, in this order: name to codec, or to SCALAR."""
+    """The sections that `close` packs, in this order."""
 
     sparse: Mapping[str, str] = {}
-    """The sections that `close` packs in another code where `sparsely` says so, likewise."""
+    """Other codecs, for a thin link, of sections that `close` packs."""
 
     sparsely: bool = False
-    """Whether the next window's sections have their codes of `sparse`."""
+    """Whether the next `close` uses the codecs of `sparse`."""
 
     on_request: Mapping[str, str] = {}
-    """The sections that are encoded only when a partner asks for them, likewise: `encode` packs them."""
+    """The sections that `encode` packs only when a partner asks for them."""
 
     donated: Mapping[str, str] = {"theta": "fp32"}
-    """The sections that a newcomer gets, likewise."""
+    """The sections of the state that a newcomer gets."""
 
     donates_live: bool = True
-    """Whether a newcomer's state is read off the live weights, at a step edge."""
+    """Whether a newcomer's state includes the live weights, so that it must be read between two steps."""
 
     left_out: tuple[PeerId, ...] = ()
-    """The partners whose parts the last merge did not use, because they work against us."""
+    """The partners that the last merge did not trust, so that their windows were not used."""
 
     ready: bool = True
-    """Whether all memory that the next window needs is written; else `make_ready` does it, beside training."""
+    """Whether the memory that the next window needs is initialised; if not, `make_ready` must run first."""
 
     def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId, tools: RuleTools) -> None:
-        """Of a theta on the meta device only the length is known: `load` or `adopt` must follow."""
+        """Create this peer's rule for a fragment with the weights `theta` [n].
+
+        If theta is on the meta device, only n is known: call `load` or `adopt` next.
+        """
         self.tools, self.elements = tools, theta.numel()
 
     def make_ready(self) -> None:
-        """Writes what a rule that has just begun has put off."""
+        """Initialise the memory that a new rule has left uninitialised; the worker calls it beside training."""
 
     def buffer(self) -> Tensor:
-        """Where the copy of theta for the next `close` or `fold` goes."""
+        """Return the vector into which the caller copies theta for the next `close` or `fold`."""
         return self.tools.vector(self.elements)
 
     def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
-        """Ends the window and packs what partners may have."""
+        """End the window: pack the sections for partners, given the weights `theta` [n] at the window's end."""
         raise NotImplementedError
 
     def encode(self, packer: Packer) -> None:
-        """Packs the sections of `on_request`, as they are between a window's close and its merge."""
+        """Pack the sections of `on_request`; call it between a window's close and its merge."""
 
     def read(self, one: Contribution) -> Parts:
-        """A partner's contribution, whose layout was checked. Raises ProtocolError if it cannot be merged."""
+        """Return a partner's window, decoded; its layout must have been checked with `fits`.
+
+        Raises:
+            ProtocolError: If a codec or `check` refuses the window.
+        """
         vectors = unpack(self.tools.codecs, one.layout, one.blob)
         self.check(vectors)
         return Parts(one.peer, one.tokens, one.lr_sum, vectors)
 
     def check(self, vectors: Mapping[str, Tensor]) -> None:
-        """Raises ProtocolError if what a partner sent cannot be merged, though it is finite and has our layout."""
+        """Check a partner's vectors, whose layout is right and whose numbers are finite; by default accept them all.
+
+        Raises:
+            ProtocolError: If this rule cannot merge the vectors.
+        """
 
     def merge(self, parts: Sequence[Parts], steps: int) -> Correction | None:
-        """The outer step with what partners sent; without parts it is a solo step.
+        """Take the outer step with partners' windows, and return the change of the live weights.
 
-        `steps`: that we will have taken when the correction is added.
+        Args:
+            parts: The partners' windows; if empty, the step uses our own window alone.
+            steps: Number of steps that this peer will have taken when the correction is applied.
         """
         raise NotImplementedError
 
     def fold(self, theta: Tensor) -> Correction | None:
-        """Takes what was trained while nobody read our windows into the slow weights, if the rule has any."""
+        """Add the training since the last close to the slow weights without publishing it.
+
+        `theta` [n] is a copy of the current weights.
+
+        Returns:
+            The correction of the live weights; None if nothing is to be corrected, as in a rule without slow weights.
+        """
         return None
 
-    # Of exact algorithms, in the place of `close` and `merge`: at a step edge, on the live tensors themselves
+    # Synchronous training calls `close_round` and `advance` instead of `close` and `merge`; both use the live weights.
 
     def close_round(self, live: Live, packer: Packer) -> None:
-        """Packs what the other holders need of a round."""
+        """Pack this peer's sum of gradients in the round for the other holders of the fragment."""
         raise NotImplementedError
 
     def advance(self, live: Live, parts: Sequence[Parts]) -> None:
-        """Takes the round's step."""
+        """Take the round's step on the live tensors, with the gradient sums of all holders."""
         raise NotImplementedError
 
-    # Checkpoints and newcomers
-
     def kept(self) -> Mapping[str, int]:
-        """The names and lengths of what `state` gives, in its order."""
+        """Return the name and length of each vector in `state`, in the order of `state`."""
         return {}
 
     def state(self, theta: Tensor) -> dict[str, Tensor]:
-        """All that a checkpoint with these weights must keep."""
+        """Return, by name, the vectors [n] that a checkpoint must store besides the weights `theta`."""
         return {}
 
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
-        """Goes on from `state`, with these weights."""
+        """Continue with the weights `theta` [n] and a checkpoint's `state`; with an empty state, start a new rule."""
 
     def donate(self, live: Live, packer: Packer) -> None:
-        """Packs what a newcomer starts from."""
+        """Pack the state from which a newcomer starts."""
         packer.add("theta", self.donated["theta"], live.theta.float())
 
     def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
-        """Starts anew, theta included, from what a donor packed. The vectors are the rule's from now on."""
+        """Start as a new rule does, but from a donor's state, and overwrite the live weights with that state.
+
+        The rule may use the vectors of `donated` as its own, and change them.
+        """
         live.theta.copy_(donated["theta"])
         self.load(live.theta, {})
 
     def fits(self, one: Contribution, allowed: Layout) -> None:
-        """Raises ProtocolError unless its sections are of those `allowed`, and all of `sections` are among them."""
+        """Check the layout of a partner's window.
+
+        Raises:
+            ProtocolError: If a section is not in `allowed`, comes twice or is missing, or if the sections' sizes do
+                not add up to the size of the blob.
+        """
         names = [section.name for section in one.layout]
         if not set(one.layout) <= set(allowed) or not set(self.sections) <= set(names) or len(set(names)) < len(names):
-            raise ProtocolError(Reason.SHAPE, "its sections are not this fragment's")
+            raise ProtocolError(Reason.SHAPE, "expected this run's sections, each once; a name, codec or size differs")
         if len(one.blob) != layout_bytes(one.layout):
-            raise ProtocolError(Reason.SHAPE, "its sections do not add up to its blob")
+            expected = f"expected a blob of {layout_bytes(one.layout)} bytes, as its sections say"
+            raise ProtocolError(Reason.SHAPE, f"{expected}; got {len(one.blob)} bytes")
 
 
 def layout_of(sections: Mapping[str, str], parameters: int, codecs: Codecs) -> Layout:
-    """The layout of a blob with these sections, for a fragment of so many parameters."""
+    """Return the layout of a blob with these sections (name to codec), for a fragment of `parameters` numbers."""
     found = []
     for name, codec in sections.items():
         codec, elements = ("fp32", 1) if codec == SCALAR else (codec, parameters)
@@ -197,12 +226,12 @@ def layout_of(sections: Mapping[str, str], parameters: int, codecs: Codecs) -> L
 
 
 def donated(gossip: GossipConfig) -> Mapping[str, str]:
-    """The sections that a newcomer gets under this algorithm."""
+    """Return the sections (name to codec) of the state from which a newcomer starts, in the run's algorithm."""
     return _rule(gossip).donated
 
 
 def rule(gossip: GossipConfig, theta: Tensor, peer: PeerId, tools: RuleTools) -> UpdateRule:
-    """A new rule of the run's algorithm, for the fragment whose weights theta [n] are, at this peer."""
+    """Return a new rule of the run's algorithm for a fragment with the weights theta [n], at this peer."""
     return _rule(gossip)(gossip, theta, peer, tools)
 
 

@@ -1,8 +1,8 @@
-"""The libp2p daemon of one process: started, read, and ended with it.
+"""Run a libp2p daemon beside this process: `OwnDaemon.begin` starts the daemon, `OwnDaemon.shutdown` stops it.
 
-hivemind's own start leaves the daemon in our process group, so that Ctrl-C ends it before we have said goodbye; leaves
-it running if we end while it starts; and has its sockets in /tmp, wherever temporary files belong. So the start is
-ours; the client, and all that goes over it, is hivemind's.
+hivemind's own start of a daemon has three faults. The daemon is in our process group, so Ctrl-C ends the daemon before
+we have left the swarm. The daemon goes on running if our process ends during the start. The daemon's sockets are in
+/tmp even if TMPDIR is set. So we start the daemon ourselves, and use hivemind only as its client.
 """
 
 import asyncio
@@ -10,62 +10,71 @@ import os
 import shutil
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import suppress
 from importlib.resources import as_file, files
 from pathlib import Path
+from uuid import UUID
 
 import hivemind.hivemind_cli
 from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings import p2pclient
-from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE, P2PDaemonError
+from hivemind.p2p.p2p_daemon_bindings.control import (
+    DEFAULT_MAX_MSG_SIZE,
+    ControlClient,
+    DaemonConnector,
+    P2PDaemonError,
+)
+from hivemind.proto.p2pd_pb2 import CallUnaryRequest
 from hivemind.utils.logging import loglevel, python_level_to_golog
 from hivemind.utils.multiaddr import Multiaddr
 
 from decentral.core import end_with_parent
 from decentral.core.errors import UserError
+from decentral.core.plain_text import printable
 from decentral.core.temporary import new_temporary_folder
 
-LIBP2P_START_S = 60.0  # the daemon's start on a loaded machine; hivemind's default of 15 s is too short
-LEAVE_S = 5.0  # for the daemon to close its connections
-SOCKET_PATH_BYTES = 100  # of the 104 that every system allows, 108 on Linux
-DAEMON_FLAGS = {  # of the daemon, beside its place
+LIBP2P_START_S = 60.0  # longest wait for the daemon to start; hivemind's 15 s are too short on a loaded machine
+CALLS_KEPT = 64  # ended calls are forgotten only once this many calls are remembered
+LEAVE_S = 5.0  # after SIGTERM the daemon may close its connections for this long, before it is killed
+SOCKET_PATH_BYTES = 100  # longest path of the daemon's Unix socket; operating systems allow 104 or 108 bytes
+DAEMON_FLAGS = {  # command-line flags of every daemon; `_spawn` adds the key file and the addresses
     "autoRelay": 1,
     "autonat": 1,
     "b": 0,
     "connManager": 1,
     "dhtServer": 1,
-    "idleTimeout": f"{LIBP2P_START_S:g}s",  # it ends itself where our process has died before it has connected
+    "idleTimeout": f"{LIBP2P_START_S:g}s",  # a daemon without a client ends by itself after this time
     "natPortMap": 1,
     "persistentConnMaxMsgSize": DEFAULT_MAX_MSG_SIZE,
     "relay": 1,
     "relayHopLimit": 0,
     "tls": 1,
 }
-ROUTER_FLAGS = ("autoRelay", "autonat", "natPortMap")  # by which others reach a daemon behind a router
+ROUTER_FLAGS = ("autoRelay", "autonat", "natPortMap")  # flags that let other peers reach a daemon behind a router
 
 
 class OwnDaemon(P2P):  # type: ignore[misc]  # hivemind has no types
-    """hivemind's P2P over a daemon in a session of its own, which ends with this process and no sooner.
+    """A hivemind P2P with its own libp2p daemon, which ends when this process ends.
 
-    A signal to our process group, such as a terminal's Ctrl-C, does not reach the daemon.
+    The daemon runs in its own Unix session, so a signal to our process group, such as Ctrl-C, does not reach it.
     """
 
     @classmethod
     async def begin(
         cls, key: Path, listen: Sequence[str], announce: Sequence[str], only_dials: bool = False
     ) -> "OwnDaemon":
-        """Start a daemon, and return once it answers.
+        """Start a daemon, and return its client once it answers.
 
         Args:
-            key: File with the identity; made if it is not there.
-            listen: Addresses to listen at.
-            announce: Addresses to tell others instead, if any.
-            only_dials: Whether nobody needs to reach it, so that it asks no router for a port.
+            key: File with the identity; created if it is missing.
+            listen: Multiaddrs to listen at.
+            announce: Multiaddrs to publish to other peers; if empty, the daemon publishes its `listen` addresses.
+            only_dials: If True, no other peer needs to connect to the daemon, and the daemon asks no router for a port.
 
         Raises:
-            P2PDaemonError: If the daemon ends instead, or takes longer than LIBP2P_START_S.
-            UserError: If there is no folder for its sockets.
+            P2PDaemonError: If the daemon ends before it answers, or does not answer within LIBP2P_START_S.
+            UserError: If no temporary folder can be written for the daemon's sockets, or its path is too long.
         """
         if not key.exists():
             cls.generate_identity(str(key))
@@ -79,9 +88,15 @@ class OwnDaemon(P2P):  # type: ignore[misc]  # hivemind has no types
             self._child = await self._spawn(key, listen, announce, only_dials)
             self._alive = True
             await self._until_ready()
-            self._client = await p2pclient.Client.create(self._daemon_listen_maddr, self._client_listen_maddr)
+            self._client = OwnClient(
+                await OwnControl.create(
+                    DaemonConnector(self._daemon_listen_maddr),
+                    self._client_listen_maddr,
+                    persistent_conn_max_msg_size=DEFAULT_MAX_MSG_SIZE,
+                )
+            )
             await self._ping_daemon()
-        except BaseException:  # also if we are told to stop meanwhile
+        except BaseException:  # BaseException, because a cancelled start must stop the daemon, too
             await asyncio.shield(self.shutdown())
             raise
         return self
@@ -105,10 +120,10 @@ class OwnDaemon(P2P):  # type: ignore[misc]  # hivemind has no types
         try:
             await asyncio.wait_for(ready, LIBP2P_START_S)
         except TimeoutError:
-            raise P2PDaemonError(f"the libp2p daemon did not start in {LIBP2P_START_S:g} s") from None
+            raise P2PDaemonError(f"the libp2p daemon did not start in {LIBP2P_START_S:g} s; try again") from None
 
     async def shutdown(self) -> None:
-        """End the daemon, and wait until it has ended. A daemon that does not heed SIGTERM is killed."""
+        """Stop the daemon and delete its sockets. A daemon that still runs LEAVE_S after SIGTERM is killed."""
         self._terminate()
         if self._child is not None:
             try:
@@ -120,10 +135,80 @@ class OwnDaemon(P2P):  # type: ignore[misc]  # hivemind has no types
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+class OwnClient(p2pclient.Client):  # type: ignore[misc]
+    """hivemind's client of a daemon, over a connection that is open already."""
+
+    def __init__(self, control: "OwnControl") -> None:
+        """Use `control`, an open connection to the daemon."""
+        self.control = control
+
+
+class PendingCalls(dict[UUID, "asyncio.Future[bytes]"]):
+    """Our calls to the daemon by id; a call that we have cancelled is no longer in it, so no answer is set to it."""
+
+    def __contains__(self, call_id: object) -> bool:
+        """Return whether a call waits for its answer."""
+        future = self.get(call_id)  # type: ignore[call-overload]
+        return future is not None and not future.done()
+
+
+class OwnControl(ControlClient):  # type: ignore[misc]
+    """hivemind's connection to a daemon, with a memory leak mended: calls that their callers cancel are forgotten too.
+
+    hivemind forgets a call when its handler ends. A caller can cancel a call before the handler begins, as often as it
+    likes, and hivemind would remember each such call for ever. hivemind also gives an answer to a call of ours that has
+    just been cancelled, which would end the connection.
+    """
+
+    _pending_calls: dict[UUID, "asyncio.Future[bytes]"]
+    _most_tasks = CALLS_KEPT  # number of remembered calls at which those that have ended are forgotten
+
+    async def _read_from_persistent_conn(self, reader: asyncio.StreamReader) -> None:
+        """Read the daemon's messages until the connection ends."""
+        self._pending_calls = PendingCalls(self._pending_calls)
+        await super()._read_from_persistent_conn(reader)
+
+    def _handle_persistent_request(self, call_id: UUID, request: CallUnaryRequest) -> Coroutine[object, object, None]:
+        """Return the coroutine that answers a new call, after forgetting calls that have ended."""
+        tasks = self._handler_tasks
+        if len(tasks) >= self._most_tasks:
+            for ended in [one for one, task in tasks.items() if task.done()]:
+                del tasks[ended]
+            self._most_tasks = 2 * len(tasks) + CALLS_KEPT
+        return super()._handle_persistent_request(call_id, request)  # type: ignore[no-any-return]
+
+
 def _socket_folder() -> Path:
-    """Return a new folder for the daemon's sockets. Raises UserError."""
+    """Return a new folder for the daemon's sockets.
+
+    Raises:
+        UserError: If the folder cannot be made, or its path is too long.
+    """
     folder = new_temporary_folder()
     if len(os.fsencode(folder / "daemon")) > SOCKET_PATH_BYTES:
         folder.rmdir()
-        raise UserError(f"{folder.parent} is too long a path for a socket; set TMPDIR to a shorter one")
+        raise UserError(f"{folder.parent} is too long a path for a socket; set TMPDIR to a shorter path")
     return folder
+
+
+def without_traceback(task: "asyncio.Task[None]") -> None:
+    """Retrieve the error of a finished task, so that asyncio does not print it as never retrieved."""
+    if not task.cancelled():
+        task.exception()
+
+
+def require_dialled(announced: Iterable[str]) -> None:
+    """Raise UserError unless every address of --announce is a multiaddr with a port other than 0."""
+    for address in announced:
+        require_address(address, "--announce")
+        if address.endswith("/tcp/0"):
+            raise UserError(f"--announce expects the port at which others reach this peer, not 0; got {address}")
+
+
+def require_address(address: str, flag: str) -> None:
+    """Raise UserError, which names the flag, unless the address is a multiaddr."""
+    try:
+        Multiaddr(address)
+    except ValueError:
+        example = "/ip4/0.0.0.0/tcp/4001"
+        raise UserError(f"{flag} expects an address such as {example}; got {printable(address, 200)!r}") from None

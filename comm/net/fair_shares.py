@@ -1,104 +1,153 @@
-"""Fair shares of what a peer has for the questions of others: streams, and bytes that are under way.
+"""Divide a peer's streams, and its memory for blobs, fairly between the peers that ask it questions.
 
-Dynamic thresholds (Choudhury and Hahne, 1998): a sender may have as much under way as is free. So one sender alone gets
-half, n greedy ones get 1/(n+1) of it each, and as much stays free for one that asks little: nobody has to be sent away
-for it. Peers without a record in our roster (strangers) share a small part of their own by the same rule, and so do,
-in a private swarm, those that have not proved yet that they are members. Members share by invitations: one invitation
-gets no more for being on many machines, or for a thousand names.
+`FairShare` divides one resource between senders. `QuestionShares` has a FairShare for each resource. `QuestionShare`
+records what one question takes of these resources until it is answered.
+
+The rule is dynamic thresholds (Choudhury and Hahne, 1998): a sender may use as much as is free. So one greedy sender
+gets half of a resource, n greedy senders get 1/(n+1) each, and 1/(n+1) stays free for peers that ask little. All
+strangers (peers without a record in our roster) share one small pool by the same rule. In a private swarm, all peers
+that have not yet proved their membership share another small pool. A private swarm counts its members' use by
+invitation, not by peer: two machines with the same invitation share what one machine would get.
 """
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from decentral.comm.wire.private_swarm import PrivateSwarm
+from decentral.comm.wire.private_swarm import PrivateSwarm, share_holder
 from decentral.comm.wire.transport import Knows, knows_all
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
-from decentral.core.units import MiB
+from decentral.core.units import MiB, Seconds
 
-MAX_STREAMS = 128  # questions answered at the same time, half of them of one sender; more are refused as busy
-STRANGER_STREAMS = 32  # of them, those of all peers that are not in our roster together
-UNPROVEN_STREAMS = 16  # in a private swarm, those of all peers together on which a proof may come, beside the others
-IDLE_STREAMS = 256  # streams on which a peer waits for a next question; it closes others after their answer
-UNDER_WAY_BYTES = 1024 * MiB  # of the blobs of questions that are read or answered; a sender's first one may exceed it
+MAX_STREAMS = 128  # at most this many questions of known peers are answered at a time; others are refused as BUSY
+STRANGER_STREAMS = 32  # at most this many questions of all unknown peers together are answered at a time
+UNPROVEN_STREAMS = 16  # at most this many questions are answered at a time for peers without proven membership
+IDLE_STREAMS = 256  # at most this many streams stay open for a next question; any other is closed after its answer
+# At most this many bytes of blobs are in flight. A sender without a blob in flight may exceed it if any byte is free.
+UNDER_WAY_BYTES = 1024 * MiB
+SHARE_RENEWS_S = 1.0  # a use of a RateShare counts against its limit for this long
 
 
 @dataclass(slots=True)
 class FairShare:
-    """So much of one thing, and what each sender has of it. No entry is zero, so there are at most `most` entries."""
+    """A resource of limited size, and how much of the resource each sender uses."""
 
     most: int
     used: int = 0
-    by_sender: dict[PeerId, int] = field(default_factory=dict)
+    by_sender: dict[str, int] = field(default_factory=dict)
 
-    def take(self, sender: PeerId, amount: int = 1) -> bool:
-        """Whether the sender gets it. One that has nothing yet gets any amount while something is free."""
+    def take(self, sender: str, amount: int = 1) -> bool:
+        """Reserve `amount` of the resource for the sender if the rule allows, and return whether it was reserved.
+
+        The sender's new total must not exceed what is free before the reservation. A sender that has nothing gets any
+        amount, as long as something is free.
+        """
         held, free = self.by_sender.get(sender, 0), self.most - self.used
         if free <= 0 or (held and held + amount > free):
             return False
-        if amount:
-            self.used += amount
-            self.by_sender[sender] = held + amount
+        self.add(sender, amount)
         return True
 
-    def give_back(self, sender: PeerId, amount: int = 1) -> None:
+    def add(self, sender: str, amount: int) -> None:
+        """Count an amount for the sender, whatever the rule says."""
+        if amount:
+            self.used += amount
+            self.by_sender[sender] = self.by_sender.get(sender, 0) + amount
+
+    def give_back(self, sender: str, amount: int = 1) -> None:
+        """Free an amount that the sender has reserved with `take`."""
         left = self.by_sender.get(sender, 0) - amount
-        assert left >= 0, f"{sender} gives back {amount} more than it has"
+        assert left >= 0, f"{sender} gives back {amount}, but has only {left + amount}"
         self.used -= amount
         self.by_sender[sender] = left
         if not left:
             del self.by_sender[sender]
 
 
+class RateShare:
+    """A resource of which a limited amount may be used per second, divided fairly between senders."""
+
+    def __init__(self, most: int, now: Callable[[], Seconds]) -> None:
+        """Divide the amount `most` in each second. `now` returns the time in seconds."""
+        self._share, self._now = FairShare(most), now
+        self._taken: deque[tuple[Seconds, str, int]] = deque()  # uses that still count: (until when, sender, amount)
+
+    def take(self, sender: str, amount: int) -> bool:
+        """Count an amount for the sender if the rule of `FairShare` allows it, and return whether it was counted."""
+        while self._taken and self._taken[0][0] <= self._now():
+            _, other, old = self._taken.popleft()
+            self._share.give_back(other, old)
+        fits = self._share.take(sender, amount)
+        if fits and amount:
+            self._taken.append((self._now() + SHARE_RENEWS_S, sender, amount))
+        return fits
+
+    def add(self, sender: str, amount: int) -> None:
+        """Count an amount for the sender, whatever the rule says."""
+        self._share.add(sender, amount)
+        self._taken.append((self._now() + SHARE_RENEWS_S, sender, amount))
+
+
 @dataclass(slots=True)
 class QuestionShares:
-    """What all questions that a peer answers may take."""
+    """The resources that all questions to this peer share: streams in three pools, and bytes of blobs."""
 
-    knows: Knows = knows_all
-    private: PrivateSwarm | None = None  # None: the swarm is public
+    knows: Knows = knows_all  # returns whether a peer is known; unknown peers share a small pool
+    private: PrivateSwarm | None = None
     streams: FairShare = field(default_factory=lambda: FairShare(MAX_STREAMS))
     strangers: FairShare = field(default_factory=lambda: FairShare(STRANGER_STREAMS))
     unproven: FairShare = field(default_factory=lambda: FairShare(UNPROVEN_STREAMS))
     under_way: FairShare = field(default_factory=lambda: FairShare(UNDER_WAY_BYTES))
 
     def enclose(self, private: PrivateSwarm | None) -> None:
-        """Give members of this swarm, by their invitations, their shares from now on; None: each peer its own."""
+        """Count use by invitation to this private swarm from now on, or by peer if `private` is None."""
         self.private = private
 
     def begin(self, sender: PeerId) -> "QuestionShare":
-        """A question of this sender begins. Raises ProtocolError if it has its share under way already."""
+        """Reserve a stream for a question of this sender. The caller must call `end` on the returned QuestionShare.
+
+        Raises:
+            ProtocolError: If the sender, or its invitation, already uses its share of streams.
+        """
         admitted = self.private is None or self.private.admits(sender)
         known = admitted and self.knows(sender)
         pool = self.streams if known else self.strangers if admitted else self.unproven
-        holder = self.private.holder_of(sender) if self.private else sender
+        holder = share_holder(self.private, sender)
         if not pool.take(holder):
-            raise ProtocolError(Reason.BUSY, f"{pool.by_sender.get(holder, 0)} of {pool.used} streams are this peer's")
+            raise ProtocolError(
+                Reason.BUSY, f"you already use {pool.by_sender.get(holder, 0)} of {pool.used} busy streams; try later"
+            )
         return QuestionShare(sender, holder, pool, self.under_way, known)
 
 
 @dataclass(slots=True)
 class QuestionShare:
-    """What one question has taken. `end` gives it back."""
+    """The stream and the memory for a blob that are reserved for one question, until `end` frees them."""
 
     sender: PeerId
-    holder: PeerId
+    holder: PeerId  # whose share is charged: the sender, or its invitation in a private swarm
     pool: FairShare
     under_way: FairShare
-    known: bool = True
+    known: bool = True  # False for an unknown peer, and for one that has not proved its membership
     blob_bytes: int = 0
 
     def reserve(self, blob_bytes: int) -> None:
-        """For the question's blob, before it is read. Raises ProtocolError if the sender has its share already.
+        """Reserve `blob_bytes` of the sender's share for the question's blob. Call this before the blob is read.
 
-        No question that a stranger may ask has a blob, so none of its bytes is read.
+        Raises:
+            ProtocolError: If the sender, or its invitation, already uses its share of bytes, or if the sender is a
+                stranger and the question has a blob.
         """
         if blob_bytes and not self.known:
-            raise ProtocolError(Reason.STRANGER, "a blob from a peer without a record")
+            raise ProtocolError(Reason.STRANGER, "only a peer with a record in the DHT may send a blob")
         if blob_bytes and not self.under_way.take(self.holder, blob_bytes):
-            raise ProtocolError(Reason.BUSY, f"{self.under_way.used} bytes are under way")
+            raise ProtocolError(Reason.BUSY, f"blobs of {self.under_way.used} bytes are in flight; try later")
         self.blob_bytes += blob_bytes
 
     def end(self) -> None:
+        """Free the stream and the bytes that are reserved for the question."""
         self.pool.give_back(self.holder)
         if self.blob_bytes:
             self.under_way.give_back(self.holder, self.blob_bytes)

@@ -1,4 +1,4 @@
-"""Open the network again when it has ended by itself: without it a peer or a visitor would be alone and never know."""
+"""Restart a peer's network when it stops (`keep_daemon`), so that the peer does not stay offline."""
 
 from collections import deque
 from collections.abc import Callable
@@ -7,19 +7,26 @@ from decentral.comm.wire.network import PeerNetwork
 from decentral.core.errors import UserError
 from decentral.core.units import Seconds
 
-DAEMON_RESTARTS, DAEMON_RESTARTS_S = (
-    5,
-    600.0,
-)  # restarts, and the seconds in which so many are too many
+# The network is given up if it stops once more after DAEMON_RESTARTS restarts in DAEMON_RESTARTS_S.
+DAEMON_RESTARTS, DAEMON_RESTARTS_S = 5, 600.0
 
 
 async def keep_daemon(transport: PeerNetwork, now: Callable[[], Seconds], say: Callable[[str], None]) -> str:
-    """Open the network again each time that it ends, and report it by `say`. Return why this was given up."""
+    """Open the network again each time that it stops, until opening fails or the network stops too often.
+
+    Args:
+        transport: The network, which is open.
+        now: Returns the present time in seconds.
+        say: Is called with a line for the user at each restart.
+
+    Returns:
+        A text for the user that says why the network is given up.
+    """
     restarts = deque[Seconds](maxlen=DAEMON_RESTARTS)
     while True:
         trouble = await transport.ended()
         if len(restarts) == DAEMON_RESTARTS and now() < restarts[0] + DAEMON_RESTARTS_S:
-            return f"{trouble}, {DAEMON_RESTARTS} times in {DAEMON_RESTARTS_S:g} s"
+            return f"{trouble} again, after {DAEMON_RESTARTS} restarts in {DAEMON_RESTARTS_S:g} s"
         restarts.append(now())
         say(f"{trouble}; starting it again")
         try:

@@ -1,7 +1,8 @@
-"""Where a peer listens: its default addresses, and ports that no other program has.
+"""Choose where a peer listens: its default addresses (`anywhere`), and ports that no other program uses (`held`).
 
-libp2p binds with SO_REUSEPORT, as it dials from the port that it listens at. A second program that does so gets the
-same port without an error, and connections reach either of the two. So a port is first bound without that option.
+libp2p binds with SO_REUSEPORT, since it dials from the port that it listens at. A second program with SO_REUSEPORT can
+bind the same port without an error, and would get some of our connections. So we first bind each port without
+SO_REUSEPORT, which fails if another program has the port.
 """
 
 import errno
@@ -15,20 +16,21 @@ from ipaddress import ip_address
 
 from decentral.core.errors import UserError
 
-ALL_IPV4, ALL_IPV6 = "/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"  # all interfaces, at a free port
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"  # only for this machine
-TRIES = 20  # free ports that are tried until one is free with all addresses
+ALL_IPV4, ALL_IPV6 = "/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+OF_LOOPBACK = ("/ip4/127.", "/ip6/::1/")  # addresses with these prefixes reach this machine only
+TRIES = 20  # after this many tries, the search for a port that is free at every address ends
 MOST_PORT = 65535
-TAKEN = "another program, or another peer, has that port (ss -ltnp shows which): end it, or --listen at another"
+TAKEN = "another program, or another peer, has that port (ss -ltnp shows which): end it, or --listen at another port"
 TCP_ADDRESS = re.compile(r"/ip([46])/([0-9a-fA-F.:]+)/tcp/([0-9]+)")
 
 
 class PortTaken(UserError):
-    """Another program listens there."""
+    """Raised if another program, perhaps another peer, listens at the port."""
 
 
 def anywhere() -> list[str]:
-    """Return the addresses of all interfaces, at a free port; IPv6 where this machine has it."""
+    """Return multiaddrs to listen on all interfaces at a free port: for IPv4, and for IPv6 if this machine has it."""
     try:
         with _bound(6, "::", 0):
             return [ALL_IPV4, ALL_IPV6]
@@ -38,15 +40,19 @@ def anywhere() -> list[str]:
 
 @contextmanager
 def held(addresses: Sequence[str]) -> Iterator[list[str]]:
-    """Hold the TCP ports of these addresses, so that libp2p gets them and no other program does.
+    """Reserve the TCP ports of these addresses inside the context: libp2p can bind them, other programs cannot.
+
+    Args:
+        addresses: Multiaddrs to listen at.
 
     Yields:
-        The addresses, each `tcp/0` with one free port, which is the same for all of them: the first that is named,
-        where it is free there too.
+        The addresses, with one port in place of every `tcp/0`: the first port that the addresses name or, if they name
+        no port or it is taken at a `tcp/0` address, any free port. Addresses that are not TCP over IP are unchanged.
 
     Raises:
-        PortTaken: If another program has a port.
-        UserError: If an address is not this machine's, or not for this user.
+        PortTaken: If another program has a port that an address names.
+        UserError: If this machine does not have an address, the user may not bind a port, or none of TRIES ports is
+            free at every `tcp/0` address.
     """
     named = _named_port(addresses)
     for attempt in range(TRIES):
@@ -55,14 +61,14 @@ def held(addresses: Sequence[str]) -> Iterator[list[str]]:
             for address in addresses:
                 try:
                     family, host, port = _parts(address)
-                except ValueError:  # of another kind, or none: libp2p says what it thinks of it
+                except ValueError:  # libp2p itself accepts or refuses an address without IP or TCP
                     chosen.append(address)
                     continue
                 try:
                     got = ports.enter_context(_bound(family, host, port or free))
                 except OSError as error:
                     if error.errno == errno.EADDRINUSE and not port and free:
-                        break  # free with the address before, and not with this one
+                        break  # taken here, although free at an earlier address: try another port
                     said = f"cannot listen on {address}: {os.strerror(error.errno or 0).lower()}"
                     if error.errno == errno.EADDRINUSE:
                         raise PortTaken(f"{said}; {TAKEN}") from None
@@ -72,11 +78,11 @@ def held(addresses: Sequence[str]) -> Iterator[list[str]]:
             else:
                 yield chosen
                 return
-    raise UserError(f"cannot listen on {', '.join(addresses)}: no port is free with all of them")
+    raise UserError(f"cannot listen on {', '.join(addresses)}: no common port is free; name a port in each address")
 
 
 def _named_port(addresses: Sequence[str]) -> int:
-    """Return the first port of these addresses that is not 0; 0 if there is none."""
+    """Return the first TCP port other than 0 in these addresses; 0 if there is none."""
     for address in addresses:
         with suppress(ValueError):
             if port := _parts(address)[2]:
@@ -85,7 +91,7 @@ def _named_port(addresses: Sequence[str]) -> int:
 
 
 def _parts(address: str) -> tuple[int, str, int]:
-    """Return IP version, address and port. Raises ValueError if it is no TCP address."""
+    """Return the IP version, IP address and port of a multiaddr. Raises ValueError unless it is TCP over IP."""
     found = TCP_ADDRESS.fullmatch(address)
     if found is None or int(found[3]) > MOST_PORT:
         raise ValueError(address)
@@ -94,19 +100,22 @@ def _parts(address: str) -> tuple[int, str, int]:
 
 @contextmanager
 def _bound(version: int, host: str, port: int) -> Iterator[int]:
-    """Hold a port that this process has alone; only libp2p, as the same user's program, can bind to it as well.
+    """Bind a TCP port that no other program has (0: any free port), and yield its number.
 
-    Raises OSError.
+    Inside the context libp2p can bind the port as well, since it runs as the same user.
+
+    Raises:
+        OSError: If the port is taken, or the address cannot be used.
     """
     with socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET, socket.SOCK_STREAM) as bound:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an ended peer do not count
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # old connections must not block the port
         if version == 6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         bound.bind((host, port))
         got = int(bound.getsockname()[1])
-        if sys.platform == "linux":  # elsewhere the port is free from here until libp2p binds
+        if sys.platform == "linux":
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         else:
-            bound.close()
+            bound.close()  # until libp2p binds the port, another program can take it
         yield got

@@ -1,62 +1,85 @@
-"""How much our node of the DHT stores for others: bytes and records, with a limit for each key and fair shares of it.
+"""Limit what our DHT node stores: bytes per key and in total, and the number of records. Start with `StoredRecords`.
 
-A node answers a lookup with all that it has under a key, in one message of at most 4 MiB. If that is too large nobody
-gets an answer, and the asker takes the node for dead. So what is stored under a key stays below that. What is stored
-under all keys of a swarm with one shard does as well, since a new node gets it in one message.
+A node answers a lookup with all records that it has under a key, in one message of at most 4 MiB. A larger answer is
+lost, and the asker concludes that the node is gone. So each key has a limit below 4 MiB. A new node gets the records of
+all keys in one message. So the limits of all keys add up to less than 4 MiB while all peers' records have one key.
 
-Anybody may have any number of names, each with a record of its own. In a private swarm the shares of a key are those of
-invitations, whatever names their holders take.
+The peers divide a key's limit fairly (`FairShare`). In a public swarm an attacker can get more room with many peer ids.
+In a private swarm an attacker cannot, since all peers with the same invitation have one share together.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from decentral.comm.net.fair_shares import FairShare
 from decentral.comm.wire import identity
-from decentral.comm.wire.private_swarm import PrivateSwarm
+from decentral.comm.wire.private_swarm import PrivateSwarm, share_holder
 from decentral.core.ids import PeerId
 from decentral.core.units import KiB, MiB, Seconds
 
-PEERS_KEY_BYTES = 2560 * KiB  # of peers' records under one key
-PLANS_KEY_BYTES = 1 * MiB  # of plans, which are larger and few
-REVOKED_KEY_BYTES = 256 * KiB  # of copies of a private swarm's list of revocations
-STORED_BYTES = 128 * MiB  # under all keys
-LEAST_ROOM = 1 * KiB  # a record takes the next power of two, so that the next one of its peer fits, too
-MOST_STORED = 16384  # records, whatever their size
+# Our DHT node stores at most so many bytes: under one key of peers' records, of plans, of revocations; under all keys.
+PEERS_KEY_BYTES = 2560 * KiB
+PLANS_KEY_BYTES = 1 * MiB
+REVOKED_KEY_BYTES = 256 * KiB
+STORED_BYTES = 128 * MiB
+LEAST_ROOM = 1 * KiB  # a record counts as at least this size, and as a power of two, so that it can grow in place
+MOST_STORED = 16384  # our DHT node stores at most this many records, however small they are
+
+SWEEP_S = 1.0  # expired records are removed at most this often; a search among MOST_STORED takes 2 ms
 
 Name = tuple[bytes, str]
-"""A record's key, hashed as the DHT has it, and its subkey, which is a peer's name."""
+"""A record's key, hashed as in the DHT, and its subkey, which is a peer id."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordRoom:
-    """What one record takes, and of whose share."""
+    """How many bytes of the limits one stored record uses, for which peer or invitation, and until when."""
 
-    expires: Seconds
-    size: int
-    holder: PeerId
+    expires: Seconds  # unix time
+    size: int  # the record's size, rounded up
+    holder: PeerId  # whose share is charged: the peer's, or its invitation's in a private swarm
 
 
 @dataclass(slots=True)
 class StoredRecords:
-    """Remembers which records were accepted, until they expire."""
+    """Names and sizes of the records that our DHT node stores; `take` decides whether it may store another record."""
 
-    keys: Mapping[bytes, str]  # the keys under which anything is stored, by their hash
-    private: PrivateSwarm | None = None  # whose members share by invitations; None: the swarm is public
+    keys: Mapping[bytes, str]
+    private: PrivateSwarm | None = None  # None in a public swarm; else each invitation has a share
     records: dict[Name, RecordRoom] = field(default_factory=dict)
-    shares: dict[bytes, FairShare] = field(init=False)  # of each key
-    used: int = 0  # bytes, of all keys
+    shares: dict[bytes, FairShare] = field(init=False)  # each key's byte limit, divided among peers
+    used: int = 0  # bytes counted under all keys together
+    swept_at: Seconds = -math.inf  # unix time when expired records were last removed
 
     def __post_init__(self) -> None:
+        """Create an empty share for each key."""
         self.shares = {hashed: FairShare(_most(key)) for hashed, key in self.keys.items()}
 
     def take(self, name: Name, expires: Seconds, size: int, now: Seconds) -> bool:
-        """Whether this record is newer than the one of that name, and there is room for it."""
+        """Count a record towards the limits if there is room for it.
+
+        A record is not counted if its key is not one of `self.keys`, or if a stored record of the same name does not
+        expire earlier. A record of the same name that expires earlier is replaced. Expired records are removed only
+        when there is no room, and at most once in SWEEP_S.
+
+        Args:
+            name: Hashed key, and subkey.
+            expires: When the record expires, in unix seconds.
+            size: Bytes of the record.
+            now: Unix seconds.
+
+        Returns:
+            Whether the record was counted, so that the caller may store it.
+        """
         if name[0] not in self.shares or (name in self.records and expires <= self.records[name].expires):
             return False
-        size = max(LEAST_ROOM, 1 << (size - 1).bit_length())
+        size = counted_bytes(size)
         if self._take(name, expires, size):
             return True
+        if 0.0 <= now - self.swept_at < SWEEP_S:
+            return False
+        self.swept_at = now
         for one in [one for one, room in self.records.items() if room.expires <= now]:
             self._drop(one)
         return self._take(name, expires, size)
@@ -64,7 +87,7 @@ class StoredRecords:
     def _take(self, name: Name, expires: Seconds, size: int) -> bool:
         share, known = self.shares[name[0]], self.records.get(name)
         sender = PeerId(name[1])
-        holder = known.holder if known else self.private.holder_of(sender) if self.private else sender
+        holder = known.holder if known else share_holder(self.private, sender)
         more = size - known.size if known else size
         if self.used + more > STORED_BYTES or (not known and len(self.records) >= MOST_STORED):
             return False
@@ -82,8 +105,13 @@ class StoredRecords:
         self.shares[name[0]].give_back(room.holder, room.size)
 
 
+def counted_bytes(size: int) -> int:
+    """Return how many bytes of a key's limit a record of `size` bytes uses."""
+    return max(LEAST_ROOM, 1 << (size - 1).bit_length())
+
+
 def _most(key: str) -> int:
-    """The bytes that are stored under this key."""
+    """Return how many bytes of records may be stored under this key."""
     if identity.max_record_bytes(key) == identity.MAX_PEER_RECORD_BYTES:
         return PEERS_KEY_BYTES
     return REVOKED_KEY_BYTES if key.endswith("/revoked") else PLANS_KEY_BYTES

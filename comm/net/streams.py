@@ -1,8 +1,8 @@
-"""Questions and their answers on a stream, one after another, with a deadline on every read and write.
+"""Send questions and answers on streams, one question at a time, with a deadline on every read and write.
 
-libp2p and the in-memory transport of the tests share it, so both refuse the same input. To open a stream costs more
-than a small question, so an asker keeps a stream for its next question to the same peer (Asker), and a peer that has
-answered waits some time for that question (Server).
+`Asker` asks, `Server` answers. libp2p and the tests' in-memory transport both use these classes, so both transports
+refuse the same input. Opening a stream costs more than a small question, so an Asker keeps a stream for its next
+question to the same peer, and a Server waits up to IDLE_S for that question.
 """
 
 import asyncio
@@ -18,72 +18,93 @@ from decentral.comm.net.uplink import Uplink
 from decentral.comm.wire import blobs
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.invitations import MAX_REVOCATIONS_BYTES
-from decentral.comm.wire.messages import MAX_ROUTE_S, Hello, MembershipProof, Message, Ping, Probe, Refused
+from decentral.comm.wire.messages import (
+    MAX_ROUTE_S,
+    Hello,
+    MembershipProof,
+    Message,
+    Ping,
+    Probe,
+    RecordsQuery,
+    Refused,
+)
 from decentral.comm.wire.private_swarm import MAX_UNPROVEN_BYTES, NOT_COUNTED, PrivateSwarm, refuse_unproven
 from decentral.comm.wire.transport import Answer, AskError, BlobBound, Handler
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 
-READ_S = 30.0  # for a question to arrive whole
-PROOF_READ_S = 5.0  # for the proof of one who is not known as a member of a private swarm
-STREAM_ANSWER_S = MAX_ROUTE_S + 100.0  # to find the answer: a micro-batch has to come back from its route's end
-WRITE_S = 60.0  # for the answer to leave
-KEEP_S = 30.0  # an asker closes a stream that it has not used for so long
-IDLE_S = 2 * KEEP_S  # and the other side waits longer for the next question, so that it does not close a stream in use
-KEPT_STREAMS, KEPT_PER_PEER = 64, 2  # streams that an asker keeps; beyond them, the one unused for longest is closed
-STRANGER_PAUSE_S = 0.1  # that the share of a question is kept after it, where anybody may ask it for nothing
-LINGER_S = 1.0  # for an asker that was refused to hang up
-LINGERING = 256  # refusals on their way at a time; beyond them a stream ends without a word
-LINGER_CHUNKS, LINGER_BYTES = 256, 64 * 1024  # as much of its question is read until then
+READ_S = 30.0  # a whole question must arrive within this time
+PROOF_READ_S = 5.0  # a question of a peer without proven membership of our private swarm must arrive within this time
+STREAM_ANSWER_S = MAX_ROUTE_S + 100.0  # an answer must be computed in this time; a micro-batch may pass its whole route
+WRITE_S = 60.0
+KEEP_S = 30.0  # an asker closes a stream that it has not used for this long
+IDLE_S = 2 * KEEP_S  # a server closes a stream on which no question comes for this long
+KEPT_STREAMS, KEPT_PER_PEER = 64, 2  # limits of idle streams, in all and per peer; the least recently used is closed
+STRANGER_PAUSE_S = 0.1  # an unknown peer's stream stays busy for this long after a small question, to limit its rate
+LINGER_S = 1.0  # after a refusal, we wait at most this long for the asker to close the stream
+LINGERING = 256  # at most this many refusals are sent at a time; beyond, a stream is closed without one
+LINGER_CHUNKS, LINGER_BYTES = 256, 64 * 1024  # the rest of a refused question is dropped in so many reads of this size
 
 
 class StreamWriter(blobs.Writer, Protocol):
-    def close(self) -> None: ...
+    """A Writer that can be closed."""
 
-    def is_closing(self) -> bool: ...
+    def close(self) -> None:
+        """Close the stream."""
+
+    def is_closing(self) -> bool:
+        """Return whether the stream is closed or about to be."""
 
 
 @dataclass(slots=True)
 class Stream:
-    """An open stream to a peer."""
+    """An open stream to a peer, on which we ask questions."""
 
     reader: asyncio.StreamReader
     writer: StreamWriter
-    used_at: float = 0.0  # monotonic time of its last answer
+    used_at: float = 0.0  # monotonic time of the stream's last answer
 
     def answered(self) -> None:
+        """Set `used_at` to now, since an answer has come on this stream."""
         self.used_at = time.monotonic()
 
     @property
     def ended(self) -> bool:
+        """Return whether either side has closed the stream."""
         return self.reader.at_eof() or self.writer.is_closing()
 
 
 class NoAnswer(AskError):
-    """The stream ended before an answer began."""
+    """The stream ended before an answer began, so the question may be sent again on another stream."""
 
 
 class Opener(Protocol):
-    """What can open streams to other peers."""
+    """Interface of a network that can open streams to other peers; Libp2p implements it."""
 
     async def open_stream(self, to: PeerId) -> Stream:
-        """Return a new stream to this peer. Raises AskError, and the errors of its network."""
+        """Return a new stream to this peer. Raises AskError or a network error if no stream can be opened."""
 
 
 @dataclass(slots=True)
 class Asker:
-    """Asks questions on streams that it has opened, and keeps."""
+    """Asks questions on streams that it opens, and keeps the streams for later questions."""
 
     opener: Opener = field(repr=False, compare=False)
     uplink: Uplink = field(default_factory=Uplink)
-    private: PrivateSwarm | None = None  # None: the swarm is public
-    kept: dict[PeerId, list[Stream]] = field(default_factory=dict)  # no list is empty
+    private: PrivateSwarm | None = None
+    kept: dict[PeerId, list[Stream]] = field(default_factory=dict)  # idle streams; no list is empty
 
     async def ask(self, to: PeerId, envelope: Envelope, max_blob_bytes: int) -> Answer:
-        """Raises AskError, and what `open_stream` raises. The caller puts its deadline around this.
+        """Send a question to a peer and return its answer. The caller sets a deadline around this call.
 
-        The other side may close a kept stream at the moment at which we ask on it: then we ask on a new one.
+        Args:
+            to: The peer; in a private swarm both peers prove their membership first.
+            envelope: The question and its blob. A Probe with a blob waits until it has the uplink to itself.
+            max_blob_bytes: Most bytes that the blob of the answer may have.
+
+        Raises:
+            AskError: If no valid answer comes. Errors of `Opener.open_stream` are passed on.
         """
         if isinstance(envelope.message, Probe) and envelope.blob:
             async with self.uplink.alone():
@@ -91,21 +112,25 @@ class Asker:
         return await ask_member(self.private, self.ask_any, to, envelope, max_blob_bytes)
 
     def enclose(self, private: PrivateSwarm | None) -> None:
-        """Ask only members of this swarm from now on; None: anybody."""
+        """Ask only members of this private swarm from now on, or any peer if `private` is None."""
         self.private = private
 
     def close(self) -> None:
+        """Close all kept streams."""
         for stream in self._all():
             stream.writer.close()
         self.kept.clear()
 
     def drop(self, peer: PeerId) -> None:
-        """Closes the streams to this peer."""
+        """Close the kept streams to this peer."""
         for stream in self.kept.pop(peer, []):
             stream.writer.close()
 
     async def ask_any(self, to: PeerId, envelope: Envelope, max_blob_bytes: int) -> Answer:
-        """Asks a peer whoever it is."""
+        """Ask a peer without checking its membership; use a kept stream if possible. Raises AskError without an answer.
+
+        If the kept stream ends before the answer begins, the question is sent again on a new stream.
+        """
         kept = self._take(to)
         if kept is not None:
             with suppress(NoAnswer):
@@ -116,7 +141,7 @@ class Asker:
         keep = False
         try:
             answer = await ask_on(stream.reader, self.uplink.paced(stream.writer, envelope), envelope, max_blob_bytes)
-            keep = not isinstance(answer.envelope.message, Refused)  # after some refusals nothing more is read
+            keep = not isinstance(answer.envelope.message, Refused)  # the server may close the stream after a refusal
             return answer
         finally:
             if keep:
@@ -125,7 +150,10 @@ class Asker:
                 stream.writer.close()
 
     def _take(self, peer: PeerId) -> Stream | None:
-        """The stream to this peer that was used last, if one is open."""
+        """Remove and return the most recently used stream to this peer; None if no stream is kept.
+
+        Close all kept streams, to any peer, that have ended or were not used for KEEP_S.
+        """
         self._close_where(lambda stream: stream.ended or time.monotonic() - stream.used_at > KEEP_S)
         streams = self.kept.get(peer, [])
         taken = streams.pop() if streams else None
@@ -163,9 +191,20 @@ AskOnce = Callable[[PeerId, Envelope, int], Awaitable[Answer]]
 async def ask_member(
     private: PrivateSwarm | None, ask: AskOnce, to: PeerId, envelope: Envelope, max_blob_bytes: int
 ) -> Answer:
-    """Asks with `ask`. In a private swarm both have shown that they are members before; raises AskError if not.
+    """Ask a peer a question and return its answer. Exchange proofs first if the peer is not known as a member.
 
-    The other side may have forgotten us, or know an older proof of ours: then we show it again, and ask again.
+    A member refuses the question if it has forgotten our proof, or knows only our proof of an earlier invitation. Then
+    we exchange proofs and ask again.
+
+    Args:
+        private: Our private swarm; None if the swarm is public, so that no proofs are needed.
+        ask: Asks a peer without checking its membership.
+        to: The peer.
+        envelope: The question and its blob.
+        max_blob_bytes: Most bytes that the blob of the answer may have.
+
+    Raises:
+        AskError: If no valid answer comes, or either side does not accept the other's proof.
     """
     if private is None:
         return await ask(to, envelope, max_blob_bytes)
@@ -179,7 +218,7 @@ async def ask_member(
 
 
 async def exchange_proofs(private: PrivateSwarm, ask: AskOnce, to: PeerId) -> None:
-    """Shows our proof to a peer, and takes its own. Raises AskError if one of the two is no member for the other."""
+    """Show our proof to a peer and check the peer's proof. Raises AskError if either side refuses a proof."""
     proved = await ask(to, private.question(), MAX_REVOCATIONS_BYTES)
     try:
         private.heard(to, proved.envelope)
@@ -188,7 +227,18 @@ async def exchange_proofs(private: PrivateSwarm, ask: AskOnce, to: PeerId) -> No
 
 
 async def ask_on(reader: blobs.Reader, writer: blobs.Writer, envelope: Envelope, max_blob_bytes: int) -> Answer:
-    """Writes a question and reads its answer. Raises AskError. The caller puts its deadline around this and opening."""
+    """Write a question to a stream and return the answer. The caller sets a deadline around this call.
+
+    Args:
+        reader: The reading end of the stream.
+        writer: The writing end of the stream.
+        envelope: The question and its blob.
+        max_blob_bytes: Most bytes that the blob of the answer may have.
+
+    Raises:
+        NoAnswer: If the stream ends before the answer begins.
+        AskError: If the stream ends within the answer, or the answer is malformed or its blob is too large.
+    """
     began = time.monotonic()
     try:
         sent = await blobs.write(writer, envelope)
@@ -197,35 +247,41 @@ async def ask_on(reader: blobs.Reader, writer: blobs.Writer, envelope: Envelope,
     except ProtocolError as error:
         raise AskError(error.reason, str(error)) from None
     except (EOFError, ConnectionError, OSError) as error:
-        raise NoAnswer(Reason.CUT, type(error).__name__) from None
+        raise NoAnswer(Reason.CUT, f"the stream ended before the answer ({type(error).__name__})") from None
     try:
         answer, received = await blobs.read_rest(reader, length, lambda _: max_blob_bytes)
     except ProtocolError as error:
         raise AskError(error.reason, str(error)) from None
     except (EOFError, ConnectionError, OSError) as error:
-        raise AskError(Reason.CUT, type(error).__name__) from None
+        raise AskError(Reason.CUT, f"the stream ended within the answer ({type(error).__name__})") from None
     return Answer(answer, time.monotonic() - began, first_byte_s, sent, received)
 
 
 @dataclass(slots=True)
 class Server:
-    """Answers questions. Bad input is counted by reason and costs its sender the stream, nothing else."""
+    """Answers other peers' questions. An invalid question is refused and counted by reason; its stream is closed."""
 
     handler: Handler
     bound: BlobBound
     uplink: Uplink = field(default_factory=Uplink)
     refused: Counter[str] = field(default_factory=Counter)
-    shares: QuestionShares = field(default_factory=QuestionShares)  # of the questions that are read or answered
-    idle: FairShare = field(default_factory=lambda: FairShare(IDLE_STREAMS))  # streams on which a next one may come
-    refusing: FairShare = field(default_factory=lambda: FairShare(LINGERING))  # streams on which a refusal leaves
-    private: PrivateSwarm | None = None  # None: the swarm is public
-    turning_away: FairShare = field(default_factory=lambda: FairShare(UNPROVEN_STREAMS))  # as `refusing`: no members
-    streams: dict[PeerId, set["asyncio.Task[None]"]] = field(
-        default_factory=dict
-    )  # in a private swarm; no set is empty
+    shares: QuestionShares = field(default_factory=QuestionShares)
+    idle: FairShare = field(default_factory=lambda: FairShare(IDLE_STREAMS))
+    refusing: FairShare = field(default_factory=lambda: FairShare(LINGERING))
+    private: PrivateSwarm | None = None
+    # limits the streams on which we send a refusal to a peer that is not a member of our private swarm
+    turning_away: FairShare = field(default_factory=lambda: FairShare(UNPROVEN_STREAMS))
+    # In a private swarm, the tasks that answer on each peer's streams, so that `drop` can cancel them.
+    streams: dict[PeerId, set["asyncio.Task[None]"]] = field(default_factory=dict)
 
     async def answer_on(self, sender: PeerId, reader: blobs.Reader, writer: blobs.Writer) -> None:
-        """Answers the questions on this stream, until the asker hangs up, pauses for IDLE_S, or asks something bad."""
+        """Answer the questions on a stream until the asker closes it, pauses for IDLE_S, or is refused.
+
+        Args:
+            sender: The asker, whose id the network has proved.
+            reader: The reading end of the stream.
+            writer: The writing end of the stream; the caller closes it.
+        """
         if self.private is None:
             await self._answer_all(sender, reader, writer)
             return
@@ -233,7 +289,7 @@ class Server:
         self.streams.setdefault(sender, set()).add(answering)
         try:
             await asyncio.wait([answering])
-            if not answering.cancelled():  # it is where the peer was dropped
+            if not answering.cancelled():  # `drop` may have cancelled the task
                 answering.result()
         finally:
             answering.cancel()
@@ -249,17 +305,24 @@ class Server:
                 return
 
     def enclose(self, private: PrivateSwarm | None) -> None:
-        """From now on only members of this swarm are answered; None: anybody."""
+        """Answer only members of this private swarm from now on, or any peer if `private` is None."""
         self.private = private
         self.shares.enclose(private)
 
     def drop(self, peer: PeerId) -> None:
-        """Ends the streams of a peer that is no member any more, with what they hold."""
+        """Stop answering on a peer's open streams, for example after its invitation is revoked.
+
+        Do nothing in a public swarm.
+        """
         for task in self.streams.get(peer, ()):
             task.cancel()
 
     async def _next_question(self, sender: PeerId, reader: blobs.Reader) -> int | None:
-        """The length of the next question's header; None if none comes. An idle stream takes no share of questions."""
+        """Wait for the next question, and return the length of its header in bytes.
+
+        Return None if no question comes within IDLE_S, or if the sender already has its share of waiting streams. A
+        waiting stream counts in `self.idle`, not in `self.shares`.
+        """
         if not self.idle.take(sender):
             return None
         try:
@@ -271,7 +334,14 @@ class Server:
             self.idle.give_back(sender)
 
     async def _answer_one(self, sender: PeerId, reader: blobs.Reader, writer: blobs.Writer, length: int | None) -> bool:
-        """Whether another question may follow on the stream. `length`: of the question's header, if it was read."""
+        """Answer or refuse one question, and return whether the asker may send another question on the stream.
+
+        Args:
+            sender: The asker.
+            reader: The reading end of the stream.
+            writer: The writing end of the stream.
+            length: Bytes of the question's header if already read, else None.
+        """
         try:
             share = self.shares.begin(sender)
             try:
@@ -290,7 +360,11 @@ class Server:
     async def _read_and_answer(
         self, share: QuestionShare, reader: blobs.Reader, writer: blobs.Writer, length: int | None
     ) -> bool:
-        """Whether the asker is still there. Raises ProtocolError for a question that is refused, perhaps half read."""
+        """Read and answer one question, and return whether the asker may send another question on the stream.
+
+        Raises:
+            ProtocolError: If the question is refused; some of its bytes may not have been read.
+        """
         private, sender = self.private, share.sender
         unproven = private is not None and not private.admits(sender)
 
@@ -310,14 +384,14 @@ class Server:
         async with asyncio.timeout(STREAM_ANSWER_S):
             answer = await self.handler(sender, question)
         there = await self._write(writer, answer)
-        if not share.known and isinstance(question.message, Hello | Ping):
-            await asyncio.sleep(STRANGER_PAUSE_S)  # so strangers together ask a few hundred a second, and no more
+        if not share.known and isinstance(question.message, Hello | Ping | RecordsQuery):
+            await asyncio.sleep(STRANGER_PAUSE_S)  # limits all unknown peers together to about 300 questions/s
         return there
 
     async def _answer_proof(
         self, private: PrivateSwarm, sender: PeerId, proof: MembershipProof, writer: blobs.Writer
     ) -> bool:
-        """Whether another question may follow: only from a member."""
+        """Answer a membership proof, and return whether the sender is now a member, which may ask a question."""
         answer = private.answer(sender, proof)
         if isinstance(answer.message, Refused):
             self.refused[answer.message.reason] += 1
@@ -337,7 +411,7 @@ class Server:
             room.give_back(sender)
 
     async def _write(self, writer: blobs.Writer, answer: Envelope) -> bool:
-        """Whether the asker is still there."""
+        """Write an answer, and return whether the asker was still connected."""
         try:
             async with asyncio.timeout(WRITE_S):
                 await blobs.write(self.uplink.paced(writer, answer), answer)
@@ -347,17 +421,20 @@ class Server:
 
 
 async def read_until_closed(reader: asyncio.StreamReader, most_bytes: int) -> bytes:
-    """All that comes. Raises AskError for more than `most_bytes`."""
+    """Return all bytes until the other side closes the stream. Raises AskError for more than `most_bytes`."""
     found = b""
     while len(found) <= most_bytes and (piece := await reader.read(most_bytes + 1 - len(found))):
         found += piece
     if len(found) > most_bytes:
-        raise AskError(Reason.OVERSIZE, f"more than {most_bytes} bytes")
+        raise AskError(Reason.OVERSIZE, f"the answer has more than {most_bytes} bytes")
     return found
 
 
 async def _linger(reader: blobs.Reader) -> None:
-    """Reads on until the asker hangs up: closing with unread bytes resets the stream, and the refusal may be lost."""
+    """Read and drop the rest of a refused question until the asker closes the stream, for at most LINGER_S.
+
+    Closing a stream with unread bytes would reset the stream, and the asker could lose the refusal.
+    """
     with suppress(EOFError, ConnectionError, OSError, TimeoutError):
         async with asyncio.timeout(LINGER_S):
             for _ in range(LINGER_CHUNKS):

@@ -1,4 +1,8 @@
-"""What leaves this peer next, and at which pace: the order of comm/net/uplink_queue.py on an event loop."""
+"""Send messages over our uplink in the order and at the pace that `UplinkQueue` decides, on an event loop.
+
+Start with `Uplink.paced`. It returns a writer that splits a message into pieces, and sends a piece when the queue
+allows.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,26 +15,27 @@ from decentral.comm.wire.codec import Envelope
 
 
 class FutureQueue(UplinkQueue["asyncio.Future[None]"]):
-    """Pieces are futures, which have their result when the piece may leave."""
+    """An UplinkQueue whose items are futures: a future completes when its piece may be sent."""
 
     def is_given_up(self, item: "asyncio.Future[None]") -> bool:
+        """Return whether the task that would send this piece has been cancelled."""
         return item.done()
 
 
 @dataclass(slots=True)
 class Uplink:
-    """Lets pieces go when their turn comes, by the event loop's clock."""
+    """Schedules what we send over our uplink: each piece of a message waits until `queue` says that it may be sent."""
 
     queue: FutureQueue = field(default_factory=FutureQueue)
     _timer: asyncio.TimerHandle | None = None
 
     @property
     def free(self) -> bool:
-        """Whether nobody need wait."""
+        """Return whether messages are sent at once: no rate limit is set, and no probe measures the uplink."""
         return self.queue.is_free(asyncio.get_running_loop().time())
 
     def paced(self, writer: Writer, envelope: Envelope) -> Writer:
-        """A writer for this message: what is written to it leaves in its turn."""
+        """Return a writer that sends this message as the queue allows, or `writer` itself if no wait is needed."""
         now = asyncio.get_running_loop().time()
         if not self.queue.paces(envelope, now):
             return writer
@@ -38,7 +43,7 @@ class Uplink:
         return PacedWriter(self, writer, kind_of(envelope.message), turn)
 
     async def await_turn(self, kind: Kind, turn: Turn, size: int) -> None:
-        """Returns when a piece of `size` bytes of the message with this turn may leave."""
+        """Wait until a piece of `size` bytes may be sent; `kind` and `turn` describe the message of the piece."""
         leaves = asyncio.get_running_loop().create_future()
         self.queue.add(kind, turn, size, leaves)
         if self._timer is None:
@@ -47,7 +52,11 @@ class Uplink:
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """Within it nothing else begins to leave, so that a probe measures the link, and not what is left of it."""
+        """Hold back all queued pieces inside the context, so that our bandwidth probe measures the whole uplink.
+
+        First wait until the uplink has sent all earlier pieces. After PROBE_HOLD_S, queued pieces are sent again even
+        if the context has not ended.
+        """
         loop = asyncio.get_running_loop()
         await asyncio.sleep(max(0.0, self.queue.free_at - loop.time()))
         self.queue.hold(loop.time())
@@ -60,7 +69,7 @@ class Uplink:
             self._release()
 
     def _release(self) -> None:
-        """Lets the pieces go whose time has come, and wakes up for the next."""
+        """Let the waiting tasks send all pieces that are due, and set the timer for the next piece."""
         loop, self._timer = asyncio.get_running_loop(), None
         while (next_at := self.queue.next_at()) is not None:
             if next_at > loop.time():
@@ -73,7 +82,7 @@ class Uplink:
 
 @dataclass(slots=True)
 class PacedWriter:
-    """A Writer whose bytes leave piece by piece, each in its turn."""
+    """A Writer of one message that sends the bytes in pieces of TURN_BYTES, each when the uplink's queue allows."""
 
     uplink: Uplink
     writer: Writer
@@ -82,9 +91,11 @@ class PacedWriter:
     _written: list[bytes] = field(default_factory=list)
 
     def write(self, data: bytes) -> None:
+        """Append these bytes to the buffer that `drain` sends."""
         self._written.append(data)
 
     async def drain(self) -> None:
+        """Send the bytes that were written, and return when all of them have been sent."""
         written, self._written = self._written, []
         if self.uplink.free:
             self.writer.write(b"".join(written) if len(written) > 1 else written[0])

@@ -1,14 +1,16 @@
-"""In which order pieces of messages leave a peer, and when: decisions alone, without sockets or waiting.
+"""Decide in which order and when pieces of messages are sent over a slow uplink, without sockets or waiting.
 
-A home's uplink is narrow, and the router before it has a long queue. What TCP sends beyond the link's rate waits there:
-round trips of all connections become several times as long, what is beyond the queue is lost, and a small question
-waits behind a large answer. So where our uplink is known to be thin, pieces of messages leave at its rate, and wait
-here instead, where their order can be chosen: activations before snapshots before downloads (Peng et al.,
-"ByteScheduler", SOSP 2019). Each kind has a share, by start-time fair queueing (Goyal, Vin & Cheng, 1997), so that none
-starves. Within a kind the message comes first that would be through first if it had the uplink for itself: with all of
-them at once a small one would be through as late as a large one.
+A home's uplink is slow, and the home's router has a long queue. Bytes that TCP sends faster than the uplink wait in the
+router: round trips of all connections become several times as long, packets that do not fit in the queue are lost, and
+a small question waits behind a large answer. So if our uplink is known to be slow, messages wait in an UplinkQueue and
+are sent in pieces at the uplink's rate. The queue chooses the order: activations before snapshots before downloads
+(Peng et al., "ByteScheduler", SOSP 2019). Each kind of message has a share of the uplink, by start-time fair queueing
+(Goyal, Vin & Cheng, 1997), so that no kind starves. Within a kind, the first message to be sent is the one that would
+be complete first if each message had the uplink to itself. With round robin instead, a small message would be complete
+as late as a large message.
 
-comm/net/uplink.py drives it on an event loop, decentral/sim/network/virtual_uplink.py in virtual time.
+Start with `UplinkQueue`. comm/net/uplink.py drives it on an event loop, decentral/sim/network/virtual_uplink.py in
+virtual time.
 """
 
 import heapq
@@ -24,17 +26,17 @@ from decentral.comm.wire import messages
 from decentral.comm.wire.codec import Envelope
 from decentral.core.units import KiB, Seconds
 
-TURN_BYTES = 16 * KiB
-UNPACED_BYTES = 4 * KiB  # messages with a smaller blob wait for nothing
-BURST_S = 0.02  # what a late timer may catch up
-PROBED_EVERY_S = 10.0  # of the answers to others' probes one in so long leaves without a pace
-PROBE_HOLD_S = 4.0  # everything else waits for a probe at most so long
+TURN_BYTES = 16 * KiB  # a message is cut into pieces of at most this size
+UNPACED_BYTES = 4 * KiB  # a message with a smaller blob is sent without queueing
+BURST_S = 0.02  # after a late timer, at most the bytes of this many seconds are sent at once to catch up
+PROBED_EVERY_S = 10.0  # once in this time, the answer to another peer's bandwidth probe skips the queue
+PROBE_HOLD_S = 4.0  # while our own bandwidth probe has the uplink to itself, queued messages wait at most this long
 
 Item = TypeVar("Item")
 
 
 class Kind(IntEnum):
-    """What a message carries. The value is its share of an uplink, beside the others', while all have bytes to send."""
+    """A kind of traffic. The value of each kind is its weight when kinds share the uplink."""
 
     ACTIVATIONS = 16
     SNAPSHOTS = 4
@@ -42,7 +44,7 @@ class Kind(IntEnum):
 
 
 def kind_of(message: messages.Message) -> Kind:
-    """Return the kind of traffic that a message and its blob are, which decides what leaves first."""
+    """Return the kind of traffic to which a message and its blob belong."""
     match message:
         case messages.ForwardRequest() | messages.BackwardResponse():
             return Kind.ACTIVATIONS
@@ -52,56 +54,60 @@ def kind_of(message: messages.Message) -> Kind:
 
 
 class Turn(NamedTuple):
-    """A message's place in its kind's order: the first is the one due first, or that came first."""
+    """The sort key of a message among messages of its kind: the message with the lowest key is sent first."""
 
-    due: Seconds  # when it would be through, alone on the uplink
-    number: int
+    due: Seconds  # when the message would be complete if the uplink sent nothing else after it was queued
+    number: int  # serial number of the message, which breaks ties
 
 
 @dataclass(slots=True)
 class Waiting(Generic[Item]):
-    """The pieces of one kind that wait, as a heap, and how far the kind has come in the fair order."""
+    """The waiting pieces of one kind of traffic, and the kind's virtual time in start-time fair queueing."""
 
     kind: Kind
-    pieces: list[tuple[Turn, int, int, Item]] = field(default_factory=list)  # turn, the piece's number, bytes
-    served: float = 0.0  # bytes over the share
+    pieces: list[tuple[Turn, int, int, Item]] = field(default_factory=list)  # heap of (turn, piece number, bytes, item)
+    served: float = 0.0  # virtual time: bytes sent of this kind, divided by the kind's weight
 
     def catch_up(self, virtual: float) -> None:
-        """Come as far as the other kinds are: a kind that was idle has saved nothing up."""
+        """Raise the virtual time to `virtual` at least, so that an idle kind does not save up bandwidth for later."""
         self.served = max(self.served, virtual)
 
     def serve(self, size: int) -> float:
-        """Count a piece that leaves. Return how far the kind had come before."""
+        """Count a piece of `size` bytes as sent, and return the kind's virtual time before that piece."""
         before, self.served = self.served, self.served + size / self.kind
         return before
 
 
 @dataclass(slots=True)
 class UplinkQueue(ABC, Generic[Item]):
-    """Gives pieces their turn. While the rate is not known there is no pace, and pieces leave as they come."""
+    """Decides which piece is sent next, and when. While no rate is known, pieces do not wait.
 
-    rate: Callable[[], float | None] = lambda: None  # bytes/s
-    free_at: Seconds = 0.0  # when what has left is through
-    held_until: Seconds = 0.0  # a probe has the uplink for itself
-    _probed_at: Seconds = -PROBED_EVERY_S  # when the answer to a probe has last left without a pace
+    `Item` is the driver's handle of a piece: a future, or an event in virtual time.
+    """
+
+    rate: Callable[[], float | None] = lambda: None  # returns bytes/s; None while unknown
+    free_at: Seconds = 0.0  # when the uplink will have sent all pieces that it has taken
+    held_until: Seconds = 0.0  # until this time, queued pieces wait for our bandwidth probe
+    _probed_at: Seconds = -PROBED_EVERY_S  # when the answer to a probe last skipped the queue
     _waiting: dict[Kind, Waiting[Item]] = field(default_factory=lambda: {kind: Waiting(kind) for kind in Kind})
-    _busy: list[Waiting[Item]] = field(default_factory=list)  # those of `_waiting` that have pieces
-    _virtual: float = 0.0  # `served` of the kind whose piece left last
+    _busy: list[Waiting[Item]] = field(default_factory=list)
+    _virtual: float = 0.0  # virtual time at which the last sent piece began
     _numbers: "count[int]" = field(default_factory=count)
 
     @abstractmethod
     def is_given_up(self, item: Item) -> bool:
-        """Whether the piece's message is not to be sent any more."""
+        """Return whether the driver no longer wants to send this piece's message."""
 
     def is_free(self, now: Seconds) -> bool:
-        """Whether nobody need wait."""
+        """Return whether messages are sent at once: no rate is known, and no probe has the uplink to itself."""
         return self.rate() is None and now >= self.held_until
 
     def paces(self, envelope: Envelope, now: Seconds) -> bool:
-        """Whether this message, which leaves now, waits for its turn at all.
+        """Return whether this message, which is about to be sent, has to be queued.
 
-        Our probes have the uplink for themselves. What others ask us to send as a probe has it once in a while: they
-        want to know what it carries, but would else take all of it as often as they ask.
+        Small messages and our own probes are not queued. Once in PROBED_EVERY_S an answer to another peer's probe is
+        not queued, so that the answer measures the uplink; this method assumes that the caller then sends the answer.
+        Further answers to probes are queued, so that other peers cannot fill our uplink with probes.
         """
         match envelope.message:
             case _ if len(envelope.blob) < UNPACED_BYTES:
@@ -114,38 +120,50 @@ class UplinkQueue(ABC, Generic[Item]):
         return True
 
     def turn(self, size: float, now: Seconds) -> Turn:
-        """The place of a message of so many bytes that comes now."""
+        """Return the sort key of a message of `size` bytes that is queued now."""
         return Turn(now + size / (self.rate() or math.inf), next(self._numbers))
 
     def add(self, kind: Kind, turn: Turn, size: int, item: Item) -> None:
-        """A piece of a message of this kind and turn waits."""
+        """Queue a piece of a message.
+
+        Args:
+            kind: Kind of the piece's message.
+            turn: Sort key of the piece's message, from `self.turn`.
+            size: Bytes of the piece.
+            item: The driver's handle, which `take` returns when the piece leaves.
+        """
         queue = self._waiting[kind]
-        if not queue.pieces:  # it was idle, and has saved nothing up
+        if not queue.pieces:
             queue.catch_up(self._virtual)
             self._busy.append(queue)
         heapq.heappush(queue.pieces, (turn, next(self._numbers), size, item))
 
     def pace_by(self, rate: Callable[[], float | None]) -> None:
-        """Let pieces leave at this rate from now on, in bytes/s; None: as they come."""
+        """Send pieces at `rate()` bytes/s from now on, or without waiting while `rate()` is None."""
         self.rate = rate
 
     def hold(self, now: Seconds) -> None:
-        """Let nothing leave until `let_go`, or for as long as a probe may take."""
+        """Send no queued piece until `let_go` is called, or for PROBE_HOLD_S at most, while a probe is running."""
         self.held_until = now + PROBE_HOLD_S
 
     def let_go(self) -> None:
+        """Send queued pieces again after `hold`."""
         self.held_until = 0.0
 
     def next_at(self) -> Seconds | None:
-        """When a piece may leave; None while none waits."""
+        """Return when the next piece may be sent; None if no piece waits."""
         return max(self.free_at, self.held_until) if self._busy else None
 
     def next_alone(self) -> Item | None:
-        """Return the message whose pieces leave next, one after another, as no other kind's pieces wait."""
+        """Return the next piece's item if all waiting pieces are of one kind; None otherwise."""
         return self._busy[0].pieces[0][3] if len(self._busy) == 1 else None
 
     def take(self, now: Seconds) -> Item | None:
-        """The piece that leaves, at or after `next_at`; None: its message was given up."""
+        """Remove the next piece, count its bytes as sent, and return its item for the driver to send.
+
+        Return None if `is_given_up` says that the piece is no longer wanted. Call `take` at `next_at` or later, and
+        only while a piece waits.
+        """
         queue = min(self._busy, key=lambda one: (one.served, -one.kind)) if len(self._busy) > 1 else self._busy[0]
         _, _, size, item = heapq.heappop(queue.pieces)
         if not queue.pieces:

@@ -1,6 +1,6 @@
-"""What travels between two layers: hidden values or their gradient, and the targets that the loss at the end needs.
+"""The encoding of micro-batches between two stages: hidden values and targets forward, gradients of hidden values back.
 
-Shapes: B sequences, T positions, D width.
+Start with `ActivationFormat`. Shapes: B sequences, T positions, D width.
 """
 
 import math
@@ -25,26 +25,40 @@ WIRES: Mapping[str, tuple[str, str]] = {
 }
 """The codecs of hidden values and of their gradients, by the config's `routes.wire`."""
 
-AUTO = ("bf16", "int8-q4")  # over fast links, over thin ones
+AUTO = ("bf16", "int8-q4")  # `routes.wire: auto` uses the first entry of WIRES on fast uplinks, the second on slow ones
 
-LARGEST_ACTIVATION = (
-    1e6  # magnitude of a hidden value or its gradient that we believe: backward passes of larger ones overflow
-)
+# A hidden value or gradient of larger magnitude is refused, because it could overflow in the backward pass.
+LARGEST_ACTIVATION = 1e6
 
 
 class ActivationFormat:
-    """Encodes and decodes the micro-batches of one run. `widths[x]`: numbers a token that enter layer x."""
+    """Encodes and decodes the micro-batches of one run."""
 
     def __init__(self, run: config.Config, codecs: Codecs, widths: Sequence[int]) -> None:
+        """Create the format for a run.
+
+        Args:
+            run: The run's config.
+            codecs: Turn vectors of numbers into bytes and back.
+            widths: For each layer, how many numbers per token enter that layer.
+        """
         self.codecs, self.widths = codecs, widths
         self.context, self.vocabulary = run.model.context, run.model.vocabulary
         names = AUTO if run.routes.wire == "auto" else (run.routes.wire,)
-        self.forward = [WIRES[name][0] for name in names]  # over fast links first, over thin ones last
+        self.forward = [WIRES[name][0] for name in names]  # the first codec is for fast links, the last for thin links
         self.backward = [WIRES[name][1] for name in names]
-        self.masks = run.data.format != "text"  # a target that is not trained travels as the first number of no token
+        self.masks = run.data.format != "text"  # True: a target equal to `vocabulary` is masked (has no loss)
 
     def forms(self, layer: int, sequences: int) -> ActivationForms:
-        """Of a micro-batch that enters this layer."""
+        """Return the layouts in which a micro-batch may enter a layer, and in which its gradient may be sent back.
+
+        Args:
+            layer: The layer that the micro-batch enters.
+            sequences: Number of sequences in the micro-batch.
+
+        Returns:
+            The layouts of hidden values and targets, and the layouts of the gradient that is sent back.
+        """
         tokens = sequences * self.context
         numbers = tokens * self.widths[layer]
         codec, size = ("u16", 2) if self.vocabulary + self.masks <= 1 << 16 else ("u32", 4)
@@ -56,6 +70,7 @@ class ActivationFormat:
         return Section("hidden", codec, numbers, self.codecs.size(codec, numbers))
 
     def encode_gradient(self, gradient_BTD: Tensor, thin: bool = False) -> tuple[Layout, bytes]:
+        """Return the layout and the bytes of a gradient of hidden values; `thin` selects the encoding of slow links."""
         section, blob = self._encode(self.backward[THIN if thin else FAST], gradient_BTD)
         return (section,), blob
 
@@ -64,33 +79,58 @@ class ActivationFormat:
         return self._hidden(codec, flat.numel()), self.codecs.encode(codec, flat)
 
     def decode_gradient(self, layout: Layout, blob: bytes, shape: torch.Size) -> Tensor:
-        """fp32 on the CPU. Raises ProtocolError for what is not one section of this shape, whole and believable."""
+        """Return the gradient of hidden values that a next peer has sent back, as fp32 on the CPU.
+
+        Args:
+            layout: Sections of the blob; one is expected.
+            blob: The encoded gradient.
+            shape: (B, T, D) of the hidden values that were sent.
+
+        Raises:
+            ProtocolError: If the layout does not fit `shape`, the blob cannot be decoded, or a value exceeds
+                LARGEST_ACTIVATION.
+        """
         if len(layout) != 1 or layout[0].codec not in self.backward or layout[0].elements != shape.numel():
-            raise ProtocolError(Reason.SHAPE, "not the gradient of this micro-batch")
+            raise ProtocolError(Reason.SHAPE, "the gradient's section, codec or size does not fit this micro-batch")
         return self._decode(layout[0].codec, blob, shape)
 
     def _decode(self, codec: str, blob: bytes, shape: torch.Size) -> Tensor:
         values = self.codecs.decode(codec, memoryview(blob), shape.numel()).view(shape)
         if values.numel() and float(values.abs().amax()) > LARGEST_ACTIVATION:
             raise ProtocolError(
-                Reason.MAGNITUDE, f"a hidden value or its gradient is larger than {LARGEST_ACTIVATION:g}"
+                Reason.MAGNITUDE, f"a hidden value or a gradient has a magnitude above {LARGEST_ACTIVATION:g}"
             )
         return values
 
     def pack(self, layer: int, hidden_BTD: Tensor, targets_BT: Tensor, thin: bool = False) -> tuple[Layout, bytes]:
-        """A micro-batch that leaves for this layer."""
+        """Return the layout and the bytes of a micro-batch that is sent to the next stage.
+
+        Args:
+            layer: The layer that the micro-batch enters next.
+            hidden_BTD: Hidden values.
+            targets_BT: Token ids that the loss needs, int64; MASKED at positions without a loss.
+            thin: Whether to use the encoding for thin links.
+        """
         section, hidden = self._encode(self.forward[THIN if thin else FAST], hidden_BTD)
         expected = self.forms(layer, len(targets_BT)).entering_over(thin)
-        assert section == expected[0], f"what enters layer {layer} is {section}, not {expected[0]}"
+        assert section == expected[0], f"layer {layer} takes {expected[0]}; the hidden values are {section}"
         tokens_BT = targets_BT.cpu().where(targets_BT.cpu() != MASKED, self.vocabulary)
         integers = tokens_BT.to(_dtype(expected[1])).contiguous()
         return expected, hidden + integers.view(torch.uint8).numpy().tobytes()
 
     def unpack(self, job: jobs.Forward) -> tuple[Tensor, Tensor]:
-        """hidden_BTD fp32 and targets_BT int64, on the CPU. Raises ProtocolError for what is not both, and whole."""
+        """Return the hidden values and targets of another peer's micro-batch, as `pack` has encoded them.
+
+        Returns:
+            hidden_BTD fp32 and targets_BT int64, on the CPU; targets without loss are MASKED.
+
+        Raises:
+            ProtocolError: If the layout is not one that may enter the layer, a value cannot be decoded or exceeds
+                LARGEST_ACTIVATION, a target is neither masked nor a token, or all targets are masked.
+        """
         B, T, D = job.sequences, self.context, self.widths[job.first]
         if not fits_one(self.forms(job.first, B).entering, job.layout, len(job.blob)):
-            raise ProtocolError(Reason.SHAPE, "not what enters this layer")
+            raise ProtocolError(Reason.SHAPE, f"the sections, codecs or sizes do not fit layer {job.first}")
         hidden, targets = job.layout
         hidden_BTD = self._decode(hidden.codec, job.blob[: hidden.size], torch.Size((B, T, D)))
         integers = torch.frombuffer(bytearray(job.blob[hidden.size :]), dtype=_dtype(targets))
@@ -98,12 +138,20 @@ class ActivationFormat:
         masked_BT = (targets_BT == self.vocabulary) & self.masks
         targets_BT = targets_BT.masked_fill(masked_BT, MASKED)
         if int(targets_BT.max()) >= self.vocabulary or bool(masked_BT.all()):
-            raise ProtocolError(Reason.VOCABULARY, "a target that is no token, or none that is trained")
+            raise ProtocolError(Reason.VOCABULARY, "a target is not a token number, or all targets are masked")
         return hidden_BTD, targets_BT
 
 
 def likeness(one: Tensor | None, other: Tensor | None) -> Likeness:
-    """Of two gradients fp32 [n]; UNLIKE where one is none, or nothing but zeros."""
+    """Return how similar two gradients are: their cosine, and the norm of `one` over the norm of `other`.
+
+    Args:
+        one: fp32, of any shape; None if it could not be decoded.
+        other: fp32, as many values as in `one`; None if it could not be decoded.
+
+    Returns:
+        UNLIKE if either gradient is None, not finite, or all zeros.
+    """
     if one is None or other is None:
         return UNLIKE
     lengths = float(one.norm()), float(other.norm())

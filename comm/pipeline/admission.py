@@ -1,9 +1,13 @@
-"""Which executions begin here: those of other peers, and why they are refused, our own, and those of a new round.
+"""Admission: which executions this peer accepts from other peers, and how many micro-batches of its own it begins.
 
-Memory is counted in what an execution's activations take, as parts of an execution through the whole span
-(StageConfig.memory_share). An execution that is held has given its activations back: only its answer is kept. How many
-of our own are under way, `MicroBatchWindow` says. A peer that is asked a second time for an execution, because the peer
-in between is gone, computes it once and sends the same gradient again.
+An execution is a micro-batch's forward and backward pass through one peer.
+Start with `Admission.requested`, which accepts or refuses another peer's execution, and `OwnMicroBatches.begin`.
+`MicroBatchWindow` decides how many of our own micro-batches are in flight.
+
+Memory is counted in micro-batches through all layers of this peer (`StageConfig.memory_share`). An execution in state
+HELD waits only for the origin peer's decision; its activations are freed, and it takes no memory. If the previous peer
+of a route is replaced, the new peer requests the same execution. This peer then computes the execution only once, and
+sends the same gradient to both peers (the askers).
 """
 
 import math
@@ -33,38 +37,40 @@ from decentral.core.latest import keep_latest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
-MOST_HELD = 4  # times the micro-batches that the memory takes: executions, with those whose backward pass is done
-KEPT_PART = 8  # one part in so many of the memory is kept for executions that enter at later layers
-ROUNDING = 1e-6  # of sums of parts of the memory
-SHARE = 0.9  # part of the asker's patience after which we give up: the asker then still has time for another peer
-MOST_ASKERS = 8  # of one execution: as many as an origin peer or a hop tries, and some
-GRACE_S = 1.0  # for a CommitDecision that is on its way when its origin peer's time is over
+MOST_HELD = 4  # at most this many times `capacity` executions are here, those included that await a decision
+KEPT_PART = 8  # at most 1 / KEPT_PART of the memory is reserved for executions that enter at later layers
+ROUNDING = 1e-6
+SHARE = 0.9  # we give up after this part of the asker's waiting time, so that it can still try another peer
+MOST_ASKERS = 8  # at most this many peers may request one execution; more than MAX_TRIES (comm/pipeline/forwarding.py)
+GRACE_S = 1.0  # gradients are kept this long after the origin peer's time limit, for a decision that is on its way
 
-# The window of our own micro-batches
+# Constants of `MicroBatchWindow`, the congestion window
 
-FULL = (1.0, 2.0)  # wanted queue per device on a route: (least, most) of our micro-batches; no device idles
-LEAN = (0.125, 0.5)  # the same where each step waits for all under way: a longer queue makes its batch too large
-LARGE_STEP = 4  # micro-batches in a step; where there are as many, a few that wait make it no larger
-RECENT_ON_ROUTE = 32  # micro-batches along one route
-FADES = 0.002  # part of the distance to the newest value by which a least value rises, for each micro-batch
-SLOWER = 2.0
-MOST_ROUTES = 64  # routes whose bases are known; the longest unused is forgotten
-AT_RANDOM = 3.0  # times as many wait where hardly a route comes twice: executions arrive at irregular times
-MANY_ROUTES = 8  # from so many on a new route is measured by the fastest of all
-LEAST_BUDGET_S = 9.0  # enough to find out that a peer is silent, and to ask another one
+FULL = (1.0, 2.0)  # queued micro-batches per device: the window grows below the first value, shrinks above the second
+LEAN = (0.125, 0.5)  # used instead of FULL if a step waits for all micro-batches in flight: a queue enlarges the step
+LARGE_STEP = 4  # steps of at least this many micro-batches use FULL anyway, as a queue hardly enlarges them
+RECENT_ON_ROUTE = 32
+FADES = 0.002  # each new duration raises the stored shortest duration by this part of their difference
+SLOWER = 2.0  # a route has become slower once all its recent durations exceed this many times its shortest
+MOST_ROUTES = 64  # we store durations of this many routes; beyond, the route unused for the longest time is forgotten
+AT_RANDOM = 3.0  # while most routes are new, executions arrive unevenly, so queues may be this many times longer
+MANY_ROUTES = 8  # if we know more routes than this, a new route's first estimate is the shortest duration on any route
+LEAST_BUDGET_S = 9.0  # a micro-batch gets at least this long: time to notice a silent peer and to try another one
 
 
 @dataclass(slots=True)
 class RouteBase:
-    """Seconds of a micro-batch along one route if nothing waits: the least that was seen, which rises slowly.
+    """The base of a route: an estimate of the seconds that a micro-batch takes along it without waiting anywhere.
 
-    If all recent ones took twice as long, the route itself has become slower.
+    `least` is the shortest duration seen, and rises slowly. If the last RECENT_ON_ROUTE durations all exceed SLOWER
+    times `least`, the route has become slower, and the shortest of these durations becomes `least`.
     """
 
     least: Seconds
     recent: deque[Seconds] = field(default_factory=lambda: deque(maxlen=RECENT_ON_ROUTE))
 
     def saw(self, seconds: Seconds) -> None:
+        """Update `least` with the seconds that one more micro-batch took along the route, waiting included."""
         self.recent.append(seconds)
         self.least = min(seconds, self.least + FADES * (seconds - self.least))
         if len(self.recent) == RECENT_ON_ROUTE and min(self.recent) > SLOWER * self.least:
@@ -73,25 +79,32 @@ class RouteBase:
 
 @dataclass(slots=True)
 class MicroBatchWindow:
-    """How many micro-batches an origin peer has under way (TCP Vegas, Brakmo & Peterson 1994).
+    """The congestion window: how many of its own micro-batches an origin peer may have in flight.
 
-    As many as keep the slowest device of the routes busy, and a little more: of W under way, W (1 - base / seconds)
-    wait in some queue; that number is kept within bounds. Every route has a base of its own: one through a slow device
-    is long without anything waiting.
+    Source: TCP Vegas (Brakmo & Peterson 1994). If a micro-batch takes `seconds` on its route, and `base` without
+    waiting, then size * (1 - base / seconds) micro-batches wait in queues. The window keeps this number, per device of
+    the route, between the two values of `waiting`, so that the slowest device stays busy. Each route has its own base,
+    since a route through a slow device takes long even without queues.
     """
 
     waiting: tuple[float, float] = FULL
-    size: int = 2  # at the start as many as the devices of a route, if they are like ours
-    starting: bool = True  # until something waits, the size grows by one for each that comes back
-    bases: dict[tuple[PeerId, ...], RouteBase] = field(default_factory=dict)  # by route
-    typical_s: Seconds | None = None  # of a micro-batch, running average
-    _waiting: float = 0.0  # part of its time that a micro-batch waits somewhere, running average
-    _new: float = 0.0  # part of the routes that were not known, running average
-    _fastest_s: Seconds = math.inf  # of any route; rises as a base does
-    _since: int = 0  # completions since the size was last changed
+    size: int = 2
+    starting: bool = True  # True during slow start: each completed micro-batch enlarges the window until a queue forms
+    bases: dict[tuple[PeerId, ...], RouteBase] = field(default_factory=dict)  # a route is the tuple of its later peers
+    typical_s: Seconds | None = None
+    _waiting: float = 0.0  # running average of the part of its duration that a micro-batch waits in queues
+    _new: float = 0.0  # running average of the part of our micro-batches whose route we did not know before
+    _fastest_s: Seconds = math.inf  # shortest duration on any route; each longer duration raises it slightly (FADES)
+    _since: int = 0
 
     def done(self, seconds: Seconds, route: tuple[PeerId, ...], max_size: int) -> None:
-        """A micro-batch took so long along this route, from its beginning to its end. `max_size`: by memory."""
+        """Record a completed micro-batch of ours, and grow or shrink the window by how long micro-batches have waited.
+
+        Args:
+            seconds: The micro-batch's duration, from its beginning to the end of its backward pass here.
+            route: The peers after this one on the micro-batch's route.
+            max_size: The largest window that memory allows, in micro-batches.
+        """
         waited = 1 - self._base_s(seconds, route) / max(1e-9, seconds)
         self._waiting += NEWEST_WEIGHT * (waited - self._waiting)
         known = self.typical_s
@@ -110,10 +123,10 @@ class MicroBatchWindow:
         self.size = min(self.size, max_size)
 
     def _base_s(self, seconds: Seconds, route: tuple[PeerId, ...]) -> Seconds:
-        """The seconds that it would have taken if nothing had waited.
+        """Record a micro-batch's duration on a route, and return the seconds that it would take without waiting.
 
-        Where routes are many, a new one is measured by the fastest of all: else the first micro-batch of each would
-        look as if it had never waited.
+        With more than MANY_ROUTES known routes, a new route's base is the shortest duration on any route. With its own
+        duration as the base, the first micro-batch on each route would seem not to have waited.
         """
         fading = FADES * (seconds - self._fastest_s) if self._fastest_s < math.inf else 0.0
         self._fastest_s = min(seconds, self._fastest_s + fading)
@@ -126,9 +139,14 @@ class MicroBatchWindow:
 
 
 def budget_s(typical_s: Seconds | None, guess_s: Seconds = 0.0) -> Seconds:
-    """How long an origin peer tries to get one micro-batch through, retries included.
+    """Return the seconds after which an origin peer gives up one of its micro-batches, retries included.
 
-    `guess_s`: what it would take if nothing waited, for as long as none has come back; 0: unknown.
+    Args:
+        typical_s: Usual duration of our micro-batches; None until the first one has completed.
+        guess_s: Expected duration without waiting, used while `typical_s` is None; 0 if unknown.
+
+    Returns:
+        At most MAX_ROUTE_S; MAX_ROUTE_S if neither duration is known.
     """
     if typical_s is None:
         return min(MAX_ROUTE_S, max(UNKNOWN_S, 2 * ROUTE_SLACK * guess_s)) if guess_s > 0 else MAX_ROUTE_S
@@ -137,34 +155,39 @@ def budget_s(typical_s: Seconds | None, guess_s: Seconds = 0.0) -> Seconds:
 
 @dataclass(slots=True)
 class Admission:
+    """Decides which executions this peer accepts, by its layers, its free memory and its round of training."""
+
     table: ExecutionTable
     forwarding: Forwarding
     window: MicroBatchWindow
-    active: bool = False  # this peer trains
-    draining: bool = False  # no new executions: those that are here are brought to their end
-    round: int = 0  # of synchronous training (comm/rounds/round.py)
+    active: bool = False
+    draining: bool = False  # True while this peer refuses new executions, and only finishes present ones
+    round: int = 0  # current round of synchronous training (comm/rounds/round.py); 0 if asynchronous
 
     @property
     def stage(self) -> StageConfig:
+        """Return the layers and limits of this peer."""
         return self.forwarding.load.stage
 
     def start(self) -> None:
-        """This peer trains from now on."""
+        """Accept executions from now on: this peer trains."""
         self.active = True
 
     def drain(self, drains: bool) -> None:
-        """Take no executions any more, or take them again."""
+        """Stop accepting and beginning executions if `drains` is true; otherwise accept and begin them again."""
         self.draining = drains
 
-    # What another peer asks for
-
     def requested(self, event: Asked, request: ForwardRequest, now: Seconds) -> list[Effect]:
-        """Takes an execution, refuses it, or, if it is here already, answers whoever asks for it now."""
+        """Handle a ForwardRequest: begin the execution, refuse it, or add an asker to a known execution.
+
+        All askers get the answer as soon as the execution is computed. A request from the origin peer itself replaces
+        an execution of the same id that another peer sent here.
+        """
         id = ExecutionId(request.origin, request.number, request.first)
         known = self.table.by_id.get(id)
         if known is not None and (event.sender != request.origin or event.sender in known.askers):
             return self._asked_again(known, event, request, now)
-        # The origin itself asks: what is here came by another peer in its name. Drop it.
+        # Another peer sent this execution here, and now the origin peer sends it directly: drop the earlier copy.
         given_up = self.table.give_up(known, Reason.MOVED) if known is not None else []
         refusal = self.refusal(request, len(event.envelope.blob))
         if refusal is None and self.table.holds.rests(PeerId(request.origin), now):
@@ -195,10 +218,10 @@ class Admission:
     def _asked_again(
         self, known: ForwardedExecution, event: Asked, request: ForwardRequest, now: Seconds
     ) -> list[Effect]:
-        """A peer asks for an execution that is here: again, or because another one that asked before is gone.
+        """Add an asker to an execution that is already here, and answer at once if the answer is known.
 
-        Naming an execution takes nothing from whoever has asked for it: all askers get the answer, and how long the
-        origin peer may commit it stays as it was. Only a peer that can be before this one on a route may ask.
+        All askers get the same answer. The origin peer's time to commit does not change. If an asker repeats its
+        request, the earlier request is refused. A sender that cannot be the previous peer of the route is refused.
         """
         if not self._may_be_before(event.sender, known):
             return [Reply(event.request, Envelope(Refused(Reason.SPAN)))]
@@ -210,31 +233,42 @@ class Admission:
         return effects + known.replies()
 
     def _may_be_before(self, sender: PeerId, known: ForwardedExecution) -> bool:
-        """Whether the peer has asked before, or holds the layer before, by its record."""
+        """Return whether the sender may be the previous peer on the execution's route.
+
+        True if the sender is among the askers already, or if its record says that it serves the layer before `first`.
+        """
         if sender in known.askers:
             return True
         first, last, _ = self.forwarding.view.span_and_speed(sender)
         return first < known.id.first <= last
 
     def refusal(self, request: ForwardRequest, blob_bytes: int) -> Reason | None:
-        """Why this execution is not taken; None: it is."""
+        """Return why this peer refuses an execution; None if it accepts the execution.
+
+        Args:
+            request: The execution that another peer asks for.
+            blob_bytes: Size of the activations that came with the request.
+        """
         stage = self.stage
         if not self.active:
             return Reason.NOT_READY
         if ExecutionId(request.origin, request.number, request.first) in self.table.counted:
-            return Reason.COUNTED  # an old question that was delayed: a later one has been answered long ago
+            return Reason.COUNTED  # a late request: the execution was already computed and committed here
         if stage.size(request) == 0 or request.origin == stage.peer:
             return Reason.SPAN
         if not stage.fits(request, blob_bytes):
             return Reason.SHAPE
         if request.patience_s < MIN_PATIENCE_S or request.round < self.round:
             return Reason.LATE
-        if request.round > self.round + stage.synchronous:  # without rounds there is no next one to wait for
+        if request.round > self.round + stage.synchronous:  # requests for synchronous rounds may come one round early
             return Reason.NOT_READY
         return None if self.has_memory(request.first) and not self.draining else Reason.BUSY
 
     def answer(self, event: Asked) -> Load | Done | Refused | None:
-        """The answer to a question that changes nothing: there are many more of them than of executions."""
+        """Return the answer to an Offer or a ForwardStatusQuery; None for other messages.
+
+        Both messages change no state and are far more frequent than executions, so the router answers them first.
+        """
         match event.envelope.message:
             case Offer() as offer:
                 return self._load(offer)
@@ -244,7 +278,7 @@ class Admission:
         return None
 
     def _load(self, offer: Offer) -> Load | Refused:
-        """How soon this peer would be through with one more execution."""
+        """Answer an Offer with the seconds that one more execution would wait and take here, or with a refusal."""
         if not self.active or self.draining:
             return Refused(Reason.NOT_READY)
         if not self.stage.begins(offer.first):
@@ -257,16 +291,21 @@ class Admission:
         return Load(self.stage.run, wait_s, load.execution_s(offer.first, last), last)
 
     def may_begin(self, own: int) -> bool:
-        """Whether a micro-batch of our own may begin while so many are under way: the training thread has time for it,
-        and no gradients wait for a step."""
+        """Return whether one more of our own micro-batches may begin.
+
+        The window and the memory must have room for it, the job queue must not be full, and no step may wait.
+
+        Args:
+            own: How many of our own micro-batches are in flight.
+        """
         return not self.table.jobs.full and self.has_memory(0) and own < self.window.size and not self.table.step_waits
 
     def has_memory(self, first: int) -> bool:
-        """Whether there is memory for an execution that enters at this layer.
+        """Return whether there is memory for an execution that enters at layer `first`.
 
-        The memory of one execution is kept for each later layer at which executions may enter (buffer classes: Merlin
-        and Schweitzer, 1980). Else peers that hold the same layers could fill each other with executions that wait for
-        one another.
+        For each later layer at which executions may enter, the memory of one execution is reserved (buffer classes:
+        Merlin and Schweitzer, 1980). Without this, peers that hold the same layers could fill each other's memory with
+        executions that wait for one another: a deadlock.
         """
         capacity, count, in_use, own_count, own = self.stage.capacity, 0, 0.0, 0, 0.0
         for execution in self.table.by_token.values():
@@ -285,22 +324,20 @@ class Admission:
         if first == 0:
             return own + more <= most
         usual = own / own_count if own_count else 1.0
-        # Reserve memory for our own window: only we can begin our micro-batches.
+        # Reserve memory for our own micro-batches, since no other peer can begin them.
         wanted = min(self.window.size * usual, capacity - kept) - own
         others = in_use - own + more
         return others <= capacity // KEPT_PART + ROUNDING or others + own + wanted <= capacity + ROUNDING
 
-    # Forward passes, which wait for their round in synchronous training
-
     def push(self, job: Forward, round: int) -> None:
-        """The job waits for the training thread, or, if it belongs to the next round, for that."""
+        """Queue a forward pass for the training thread, or keep it until `round` begins if that is a later round."""
         if round > self.round:
             self.table.jobs.early[job.token] = job
         else:
             self.table.jobs.push(job)
 
     def begin_round(self, round: int, active: bool) -> list[Effect]:
-        """The weights are those of this round now. Micro-batches that came early belong to it."""
+        """Enter a round: queue the forward passes that came early for this round, or refuse them if not `active`."""
         self.round, self.active = round, active
         effects: list[Effect] = []
         early, self.table.jobs.early = self.table.jobs.early, {}
@@ -313,7 +350,7 @@ class Admission:
         return effects
 
     def end_round(self, everything: bool) -> list[Effect]:
-        """What is under way is given up. `everything`: also what came early."""
+        """Remove all executions of this round and, if `everything`, executions that came early for the next round."""
         effects: list[Effect] = []
         for execution in list(self.table.by_token.values()):
             if execution.state is GONE or (execution.round > self.round and not everything):
@@ -327,16 +364,16 @@ class Admission:
 
 @dataclass(slots=True)
 class OwnMicroBatches:
-    """How many micro-batches of our own are under way, and when the next one begins."""
+    """Begins this peer's own micro-batches, and gives them up when no other peer can take them."""
 
     table: ExecutionTable
     admission: Admission
     forwarding: Forwarding
-    quota: int | None = None  # micro-batches that may still begin; None: as many as the window allows
-    look_at: Seconds | None = None  # when to see whether a peer holds the next layers
+    quota: int | None = None  # how many micro-batches may still begin; None: as many as the window allows
+    look_at: Seconds | None = None  # when to look again for a peer that holds the next layers; None: no need to look
 
     def begin(self, now: Seconds) -> list[Effect]:
-        """Begins as many micro-batches as the window allows, while the training thread has nothing better to do."""
+        """Return the jobs that begin new micro-batches, as many as quota, window and training thread allow."""
         jobs: list[Effect] = []
         self.look_at = None
         stage = self.admission.stage
@@ -351,7 +388,7 @@ class OwnMicroBatches:
                 self.look_at = now + SUCCESSOR_RETRY_S
                 break
             execution = self._new(last, now)
-            self.table.jobs.running.add(execution.token)  # at once: nothing else waits for the training thread
+            self.table.jobs.running.add(execution.token)  # this job needs no queue: `may_begin` found the thread free
             jobs.append(Draw(execution.token, last, self.forwarding.view.is_thin()))
             own += 1
             self.quota = None if self.quota is None else self.quota - 1
@@ -373,10 +410,11 @@ class OwnMicroBatches:
 
     @property
     def under_way(self) -> list[OwnExecution]:
+        """Return our own micro-batches in flight."""
         own = (one for one in self.table.by_token.values() if isinstance(one, OwnExecution))
         return [execution for execution in own if execution.state is not GONE]
 
     def give_up_all(self) -> list[Effect]:
-        """Gives up those under way, and begins none any more: no peers are left that could take them on."""
+        """Give up our micro-batches in flight and begin no more, because no peer is left that could take them."""
         self.quota = 0
         return [effect for execution in self.under_way for effect in self.table.give_up(execution, Reason.GONE)]

@@ -1,18 +1,21 @@
-"""Audits by recomputation: now and then another holder of the same layers computes again what a peer gave back.
+"""Audits by recomputation: for a random part of the answers, another holder of the same layers computes them again.
 
-    an answer comes --by chance--> ForwardRequest with the same activations to another peer --> the two are compared
-    they agree   --> both were right
-    they do not  --> a third peer is asked; who is alone against two that agree was wrong (comm/pipeline/next_peer.py)
-                     nobody is left to ask, or no two agree --> nobody is blamed
+    an answer comes --by chance--> ForwardRequest with the same activations to another peer --> compare both gradients
+    the gradients agree   --> both answers were right
+    the gradients differ  --> a third peer is asked; if two answers agree, the other answer was wrong (`Reputations`)
+                              no two answers agree, or no peer is left to ask --> no peer is blamed
 
-For those who are asked, an audit is a ForwardRequest like any other. The audited peer had computed before anybody drew
-its answer; and the request to the others names the micro-batch's twin (`twin`), a number that its origin peer never
-gives out, and that only those tell from a number of its own who have seen both. Its gradients are aborted.
+Start with `RouteAudits.gave_back`, which decides whether an answer is audited.
 
-What that costs: the passes through the layers behind this peer, and the sums that the aborted executions are in. Of
-what it sends on, a peer spends AUDIT_SHARE on audits, and OPENING_AUDITS of them once: a new peer's first answers are
-audited one by one, and as long as they are right, ever fewer of the later ones. Audits that find a wrong answer cost
-nothing of that: each saves more than it takes, and there is no end of names for liars.
+A peer cannot distinguish an audit from normal work. An answer is chosen for an audit only after it has come. The
+requests to other peers name the micro-batch by its twin (`twin`): a number that its origin peer never uses, so only a
+peer that has seen both numbers can recognise an audit. The executions of an audit are aborted.
+
+An audit costs the passes through all later layers, and the gradient sums that are dropped because they contain aborted
+executions. Each micro-batch that a peer sends on adds AUDIT_SHARE of a micro-batch to its budget for audits, and the
+budget may be overdrawn by OPENING_AUDITS requests. A new peer's answers are audited often at first, and less often
+while they are right. An audit that finds a wrong answer is not charged, since liars could use up the budget under ever
+new names.
 """
 
 import itertools
@@ -35,57 +38,61 @@ from decentral.core.journal.field_kinds import Verdict
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
 
-AUDIT_SHARE = 0.01  # of the micro-batches that are sent on, what audits may cost, the sums that they spoil included
-STEADY = 0.5  # of that, what peers without a wrong answer are audited for; the rest is left for those with one
-OPENING_AUDITS = 8  # requests of audits that are paid for later
-OPEN_AUDITS = 4  # audits at a time: each keeps a micro-batch's activations
-MOST_ASKED = 6  # peers that are asked in one audit, those that were busy included
-OPINIONS = 3
-LEAST_BLAME = 0.25  # of a wrong answer, however many hops its peer names: they may be made up
+AUDIT_SHARE = 0.01  # each micro-batch that a peer sends on adds this part of a micro-batch to its budget for audits
+STEADY = 0.5  # part of AUDIT_SHARE spent on peers with many right answers; the rest is for new peers and caught liars
+OPENING_AUDITS = 8  # the budget may be overdrawn by this many requests, so that a new peer's first answers are audited
+OPEN_AUDITS = 4  # at most this many audits run at a time: each keeps a micro-batch's activations in memory
+MOST_ASKED = 6  # an audit asks at most this many peers, the audited peer and busy peers included
+OPINIONS = 3  # an audit needs at most this many answers: two that agree outvote the third
+LEAST_BLAME = 0.25  # a wrong answer counts at least this much: a liar may share the blame with hops that it invented
 
-# What honest replicas' answers differ by, and a margin: docs/results/security.md has the measurements.
-LEAST_COSINE = 0.5
-MOST_RATIO = 2.0  # of two gradients' lengths
+# Two answers agree within these limits: as far as honest replicas differ (docs/results/security.md), plus a margin.
+LEAST_COSINE = 0.5  # least cosine of the angle between two gradients
+MOST_RATIO = 2.0  # largest ratio of the L2 norms of two gradients
 MOST_LOSS_RATIO = 1.5
 
 
 def twin(number: int) -> int:
-    """The number that names a micro-batch's audits. Each origin peer uses one number of each pair, by chance."""
+    """Return the number by which audits name micro-batch `number`.
+
+    Numbers form pairs (2k, 2k + 1). The origin peer takes one number of a pair at random, and never uses the other.
+    """
     return number ^ 1
 
 
 @dataclass(frozen=True, slots=True)
 class Opinion:
-    """What one peer says the micro-batch's gradient is."""
+    """One peer's answer in an audit: the gradient that it returned for the micro-batch."""
 
     peer: PeerId
     response: BackwardResponse
     blob: bytes
 
     def shares_hops(self, other: "Opinion") -> bool:
-        """Whether some peer was on both routes, by what the two say."""
+        """Return whether some peer is among the hops of both answers."""
         return bool({hop.peer for hop in self.response.hops} & {hop.peer for hop in other.response.hops})
 
 
 @dataclass(slots=True, kw_only=True)
 class Audit:
-    """One micro-batch that is computed again from layer `id.first` on."""
+    """An audit in progress: other peers compute a micro-batch again, from layer `id.first` to the model's end."""
 
     token: int
-    id: ExecutionId  # that of the request to the others
-    of: int  # the micro-batch's own number
-    hop: NextHop  # what was sent on, and who was asked
+    id: ExecutionId  # id under which the audit requests the execution (see `twin`)
+    of: int  # number that the origin peer gave the micro-batch
+    hop: NextHop
     sequences: int
-    patience_s: Seconds
-    hold_s: Seconds
-    deadline_s: Seconds  # after which another peer is asked: whoever never answers must not keep audits from others
-    age_s: Seconds  # of the micro-batch when it was sent on
+    patience_s: Seconds  # how long the audited peer had to answer
+    hold_s: Seconds  # how long the audited peer had to wait for the origin peer's decision
+    deadline_s: Seconds  # we wait at most this long for one peer, so that a silent peer does not block other audits
+    age_s: Seconds  # how old the micro-batch was when this peer sent it to the audited peer
     opinions: list[Opinion]
-    likeness: dict[tuple[int, int], Likeness] = field(default_factory=dict)  # of pairs of opinions
-    costs: list[float] = field(default_factory=list)  # of those that were asked and took part, in micro-batches
+    # Similarity of two opinions; the key is their indices in `opinions`.
+    likeness: dict[tuple[int, int], Likeness] = field(default_factory=dict)
+    costs: list[float] = field(default_factory=list)  # cost in micro-batches of each request that has not failed
 
     def agree(self, one: int, other: int) -> bool:
-        """Whether two opinions are as like as those of honest replicas."""
+        """Return whether two opinions are as similar as the answers of honest replicas; `one` is the lower index."""
         found = self.likeness[one, other]
         losses = [self.opinions[at].response.loss for at in (one, other)]
         return (
@@ -95,7 +102,10 @@ class Audit:
         )
 
     def alone(self) -> int | None:
-        """Of three opinions, the one that is against two which agree, without a peer in common."""
+        """Return the index of the opinion that differs from two agreeing opinions; None if there is no such opinion.
+
+        Two opinions do not count as agreeing if their routes have a peer in common.
+        """
         for one, two, other in ((0, 1, 2), (0, 2, 1), (1, 2, 0)):
             against = not any(self.agree(min(each, other), max(each, other)) for each in (one, two))
             if against and self.agree(one, two) and not self.opinions[one].shares_hops(self.opinions[two]):
@@ -105,31 +115,36 @@ class Audit:
 
 @dataclass(slots=True)
 class RouteAudits:
-    """`chance` must be secret, so that no peer can tell which of its answers is audited; None: none is."""
+    """The audits of next peers' answers: chooses answers, asks other peers, and judges the opinions."""
 
     forwarding: Forwarding
-    chance: Random | None
-    owed: float = 0.0  # micro-batches that audits have cost beyond their share
+    chance: Random | None  # secret, so that no peer can predict which of its answers is audited; None: no audits
+    owed: float = 0.0  # cost of audits, in micro-batches, that the budget has not covered yet
     open: dict[int, Audit] = field(default_factory=dict)
-    _in_sum: float = field(
-        init=False
-    )  # micro-batches in a sum here, running average: as many are lost with an aborted one
+    _in_sum: float = field(init=False)  # average number of micro-batches in a gradient sum; one abort drops them all
     _tokens: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
+        """Estimate the size of gradient sums from the stage's config, until the first sums are complete."""
         self._in_sum = self.forwarding.stage.micro_batches_per_step + 1.0
 
     @property
     def cost(self) -> float:
-        """Of asking one more peer, in micro-batches."""
+        """Return the cost of an audit request in micro-batches: its computation, and the sum that its abort drops."""
         return 1.0 + self._in_sum
 
     def stepped(self, micro_batches: int) -> None:
-        """A sum of so many micro-batches was sealed here."""
+        """Update the average size of gradient sums, because a sum of `micro_batches` micro-batches is complete."""
         self._in_sum += NEWEST_WEIGHT * (micro_batches - self._in_sum)
 
     def gave_back(self, execution: StageExecution, event: Answered, now: Seconds) -> list[Effect]:
-        """The next peer has answered with what may be the gradient. By chance it is audited."""
+        """Audit a next peer's answer, with a probability that follows from the peer's reputation and the budget.
+
+        The caller must pass every gradient that comes back, since each gradient adds to the budget.
+
+        Returns:
+            The request to another peer; no effects if the answer is not audited.
+        """
         self.owed = max(0.0, self.owed - AUDIT_SHARE)
         response, chance = event.envelope.message, self.chance
         assert isinstance(response, BackwardResponse)
@@ -157,7 +172,10 @@ class RouteAudits:
         return self._ask(audit, now, chance)
 
     def _ask(self, audit: Audit, now: Seconds, chance: Random) -> list[Effect]:
-        """Asks one more peer, whichever; those on the routes so far come last, as their opinions are not new ones."""
+        """Ask one more random peer, or end the audit if no peer is left to ask.
+
+        Peers on the routes of earlier opinions are asked last, as their opinions are not independent.
+        """
         hop, id, known = audit.hop, audit.id, self.forwarding
         holders = [peer for peer in known.view.successors(id.first) if known.trust.weight(peer, now) > 0]
         others = [peer for peer in holders if peer not in hop.tried and peer != id.origin]
@@ -179,7 +197,7 @@ class RouteAudits:
         return [Ask(tag, to, Envelope(request, hop.payload), patience_s, hop.most_bytes)]
 
     def answered(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
-        """A peer that was asked in an audit has answered, or has not."""
+        """Handle the outcome of an audit request: compare the new opinion, or ask another peer if no opinion came."""
         assert isinstance(event.tag, AuditTag)
         audit = self.open.get(event.tag.token)
         if audit is None or audit.hop.to != event.peer or audit.hop.attempts != event.tag.attempt:
@@ -192,11 +210,11 @@ class RouteAudits:
                 audit.opinions.append(Opinion(event.peer, response, blob))
                 gradients = tuple((one.response.layout, one.blob) for one in audit.opinions)
                 return [Compare(audit.token, audit.sequences, audit.id.first, gradients)]
-        self.owed -= audit.costs.pop()  # it took no part
+        self.owed -= audit.costs.pop()  # a request that brought no opinion is not charged to the budget
         return self._ask(audit, now, self._drawing)
 
     def compared(self, event: Compared, now: Seconds) -> list[Effect]:
-        """The newest opinion was compared with each one before."""
+        """Judge an audit after its newest opinion was compared with each earlier one, or ask for a third opinion."""
         audit = self.open[event.token]
         newest = len(audit.opinions) - 1
         audit.likeness |= {(earlier, newest): found for earlier, found in enumerate(event.likeness)}
@@ -214,16 +232,16 @@ class RouteAudits:
                 self.forwarding.trust.was_wrong(opinion.peer, max(LEAST_BLAME, 1 / len(opinion.response.hops)), now)
             else:
                 self.forwarding.trust.was_right(opinion.peer)
-        self.owed -= sum(audit.costs)  # else a liar uses up the audits of all the names that it takes after this one
+        self.owed -= sum(audit.costs)  # not charged, or one liar with many names could use up the budget
         return self._end(audit, "wrong", now, audit.opinions[alone].peer)
 
     @property
     def _drawing(self) -> Random:
-        assert self.chance is not None, "an audit was begun by chance"
+        assert self.chance is not None, "audits begin only where there is a source of chance"
         return self.chance
 
     def _end(self, audit: Audit, verdict: Verdict | None, now: Seconds, wrong: PeerId | None = None) -> list[Effect]:
-        """The journal's line, if anybody has answered. `wrong` is the peer that was alone."""
+        """Close an audit, and log its verdict unless it is None; `wrong` is the peer that gave the wrong answer."""
         self.open.pop(audit.token, None)
         if verdict is None:
             return []

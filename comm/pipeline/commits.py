@@ -1,20 +1,23 @@
-"""Two-phase commit of a micro-batch's gradients: its origin peer decides, and each peer of its route is told.
+"""Two-phase commit of a micro-batch's gradients: its origin peer decides, and informs each peer of its route.
 
-    at the origin peer    all gradients of the route are there --> commit to each hop; kept, to answer commit queries
+`CommitProtocol` sends and answers the messages, at both ends:
+
+    at the origin peer    all gradients of the route are there --> commit to each hop; keep the route, to answer queries
     at a hop              gradients held --decision--> committed or aborted in the ledger (ExecutionLifecycle.decided)
-                                         --wait------> the origin peer is asked what became of them:
-                                                         --> committed or aborted, as if it had told us by itself
-                                                         --> still under way: asked again, after twice the time
-                                                         --> no answer: it is gone, and its micro-batches are aborted
+                                         --wait------> CommitQuery to the origin peer, which answers:
+                                                         --> committed or aborted: done
+                                                         --> in flight: asked again, after twice the time
+                                                         --> no answer: its micro-batches at this peer are aborted
 
-So a lost CommitDecision, a killed origin peer, and a route that left this peer aside cost only a moment. If a living
-origin peer is taken for dead, its micro-batches here do not count at this stage, and nothing worse happens.
+So a lost CommitDecision, a killed origin peer, or a route that has changed costs only a short wait. If an origin peer
+that still runs does not answer, its micro-batches here do not count at this stage; nothing else is lost.
 
-How long gradients in doubt are held for an origin peer, whatever it asks for, follows from what decisions took us
-before (`HoldLimits`). A sum waits for every execution in it, so an origin peer that says "still under way" for an hour
-would stop our steps for an hour. After a few times the usual wait its execution is aborted, and it rests. So do all
-origin peers together that have not committed anything here yet, or not since they ran out of time: whoever has many
-names blocks us for a tenth of the time, and those that commit are not concerned.
+`HoldLimits` bounds how long gradients wait for an origin peer's decision, by how long earlier decisions took. A sum
+waits for every execution in it, so an origin peer that answers "in flight" for an hour would stop our steps for an
+hour. After a few times the usual wait the execution is aborted, and the origin peer is made to rest: for a while, this
+peer computes nothing for it. All unproven origin peers, which have committed nothing here since they last ran out of
+time, must rest as well. So an attacker with many names blocks at most a tenth of the time, and origin peers that commit
+are not affected.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -31,54 +34,59 @@ from decentral.core.latest import keep_latest
 from decentral.core.machine import earliest
 from decentral.core.units import Seconds
 
-COMMIT_DECISION_S: Seconds = 5.0  # deadline of a CommitDecision
-DECISIONS_KEPT = 4096  # decisions of either kind that wait for one peer; older ones run out of time there
-IN_DOUBT_S = 1.0  # an execution is held for at least so long before its origin peer is asked ...
-LATE_TIMES = 2.0  # ... or for so many times as long as this one usually takes to decide, if that is sooner ...
-LEAST_IN_DOUBT_S = 0.5  # ... but for so long: where gradients are exact, steps wait until a silent one is found out
-COMMIT_QUERY_S = 3.0  # most for the answer to a CommitQuery; an origin peer that takes longer is gone ...
-ANSWER_TIMES = 3.0  # it may take so many times as long as decisions usually take, ...
-LOST_S = 1.0  # ... and as long as a packet takes that was lost once
-COMMITS_KEPT = 4096  # routes that an origin peer remembers, to answer commit queries
+COMMIT_DECISION_S: Seconds = 5.0
+DECISIONS_KEPT = 4096  # most commits, and most aborts, queued for one peer; the peer must ask for older decisions
+IN_DOUBT_S = 1.0  # if an origin peer's usual time to decide is not known, we wait at least this long before we ask it
+LATE_TIMES = 2.0  # we ask an origin peer for its decision after this many times its usual time to decide
+LEAST_IN_DOUBT_S = 0.5  # we wait at least this long before we ask, however fast the origin peer usually decides
+COMMIT_QUERY_S = 3.0  # longest deadline of a CommitQuery: an origin peer that takes longer counts as gone
+ANSWER_TIMES = 3.0  # a CommitQuery's deadline is LOST_S plus this many times the origin peer's usual time to decide
+LOST_S = 1.0  # part of a CommitQuery's deadline in which a lost packet can be sent again
+COMMITS_KEPT = 4096  # an origin peer remembers this many of its latest routes, to answer commit queries
 
-# Limits of what is held in doubt
+# Constants of `HoldLimits`, which limits how long gradients await a decision, and refuses origin peers that are late
 
-USUAL_TIMES = 4.0  # what decisions usually take, or a micro-batch through the whole model
-LEAST_LIMIT_S = 60.0  # a slow origin peer's own passes, and a link that is cut for a while
-UNDECIDED_REST_TIMES = 9.0  # as long as the execution was held: a tenth of the time is lost at most
-MOST_REST_S = 3600.0
-REMEMBERED_TIMES = 2.0  # a rest's length after its end, in which the next one is twice as long
-ORIGINS_KEPT = 1024  # origin peers, of either kind
+USUAL_TIMES = 4.0  # gradients may await a decision this many times as long as one, or a whole route, usually takes
+LEAST_LIMIT_S = 60.0  # gradients may await a decision at least this long: the origin peer may be slow, or its link cut
+UNDECIDED_REST_TIMES = 9.0  # an origin peer is refused for this many times as long as it left gradients undecided
+MOST_REST_S = 3600.0  # an origin peer's executions are refused for at most this long
+REMEMBERED_TIMES = 2.0  # a refusal is twice as long if the last one ended less than this many times its own length ago
+ORIGINS_KEPT = 1024  # we store the usual time to decide of this many origin peers, and refusals of as many
 
 
 @dataclass(slots=True)
 class DecisionOutbox:
-    """The decisions that one peer has not been told yet."""
+    """Our decisions on executions at one other peer that the other peer has not received yet."""
 
     commit: list[ExecutionId] = field(default_factory=list)
     abort: list[ExecutionId] = field(default_factory=list)
-    asking: bool = False
-    under_way: tuple[ExecutionId, ...] = ()  # commits in the question that it has not answered yet
+    asking: bool = False  # True while a CommitDecision to the peer is unanswered
+    under_way: tuple[ExecutionId, ...] = ()  # commits in the unanswered CommitDecision
 
 
 @dataclass(slots=True)
 class CommitProtocol:
+    """Sends and answers the messages of the two-phase commit: decisions to hops, and queries to origin peers."""
+
     run: RunId
     peer: PeerId
     boxes: dict[PeerId, DecisionOutbox] = field(default_factory=dict)
-    _routes: dict[int, frozenset[tuple[str, int]]] = field(default_factory=dict)  # by number: (peer, first layer)
-    _due: dict[ExecutionId, tuple[Seconds, Seconds]] = field(default_factory=dict)  # when, and the wait after that
+    # The hops of each committed route, as (peer, first layer), by micro-batch number.
+    _routes: dict[int, frozenset[tuple[str, int]]] = field(default_factory=dict)
+    # For each execution in doubt: (when the next CommitQuery is sent, wait after that query).
+    _due: dict[ExecutionId, tuple[Seconds, Seconds]] = field(default_factory=dict)
     _asking: dict[PeerId, tuple[ExecutionId, ...]] = field(default_factory=dict)
 
-    # What others are told: one question at a time to each; what comes up meanwhile travels with the next
+    # Each peer gets one CommitDecision at a time, with all decisions that are queued for it.
 
     def commit(self, id: ExecutionId, hops: Sequence[Hop]) -> None:
-        """A micro-batch of ours has its gradients at every hop: from now on they count."""
+        """Queue the commit of our micro-batch `id` for each hop of its route; keep the route, to answer queries."""
         for hop in hops:
             self._box(PeerId(hop.peer)).commit.append(ExecutionId(id.origin, id.number, hop.first))
         keep_latest(self._routes, id.number, frozenset((hop.peer, hop.first) for hop in hops), COMMITS_KEPT)
 
     def abort(self, peer: PeerId, execution: ExecutionId) -> None:
+        """Queue the abort of an execution, which the peer gets with the next CommitDecision."""
         self._box(peer).abort.append(execution)
 
     def _box(self, peer: PeerId) -> DecisionOutbox:
@@ -87,10 +95,11 @@ class CommitProtocol:
         return box
 
     def told(self, outcome: Answered | AskFailed) -> None:
-        """The last question to this peer was answered, or failed.
+        """Record the outcome of the CommitDecision to a peer.
 
-        What it knows to be committed is committed to it once: a peer that was killed and goes on from its checkpoint
-        has forgotten what counts there, and the micro-batch may come to it again, to be audited.
+        Once the peer has acknowledged a commit, its later queries about that execution are answered with an abort. Such
+        a query comes from a peer that restarted from an older checkpoint and got the micro-batch again in an audit,
+        where the micro-batch must not count.
         """
         box = self.boxes.setdefault(outcome.peer, DecisionOutbox())
         box.asking, committed, box.under_way = False, box.under_way, ()
@@ -99,6 +108,7 @@ class CommitProtocol:
                 self._routes[one.number] -= {(outcome.peer, one.first)}
 
     def tell(self) -> list[Ask]:
+        """Return a CommitDecision for each peer with queued decisions and no unanswered CommitDecision."""
         asks: list[Ask] = []
         for peer, box in list(self.boxes.items()):
             if box.asking:
@@ -113,34 +123,53 @@ class CommitProtocol:
         return asks
 
     def answer(self, asker: PeerId, executions: Sequence[ExecutionId], under_way: Collection[int]) -> CommitDecision:
-        """Decides on executions at the asker of which this peer is the origin. What is still under way is left out.
+        """Return our decision on executions at another peer, as the answer to its CommitQuery.
 
-        A peer that was restarted knows none of its old routes, and so aborts them.
+        An origin peer that was restarted has no record of its old routes, so it answers with aborts.
+
+        Args:
+            asker: The peer that has the executions.
+            executions: The executions in its query; executions of other origin peers are ignored.
+            under_way: Numbers of our micro-batches that are in flight; the decision does not name them.
         """
         over = [one for one in executions if one.origin == self.peer and one.number not in under_way]
         commit = tuple(one for one in over if (asker, one.first) in self._routes.get(one.number, ()))
         return CommitDecision(self.run, commit, tuple(one for one in over if one not in commit))
 
-    # What others are asked: which held executions they have decided on
-
     @property
     def wake_at(self) -> Seconds | None:
+        """Return when the next CommitQuery is due; None if no execution is in doubt."""
         return earliest(at for execution, (at, _) in self._due.items() if execution.origin not in self._asking)
 
     def hold(self, execution: ExecutionId, now: Seconds, took_s: Seconds, usual_s: Seconds | None) -> None:
-        """`took_s`: from here to the end of its route and back. The way back to the origin peer takes about as long.
-        `usual_s`: how long its origin peer usually takes to decide."""
+        """Set when to ask the origin peer about an execution whose gradients are in doubt from now on.
+
+        Args:
+            execution: The execution at this peer.
+            now: Present time.
+            took_s: Seconds that the execution took, from its arrival here to the end of its route and back.
+            usual_s: Seconds that the execution's origin peer usually takes to decide; None if unknown.
+        """
         wait_s = max(IN_DOUBT_S, took_s / 4)
         if usual_s is not None:
             wait_s = min(wait_s, max(LEAST_IN_DOUBT_S, LATE_TIMES * usual_s))
         self._due[execution] = (now + wait_s, 2 * wait_s)
 
     def forget(self, execution: ExecutionId) -> None:
+        """Stop asking about an execution, because it is decided or given up."""
         self._due.pop(execution, None)
 
     def ask(self, now: Seconds, usual_s: Callable[[PeerId], Seconds | None]) -> list[Ask]:
-        """One question at a time to each origin peer, about all of its executions that are due. `usual_s`: how long it
-        usually takes to decide; by that goes how long it may take to answer."""
+        """Return the CommitQuery messages that are due: each asks an origin peer whether it has committed executions.
+
+        An origin peer gets one query at a time, about at most MAX_EXECUTIONS executions. Each query about an execution
+        doubles the wait until the next query about it.
+
+        Args:
+            now: Present time.
+            usual_s: Returns the seconds that an origin peer usually takes to decide, or None if they are not known. The
+                deadline of the query depends on them.
+        """
         due: dict[PeerId, list[ExecutionId]] = {}
         for execution, (at, _) in self._due.items():
             if at <= now and execution.origin not in self._asking:
@@ -158,11 +187,11 @@ class CommitProtocol:
         return asks
 
     def unanswered(self, origin: PeerId) -> None:
-        """Our question to this origin peer has failed."""
+        """Record that the CommitQuery to this origin peer failed, so that the next CommitQuery may be sent to it."""
         self._asking.pop(origin, None)
 
     def answered(self, event: Answered) -> CommitDecision:
-        """What the answer to our question decides."""
+        """Record the answer to a CommitQuery, and return its decisions on the executions that the query named."""
         asked = set(self._asking.pop(event.peer, ()))
         decision = event.envelope.message
         if not isinstance(decision, CommitDecision):
@@ -173,34 +202,53 @@ class CommitProtocol:
 
 @dataclass(slots=True)
 class HoldLimits:
-    _waits: dict[PeerId, Seconds] = field(default_factory=dict)  # of who commits: from our gradients to the decision
-    _rests: dict[PeerId, tuple[Seconds, Seconds]] = field(default_factory=dict)  # until when, and how long
+    """Limits how long gradients wait for a decision, and makes origin peers rest that did not decide in time.
+
+    While an origin peer rests, this peer refuses its executions. An origin peer is proven if it has committed an
+    execution here and has not run out of time since.
+    """
+
+    _waits: dict[PeerId, Seconds] = field(default_factory=dict)  # usual time to decide, of proven origin peers
+    # For each origin peer: (end, length) of the last time in which its executions were refused.
+    _rests: dict[PeerId, tuple[Seconds, Seconds]] = field(default_factory=dict)
     _unproven_rest_until: Seconds = 0.0
-    _blocked: tuple[Seconds, Seconds] = (0.0, 0.0)  # the last time in which executions that ran out were held
+    _blocked: tuple[Seconds, Seconds] = (0.0, 0.0)  # (begin, end) of the latest time with undecided executions
 
     def limit_s(self, route_s: Seconds) -> Seconds:
-        """How long an execution may be held. `route_s`: of a micro-batch through the model, by our own figures."""
+        """Return the seconds for which an execution may stay in doubt.
+
+        Args:
+            route_s: Seconds that a micro-batch takes through the whole model, by this peer's own measurements.
+        """
         usual_s = median_low(self._waits.values()) if self._waits else 0.0
         return max(LEAST_LIMIT_S, USUAL_TIMES * max(usual_s, route_s))
 
     def rests(self, origin: PeerId, now: Seconds) -> bool:
-        """Whether nothing is computed for this origin peer now.
+        """Return whether this origin peer rests now, so that none of its executions is accepted.
 
-        While nobody has committed anything here, the others do not rest with it: there would be nobody left.
+        While no origin peer is proven, an origin peer rests only for its own failures. Otherwise all of
+        them would rest.
         """
         proven = origin in self._waits or not self._waits
         return now < self._rests.get(origin, (0.0, 0.0))[0] or (not proven and now < self._unproven_rest_until)
 
     def usual_s(self, origin: PeerId) -> Seconds | None:
-        """How long this origin peer usually takes to decide; None: it has committed nothing here lately."""
+        """Return how long gradients usually wait here until this origin peer commits them, in seconds.
+
+        The result is a moving average; it is None for an origin peer that is not proven.
+        """
         return self._waits.get(origin)
 
     def committed(self, origin: PeerId, waited_s: Seconds) -> None:
+        """Record that an origin peer committed an execution after it was held for `waited_s` seconds."""
         before_s = self._waits.get(origin, waited_s)
         keep_latest(self._waits, origin, before_s + NEWEST_WEIGHT * (waited_s - before_s), ORIGINS_KEPT)
 
     def ran_out(self, origin: PeerId, held_s: Seconds, now: Seconds) -> None:
-        """The origin peer has not decided in time."""
+        """Refuse an origin peer's executions for a while, because it left an execution undecided for `held_s` seconds.
+
+        The origin peer is then no longer proven, and all other unproven origin peers are refused with it.
+        """
         self._waits.pop(origin, None)
         until, before_s = self._rests.get(origin, (0.0, 0.0))
         rest_s = UNDECIDED_REST_TIMES * held_s

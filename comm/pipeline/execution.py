@@ -1,8 +1,8 @@
-"""The state of one micro-batch's forward and backward pass through this peer (drawn in comm/pipeline/router.py).
+"""The state of one stage execution: a micro-batch's forward and backward pass through this peer.
 
-Only StageExecution.move changes the state, by the table TRANSITIONS. An event that the table does not list for the
-present state raises InvalidTransition, whose text has the execution's last events. `next_hop` names the peer that has
-the activations while the state is AWAY, and the peers that were asked before.
+Start with the table TRANSITIONS (comm/pipeline/router.py draws it). Only `StageExecution.move` changes the state. An
+event that the table does not list for the present state raises InvalidTransition, whose text has the execution's last
+events. In state AWAY another peer has the activations: `next_hop` names that peer and all peers that were tried.
 """
 
 import math
@@ -20,31 +20,35 @@ from decentral.core.fragments import Layout, layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 
-EVENTS_KEPT = 16  # of each execution, for the story that an invalid transition tells
+EVENTS_KEPT = 16  # each execution keeps this many last events, for the error text of InvalidTransition
 
 
 class ExecutionState(Enum):
-    FORWARD = auto()  # its forward pass waits for the training thread, or runs
-    AWAY = auto()  # the next peer has its activations, or a next peer is looked for
-    BACKWARD = auto()  # its gradient has come back, and its backward pass waits or runs
-    HELD = auto()  # its gradients are in a sum, and its origin peer has not decided on them
-    GONE = auto()  # it was given up while the training thread was at work on it
-    ENDED = auto()  # it has left this peer
+    """The state of a stage execution."""
+
+    FORWARD = auto()  # the forward pass is queued or running
+    AWAY = auto()  # the activations are at the next peer, or wait until one is found
+    BACKWARD = auto()  # the gradient has come back, and the backward pass is queued or running
+    HELD = auto()  # its gradients are in a sum, and wait for the origin peer's decision to commit or abort them
+    GONE = auto()  # given up while the training thread still works on it
+    ENDED = auto()
 
 
-# Looking up a member of the enum costs as much as all of StageExecution.wake_at.
+# Module-level names, because looking up a member of the enum costs as much as all of StageExecution.wake_at.
 FORWARD, AWAY, BACKWARD, HELD, GONE, ENDED = ExecutionState
 
 
 class ExecutionEvent(Enum):
-    SENT_ON = auto()  # activations are offered or sent to a next peer, the first one or one after a failure
+    """An event that changes the state of a stage execution."""
+
+    SENT_ON = auto()  # the activations are offered or sent to a next peer, for the first time or after a failure
     GRADIENT_CAME = auto()
-    COMPUTED = auto()  # of a forwarded micro-batch: its gradients wait for the origin peer to commit or abort
-    COMPLETED = auto()  # of an own micro-batch, which commits with that
-    DECIDED = auto()  # committed or aborted
-    GIVEN_UP = auto()
-    GIVEN_UP_AT_WORK = auto()  # during a pass on the training thread, which is waited for
-    THREAD_DONE = auto()
+    COMPUTED = auto()  # another peer's micro-batch: its gradients are in a sum, and await the origin peer's decision
+    COMPLETED = auto()  # one of our own micro-batches: its gradients are in a sum, and its route is committed
+    DECIDED = auto()  # the origin peer has committed or aborted the gradients
+    GIVEN_UP = auto()  # given up while the training thread is not at work on it
+    GIVEN_UP_AT_WORK = auto()  # given up during a pass on the training thread, which cannot be stopped
+    THREAD_DONE = auto()  # the training thread has finished the pass during which the execution was given up
 
 
 TRANSITIONS: dict[ExecutionEvent, dict[ExecutionState, ExecutionState]] = {
@@ -65,7 +69,7 @@ class InvalidTransition(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """No peer has the activations. They are offered again at `due`."""
+    """No peer has the activations. They are offered again at time `due`."""
 
     due: Seconds
 
@@ -80,11 +84,14 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Peer `to` has the activations. At `due` it is asked whether it still computes; infinite during that question."""
+    """Peer `to` has the activations, and is asked at time `due` whether it still computes.
+
+    While an earlier question is unanswered, `due` is infinite.
+    """
 
     to: PeerId
     at: Seconds
-    late_at: Seconds  # from when on it has taken too long
+    late_at: Seconds  # when the gradient is due at the latest
     due: Seconds
     late: bool = False
 
@@ -94,15 +101,15 @@ class NextHop:
     """Activations on their way to the next peer: the payload, where it is, and the peers that were tried."""
 
     tokens: int
-    layout: Layout  # of the payload
-    payload: bytes  # kept until the backward pass is done: another peer may have to get the same
-    gradients: tuple[Layout, ...]  # the forms of its gradient
+    layout: Layout
+    payload: bytes  # encoded activations, kept until the backward pass is done, in case another peer needs them
+    gradients: tuple[Layout, ...]
     place: Paused | Offered | Sent = Paused(0.0)
     attempts: int = 0
-    tried: list[PeerId] = field(default_factory=list)  # peers that took it; all but the last have failed
-    busy: list[PeerId] = field(default_factory=list)  # peers that had no memory for it, since the last pause
-    refusals: int = 0
-    response: BackwardResponse | None = None  # from BACKWARD on
+    tried: list[PeerId] = field(default_factory=list)  # peers that got the activations; all but the last have failed
+    busy: list[PeerId] = field(default_factory=list)  # peers that were too busy since the last pause
+    refusals: int = 0  # number of refusals; a set of offers that nobody accepts counts as CANDIDATES refusals
+    response: BackwardResponse | None = None
 
     @property
     def most_bytes(self) -> int:
@@ -115,43 +122,56 @@ class NextHop:
         return self.place.to if isinstance(self.place, Sent) else None
 
     def pause(self, until: Seconds) -> None:
+        """Record that no peer has the activations, and that they are due to be offered again at time `until`."""
         self.place = Paused(until)
 
     def offer(self, peers: Collection[PeerId]) -> None:
+        """Record that these peers get an Offer, and count one more attempt."""
         self.place, self.attempts = Offered(Offers(set(peers))), self.attempts + 1
 
     def send(self, sent: Sent) -> None:
+        """Record that a peer gets the activations, and count one more attempt."""
         self.place, self.attempts = sent, self.attempts + 1
         self.tried.append(sent.to)
 
     def look_again(self, sent: Sent, at: Seconds, late: bool = False) -> None:
-        """Ask the peer that has the activations at time `at` whether it still computes."""
+        """Set the time at which the peer that has the activations is asked whether it still computes.
+
+        Args:
+            sent: The present `place`.
+            at: Time of the next status query; infinite while an earlier query is unanswered.
+            late: Whether the gradient has missed its deadline.
+        """
         self.place = replace(sent, due=at, late=late)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StageExecution:
-    """The fields and transitions that own and forwarded micro-batches share."""
+    """A micro-batch's passes through this peer: the base class of OwnExecution and ForwardedExecution."""
 
     own: ClassVar[bool] = False
-    token: int  # its name at this peer's training thread
-    id: ExecutionId  # its name among peers
-    last: int  # the layer at which it leaves this peer
-    memory_share: float  # StageConfig.memory_share
+    token: int  # id of the execution inside this peer, as in jobs of the training thread
+    id: ExecutionId
+    last: int  # first layer that this peer does not compute; the next peer begins with it
+    memory_share: float  # memory that it takes, as a part of an execution through all our layers
     started_at: Seconds
-    until: Seconds  # when its origin peer gives up
-    drawn: Seconds  # when its origin peer began it, by the origin peer's clock
-    round: int  # of synchronous training
+    until: Seconds  # when the origin peer gives the micro-batch up
+    drawn: Seconds  # when the origin peer began the micro-batch, by that peer's clock
+    round: int
     sequences: int = 0
     state: ExecutionState = FORWARD
-    next_hop: NextHop | None = None  # while it is AWAY or BACKWARD
+    next_hop: NextHop | None = None  # None before the forward pass is done, and from state HELD on
     events: deque[tuple[str, ExecutionState | str]] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
 
     def move(self, event: ExecutionEvent, cause: str) -> None:
-        """Change the state by TRANSITIONS; `cause` is kept for `story`. Raises InvalidTransition."""
+        """Change the state by TRANSITIONS, and keep `cause` for the text that `story` returns.
+
+        Raises:
+            InvalidTransition: If TRANSITIONS does not list the event for the present state.
+        """
         to = TRANSITIONS[event].get(self.state)
         if to is None:
-            raise InvalidTransition(f"{event.name} in {self.state.name} ({cause}) is no legal move of {self.story()}")
+            raise InvalidTransition(f"{event.name} ({cause}) is not allowed in state {self.state.name}: {self.story()}")
         self.state = to
         self.events.append((cause, to))
 
@@ -163,14 +183,16 @@ class StageExecution:
 
     @property
     def sent(self) -> NextHop:
-        """Return `next_hop`, which exists from the end of the forward pass until the gradients are held."""
+        """Return `next_hop`. Call this only between the end of the forward pass and state HELD."""
         assert self.next_hop is not None, self.story()
         return self.next_hop
 
     def forward_done(self, next_hop: NextHop, sequences: int) -> None:
+        """Store the results of the forward pass: the activations, and the number of sequences in the micro-batch."""
         self.next_hop, self.sequences = next_hop, sequences
 
     def gradient_came(self, peer: PeerId, response: BackwardResponse) -> None:
+        """Enter BACKWARD with the next peer's response."""
         self.move(ExecutionEvent.GRADIENT_CAME, f"gradient from {peer}")
         self.sent.response = response
 
@@ -181,27 +203,29 @@ class StageExecution:
 
     @property
     def order(self) -> tuple[Seconds, str, int]:
-        """Return the sort key of its micro-batch, oldest first; equal on every peer."""
+        """Return the key that sorts micro-batches by age, oldest first; it is the same on every peer."""
         return self.drawn, self.id.origin, self.id.number
 
     def wake_at(self) -> Seconds:
-        """Return when the router has to look at this execution, if no event comes before; infinite: never."""
+        """Return when the router must act on this execution if no event comes earlier; infinity if never."""
         if self.state is GONE:
             return math.inf
         at, hop = self.deadline(), self.next_hop
         return hop.place.due if self.state is AWAY and hop is not None and hop.place.due < at else at
 
     def deadline(self) -> Seconds:
+        """Return when this peer gives the execution up."""
         return self.until
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class OwnExecution(StageExecution):
-    """A micro-batch of which this peer is the origin. `name` sets its number after the forward pass."""
+    """A micro-batch of which this peer is the origin; its number is set by `name`, after the forward pass."""
 
     own: ClassVar[bool] = True
 
     def name(self, number: int) -> None:
+        """Set the micro-batch's number, which the training thread has chosen."""
         self.id = ExecutionId(self.id.origin, number, 0)
 
 
@@ -209,16 +233,17 @@ class OwnExecution(StageExecution):
 class ForwardedExecution(StageExecution):
     """A micro-batch that another peer sent here."""
 
-    askers: dict[PeerId, int | None]  # the peers before this one on its routes, and which question of each waits
-    answer_by: Seconds  # when the last of them sends it elsewhere
-    answer: Envelope | None = None  # from HELD on
-    held_at: Seconds = 0.0  # from HELD on
+    askers: dict[PeerId, int | None]  # for each requesting peer: id of its open request; None after the answer
+    answer_by: Seconds  # we stop computing at this time, so that the last asker can still try another peer
+    answer: Envelope | None = None  # the response for every asker, from state HELD on
+    held_at: Seconds = 0.0
 
     def deadline(self) -> Seconds:
+        """Return when this peer gives the execution up, because its askers or its origin peer wait no longer."""
         return self.until if self.state is HELD or self.until < self.answer_by else self.answer_by
 
     def asked_by(self, sender: PeerId, request: int, answer_by: Seconds) -> None:
-        """Note a peer's request for this execution, a repeated one or one of another peer."""
+        """Add a request of a new or an earlier asker, and extend the time for computing to `answer_by`."""
         self.events.append(("asked for again by", sender))
         self.askers[sender] = request
         self.answer_by = max(self.answer_by, answer_by)
@@ -230,10 +255,10 @@ class ForwardedExecution(StageExecution):
         return waiting
 
     def replies(self) -> list[Reply]:
-        """Return the answer for each request that waits for it, once there is one."""
+        """Return a Reply to each waiting request, and mark the requests as answered; [] if no answer is known yet."""
         return [] if self.answer is None else [Reply(request, self.answer) for request in self.answered()]
 
     def hold(self, answer: Envelope, until: Seconds, now: Seconds) -> None:
-        """Keep the gradients until the origin peer decides, or until `until`; all askers get `answer`."""
+        """Enter HELD until the origin peer decides or time `until` comes, and keep `answer` for all askers."""
         self.move(ExecutionEvent.COMPUTED, "backward pass done")
         self.next_hop, self.answer, self.held_at, self.until = None, answer, now, until

@@ -1,7 +1,7 @@
-"""The executions at this peer, by token and by id, from their beginning to their end; and which passes may begin.
+"""The table of the executions at this peer, and the queue of their passes for the training thread.
 
-An execution is here until its gradients are committed, aborted, or given up. What the training thread is at work
-on stays, as GONE, until the thread is done with it.
+Start with `ExecutionTable`. An execution stays in the table until its gradients are committed or aborted, or until
+it is given up. If it is given up during a pass, it stays in state GONE until the training thread has finished the pass.
 """
 
 import bisect
@@ -32,40 +32,48 @@ from decentral.core.machine import Log
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
-COUNTED_KEPT = 4096  # executions of others that are known to have been counted
-JOBS_AT_ONCE = 2  # jobs at the training thread: one in work, one that follows without a pause
+COUNTED_KEPT = 4096  # we remember this many committed executions of other peers, to refuse late requests for them
+JOBS_AT_ONCE = 2  # the training thread has at most this many jobs: it computes one, and one follows without a pause
 
 
 @dataclass(slots=True)
 class JobQueue:
-    """Work for the training thread: backward passes before forward ones, older executions before newer ones.
+    """The passes that wait for the training thread: backward before forward, older executions before newer ones.
 
-    An execution has one job at a time. A few jobs are at the thread; the others wait here, where they can be dropped.
+    An execution has one job at a time. JOBS_AT_ONCE jobs are at the thread; the others wait here and can be dropped.
     """
 
-    running: set[int] = field(default_factory=set)  # tokens of executions whose job is at the thread
-    early: dict[int, Forward] = field(default_factory=dict)  # forward passes that wait for the next round, by token
-    _ready: list[tuple[bool, int, Forward | Backward]] = field(default_factory=list)  # sorted: is it forward, token
+    running: set[int] = field(default_factory=set)  # tokens of the executions whose job is at the training thread
+    # Forward passes that wait for the next synchronous round, by StageExecution.token.
+    early: dict[int, Forward] = field(default_factory=dict)
+    # Waiting passes, sorted so that backward passes come first, then older executions.
+    _ready: list[tuple[bool, int, Forward | Backward]] = field(default_factory=list)
 
     @property
     def full(self) -> bool:
+        """Return whether the training thread has as many jobs as it may get."""
         return len(self.running) >= JOBS_AT_ONCE
 
     @property
     def waiting(self) -> set[int]:
-        """Executions whose forward pass has not begun."""
+        """Return the tokens of executions whose forward pass waits here."""
         return {token for is_forward, token, _ in self._ready if is_forward}
 
     def push(self, job: Forward | Backward) -> None:
+        """Queue a job in its place: backward before forward, older before newer."""
         bisect.insort(self._ready, (isinstance(job, Forward), job.token, job))
 
     def drop(self, token: int) -> None:
-        """The job of this execution that waits here is not computed."""
+        """Remove this execution's job if it still waits here."""
         self.early.pop(token, None)
         self._ready = [item for item in self._ready if item[1] != token]
 
     def dispatch(self, may: Callable[[int], bool] | None = None) -> list[Forward | Backward]:
-        """The jobs that the thread gets now. `may(token)`: whether that forward pass may begin; None: any may."""
+        """Return the jobs that the training thread gets now, and mark them as running.
+
+        Args:
+            may: Returns, for an execution's token, whether its forward pass may begin; None if all may begin.
+        """
         jobs = []
         for is_forward, token, job in list(self._ready):
             if self.full:
@@ -79,34 +87,38 @@ class JobQueue:
 
 @dataclass(slots=True)
 class ExecutionTable:
+    """All executions at this peer, with the methods that add, give up and remove an execution."""
+
     load: StageLoad
     ledger: Ledger
     commits: CommitProtocol
     jobs: JobQueue = field(default_factory=JobQueue)
     holds: HoldLimits = field(default_factory=HoldLimits)
     by_token: dict[int, StageExecution] = field(default_factory=dict)
-    counted: dict[ExecutionId, None] = field(default_factory=dict)  # the latest of others, the oldest first
-    by_id: dict[ExecutionId, ForwardedExecution] = field(default_factory=dict)  # others', but for those that are GONE
-    tokens: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # for new executions
+    counted: dict[ExecutionId, None] = field(default_factory=dict)  # other peers' committed executions
+    by_id: dict[ExecutionId, ForwardedExecution] = field(default_factory=dict)  # other peers' executions, unless GONE
+    tokens: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def add(self, execution: StageExecution) -> None:
+        """Add a new execution to the table."""
         self.by_token[execution.token] = execution
         if isinstance(execution, ForwardedExecution):
             self.by_id[execution.id] = execution
 
     def awaits(self, tag: ExecutionTag) -> StageExecution | None:
-        """The execution that waits for the answer to this question, if one still does."""
+        """Return the execution that still waits for the answer to the question with this tag, or None."""
         execution = self.by_token.get(tag.token)
         if execution is None or execution.state is not AWAY:
             return None
         hop = execution.sent
         return execution if not isinstance(hop.place, Paused) and hop.attempts == tag.attempt else None
 
-    # Which passes may begin
-
     @property
     def quiet(self) -> bool:
-        """Whether no execution here is between its forward and its backward pass."""
+        """Return whether a step may change the weights: no execution here is between its forward and backward pass.
+
+        With `overlap` this is always true, as stale gradients are accepted.
+        """
         if self.load.stage.overlap:
             return True
         waiting = self.jobs.waiting
@@ -114,21 +126,28 @@ class ExecutionTable:
 
     @property
     def step_waits(self) -> bool:
-        """Whether gradients wait for a step: forward passes that begin now would meet weights of two versions."""
+        """Return whether a step is due, and new forward passes have to wait for it.
+
+        A step must not change the weights between an execution's forward and backward pass. With `overlap` a step
+        may change the weights, so no pass waits.
+        """
         return self.ledger.waiting and not self.load.stage.overlap
 
     def dispatch(self) -> list[Forward | Backward]:
-        """The jobs that the training thread gets now."""
+        """Return the jobs that the training thread gets now.
+
+        While a step is due, a forward pass begins only if its micro-batch is older than another micro-batch whose
+        forward pass is done here and whose backward pass is not.
+        """
         return self.jobs.dispatch(self._older_than_pending() if self.step_waits else None)
 
     def _older_than_pending(self) -> Callable[[int], bool]:
-        """Which forward passes may begin while gradients wait for a step: those of micro-batches that are older than
-        one that is between its passes here.
+        """Return a function that tells, by token, whether a forward pass may begin while gradients wait for a step.
 
-        They make the step wait longer, but not for ever: new micro-batches are younger. If all were kept back, two
-        peers that each wait for a micro-batch whose forward pass the other one keeps back would wait until they give
-        both up. The oldest of all is never kept back by one that is kept back itself (wait-die: Rosenkrantz, Stearns,
-        Lewis 1978).
+        It may begin if its micro-batch is older than some micro-batch that is between its two passes here. Such passes
+        delay the step only for a bounded time, since new micro-batches are younger. If all forward passes had to wait
+        for the step, two peers could wait for each other's micro-batches: a deadlock. By this rule, the oldest
+        micro-batch never waits (wait-die: Rosenkrantz, Stearns, Lewis 1978).
         """
         waiting = self.jobs.waiting
         pending = [
@@ -139,10 +158,13 @@ class ExecutionTable:
         youngest = max(pending, default=None)
         return lambda token: youngest is not None and self.by_token[token].order < youngest
 
-    # The end of an execution
-
     def give_up(self, execution: StageExecution, reason: str) -> list[Effect]:
-        """Whoever waits for it is told why. If its gradients are in a sum already, they are aborted."""
+        """End an execution before its decision: refuse its askers, abort its gradients, and free what it keeps.
+
+        Args:
+            execution: Any execution that is not GONE or ENDED.
+            reason: Sent to the execution's askers; for a micro-batch of ours, written to the journal.
+        """
         effects: list[Effect] = []
         hop = execution.next_hop
         if isinstance(execution, ForwardedExecution):
@@ -164,13 +186,17 @@ class ExecutionTable:
         return effects + self.let_go(execution, ExecutionEvent.GIVEN_UP, reason)
 
     def usually_decides_s(self, origin: PeerId) -> Seconds | None:
-        """How long this origin peer usually takes to decide, where steps wait for it; None: unknown, or they do not."""
+        """Return the seconds that an origin peer usually takes to decide; None if unknown or not `exact`.
+
+        In a run with exact gradients, steps wait for silent peers, so shorter deadlines are worth more false alarms.
+        """
         return self.holds.usual_s(origin) if self.load.stage.exact else None
 
     def give_up_held(self, new: StageExecution) -> list[Effect]:
-        """Gives up what is held of a micro-batch for layers with which it comes again: no route has both.
+        """Give up HELD executions of the same micro-batch whose layers overlap with those of a new execution.
 
-        Their sum would wait for the origin peer to decide, and this new execution for a step that takes the sum.
+        No route contains both executions. Without this method, the old execution's gradient sum would wait for the
+        origin peer's decision, while the new execution would wait for the step with that sum.
         """
         micro_batch = new.id.origin, new.id.number
         overlapping = (one for one in self.by_id.values() if one.id.first < new.last and new.id.first < one.last)
@@ -178,16 +204,17 @@ class ExecutionTable:
         return [effect for one in held for effect in self.give_up(one, Reason.MOVED)]
 
     def let_go(self, execution: StageExecution, event: ExecutionEvent, cause: str) -> list[Effect]:
-        """The execution leaves before its backward pass, and the training thread forgets its activations."""
+        """Remove an execution that gets no backward pass; return the job that frees its memory."""
         self.end(execution, event, cause)
         return [Forget((execution.token,))]
 
     def end_held(self, execution: StageExecution, cause: str) -> None:
-        """The execution leaves after its backward pass."""
+        """Remove an execution in state HELD, and send no more queries about it."""
         self.commits.forget(execution.id)
         self.by_id.pop(execution.id, None)
         self.end(execution, ExecutionEvent.DECIDED, cause)
 
     def end(self, execution: StageExecution, event: ExecutionEvent, cause: str) -> None:
+        """Remove an execution from the table, by an event that leads to ENDED."""
         execution.move(event, cause)
         self.by_token.pop(execution.token)

@@ -1,9 +1,17 @@
-"""Forwarding: how far an execution goes here, which peer is next, and what follows when that peer is slow or gone.
+"""Forward an execution: choose its last layer here and its next peer, and replace that peer if it fails.
 
-send --few holders-------------------------> ForwardRequest --answered--> (comm/pipeline/lifecycle.py)
-     --many--> Offer to some --all heard---> ForwardRequest --busy------> another peer, or a pause
-     --nobody--> waits                             --late------> asked whether it still computes
-                                                   --failed----> another peer gets the same activations
+Start with `Forwarding.send`, which gets one peer to compute the next layers:
+
+    holders of the next layer   what this peer does
+    none                        pause, and look for holders again
+    up to FEW                   send a ForwardRequest to the holder whose turn it is (PeerScheduler)
+    more than FEW               send Offers to CANDIDATES holders, and a ForwardRequest to the best holder that accepts
+
+    answer to a ForwardRequest  what follows
+    the gradient                the backward pass (comm/pipeline/lifecycle.py)
+    busy                        another holder is asked; after MOST_BUSY refusals the execution pauses
+    late                        the peer is asked whether it still computes; if it does, it keeps the execution
+    failed                      another holder gets the same activations
 """
 
 import math
@@ -43,48 +51,58 @@ from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
-MAX_TRIES = 6  # ForwardRequests for one execution, to whichever peers
-SUCCESSOR_RETRY_S = 0.25  # where nobody holds the next layer
-MIN_PATIENCE_S = 0.05  # an asker that waits for less gets no answer in time
+MAX_TRIES = 6  # an execution is given up after this many failures of next peers; a busy peer has not failed
+SUCCESSOR_RETRY_S = 0.25  # while no peer holds the next layer, we look for one this often
+MIN_PATIENCE_S = 0.05  # an execution with less time left is refused or given up, as no answer would come in time
 
 
 @dataclass(slots=True)
 class Forwarding:
+    """Sends executions to next peers, and to another peer if the chosen one is busy, silent or wrong."""
+
     view: RouteView
     load: StageLoad
     table: ExecutionTable
     scheduler: PeerScheduler = field(default_factory=PeerScheduler)
     trust: Reputations = field(default_factory=Reputations)
-    questioned: Counter[PeerId] = field(default_factory=Counter)  # questions whether they still compute, not answered
-    _ends: dict[int, StrideScheduler[int]] = field(default_factory=dict)  # by the layer that an execution begins with
+    questioned: Counter[PeerId] = field(default_factory=Counter)  # unanswered ForwardStatusQuery messages
+    # For each first layer: the scheduler that chooses the layer at which executions leave this peer.
+    _ends: dict[int, StrideScheduler[int]] = field(default_factory=dict)
 
     @property
     def stage(self) -> StageConfig:
+        """Return the layers and limits of this peer."""
         return self.load.stage
 
     def forget_ends(self) -> None:
-        """This peer holds other layers from now on."""
+        """Reset the choice of exit layers (`end`), because this peer holds other layers from now on."""
         self._ends.clear()
 
     def end(self, first: int) -> int:
-        """How far an execution from layer `first` goes here: by the routing weights, in turns; without any, to the end
-        of our span."""
+        """Choose the layer at which an execution that begins with layer `first` leaves this peer.
+
+        Successive calls choose the exit layers in proportion to the routing weights. Without weights, executions leave
+        after this peer's last layer.
+        """
         rates = {end: rate for end, rate in self.view.weights.ends.get(first, {}).items() if rate > 0}
         costs = {end: 1 / rate for end, rate in rates.items() if end == self.stage.layers or self.view.successors(end)}
         return self._ends.setdefault(first, StrideScheduler()).choose(costs)[0] if costs else self.stage.last
 
     def usual_end(self, first: int) -> int:
-        """How far most executions from layer `first` go here. No turn is taken."""
+        """Return the layer at which most executions that begin with layer `first` leave this peer."""
         ends = self.view.weights.ends.get(first, {})
         return max(ends, key=ends.__getitem__) if ends else self.stage.last
 
     def send(self, execution: StageExecution, now: Seconds, cause: str) -> list[Effect]:
-        """Asks the next peer to take the micro-batch on, or waits until there is one."""
+        """Send an execution's activations, or offers of them, to next peers; pause if no peer can take them.
+
+        `cause` says why the execution is sent now, for the text of an InvalidTransition.
+        """
         successors = self.view.successors(execution.last)
         return [*self._ask_presence(execution, successors, now), *self._send(execution, successors, now, cause)]
 
     def _ask_presence(self, execution: StageExecution, successors: Sequence[PeerId], now: Seconds) -> list[Effect]:
-        """Asks those that have failed whether they are there again: they get no micro-batch before they say so."""
+        """Return Offers to peers whose suspension is over; they get no micro-batch before they answer."""
         offer = Envelope(Offer(self.stage.run, execution.last, execution.sequences))
         due = self.scheduler.absent(successors, STATUS_S, now)
         return [Ask(PresenceTag(), peer, offer, STATUS_S) for peer in due]
@@ -114,7 +132,11 @@ class Forwarding:
         return [Ask(tag, peer, offer, OFFER_S) for peer in sorted(chosen)]
 
     def _rates(self, layer: int, trust: Mapping[PeerId, float]) -> dict[PeerId, float]:
-        """By which weights these peers take turns at this layer; all zero: by their measured times alone."""
+        """Return the weights by which peers take turns at this layer: the routing weight times the trust in the peer.
+
+        Peers of weight zero are left out if they train alone (`_trains_alone`). If all weights are zero, all peers are
+        kept, and measured durations decide.
+        """
         rates = {peer: self.view.weights.rate(layer, self.view.span_and_speed(peer)) for peer in trust}
         if any(weight < 1 for weight in trust.values()):
             equal = not any(rates.values())
@@ -124,14 +146,22 @@ class Forwarding:
         return rates
 
     def _trains_alone(self, peer: PeerId) -> bool:
-        """Whether a peer has work of its own all the time: however soon it would be through, what it takes of others
-        is in the place of its own. Only the routing weights know when that is worth it. Where gradients are exact it
-        is, as spans wait for each other."""
+        """Return whether a peer always has work of its own: it holds the whole model, and no step waits for others.
+
+        Another peer's micro-batch then displaces a micro-batch that the peer would begin itself. Only the routing
+        weights can tell whether that is worthwhile. With exact gradients it is, since peers wait for each other.
+        """
         first, last, _ = self.view.span_and_speed(peer)
         return self.stage.overlap and (first, last) == (0, self.stage.layers)
 
     def heard(self, execution: StageExecution, event: Answered | AskFailed, now: Seconds) -> list[Effect] | None:
-        """An offer of this execution was answered, or failed. None: it waits for other offers."""
+        """Record the outcome of an offer, and send the execution to the best peer once no offer is open.
+
+        If no peer accepts, other peers get offers, or the execution pauses.
+
+        Returns:
+            The effects; None while other offers are open.
+        """
         hop = execution.sent
         assert isinstance(hop.place, Offered)
         offers = hop.place.offers
@@ -169,11 +199,11 @@ class Forwarding:
         return self.scheduler.deadline_s(to, self._guess_s(execution))
 
     def _guess_s(self, execution: StageExecution) -> Seconds:
-        """What the rest of its way takes if nothing waits, by the devices' speeds."""
+        """Return the seconds that the remaining layers take without waiting, at the usual speed of devices."""
         return self.load.rest_s(execution.sent.tokens, execution.last)
 
     def refused(self, execution: StageExecution, now: Seconds) -> list[Effect]:
-        """The next peer is busy: another one is asked, or, if all have been, there is a pause."""
+        """Ask another peer, because the next peer refused as busy; pause once MOST_BUSY peers have refused."""
         hop = execution.sent
         assert hop.to is not None
         execution.events.append(("refused by", hop.to))
@@ -189,28 +219,33 @@ class Forwarding:
         return self._wait(hop, now)
 
     def _wait(self, hop: NextHop, now: Seconds) -> list[Effect]:
-        """Waits until a peer holds the next layer; or has memory, which takes about as long as an execution of ours."""
+        """Pause the execution, so that a holder of the next layer can join, or a busy holder can free memory."""
         span_s = self.load.seconds(self.load.share(self.stage.first, self.stage.last))
         hop.pause(now + (pause_s(hop.refusals, span_s) if hop.busy else SUCCESSOR_RETRY_S))
         hop.busy.clear()
         return []
 
     def ask_status(self, execution: StageExecution, sent: Sent) -> Ask:
-        """Its gradient should be here soon. A peer that is only slow keeps the execution: if all are slow, sending it
-        again would have everything computed twice."""
+        """Return a ForwardStatusQuery, which asks the next peer if it still computes this execution.
+
+        A peer that is only slow keeps the execution. Another peer might be just as slow, and would do the work again.
+        """
         execution.sent.look_again(sent, math.inf, sent.late)
         self.questioned[sent.to] += 1
         tag, status_s = ForwardStatusTag(execution.token, execution.sent.attempts), self.scheduler.status_s(sent.to)
         return Ask(tag, sent.to, Envelope(ForwardStatusQuery(self.stage.run, execution.next_id)), status_s)
 
     def status_heard(self, peer: PeerId) -> None:
-        """A question of `ask_status` was answered, or failed."""
+        """Record that a ForwardStatusQuery to this peer was answered or has failed."""
         self.questioned[peer] -= 1
         if self.questioned[peer] <= 0:
             del self.questioned[peer]
 
     def only_late(self, execution: StageExecution, peer: PeerId, now: Seconds) -> None:
-        """The next peer still computes."""
+        """Record that the next peer still computes, and set when to ask it again.
+
+        Once the deadline of the gradient has passed, the peer is expected to be slower from now on.
+        """
         sent = execution.sent.place
         assert isinstance(sent, Sent)
         if now < sent.late_at:
@@ -222,20 +257,29 @@ class Forwarding:
         execution.sent.look_again(sent, now + self._deadline_s(execution, peer), late=True)
 
     def ran_out(self, hop: NextHop, now: Seconds) -> None:
-        """The micro-batch's time is over. Who has had it for as long as a gradient may take has failed; what came to it
-        late already says nothing of it."""
+        """Suspend the next peer of an execution whose time ran out, if that peer had the usual time to answer.
+
+        A peer that got the activations only shortly before is not suspended.
+        """
         if isinstance(hop.place, Sent) and now - hop.place.at >= self.scheduler.usual_deadline_s():
             self.scheduler.failed(hop.place.to, now)
 
     def missed(self, execution: StageExecution, peer: PeerId, now: Seconds) -> list[Effect]:
-        """No usable gradient comes from this peer: it gets fewer turns, and another one gets the same activations."""
+        """Suspend a next peer that gave no usable gradient, and send the same activations to another peer."""
         self.scheduler.failed(peer, now)
         self.table.commits.abort(peer, execution.next_id)
         return self.send(execution, now, f"no gradient from {peer}")
 
     def fits(self, hop: NextHop, first: int, peer: PeerId, response: BackwardResponse, blob: bytes) -> bool:
-        """Whether this may be the gradient of what was sent to layer `first`, by its form, and its hops lead from there
-        to the model's end."""
+        """Return whether a response can be the gradient of the sent activations, by its layout, tokens and hops.
+
+        Args:
+            hop: The activations that were sent to the next peer.
+            first: Layer with which the next peer's execution begins.
+            peer: The peer that answered.
+            response: Its answer, which names the hops up to the model's end.
+            blob: The encoded gradient.
+        """
         hops = response.hops
         return (
             response.run == self.stage.run
@@ -249,6 +293,6 @@ class Forwarding:
 
 
 def reaches_the_end(hops: tuple[Hop, ...], first: int, layers: int) -> bool:
-    """Whether these hops lead from layer `first` to the model's end, without a gap or an overlap."""
+    """Return whether these hops lead from layer `first` to the model's end, without a gap or an overlap."""
     edges = [first, *(hop.last for hop in hops)]
     return edges[-1] == layers and all(begin == hop.first < hop.last for begin, hop in zip(edges, hops, strict=False))

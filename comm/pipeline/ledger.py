@@ -1,13 +1,14 @@
-"""Which micro-batches' gradients go into the optimizer's steps: each once, or not at all.
+"""The ledger of gradient sums: which micro-batches count in the optimizer's steps, each exactly once or not at all.
 
-    in doubt   its gradient is in the sum that is being filled, or in a sealed one; its origin peer has not decided yet
-    committed  its origin peer has the whole route's gradients: it counts
-    aborted    its origin peer took another route, gave up, or is gone: it must not count
+    IN_DOUBT   a micro-batch's gradient is in a sum; its origin peer has not decided yet
+    COMMITTED  its origin peer has all gradients of the route: the micro-batch counts
+    ABORTED    its origin peer took another route, gave up, or is gone: the micro-batch must not count
 
-A sum that is not finite cannot be applied, whatever was decided: then nothing in it counts, and the journal says so.
-Gradients cannot be taken out of a sum, so a sum is sealed, later gradients go into the next one, and the sealed sum is
-applied when all in it are committed, or dropped when one of them is aborted. There are a few slots for sealed sums. The
-gradients that wait are spread over them evenly: the fewer are in a sum, the fewer are lost with one that is aborted.
+Start with `GradientLedger`. A micro-batch counts if a step uses its gradient. A gradient cannot be taken out of a sum.
+So a sum is sealed: it gets no more gradients, and a new sum begins. The optimizer takes a step with a sealed sum once
+all its executions are committed. If one of them is aborted, or the sum is not finite, the whole sum is dropped. The
+training thread keeps each sealed sum in a buffer (a slot). Gradients are spread evenly over the slots, so that an abort
+loses few of them.
 """
 
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ from decentral.core.reasons import Reason
 
 
 class CommitState(Enum):
+    """The origin peer's decision on an execution: whether its gradients count."""
+
     IN_DOUBT = auto()
     COMMITTED = auto()
     ABORTED = auto()
@@ -32,96 +35,121 @@ class CommitState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GradientEntry:
-    """An execution whose gradients we have. `loss` is the sum over its tokens; `own`: we are its origin peer."""
+    """An execution at this peer whose gradients are in one of the ledger's sums."""
 
     execution: ExecutionId
-    last: int
-    tokens: int
-    loss: float
+    last: int  # first layer that this peer did not compute: it computed [execution.first, last)
+    tokens: int  # number of text tokens in the micro-batch
+    loss: float  # sum of the loss over the micro-batch's tokens, in nats
     own: bool
 
     def counted(self) -> CountedExecution:
-        """The execution as the journal names it."""
+        """Return this execution in the form that journal lines use."""
         return CountedExecution(
             self.execution.origin, self.execution.number, self.execution.first, self.last, self.tokens
         )
 
 
 class Ledger(Protocol):
-    """What the router needs of the sums of gradients: GradientLedger, or the record of a synchronous round."""
+    """Interface through which the router records gradients, and learns which jobs to give to the training thread.
 
-    entries: dict[int, GradientEntry]  # the executions whose gradients are in a sum, by token
-    quiet: bool  # no execution is between its forward and its backward pass, or that does not matter
-    sealing: bool  # the training thread was told to seal a sum, and has not answered yet
+    GradientLedger implements it for asynchronous training, and ContributionRecord for synchronous rounds. Except in
+    `believes`, the parameters `token` and `tokens` are ids of executions (StageExecution.token), not text tokens.
+    """
+
+    entries: dict[int, GradientEntry]  # the executions whose gradients are in a sum, by StageExecution.token
+    quiet: bool  # True: a step may change the weights now (see ExecutionTable.quiet)
+    sealing: bool  # True while the training thread has a job that closes (seals) a gradient sum
 
     @property
     def waiting(self) -> bool:
-        """Whether enough gradients for a step are there."""
+        """Return whether there are enough gradients for a step."""
 
     def expect(self, micro_batches: int) -> None:
-        """From now on a step waits for at least so many micro-batches."""
+        """Set the least number of micro-batches in a step."""
         return
 
     def add(self, token: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
-        """The gradients of this execution are in the sum that is being filled."""
+        """Record that the open sum contains an execution's gradients; `state` is the origin peer's decision so far."""
 
     def believes(self, hops: Sequence[Hop], loss: float, tokens: int) -> bool:
-        """Whether a micro-batch can have gone through these hops, with this sum of losses, as far as we know."""
+        """Return whether a next peer's answer may be used; `loss` is in nats, summed over `tokens` text tokens."""
 
     def completed(self, token: int, hops: tuple[Hop, ...]) -> None:
-        """A micro-batch of our own got through the model. `hops` are those after our own. `add` follows."""
+        """Record the other peers' hops on the route of one of our micro-batches. Call `add` for this token next."""
 
-    # Only a GradientLedger decides when a step is taken: elsewhere nothing follows from these.
+    # ContributionRecord inherits these empty methods, because a synchronous round itself decides when a step is taken.
 
     def commit(self, token: int) -> list[Effect]:
+        """Mark an execution in doubt as committed, so that it counts; do nothing if it is decided or unknown."""
         return []
 
     def abort(self, token: int) -> list[Effect]:
+        """Mark an execution in doubt as aborted, so that it does not count; do nothing if it is decided or unknown."""
         return []
 
     def sealed(self, tokens: tuple[int, ...], slot: int = 0, sound: bool = True) -> list[Effect]:
-        """The training thread tells whose gradients are in a sealed sum, and whether a step can be taken with it."""
+        """Record that the training thread has sealed a sum.
+
+        Args:
+            tokens: Ids of the executions whose gradients are in the sum.
+            slot: Number of the buffer in which the training thread keeps the sum.
+            sound: Whether the sum is finite, so that a step can be taken with it.
+        """
         return []
 
     def stepped(self, tokens: tuple[int, ...]) -> list[Effect]:
-        """The sum was complete when it was sealed, and its step has been taken."""
+        """Record that a Seal job sealed a sum and took a step with it at once, so that `sealed` is not called.
+
+        Args:
+            tokens: Ids of the executions whose gradients are in the sum.
+        """
         return []
 
     def look(self, quiet: bool) -> list[Effect]:
-        """Whether a step may be taken now without changing weights that a backward pass still needs."""
+        """Return the Seal, Apply and Drop jobs that can run now; `quiet` says whether a step may change the weights."""
         return []
 
 
 @dataclass(slots=True)
 class GradientLedger:
-    micro_batches_per_step: int  # at least; fewer where there are not so many
-    slots: int = 1  # sealed sums at a time
+    """The ledger of asynchronous training. Origin peers' decisions determine which sums are applied or dropped."""
+
+    micro_batches_per_step: int  # a step needs at least this many micro-batches
+    slots: int = 1  # at most this many closed (sealed) gradient sums wait for commit decisions
     quiet: bool = True
     entries: dict[int, GradientEntry] = field(default_factory=dict)
-    states: dict[int, CommitState] = field(default_factory=dict)  # by token
-    closing: dict[int, tuple[int, ...]] = field(default_factory=dict)  # tokens in each sealed sum, by slot
+    states: dict[int, CommitState] = field(default_factory=dict)  # decisions, by StageExecution.token
+    # Key: buffer (slot) of a closed gradient sum. Value: StageExecution.token of each execution in the sum.
+    closing: dict[int, tuple[int, ...]] = field(default_factory=dict)
     sealing: bool = False
 
     def expect(self, micro_batches: int) -> None:
+        """Set the least number of micro-batches in a step."""
         self.micro_batches_per_step = micro_batches
 
     def add(self, token: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
+        """Record that the open sum contains an execution's gradients; `state` is the origin peer's decision so far."""
         self.entries[token], self.states[token] = entry, state
         return self._advance()
 
     def believes(self, hops: Sequence[Hop], loss: float, tokens: int) -> bool:
+        """Return True: without rounds there is no list of members to check the hops against."""
         return True
 
     def completed(self, token: int, hops: tuple[Hop, ...]) -> None:
-        pass  # the decisions that the hops get are all that they need
+        """Do nothing: without rounds no contribution record lists the hops of a route."""
 
     def commit(self, token: int) -> list[Effect]:
+        """Mark an execution in doubt as committed, and return the jobs that this makes possible, such as a step."""
         return self._decide(token, CommitState.COMMITTED)
 
     def abort(self, token: int) -> list[Effect]:
+        """Mark an execution in doubt as aborted, and return the job that drops a sealed sum with it, if any."""
         return self._decide(token, CommitState.ABORTED)
 
     def sealed(self, tokens: tuple[int, ...], slot: int = 0, sound: bool = True) -> list[Effect]:
+        """Record that the training thread has sealed a sum; drop it at once if it is not finite."""
         self.sealing = False
         if not sound:
             line = UncountedLine(of=_counted(self._taken(tokens)), void=0, reason=Reason.NAN)
@@ -130,19 +158,22 @@ class GradientLedger:
         return self._advance()
 
     def stepped(self, tokens: tuple[int, ...]) -> list[Effect]:
+        """Record that a Seal job sealed a sum and took a step with it at once; `tokens` are its executions' ids."""
         self.sealing = False
         return [Log(CountedLine(of=_counted(self._taken(tokens)))), *self._advance()]
 
     def look(self, quiet: bool) -> list[Effect]:
+        """Return the Seal, Apply and Drop jobs that can run now; `quiet` says whether a step may change the weights."""
         self.quiet = quiet
         return self._advance()
 
     @property
     def waiting(self) -> bool:
+        """Return whether there are enough gradients for a step."""
         return len(self.entries) >= self.micro_batches_per_step
 
     def _decide(self, token: int, state: CommitState) -> list[Effect]:
-        """A decision is final: one that comes later is too late."""
+        """Decide on an execution in doubt. The first decision is final: a later one changes nothing."""
         if self.states.get(token) is not CommitState.IN_DOUBT:
             return []
         self.states[token] = state
@@ -151,7 +182,7 @@ class GradientLedger:
     def _advance(self) -> list[Effect]:
         effects: list[Effect] = []
         if self.sealing:
-            return effects  # Seal may include its step; wait for its outcome before any other step
+            return effects  # the Seal job may take a step: wait for its outcome
         for slot in list(self.closing):
             effects += self._finish(slot)
         if not self.quiet or len(self.closing) == self.slots:

@@ -1,7 +1,8 @@
-"""What an execution goes through at this peer, event by event: comm/pipeline/execution.py has its states.
+"""The life of an execution at this peer: how each event changes it (`comm/pipeline/execution.py` has its states).
 
-A peer that sent the activations still has them: when the next peer is gone, late, or answers nonsense, another one
-gets the same (comm/pipeline/forwarding.py). The peers before it see nothing of that but the time.
+`ExecutionLifecycle` handles, in this order: answers of the next peer, reports of the training thread, decisions of the
+origin peer, and time. A peer keeps the activations that it has sent. If the next peer is gone, late, or answers
+nonsense, another peer gets the same activations (`Forwarding`); the peers before this one notice only the delay.
 """
 
 import math
@@ -39,23 +40,27 @@ from decentral.core.latest import keep_latest
 from decentral.core.reasons import SILENT, Reason
 from decentral.core.units import Seconds
 
-# Refusals that are no failure: a peer's record may be older than a change of its layers.
+# A refusal for one of these reasons is not a failure of the peer: for example, our record of the peer may be old.
 BUSY = frozenset((Reason.BUSY, Reason.STRANGER, Reason.NOT_READY, Reason.MOVED, Reason.SPAN, Reason.OVERSIZE))
 
 
 @dataclass(slots=True)
 class ExecutionLifecycle:
+    """Applies events to executions, and returns the effects that follow."""
+
     table: ExecutionTable
     admission: Admission
     forwarding: Forwarding
     audits: RouteAudits
-    completed: int = 0  # micro-batches of our own that got through the model
-    _heard_at: dict[PeerId, Seconds] = field(default_factory=dict)  # when a next peer last answered anything
-
-    # What the next peer says
+    completed: int = 0  # number of our own micro-batches that have completed their route
+    _heard_at: dict[PeerId, Seconds] = field(default_factory=dict)
 
     def offer_heard(self, event: Answered | AskFailed, now: Seconds) -> list[Effect] | None:
-        """What follows from the answer to an offer; None: nothing yet, or nothing any more."""
+        """Record the outcome of an Offer. After the execution's last Offer, send the execution to the best peer.
+
+        Returns:
+            None if other Offers of the execution are unanswered, or no execution waits for this Offer.
+        """
         assert isinstance(event.tag, OfferTag)
         execution = self.table.awaits(event.tag)
         if execution is None or not isinstance(execution.sent.place, Offered):
@@ -63,7 +68,11 @@ class ExecutionLifecycle:
         return self.forwarding.heard(execution, event, now)
 
     def answered(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
-        """The next peer answered a ForwardRequest or a ForwardStatusQuery, or did not."""
+        """Handle the outcome of a ForwardRequest or a ForwardStatusQuery.
+
+        A gradient begins the backward pass. A next peer that still computes gets more time. After a refusal, a failure
+        or an unusable answer, the activations go to another peer.
+        """
         assert isinstance(event.tag, ForwardTag | ForwardStatusTag)
         if isinstance(event.tag, ForwardStatusTag):
             self.forwarding.status_heard(event.peer)
@@ -81,7 +90,7 @@ class ExecutionLifecycle:
             case Answered(tag=ForwardTag(), envelope=Envelope(Refused(reason))) if reason in BUSY:
                 return self.forwarding.refused(execution, now)
             case Answered(tag=ForwardTag(), envelope=Envelope(BackwardResponse() as response, blob)):
-                trusted = self.forwarding.trust.weight(event.peer, now) > 0  # it may have been found out meanwhile
+                trusted = self.forwarding.trust.weight(event.peer, now) > 0  # False if an audit has suspended the peer
                 if trusted and self.forwarding.fits(execution.sent, execution.last, event.peer, response, blob):
                     self.forwarding.scheduler.served(event.peer, event.seconds)
                     execution.gradient_came(event.peer, response)
@@ -91,22 +100,26 @@ class ExecutionLifecycle:
         return self.forwarding.missed(execution, event.peer, now)
 
     def _is_silent(self, event: AskFailed, now: Seconds) -> bool:
-        """Whether a status query tells that nothing comes from this peer: it has answered nothing since it was asked.
-        Only where steps wait is that enough to send all that it has to others."""
+        """Return whether the next peer is gone: the status query failed, and no other answer has come since the query.
+
+        Return False unless `stage.exact`: otherwise, no step waits for the peer, and a false alarm costs more.
+        """
         heard_at = self._heard_at.get(event.peer, -math.inf)
         return self.admission.stage.exact and event.reason in SILENT and heard_at < now - event.seconds
 
     def _silent(self, peer: PeerId, since: Seconds, now: Seconds) -> list[Effect]:
-        """The next peer has not answered what was asked `since`. All that was sent to it before that goes to others: it
-        would be asked for each of them, one after another, while steps wait."""
+        """Send to other peers all executions that were sent to a silent peer at time `since` or before.
+
+        Without this, the peer would be asked about each of these executions in turn, while steps wait.
+        """
         return self._missed(lambda to, sent_at: to == peer and sent_at <= since, now)
 
     def lost(self, is_there: Callable[[PeerId], bool], now: Seconds) -> list[Effect]:
-        """What was sent to peers that are not there any more goes to others, whatever their deadlines."""
+        """Send to other peers, without waiting for deadlines, all executions at peers for which `is_there` is false."""
         return self._missed(lambda to, sent_at: not is_there(to), now)
 
     def _missed(self, is_lost: Callable[[PeerId, Seconds], bool], now: Seconds) -> list[Effect]:
-        """What is away goes to others where this says so of the next peer and when it was sent there."""
+        """Suspend next peers for which `is_lost(peer, sent_at)` is true, and send their executions to other peers."""
         effects: list[Effect] = []
         for execution in list(self.table.by_token.values()):
             place = execution.sent.place if execution.state is AWAY else None
@@ -114,11 +127,15 @@ class ExecutionLifecycle:
                 effects += self.forwarding.missed(execution, place.to, now)
         return effects
 
-    # What the training thread reports
-
     def computed(self, event: ForwardDone | BackwardDone | ExecutionFailed, now: Seconds) -> list[Effect]:
+        """Handle the training thread's report of a pass.
+
+        After a forward pass, the activations go to a next peer. After a backward pass, the ledger gets the gradients.
+        Then the previous peer gets its gradient or, if the micro-batch is our own, the route's peers get a commit. If a
+        forward pass fails, the execution is given up. If a backward pass fails, another peer computes the gradient.
+        """
         execution = self.table.by_token.get(event.token)
-        assert execution is not None, "an execution stays while it is computed"
+        assert execution is not None, "an execution stays in the table while the training thread works on it"
         match event:
             case BackwardDone():
                 return self._backward_done(execution, event, now)
@@ -163,7 +180,7 @@ class ExecutionLifecycle:
             self.table.ledger.completed(execution.token, hops)
             return self.table.ledger.add(execution.token, entry, CommitState.COMMITTED)
         stage, until = self.admission.stage, execution.until
-        if not stage.synchronous:  # there a round has its own end
+        if not stage.synchronous:  # in synchronous training, gradients are held until the round ends
             until = min(until, now + self.table.holds.limit_s(self.forwarding.load.rest_s(done.tokens, 0)))
         hops = (Hop(stage.peer, execution.id.first, execution.last), *hops)
         answer = Envelope(BackwardResponse(stage.run, loss, done.tokens, hops, done.layout), done.blob)
@@ -173,10 +190,12 @@ class ExecutionLifecycle:
         effects = self.table.ledger.add(execution.token, entry, CommitState.IN_DOUBT)
         return effects + execution.replies()
 
-    # What the origin peer decides
-
     def decided(self, sender: PeerId, decision: CommitDecision, now: Seconds) -> list[Effect]:
-        """Carries out another peer's decision, once. Only the origin peer may commit; the last asker may abort, too."""
+        """Commit and abort executions as another peer decides; a repeated decision has no effect.
+
+        A commit is valid only from the execution's origin peer. An abort is also valid from an asker, if the execution
+        has no other asker.
+        """
         effects: list[Effect] = []
         for id in decision.commit:
             execution = self.table.by_id.get(id)
@@ -192,17 +211,22 @@ class ExecutionLifecycle:
         return effects
 
     def _withdraws(self, sender: PeerId, execution: ForwardedExecution) -> bool:
-        """Whether nobody wants the execution any more after this abort: an asker speaks for itself alone."""
+        """Return whether an abort ends the execution: the sender is its origin, or no other peer has asked for it.
+
+        Otherwise, another peer still needs the execution; forget that the sender asked, if it has got its answer.
+        """
         if sender == execution.id.origin or [*execution.askers] == [sender]:
             return True
         if execution.askers.get(sender, 0) is None:
-            del execution.askers[sender]  # a question of it that waits still gets the answer
+            del execution.askers[sender]
         return False
 
     def origin_is_gone(self, origin: PeerId) -> list[Effect]:
-        """Gives up what is held of an origin peer that does not answer. Where gradients are exact also what it has
-        sent here itself and has not begun: the next sum with that would wait as this one has. If it lives it asks
-        another peer."""
+        """Give up the HELD executions of an origin peer that does not answer commit queries.
+
+        If `stage.exact`, also give up executions that the origin peer itself sent here and that have not begun, because
+        the next step would wait for them. If the origin peer still runs, it sends them to another peer.
+        """
         of_it = [one for one in self.table.by_id.values() if one.id.origin == origin]
         exact = self.table.load.stage.exact
         gone = [one for one in of_it if one.state is HELD or (exact and self._not_begun_for(origin, one))]
@@ -212,17 +236,17 @@ class ExecutionLifecycle:
         waits = execution.state is FORWARD and execution.token in self.table.jobs.waiting
         return waits and [*execution.askers] == [origin]
 
-    # Time
-
     def was_stopped(self, seconds: Seconds) -> None:
-        """No origin peer of what is held here could decide for so long. To be called before `overdue`, which would let
-        them rest, and with them all that have not committed anything here yet."""
+        """Extend the deadlines of HELD executions by the seconds for which this process was stopped.
+
+        Call this before `overdue`, which would otherwise punish origin peers for decisions that could not arrive.
+        """
         for execution in self.table.by_token.values():
             if isinstance(execution, ForwardedExecution) and execution.state is HELD:
                 execution.until, execution.held_at = execution.until + seconds, execution.held_at + seconds
 
     def overdue(self, now: Seconds) -> list[Effect]:
-        """Gives up executions whose time is over, sends on those that had to wait, and asks for those that are late."""
+        """Give up executions past their deadline, send paused executions on, and ask next peers about late ones."""
         effects: list[Effect] = []
         for execution in list(self.table.by_token.values()):
             hop = execution.next_hop

@@ -1,25 +1,24 @@
-"""Which next peer gets a micro-batch: turns by speed and routing weight, offers where many could take it, and trust.
+"""The choice of the next peer for a micro-batch: turns by speed and routing weight, offers, and trust.
 
-Turns (`PeerScheduler`). Each peer takes part in proportion to its routing weight and its measured speed; one that has
-failed is left alone for a while.
+Turns (`PeerScheduler`, start here). Each peer gets micro-batches in proportion to its routing weight and its measured
+speed; a peer that has failed gets no micro-batches for a while.
 
-Offers (`Offers`). Where many peers could take an execution, the best of a few that were drawn gets it:
+Offers (`Offers`). Where many peers could take an execution, a few of them are asked, and the best answer wins:
 
-    execution --Offer--> some holders of the next layer --Load--> the one that is through soonest, per layer it takes
+    execution --Offer--> some holders of the next layer --Load--> the holder that needs the fewest seconds per layer
 
-No peer knows how much a thousand others have to do, and what it knew would be old; but of a few that are drawn by
-chance the one with the least to do is nearly as good as the best of all (the power of two choices, Mitzenmacher 2001).
-This costs a round trip before the activations are sent, and none are sent to a peer that has no memory for them.
+No peer knows the load of a thousand others, but the least loaded of a few random peers is nearly as good as the least
+loaded of all (the power of two choices, Mitzenmacher 2001). Offers cost a round trip before the activations are sent,
+and save sending them to a peer that has no memory for them.
 
-Trust (`Reputations`). How far this peer trusts what others give back goes by its own audits, not by what anybody
-says:
+Trust (`Reputations`). How far this peer trusts another peer's answers follows from its own audits alone:
 
-    wrong answers   each leaves a quarter of a peer's routes; SUSPENDED_AT of them none, for a while that doubles
-    right answers   a peer is audited at half the rate after each; one wrong answer, and every answer is audited again
-    time            half of what counts against a peer is forgotten in HALVED_S
+    wrong answers   each multiplies a peer's share of routes by WRONG_WEIGHT; SUSPENDED_AT of them suspend the peer
+    right answers   each halves the rate of audits; after a wrong answer, every answer of the peer is audited again
+    time            every HALVED_S, a wrong answer loses half of its weight
 
-An answer is that of all peers behind the one that gave it, so what is wrong with it counts against that one in part:
-one of those behind it may be to blame, and it audits them itself.
+An answer is the work of the peer that gave it and of all later peers on the route. So a wrong answer counts only in
+part against the peer that gave it, since a later peer may be to blame. Each peer audits its own next peers.
 """
 
 import heapq
@@ -36,63 +35,73 @@ from decentral.core.units import Seconds
 
 Choice = TypeVar("Choice", int, PeerId)
 
-# Turns
+# Constants of `PeerScheduler`, which chooses the next peer and notices failures
 
-MOST_NEXT_PEERS = 256  # next peers whose seconds are known
-NEWEST_WEIGHT = 0.2  # weight of the newest in a running average
-LEAST_WEIGHT = 0.02  # of the best peer's weight, for one that the routing weights leave out
-MOST_TIMES_SLOWER = 16.0  # than the others, a peer can look by missed deadlines alone: it must be asked again some time
-MISSED = 2.0  # a missed deadline makes a peer look so many times slower
-FIRST_SUSPENDED_S = 4.0  # of a peer that has failed; twice as long each time that it does not say that it is there ...
-MOST_SUSPENDED_S = 64.0  # ... up to this
-TIMES_KEPT = 4.0  # times as long if it says that it is there, gets a micro-batch, and fails again ...
-MOST_KEPT_S = 512.0  # ... up to this: where gradients are exact, nobody takes a step while a micro-batch is away
-FORGIVEN_S = 1.0  # a shorter suspension is forgotten; each answer halves it
-LOOK_SLACK = 2.0  # a peer is asked whether it still computes after so many times the expected time ...
-LOOK_FLOOR_S = 1.0  # ... and not before: a step waits as long, and as long again, for a peer that is silent
-STATUS_S = 2.0  # most for the answer: whoever is there answers at once, however much it computes
-ROUTE_SLACK = 4.0  # a deadline is this many times the expected time ...
-HOP_DEADLINE_FLOOR_S = 2.0  # ... and at least this
-HOP_DEADLINE_TOP_S = 420.0  # of a single hop; a lost one is found out after so long at most
-UNKNOWN_S = 15.0  # a deadline at least, where nothing is known
+MOST_NEXT_PEERS = 256  # for at most this many next peers we store how long a micro-batch takes, or a suspension
+NEWEST_WEIGHT = 0.2  # weight of the newest value in a running average
+LEAST_WEIGHT = 0.02  # a peer without routing weight gets this part of the largest weight, so that its speed is measured
+MOST_TIMES_SLOWER = 16.0  # missed deadlines raise an expected duration to at most this many times the median of peers
+MISSED = 2.0  # each missed deadline multiplies the peer's expected duration by this
+FIRST_SUSPENDED_S = 4.0  # the first suspension is this long; each unanswered Offer doubles it, up to MOST_SUSPENDED_S
+MOST_SUSPENDED_S = 64.0  # a peer that does not answer Offers is suspended for at most this long
+TIMES_KEPT = 4.0  # a peer that answers an Offer but then fails again is suspended for this many times as long
+MOST_KEPT_S = 512.0  # a peer that fails again is suspended for at most this long: each failure can delay all steps
+FORGIVEN_S = 1.0  # each returned gradient halves the next suspension; one shorter than this is forgotten
+LOOK_SLACK = 2.0  # after this many times its expected duration, a peer is asked whether it still computes
+LOOK_FLOOR_S = 1.0  # least time until a peer is asked whether it still computes; short, because steps wait for it
+STATUS_S = 2.0  # a peer must answer a ForwardStatusQuery within this time; even a busy peer answers at once
+ROUTE_SLACK = 4.0  # the deadline of a gradient is this many times the peer's expected duration
+HOP_DEADLINE_FLOOR_S = 2.0  # a gradient's deadline is at least this long, if the peer's usual duration is known
+HOP_DEADLINE_TOP_S = 420.0  # a gradient's deadline is at most this long; after it, the micro-batch counts as lost
+UNKNOWN_S = 15.0  # a gradient's deadline is at least this long, if the peer's usual duration is not known
 
-# Offers
+# Constants of `Offers`, which ask several peers how soon they could compute an execution
 
-CANDIDATES = 8
-OFFER_S = 3.0  # deadline of an Offer; a peer that needs longer is not sent any activations
-MOST_BUSY = 6  # peers that are asked without a pause; if so many are busy, nearly all are
-FEW = 4  # with so few holders their measured times say enough, and no offers are made
-COMPUTE_WEIGHT = 0.25  # an idle slow device goes before a fast one with a queue: with both at work more is done
-OFFER_PAUSE_S = 0.25
-LONGEST_PAUSE_S = 4.0
+CANDIDATES = 8  # at most this many peers get an Offer for one execution
+OFFER_S = 3.0  # a peer that answers an Offer later than this gets no activations
+MOST_BUSY = 6  # after this many refusals as busy, an execution pauses: most other peers are probably busy, too
+FEW = 4  # if at most this many peers hold the next layer, no Offers are sent: measured durations are enough
+COMPUTE_WEIGHT = 0.25  # one second of computing counts like this many seconds in a queue, so that idle slow devices win
+OFFER_PAUSE_S = 0.25  # an execution's first pause after MOST_BUSY refusals; each further MOST_BUSY refusals double it
+LONGEST_PAUSE_S = 4.0  # a pause is at most this long, or as long as an execution takes if that is longer
 
-# Trust
+# Constants of `Reputations`, which follow from audits
 
-WRONG_WEIGHT = 0.25  # of a peer's routes are left after each wrong answer
-SUSPENDED_AT = 2.0  # wrong answers, after which a peer gets no routes
-NO_ROUTES_S = 600.0  # for the first time; twice as long after each further time
+WRONG_WEIGHT = 0.25  # each wrong answer multiplies a peer's share of the routes by this
+SUSPENDED_AT = 2.0  # a peer gets no routes (is suspended) once the weights of its wrong answers sum to this
+NO_ROUTES_S = 600.0  # a peer's first suspension for wrong answers; each further suspension is twice as long
 LONGEST_NO_ROUTES_S = 6 * 3600.0
-HALVED_S = 600.0
-_ROUNDING = 1e-3  # of a wrong answer, by which time has made less of the first one when the second is found
-MOST_JUDGED = 1024  # peers with a reputation here; the one that was judged longest ago is forgotten
-MOST_RIGHT = 30  # right answers that are told apart
+HALVED_S = 600.0  # the weight of a wrong answer halves in this time
+_ROUNDING = 1e-3  # two wrong answers suspend a peer although the weight of the first has decayed by up to this part
+MOST_JUDGED = 1024  # we store the reputations of this many peers; beyond, the peer judged longest ago is forgotten
+MOST_RIGHT = 30  # up to this many right answers in a row count; each of them halves the audit rate
 
 
 @dataclass(slots=True)
 class RoutingWeights:
-    """Rates of flow, in any unit (scheduler/throughput/routing.py): how much of what enters this peer at a layer
-    leaves it at which layer, and which peers take on what leaves at a layer, by their layers; equal ones share it by
-    speed."""
+    """Shares of micro-batches for each next peer, from the maximum flow through the swarm.
 
+    scheduler/throughput/routing.py computes them. A rate is a flow in any unit, since only ratios of rates are used.
+    """
+
+    # ends[first][last]: rate of this peer's executions that enter at layer `first` and leave before layer `last`
     ends: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
-    nexts: Mapping[int, Mapping[tuple[int, int], float]] = field(default_factory=dict)  # by span, per token/s
-    tokens_per_s: float = 0.0  # through the whole swarm
-    size: int = 0  # variables of the linear programme
-    spans: Collection[tuple[int, int]] = ()  # layers that some peer held when it was solved
+    # nexts[layer][first, last]: rate at which executions enter peers with layers [first, last) at `layer`, per tokens/s
+    nexts: Mapping[int, Mapping[tuple[int, int], float]] = field(default_factory=dict)
+    tokens_per_s: float = 0.0
+    size: int = 0  # number of variables in the linear programme behind these weights
+    spans: Collection[tuple[int, int]] = ()  # layers [first, last) of all peers when the weights were computed
 
     def rate(self, layer: int, span_and_speed: tuple[int, int, float]) -> float:
-        """How much a peer with layers [first, last) and so many tokens/s takes on from this layer. One whose layers
-        nobody held when the flow was solved takes as much as the others."""
+        """Return the rate at which micro-batches should be sent to a peer that executes them from `layer` on.
+
+        Args:
+            layer: The first layer of the peer's executions.
+            span_and_speed: The peer's layers [first, last) and its tokens/s.
+
+        Returns:
+            A rate in any unit. If no peer had this span when the flow was solved, the mean of the other spans is used.
+        """
         first, last, tokens_per_s = span_and_speed
         rates = self.nexts.get(layer, {})
         if (first, last) in rates or (first, last) in self.spans or not rates:
@@ -102,17 +111,24 @@ class RoutingWeights:
 
 @dataclass(slots=True)
 class StrideScheduler(Generic[Choice]):
-    """Stride scheduling (Waldspurger & Weihl 1995): each choice is taken in proportion to 1 / cost.
+    """Stride scheduling: takes each choice in proportion to 1 / cost.
 
-    Time here is virtual: in one unit each choice is taken 1 / cost times. A new choice starts at the present, and none
-    owes more than one turn at its present cost: a cost that was high once is forgiven when it is not any more.
+    A unit of virtual time lasts until each choice has had 1 / cost turns. A new choice starts at the present virtual
+    time. No choice waits for longer than one turn at its present cost, so a cost that was high once is soon forgotten.
+
+    Source: Waldspurger & Weihl 1995.
     """
 
     now: float = 0.0
-    paid: dict[Choice, float] = field(default_factory=dict)
+    paid: dict[Choice, float] = field(default_factory=dict)  # virtual time at which each choice's last turn ends
 
     def choose(self, costs: Mapping[Choice, float], count: int = 1) -> list[Choice]:
-        """So many different choices, or all: each of them has its turn."""
+        """Return the `count` different choices that come next, or all if there are fewer, and record their turns.
+
+        Args:
+            costs: All choices that are possible now, each with its cost > 0.
+            count: How many to take.
+        """
         paid, now = self.paid, self.now
         self.paid = paid = {one: min(paid.get(one, now), now + cost) for one, cost in costs.items()}
         chosen = heapq.nsmallest(count, ((paid[one] + cost, one) for one, cost in costs.items()))
@@ -123,31 +139,37 @@ class StrideScheduler(Generic[Choice]):
 
 
 class Suspension(NamedTuple):
-    """How long a peer that has failed gets nothing."""
+    """The time during which a peer that has failed gets no micro-batch."""
 
     until: Seconds
-    seconds: Seconds
-    there: bool = False  # it has answered since; until it does it gets no micro-batch
-    tried: bool = False  # it has got one micro-batch more, and gets none until that one is back
+    seconds: Seconds  # length of this suspension, from which the next one's length follows
+    there: bool = False  # True: the peer has answered an Offer since it failed; before, it gets no micro-batch
+    tried: bool = False  # True: the peer has got a micro-batch since it failed, and must wait until `until` for another
 
 
 @dataclass(slots=True)
 class PeerScheduler:
-    """Which next peer gets a micro-batch, and how fast each of them is.
+    """Chooses next peers by stride scheduling, and measures how long each peer takes to return a gradient.
 
-    Each choice costs a peer the seconds that a micro-batch takes through it, over its routing weight; the peer that has
-    paid least is next (SWARM, arXiv 2301.11913, section 3.2, has the seconds alone). A peer from which nothing usable
-    came is suspended, ever longer until it answers again, where another one can be asked: first whether it is there,
-    then with one micro-batch, as a step may wait for each that is sent to a silent peer. A failure does not raise its
-    expected seconds, or the next wait would be longer.
+    A turn of a peer costs the seconds until its gradient comes, divided by its routing weight (SWARM, arXiv 2301.11913,
+    section 3.2, uses the seconds alone). A peer that has failed is suspended, unless all peers are. Afterwards it gets
+    an Offer. If it answers, it gets a single micro-batch at first, because a step may wait for all micro-batches at a
+    silent peer. A failure does not raise a peer's expected seconds, because the next wait for it would be longer.
     """
 
-    seconds: dict[PeerId, Seconds] = field(default_factory=dict)  # of a micro-batch, from that peer to the end and back
-    suspended: dict[PeerId, Suspension] = field(default_factory=dict)  # that have failed, and not answered since
-    _strides: dict[int, StrideScheduler[PeerId]] = field(default_factory=dict)  # by the layer that is next
+    seconds: dict[PeerId, Seconds] = field(default_factory=dict)  # mean time until a peer returns a gradient
+    suspended: dict[PeerId, Suspension] = field(default_factory=dict)
+    # For each layer: the turns of the peers that hold it.
+    _strides: dict[int, StrideScheduler[PeerId]] = field(default_factory=dict)
 
     def choose(self, layer: int, rates: Mapping[PeerId, float], count: int = 1) -> list[PeerId]:
-        """So many of these peers, or all. `rates`: routing weights; one without is asked at times, to measure it."""
+        """Return the `count` peers that come next at this layer, or all if there are fewer, and record their turns.
+
+        Args:
+            layer: First layer of the next peer's execution.
+            rates: Routing weight of each peer, in any unit. A peer with 0 gets a few turns, to measure its speed.
+            count: How many peers to take.
+        """
         top, typical_s = max(rates.values(), default=0.0), self._typical_s()
         weights = {peer: max(LEAST_WEIGHT, rate / top) if top else 1.0 for peer, rate in rates.items()}
         costs = {peer: self.seconds.get(peer, typical_s) / weight for peer, weight in weights.items()}
@@ -157,34 +179,38 @@ class PeerScheduler:
         return median(self.seconds.values()) if self.seconds else unknown_s
 
     def served(self, peer: PeerId, seconds: Seconds) -> None:
+        """Record that this peer returned a gradient after `seconds`, end its suspension, and halve its next one."""
         known = self.seconds.get(peer)
         mean = seconds if known is None else (1 - NEWEST_WEIGHT) * known + NEWEST_WEIGHT * seconds
         keep_latest(self.seconds, peer, mean, MOST_NEXT_PEERS)
         before = self.suspended.pop(peer, None)
-        if before and before.seconds > FORGIVEN_S:  # one answer does not make up for a failure
+        if before and before.seconds > FORGIVEN_S:
             self.suspended[peer] = Suspension(-math.inf, before.seconds / 2, there=True)
 
     def failed(self, peer: PeerId, now: Seconds) -> None:
-        """Nothing usable came from it, nor will. What was under way there together tells of one failure."""
+        """Suspend a peer that returned no usable gradient; failures of several micro-batches in flight count once."""
         before = self.suspended.get(peer)
         if before is None or before.tried or now >= before.until:
             seconds = FIRST_SUSPENDED_S if before is None else min(MOST_KEPT_S, TIMES_KEPT * before.seconds)
             self._suspend(peer, seconds, now)
 
     def asked(self, peer: PeerId, now: Seconds) -> None:
-        """A micro-batch goes to this peer. One that has failed gets no second one before it has answered."""
+        """Record that a micro-batch goes to this peer. If the peer has failed lately, it gets no other for a while."""
         if before := self.suspended.get(peer):
             self.suspended[peer] = before._replace(until=now + before.seconds, tried=True)
 
     def absent(self, peers: Sequence[PeerId], wait_s: Seconds, now: Seconds) -> list[PeerId]:
-        """Those of these peers that are to be asked whether they are there. None is asked again within `wait_s`."""
+        """Return the peers that need an Offer now: they failed, waited, and have answered no Offer since the failure.
+
+        The caller must send these Offers: the next Offer to each of these peers is due only after `wait_s` seconds.
+        """
         due = [peer for peer in peers if (one := self.suspended.get(peer)) and not one.there and now >= one.until]
         for peer in due:
             self.suspended[peer] = self.suspended[peer]._replace(until=now + wait_s)
         return due
 
     def heard_from(self, peer: PeerId, there: bool, now: Seconds) -> None:
-        """A peer has answered the question whether it is there, or not."""
+        """Record whether a suspended peer answered its Offer (`there`); if not, its suspension doubles."""
         before = self.suspended.get(peer)
         if before is None or before.there:
             return
@@ -197,58 +223,83 @@ class PeerScheduler:
         keep_latest(self.suspended, peer, Suspension(now + seconds, seconds), MOST_NEXT_PEERS)
 
     def askable(self, peers: Sequence[PeerId], now: Seconds) -> list[PeerId]:
-        """Those of these peers that may get a micro-batch; all of them where none may."""
+        """Return the peers that are not suspended; if all are suspended, return all of `peers`."""
         barred = {peer for peer, one in self.suspended.items() if now < one.until or not one.there}
         return [peer for peer in peers if peer not in barred] or list(peers)
 
     def believable_wait_s(self, peer: PeerId, load: Load) -> Seconds:
-        """How long a micro-batch waits there. What a peer says has to explain how long it has taken so far."""
+        """Return the seconds that a peer claims a micro-batch would wait there, or more if the claim is not believable.
+
+        Args:
+            peer: The peer that has answered an Offer.
+            load: Its answer.
+
+        Returns:
+            The claimed wait, if (claimed wait + claimed computing time + typical duration) times ROUTE_SLACK is not
+            below the peer's measured duration. Otherwise, the larger of the claimed wait and the measured duration.
+        """
         known_s, said_s = self.seconds.get(peer, 0.0), load.wait_s + load.seconds
         return load.wait_s if known_s <= ROUTE_SLACK * (said_s + self._typical_s()) else max(load.wait_s, known_s)
 
     def missed(self, peer: PeerId) -> None:
-        """It still computes, for longer than was expected."""
+        """Multiply a peer's expected duration by MISSED (within limits), because it is late but still computes."""
         others = [seconds for other, seconds in self.seconds.items() if other != peer]
         most = MOST_TIMES_SLOWER * median(others) if others else HOP_DEADLINE_TOP_S
         expected_s = self.seconds.get(peer) or self._typical_s()
         self.seconds[peer] = min(MISSED * expected_s, max(most, expected_s))
 
     def usual_deadline_s(self) -> Seconds:
-        """After how long an answer of most peers is late."""
+        """Return the seconds after which a typical peer's gradient is late."""
         return max(HOP_DEADLINE_FLOOR_S, ROUTE_SLACK * self._typical_s())
 
     def deadline_s(self, peer: PeerId, guess_s: Seconds) -> Seconds:
-        """After how long an answer is late. `guess_s`: what it would take if nothing waited, by the devices' speeds."""
+        """Return the seconds after which this peer's gradient is late.
+
+        Args:
+            peer: The peer that has the micro-batch.
+            guess_s: Seconds expected from the devices' speeds, without queues; used if no peer's duration is known.
+        """
         known_s = self.seconds.get(peer)
         expected_s = self._typical_s(guess_s) if known_s is None else known_s
         least_s = UNKNOWN_S if known_s is None else HOP_DEADLINE_FLOOR_S
         return min(HOP_DEADLINE_TOP_S, max(least_s, ROUTE_SLACK * expected_s))
 
     def look_s(self, peer: PeerId, guess_s: Seconds) -> Seconds:
-        """After how long it is asked whether it still computes. That it does says nothing against it before the
-        deadline. Of one that nothing is known of, its first micro-batch may take long: it is asked at the deadline."""
+        """Return the seconds after which this peer is asked whether it still computes: at the latest at its deadline.
+
+        A peer whose duration is not known is asked at the deadline: its first micro-batch may take long.
+        """
         return self._twice_usual_s(peer, self.deadline_s(peer, guess_s))
 
     def status_s(self, peer: PeerId) -> Seconds:
-        """How long it may take to say that. In the time in which it brings micro-batches back it can answer this."""
+        """Return the seconds that this peer may take to answer whether it still computes."""
         return self._twice_usual_s(peer, STATUS_S)
 
     def _twice_usual_s(self, peer: PeerId, most_s: Seconds) -> Seconds:
-        """LOOK_SLACK times what a micro-batch takes through it; `most_s` at most, and where nothing is known."""
+        """Return LOOK_SLACK times the peer's usual duration, at least LOOK_FLOOR_S and at most `most_s` seconds.
+
+        Return `most_s` if the peer's duration is unknown.
+        """
         known_s = self.seconds.get(peer)
         return most_s if known_s is None else min(most_s, max(LOOK_FLOOR_S, LOOK_SLACK * known_s))
 
 
 @dataclass(slots=True)
 class Offers:
-    """The offers of one execution. `asked`: the peers that have not answered yet."""
+    """The open offers of one execution, and the best answer so far."""
 
     asked: set[PeerId] = field(default_factory=set)
     best: PeerId | None = None
-    _least: tuple[float, float] = (0.0, 0.0)
+    _least: tuple[float, float] = (0.0, 0.0)  # rank of `best`: (cost in seconds / part of the model, -part)
 
     def answered(self, peer: PeerId, load: Load | None, part: float) -> None:
-        """`part` of the model is what it would take; no load: it does not want the execution, or is gone."""
+        """Record a peer's answer, and keep the peer as `best` if it needs the fewest seconds for its part of the model.
+
+        Args:
+            peer: The peer that got the Offer.
+            load: Its answer; None if it refused or did not answer.
+            part: Part of the model's parameters that it would compute.
+        """
         self.asked.discard(peer)
         if load is None or part <= 0:
             return
@@ -258,48 +309,66 @@ class Offers:
 
 
 def pause_s(refusals: int, execution_s: Seconds) -> Seconds:
-    """How long to wait after so many refusals in a row: a swarm that is busy must not spend its time on questions. An
-    execution occupies a device for about `execution_s`."""
+    """Return the seconds to wait after refusals in a row, so that a busy swarm does not spend its time on offers.
+
+    Args:
+        refusals: How many peers in a row refused.
+        execution_s: Seconds that an execution occupies a device.
+
+    Returns:
+        OFFER_PAUSE_S, doubled after each MOST_BUSY refusals, up to the larger of `execution_s` and LONGEST_PAUSE_S.
+    """
     return min(max(LONGEST_PAUSE_S, execution_s), OFFER_PAUSE_S * 2.0 ** min(10, refusals // MOST_BUSY))
 
 
 @dataclass(slots=True)
 class PeerReputation:
-    right: int = 0  # audits in a row in which its answer was the usual one
-    wrong: float = 0.0  # answers, as of `at`
+    """What this peer's audits found about another peer's answers."""
+
+    right: int = 0  # number of audits in a row that found its answer right
+    wrong: float = 0.0  # sum of the weights of its wrong answers, as of time `at`
     at: Seconds = 0.0
     suspended_until: Seconds = 0.0
     suspensions: int = 0
 
     def wrong_at(self, now: Seconds) -> float:
-        """How much counts against it now."""
+        """Return how many wrong answers count against the peer now; each loses half of its weight every HALVED_S."""
         return float(self.wrong * 0.5 ** (max(0.0, now - self.at) / HALVED_S))
 
 
 @dataclass(slots=True)
 class Reputations:
-    """Those of all peers that were audited. A peer that was not has a clean one."""
+    """The reputations of all audited peers. A peer that was never audited is trusted."""
 
     by_peer: dict[PeerId, PeerReputation] = field(default_factory=dict)
 
     def weight(self, peer: PeerId, now: Seconds) -> float:
-        """The part of its routes that a peer gets; 0: none."""
+        """Return the factor on a peer's share of routes: 1.0 for a trusted peer, 0.0 for a suspended peer."""
         known = self.by_peer.get(peer)
         if known is None:
             return 1.0
         return 0.0 if now < known.suspended_until else float(WRONG_WEIGHT ** known.wrong_at(now))
 
     def interval(self, peer: PeerId) -> float:
-        """Of so many answers of this peer one should be audited, whatever that costs."""
+        """Return n if one in n of this peer's answers should be audited; every right answer in a row doubles n."""
         known = self.by_peer.get(peer)
         return float(1 << known.right) if known else 1.0
 
     def was_right(self, peer: PeerId) -> None:
+        """Record an audit in which the peer's answer was right, so that its answers are audited half as often."""
         known = self._judged(peer)
         known.right = min(MOST_RIGHT, known.right + 1)
 
     def was_wrong(self, peer: PeerId, share: float, now: Seconds) -> None:
-        """`share`: the part of a wrong answer that counts against this peer."""
+        """Record a wrong answer, and suspend the peer once its wrong answers add up to SUSPENDED_AT.
+
+        The peer's `interval` is 1 again, until right answers raise it.
+
+        Args:
+            peer: The peer that gave the answer.
+            share: The peer's part of the blame, 0 to 1; peers behind it on the route get the rest.
+            now: Present time.
+        """
         known = self._judged(peer)
         known.wrong, known.at, known.right = known.wrong_at(now) + share, now, 0
         if known.wrong > SUSPENDED_AT - _ROUNDING and now >= known.suspended_until:

@@ -1,17 +1,17 @@
-"""The router: micro-batches through peers that hold a part of the model each, activations on, gradients back.
+"""The router: takes micro-batches through peers that each hold a part of the model.
 
-    own micro-batch    FORWARD --ForwardRequest--> AWAY --gradient--> BACKWARD --> counted; its hops are told to commit
+    own micro-batch    FORWARD --ForwardRequest--> AWAY --gradient--> BACKWARD --> counted; CommitDecision to each hop
     another peer's     FORWARD --ForwardRequest--> AWAY --gradient--> BACKWARD --> HELD --CommitDecision--> counted
     at the last stage  FORWARD ------------------------------------------------> HELD --CommitDecision--> counted
 
-A ForwardRequest takes the activations to the next peer, and its answer brings the gradient back when all peers behind
-that one are done with it. Each layer counts a micro-batch exactly once, or not at all: gradients are held
-(comm/pipeline/ledger.py) until the origin peer, to which the route's hops come back with the gradient, has committed
-them, and it commits one route per micro-batch.
+A ForwardRequest takes the activations to the next peer. The answer brings the gradient back, once that peer and all
+peers behind it are done. Each layer counts a micro-batch exactly once or not at all: gradients are held in a sum
+(comm/pipeline/ledger.py) until the origin peer commits them. The names of the route's hops come back to the origin peer
+with the gradient, and the origin peer commits one route per micro-batch.
 
-This file puts the parts together and hands each event to the one that it belongs to. execution.py has the states of a
-micro-batch here, lifecycle.py what happens to it, forwarding.py the choice of the next peer, admission.py what begins
-and what is refused, and commits.py what counts. audits.py has some of what came back computed again by others.
+Start with `Router.handle`, which passes each event to the part that handles it. execution.py has the states of a
+micro-batch here, lifecycle.py the reactions to events, forwarding.py the choice of the next peer, admission.py what
+begins and what is refused, commits.py the decisions, and audits.py the audits of answers by recomputation.
 """
 
 import math
@@ -46,12 +46,18 @@ from decentral.core.units import Seconds
 
 
 class Router:
-    """A machine (core/machine.py). It does nothing until `active` is set, or a round begins.
-
-    `chance` draws what is audited, and nobody else may know it; None: nothing is.
-    """
+    """State machine (core/machine.py) of a peer's stage executions; it does nothing until `start` or `begin_round`."""
 
     def __init__(self, stage: StageConfig, view: RouteView, ledger: Ledger, chance: Random | None = None) -> None:
+        """Create the router of one peer.
+
+        Args:
+            stage: The layers and limits of this peer.
+            view: The other peers' layers and speeds, and the weights by which micro-batches are divided among them.
+            ledger: Decides which gradients count.
+            chance: Chooses the answers that are audited; other peers must not be able to predict it. None: no
+                answers are audited.
+        """
         full = stage.overlap or stage.synchronous or stage.micro_batches_per_step >= LARGE_STEP
         stages = -(-stage.layers // (stage.last - stage.first))
         self.ledger = ledger
@@ -63,38 +69,40 @@ class Router:
         self.own = OwnMicroBatches(self.table, self.admission, self.forwarding)
         self.audits = RouteAudits(self.forwarding, chance)
         self.lifecycle = ExecutionLifecycle(self.table, self.admission, self.forwarding, self.audits)
-        self._wake: Seconds | None = None  # the earliest time of all; infinite: never; None: to be looked for
+        self._wake: Seconds | None = None  # cached `wake_at`; infinity: no deadline is set; None: to be computed again
 
     @property
     def stage(self) -> StageConfig:
+        """Return the layers and limits of this peer."""
         return self.load.stage
 
     @property
     def active(self) -> bool:
-        """Whether this peer trains."""
+        """Return whether this peer trains."""
         return self.admission.active
 
     def start(self) -> None:
-        """This peer trains from now on."""
+        """Start training: accept and begin executions from now on."""
         self.admission.start()
 
     @property
     def draining(self) -> bool:
+        """Return whether this peer begins no new executions and finishes those that are here."""
         return self.admission.draining
 
     @property
     def executions(self) -> dict[int, StageExecution]:
-        """The executions that are here, by token."""
+        """Return the executions at this peer, by StageExecution.token."""
         return self.table.by_token
 
     @property
     def completed(self) -> int:
-        """How many micro-batches of our own got through the model."""
+        """Return how many micro-batches of our own have completed their route."""
         return self.lifecycle.completed
 
     @property
     def wake_at(self) -> Seconds | None:
-        """The time is found once after each event, as that takes a look at every execution."""
+        """Return when `handle` needs its next Woke event; None if it needs no Woke before another event."""
         if not self.admission.active:
             return None
         if self._wake is None:
@@ -105,28 +113,31 @@ class Router:
 
     @property
     def idle(self) -> bool:
-        """Whether no execution is here, and no gradient waits for a step."""
+        """Return whether no execution is at this peer, and no gradient waits for a step."""
         return not self.table.by_token and not self.ledger.entries and not self.ledger.sealing
 
     def was_stopped(self, seconds: Seconds) -> None:
-        """This process was stopped for so long: no origin peer could tell it a decision meanwhile."""
+        """Extend the deadlines of HELD executions by the seconds for which this process was stopped."""
         self.lifecycle.was_stopped(seconds)
         self._wake = None
 
     def drain(self) -> None:
-        """Takes no more executions; gradients need not wait for more of them before a step."""
+        """Accept and begin no more executions; from now on a step needs only one gradient."""
         self.admission.drain(True)
         self.ledger.expect(1)
 
     def hold(self, stage: StageConfig) -> None:
-        """From now on this peer holds the layers of `stage`; executions are taken again."""
+        """Set this peer's layers and limits to those of `stage`, and accept executions again after a `drain`."""
         self.load.hold(stage)
         self.ledger.expect(stage.micro_batches_per_step)
         self.admission.drain(False)
         self.forwarding.forget_ends()
 
     def handle(self, event: Event, now: Seconds) -> list[Effect]:
-        """Effects: Ask, Reply, jobs, the journal's lines `counted`, `applied`, `uncounted`, `abandoned` and `audit`."""
+        """Handle an event, and return its effects: Ask, Reply, jobs for the training thread, and journal lines.
+
+        The journal lines are `counted`, `applied`, `uncounted`, `abandoned` and `audit`.
+        """
         heard: list[Effect] | None = None
         if isinstance(event, Asked):
             answer = self.admission.answer(event)
@@ -184,28 +195,36 @@ class Router:
         return []
 
     def look_for_lost(self, is_there: Callable[[PeerId], bool], now: Seconds) -> list[Effect]:
-        """Some peers may have left the swarm: what they had under way for this peer goes to others at once."""
+        """Send all executions at peers for which `is_there` is false to other peers, without waiting for deadlines."""
         self._wake = None
         return [*self.lifecycle.lost(is_there, now), *self.commits.tell()]
 
-    # What synchronous rounds (comm/rounds/round.py) ask for
-
     def begin_round(self, round: int, active: bool, quota: int) -> list[Effect]:
-        """The weights are those of this round now. This peer begins as many micro-batches in it as its quota says."""
+        """Enter a round of synchronous training, during which the weights do not change.
+
+        Args:
+            round: Number of the round.
+            active: Whether this peer takes part in it.
+            quota: How many micro-batches of its own this peer begins in it.
+        """
         self._wake, self.own.quota = None, quota
         return self.admission.begin_round(round, active)
 
     @property
     def all_begun_are_over(self) -> bool:
-        """Whether our own micro-batches of the round are complete, or given up."""
+        """Return whether all our own micro-batches of the round have begun, and are complete or given up."""
         return self.own.quota == 0 and not self.own.under_way
 
     def give_up_own(self) -> list[Effect]:
-        """Our own micro-batches are given up, and none begins any more in this round."""
+        """Give up our own micro-batches, and begin no more in this round."""
         self._wake = None
         return self.own.give_up_all()
 
     def end_round(self, everything: bool = False) -> list[Effect]:
-        """Nothing more counts in this round: what is under way is given up. `everything`: also what came early."""
+        """End all executions of the round, so that no more gradients join its sums.
+
+        Args:
+            everything: Whether to end also those executions of the next round that other peers have sent early.
+        """
         self._wake = None
         return self.admission.end_round(everything)

@@ -1,4 +1,8 @@
-"""The stage of this peer: which layers it holds, and what a micro-batch's execution takes of its memory and time."""
+"""Describe a peer's stage: the layers that it computes, and the memory and time that each execution takes there.
+
+Start at `StageConfig`, which has the stage's fixed values. `StageLoad` estimates computing times from the measured
+speed. `RouteView` is the interface through which the router reads other peers' layers and speeds.
+"""
 
 import bisect
 from collections.abc import Callable, Iterable, Sequence
@@ -24,54 +28,63 @@ from decentral.core.units import Seconds
 
 @dataclass(frozen=True, slots=True)
 class StageConfig:
-    """This peer holds layers [first, last). `forms(layer, sequences)` describes what may enter that layer."""
+    """The fixed values of a peer's stage: its layers [first, last), its limits, and how it takes steps."""
 
     run: RunId
     peer: PeerId
     first: int
     last: int
-    cuts: tuple[Fragment, ...]  # of the whole model; an execution ends where one of them does
-    max_sequences: int  # in a micro-batch
-    capacity: int  # micro-batches through the whole span whose activations fit into the memory
-    micro_batches_per_step: int  # that one optimizer step waits for, at least
-    forms: Callable[[int, int], ActivationForms]
-    activations: tuple[int, ...] = ()  # bytes that a micro-batch keeps in each of the cuts; none: all take the same
-    slots: int = 1  # for sealed sums of gradients that are not committed yet
-    overlap: bool = False  # begin more before the last ones' step is taken: busier devices, stale gradients
-    originates: bool = True  # its own data are trained on; else it executes others' micro-batches only
-    synchronous: bool = False  # steps are taken in rounds, by all peers at once: comm/rounds/round.py
-    _entries: tuple[int, ...] = field(init=False, repr=False)  # layers of ours with which others' executions may begin
+    cuts: tuple[Fragment, ...]  # the model's fragments; every stage execution ends where a fragment ends
+    max_sequences: int
+    capacity: int  # this many micro-batches fit into memory, if each passes through all layers of this peer
+    micro_batches_per_step: int
+    forms: Callable[[int, int], ActivationForms]  # (layer, sequences) -> layouts in which that layer's input may arrive
+    activations: tuple[int, ...] = ()  # a micro-batch's memory in each fragment, bytes; empty: `capacity` is the limit
+    slots: int = 1  # at most this many complete sums of gradients may wait for the decision to commit them
+    overlap: bool = False  # whether optimizer steps may run between a micro-batch's two passes: faster, stale gradients
+    originates: bool = True  # False: the peer executes only micro-batches that other peers begin
+    synchronous: bool = False
+    _entries: tuple[int, ...] = field(init=False, repr=False)  # layers at which other peers' executions may begin here
     _memory: dict[tuple[int, int], float] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Compute once the layers at which executions may begin, since every request is checked against them."""
         entries = tuple(cut.first for cut in self.cuts if max(1, self.first) <= cut.first < self.last)
-        object.__setattr__(self, "_entries", entries)  # frozen; every question is checked against it
+        object.__setattr__(self, "_entries", entries)
 
     @property
     def layers(self) -> int:
+        """Return the number of layers of the whole model."""
         return self.cuts[-1].last
 
     @property
     def exact(self) -> bool:
-        """Whether gradients are of the weights that they change, since steps wait for all that is under way here. Then
-        who is silent is looked for sooner; elsewhere a false alarm costs more than the wait."""
+        """Return whether gradients are exact: no step changes the weights between a micro-batch's two passes.
+
+        If true, steps wait for all micro-batches in flight, so silent peers must be noticed soon. If false, no step
+        waits, and a false alarm about a slow peer costs more than it saves.
+        """
         return not self.overlap and not self.synchronous
 
     def begins(self, layer: int) -> bool:
-        """Whether others' executions may begin here with this layer."""
+        """Return whether other peers' executions may begin here with this layer."""
         return layer in self._entries
 
     def later_entries(self, layer: int) -> int:
-        """The number of layers behind this one with which executions may begin here."""
+        """Return at how many layers after this one other peers' executions may begin here."""
         return len(self._entries) - bisect.bisect_right(self._entries, layer)
 
     @property
     def max_own(self) -> int:
-        """The most micro-batches of our own at a time; many of them may take less than one through the whole span."""
+        """Return the largest number of our own micro-batches that may be in flight.
+
+        Without `self.activations` the result is `self.capacity`. With `self.activations`, a micro-batch that runs
+        through few layers needs little memory, so that more of them fit: the result is MOST_UNDER_WAY (core/jobs.py).
+        """
         return MOST_UNDER_WAY if self.activations else self.capacity
 
     def memory_share(self, first: int, last: int) -> float:
-        """The memory of an execution through layers [first, last); one through the whole span takes 1."""
+        """Return the memory of an execution through layers [first, last), as a share of one through all our layers."""
         found = self._memory.get((first, last))
         if found is None:
             span = self._bytes(self.first, self.last)
@@ -82,27 +95,27 @@ class StageConfig:
         return sum(size for cut, size in zip(self.cuts, self.activations, strict=False) if first <= cut.first < last)
 
     def size(self, request: ForwardRequest) -> int:
-        """How many bytes may come with this request; 0, if it is not for us."""
+        """Return the largest blob that may come with this request, in bytes; 0 if this peer cannot execute it."""
         if not self.begins(request.first) or request.sequences > self.max_sequences:
             return 0
         return max(map(layout_bytes, self.forms(request.first, request.sequences).entering))
 
     def fits(self, request: ForwardRequest, blob_bytes: int) -> bool:
-        """Whether a request that is for us comes in one of the forms, and with as many bytes."""
+        """Return whether a request has a layout that is valid at its first layer, and a blob of that layout's size."""
         return fits_one(self.forms(request.first, request.sequences).entering, request.layout, blob_bytes)
 
 
 class RouteView(Protocol):
-    """What routes need to know of the swarm; peers/runtime/route_planner.py has it from the roster."""
+    """Interface through which the router reads other peers' layers and speeds; `RoutePlanner` implements it."""
 
     weights: RoutingWeights
-    usual_speed: float  # tokens/s of the whole model, mean of what the other peers' records say; 0: none says anything
+    usual_speed: float  # mean of the speeds that other peers publish, tokens/s through the whole model; 0: unknown
 
     def successors(self, layer: int) -> Sequence[PeerId]:
-        """The other peers that hold this layer, and train."""
+        """Return the other peers that hold this layer and train."""
 
     def span_and_speed(self, peer: PeerId) -> tuple[int, int, float]:
-        """The layers [first, last) that a successor holds, and its tokens/s of the whole model."""
+        """Return the layers [first, last) that a successor holds, and its tokens/s through the whole model."""
 
     def is_thin(self) -> bool:
         """Return whether this peer's uplink is slow, so that activations are sent in the run's smaller encoding."""
@@ -110,31 +123,31 @@ class RouteView(Protocol):
 
 @dataclass(slots=True)
 class StageLoad:
-    """What the executions take of this peer's time.
+    """Estimates how long this peer computes for executions, from the speed that it measures while it trains.
 
-    Time is counted in parts of a micro-batch through the whole model, and becomes seconds by the speed that was
-    measured at work.
+    The unit of work is the computation of one micro-batch through the whole model.
     """
 
-    stage: StageConfig  # the present one; the router's other parts read it here
+    stage: StageConfig
     view: RouteView
-    speed: float = 0.0  # tokens/s of the whole model, if this peer computed without a pause; 0: not measured yet
-    tokens: int = 0  # in the latest micro-batch
-    _worked: float = 0.0  # tokens times their share of the model, since the last step
-    _shares: dict[tuple[int, int], float] = field(default_factory=dict)  # parts of the model, by layers [first, last)
+    speed: float = 0.0  # measured tokens/s through the whole model, without the pauses; 0: not measured yet
+    tokens: int = 0
+    _worked: float = 0.0  # work since the last optimizer step: sum of tokens times share of the model's parameters
+    _shares: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def hold(self, stage: StageConfig) -> None:
-        """From now on this peer holds the layers of `stage`."""
+        """Replace the present stage, because the peer's layers or limits have changed."""
         self.stage = stage
 
     def backward_done(self, execution: StageExecution, tokens: int) -> None:
+        """Add an execution of `tokens` tokens, whose backward pass is done, to the work since the last step."""
         self.tokens = tokens
         self._worked += tokens * self.share(execution.id.first, execution.last)
 
     def stepped(self, seconds: Seconds) -> None:
-        """Measures the speed by what was computed in so many seconds of computing.
+        """Update the speed at a step, given that this peer has computed for `seconds` seconds since the last step.
 
-        Times are averaged, not rates, so that a device that becomes much slower shows it after a few steps.
+        The average is taken of seconds per token, not of tokens/s: so it soon shows that a device has become slower.
         """
         if self._worked > 0 and seconds > 0:
             newest_s = seconds / self._worked
@@ -142,23 +155,23 @@ class StageLoad:
         self._worked = 0.0
 
     def share(self, first: int, last: int) -> float:
-        """The part of the model's parameters in layers [first, last)."""
+        """Return the part of the model's parameters that is in layers [first, last)."""
         found = self._shares.get((first, last))
         if found is None:
             found = self._shares[first, last] = share(self.stage.cuts, first, last)
         return found
 
     def seconds(self, part: float) -> Seconds:
-        """Seconds of computing here for this part of a micro-batch through the whole model; 0: unknown."""
+        """Return the seconds in which this peer can do `part` of one micro-batch's computation; 0 if unknown."""
         speed = self.speed or self.view.usual_speed
         return part * self.tokens / speed if speed else 0.0
 
     def execution_s(self, first: int, last: int) -> Seconds:
-        """Seconds of computing until an execution through these layers is passed on."""
+        """Return the seconds that this peer computes until an execution through [first, last) can be sent on."""
         return self.seconds(self.share(first, last) * forward_part(last, self.stage.layers))
 
     def wait_s(self, executions: Iterable[StageExecution]) -> Seconds:
-        """Seconds of computing that these executions still wait for."""
+        """Return the seconds that this peer computes until the next pass of each of these executions is done."""
         parts = 0.0
         for execution in executions:
             if execution.state is FORWARD:
@@ -169,6 +182,14 @@ class StageLoad:
         return self.seconds(parts)
 
     def rest_s(self, tokens: int, layer: int) -> Seconds:
-        """Seconds that the usual device takes from this layer to the model's end if nothing waits; 0: unknown."""
+        """Return the seconds that peers of usual speed need to compute from a layer to the model's end, without queues.
+
+        Args:
+            tokens: Tokens of the micro-batch.
+            layer: The first layer that is still to be computed.
+
+        Returns:
+            Seconds for both passes; 0 if no speed is known.
+        """
         rest = self.share(layer, self.stage.layers)
         return tokens * rest / self.view.usual_speed if self.view.usual_speed > 0 else 0.0

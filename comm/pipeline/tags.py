@@ -1,4 +1,4 @@
-"""Tags of the router's questions: they come back with the answers, and say what was asked."""
+"""Tags that identify the router's questions to other peers. The outcome of a question has the question's tag."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,30 +8,30 @@ from decentral.comm.wire.transport import Tag
 
 @dataclass(frozen=True, slots=True)
 class RouteTag(Tag):
-    """A question of the router."""
+    """Common base of the tags of all questions that the router asks other peers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionTag(RouteTag):
-    """A question about the stage execution with this token. Answers to an earlier `attempt` are ignored."""
+    """The tag of a question about a stage execution. An answer to any but the latest attempt is ignored."""
 
-    token: int
-    attempt: int
+    token: int  # id of the stage execution at this peer
+    attempt: int  # number of the attempt to pass the execution to another peer
 
 
 @dataclass(frozen=True, slots=True)
 class OfferTag(ExecutionTag):
-    """The question is an Offer."""
+    """The tag of an Offer."""
 
 
 @dataclass(frozen=True, slots=True)
 class PresenceTag(RouteTag):
-    """The question is an Offer to a peer that has failed: whether it is there again."""
+    """The tag of an Offer to a peer that has failed; the Offer tests whether the peer answers again."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardTag(ExecutionTag):
-    """The question is a ForwardRequest, whose answer takes as long as all computing from that peer on."""
+    """The tag of a ForwardRequest, which is answered when all peers up to the model's end have computed."""
 
     measures_link: ClassVar[bool] = False
     may_be_late: ClassVar[bool] = True
@@ -39,7 +39,7 @@ class ForwardTag(ExecutionTag):
 
 @dataclass(frozen=True, slots=True)
 class AuditTag(RouteTag):
-    """The question is a ForwardRequest of the audit with this token."""
+    """The tag of a ForwardRequest of the audit `token`. Answers to an earlier `attempt` are ignored."""
 
     token: int
     attempt: int
@@ -49,16 +49,16 @@ class AuditTag(RouteTag):
 
 @dataclass(frozen=True, slots=True)
 class ForwardStatusTag(ExecutionTag):
-    """The question is a ForwardStatusQuery."""
+    """The tag of a ForwardStatusQuery."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommitDecisionTag(RouteTag):
-    """The question is a CommitDecision."""
+    """The tag of a CommitDecision."""
 
     measures_link: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True)
 class CommitQueryTag(RouteTag):
-    """The question is a CommitQuery."""
+    """The tag of a CommitQuery."""

@@ -1,11 +1,13 @@
-"""Collects what the members of a synchronous round have to say: from the members, or from those that heard them.
+"""Fetch the members' reports and sums of gradients in a synchronous round, so that all members use the same data.
 
-    wanted        its origin is asked, again and again while it answers that it is not done
-    origin lost   nothing is taken from the origin any more; all others that want the same are asked instead
-    over          it is here; or all others that live have lost its origin too, and none has it, so nobody will use it
+Start at `Collection`. Each report or sum that this peer wants passes through these states:
 
-So all that live come to the same result. One case remains: a peer that hands its sum to some, and dies before it does
-to the others. The versions of comm/rounds/contributions.py find that out.
+    wanted        this peer asks the origin (the member that makes the report or sum) until the report or sum is ready
+    origin lost   this peer accepts nothing more from the origin, and asks the other members for a copy
+    over          a copy was found; or no reachable member has a copy or waits for the origin, so no member uses it
+
+So all reachable members use the same reports and sums, with one exception: a member may fail after it has sent its sum
+to some members and not to others. The fragments' versions (comm/rounds/contributions.py) detect this difference.
 """
 
 from collections.abc import Sequence
@@ -23,61 +25,66 @@ from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 Key = tuple[PeerId, int | None]
-"""The origin, and the fragment whose sum is wanted; None: its report."""
+"""The origin, and the fragment whose sum is wanted; None stands for the origin's report."""
 
-PATIENCE_S = 3.0  # how long a member may keep a question until it has the answer
-GONE_S = 5.0  # a member that has not answered any question for so long is gone
-COLLECT_RETRY_S = 0.5
-MAX_QUESTIONS = 32  # questions under way
-LATER_REASONS = (
+PATIENCE_S = 3.0  # a peer may delay its answer this long if it does not have the wanted report or sum yet
+GONE_S = 5.0  # a peer whose answers have all failed for this many seconds is not asked any more
+COLLECT_RETRY_S = 0.5  # after a failed answer, or a refusal in LATER_REASONS, the peer is asked again this much later
+MAX_QUESTIONS = 32  # in one round, at most this many questions for reports and sums may be unanswered at a time
+LATER_REASONS = (  # temporary refusals: the same peer is asked again after COLLECT_RETRY_S
     Reason.NOTHING_NEWER,
     Reason.NOT_READY,
     Reason.BUSY,
     Reason.STRANGER,
-)  # it lives
-BEHIND_REASONS = (Reason.LATE, Reason.EXPELLED)  # refusals that tell us that the others have gone on without us
+)
+BEHIND_REASONS = (Reason.LATE, Reason.EXPELLED)  # a peer that answers with one of these has continued without us
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A peer that may have it. `since`: when the first of the questions was asked that have no answer yet."""
+    """A peer that is asked for one report or sum, and when the peer was asked and may be asked again."""
 
     retry_at: Seconds
-    since: Seconds | None = None
-    asked: bool = False
+    since: Seconds | None = None  # when our first question since the peer's last answer was sent; None: none was sent
+    asked: bool = False  # whether the peer still owes us an answer
 
 
 @dataclass(slots=True)
 class Wanted:
-    """A report or a sum of gradients."""
+    """A report or a sum of gradients that this peer wants, and the peers to ask for it."""
 
     origin: PeerId
-    fragment: int | None
-    size: int  # bytes of its blob
-    others: tuple[PeerId, ...]  # peers that want it, too
+    fragment: int | None  # the fragment whose sum of gradients is wanted; None: the origin's report is wanted
+    size: int  # bytes of the wanted sum of gradients; 0: a report is wanted
+    others: tuple[PeerId, ...]  # members that may have a copy, and are asked for it if the origin does not deliver
     sources: dict[PeerId, Source]
     found: Envelope | None = None
     origin_lost: bool = False
-    reason: str = ""  # why the origin was given up
+    reason: str = ""
 
     @property
     def over(self) -> bool:
+        """Return whether the search for this report or sum has ended, with or without success."""
         return not self.sources
 
     def lose_origin(self, reason: str, now: Seconds) -> None:
-        """Gives the origin up: from now on the others are asked."""
+        """Give the origin up for this `reason`: accept nothing more from it, and ask `self.others` from `now` on."""
         self.origin_lost, self.reason = True, reason
         self.sources = {peer: Source(now) for peer in self.others}
 
     def lose_source(self, peer: PeerId, reason: str, now: Seconds) -> None:
-        """Nothing will come from this peer."""
+        """Stop asking this peer, because of `reason`. If the peer is the origin, ask `self.others` instead."""
         if self.origin_lost:
             del self.sources[peer]
         else:
             self.lose_origin(reason, now)
 
     def idle_sources(self) -> list[tuple[PeerId, Source]]:
-        """Which peers may be asked now or later. For a large blob only one peer is asked at a time."""
+        """Return the peers without an unanswered question, sorted by the earliest time of their next question.
+
+        A sum is large, so only one peer at a time is asked for a sum: at most one peer is returned for a sum, and no
+        peer while a question for the sum is unanswered.
+        """
         if self.over or (self.size and any(source.asked for source in self.sources.values())):
             return []
         idle = [(peer, source) for peer, source in self.sources.items() if not source.asked]
@@ -86,44 +93,50 @@ class Wanted:
 
 
 class Collector(Protocol):
-    """The round for which things are collected."""
+    """Interface through which a Collection checks answers and sets deadlines; implemented by `Round`."""
 
     def accept(self, wanted: Wanted, envelope: Envelope) -> None:
-        """Raise ProtocolError for what cannot be the thing wanted."""
+        """Check that an answer is the wanted report or sum; raise ProtocolError if not."""
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
-        """Return how long `size` bytes from that peer may take."""
+        """Return the longest time that an answer of `size` bytes from a peer may take."""
 
 
 @dataclass(slots=True)
 class Collection:
-    """All that is wanted in one round."""
+    """State of one round's collection: the reports and sums that this peer wants, and its questions to members."""
 
     run: str
     round: int
-    member: bool  # whether we are one of the round's members
+    member: bool
     collector: Collector = field(repr=False, compare=False)
     wanted: dict[Key, Wanted] = field(default_factory=dict)
-    behind: str = ""  # why the others have gone on without us, if they have
-    _under_way: set[tuple[PeerId, Key]] = field(default_factory=set)  # questions, by the peer that was asked
+    behind: str = ""  # why other members have continued without this peer (one of BEHIND_REASONS); "": they have not
+    _under_way: set[tuple[PeerId, Key]] = field(default_factory=set)  # unanswered questions: (peer, key in `wanted`)
 
     @property
     def complete(self) -> bool:
+        """Return whether the search for every report and sum has ended, with or without success."""
         return all(one.over for one in self.wanted.values())
 
     @property
     def wake_at(self) -> Seconds | None:
+        """Return when to ask the next question; None if nothing is to be asked, or MAX_QUESTIONS are unanswered."""
         if len(self._under_way) >= MAX_QUESTIONS:
             return None
         return earliest(source.retry_at for one in self.wanted.values() for _, source in one.idle_sources())
 
     def want(self, origin: PeerId, fragment: int | None, size: int, others: Sequence[PeerId], now: Seconds) -> Wanted:
+        """Start collecting a sum of `size` bytes or, with `fragment` None and `size` 0, a report.
+
+        `ask` asks the member `origin`, which makes the report or sum. After `origin` is given up, it asks `others`.
+        """
         one = Wanted(origin, fragment, size, tuple(others), {origin: Source(now)})
         self.wanted[origin, fragment] = one
         return one
 
     def ask(self, now: Seconds) -> list[Effect]:
-        """The questions that are due."""
+        """Return the questions to send now. At most MAX_QUESTIONS questions are unanswered at a time."""
         effects: list[Effect] = []
         for one in self.wanted.values():
             for peer, source in one.idle_sources():
@@ -132,16 +145,16 @@ class Collection:
         return effects
 
     def handle(self, event: Answered | AskFailed, now: Seconds) -> None:
-        """Takes the answer to one of our questions, or that none came."""
+        """Record the answer to one of our questions, or its failure."""
         assert isinstance(event.tag, CollectTag)
         key = event.tag.origin, event.tag.fragment
         if (event.peer, key) not in self._under_way:
-            return  # asked before we fell behind and followed this round again
+            return  # ignore the answer: this peer has left the round and joined it again since the question
         self._under_way.discard((event.peer, key))
         one = self.wanted[key]
         source = one.sources.get(event.peer)
         if source is None:
-            return  # this source was given up meanwhile
+            return  # ignore the answer: the answering peer was given up as a source since the question
         match event:
             case AskFailed(reason=reason):
                 one.sources[event.peer] = Source(now + COLLECT_RETRY_S, source.since)
@@ -160,7 +173,11 @@ class Collection:
                     one.lose_source(event.peer, error.reason, now)
 
     def answer_for(self, origin: PeerId, fragment: int | None) -> Envelope | None:
-        """The answer to another member that wants the same; None: we do not know yet whether we will have it."""
+        """Return our answer to a member that asks us for the report or sum of a third member, `origin`.
+
+        The answer is our copy, or Refused if we have given `origin` up and have no copy. Return None while we still ask
+        `origin`, or if we do not collect this report or sum.
+        """
         one = self.wanted.get((origin, fragment))
         if one is None or not (one.over or one.origin_lost):
             return None

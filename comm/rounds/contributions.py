@@ -1,11 +1,15 @@
-"""The gradients that count in a synchronous step, as pure functions of the members' reports.
+"""Compute which gradients a synchronous step uses, from the reports in which members name their micro-batches.
 
-    reports     name the micro-batches that came through their routes, and the members that executed their stages
-    count       says which executions these are, and how many tokens each member's sum of each fragment should hold
-    versions    of a fragment are digests of its last version and of the sums that went into the step
+Start at `count_contributions`.
 
-In routes without rounds each peer decides which gradients go into its own steps (comm/pipeline/ledger.py). Here the
-reports decide for all peers at once, so a ContributionRecord only remembers what is in a peer's sums.
+    RoundReport     names a member's completed micro-batches, and the members that executed their stages
+    RoundCount      names the executions that count, and the most tokens in each member's sum of each fragment
+    version         identifies a fragment's weights: a digest of the version before the last step, and of the sums of
+                    gradients in that step
+
+In routed training without rounds, each peer decides which gradients enter its own steps (comm/pipeline/ledger.py). In a
+round, all peers compute the same result from the same reports. A ContributionRecord does not decide: it only records
+which executions are in this peer's sums.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -29,33 +33,34 @@ from decentral.core.fragments import Fragment, layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 
-MOST_LOSS = 1e6  # nats of a token; the loss of as many micro-batches as a report can name is one that it can carry
+MOST_LOSS = 1e6  # a report with a larger mean loss (nats per token) is refused; keeps RoundReport.loss below 1e18
 Versions = dict[int, bytes]
 """A fragment's version, by the fragment's index."""
 
 
 @dataclass(slots=True)
 class ContributionRecord(Ledger):
-    """The executions whose gradients are in this round's sums: a Ledger that leaves all decisions to the reports."""
+    """A Ledger that records which executions are in this peer's sums; it does not decide which of them count."""
 
     quiet: bool = True
-    waiting: bool = False  # weights change between rounds only, so nothing keeps forward passes back
+    waiting: bool = False  # always False: no step is taken during a round, so no forward pass must wait for a step
     sealing: bool = False
     micro_batches_per_step: int = 1
-    entries: dict[int, GradientEntry] = field(default_factory=dict)  # by token
-    ways: dict[int, tuple[Hop, ...]] = field(default_factory=dict)  # the later hops of our own complete micro-batches
-    members: dict[PeerId, RoundMember] = field(default_factory=dict)  # of the round; none before the first one
-    ends: frozenset[int] = frozenset()  # layers after which a fragment ends
+    entries: dict[int, GradientEntry] = field(default_factory=dict)  # this peer's number (`token`) -> stage execution
+    ways: dict[int, tuple[Hop, ...]] = field(default_factory=dict)  # our own micro-batch's `token` -> hops of its route
+    members: dict[PeerId, RoundMember] = field(default_factory=dict)
+    ends: frozenset[int] = frozenset()  # layers at which fragments end: a stage execution must end at one of them
 
     def begin(self, members: RoundMembers, cuts: Sequence[Fragment]) -> None:
-        """A round begins."""
+        """Start a round: from now on `believes` checks hops against these members and fragments."""
         self.members = {PeerId(member.peer): member for member in members}
         self.ends = frozenset(cut.last for cut in cuts)
 
     def believes(self, hops: Sequence[Hop], loss: float, tokens: int) -> bool:
-        """Whether others would take a report that names these hops, and this loss.
+        """Return whether other members would accept a report with these hops and this loss (nats, summed over tokens).
 
-        One bad micro-batch makes a whole report invalid, so what a hop says is checked before it is believed.
+        The caller drops an answer that would not be accepted, since one invalid micro-batch makes a report invalid.
+        Before the first round, hops are not checked.
         """
         seats = [(hop, self.members.get(PeerId(hop.peer))) for hop in hops]
         held = all(seat and seat.first <= hop.first < hop.last <= seat.last for hop, seat in seats)
@@ -63,29 +68,35 @@ class ContributionRecord(Ledger):
         return (fits or not self.members) and loss <= MOST_LOSS * tokens
 
     def add(self, token: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
+        """Record an execution whose gradient is in this round's sum, and return no effects."""
         self.entries[token] = entry
         return []
 
     def completed(self, token: int, hops: tuple[Hop, ...]) -> None:
+        """Record that our micro-batch is complete. `hops` are the stages that other peers executed after ours."""
         self.ways[token] = hops
 
     def take(self) -> dict[int, GradientEntry]:
-        """The entries of the round, which is over. Entries that come later belong to the next round."""
+        """Return this round's executions by their id at this peer, and clear the record for the next round."""
         entries, self.entries, self.ways = self.entries, {}, {}
         return entries
 
     def named(self, executions: Container[ExecutionId]) -> tuple[int, ...]:
-        """The tokens of these executions, each once: one that was given up while the training thread had it, and came
-        again, is in the sum twice. Then one of both is not named here, and the sum does not count."""
+        """Return the ids at this peer (`token`) of those `executions` that are in its sums.
+
+        An execution that was given up and sent again may be in a sum twice, under two ids. Only one of these ids is
+        returned. CloseRound then finds another id in the sum, and discards the sum.
+        """
         counted = {entry.execution: token for token, entry in self.entries.items() if entry.execution in executions}
         return tuple(counted.values())
 
     def completed_micro_batches(
         self, members: RoundMembers, own: PeerId, cuts: Sequence[Fragment]
     ) -> tuple[list[CompletedMicroBatch], float]:
-        """Our own micro-batches that members alone have executed, for the report, and the sum of their losses.
+        """Return our completed micro-batches for the report, and the sum of their losses in nats.
 
-        What others would not believe is left out: for one such micro-batch they would refuse the whole report.
+        A micro-batch is left out if it would make other members refuse the report, for example because a peer that is
+        not a member has executed a stage.
         """
         places = {PeerId(member.peer): place for place, member in enumerate(members)}
         found, loss = [], 0.0
@@ -101,26 +112,32 @@ class ContributionRecord(Ledger):
         return found, loss
 
 
-# What a member may say
-
-
 def check_report(report: RoundReport, members: RoundMembers, origin: PeerId, cuts: Sequence[Fragment]) -> None:
-    """Raises ProtocolError unless member `origin` can have done this in the round. All members judge alike."""
+    """Check that member `origin` can have sent this report in a round with these members.
+
+    The result depends on the arguments only, so all members decide alike.
+
+    Raises:
+        ProtocolError: If another member wrote the report; if the layers of the member or a newcomer contain no whole
+            fragment; if the number of versions is not the number of the member's fragments; or if a micro-batch occurs
+            twice, or has a route that is not possible.
+    """
     if report.own.peer != origin:
-        raise ProtocolError(Reason.ORIGIN, "another member's report")
+        raise ProtocolError(Reason.ORIGIN, f"expected the report of {origin}; got the report of {report.own.peer}")
     for member in (report.own, *report.newcomers):
         if not whole_fragments(member, cuts):
-            raise ProtocolError(Reason.SPAN, f"layers [{member.first}, {member.last})")
-    if len(report.versions) != len(whole_fragments(report.own, cuts)):
-        raise ProtocolError(Reason.VERSIONS, f"{len(report.versions)} of them")
+            raise ProtocolError(Reason.SPAN, f"layers [{member.first}, {member.last}) must contain a whole fragment")
+    count, got = len(whole_fragments(report.own, cuts)), len(report.versions)
+    if got != count:
+        raise ProtocolError(Reason.VERSIONS, f"expected {count} versions, one per whole fragment; got {got} versions")
     if not all(_is_route(one, members, origin, cuts) for one in report.micro_batches):
-        raise ProtocolError(Reason.HOPS, "a micro-batch that cannot have gone through these members")
+        raise ProtocolError(Reason.HOPS, "each route must lead through all layers, by members that train these layers")
     if len({one.number for one in report.micro_batches}) < len(report.micro_batches):
-        raise ProtocolError(Reason.NUMBER, "a micro-batch twice")
+        raise ProtocolError(Reason.NUMBER, "the report must name each micro-batch once; it names a micro-batch twice")
 
 
 def _is_route(one: CompletedMicroBatch, members: RoundMembers, origin: PeerId, cuts: Sequence[Fragment]) -> bool:
-    """Whether the hops lead from the origin through the whole model, each through layers that its member holds."""
+    """Return whether the route begins at `origin`, and leads through all layers by members that train these layers."""
     whole = len(one.members) == len(one.ends) and one.ends[-1] == cuts[-1].last
     held = all(
         place < len(members) and members[place].first <= begin < end <= members[place].last
@@ -130,34 +147,40 @@ def _is_route(one: CompletedMicroBatch, members: RoundMembers, origin: PeerId, c
 
 
 def check_sum(snapshot: Snapshot, size: int, tokens: int, expected: Snapshot) -> None:
-    """Raises ProtocolError unless a sum is the `expected` one, of at most `tokens` tokens, in a blob of `size` bytes.
+    """Check the header of a member's sum of gradients.
 
-    A sum of no tokens is empty.
+    Args:
+        snapshot: The header.
+        size: Bytes of the blob that came with the header. A sum of no tokens must have an empty blob.
+        tokens: Most tokens that may be in the sum, according to the reports.
+        expected: A header with the expected run, fragment, round (`seq`) and layout.
+
+    Raises:
+        ProtocolError: If the header or size differs from the expected one, or the sum has more than `tokens` tokens.
     """
     same = (snapshot.run, snapshot.fragment, snapshot.seq) == (expected.run, expected.fragment, expected.seq)
     if not same or snapshot.tokens > tokens:
-        raise ProtocolError(Reason.UNEXPECTED, "the sum of something else")
+        ours = f"run {expected.run!r}, fragment {expected.fragment}, round {expected.seq}, at most {tokens} tokens"
+        theirs = f"run {snapshot.run!r}, fragment {snapshot.fragment}, round {snapshot.seq}, {snapshot.tokens} tokens"
+        raise ProtocolError(Reason.UNEXPECTED, f"expected a sum of {ours}; got {theirs}")
     layout = expected.layout if snapshot.tokens else ()
     if snapshot.layout != layout or size != layout_bytes(layout):
-        raise ProtocolError(Reason.SHAPE, "its sections are not this fragment's")
-
-
-# What the reports say together
+        raise ProtocolError(Reason.SHAPE, f"expected our layout, {layout_bytes(layout)} bytes; got {size} bytes")
 
 
 @dataclass(frozen=True, slots=True)
 class RoundCount:
-    """The sum of all reports of a round."""
+    """The executions and tokens that count in a round, according to the reports of all members."""
 
-    executions: frozenset[ExecutionId] = frozenset()  # our own that count, as the other peers name them
-    tokens: dict[tuple[PeerId, int], int] = field(default_factory=dict)  # in each member's sum of each fragment
-    loss: float = 0.0  # mean over all tokens
+    executions: frozenset[ExecutionId] = frozenset()  # this peer's executions whose gradients the step uses
+    tokens: dict[tuple[PeerId, int], int] = field(default_factory=dict)  # (member, fragment) -> most tokens in its sum
+    loss: float = 0.0  # mean over all reported tokens, in nats
 
 
 def count_contributions(
     members: RoundMembers, reports: Mapping[PeerId, RoundReport], own: PeerId, cuts: Sequence[Fragment]
 ) -> RoundCount:
-    """Adds up the hops of all micro-batches in the reports; `own` is the peer whose executions are wanted."""
+    """Return which executions of the peer `own` count, the most tokens in each member's sums, and the mean loss."""
     executions, tokens = set(), dict[tuple[PeerId, int], int]()
     for origin, report in sorted(reports.items()):
         for one in report.micro_batches:
@@ -174,22 +197,22 @@ def count_contributions(
     return RoundCount(frozenset(executions), tokens, sum(report.loss for report in reports.values()) / max(1, whole))
 
 
-# Versions
-
-
 def first_version(run: str, fragment: int, steps: int) -> bytes:
-    """The version of a fragment that `steps` steps have made, and of which nothing else is known."""
+    """Return the version of a fragment whose weights come from a checkpoint: a digest of the arguments.
+
+    Later versions (`next_version`) follow from this one. `steps` is the number of steps before the checkpoint.
+    """
     return blobs.digest(f"{run} {fragment} {steps}".encode())
 
 
 def next_version(version: bytes, sums: Iterable[tuple[PeerId, bytes]]) -> bytes:
-    """The version after a step with these peers' sums, given as digests. Their order does not matter."""
+    """Return a fragment's version after a step with `sums`: pairs (peer, digest of the peer's sum) in any order."""
     return blobs.digest(version + b"".join(peer.encode() + digest for peer, digest in sorted(sums)))
 
 
 def majority_versions(reports: Mapping[PeerId, RoundReport], cuts: Sequence[Fragment]) -> Versions:
-    """Each fragment's version at most of its holders; in a tie, at the lowest peer."""
-    votes: dict[int, dict[bytes, list[PeerId]]] = {}  # in the order of the peers, which max keeps
+    """Return the version that most members report for each fragment; in a tie, the version of the lowest peer id."""
+    votes: dict[int, dict[bytes, list[PeerId]]] = {}  # votes are entered by peer id: in a tie, the lowest id decides
     for peer, report in sorted(reports.items()):
         for cut, version in zip(whole_fragments(report.own, cuts), report.versions, strict=True):
             votes.setdefault(cut.index, {}).setdefault(version, []).append(peer)

@@ -1,9 +1,10 @@
-"""Which newcomers a member's report lets into the next round: those that ask, the first ones first.
+"""Choose the newcomers that this peer's report admits to the next round: first come, first served.
 
-Whoever is let in draws micro-batches and is waited for, so one that never reports costs the others a round's deadline.
-A newcomer therefore needs a record, and whoever was let in and did not report rests, each time twice as long. Names
-cost little: so after such a round none that has never reported is let in for COMMON_REST_TIMES as long as that round
-took, and all names together have no more than a part of the time.
+Start at `JoinRequests`. All members wait for each member's report. So an admitted newcomer that never reports delays
+the round until the other members give it up. Therefore a newcomer must have published its peer record. A newcomer that
+was admitted and did not report must wait before it is admitted again, each time twice as long. An attacker can use many
+peer ids. So after such a round, all newcomers that have never reported must wait COMMON_REST_TIMES times as long as the
+round took. So an attacker delays the members for at most a fixed share of the time, however many peer ids it uses.
 """
 
 from collections.abc import Collection, Container, Iterable
@@ -15,38 +16,47 @@ from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 from decentral.core.units import Seconds
 
-LET_IN_EACH = 4  # newcomers in one report
-MAX_WAITING_NEWCOMERS = 64
-WAITING_STRANGERS = 16  # of them, those whose record is not here yet
-STILL_ASKS_S = 15.0  # a newcomer asks every few seconds; after so long without a question it is gone
-FIRST_REST_S, LONGEST_REST_S = 10.0, 600.0  # of a newcomer that was let in and did not report
-COMMON_REST_TIMES = 4  # the rest of all that have never reported, in durations of the round that waited for one of them
-LONGEST_COMMON_REST_S = 120.0
-MOST_REMEMBERED = 1024  # newcomers that rest; peers that have reported; beyond them, the first ones are forgotten
+LET_IN_EACH = 4  # one member's report admits at most this many newcomers to the next round
+MAX_WAITING_NEWCOMERS = 64  # while this many newcomers wait to be admitted, requests of others are ignored
+WAITING_STRANGERS = 16  # at most this many waiting newcomers may be peers whose DHT record has not been read yet
+STILL_ASKS_S = 15.0  # a waiting newcomer that has not repeated its request for this many seconds is dropped
+# A newcomer that was admitted but does not report must wait: first FIRST_REST_S, then twice as long each time.
+FIRST_REST_S, LONGEST_REST_S = 10.0, 600.0
+# After an admitted newcomer fails to report, no peer that has never reported is admitted for this many times the length
+# of that round.
+COMMON_REST_TIMES = 4
+LONGEST_COMMON_REST_S = 120.0  # longest time for which no peer is admitted that has never reported
+MOST_REMEMBERED = 1024  # the waits of this many newcomers are stored, and the ids of this many peers that have reported
 
 
 @dataclass(slots=True)
 class JoinRequests:
-    knows: Knows = knows_all  # whether a peer has a record
-    waiting: dict[PeerId, RoundMember] = field(default_factory=dict)  # those that ask, the first one first
+    """The queue of newcomers that ask to become members, and the waits of newcomers that did not report."""
+
+    knows: Knows = knows_all  # returns whether a peer's record in the DHT has been read
+    waiting: dict[PeerId, RoundMember] = field(default_factory=dict)
     round_began: Seconds = 0.0
-    _asked_at: dict[PeerId, Seconds] = field(default_factory=dict)  # when each of them has last asked
-    _rests: dict[PeerId, tuple[Seconds, Seconds]] = field(default_factory=dict)  # until when each rests, and how long
-    _reported: dict[PeerId, bool] = field(default_factory=dict)  # peers that have once reported
-    _common_rest_until: Seconds = 0.0
+    _asked_at: dict[PeerId, Seconds] = field(default_factory=dict)
+    _rests: dict[PeerId, tuple[Seconds, Seconds]] = field(default_factory=dict)  # newcomer -> its wait: (end, length)
+    _reported: dict[PeerId, bool] = field(default_factory=dict)  # peers that have reported before (a bounded set)
+    _common_rest_until: Seconds = 0.0  # before this time, no peer is admitted that has never reported
 
     @property
     def next_at(self) -> Seconds | None:
-        """When one of those that wait may be let in."""
+        """Return when the next waiting newcomer may be admitted; None if no newcomer with a peer record waits."""
         return min(map(self._ready_at, filter(self.knows, self.waiting)), default=None)
 
     def round_begins(self, peers: Container[PeerId], now: Seconds) -> None:
-        """These peers are members by now."""
+        """Record that a round with the members `peers` begins at `now`; these peers no longer wait as newcomers."""
         self._keep(peer for peer in self.waiting if peer not in peers)
         self.round_began = now
 
     def ask(self, member: RoundMember, now: Seconds) -> None:
-        """A newcomer asks to be let in. It keeps its place while it goes on asking; its record may come later."""
+        """Add the newcomer `member` to the queue; a newcomer that is already in the queue keeps its place.
+
+        A request is ignored if MAX_WAITING_NEWCOMERS wait. A request of a newcomer whose peer record has not arrived
+        yet is also ignored if WAITING_STRANGERS such newcomers wait.
+        """
         peer = PeerId(member.peer)
         self._forget_silent(now)
         strangers = sum(not self.knows(one) for one in self.waiting)
@@ -55,13 +65,19 @@ class JoinRequests:
             self.waiting[peer], self._asked_at[peer] = member, now
 
     def to_let_in(self, now: Seconds) -> tuple[RoundMember, ...]:
-        """The newcomers that a report names now."""
+        """Return the newcomers that a report written at `now` admits: the first LET_IN_EACH that may join."""
         self._forget_silent(now)
         ready = [one for peer, one in self.waiting.items() if self.knows(peer) and self._ready_at(peer) <= now]
         return tuple(ready[:LET_IN_EACH])
 
     def round_over(self, let_in: Iterable[PeerId], reported: Collection[PeerId], now: Seconds) -> None:
-        """A round is over, at whose start others had let these peers in."""
+        """Record the end of a round: impose a wait on admitted newcomers that did not report.
+
+        Args:
+            let_in: Peers that were admitted to this round.
+            reported: Members whose reports this peer has. Their earlier waits are cancelled.
+            now: The time.
+        """
         for peer in reported:
             keep_latest(self._reported, peer, True, MOST_REMEMBERED)
             self._rests.pop(peer, None)

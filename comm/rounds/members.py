@@ -1,12 +1,14 @@
-"""The members of a synchronous round, as pure functions, and how long donors hold a round back for newcomers.
+"""Compute the members of a synchronous round, and delay a round while newcomers fetch its weights.
 
-The members of the first round are the peer that began it. The members of each later round are those that reported in
-the one before, and those that such a report lets in. So all peers that have heard the same reports agree.
+Start at `next_members` and `DonorHolds`. The only member of the first round is the peer that began it. The members of
+each later round are the peers that reported in the previous round, and the newcomers that these reports admit. So all
+peers with the same reports agree on the members.
 
-A newcomer fetches the weights of one round, so every donor holds its report back until the newcomer follows that round.
-A donor hold ends when the newcomer asks to be let in, HOLD_S after its last question for state, and in any case
-MAX_HOLD_S after the first one of all that hold. Then no new hold begins for as long as the round was held. So whoever
-asks, with however many names, holds up no more than half of the time, and one newcomer has HOLDS_EACH.
+A newcomer must fetch all its weights from the same round. So a peer that sends its weights to a newcomer (a donor)
+delays its own report, and with it the end of the round. This delay is a donor hold. A hold ends when the newcomer has
+the weights and asks to become a member; or HOLD_S after its last request for weights; or MAX_HOLD_S after the first of
+the simultaneous holds began. After the last hold no new hold begins for as long as the holds lasted. So newcomers delay
+rounds for at most half of the time, however many names they use. One newcomer gets HOLDS_EACH holds in HOLDS_AGAIN_S.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,31 +28,37 @@ from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 from decentral.core.units import Seconds
 
-HOLD_S = 3.0
-MAX_HOLD_S = 60.0
-MOST_HOLDS = 16  # donor holds at a time
-HOLDS_EACH = 3  # donor holds for one newcomer within HOLDS_AGAIN_S
+HOLD_S = 3.0  # the round waits for a newcomer until it has requested no weights for this many seconds
+MAX_HOLD_S = 60.0  # newcomers that fetch weights at the same time delay a round by at most this much in total
+MOST_HOLDS = 16  # a peer delays the round for at most this many newcomers at the same time
+HOLDS_EACH = 3  # a peer delays the round for the same newcomer at most this many times within HOLDS_AGAIN_S
 HOLDS_AGAIN_S = 600.0
-MOST_HELD_FOR = 1024  # newcomers whose holds are counted; beyond them, the first ones are forgotten
+MOST_HELD_FOR = 1024  # for more newcomers than this, the oldest counts of delays are forgotten
 
 
 def whole_fragments(member: RoundMember, cuts: Sequence[Fragment]) -> list[Fragment]:
-    """The whole fragments among a member's layers; none, if the model has fewer layers than it claims to hold."""
+    """Return the fragments that lie wholly within a member's layers; [] if these layers exceed the model."""
     if member.last > cuts[-1].last:
         return []
     return [cut for cut in cuts if member.first <= cut.first and cut.last <= member.last]
 
 
 def own_member(stage: StageConfig) -> RoundMember:
+    """Return this peer's entry in a list of members: its id and its layers."""
     return RoundMember(stage.peer, stage.first, stage.last)
 
 
 def own_fragments(stage: StageConfig) -> list[Fragment]:
+    """Return the fragments that lie wholly within this peer's layers."""
     return whole_fragments(own_member(stage), stage.cuts)
 
 
 def is_valid(status: RoundStatus, stage: StageConfig) -> bool:
-    """Whether this can be a round of our run. Its members are sorted, each once, each with a whole fragment."""
+    """Return whether `status` can describe a round of our run.
+
+    The round's number must be below MOST_FOLLOWED (2^61). There must be at least one member. The members must be sorted
+    by peer id, without repetition, and the layers of each member must contain a whole fragment.
+    """
     if status.round >= MOST_FOLLOWED:
         return False
     peers = [member.peer for member in status.members]
@@ -59,14 +67,15 @@ def is_valid(status: RoundStatus, stage: StageConfig) -> bool:
 
 
 def covers_model(members: Sequence[RoundMember], layers: int) -> bool:
-    """Whether the members together hold every layer of the model."""
+    """Return whether the members together train every layer of the model."""
     return all(any(member.first <= layer < member.last for member in members) for layer in range(layers))
 
 
 def micro_batch_quota(members: RoundMembers, peer: PeerId, round: int, micro_batches: int) -> int:
-    """How many of the round's `micro_batches` this peer draws.
+    """Return how many of the round's `micro_batches` this peer must start; 0 if the peer does not train layer 0.
 
-    They are divided evenly over the members that hold layer 0; which of them draw one more changes from round to round.
+    The micro-batches are divided evenly among the members that train layer 0. If this leaves a remainder, some of the
+    members start one more; which members do so changes from round to round.
     """
     origins = sorted(member.peer for member in members if member.first == 0)
     if peer not in origins:
@@ -76,10 +85,11 @@ def micro_batch_quota(members: RoundMembers, peer: PeerId, round: int, micro_bat
 
 
 def precedence(number: int, members: RoundMembers, layers: int) -> tuple[bool, int, int, list[int]]:
-    """A sort key: where a swarm has fallen apart, the greater round goes on, and members of the lesser one join it.
+    """Return a sort key for rounds. After a swarm has split, all peers join the round with the greatest key.
 
-    A round whose members can train is greater than one whose members cannot. Of two that cannot, the later one is
-    greater. Otherwise more members decide, and then the lowest peer.
+    A round whose members train the whole model has a greater key than any other round. Of two rounds that lack layers,
+    the round with the larger `number` has the greater key. If this does not decide, the round with more members has the
+    greater key, and of rounds with equally many members, the round with the lowest peer id.
     """
     able = covers_model(members, layers)
     lowest = min(member.peer for member in members)
@@ -87,10 +97,10 @@ def precedence(number: int, members: RoundMembers, layers: int) -> tuple[bool, i
 
 
 def next_members(reports: Mapping[PeerId, RoundReport]) -> RoundMembers:
-    """The members of the next round, sorted by peer.
+    """Return the members of the next round, sorted by peer: those that reported, and the newcomers in their reports.
 
-    A newcomer has the span that a report gives it, even where it has reported itself. Where two reports give it
-    different spans, the lower peer's report counts. Where there are too many, those that have reported stay.
+    A newcomer gets the layers that a report names for it, even if the newcomer has reported other layers itself. If
+    reports differ, the report of the lowest peer id decides. Newcomers beyond MAX_MEMBERS members are left out.
     """
     seats = {report.own.peer: report.own for report in reports.values()}
     stay, newcomers = sorted(seats), dict[str, RoundMember]()
@@ -103,13 +113,18 @@ def next_members(reports: Mapping[PeerId, RoundReport]) -> RoundMembers:
 
 @dataclass(slots=True)
 class DonorHolds:
-    holds: dict[PeerId, tuple[Seconds, Seconds]] = field(default_factory=dict)  # when a donor hold ends, at most
-    _held_since: Seconds = 0.0  # when the first of these holds began
-    _rests_until: Seconds = 0.0  # no hold begins before
-    _begun: dict[PeerId, tuple[int, Seconds]] = field(default_factory=dict)  # holds that began, counted until then
+    """The donor holds of this peer: times in which it delays the round, so that newcomers can fetch its weights."""
+
+    holds: dict[PeerId, tuple[Seconds, Seconds]] = field(default_factory=dict)  # newcomer -> (end, latest allowed end)
+    _held_since: Seconds = 0.0  # since when the round has been delayed without a break
+    _rests_until: Seconds = 0.0  # before this time, no newcomer can delay the round again
+    _begun: dict[PeerId, tuple[int, Seconds]] = field(default_factory=dict)  # newcomer -> (its holds, when reset to 0)
 
     def hold_for(self, peer: PeerId, now: Seconds) -> None:
-        """A newcomer has asked us for state. What it gets does not depend on whether a hold is granted."""
+        """Begin or prolong a hold for a newcomer that has asked this peer for weights, unless a limit forbids the hold.
+
+        The newcomer gets the weights even without a hold.
+        """
         self.expire(now)
         if peer in self.holds:
             limit = self.holds[peer][1]
@@ -121,7 +136,7 @@ class DonorHolds:
         self.holds[peer] = min(now + HOLD_S, limit), limit
 
     def _may_hold(self, peer: PeerId, now: Seconds) -> bool:
-        """Whether a new hold may begin for this newcomer; it is counted."""
+        """Return whether the limits allow a new hold for this newcomer, and count the hold towards HOLDS_EACH."""
         if len(self.holds) >= MOST_HOLDS or (not self.holds and now < self._rests_until):
             return False
         count, until = self._begun.get(peer, (0, 0.0))
@@ -130,14 +145,15 @@ class DonorHolds:
         return count <= HOLDS_EACH
 
     def expire(self, now: Seconds) -> None:
+        """Delete the holds that have ended by `now`."""
         self._keep({peer: hold for peer, hold in self.holds.items() if now < hold[0]}, now)
 
     def _keep(self, holds: dict[PeerId, tuple[Seconds, Seconds]], now: Seconds) -> None:
-        """These holds go on. When the last one ends, there is a rest."""
+        """Replace `self.holds` by `holds`. If no hold is left, forbid new holds for as long as the holds lasted."""
         if self.holds and not holds:
             self._rests_until = now + (now - self._held_since)
         self.holds = holds
 
     def release(self, newcomer: PeerId, now: Seconds) -> None:
-        """It has all the state that it needs from us."""
+        """End the hold for a newcomer that has all the weights that it needs from this peer."""
         self._keep({one: hold for one, hold in self.holds.items() if one != newcomer}, now)

@@ -1,21 +1,26 @@
-"""Synchronous training: in each round all peers together take one step, with the exact gradients of all micro-batches.
+"""Synchronous training: in each round all members together take one step with the gradients of all micro-batches.
 
-    searching --another peer's round, or ours is the first--> a round --its step is taken--> the next round
-    a round   --all that we followed are gone--> searching
+Start at `Rounds`.
 
-A round has `train.accumulate` micro-batches, divided over the members that hold layer 0. They travel as in any routed
-run (comm/pipeline/router.py), but meet the weights of their round only, as no weights change while it lasts. When a
-member's own micro-batches are complete or given up, its report says who has executed them; a member that draws none
-reports at once. A peer that has all reports knows whose gradients count, closes its sums, fetches those of all other
-holders of its layers, and takes the step (comm/rounds/round_state.py).
+    searching  --a peer names its round, or this peer begins the first round-->  in a round
+    in a round --the step is taken-->                                            in the next round
+    in a round --no member has reported-->                                       searching
 
-Nobody leads. A member that is gone costs a deadline: the others agree on what they have of it and go on without the
-rest (comm/rounds/collection.py), and the journal says without what. Its own micro-batches, and what it executed for
-others, do not count where they are not known. A sum with more in it than the reports name counts nowhere.
+A round has `train.accumulate` micro-batches, divided among the members that train layer 0. A micro-batch passes through
+the peers as in any routed run (comm/pipeline/router.py), but weights never change during a round. When a member's own
+micro-batches are complete or given up, the member's report names the peers that executed them. A member without
+micro-batches reports at once. A peer that has all reports knows which gradients count. It packs its sums of gradients,
+fetches the sums of all other members that train its layers, and takes the step (comm/rounds/round_state.py).
 
-A newcomer fetches the weights and moments of one round. Then it follows: it does what all do, but executes nothing,
-until a report lets it in (comm/rounds/join_requests.py). So do a peer that comes back or was taken for dead, one with
-another version of a fragment than most of its holders, and the lesser of two parts of a swarm that had lost each other.
+There is no leader. If a member fails, the other members wait for its report and sums until a deadline. They agree which
+of these they have, and continue without the missing ones (comm/rounds/collection.py); the journal names the missing
+ones. If a member's report is missing, its micro-batches do not count. If its sum is missing, or contains more than the
+reports name, the gradients in the sum do not count.
+
+A newcomer fetches the weights and moments of one round. Then it is a follower: it takes the same steps but executes no
+micro-batches, until a member's report admits it (comm/rounds/join_requests.py). A peer also becomes a follower when it
+returns after a restart, when the members gave it up, when its version of a fragment differs from the majority's, and
+when the swarm was split and another part's round takes precedence.
 """
 
 from collections.abc import Sequence
@@ -38,36 +43,42 @@ from decentral.core.machine import Woke, earliest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
-FOLLOW_AGAIN_S = 3.0  # how often a follower asks to be let in
-MAX_WAITING_COLLECTS = 256
-ELSEWHERE_S = 5.0  # how often trainers outside our round are asked which round they are in
+FOLLOW_AGAIN_S = 3.0  # after this many seconds, a peer that follows the round asks again to become a member
+MAX_WAITING_COLLECTS = 256  # this many questions may wait for our report or sums; further questions are refused
+ELSEWHERE_S = 5.0  # seconds between searches for a second round, which a network split can cause
 
 
 @dataclass(slots=True)
 class Rounds:
-    """This peer's part in all rounds. Node begins it with complete weights, and stops it once `behind` is set."""
+    """State machine of one peer in synchronous training: it finds a running round, then takes part in each round.
+
+    The node calls `begin` once the peer's weights are complete, and `stop` once `self.behind` is set.
+    """
 
     routes: Router
     view: RoundView
-    restored: int = 0  # the round of our checkpoint's weights
+    restored: int = 0  # the round to which the weights in this peer's checkpoint belong
     now_in: Round | None = None
-    before: Round | None = None  # the round before, for those that are still in it
-    behind: str = ""  # why the state has to be fetched anew, if it has
+    before: Round | None = None  # the previous round, kept for slower members that still ask for its reports and sums
+    behind: str = ""  # why this peer must leave its round and fetch the weights again; "": it need not
     versions: Versions = field(default_factory=dict)
     donor_holds: DonorHolds = field(default_factory=DonorHolds)
     join_requests: JoinRequests = field(init=False)
     _search: RoundSearch | None = None
-    _fetched: dict[int, int] = field(default_factory=dict)  # the round of each fragment's weights when the search began
-    _followed_from: int = 0  # the first round in which we do not act even if we are a member
+    _fetched: dict[int, int] = field(default_factory=dict)  # fragment -> the round to which its fetched weights belong
+    _followed_from: int = 0  # up to this round we compute nothing even as a listed member: a restart lost our report
     _follow_again_at: Seconds | None = None
     _elsewhere_at: Seconds = 0.0
-    _waiting: list[tuple[Asked, CollectRequest, Seconds]] = field(default_factory=list)  # until then
+    # Questions for a report or sum that we do not have yet, each with the time at which we refuse it.
+    _waiting: list[tuple[Asked, CollectRequest, Seconds]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        """Create `self.join_requests`, which admits only newcomers that `self.view` knows."""
         self.join_requests = JoinRequests(self.view.knows)
 
     @property
     def wake_at(self) -> Seconds | None:
+        """Return when `handle` needs its next Woke event; None while it waits for other events only."""
         ends = (until for _, _, until in self._waiting)
         if self._search:
             return earliest((self._search.retry_at, *ends))
@@ -83,22 +94,26 @@ class Rounds:
 
     @property
     def number(self) -> int:
-        """The round we are in; 0: none."""
+        """Return the number of the round that this peer is in; 0 while it is in no round."""
         return self.now_in.number if self.now_in else 0
 
     def knows(self, peer: PeerId) -> bool:
-        """Whether it is a member of our round, or was one of the round before."""
+        """Return whether a peer is a member of our round or of the round before."""
         return any(round is not None and peer in round.peers for round in (self.now_in, self.before))
 
     def successors(self, layer: int) -> list[PeerId]:
-        """The other members of our round that hold this layer, as far as we do not know that they are gone."""
+        """Return the other members of our round that train this layer and have not failed."""
         members = self.now_in.present() if self.now_in else []
         return [PeerId(m.peer) for m in members if m.first <= layer < m.last and m.peer != self.routes.stage.peer]
 
     def begin(self, round: int, taken: dict[int, tuple[int, bytes]]) -> None:
-        """Looks for a round to follow: our weights are those of `round`.
+        """Start looking for a running round to join. The weights "of round n" are those before its step.
 
-        `taken` names the round and the version of each fragment that came from others; the rest is our checkpoint's.
+        Args:
+            round: Our latest weights are of this round. If no peer is in a round, the peer with the latest weights
+                begins a round with this number.
+            taken: For each fragment whose weights came from a donor: (round of the weights, version of the weights).
+                All other fragments' weights come from this peer's checkpoint, whose round is `self.restored`.
         """
         stage = self.routes.stage
         self._search, self.behind = RoundSearch(stage, round), ""
@@ -108,7 +123,10 @@ class Rounds:
             self._fetched[index], self.versions[index] = taken.get(index, own)
 
     def stop(self) -> list[Effect]:
-        """Leaves the round: our weights are not those of the others."""
+        """Leave the round, or stop looking for one; return the effects that abort our micro-batches.
+
+        Called when this peer is behind the other members; `self.behind` has the reason.
+        """
         self.now_in = self.before = self._search = None
         ended = self.routes.end_round(everything=True)
         self.routes.begin_round(0, False, 0)
@@ -116,7 +134,11 @@ class Rounds:
         return ended
 
     def handle(self, event: Event, now: Seconds) -> list[Effect]:
-        """Node also calls this with Woke after each event for others: a micro-batch may have been the last."""
+        """Return the effects of an event: questions, answers, jobs and journal lines.
+
+        After each event that the node passes to another state machine, it must pass Woke to this state machine, because
+        the event may have completed a micro-batch.
+        """
         effects = self._react(event, now)
         effects += self._progress(self.now_in, now) if self.now_in else self._search_on(now)
         return effects + self._answer_collects(now)
@@ -145,15 +167,13 @@ class Rounds:
                 return self._next(self.now_in, event.refused, now)
         return []
 
-    # Which round, and with which members
-
     def _search_on(self, now: Seconds) -> list[Effect]:
         if self._search is None:
             return []
         return self._search.ask(self.view, now) or self._begin_first(self._search, now)
 
     def _begin_first(self, search: RoundSearch, now: Seconds) -> list[Effect]:
-        """Nobody is in a round: where it is ours to begin one, we are its only member."""
+        """If this peer must begin the first round, begin it as the only member, and return the effects; else []."""
         if not search.is_ours_to_begin(now):
             return []
         self._search, self._followed_from = None, search.round - 1
@@ -178,7 +198,7 @@ class Rounds:
         member = RoundMember(sender, query.first, query.last)
         if not whole_fragments(member, self.routes.stage.cuts):
             return Refused(Reason.SPAN)
-        if query.joining and query.round >= self.number:  # it has all the state that it needs from us
+        if query.joining and query.round >= self.number:  # the newcomer needs no more weights from us
             self.donor_holds.release(sender, now)
         if query.joining:
             self.join_requests.ask(member, now)
@@ -188,12 +208,10 @@ class Rounds:
         return RoundStatus(run, self.now_in.number, self.now_in.members)
 
     def _ask_elsewhere(self, round: Round) -> list[Effect]:
-        """Trainers that are neither members nor newcomers may be in a round that we should be in."""
+        """Return the questions that ask trainers outside our round which round they are in."""
         ours = {*round.peers, *self.join_requests.waiting}
         strangers = [peer for peer in self.view.trainers() if peer not in ours][:MAX_NEWCOMERS]
         return queries(ElsewhereTag(), round.stage, round.number, strangers)
-
-    # A round
 
     def _enter(self, number: int, members: tuple[RoundMember, ...], now: Seconds) -> list[Effect]:
         round = Round(self.routes.stage, number, members, number > self._followed_from, self.view)
@@ -205,7 +223,7 @@ class Rounds:
         return self.routes.begin_round(number, round.acting, round.quota) + self.routes.handle(Woke(), now)
 
     def _progress(self, round: Round, now: Seconds) -> list[Effect]:
-        """Takes the round as far as what is here allows."""
+        """Advance the round as far as the reports and sums that have arrived allow, and return the effects."""
         if self.behind:
             return []
         self.donor_holds.expire(now)
@@ -231,11 +249,14 @@ class Rounds:
         return self.routes.all_begun_are_over and not self.donor_holds.holds
 
     def _own_work_is_over(self, round: Round, now: Seconds) -> bool:
-        """Whether we have nothing more to do before our report. A round that covers no model has to let others in."""
+        """Return whether our report is due: all our micro-batches and all donor holds have ended.
+
+        If the members do not train the whole model, the report also waits until there is a newcomer to admit.
+        """
         return self._has_nothing_to_do and (round.covered or bool(self.join_requests.to_let_in(now)))
 
     def _close(self, round: Round, now: Seconds) -> list[Effect]:
-        """All reports are here: what they name goes into our sums."""
+        """Count the reports. A member then returns the job that packs its sums; a follower collects members' sums."""
         round.count_reports()
         if round.has_diverged(self.versions):
             self.behind = Reason.DIVERGED
@@ -247,7 +268,7 @@ class Rounds:
         return [*ended, CloseRound(round.number, self._record.named(round.count.executions))]
 
     def _step(self, round: Round, now: Seconds) -> list[Effect]:
-        """All sums are here. Without gradients there is no step, only the next round."""
+        """Return the job that takes the step with all sums; if no gradients count, enter the next round instead."""
         if round.count.tokens:
             return [round.advance(self.versions)]
         return [self._set_clock(round.number + 1), *self._next(round, (), now)]
@@ -260,14 +281,12 @@ class Rounds:
         members = next_members(round.reports)
         if members:
             return effects + self._enter(number, members, now)
-        self._search, self.now_in = RoundSearch(round.stage, number), None  # all that we followed are gone
+        self._search, self.now_in = RoundSearch(round.stage, number), None  # no member has reported: search again
         self._fetched = dict.fromkeys(self._fetched, number)
         return effects
 
-    # What others want to collect
-
     def _answer_collects(self, now: Seconds) -> list[Effect]:
-        """Replies to each question that has an answer or can wait no longer."""
+        """Return replies to the waiting questions that we can answer, and refusals to those that waited long enough."""
         waiting, self._waiting = self._waiting, []
         effects: list[Effect] = []
         for asked, collect, until in waiting:

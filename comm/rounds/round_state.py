@@ -1,13 +1,13 @@
-"""One synchronous round: its members, what they have said, and how far it is.
+"""One synchronous round: its members, their reports and sums, and its phase. Start at `Round`.
 
-    REPORTS    the members' reports are collected
-    CLOSING    all are here: the training thread ends our sums of gradients
-    SUMS       the other holders' sums of our fragments are collected
-    STEPPING   all are here: the training thread takes the step
-    OVER
+    REPORTS    collect the members' reports
+    CLOSING    the reports are complete; the training thread packs our sums of gradients
+    SUMS       collect the other holders' sums of our fragments
+    STEPPING   the sums are complete; the training thread takes the step
+    OVER       the step was taken, or no gradients count
 
-A peer that only follows has no sums of its own, so its round goes from REPORTS to SUMS. A round without gradients
-takes no step.
+A follower takes the same steps without computing gradients. It has no sums of its own, so its round goes from REPORTS
+to SUMS. A round without gradients takes no step.
 """
 
 from collections.abc import Sequence
@@ -43,6 +43,8 @@ from decentral.core.units import Seconds
 
 
 class RoundPhase(Enum):
+    """The phase of a round; the module's docstring describes each."""
+
     REPORTS = auto()
     CLOSING = auto()
     SUMS = auto()
@@ -60,85 +62,99 @@ LEGAL_MOVES = {
 
 
 class IllegalRoundMove(AssertionError):
-    """A round would enter a phase that cannot follow the one it is in."""
+    """Raised by `Round.enter` if the phase may not follow the present phase (LEGAL_MOVES)."""
 
 
 @dataclass(slots=True)
 class Round:
+    """The state of one synchronous round at this peer."""
+
     stage: StageConfig
     number: int
     members: RoundMembers
-    acting: bool  # whether we act as a member, if we are one; otherwise we only follow
+    acting: bool  # whether this peer computes gradients and reports; if not, it only uses the members' gradients
     view: RoundView = field(repr=False, compare=False)
-    covered: bool = field(init=False)  # whether the members hold the whole model; else the round waits for newcomers
+    covered: bool = field(init=False)  # whether the members train all layers; if not, the round waits for newcomers
     collection: Collection = field(init=False)
     phase: RoundPhase = RoundPhase.REPORTS
-    report: RoundReport | None = None  # our own
-    sums: dict[int, Envelope] | None = None  # our own, by fragment; None: not closed yet
-    reports: dict[PeerId, RoundReport] = field(default_factory=dict)  # from CLOSING on
+    report: RoundReport | None = None
+    sums: dict[int, Envelope] | None = None  # this peer's own sums of gradients, by fragment; None: not complete yet
+    reports: dict[PeerId, RoundReport] = field(default_factory=dict)
     count: RoundCount = field(default_factory=RoundCount)
-    executions: list[GradientEntry] = field(default_factory=list)  # those in our sums
-    versions: Versions = field(default_factory=dict)  # of our fragments after the step
+    executions: list[GradientEntry] = field(default_factory=list)  # the executions whose gradients are in our sums
+    versions: Versions = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Compute `self.covered`, create `self.collection`, and set `self.acting` to False if we are not a member."""
         self.acting = self.acting and self.listed
         self.covered = covers_model(self.members, self.stage.layers)
         self.collection = Collection(self.stage.run, self.number, self.listed, self)
 
     @property
     def peers(self) -> list[PeerId]:
+        """Return the members' ids, sorted."""
         return [PeerId(member.peer) for member in self.members]
 
     @property
     def listed(self) -> bool:
-        """Whether we are one of the members. One that has restarted does not act in this round."""
+        """Return whether the round's list of members contains this peer."""
         return self.stage.peer in self.peers
 
     @property
     def quota(self) -> int:
-        """How many micro-batches we draw."""
+        """Return how many micro-batches this peer must start; 0 unless `self.acting` and `self.covered`."""
         drawn = self.stage.micro_batches_per_step if self.acting and self.covered else 0
         return micro_batch_quota(self.members, self.stage.peer, self.number, drawn)
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
+        """Return the longest time that an answer of `size` bytes from a member may take."""
         return self.view.member_deadline_s(peer, size)
 
     def enter(self, phase: RoundPhase) -> None:
+        """Move from the present phase to `phase`.
+
+        Raises:
+            IllegalRoundMove: If `phase` may not follow the present phase.
+        """
         if phase not in LEGAL_MOVES[self.phase]:
             raise IllegalRoundMove(f"round {self.number} cannot go from {self.phase.name} to {phase.name}")
         self.phase = phase
 
     def present(self) -> RoundMembers:
-        """The members of whom we do not know that they are gone."""
+        """Return the members, except those that this peer has given up and whose reports it lacks."""
         reports = [one for one in self.collection.wanted.values() if one.fragment is None]
         gone = {one.origin for one in reports if one.origin_lost and not one.found}
         return tuple(member for member in self.members if member.peer not in gone)
 
     @property
     def still_covered(self) -> bool:
+        """Return whether the members that `present` returns train all layers of the model."""
         return covers_model(self.present(), self.stage.layers)
 
     def yields_to(self, status: RoundStatus) -> bool:
-        """Whether another peer's round, of which we are no member, goes on instead of this one."""
+        """Return whether the round that `status` describes is valid and takes precedence over this round.
+
+        Return False if this peer is already a member of that round.
+        """
         if not is_valid(status, self.stage) or self.stage.peer in {member.peer for member in status.members}:
             return False
         layers = self.stage.layers
         return precedence(status.round, status.members, layers) > precedence(self.number, self.members, layers)
 
-    # Reports
-
     def want_reports(self, now: Seconds) -> None:
+        """Begin to collect the other members' reports, and our own report if a restart has deleted it."""
         for peer in self.peers:
             self._want(peer, None, 0, self.peers, now)
 
     def write_report(self, record: ContributionRecord, newcomers: RoundMembers, versions: Versions) -> None:
-        """Our own report: which of our micro-batches are complete, who is let in, and what we hold."""
+        """Set `self.report`: our completed micro-batches, the newcomers to admit, and our fragments' versions."""
         stage = self.stage
         completed, loss = record.completed_micro_batches(self.members, stage.peer, stage.cuts)
         held = tuple(versions[cut.index] for cut in own_fragments(stage))
         self.report = RoundReport(stage.run, self.number, own_member(stage), tuple(completed), loss, newcomers, held)
 
     def count_reports(self) -> None:
+        """Store our own and the collected reports in `self.reports`, and compute `self.count` from them."""
         if self.report:
             self.reports[self.stage.peer] = self.report
         for (origin, _), wanted in self.collection.wanted.items():
@@ -147,12 +163,16 @@ class Round:
         self.count = contributions.count_contributions(self.members, self.reports, self.stage.peer, self.stage.cuts)
 
     def has_diverged(self, versions: Versions) -> bool:
-        """Whether one of our fragments has another version than most of its holders have."""
+        """Return whether our version of any fragment differs from the version that most members report."""
         majority = contributions.majority_versions(self.reports, self.stage.cuts)
         return any(majority.get(index, version) != version for index, version in versions.items())
 
     def answer(self, sender: PeerId, collect: CollectRequest, over: bool) -> Envelope | None:
-        """Our report or sum, or what we have heard from another member. None: there is no answer yet."""
+        """Return the answer to a peer that asks for a report or sum, ours or another member's.
+
+        Return None while we may still get the report or sum: the question then waits. If the round is `over`, we get no
+        more reports and sums of other members, so refuse questions for those that we lack.
+        """
         if collect.member and sender not in self.peers:
             return Envelope(Refused(Reason.EXPELLED))
         if collect.origin == self.stage.peer:
@@ -162,7 +182,7 @@ class Round:
 
     def _own_answer(self, fragment: int | None) -> Envelope | None:
         if not self.acting:
-            return Envelope(Refused(Reason.GONE))  # we acted in this round before we restarted, and know nothing of it
+            return Envelope(Refused(Reason.GONE))  # a restart has deleted our report and sums
         if fragment is None:
             return Envelope(self.report) if self.report else None
         if fragment not in {cut.index for cut in own_fragments(self.stage)}:
@@ -171,14 +191,16 @@ class Round:
             return None
         return self.sums.get(fragment) or self.sum_message(WindowClosed(fragment, self.number, 0, 0.0, (), b""))
 
-    # Sums
-
     def close_sums(self, closed: RoundClosed, entries: dict[int, GradientEntry]) -> None:
+        """Store our packed sums as messages, and record which executions are in these sums.
+
+        `entries` maps each execution's id at this peer (`token`) to its entry.
+        """
         self.executions = [entries[token] for token in closed.executions]
         self.sums = {one.fragment: self.sum_message(one) for one in closed.sums}
 
     def want_sums(self, now: Seconds) -> None:
-        """The sums of all members whose gradients count in a fragment of ours."""
+        """Enter SUMS, and begin to collect other members' sums for this peer's fragments."""
         self.enter(RoundPhase.SUMS)
         self.sums = self.sums or {}
         ours = {cut.index: cut for cut in own_fragments(self.stage)}
@@ -189,7 +211,11 @@ class Round:
                 self._want(peer, index, 4 * cut.parameters, holders, now)
 
     def advance(self, versions: Versions) -> Advance:
-        """The step with all sums; `versions` are those of our fragments before it."""
+        """Enter STEPPING, and return the job that takes the step with all sums.
+
+        `versions` are our fragments' versions before the step; the versions after the step are stored in
+        `self.versions`.
+        """
         self.enter(RoundPhase.STEPPING)
         found = {key: wanted.found for key, wanted in self.collection.wanted.items() if wanted.found}
         found |= {(self.stage.peer, fragment): envelope for fragment, envelope in (self.sums or {}).items()}
@@ -202,15 +228,16 @@ class Round:
         return Advance(self.number, parts, after, sum(one.tokens for one in own), len(own), self.count.loss)
 
     def sum_message(self, closed: WindowClosed) -> Envelope:
-        """Our sum for the other holders. Its time is zero, because all of them must judge it alike whenever they do."""
+        """Return one of our sums as a message for the other members that train its fragment."""
         digest, run = blobs.digest(closed.blob), self.stage.run
         snapshot = Snapshot(run, closed.fragment, closed.seq, closed.tokens, 0.0, 0.0, closed.layout, digest)
         return Envelope(snapshot, closed.blob)
 
-    # The end
-
     def journal(self, refused: Sequence[tuple[int, PeerId, str]]) -> list[Effect]:
-        """Lines for the journal about what counted and what did not. `refused` sums did not go into the step."""
+        """Return journal lines about missing reports and sums, and about which of our executions counted.
+
+        `refused` has an entry (fragment, peer, reason) for each sum that the step did not use.
+        """
         wanted = self.collection.wanted.values()
         missing = [(one.fragment, one.origin, one.reason) for one in wanted if not one.found]
         lines: list[Effect] = [
@@ -226,10 +253,12 @@ class Round:
                 lines.append(Log(UncountedLine(of=of, void=len(of) - named, round=self.number)))
         return lines
 
-    # Helpers
-
     def _want(self, origin: PeerId, fragment: int | None, size: int, holders: Sequence[PeerId], now: Seconds) -> None:
-        """Wants it from another member. What we said ourselves before a restart, those know that heard it then."""
+        """Begin to collect the report of `origin` or, if `fragment` is given, its sum of `size` bytes.
+
+        If `origin` fails, the other `holders` are asked for a copy. If a restart has deleted this peer's own report or
+        sum (`origin` is this peer), the `holders` are asked at once.
+        """
         own = self.stage.peer
         if origin == own and self.acting:
             return
@@ -242,12 +271,19 @@ class Round:
             wanted.lose_origin(Reason.GONE, now)
 
     def accept(self, wanted: Wanted, envelope: Envelope) -> None:
-        """Raises ProtocolError for what cannot be the thing wanted. All members that get the same judge alike."""
+        """Check that an answer is the wanted report or sum; all members reach the same result for the same answer.
+
+        Raises:
+            ProtocolError: If the answer is of another kind, run or round; if it fails `check_report` or `check_sum`; or
+                if its blob does not match its digest.
+        """
         stage = self.stage
         match envelope.message:
             case RoundReport() as report if wanted.fragment is None:
                 if (report.run, report.round) != (stage.run, self.number):
-                    raise ProtocolError(Reason.ROUND, f"a report of round {report.round}")
+                    raise ProtocolError(
+                        Reason.ROUND, f"expected round {self.number} of {stage.run}; got {report.round} of {report.run}"
+                    )
                 contributions.check_report(report, self.members, wanted.origin, stage.cuts)
             case Snapshot() as snapshot if wanted.fragment is not None:
                 (cut,) = (one for one in stage.cuts if one.index == wanted.fragment)
@@ -256,13 +292,14 @@ class Round:
                 tokens = self.count.tokens[wanted.origin, wanted.fragment]
                 contributions.check_sum(snapshot, len(envelope.blob), tokens, expected)
                 if blobs.digest(envelope.blob) != snapshot.digest:
-                    raise ProtocolError(Reason.DIGEST, "the blob is not the one described")
+                    raise ProtocolError(Reason.DIGEST, "the blob of the sum does not match the header's digest")
             case _:
-                raise ProtocolError(Reason.UNEXPECTED, "neither a report nor a sum")
+                kind = "RoundReport" if wanted.fragment is None else "Snapshot"
+                raise ProtocolError(Reason.UNEXPECTED, f"expected {kind}; got {type(envelope.message).__name__}")
 
 
 def _contributions(fragment: int, found: dict[Key, Envelope]) -> tuple[Contribution, ...]:
-    """The fragment's sums in the order of the peers, without those of no tokens."""
+    """Return a fragment's sums, without empty sums, sorted by the id of the peer that made each sum."""
     sums = sorted((origin, envelope) for (origin, index), envelope in found.items() if index == fragment)
     return tuple(
         Contribution(origin, head.tokens, 0.0, head.layout, envelope.blob)

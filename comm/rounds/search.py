@@ -1,7 +1,8 @@
-"""The search for a round to follow.
+"""Search for a round that this peer can join, by asking other peers. Start at `RoundSearch`.
 
-All peers that we know are asked which round they are in. One that names its members is followed. Where none is in a
-round, the peer with the latest weights begins one, the lowest of several such peers; the others ask again.
+This peer asks all peers that it knows which round they are in, and enters the first valid round that a peer names. If
+no peer is in a round, the peer with the latest weights begins a round. If several peers have the latest weights, the
+peer with the lowest id begins it. The other peers ask again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,47 +19,54 @@ from decentral.comm.wire.transport import Answered, Ask, AskFailed, Effect
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 
-QUERY_DEADLINE_S = 5.0
+QUERY_DEADLINE_S = 5.0  # a peer must answer a RoundQuery this soon; the answer needs no computation
 
 
 class RoundView(Protocol):
-    """What rounds need to know of the swarm; peers/runtime/peer_selection.py has it from the roster and the meter."""
+    """Interface through which rounds read what this peer knows about other peers; `PeerSelection` implements it."""
 
     def knows(self, peer: PeerId) -> bool:
-        """Whether it has a record, or has answered our Hello."""
+        """Return whether a peer has a record, or has answered our Hello."""
 
     def acquaintances(self) -> Sequence[PeerId]:
-        """Peers that may be in the run already."""
+        """Return the peers to ask for a round: those with a record, and those that answered our Hello at start-up."""
 
     def trainers(self) -> Sequence[PeerId]:
-        """Peers that train, as far as we know."""
+        """Return the other peers whose records say that they train."""
 
     def member_deadline_s(self, peer: PeerId, size: int) -> Seconds:
-        """How long `size` bytes from that peer may take."""
+        """Return the longest time that an answer of `size` bytes from a member may take."""
 
 
 def queries(tag: RoundTag, stage: StageConfig, round: int, peers: Iterable[str]) -> list[Effect]:
-    """Asks these peers which round they are in. `round` is that of our weights; a FollowTag asks to be let in, too."""
+    """Return the questions (RoundQuery) that ask these peers which round they are in.
+
+    `round` is the number of our round or, if we are in no round, of the round of our weights. With a FollowTag, the
+    questions also ask the peers to admit this peer as a member.
+    """
     query = RoundQuery(stage.run, round, stage.first, stage.last, isinstance(tag, FollowTag))
     return [Ask(tag, PeerId(peer), Envelope(query), QUERY_DEADLINE_S) for peer in peers]
 
 
 @dataclass(slots=True)
 class RoundSearch:
+    """State of one search for a round to join: which peers were asked, and what they answered."""
+
     stage: StageConfig
-    round: int  # of our weights
-    asked: set[PeerId] = field(default_factory=set)  # peers that have not answered yet
-    searching: dict[PeerId, int] = field(default_factory=dict)  # peers in no round: the round of their weights
-    retry_at: Seconds | None = 0.0
+    round: int  # the round to which this peer's weights belong
+    asked: set[PeerId] = field(default_factory=set)
+    searching: dict[PeerId, int] = field(default_factory=dict)  # peer that is in no round -> round of its weights
+    retry_at: Seconds | None = 0.0  # when to ask all peers again; None: answers are awaited
 
     def ask(self, view: RoundView, now: Seconds) -> list[Effect]:
+        """Return questions to all peers that the view knows if `self.retry_at` has come, else []."""
         if self.retry_at is None or now < self.retry_at:
             return []
         self.asked, self.searching, self.retry_at = set(view.acquaintances()), {}, None
         return queries(FollowTag(), self.stage, self.round, sorted(self.asked))
 
     def heard(self, event: Answered | AskFailed) -> RoundStatus | None:
-        """The round to follow, if the answer names one."""
+        """Record an answer or a failure; return the round that the answer names, or None if it names no valid round."""
         self.asked.discard(event.peer)
         match event:
             case Answered(envelope=Envelope(RoundStatus(members=()) as status)):
@@ -68,7 +76,13 @@ class RoundSearch:
         return None
 
     def is_ours_to_begin(self, now: Seconds) -> bool:
-        """Whether all have answered, none is in a round, and no other peer will begin one. Else we ask again soon."""
+        """Return whether this peer must begin the first round.
+
+        This peer must begin if all asked peers have answered or failed, no peer is in a round, and no other peer has
+        precedence. Another peer has precedence if its weights are of a later round than ours, or if they are of the
+        same round and its id is lower than ours. If another peer has precedence, all peers are asked again at
+        `self.retry_at`.
+        """
         if self.asked or self.retry_at is not None:
             return False
         first = min(((-round, peer) for peer, round in self.searching.items()), default=None)

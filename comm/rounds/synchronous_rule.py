@@ -1,6 +1,6 @@
-"""Synchronous steps: gradients are added up before each step, so replicas stay equal and no weights are mixed.
+"""The update rule of synchronous rounds: replicas sum their gradients before each step, so their weights stay equal.
 
-The rounds of comm/rounds carry the gradients; there are no exchanges (docs/ROUTES.md).
+The state machine `Rounds` exchanges the gradients; there is no gossip (docs/ROUNDS.md).
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,33 +14,44 @@ from decentral.core.errors import ProtocolError
 from decentral.core.reasons import Reason
 from decentral.engine.fragment import Live, step_clipped
 
-LONGEST_GRADIENT = 1e15  # length of one peer's sum of gradients: a thousand of them still have a norm in fp32
-MAX_STEPS = 1 << 24  # up to here fp32 counts exactly
+LONGEST_GRADIENT = 1e15  # a sum with a larger L2 norm is refused, so that a thousand sums cannot overflow
+MAX_STEPS = 1 << 24  # a state with a larger step count is refused: fp32 cannot represent all larger integers
 
 
 class SynchronousRule(UpdateRule):
-    """One optimizer step with the mean gradient of all tokens of a round, whoever computed it.
+    """The rule that takes one optimizer step per round, with the mean gradient over all tokens of all members.
 
-    What a window publishes is the sum of the gradients of its tokens' losses. All holders add up the same sums in the
-    same order, so their weights and moments stay equal: to the last bit, on devices that compute alike. The gradient
-    is clipped fragment by fragment, as in engine/stage_runner.py; the learning rate follows the fragment's own steps,
-    which all holders have taken.
+    Each peer that trains a fragment publishes the sum of its tokens' gradients. All these peers add the same sums in
+    the same order, so their weights and moments stay equal. They are bit-identical if the devices round alike. The
+    gradient is clipped per fragment, as in engine/stage_runner.py. The schedule of the learning rate uses the number of
+    steps that the fragment has taken.
     """
 
     sections: Mapping[str, str] = {"gradient": "fp32"}
     donated: Mapping[str, str] = {"theta": "fp32", "exp_avg": "fp32", "exp_avg_sq": "fp32", "steps": SCALAR}
 
     def check(self, vectors: Mapping[str, Tensor]) -> None:
-        """Finite sums may add up to a norm that is not, and the step of all would be skipped in silence."""
-        if not float(torch.linalg.vector_norm(vectors["gradient"], dtype=torch.float64)) <= LONGEST_GRADIENT:
-            raise ProtocolError(Reason.MAGNITUDE, f"a sum of gradients is longer than {LONGEST_GRADIENT:g}")
+        """Check that the L2 norm of a sum of gradients does not exceed LONGEST_GRADIENT.
+
+        With a larger sum the total gradient could overflow, and all peers would skip the step.
+
+        Raises:
+            ProtocolError: MAGNITUDE, if the norm exceeds LONGEST_GRADIENT or is not a number.
+        """
+        norm = float(torch.linalg.vector_norm(vectors["gradient"], dtype=torch.float64))
+        if not norm <= LONGEST_GRADIENT:
+            said = f"the L2 norm of a gradient sum must be at most {LONGEST_GRADIENT:g}; got {norm:g}"
+            raise ProtocolError(Reason.MAGNITUDE, said)
 
     def close_round(self, live: Live, packer: Packer) -> None:
-        """Packs the sum of the round's gradients."""
+        """Pack this peer's sum of gradients of the round, as fp32 [n]."""
         packer.add("gradient", self.sections["gradient"], live.grad)
 
     def advance(self, live: Live, parts: Sequence[Parts]) -> None:
-        """Takes the optimizer's step on `live` itself: its moments and steps change, and the gradient is zero after."""
+        """Take the optimizer's step on `live` with the mean gradient per token of `parts`, then zero `live.grad`.
+
+        `parts` are the members' sums of gradients. If they have no tokens, nothing changes.
+        """
         tokens = sum(part.tokens for part in parts)
         if tokens:
             live.grad.zero_()
@@ -50,7 +61,11 @@ class SynchronousRule(UpdateRule):
             live.grad.zero_()
 
     def donate(self, live: Live, packer: Packer) -> None:
-        """Each section is as long as the fragment: what Muon trains comes first, with zeros for second moments."""
+        """Pack weights, both moments and the count of steps.
+
+        Each vector is as long as the fragment. Muon's parameters come first. They have no second moments; zeros
+        take their place.
+        """
         seconds = torch.zeros_like(live.theta)
         self._seconds(live, seconds).copy_(live.state.exp_avg_sq)
         for name, tensor in (("theta", live.theta), ("exp_avg", live.state.exp_avg), ("exp_avg_sq", seconds)):
@@ -58,11 +73,12 @@ class SynchronousRule(UpdateRule):
         packer.add("steps", "fp32", torch.tensor([float(live.steps)]))
 
     def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
+        """Overwrite the live weights, moments and count of steps with those in `donated`."""
         live.theta.copy_(donated["theta"])
         live.state.exp_avg.copy_(donated["exp_avg"])
         live.state.exp_avg_sq.copy_(self._seconds(live, donated["exp_avg_sq"]).clamp(min=0))
         live.steps = int(donated["steps"].clamp(0, MAX_STEPS))
 
     def _seconds(self, live: Live, vector: Tensor) -> Tensor:
-        """The part of a vector [n] at which AdamW's second moments are."""
+        """Return the elements of a vector [n] that have second moments: its last ones, of AdamW's parameters."""
         return vector[vector.numel() - live.state.exp_avg_sq.numel() :]

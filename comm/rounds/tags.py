@@ -1,4 +1,4 @@
-"""Tags of the questions of synchronous rounds. A tag comes back with the answer to its question."""
+"""Tags that a peer attaches to its questions in synchronous rounds. The answer to a question returns its tag."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,24 +9,24 @@ from decentral.core.ids import PeerId
 
 @dataclass(frozen=True, slots=True)
 class RoundTag(Tag):
-    """Any question of the rounds."""
+    """Base class of the tags of questions in synchronous rounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class FollowTag(RoundTag):
-    """A RoundQuery by a peer that wants to be let in."""
+    """The tag of our RoundQuery that also asks a peer to admit us as a member."""
 
 
 @dataclass(frozen=True, slots=True)
 class ElsewhereTag(RoundTag):
-    """A RoundQuery to a peer that trains and is not in our round."""
+    """The tag of our RoundQuery to a peer that trains but is not in our round; its round may take precedence."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectTag(RoundTag):
-    """A CollectRequest for the report of `origin` or, if `fragment` is given, its sum of that fragment's gradients.
+    """The tag of a CollectRequest for the report of `origin` or, if `fragment` is given, for its sum of gradients.
 
-    The answer waits until that member is done, so it tells nothing about the link.
+    The answer may wait until the report or sum is ready, so its delay does not measure the link.
     """
 
     round: int

@@ -1,8 +1,10 @@
-"""A peer's libp2p identity: the key in its state folder, and records that it signs.
+"""Load or create a peer's libp2p identity, and sign and verify the records that peers store in the DHT.
 
-The key file has libp2p's format (protobuf PrivateKey, RSA), the one that hivemind's daemon reads, so the same key
-names the peer on the wire and signs what it stores. A peer id is the multihash of the public key, so every reader of
-a record can check that the peer it names has signed it.
+`Identity.load_or_create` reads the key file, `Identity.seal` signs a record, and `open_sealed` verifies a record.
+
+The key file has libp2p's format (protobuf PrivateKey, RSA), which hivemind's daemon reads. So one key names the peer on
+the network and signs the records that the peer stores. A peer id is the multihash of the public key, so every reader of
+a record can check that the peer with that id has signed the record.
 """
 
 import hashlib
@@ -16,100 +18,146 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
+from decentral.comm.wire.unpacking import read_msgpack
+from decentral.core import foreign_file
 from decentral.core.atomic_file import SECRET, write_atomically
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId
+from decentral.core.peer_folders import MOST_KEY_BYTES
 from decentral.core.reasons import Reason
 
-MAX_RECORD_BYTES = 96 * 1024  # of a plan: about 1,300 spans
-MAX_PEER_RECORD_BYTES = 16 * 1024  # of a peer's record, with its seal
-MAX_LIFETIME_S = 2 * 3600.0  # of a record: half an hour at most, and clocks that differ by more than an hour
+MAX_RECORD_BYTES = 96 * 1024  # larger records are refused; enough for a plan that assigns layers to about 1,300 peers
+MAX_PEER_RECORD_BYTES = 16 * 1024
+MAX_LIFETIME_S = 2 * 3600.0  # later expiries are refused: a record lives half an hour, clocks may differ by 1.5 hours
 KEY_BITS = 2048
+EXPONENT = 65537  # RSA keys with another public exponent are refused
 
 _PADDING = padding.PSS(mgf=padding.MGF1(hashes.SHA256()), salt_length=32)
-_RSA = b"\x08\x00\x12"  # protobuf: key_type = RSA, then the field of the key's bytes
+_RSA = b"\x08\x00\x12"  # libp2p's encoding (protobuf) of an RSA key begins with these bytes
 
 
 class Signer(Protocol):
-    """Our peer id, and how records are signed and checked: an Identity, or a simulated one."""
+    """Interface that signs our own records and verifies other peers'; Identity and the simulator implement it."""
 
     @property
-    def peer(self) -> PeerId: ...
+    def peer(self) -> PeerId:
+        """Return this peer's id."""
 
     def seal(self, key: str, body: bytes, expires: float) -> bytes:
-        """A record for the DHT with `body`; others can check that it is ours. It expires at that unix time."""
+        """Return a signed record for the DHT.
+
+        Args:
+            key: The DHT key for which the record is valid.
+            body: Content of the record.
+            expires: When the record expires, in unix seconds.
+        """
 
     def open(self, key: str, peer: PeerId, record: bytes, now: float) -> tuple[bytes, float]:
-        """The body and the expiry of a record that `peer` has sealed for `key`. Raises ProtocolError."""
+        """Return the body and the expiry (unix seconds) of a record.
+
+        Args:
+            key: The DHT key under which the record was found.
+            peer: The peer that must have signed the record.
+            record: The record, as that peer's `seal` returned it.
+            now: Unix seconds.
+
+        Raises:
+            ProtocolError: If the record is malformed or has expired, or the peer has not signed it for this key.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
+    """The Signer that signs with this peer's private RSA key."""
+
     peer: PeerId
     key: rsa.RSAPrivateKey
 
     @classmethod
     def load_or_create(cls, path: Path) -> "Identity":
-        """Reads the key at `path`, or makes one there that only its owner may read. Raises UserError."""
+        """Return the identity in a key file. A missing file is created with a new key, readable by this user only.
+
+        Raises:
+            UserError: If the file cannot be read or written, or has no RSA key in libp2p's format.
+        """
         try:
             if not path.exists():
                 _create(path)
-            key = serialization.load_der_private_key(_strip(path.read_bytes()), password=None)
+            key = serialization.load_der_private_key(
+                _strip(foreign_file.read_bytes(path, MOST_KEY_BYTES)), password=None
+            )
         except OSError as error:
-            raise UserError(f"{path}: {error.strerror}; make room there, or use another --state-dir") from None
+            raise UserError(f"cannot use {path}: {error.strerror}; correct this, or use another --state-dir") from None
         except (ValueError, TypeError, UnsupportedAlgorithm, ProtocolError) as error:
-            raise UserError(f"{path} holds no libp2p identity ({error}); move it away to get a new one") from None
+            raise UserError(f"{path} is not a libp2p key file ({error}); move it away to get a new identity") from None
         if not isinstance(key, rsa.RSAPrivateKey):
-            raise UserError(f"{path} must hold an RSA identity; it is a {type(key).__name__}")
+            raise UserError(f"{path} must contain an RSA key; got {type(key).__name__}; move it away to get a new key")
         return cls(peer_of(_public_bytes(key)), key)
 
     def seal(self, key: str, body: bytes, expires: float) -> bytes:
-        """A record for the DHT: `body` with our public key and a signature over all that the record is."""
+        """Return a record for the DHT: the body, its expiry (unix seconds), our public key, and our signature.
+
+        The signature covers the DHT key, our peer id, the body and the expiry.
+        """
         signature = self.key.sign(_signed(key, self.peer, body, expires), _PADDING, hashes.SHA256())
         record: bytes = msgpack.packb([body, expires, _public_bytes(self.key), signature])
         return record
 
     def open(self, key: str, peer: PeerId, record: bytes, now: float) -> tuple[bytes, float]:
+        """Return the body and the expiry (unix seconds) of a record that `peer` has signed for `key`.
+
+        Raises:
+            ProtocolError: If the record is too large or malformed, the peer has not signed it for this key, or its
+                expiry is past or more than MAX_LIFETIME_S ahead.
+        """
         return open_sealed(key, peer, record, now)
 
 
 def open_sealed(key: str, peer: PeerId, record: bytes, now: float) -> tuple[bytes, float]:
-    """The body and its expiry. Raises ProtocolError unless `peer` has signed it for `key` and it has not expired."""
+    """Return the body and the expiry (unix seconds) of a record that `peer` has signed for `key`.
+
+    Raises:
+        ProtocolError: If the record is too large or malformed, the peer has not signed it for this key, or its expiry
+            is past or more than MAX_LIFETIME_S ahead.
+    """
     body, expires, public, signature = _parts(record, max_record_bytes(key))
     if peer_of(public) != peer:
-        raise ProtocolError(Reason.IDENTITY, "the key is not the peer's")
+        raise ProtocolError(Reason.IDENTITY, "the record's public key does not belong to the named peer")
     if not now < expires < now + MAX_LIFETIME_S:
-        raise ProtocolError(Reason.EXPIRED, f"{expires - now:.0f} s from now")
+        said = f"a record must expire in 0 to {MAX_LIFETIME_S:g} s; this one expires in {expires - now:.0f} s"
+        raise ProtocolError(Reason.EXPIRED, said)
     try:
         loaded = serialization.load_der_public_key(public)
         if not isinstance(loaded, rsa.RSAPublicKey) or not 2048 <= loaded.key_size <= 8192:
-            raise ProtocolError(Reason.IDENTITY, "not an RSA key of 2048 to 8192 bits")
+            raise ProtocolError(Reason.IDENTITY, "a record's key must be an RSA key of 2048 to 8192 bits")
+        if loaded.public_numbers().e != EXPONENT:  # with a long exponent, a verification takes a hundred times as long
+            raise ProtocolError(Reason.IDENTITY, f"the exponent of a record's key must be {EXPONENT}")
         loaded.verify(signature, _signed(key, peer, body, expires), _PADDING, hashes.SHA256())
     except (InvalidSignature, ValueError, UnsupportedAlgorithm) as error:
-        raise ProtocolError(Reason.SIGNATURE, type(error).__name__) from None
+        raise ProtocolError(Reason.SIGNATURE, f"the signature is not valid ({type(error).__name__})") from None
     return body, expires
 
 
 def peer_of(public: bytes) -> PeerId:
-    """libp2p's peer id of a DER public key: base58(0x12 0x20 sha256(protobuf PublicKey))."""
+    """Return libp2p's peer id of a DER public key: base58(0x12 0x20 sha256(protobuf PublicKey))."""
     protobuf = _RSA + _varint(len(public)) + public
     return PeerId(base58.b58encode(b"\x12\x20" + hashlib.sha256(protobuf).digest()).decode())
 
 
 def max_record_bytes(key: str) -> int:
-    """The size of the largest record under this key of the DHT."""
+    """Return the most bytes that a record stored under this DHT key may have."""
     return MAX_PEER_RECORD_BYTES if key.split("/")[1:2] == ["peers"] else MAX_RECORD_BYTES
 
 
 def _parts(record: bytes, most: int) -> tuple[bytes, float, bytes, bytes]:
     if len(record) > most:
-        raise ProtocolError(Reason.OVERSIZE, f"a record of {len(record)} bytes")
+        raise ProtocolError(Reason.OVERSIZE, f"a record under this key has at most {most} bytes; got {len(record)}")
     try:
-        parts = msgpack.unpackb(record, use_list=False)
-    except Exception as error:  # msgpack raises a dozen kinds of error for garbage
-        raise ProtocolError(Reason.GARBAGE, type(error).__name__) from None
+        parts = read_msgpack(record, max_array_len=4)
+    except Exception as error:  # for malformed bytes, msgpack raises exceptions of many classes
+        raise ProtocolError(Reason.GARBAGE, f"the record is not valid msgpack ({type(error).__name__})") from None
     if not isinstance(parts, tuple) or tuple(map(type, parts)) != (bytes, float, bytes, bytes):
-        raise ProtocolError(Reason.GARBAGE, "not a record")
+        raise ProtocolError(Reason.GARBAGE, "a record must have four parts: body, expiry, public key and signature")
     return parts
 
 
@@ -119,7 +167,7 @@ def _signed(key: str, peer: PeerId, body: bytes, expires: float) -> bytes:
 
 
 def _create(path: Path) -> None:
-    key = rsa.generate_private_key(public_exponent=65537, key_size=KEY_BITS)
+    key = rsa.generate_private_key(public_exponent=EXPONENT, key_size=KEY_BITS)
     encoding, form = serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL
     der = key.private_bytes(encoding, form, serialization.NoEncryption())
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,14 +179,14 @@ def _public_bytes(key: rsa.RSAPrivateKey) -> bytes:
 
 
 def _strip(protobuf: bytes) -> bytes:
-    """The DER key inside libp2p's PrivateKey message."""
+    """Return the DER key inside libp2p's PrivateKey message. Raises ProtocolError unless it is a complete RSA key."""
     if not protobuf.startswith(_RSA):
-        raise ProtocolError(Reason.IDENTITY, "not an RSA key in libp2p's format")
+        raise ProtocolError(Reason.IDENTITY, "the file does not contain an RSA key in libp2p's format")
     body = protobuf.removeprefix(_RSA)
-    for digits in range(1, min(4, len(body)) + 1):  # of the length, which stands before the key
+    for digits in range(1, min(4, len(body)) + 1):  # the key's length precedes the key, as a varint of unknown size
         if body[:digits] == _varint(len(body) - digits):
             return body[digits:]
-    raise ProtocolError(Reason.IDENTITY, "the key is cut")
+    raise ProtocolError(Reason.IDENTITY, "the key is longer or shorter than the file says, so the file is damaged")
 
 
 def _varint(number: int) -> bytes:

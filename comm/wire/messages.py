@@ -1,24 +1,24 @@
-"""What peers say to each other. Each question (Ask) has one answer; either may carry a blob.
+"""Define the messages between peers, with a bound on each field. A question has one answer; both may have a blob.
 
-    question            blob             answer            blob              what for
-    Hello               -                Welcome           -                 a newcomer asks for the run and its config
-    MembershipProof     -                MembershipProof   -                 private swarm: both prove to be members
-    Ping                -                Pong              -                 latency
-    Probe               up to 4 MiB      Probed            up to 4 MiB       bandwidth, up and down
-    Pull                -                Snapshot          the snapshot      one-sided exchange; allreduce, by number
-    StateRequest        -                StateChunk        a piece of it     a newcomer fetches a fragment's state
-    Offer               -                Load              -                 when could you execute it, and how far?
-    ForwardRequest      hidden, targets  BackwardResponse  hidden gradient   a micro-batch through layers `first` and on
-    ForwardStatusQuery  -                Done              -                 the gradient is late: still under way?
-    CommitDecision      -                Done              -                 count these gradients, forget those
-    CommitQuery         -                CommitDecision    -                 what became of these executions?
-    LeaseRequest        -                Done              -                 a promise to go on holding a fragment
-    RoundQuery          -                RoundStatus       -                 synchronous: which round, and its members
-    CollectRequest      -                RoundReport       -                 synchronous: a member's report ...
-                                         Snapshot          a gradient sum    ... and its sum of a fragment's gradients
-    any                 -                Refused           -                 the reason, in one word
+    question            blob             answer            blob              purpose
+    Hello               -                Welcome           -                 asks for the run's name and its config
+    MembershipProof     -                MembershipProof   -                 private swarm: both prove their membership
+    Ping                -                Pong              -                 measures the latency
+    Probe               up to 4 MiB      Probed            up to 4 MiB       measures bandwidth, up and down
+    Pull                -                Snapshot          the snapshot      asks for a fragment's published snapshot
+    StateRequest        -                StateChunk        a piece of state  downloads a piece of a fragment's state
+    Offer               -                Load              -                 asks how soon a micro-batch could run
+    ForwardRequest      hidden, targets  BackwardResponse  hidden gradient   executes a micro-batch, from `first` on
+    ForwardStatusQuery  -                Done              -                 asks if a late gradient is still computed
+    CommitDecision      -                Done              -                 says which gradients count, and which not
+    CommitQuery         -                CommitDecision    -                 asks for the CommitDecision on executions
+    LeaseRequest        -                Done              -                 asks the peer to go on serving a fragment
+    RoundQuery          -                RoundStatus       -                 asks for the synchronous round and members
+    CollectRequest      -                RoundReport       -                 asks for a member's report on a round ...
+                                         Snapshot          a gradient sum    ... or its sum of a fragment's gradients
+    any                 -                Refused           -                 refuses, for a reason in one word
 
-Every field has a bound, and is checked against it before anything else looks at the message (comm/wire/codec.py).
+`decode` in comm/wire/codec.py checks every field against its bound before any other code sees the message.
 """
 
 from dataclasses import dataclass
@@ -27,74 +27,87 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field, Strict
 
-from decentral.comm.wire.invitations import MAX_PROOF_BYTES
+from decentral.comm.wire.invitations import MAX_PROOF_BYTES, MAX_REVOCATIONS_BYTES
+from decentral.comm.wire.message_fields import (
+    Count,
+    Digest,
+    Index,
+    Peer,
+    Run,
+    SealedPlan,
+    SealedRecord,
+    Sections,
+    Sequences,
+    ShortHash,
+    UnixTime,
+    Word,
+)
 from decentral.core.config import MAX_CONFIG_BYTES
-from decentral.core.fragments import Layout
 from decentral.core.plain_text import plain_text
 from decentral.core.units import MiB
 
-VERSION = 5
-
-MAX_BLOB_BYTES = 1 << 34  # for any blob; each question has a tighter bound for its answer
+VERSION = 7
+MAX_BLOB_BYTES = 1 << 34  # no blob may be larger; for most questions, the asker allows much less in the answer
 MAX_PROBE_BYTES = 4 * MiB
 MAX_CHUNK_BYTES = 4 * MiB
-MAX_PATIENCE_S = 75.0  # of a Pull or a CollectRequest
-MAX_ROUTE_S = 3600.0  # for a micro-batch, there and back; less than a transport gives an answer
-MAX_HOPS = 64  # in a route
-MAX_EXECUTIONS = 256  # in one CommitDecision
-MAX_MEMBERS = 128  # in a synchronous round
-MAX_NEWCOMERS = 16  # in one RoundReport
-MOST_FOLLOWED = 1 << 61  # a round or a step of others from which we count on: ours never outgrows a Count
-
-NAME = r"^[A-Za-z0-9._-]*$"  # of a run, a peer, a reason: it is shown, and means itself on any terminal
-Run = Annotated[str, Strict(), Field(max_length=64, pattern=NAME)]
-Sequences = Annotated[int, Strict(), Field(gt=0, lt=1 << 20)]  # in a micro-batch
-Peer = Annotated[str, Strict(), Field(max_length=64, pattern=NAME)]
-Word = Annotated[str, Strict(), Field(min_length=1, max_length=32, pattern=NAME)]
-Count = Annotated[int, Strict(), Field(ge=0, lt=1 << 62)]
-Index = Annotated[int, Strict(), Field(ge=0, lt=1 << 20)]
-Digest = Annotated[bytes, Strict(), Field(min_length=16, max_length=16)]
-UnixTime = Annotated[float, Strict(), Field(ge=0, lt=1e11, allow_inf_nan=False)]
-Sections = Annotated[Layout, Field(max_length=16)]
+MAX_PATIENCE_S = 75.0  # a peer may delay its answer by at most this, to wait for the snapshot or sum that is asked for
+MAX_ROUTE_S = 3600.0  # a micro-batch may take at most this long to pass through all stages, forward and back
+MAX_HOPS = 64
+MAX_EXECUTIONS = 256  # longest list of executions in a CommitDecision or CommitQuery, of micro-batches in a RoundReport
+MAX_MEMBERS = 128
+MAX_KNOWN = 256
+MAX_PLANS = 8  # a RecordsQuery and its answer have at most this many plans, because peers store no more
+MAX_NEWCOMERS = 16
+MOST_FOLLOWED = 1 << 61  # larger round and step numbers are ignored: the next number could exceed the type Count
 
 
 class Question:
-    """A message that asks. Its class says who gets an answer; all others are refused."""
+    """A message that expects an answer. Each subclass says which peers may ask; other peers are refused."""
 
     __slots__ = ()
-    for_strangers: ClassVar[bool] = False  # also a peer whose record is not known: what newcomers have to ask
-    for_lookers: ClassVar[bool] = False  # in a private swarm also a member whose invitation is only to look
+    for_strangers: ClassVar[bool] = False  # whether peers without a known record, such as newcomers, may ask
+    for_lookers: ClassVar[bool] = False  # whether Permission.LOOK is enough to ask in a private swarm
 
 
 @dataclass(frozen=True, slots=True)
 class RunQuestion(Question):
-    """A question about a run, which a peer of another run refuses."""
+    """A question about one run. A peer of another run refuses the question."""
 
     run: Run
 
 
 @dataclass(frozen=True, slots=True)
 class Hello(Question):
+    """Asks which run the peer is in, and for the run's config."""
+
     for_strangers: ClassVar[bool] = True
     for_lookers: ClassVar[bool] = True
-    run: Run = ""  # empty: any run that this peer is in
+    run: Run = ""  # the run that the asker expects, since a peer of another run must refuse; "": any run
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
+    """The run that the answering peer is in, and the run's config."""
+
     run: Run
-    config: Annotated[str, Strict(), Field(max_length=MAX_CONFIG_BYTES)]  # plain JSON: core/received.py
+    config: Annotated[str, Strict(), Field(max_length=MAX_CONFIG_BYTES)]  # a JSON object
 
 
 @dataclass(frozen=True, slots=True)
 class MembershipProof(Question):
-    """The first question to a peer of a private swarm, and its answer: comm/wire/invitations.py reads the proof."""
+    """Proves that the sender holds an invitation to a private swarm. The answer is the other peer's proof.
+
+    In a private swarm an asker sends its proof to a peer before any other question. `read_proof` in
+    comm/wire/invitations.py verifies proofs.
+    """
 
     proof: Annotated[bytes, Strict(), Field(min_length=1, max_length=MAX_PROOF_BYTES)]
 
 
 @dataclass(frozen=True, slots=True)
 class Ping(Question):
+    """Asks for a Pong with the same nonce, to measure the latency."""
+
     for_strangers: ClassVar[bool] = True
     for_lookers: ClassVar[bool] = True
     nonce: Count
@@ -102,12 +115,14 @@ class Ping(Question):
 
 @dataclass(frozen=True, slots=True)
 class Pong:
+    """The answer to a Ping."""
+
     nonce: Count
 
 
 @dataclass(frozen=True, slots=True)
 class Probe(Question):
-    """The blob is the upload; the answer's blob shall have `download_bytes`."""
+    """Measures bandwidth: upload by this question's blob, download by the answer's blob of `download_bytes` bytes."""
 
     for_lookers: ClassVar[bool] = True
     download_bytes: Annotated[int, Strict(), Field(ge=0, le=MAX_PROBE_BYTES)]
@@ -115,16 +130,46 @@ class Probe(Question):
 
 @dataclass(frozen=True, slots=True)
 class Probed:
+    """The answer to a Probe: how many bytes the Probe's blob had. The blob of this answer measures the download."""
+
     received_bytes: Count
 
 
 @dataclass(frozen=True, slots=True)
-class Pull(RunQuestion):
-    """Asks for a snapshot newer than number `after`; if `exact`, for number `after + 1` and no other.
+class RecordsQuery(RunQuestion):
+    """Asks for what the asker lacks: records of peers, a newer list of revocations, and plans.
 
-    If none was published at `since` or later, the answer may wait up to `patience_s` for one: all peers close a
-    fragment's window at the same time, so the one that belongs to the asker's window is about to be there.
-    `sections` names the sections wanted; if empty, all are.
+    `own` is the asker's record, empty if it has published none. `known` has hashes (`record_gossip.short`) of the peers
+    whose records it does not need. `revocations` is the number of its list of revocations; `revoked` is a new list that
+    it spreads, or empty. `plans` has hashes of its sealed plans, or is None if it needs no plans.
+    """
+
+    for_strangers: ClassVar[bool] = True
+    for_lookers: ClassVar[bool] = True
+    own: SealedRecord
+    known: Annotated[tuple[ShortHash, ...], Field(max_length=MAX_KNOWN)]
+    revocations: Count = 0
+    revoked: Annotated[bytes, Strict(), Field(max_length=MAX_REVOCATIONS_BYTES)] = b""
+    plans: Annotated[tuple[ShortHash, ...], Field(max_length=MAX_PLANS)] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRecords:
+    """The answer to a RecordsQuery: what the asker lacks, namely peers' records, revocations, and proposers' plans."""
+
+    run: Run
+    records: Annotated[tuple[tuple[Peer, SealedRecord], ...], Field(max_length=MAX_KNOWN)]
+    revoked: Annotated[bytes, Strict(), Field(max_length=MAX_REVOCATIONS_BYTES)] = b""
+    plans: Annotated[tuple[tuple[Peer, SealedPlan], ...], Field(max_length=MAX_PLANS)] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pull(RunQuestion):
+    """Asks for a fragment's newest snapshot with a `seq` above `after`; if `exact`, only for `seq` = `after` + 1.
+
+    If there is no such snapshot yet, or it was published before `since` (unix seconds), the answer may wait up to
+    `patience_s` for the next snapshot. All peers publish a fragment's snapshot at about the same time, so the next one
+    comes soon. `sections` names the sections of the snapshot that the asker wants; empty: all sections.
     """
 
     fragment: Index
@@ -137,16 +182,18 @@ class Pull(RunQuestion):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A blob that a peer publishes of a fragment. `digest` covers the whole blob; `time` is by the publisher's clock.
+    """The result of a peer's training of a fragment in one window of steps; `layout` lists the sections of the blob.
 
-    In a synchronous round it is a sum of gradients: `seq` is the round, and `time` is zero.
+    `tokens` and `lr_sum` (the sum of the learning rates of the window's steps) measure the amount of training. `seq` is
+    the window's number. `digest` is the digest of the whole blob. `time` is when the snapshot was published, by the
+    publisher's clock. In a synchronous round the blob is a sum of gradients, `seq` is the round, and `time` is zero.
     """
 
     run: Run
     fragment: Index
     seq: Count
     tokens: Count
-    lr_sum: Annotated[float, Strict(), Field(ge=0, lt=1e12, allow_inf_nan=False)]  # of the window's steps
+    lr_sum: Annotated[float, Strict(), Field(ge=0, lt=1e12, allow_inf_nan=False)]
     time: UnixTime
     layout: Sections
     digest: Digest
@@ -154,24 +201,27 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    pass
+    """The answer of a peer that has done what a question asked for, or that answers yes to a ForwardStatusQuery."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateRequest(RunQuestion):
+    """Asks for `length` bytes of a fragment's training state, from byte `offset` on."""
+
     for_strangers: ClassVar[bool] = True
     for_lookers: ClassVar[bool] = True
     fragment: Index
     offset: Count
     length: Annotated[int, Strict(), Field(gt=0, le=MAX_CHUNK_BYTES)]
-    kept: Annotated[bool, Strict()] = False  # the state retained when the layers were given up, not the one that trains
+    kept: Annotated[bool, Strict()] = False  # True: the state that the peer still stores of a fragment it gave up
 
 
 @dataclass(frozen=True, slots=True)
 class StateChunk:
-    """A piece of the fragment's state, from byte `offset` of `total`.
+    """The answer to a StateRequest: the blob is the piece from byte `offset` on of a state of `total` bytes.
 
-    `step` is the learning-rate step. `version` is the fragment's in a synchronous run, and zero in any other.
+    `step` is the step of the learning-rate schedule that the state has reached. `version` is the fragment's version in
+    a synchronous run, and zero in any other run.
     """
 
     run: Run
@@ -185,7 +235,7 @@ class StateChunk:
 
 @dataclass(frozen=True, slots=True)
 class Offer(RunQuestion):
-    """Asks how soon the peer would be through with a micro-batch of so many sequences, from layer `first` on."""
+    """Asks how soon the peer could execute a micro-batch of `sequences` sequences, from layer `first` on."""
 
     first: Index
     sequences: Sequences
@@ -193,8 +243,10 @@ class Offer(RunQuestion):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The peer would take the micro-batch as far as layer `last`. What waits before it takes about `wait_s` seconds,
-    and its own forward pass `seconds`."""
+    """The answer to an Offer: how soon the peer could execute the micro-batch through layers [first, `last`).
+
+    The work queued before the micro-batch takes about `wait_s` seconds. Then its forward pass takes `seconds` seconds.
+    """
 
     run: Run
     wait_s: Annotated[float, Strict(), Field(ge=0, lt=1e9, allow_inf_nan=False)]
@@ -204,10 +256,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class ForwardRequest(RunQuestion):
-    """Asks the peer to execute micro-batch (origin peer, number) from layer `first` on. The answer has its gradient.
+    """Asks the peer to execute micro-batch (origin peer, number) from layer `first` on. A BackwardResponse answers.
 
-    `patience_s`: how long the asker waits. `hold_s`: how long the origin peer may still commit it. `drawn`: when the
-    origin peer began it, by its own clock; for the order among micro-batches, not to measure times by.
+    The blob has the hidden values and the targets. The asker waits `patience_s` seconds for the answer. The origin peer
+    may still commit the execution in the next `hold_s` seconds. `drawn` is when the origin peer began the micro-batch,
+    by its own clock; other peers use `drawn` to order micro-batches, never to measure a duration.
     """
 
     origin: Peer
@@ -217,13 +270,13 @@ class ForwardRequest(RunQuestion):
     patience_s: Annotated[float, Strict(), Field(ge=0, le=MAX_ROUTE_S, allow_inf_nan=False)]
     hold_s: Annotated[float, Strict(), Field(ge=0, le=MAX_ROUTE_S, allow_inf_nan=False)]
     layout: Sections
-    round: Count = 0  # of synchronous training: the round whose weights it must meet
+    round: Count = 0  # number of the synchronous round in which the micro-batch is computed; 0 in asynchronous training
     drawn: UnixTime = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """A peer that executed layers [first, last) of a micro-batch's route."""
+    """One stage of a micro-batch's route: the peer that executed layers [first, last)."""
 
     peer: Peer
     first: Index
@@ -232,9 +285,9 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class BackwardResponse:
-    """The answer to a ForwardRequest. The blob is the gradient of the hidden values that came with it.
+    """The answer to a ForwardRequest. The blob is the gradient of the request's hidden values.
 
-    `loss` is the sum over `tokens` tokens; `hops` lead from the answering peer to the model's end.
+    `loss` is summed over `tokens` tokens; `hops` is the rest of the route, from the answering peer to the model's end.
     """
 
     run: Run
@@ -246,7 +299,7 @@ class BackwardResponse:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionId:
-    """A stage execution as peers name it: the micro-batch (origin peer, number) from layer `first` on."""
+    """The id of a stage execution: micro-batch (origin peer, number), executed from layer `first` on."""
 
     origin: Peer
     number: Count
@@ -255,7 +308,7 @@ class ExecutionId:
 
 @dataclass(frozen=True, slots=True)
 class ForwardStatusQuery(RunQuestion):
-    """Asks whether the peer still computes this execution, which the asker sent."""
+    """Asks whether the peer is still working on this execution, for which the asker sent a ForwardRequest."""
 
     for_strangers: ClassVar[bool] = True
     execution: ExecutionId
@@ -263,7 +316,10 @@ class ForwardStatusQuery(RunQuestion):
 
 @dataclass(frozen=True, slots=True)
 class CommitDecision(RunQuestion):
-    """Gradients of the executions in `commit` count (only their origin peer may say so); those in `abort` must not."""
+    """Tells a peer to count its gradients of executions in `commit`, and drop its gradients of executions in `abort`.
+
+    Only the origin peer of an execution may commit it.
+    """
 
     for_strangers: ClassVar[bool] = True
     commit: Annotated[tuple[ExecutionId, ...], Field(max_length=MAX_EXECUTIONS)]
@@ -272,8 +328,10 @@ class CommitDecision(RunQuestion):
 
 @dataclass(frozen=True, slots=True)
 class CommitQuery(RunQuestion):
-    """Asks the origin peer for its decision on executions that the asker holds. Those that the answer, a
-    CommitDecision, does not name are still under way."""
+    """Asks the origin peer whether the gradients that the asker computed in these executions count.
+
+    The answer is a CommitDecision. Executions that the answer does not name are still in flight.
+    """
 
     for_strangers: ClassVar[bool] = True
     executions: Annotated[tuple[ExecutionId, ...], Field(max_length=MAX_EXECUTIONS)]
@@ -281,7 +339,10 @@ class CommitQuery(RunQuestion):
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequest(RunQuestion):
-    """Will you hold this fragment for the next minute? The asker is about to give it up. `over` ends the promise."""
+    """Asks the peer to promise that it goes on training a fragment, which the asker is about to give up.
+
+    If `over`, the asker instead releases the peer from its earlier promise.
+    """
 
     fragment: Index
     over: Annotated[bool, Strict()] = False
@@ -289,7 +350,7 @@ class LeaseRequest(RunQuestion):
 
 @dataclass(frozen=True, slots=True)
 class RoundMember:
-    """A member of a synchronous round, and its layers [first, last)."""
+    """A member of a synchronous round, and the layers [first, last) that this member trains."""
 
     peer: Peer
     first: Index
@@ -301,13 +362,14 @@ RoundMembers = Annotated[tuple[RoundMember, ...], Field(max_length=MAX_MEMBERS)]
 
 @dataclass(frozen=True, slots=True)
 class RoundQuery(RunQuestion):
-    """Which round are you in, and who are its members? The asker holds layers [first, last) as of the start of `round`.
+    """Asks which synchronous round the peer is in, and who the round's members are.
 
-    If `joining`, it asks to be let in.
+    The asker has the weights of layers [first, last) as of the start of `round`. If `joining`, the asker wants to
+    become a member with these layers.
     """
 
     for_strangers: ClassVar[bool] = True
-    for_lookers: ClassVar[bool] = True  # unless it is to be let in
+    for_lookers: ClassVar[bool] = True  # to become a member (`joining`), an asker needs Permission.DONATE
     round: Count
     first: Index
     last: Index
@@ -316,7 +378,10 @@ class RoundQuery(RunQuestion):
 
 @dataclass(frozen=True, slots=True)
 class RoundStatus:
-    """The round that a peer is in, and its members; without members, the round of its weights, since it is in none."""
+    """The answer to a RoundQuery: the round that the peer is in, and the round's members.
+
+    A peer that is in no round lists no members; `round` is then the round that its weights belong to.
+    """
 
     run: Run
     round: Count
@@ -325,38 +390,38 @@ class RoundStatus:
 
 @dataclass(frozen=True, slots=True)
 class CollectRequest(RunQuestion):
-    """Asks what `origin` has to say in this round: its report, or its sum of a fragment's gradients.
+    """Asks for what member `origin` contributes to a round: its report, or its sum of a fragment's gradients.
 
-    Any member that needs the same may be asked. One that answers `without` has lost the origin: it takes the same only
-    from other members from then on. `member` tells that the asker believes to be a member of the round.
+    The asker sends the question to `origin`, or to another member that needs the same contribution. A member that has
+    given `origin` up without a copy of the contribution refuses with the reason `without`. From then on this member
+    accepts the contribution only from members other than `origin`.
     """
 
     round: Count
     origin: Peer
-    fragment: Index | None  # None: the report
+    fragment: Index | None  # the fragment whose sum of gradients is wanted; None: the origin's report is wanted
     patience_s: Annotated[float, Strict(), Field(ge=0, le=MAX_PATIENCE_S, allow_inf_nan=False)]
     member: Annotated[bool, Strict()]
 
 
 @dataclass(frozen=True, slots=True)
 class CompletedMicroBatch:
-    """A micro-batch that came through its route.
-
-    `members` are its stages' places among the round's members, and `ends` the layers up to which each took it.
-    """
+    """The route of a micro-batch that has run through the whole model and back, as its origin peer reports it."""
 
     number: Count
     tokens: Count
+    # Each stage of the route has one entry in both: the index of its peer in the round's members, and its end layer.
     members: Annotated[tuple[Index, ...], Field(min_length=1, max_length=MAX_HOPS)]
     ends: Annotated[tuple[Index, ...], Field(min_length=1, max_length=MAX_HOPS)]
 
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """A member's report on a round: its micro-batches that count, and the newcomers that it lets in.
+    """A member's report on a round: its completed micro-batches, and the newcomers that it admits to the next round.
 
-    `loss` is summed over their tokens. `versions` are those of the fragments that it holds, at the round's start: they
-    differ where other sums went into an earlier step.
+    `loss` is summed over the tokens of these micro-batches. `versions` has the version of each of the member's
+    fragments at the round's start. Two members have different versions of a fragment if they used different sums of
+    gradients in an earlier step.
     """
 
     run: Run
@@ -370,13 +435,16 @@ class RoundReport:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
+    """The answer of a peer that refuses a question: the reason in one word, and a detail for the user."""
+
     reason: Word
     detail: Annotated[str, Strict(), Field(max_length=200), AfterValidator(partial(plain_text, most=200))] = ""
 
 
 LinkMessage = Hello | Welcome | MembershipProof | Ping | Pong | Probe | Probed
 GossipMessage = Pull | Snapshot
+RecordMessage = RecordsQuery | PeerRecords
 StateMessage = StateRequest | StateChunk | LeaseRequest
 RouteMessage = Offer | Load | ForwardRequest | BackwardResponse | ForwardStatusQuery | CommitDecision | CommitQuery
 RoundMessage = RoundQuery | RoundStatus | CollectRequest | RoundReport
-Message = LinkMessage | GossipMessage | StateMessage | RouteMessage | RoundMessage | Done | Refused
+Message = LinkMessage | RecordMessage | GossipMessage | StateMessage | RouteMessage | RoundMessage | Done | Refused

@@ -1,11 +1,13 @@
-"""Measured latency and rate of the link to each peer, from probes at first and from every exchange after.
+"""Measure latency and rate of the link to each peer, by probes at first and by every question later.
 
-Latency and rate are told apart (comm/wire/slow_start.py): the latency is the least of the last answers' times to their
-first byte, and the rate is what the time from the first byte to the last says beside the sender's slow start. It is
-what a transfer gets while others run beside it: the mean over the last bytes, of about nine transfers.
+`Meter.saw` records a measurement. `Meter.deadline_s` and `Meter.pace` compute deadlines and our rate of sending.
 
-An answer that is late is not measured. So a deadline that was too short would be so for ever: the next ones are longer,
-as TCP backs its timer off (RFC 6298, 5.5), until answers come again.
+The latency of a link is the shortest time to the first byte among its last answers. The rate of a link is computed from
+the time between the first and the last byte of a transfer, less the sender's slow start (comm/wire/slow_start.py). The
+rate is averaged over about nine transfers, so it includes the effect of other transfers that run at the same time.
+
+An answer that misses its deadline gives no measurement, so a deadline that is too short would stay too short. Therefore
+late answers lengthen the next deadlines until answers come in time, as TCP backs its timer off (RFC 6298, 5.5).
 """
 
 import math
@@ -19,34 +21,35 @@ from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 from decentral.core.units import KiB, MiB, Seconds
 
-UPLOADS = 6  # the last ones, that tell what our uplink carries
-LIMITED = 1.5  # times what slow start takes: an upload that lasted longer had a link for its limit
-FAST = 25e6  # bytes/s: whoever has so much need not share it out
-PACED = 0.9  # of our uplink's rate: its queue stays empty, also where we believe a little more than it carries
-ALIKE = 1.5  # rates of an uplink to different peers differ by less
-REMEMBERED = 8  # transfers of the newest one's size that count beside it
-LARGE = 64 * KiB  # smaller transfers say nothing about the rate
-ROUND_TRIP = 0.7  # of a latency: what answers' first bytes take has their peer's work in it, a round trip has not
-LATENCIES = 32  # answers of which the first to come tells the latency: others have waited for their peer
-LEAST_S = 1e-4  # a transfer takes at least so long, whatever the clock says
+UPLOADS = 6  # the rate of this peer's uplink is computed from this many last uploads
+LIMITED = 1.5  # an upload was limited by a link's rate if it took this many times as long as TCP slow start
+FAST = 25e6  # bytes/s; an uplink that is faster needs no limit on what we send
+PACED = 0.9  # we send at this fraction of our uplink's measured rate, so that no queue builds up in the router
+ALIKE = 1.5  # uploads whose rates differ by less than this factor count as equally fast
+REMEMBERED = 8  # in an average rate, the older transfers together weigh at most this many times the newest one
+LARGE = 64 * KiB  # a smaller transfer is not used to measure a rate, since it consists mostly of latency
+ROUND_TRIP = 0.7  # this fraction of a measured latency is the network's round trip; the rest is the other peer's work
+LATENCIES = 32  # a link's latency is the shortest of this many last answers; slower ones waited at the peer
+LEAST_S = 1e-4  # a shorter measured transfer counts as this long, to avoid a division by zero
 UNKNOWN_LATENCY_S = 0.2
-UNKNOWN_BANDWIDTH = 1 * MiB  # bytes/s of a weak home uplink: the guess errs on the patient side
-SLACK = 4.0  # a deadline is so many times the expected duration, within the two limits below
+UNKNOWN_BANDWIDTH = 1 * MiB  # bytes/s assumed before the first measurement: a weak home uplink, so deadlines are long
+SLACK = 4.0  # a deadline is this many times the expected duration, within DEADLINE_FLOOR_S and DEADLINE_TOP_S
 DEADLINE_FLOOR_S = 3.0
 DEADLINE_TOP_S = 60.0
-BACK_OFF = 2.0  # times as long after each answer in a row that was late
-MOST_LATE = 3  # answers in a row that lengthen a deadline: a peer that is gone should not be waited for much longer
-MOST_LINKS = 4096  # beyond them, the peers that we have not heard from for longest are forgotten
+BACK_OFF = 2.0  # every consecutive late answer multiplies the peer's deadlines by this
+MOST_LATE = 3  # at most this many late answers lengthen a deadline, so that we notice soon when a peer is gone
+MOST_LINKS = 4096  # at most this many links are remembered; the one that was updated longest ago is forgotten
 
 
 @dataclass(slots=True)
 class Rate:
-    """The mean of the times that the last bytes took, as bytes/s."""
+    """An average rate in bytes/s: the bytes of the last transfers divided by the seconds that these transfers took."""
 
-    known: float | None = None  # None: nothing was measured
-    _bytes: int = 0  # that it was measured by
+    known: float | None = None
+    _bytes: int = 0  # size of the averaged transfers, but at most REMEMBERED times that of the newest one
 
     def saw(self, rate: float, size: int) -> None:
+        """Add a transfer of `size` bytes, measured at `rate` bytes/s, to the average."""
         newest = size / (self._bytes + size)
         self.known = 1 / ((1 - newest) / self.known + newest / rate) if self.known else rate
         self._bytes = min(self._bytes + size, REMEMBERED * size)
@@ -54,59 +57,70 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """Bytes that we have sent, and how long it took until the answer. What that says of our uplink depends on the
-    latency: as it was measured first, beside others' probes, it may be twice as long as it is."""
+    """A large question that we sent: its bytes, and the seconds until its answer.
+
+    The rate is computed when it is needed, from the link's latency as known at that time. The first measured latency
+    may be twice the true latency, because other peers' probes ran at the same time.
+    """
 
     peer: PeerId
     size: int
     seconds: Seconds
 
     def rate(self, latency_s: Seconds) -> float:
-        """In bytes/s."""
+        """Return the rate of this upload in bytes/s, given the link's latency."""
         return rate_of(self.size, max(LEAST_S, self.seconds - latency_s), ROUND_TRIP * latency_s)
 
     def limited(self, latency_s: Seconds) -> bool:
-        """By a link, and not by slow start."""
+        """Return whether the rate of a link limited this upload; if not, only TCP slow start did."""
         return self.seconds - latency_s > LIMITED * transfer_s(self.size, math.inf, ROUND_TRIP * latency_s)
 
 
 @dataclass(slots=True)
 class Link:
-    down: Rate = field(default_factory=Rate)  # towards us
-    up: float | None = None  # bytes/s towards the peer, when it was measured last
-    latencies: list[Seconds] = field(default_factory=list)  # of the last answers
-    late: int = 0  # answers in a row that did not come in time; small ones that did take one back each
+    """All measurements of the link to one peer."""
+
+    down: Rate = field(default_factory=Rate)
+    up: float | None = None  # rate of our last upload to the peer, in bytes/s
+    latencies: list[Seconds] = field(default_factory=list)  # for each of the last answers, the time to its first byte
+    late: int = 0  # number of consecutive late answers, which lengthen deadlines; an answer in time lowers it
 
     def answered(self, first_byte_s: Seconds) -> None:
+        """Record the time from a question to the first byte of its answer."""
         self.latencies.append(first_byte_s)
         del self.latencies[:-LATENCIES]
 
     def came(self, large: bool) -> None:
-        """Count an answer that came in time."""
+        """Lower `late` after an answer in time: to 0 if the question or the answer was large, otherwise by one."""
         self.late = 0 if large else max(0, self.late - 1)
 
     def missed(self) -> None:
-        """Count an answer that did not come in time."""
+        """Raise `late` by one, up to MOST_LATE, after an answer that did not come in time."""
         self.late = min(MOST_LATE, self.late + 1)
 
     def uploaded(self, upload: Upload, latency_s: Seconds) -> None:
+        """Record the rate of the last upload to the peer, given the link's latency."""
         self.up = upload.rate(latency_s)
 
     @property
     def latency_s(self) -> Seconds | None:
-        """The time of a round trip; None if nothing was measured."""
+        """Return the shortest recorded time to an answer's first byte; None if none is recorded."""
         return min(self.latencies, default=None)
 
 
 class UplinkRates(NamedTuple):
-    """What uploads say of our uplink: `Meter.best_up` and `Meter.pace`."""
+    """Rates of our uplink in bytes/s: of the fastest of the last uploads, and the rate at which we send (`pace`)."""
 
     best: float | None = None
     pace: float | None = None
 
     @classmethod
     def of(cls, uploads: Sequence[tuple[float, bool, PeerId]]) -> "UplinkRates":
-        """Judge uploads by their rates in bytes/s, whether a link limited them, and to whom they went."""
+        """Compute the rates of our uplink from these uploads.
+
+        Args:
+            uploads: For each upload its rate in bytes/s, whether a link limited it, and the peer that received it.
+        """
         best = max((rate for rate, _, _ in uploads), default=None)
         if best is None or best > FAST:
             return cls(best)
@@ -118,13 +132,23 @@ class UplinkRates(NamedTuple):
 
 @dataclass(slots=True)
 class Meter:
+    """All measurements of this peer's links, and the deadlines and the sending rate computed from them."""
+
     links: dict[PeerId, Link] = field(default_factory=dict)
-    uploads: list[Upload] = field(default_factory=list)  # the last ones
-    _typical_down: float | None = None  # 0: nothing was measured; None: to be computed anew
-    _uplink: UplinkRates | None = None  # what the last uploads say; None: to be judged anew
+    uploads: list[Upload] = field(default_factory=list)
+    _typical_down: float | None = None  # cached `typical_down`; 0: no rate is known; None: to be computed again
+    _uplink: UplinkRates | None = None
 
     def saw(self, peer: PeerId, seconds: Seconds, first_byte_s: Seconds, sent: int, received: int) -> None:
-        """Records that a question took `seconds`, and `first_byte_s` until its answer began; with so many bytes."""
+        """Record an answer that came in time.
+
+        Args:
+            peer: The peer that answered.
+            seconds: Time from the question to the end of the answer.
+            first_byte_s: Time from the question to the first byte of the answer.
+            sent: Bytes of the question.
+            received: Bytes of the answer.
+        """
         link = self._link(peer)
         if sent < LARGE:
             link.answered(first_byte_s)
@@ -143,7 +167,7 @@ class Meter:
             del self.uploads[:-UPLOADS]
 
     def missed(self, peer: PeerId) -> None:
-        """Records that an answer of this peer did not come in time."""
+        """Record that an answer of this peer did not come in time, which lengthens the next deadlines."""
         self._link(peer).missed()
 
     def _link(self, peer: PeerId) -> Link:
@@ -155,34 +179,40 @@ class Meter:
         return link
 
     def latency_s(self, peer: PeerId) -> float:
+        """Return the latency of the link to this peer in seconds; UNKNOWN_LATENCY_S if nothing was measured."""
         known = self.links[peer].latency_s if peer in self.links else None
         return UNKNOWN_LATENCY_S if known is None else known
 
     def bandwidth(self, peer: PeerId) -> float | None:
-        """Bytes/s towards us; None if nothing was measured."""
+        """Return the rate from this peer to us in bytes/s; None if nothing was measured."""
         return self.links[peer].down.known if peer in self.links else None
 
     def typical_down(self) -> float | None:
-        """The median over all peers, in bytes/s."""
+        """Return the median over all peers of the rate towards us, in bytes/s; None if nothing was measured."""
         if self._typical_down is None:
             downs = [link.down.known for link in self.links.values() if link.down.known is not None]
             self._typical_down = median(downs) if downs else 0.0
         return self._typical_down or None
 
     def best_up(self) -> float | None:
-        """The highest rate of the last uploads, in bytes/s: what our uplink carries. In others the peer's downlink, or
-        our other transfers at that moment, were the limit, and no upload is measured faster than it was."""
+        """Return the rate of our uplink in bytes/s: the rate of the fastest recent upload; None without uploads.
+
+        An upload cannot be faster than our uplink. A slower upload was limited by the receiver's downlink, or by our
+        other transfers.
+        """
         return self._uplink_rates().best
 
     def pace(self) -> float | None:
-        """The rate at which to send, in bytes/s, where our uplink is what has limited our uploads; else None.
+        """Return the rate at which to send, in bytes/s; None to send without a limit.
 
-        Two peers to whom we send equally fast have told of our uplink, one alone perhaps of its own downlink.
+        There is a limit only if our uplink is not faster than FAST, and our uplink limited the fastest of the last
+        uploads. We assume the latter if uploads to two peers were equally fast, or if all uploads went to one peer.
+        Otherwise, the downlink of the peer with the fastest upload may have been the limit.
         """
         return self._uplink_rates().pace
 
     def _uplink_rates(self) -> UplinkRates:
-        """Judge the last uploads, unless nothing was measured since: each piece of a message asks for the pace."""
+        """Return the rates of our uplink, computed from the last uploads, or from the cache if nothing has changed."""
         if self._uplink is None:
             known = [(one, self._known_latency_s(one.peer)) for one in self.uploads]
             rates = [(one.rate(latency_s), one.limited(latency_s), one.peer) for one, latency_s in known]
@@ -190,16 +220,22 @@ class Meter:
         return self._uplink
 
     def _known_latency_s(self, peer: PeerId) -> Seconds:
-        """As far as it is known now; 0 for a peer that answered large questions alone."""
+        """Return the measured latency of the link to this peer; 0 if it was not measured yet."""
         return (self.links[peer].latency_s if peer in self.links else None) or 0.0
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
-        """How long to wait for `size` bytes from this peer: longer on slow links, but never beyond DEADLINE_TOP_S."""
+        """Return the seconds to wait for an answer of `size` bytes from this peer.
+
+        The deadline is longer on slow links and after late answers, and at most DEADLINE_TOP_S.
+        """
         late = self.links[peer].late if peer in self.links else 0
         return min(DEADLINE_TOP_S, BACK_OFF**late * self.first_deadline_s(peer, size))
 
     def first_deadline_s(self, peer: PeerId, size: int) -> Seconds:
-        """The same, however many answers were late: for those who take a peer that is late for gone."""
+        """Return the seconds to wait for an answer of `size` bytes, without regard to earlier late answers.
+
+        Use this deadline if one late answer is enough to treat the peer as gone.
+        """
         latency_s, rate = self.latency_s(peer), self.bandwidth(peer) or UNKNOWN_BANDWIDTH
         expected = latency_s + transfer_s(size, rate, latency_s)
         return min(DEADLINE_TOP_S, max(DEADLINE_FLOOR_S, SLACK * expected))

@@ -1,6 +1,7 @@
-"""What start-up, visits and the doctor need of a network beside asking and answering (`Transport`), and which they use.
+"""The interface PeerNetwork: a Transport with the calls that only starting peers and user commands need.
 
-Which one that is cannot be a key of the config: who joins a swarm has an address, and gets the config through it.
+`peer_network` returns the class that implements PeerNetwork. No config key chooses this class, because a newcomer needs
+a network before it has the config: it knows only a peer's address, and downloads the config from that peer.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,58 +16,65 @@ from decentral.core.choices import load
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 
-NETWORK = "decentral.comm.net.libp2p:Libp2p"  # the PeerNetwork that peers use
+NETWORK = "decentral.comm.net.libp2p:Libp2p"  # the implementation of PeerNetwork that peers create, as module:class
 
 
 def peer_network() -> "type[PeerNetwork]":
-    """Return NETWORK. The first call loads it, which takes a second."""
+    """Return the class that NETWORK names. The first call imports this class, which takes about a second."""
     found: type[PeerNetwork] = load(NETWORK)
     return found
 
 
 class DialStatus(IntEnum):
-    """How a dial back has ended, in the numbers of libp2p's AutoNAT."""
+    """The outcome of a dial back, numbered as in libp2p's AutoNAT protocol."""
 
     OK = 0
-    ERROR = 100  # no address could be dialled
-    REFUSED = 101  # too many dials, or no public address among those
+    ERROR = 100  # the peer could dial none of the given addresses
+    REFUSED = 101  # the peer has dialled too often lately, or all given addresses are private
     BAD_REQUEST = 200
     INTERNAL = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Identified:
-    """What another peer says of us and of itself. All of it may be a lie."""
+    """Another peer's statements about our address and its own software. The statements may be false."""
 
-    observed: str  # our address as it sees it, such as /ip4/203.0.113.7/tcp/4001; "": it says none
-    dials_back: bool  # whether `dial_back` may be asked of it
+    observed: str  # this machine's address as the peer sees it, such as /ip4/203.0.113.7/tcp/4001; "": unknown
+    dials_back: bool  # whether the peer, on request, dials an address to test whether it is reachable
     agent: str
 
 
 @dataclass(frozen=True, slots=True)
 class DialBack:
-    """What came of a dial back."""
+    """A peer's report after we asked it to dial our addresses."""
 
-    status: int  # a DialStatus, or another number that the peer has sent
-    address: str  # the address at which we were reached, where we were
+    status: int  # the number in the peer's answer, usually a DialStatus
+    address: str  # our address at which the peer reached us; "": it did not reach us
     text: str
 
 
 class SwarmDirectory(Directory, Protocol):
-    """Our node of the DHT, which also tells other peers' clocks."""
+    """Interface of our DHT node: a Directory that also reads other peers' clocks; HivemindDirectory implements it."""
 
     async def store_at_others(self, key: str, subkey: str, value: bytes, expires: float) -> bool:
-        """Return whether another peer than us has the record now: a visitor's own node ends with it."""
+        """Store a signed record in the DHT at other peers only, so that the record outlives this process.
+
+        Returns:
+            Whether at least one other peer has accepted the record.
+        """
 
     async def meet(self, peer: PeerId) -> None:
-        """Put a peer that we are connected to into the routing table."""
+        """Put a connected peer into our node's routing table, if the peer answers."""
 
     async def clocks_ahead_s(self, peers: Iterable[PeerId]) -> list[Seconds]:
-        """Return how far the clocks of these peers are ahead of ours; of those that answer."""
+        """Return how many seconds each peer's clock is ahead of ours; a peer that does not answer is left out."""
 
 
 class PeerNetwork(Transport, Protocol):
-    """A Transport whose peers have addresses: what a process opens once, under the identity of its key."""
+    """Interface of a Transport whose peers have addresses; Libp2p implements it.
+
+    A process opens one network, under the identity in its key file.
+    """
 
     @classmethod
     async def start(
@@ -78,42 +86,86 @@ class PeerNetwork(Transport, Protocol):
         say: Callable[[str], None] = lambda _: None,
         only_dials: bool = False,
     ) -> "PeerNetwork":
-        """Open the network with the identity in `key`. Raises UserError if it cannot listen there.
+        """Open the network.
 
-        Records of the DHT expire by `now`, which gives unix time. `say` is told that the start waits for a port.
-        `only_dials`: nobody needs to reach it, so that it asks no router for a port.
+        Args:
+            key: File with our identity; created if it is missing.
+            listen: Multiaddrs to listen at.
+            announce: Multiaddrs to publish to other peers; if empty, publish those at which the network listens.
+            now: Returns unix time, by which records of the DHT expire.
+            say: Gets a text for the user if the start has to wait for a port.
+            only_dials: If True, no other peer needs to connect to this peer, and no router is asked for a port.
+
+        Raises:
+            UserError: If this machine cannot listen at `listen`, or an address in `announce` cannot be dialled.
         """
 
     @staticmethod
     def parse_address(address: str) -> tuple[PeerId, str]:
-        """Return the peer and the place in the address that a user gives with --join. Raises UserError."""
+        """Split an address that a user gives with --join into the peer id and the part that is dialled.
+
+        Raises:
+            UserError: If the text is not such an address.
+        """
 
     async def addresses(self) -> tuple[str, ...]:
-        """Return our addresses for others, those of this machine only last. Raises AskError, as while `revive` runs."""
+        """Return the addresses at which other peers can reach us; loopback addresses come last.
+
+        Raises:
+            AskError: If the network is down: it has stopped, and `revive` has not yet returned.
+        """
 
     async def connect(self, address: str) -> PeerId:
-        """Connect to the peer there. Raises UserError if that is no address, AskError if nobody answers there."""
+        """Connect to the peer at an address that the user has given, and return its id.
+
+        Raises:
+            UserError: If the text is not an address.
+            AskError: If no peer answers there.
+        """
+
+    async def reach(self, peer: PeerId, addresses: Sequence[str]) -> bool:
+        """Connect to a peer at addresses that other peers have told us, and return whether the peer is connected.
+
+        Use `connect` only for addresses from the user. An address from another peer may be that of a third machine, so
+        `reach` limits how often it is dialled (comm/net/dialling.py), and may therefore wait or not dial at all.
+        """
 
     async def connections(self) -> Mapping[PeerId, tuple[str, ...]]:
-        """Return the peers with a connection to us and their addresses; of a private swarm its members only."""
+        """Return the connected peers and the addresses of their connections; in a private swarm only members."""
 
     async def has_connection_to(self, peer: PeerId) -> bool:
         """Return whether this peer, member of the swarm or not, is connected to us."""
 
     async def enclose(self, private: PrivateSwarm | None) -> None:
-        """From now on ask and answer only members of this swarm; None: anybody, as before the first call."""
+        """Ask and answer only members of this private swarm from now on, or any peer if `private` is None."""
 
     async def directory(self, keys: Iterable[str], known: Iterable[PeerId]) -> SwarmDirectory:
-        """Return our node of the DHT. It stores records of these keys, and begins with peers that we know."""
+        """Start our node of the DHT and return it. In a private swarm, call `enclose` first.
+
+        Args:
+            keys: The keys whose records the node stores.
+            known: Connected peers through which the node joins the DHT.
+        """
 
     async def identify(self, peer: PeerId) -> Identified:
-        """Return what a peer to which we have a connection says of us. Raises AskError and ProtocolError."""
+        """Ask a connected peer for our address as it sees it, and for its software; return its answer.
+
+        Raises:
+            AskError: If no answer comes in time.
+            ProtocolError: If the answer is malformed.
+        """
 
     async def dial_back(self, peer: PeerId, addresses: Sequence[str]) -> DialBack:
-        """Ask a peer to which we have a connection to reach us anew. Raises AskError and ProtocolError."""
+        """Ask a connected peer to open a new connection to one of our addresses, and return its report.
+
+        Raises:
+            AskError: If no answer comes for a reason other than the deadline. If the deadline passes, nothing is
+                raised, and the report has DialStatus.ERROR.
+            ProtocolError: If the answer is malformed.
+        """
 
     async def ended(self) -> str:
-        """Wait until the network has ended by itself, and return what has happened."""
+        """Wait until the network stops without a call of `close`, and return the cause as a text for the user."""
 
     async def revive(self) -> None:
-        """Open it again at the same addresses. Raises UserError if it cannot listen there."""
+        """Open the network again at the same addresses after `ended`. Raises UserError if an address is taken."""

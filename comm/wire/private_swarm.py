@@ -1,11 +1,15 @@
-"""A private swarm as one of its members sees it: who has proved to be one, whose invitation counts no longer.
+"""A private swarm as one member sees it: which peers are members, and which invitations are revoked.
 
-    asker  --MembershipProof(own proof)--> answerer    before any other question to a peer that is not known as a member
-           <--MembershipProof(its proof)--              or Refused, with the founder's list where ours is revoked
+Before the first question to a peer that is not known as a member, both peers exchange their proofs:
 
-Drivers (comm/net/) ask it before they read a question, and before they send one. What is kept of a peer is keyed by its
-id, which libp2p proves anew on each connection. Records in the DHT bring the proof of their peer, so peers that have
-read each other's records need no such question.
+    asker     --MembershipProof(asker's proof)-->     answerer
+    asker     <--MembershipProof(answerer's proof)--  answerer    if the answerer accepts the asker's proof
+    asker     <--Refused--                            answerer    otherwise; with the founder's list of revocations if
+                                                                  the asker's invitation is revoked
+
+Start with `PrivateSwarm`. The network code (comm/net/) asks it whether a question may be read or sent. Members are
+remembered by peer id, which libp2p proves on each connection. A record in the DHT includes the proof of its peer, so
+two peers that have read each other's records do not exchange proofs.
 """
 
 import hashlib
@@ -21,31 +25,32 @@ from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.invitations import NOTHING_REVOKED, Holding, Invitation, Permission, Revocations
 from decentral.comm.wire.messages import ForwardRequest, MembershipProof, Message, Refused, RoundQuery
+from decentral.comm.wire.unpacking import read_msgpack
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.latest import keep_latest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
-MOST_MEMBERS = 8192  # peers whose proof is remembered; beyond them, those that proved it longest ago prove it again
-NONCE_BYTES, TAG_BYTES = 12, 16
-MAX_SEAL_BYTES = invitations.MAX_PROOF_BYTES + 64  # what a member's record has more than any other
-TELLS = {
+MOST_MEMBERS = 8192  # proofs of at most this many peers are stored; the oldest is forgotten
+NONCE_BYTES, TAG_BYTES = 12, 16  # sizes of a nonce and a tag of ChaCha20-Poly1305 (RFC 8439)
+TELLS = {  # reason of a refusal -> advice to the user of the peer that was refused
     Reason.UNINVITED: "this swarm is private: ask its founder for an invitation, and give it with --invite FILE",
     Reason.EXPIRED: "the invitation has expired: ask the swarm's founder for a new one",
     Reason.REVOKED: "the swarm's founder has revoked the invitation",
     Reason.PERMISSION: "the invitation does not allow this",
 }
 
-NOT_COUNTED = (Reason.UNINVITED, Reason.EXPIRED, Reason.REVOKED)  # with these a peer refuses one that is no member
-MAX_UNPROVEN_BYTES = invitations.MAX_PROOF_BYTES + 128  # header of a question of one who is not known as a member
+# A peer that refuses our question for one of these reasons does not know us as a member, so we show it our proof again.
+NOT_COUNTED = (Reason.UNINVITED, Reason.EXPIRED, Reason.REVOKED)
+MAX_UNPROVEN_BYTES = invitations.MAX_PROOF_BYTES + 128  # peers that have proved nothing may not send larger questions
 
-OpenRecord = Callable[[str, PeerId, bytes, float], tuple[bytes, float]]  # a Signer's `open`
+OpenRecord = Callable[[str, PeerId, bytes, float], tuple[bytes, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class ProvenMember:
-    """A peer that has shown this proof."""
+    """A peer's verified proof that it has an invitation, and the invitation."""
 
     proof: bytes
     invitation: Invitation
@@ -53,22 +58,24 @@ class ProvenMember:
 
 @dataclass(slots=True)
 class PrivateSwarm:
-    """What this peer shows, and whom it takes for a member. `now` gives the swarm's time."""
+    """One member's view of its private swarm: its own invitation, the members that it knows, and the revocations."""
 
     own: PeerId
     holding: Holding
-    now: Callable[[], Seconds]
+    now: Callable[[], Seconds]  # returns the swarm's common time in Unix seconds
     revocations: Revocations = NOTHING_REVOKED
-    revoked_us: bool = False  # the founder's own list says so
-    members: dict[PeerId, ProvenMember] = field(default_factory=dict)  # in the order in which they were verified
-    proof: bytes = field(init=False)
+    revoked_us: bool = False
+    members: dict[PeerId, ProvenMember] = field(default_factory=dict)  # the oldest verification comes first
+    proof: bytes = field(init=False)  # shown to other peers, so that they accept this peer as a member
 
     def __post_init__(self) -> None:
+        """Make our own proof, and check whether our own invitation is revoked."""
         self.proof = self.holding.proof(self.own)
         self.revoked_us = self._ours.id in self.revocations.ids
 
     @property
     def run(self) -> RunId:
+        """Return the name of this swarm's run."""
         return self._ours.run
 
     @property
@@ -77,34 +84,43 @@ class PrivateSwarm:
 
     @property
     def until(self) -> Seconds:
-        """When our own invitation expires."""
+        """Return when our own invitation expires, in unix seconds."""
         return self._ours.until
 
     def may(self, permission: Permission) -> bool:
-        """Whether our own invitation allows it."""
+        """Return whether our own invitation gives this permission."""
         return self._ours.may.allows(permission)
 
     def over(self) -> Reason | None:
-        """Why we are no member any more; None: we are one."""
+        """Return why our own invitation is no longer valid: REVOKED or EXPIRED; None while it is valid."""
         return self._counts(self._ours) if not self.revoked_us else Reason.REVOKED
 
-    # Who is a member
-
     def refusal(self, peer: PeerId) -> Reason | None:
-        """Why this peer is not taken for a member at present; None: it is."""
+        """Return why we do not treat a peer as a member: UNINVITED, EXPIRED or REVOKED; None if it is a member."""
         member = self.members.get(peer)
         return Reason.UNINVITED if member is None else self._counts(member.invitation)
 
     def admits(self, peer: PeerId) -> bool:
+        """Return whether we know a peer as a member whose invitation is valid now."""
         return self.refusal(peer) is None
 
     def holder_of(self, peer: PeerId) -> PeerId:
-        """A name for the invitation that the peer is a member by: all that have the same one share what it may take."""
+        """Return the id under which a peer's use of our resources is counted.
+
+        It is the id of the peer's invitation, so that all peers with the same invitation together get as much as one
+        peer. If the peer has not shown an invitation, it is the peer's own id.
+        """
         member = self.members.get(peer)
         return PeerId(member.invitation.text()) if member else peer
 
     def check(self, sender: PeerId, message: Message) -> None:
-        """Whether this peer may ask that. Raises ProtocolError, before anything of the question's blob is read."""
+        """Check that this peer may ask this question; any peer may send a MembershipProof.
+
+        Call this before the question's blob is read.
+
+        Raises:
+            ProtocolError: If the sender is not known as a member, or its invitation does not allow the question.
+        """
         if isinstance(message, MembershipProof):
             return
         reason = self.refusal(sender)
@@ -114,14 +130,23 @@ class PrivateSwarm:
             raise ProtocolError(reason, TELLS[reason])
 
     def verify(self, peer: PeerId, proof: bytes) -> Invitation:
-        """The invitation that counts at present and that this peer proves to hold. Raises ProtocolError."""
+        """Verify a peer's proof, remember the proof, and return its invitation.
+
+        Raises:
+            ProtocolError: If the proof is not valid for this peer and run, or its invitation is expired or revoked. An
+                expired or revoked invitation's proof is remembered, too.
+        """
         invitation = self._read(peer, proof)
         if (reason := self._counts(invitation)) is not None:
             raise ProtocolError(reason, TELLS[reason])
         return invitation
 
     def _read(self, peer: PeerId, proof: bytes) -> Invitation:
-        """The invitation that the peer proves to hold, whether it counts at present or not. Raises ProtocolError."""
+        """Verify and remember a proof, and return its invitation, even if the invitation is expired or revoked.
+
+        Raises:
+            ProtocolError: If the proof is not valid for this peer and run.
+        """
         known = self.members.get(peer)
         if known is not None and known.proof == proof:
             return known.invitation
@@ -134,14 +159,15 @@ class PrivateSwarm:
             return Reason.REVOKED
         return Reason.EXPIRED if self.now() >= invitation.until else None
 
-    # Proofs on a connection
-
     def question(self) -> Envelope:
-        """What we ask a peer before anything else."""
+        """Return the question that shows our proof to another peer."""
         return Envelope(MembershipProof(self.proof))
 
     def answer(self, sender: PeerId, question: MembershipProof) -> Envelope:
-        """Our proof for one who has shown a good one, else a refusal. A revoked peer gets the founder's own word."""
+        """Return our answer to a peer's proof: our own proof if the sender's is valid, otherwise a refusal.
+
+        If the sender's invitation is revoked, the refusal's blob is the founder's list of revocations.
+        """
         try:
             self.verify(sender, question.proof)
         except ProtocolError as error:
@@ -150,7 +176,11 @@ class PrivateSwarm:
         return Envelope(MembershipProof(self.proof))
 
     def heard(self, peer: PeerId, answer: Envelope) -> None:
-        """What a peer has answered to our proof. Raises ProtocolError if it is no member for us, or we none for it."""
+        """Process a peer's answer to our proof: remember the peer's proof, or adopt the revocations in a refusal.
+
+        Raises:
+            ProtocolError: If the answer is a refusal, a proof that is not valid, or any other message.
+        """
         match answer.message:
             case MembershipProof(proof):
                 self.verify(peer, proof)
@@ -160,14 +190,19 @@ class PrivateSwarm:
                     self.learn(answer.blob)
                 if reason in (Reason.REVOKED, Reason.EXPIRED):
                     raise ProtocolError(reason, TELLS[Reason(reason)])
-                tells = f"it takes no invitation to {self.run}, so it is in another swarm ({reason})"
+                tells = f"the peer does not accept invitations to {self.run}, so it is in another swarm ({reason})"
                 raise ProtocolError(Reason.UNINVITED, tells)
-        raise ProtocolError(Reason.UNEXPECTED, "no proof")
-
-    # Revocations
+        raise ProtocolError(Reason.UNEXPECTED, f"expected a MembershipProof; got a {type(answer.message).__name__}")
 
     def learn(self, packed: bytes) -> list[PeerId] | None:
-        """Takes a list of revocations. The members that it excludes; None if it is not the founder's, or not newer."""
+        """Adopt a list of revocations if the founder signed it and it has a higher number than our present list.
+
+        Args:
+            packed: The list in the form in which it is sent, with a signature.
+
+        Returns:
+            The peers that we know as members and whose invitations the list revokes; None if the list is not adopted.
+        """
         try:
             found = Revocations.parse(packed, self.run, self._ours.founder)
         except ProtocolError:
@@ -178,16 +213,15 @@ class PrivateSwarm:
         self.revoked_us = self._ours.id in found.ids
         return [peer for peer, member in self.members.items() if member.invitation.id in found.ids]
 
-    # Records in the DHT
-
     def hidden(self, key: str) -> str:
-        """The key under which the DHT has the records of `key`: it tells nothing to others."""
+        """Return the DHT key under which members store records of `key`: a hash that only members can compute."""
         return hashlib.blake2b(key.encode(), key=self.holding.swarm_key, digest_size=32).hexdigest()
 
     def seal(self, key: str, peer: PeerId, record: bytes) -> bytes:
-        """Our record as the DHT gets it: with our proof, and encrypted, so that only members read it.
+        """Return our signed record and our proof, encrypted (ChaCha20-Poly1305) so that only members can read them.
 
-        The nonce is a keyed hash of the content, which a signature makes unique: no random number is needed.
+        The nonce is a keyed hash of the content. The content includes a randomised signature, so each record has
+        different content, and a different nonce.
         """
         content: bytes = msgpack.packb([self.proof, record])
         own_key = self._record_key(key, peer)
@@ -195,13 +229,21 @@ class PrivateSwarm:
         return nonce + ChaCha20Poly1305(own_key).encrypt(nonce, content, b"")
 
     def unseal(self, key: str, peer: PeerId, sealed: bytes, now: float, inner: OpenRecord) -> tuple[bytes, float]:
-        """Body and expiry of the record of a peer that was invited. Raises ProtocolError if it is none of this swarm's.
+        """Decrypt an invited peer's record, return its body and expiry (unix seconds), and remember the proof in it.
 
-        `inner` checks the peer's own signature, which names the proof: any member could make a proof of its invitation
-        for another peer, and so give that peer a lesser one, or one that is about to be revoked.
+        The invitation may be expired or revoked. A node of the DHT must not refuse such a record: it could only refuse
+        all records under the key together, and a revocation reaches some nodes later than others.
 
-        Nodes of the DHT ask no more: they refuse all records of a key together if they refuse one of them, and that
-        must not depend on whether a revocation has reached them.
+        Args:
+            key: The DHT key, not yet replaced by `hidden`.
+            peer: The peer that the record names.
+            sealed: The record, as that peer's `seal` returned it.
+            now: Unix seconds.
+            inner: Checks the peer's own signature. This signature also covers the proof. Otherwise any member could
+                publish a proof of its own invitation in the name of another peer, and so lower that peer's permissions.
+
+        Raises:
+            ProtocolError: If the record is not of this swarm, not signed by the peer, or expired.
         """
         proof, record = self._decrypted(key, peer, sealed)
         opened = inner(_with_proof(key, proof), peer, record, now)
@@ -209,25 +251,34 @@ class PrivateSwarm:
         return opened
 
     def _decrypted(self, key: str, peer: PeerId, sealed: bytes) -> tuple[bytes, bytes]:
-        """A member's proof and record. Raises ProtocolError."""
-        if not NONCE_BYTES + TAG_BYTES < len(sealed) <= identity.max_record_bytes(key) + MAX_SEAL_BYTES:
-            raise ProtocolError(Reason.OVERSIZE, f"a sealed record of {len(sealed)} bytes")
+        """Return the proof and the signed record inside a sealed record.
+
+        Raises:
+            ProtocolError: If the sealed record is too small, too large, malformed, or not sealed by a member.
+        """
+        least, most = NONCE_BYTES + TAG_BYTES + 1, identity.max_record_bytes(key) + invitations.MAX_SEAL_BYTES
+        if not least <= len(sealed) <= most:
+            said = f"a sealed record must have {least} to {most} bytes; got {len(sealed)}"
+            raise ProtocolError(Reason.OVERSIZE, said)
         cipher = ChaCha20Poly1305(self._record_key(key, peer))
         try:
             opened = cipher.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], b"")
-            proof, record = msgpack.unpackb(opened, use_list=False)
+            proof, record = read_msgpack(opened, max_array_len=2)
         except InvalidTag:
-            raise ProtocolError(Reason.UNINVITED, "it was not sealed by a member") from None
-        except Exception as error:  # msgpack raises a dozen kinds of error for garbage
-            raise ProtocolError(Reason.GARBAGE, type(error).__name__) from None
+            raise ProtocolError(Reason.UNINVITED, "the record was not encrypted by a member") from None
+        except Exception as error:  # for malformed bytes, msgpack raises exceptions of many classes
+            raise ProtocolError(Reason.GARBAGE, f"the record is not valid msgpack ({type(error).__name__})") from None
         if type(proof) is not bytes or type(record) is not bytes:
-            raise ProtocolError(Reason.GARBAGE, "not a record")
+            raise ProtocolError(Reason.GARBAGE, "a sealed record must contain a proof and a signed record")
         return proof, record
 
     def open(self, key: str, peer: PeerId, sealed: bytes, now: float, inner: OpenRecord) -> tuple[bytes, float]:
-        """Body and expiry of the record of a peer that may have one, and is a member at present. Raises ProtocolError.
+        """Return a record's body and expiry (unix s) if the peer's invitation allows the record; remember its proof.
 
-        `inner` as for `unseal`.
+        Any member may publish a list of revocations. All other records need Permission.DONATE.
+
+        Raises:
+            ProtocolError: If `unseal` raises it, or if the invitation is expired or revoked, or lacks the permission.
         """
         opened = self.unseal(key, peer, sealed, now, inner)
         invitation = self.members[peer].invitation
@@ -245,30 +296,48 @@ class PrivateSwarm:
 
 @dataclass(frozen=True, slots=True)
 class MemberSigner:
-    """A Signer whose records bring the peer's proof, and can be read by members only."""
+    """The Signer for a private swarm: the records that it signs include our proof, and only members can read them."""
 
     inner: Signer
     private: PrivateSwarm
 
     @property
     def peer(self) -> PeerId:
+        """Return this peer's id."""
         return self.inner.peer
 
     def seal(self, key: str, body: bytes, expires: float) -> bytes:
+        """Return a signed and encrypted record for the DHT, which expires at unix time `expires`."""
         own = self.inner.seal(_with_proof(key, self.private.proof), body, expires)
         return self.private.seal(key, self.peer, own)
 
     def open(self, key: str, peer: PeerId, record: bytes, now: float) -> tuple[bytes, float]:
+        """Return the body and expiry (unix seconds) of a member's record.
+
+        Raises:
+            ProtocolError: If the record is malformed, not of this swarm, not signed by the peer, or expired; or if the
+                peer's invitation is expired or revoked, or does not allow the record.
+        """
         return self.private.open(key, peer, record, now, self.inner.open)
 
 
+def share_holder(private: PrivateSwarm | None, peer: PeerId) -> PeerId:
+    """Return the id under which a peer's use of our resources is counted: `holder_of` if private, else its own id."""
+    return private.holder_of(peer) if private else peer
+
+
 def revoked_key(run: RunId) -> str:
-    """The key of a private run's revocations in the DHT. Each that announces them has a subkey."""
+    """Return the DHT key under which the peers of a private run publish copies of the list of revocations."""
     return f"{run}/revoked"
 
 
 def may_train(private: PrivateSwarm | None, peer: PeerId) -> bool:
-    """Whether the peer may train on data of its own, as far as we know its invitation; None: the swarm is public."""
+    """Return whether a peer may train on its own data.
+
+    Args:
+        private: Our private swarm; None if the swarm is public. Every peer of a public swarm may train.
+        peer: This peer or another peer. If we do not know the peer's invitation, we assume that the peer may train.
+    """
     if private is None or peer == private.own:
         return private is None or private.may(Permission.TRAIN)
     member = private.members.get(peer)
@@ -276,26 +345,30 @@ def may_train(private: PrivateSwarm | None, peer: PeerId) -> bool:
 
 
 def storable(private: PrivateSwarm | None) -> OpenRecord:
-    """How a node of the DHT opens what it is to store or has found; None: it is a public swarm's."""
+    """Return the check that our DHT node applies to a record before it stores or returns it.
+
+    Args:
+        private: Our private swarm; None if the swarm is public.
+    """
     if private is None:
         return identity.open_sealed
     return lambda key, peer, record, now: private.unseal(key, peer, record, now, identity.open_sealed)
 
 
 def _with_proof(key: str, proof: bytes) -> str:
-    """What a member signs its record for: the key, and which proof of its own travels with the record."""
+    """Return the key that a member's signature covers: the DHT key, and a digest of the proof in the record."""
     return f"{key}/{hashlib.blake2b(proof, digest_size=16).hexdigest()}"
 
 
 def refuse_unproven() -> ProtocolError:
-    """What one hears who has not proved to be a member."""
+    """Return the error with which we refuse a question of a peer that is not known as a member."""
     return ProtocolError(Reason.UNINVITED, TELLS[Reason.UNINVITED])
 
 
 def _needed(sender: PeerId, message: Message) -> Permission:
-    """What an invitation has to allow for this question."""
+    """Return the permission that the sender's invitation must give in order to ask us this question."""
     joins = isinstance(message, RoundQuery) and message.joining
     if isinstance(message, messages.Question) and message.for_lookers and not joins:
         return Permission.LOOK
-    begins = isinstance(message, ForwardRequest) and message.origin == sender  # its own micro-batch
+    begins = isinstance(message, ForwardRequest) and message.origin == sender
     return Permission.TRAIN if begins else Permission.DONATE

@@ -1,8 +1,8 @@
-"""The border between machines and networks.
+"""Connect state machines to networks: effects, events, and the interfaces Transport and Directory.
 
-Machines emit Ask, Reply, Announce and Lookup; a host carries them out on a Transport and a Directory and brings
-back Asked, Answered, AskFailed and Found. comm/net/libp2p.py and tests/comm/net/loopback.py implement both protocols,
-and one suite of tests holds them to the same behaviour.
+Machines emit the effects Ask, Reply, Announce and Lookup. A host executes these effects on a Transport and a Directory,
+and gives the machines the events Asked, Answered, AskFailed and Found. comm/net/libp2p.py and
+tests/comm/net/loopback.py implement both interfaces, and one suite of tests runs against both implementations.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -19,24 +19,19 @@ from decentral.core.units import Seconds
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """What a question is for. It comes back with the answer, untouched.
+    """Label that a machine attaches to a question. The answer's event contains the same tag.
 
-    Each machine that asks has subclasses of its own below one that the node knows it by (peers/runtime/node.py).
-    `measures_link` tells whether the time until the answer says how fast the link is. `may_be_late` tells whether
-    an answer may be late because a peer computes, or because our own uplink is thin for what we send, so that a missed
-    deadline does not mean that the peer is gone.
+    Each machine has its own base class of tags, by which the node delivers answers to the machine
+    (peers/runtime/node.py). The base class has a subclass for each kind of question.
     """
 
-    measures_link: ClassVar[bool] = True
-    may_be_late: ClassVar[bool] = False
-
-
-# Effects
+    measures_link: ClassVar[bool] = True  # True: peers answer without delay, so the answer's time measures the link
+    may_be_late: ClassVar[bool] = False  # True: a reachable peer may miss the deadline, for example while it computes
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Send a question; its answer's blob may have at most `max_blob_bytes`."""
+    """Send a question to peer `to`. The answer must come in `deadline_s`, with a blob of at most `max_blob_bytes`."""
 
     tag: Tag
     to: PeerId
@@ -47,7 +42,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer the question with this number."""
+    """Answer another peer's question."""
 
     request: int
     envelope: Envelope
@@ -65,21 +60,20 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Fetch all records of a key."""
+    """Fetch all records that the DHT has under a key. The records come in a Found event."""
 
     key: str
 
 
 NetworkEffect = Ask | Reply | Announce | Lookup
 Effect = NetworkEffect | Job | Log
-"""What a machine of comm returns. A machine of peers returns a few kinds more (peers/runtime/handlers.py)."""
-
-
-# Events
+"""What a machine of the package comm may emit. Machines of peers emit more kinds (peers/runtime/handlers.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
+    """Another peer has asked this peer a question; `Reply(request, ...)` answers it."""
+
     request: int
     sender: PeerId
     envelope: Envelope
@@ -87,28 +81,30 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
+    """Peer `peer` has answered our question with this tag."""
+
     tag: Tag
     peer: PeerId
     envelope: Envelope
-    seconds: Seconds
-    first_byte_s: Seconds  # from the question until the answer began to arrive
+    seconds: Seconds  # time from the question to the end of the answer
+    first_byte_s: Seconds  # time from the question to the first byte of the answer
     sent_bytes: int
     received_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class AskFailed:
-    """`reason` is one word: deadline, unreachable, cut, or a ProtocolError's."""
+    """Our question with this tag to peer `peer` got no valid answer."""
 
     tag: Tag
     peer: PeerId
-    reason: str
-    seconds: Seconds
+    reason: str  # one word from core/reasons.py, such as `deadline`
+    seconds: Seconds  # time from the question to its failure
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The values by subkey, as others stored them: nothing is verified yet."""
+    """The result of a Lookup: the key's values by subkey, as other peers stored them. They are not verified yet."""
 
     key: str
     values: Mapping[str, bytes]
@@ -118,83 +114,109 @@ NetworkEvent = Asked | Answered | AskFailed | Found
 Event = Woke | NetworkEvent | Outcome
 
 
-# What drivers implement
-
-
 @dataclass(frozen=True, slots=True)
 class Answer:
+    """The answer to a question, as a Transport returns it, with times and sizes for the meter."""
+
     envelope: Envelope
-    seconds: Seconds
-    first_byte_s: Seconds  # from the question until the answer began to arrive
+    seconds: Seconds  # time from the question to the end of the answer
+    first_byte_s: Seconds  # time from the question to the first byte of the answer
     sent_bytes: int
     received_bytes: int
 
     def to(self, ask: Ask) -> Answered:
-        """Return this answer as the event that the machine which has asked gets."""
+        """Return the event that passes this answer to the state machine that asked the question `ask`."""
         took_s, first_byte_s = self.seconds, self.first_byte_s
         return Answered(ask.tag, ask.to, self.envelope, took_s, first_byte_s, self.sent_bytes, self.received_bytes)
 
 
 class AskError(Exception):
-    """No answer came; `reason` is as in AskFailed."""
+    """A question got no valid answer; `reason` has the same values as AskFailed.reason."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
+        """Store the reason, one word, and a detail for the user."""
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason, self.detail = reason, detail
 
 
 Handler = Callable[[PeerId, Envelope], Awaitable[Envelope]]
-"""Answers a question. A question that breaks the format never reaches it."""
+"""Returns our answer to a peer's question. A transport calls it only for a question that `decode` accepts."""
 
 BlobBound = Callable[[Message], int]
-"""How many bytes a question's blob may have."""
+"""Returns the size of the largest blob that may come with a message, in bytes."""
 
 
 Knows = Callable[[PeerId], bool]
-"""Whether a peer has a standing with us: a valid record, or a part in what we do. All others are strangers."""
+"""Returns whether a peer is known: it has a valid record, answered us at our start, or was in our last rounds.
+
+All other peers are strangers.
+"""
 
 
 def knows_all(peer: PeerId) -> bool:
-    """For those that serve whoever asks."""
+    """Return True, so that a server that calls this function treats no peer as a stranger."""
     return True
 
 
 class Transport(Protocol):
+    """Interface of a network on which peers ask and answer questions; see this module's docstring."""
+
     peer: PeerId
 
     async def ask(self, to: PeerId, envelope: Envelope, deadline_s: Seconds, max_blob_bytes: int) -> Answer:
-        """Asks and returns the answer, with at most `max_blob_bytes` of blob. Raises AskError within `deadline_s`."""
+        """Send a question to a peer and return its answer.
+
+        Args:
+            to: The peer to ask.
+            envelope: The question and its blob.
+            deadline_s: Seconds within which the call returns or raises.
+            max_blob_bytes: Most bytes that the blob of the answer may have.
+
+        Raises:
+            AskError: If no valid answer comes in time.
+        """
 
     async def serve(self, handler: Handler, bound: BlobBound, knows: Knows = knows_all) -> None:
-        """Answers questions from now on. One that breaks the format is counted in `refused` and goes no further.
+        """Answer questions from now on. A malformed question is refused, and counted in `refused`.
 
-        Each sender has its share of what is answered at a time; those that `knows` does not know share a small part.
+        The number of questions answered at the same time is limited: each known sender has a share, and all strangers
+        together have one small share.
+
+        Args:
+            handler: Returns the answer to each question.
+            bound: Returns the largest blob that a question may have, in bytes.
+            knows: Returns False for a peer that is a stranger.
         """
 
     def pace(self, rate: Callable[[], float | None]) -> None:
-        """From now on questions and answers leave no faster than this, in bytes/s; None: as fast as they can."""
+        """Send questions and answers at `rate()` bytes/s at most from now on; a rate of None means no limit."""
 
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
-        """Remembers the addresses at which a peer says that it listens."""
+        """Remember the addresses that a peer announces; `ask` dials them if the peer is not connected."""
 
     async def drop(self, peer: PeerId) -> None:
-        """Ends all connections to a peer, with the questions on them."""
+        """Close all connections to a peer, and abort the questions in flight on them."""
 
     @property
     def refused(self) -> Mapping[str, int]:
-        """How many questions were refused, by reason."""
+        """Return the number of other peers' questions that this peer has refused or failed to answer, by reason."""
 
     def processor_s(self) -> Seconds:
-        """Processor time that other processes have spent on our traffic so far; 0 where that is not known."""
+        """Return the CPU seconds that the network's own processes, such as a daemon, have used; 0 if unknown."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Close all connections, and answer no more questions."""
 
 
 class Directory(Protocol):
-    """A DHT: records under a key and a subkey, each with its time of expiry (unix seconds)."""
+    """Interface of a DHT: it stores records under a key and a subkey, each with an expiry in unix seconds."""
 
     async def store(self, key: str, subkey: str, value: bytes, expires: float) -> bool:
-        """Whether it was stored. A record is replaced only by one that expires later."""
+        """Store a record until `expires` (unix seconds). A stored record is replaced only if it expires earlier.
+
+        Returns:
+            Whether at least one node of the DHT accepted the record.
+        """
 
     async def fetch(self, key: str) -> Mapping[str, bytes]:
-        """The values by subkey that have not expired; none if the DHT does not answer."""
+        """Return the values of a key that have not expired, by subkey; empty if the DHT does not answer."""

@@ -1,4 +1,4 @@
-"""The commands.
+"""The commands. Each module parses its flags, calls other packages, and prints the result.
 
-Each parses its flags, calls, and prints. `python -m decentral.NAME` runs the module of that name here.
+`python -m decentral.NAME` runs the module NAME; table.py lists them all.
 """

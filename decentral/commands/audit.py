@@ -1,7 +1,7 @@
-"""python -m decentral.audit: whether each layer counted each micro-batch once, or not at all, by the peers' journals.
+"""python -m decentral.audit: check from peers' journals that no layer counted a micro-batch twice.
 
-How that is found is in core/journal/micro_batch_counts.py. A journal is what its peer says of itself. So this finds
-errors, and peers that contradict each other; it proves nothing about one that writes whatever fits.
+The check is in core/journal/micro_batch_counts.py. Each peer writes its own journal. So the audit finds errors, and
+contradictions between peers, but it cannot find a peer that forges a consistent journal.
 """
 
 import argparse
@@ -19,13 +19,14 @@ from decentral.core.peer_folders import changed_at, journals_in, newest_of_each_
 from decentral.core.units import plural
 
 NOTHING_TRAVELLED = (
-    "no micro-batch went through several peers, as where each peer holds the whole model; there is nothing to audit"
+    "no micro-batch went through several peers (each peer may hold the whole model); there is nothing to audit"
 )
 Line = Recorded[JournalEvent]
 COUNTED_EVENTS = {name_of(kind) for kind in (StartedLine, CountedLine, UncountedLine, AppliedLine, LostLine)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 1 if the audit fails or journals are incomplete."""
     return shared.run(lambda: _main(parse(argv)))
 
 
@@ -38,54 +39,61 @@ def _main(flags: argparse.Namespace) -> None:
     print(
         f"{plural(len(found), 'journal')}: {NOTHING_TRAVELLED}"
         if not counted and not result.dropped
-        else f"{plural(len(found), 'journal')}: {result.everywhere} micro-batches counted once in all {layers} layers "
-        f"({result.tokens:,} tokens), {result.in_part} in a part of them, {len(result.twice)} twice; "
-        f"{result.dropped} executions' gradients thrown away"
-        + (f"; {result.unapplied:,} tokens counted that no step took" if result.unapplied else "")
+        else f"{plural(len(found), 'journal')}: {plural(result.everywhere, 'micro-batch')} counted once "
+        f"in all {layers} layers ({result.tokens:,} tokens), {result.in_part} in some of them, "
+        f"{len(result.twice)} twice; gradients of {plural(result.dropped, 'execution')} discarded"
+        + (f"; {result.unapplied:,} tokens counted but in no optimizer step" if result.unapplied else "")
     )
     if not result.sound:
         raise SystemExit(1)
     missing = gaps(found, lines)
     if missing:
-        print(f"not known whether that is all: {missing}")
+        print(f"the journals are not complete: {missing}")
         raise SystemExit(1)
 
 
 def well_formed(journal: Path) -> Iterator[Line]:
-    """The lines of a journal, which somebody else may have written. Raises UserError where one cannot be counted."""
+    """Yield the valid lines of a journal; skip lines that are not valid and that the audit does not need.
+
+    Raises:
+        UserError: If a line that the audit needs is not valid.
+    """
     for line in read(journal):
         found = JOURNAL_LINES.parse(line)
         if found is None and str(line["event"]) in COUNTED_EVENTS:
-            what = f"a line {line['event']!r} is not what a peer writes"
-            raise UserError(f"{journal}: {what}, so nothing can be said of it")
+            raise UserError(f"{journal} cannot be audited: a line {line['event']!r} is not valid; omit this folder")
         if found is not None:
             yield found
 
 
 def gaps(paths: Sequence[Path], journals: Sequence[Sequence[Line]]) -> str:
-    """What the journals do not say any more, as text: lines that a disk has refused, and files that were deleted."""
+    """Return as text how many journal lines were lost, and how many full journal files were deleted; "" if none."""
     lost = sum(line.event.lines for own in journals for line in own if isinstance(line.event, LostLine))
     gone = sum(map(deleted, paths))
-    parts = [f"{lost} lines were lost"] * bool(lost) + [f"{gone} full files were deleted"] * bool(gone)
+    parts = [f"lost lines: {lost}"] * bool(lost) + [f"deleted full files: {gone}"] * bool(gone)
     return ", ".join(parts)
 
 
 def journals(folder: Path) -> list[Path]:
-    """Return the journals in a peer's state folder, or in a folder of such: of a peer and its backups the newest one.
+    """Return the journals in a peer's state folder, or in a folder of state folders.
 
-    Raises UserError if there are none.
+    If a peer's state folder was copied, only the copy whose journal changed last is included.
+
+    Raises:
+        UserError: If the folder has no journal.
     """
     found = journals_in(folder)
     if not found:
-        raise UserError(f"{folder} has no journal.jsonl; give peers' state folders, or a folder of such")
+        raise UserError(f"{folder} has no journal.jsonl; give peers' state folders, or a folder of state folders")
     newest = newest_of_each_peer({journal.parent: changed_at(journal) for journal in found})
     return [journal for journal in found if newest[journal.parent] == journal.parent]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    about = "Was every micro-batch counted once? Of runs in which peers hold parts of the model, not all of it."
+    """Return the command's flags. Raise UserError if they are not valid."""
+    about = "Check that every micro-batch was counted once, in runs whose peers hold only parts of the model."
     parser = shared.Parser(prog="python -m decentral.audit", description=about)
-    parser.add_argument("folders", nargs="+", metavar="DIR", help="peers' state folders, or a folder of such")
+    parser.add_argument("folders", nargs="+", metavar="DIR", help="peers' state folders, or a folder of state folders")
     return parser.parse_args(argv)
 
 

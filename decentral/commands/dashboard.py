@@ -1,12 +1,12 @@
-"""python -m decentral.dashboard: a swarm in a browser, live or from what its journals keep.
+"""python -m decentral.dashboard: serve a live web page about a running swarm, or about the peers in a folder.
 
-    python -m decentral.dashboard --join ADDR        a live swarm, as a visitor
-    python -m decentral.dashboard DIR                the journals of one peer, or of all in a folder of state folders
-    ... --serve-model                                and text from its model, as OpenAI's API (decentral/serving)
-    ... --serve-model FOLDER                         from the model of a Hugging Face folder, or of a state folder
+    python -m decentral.dashboard --join ADDR        shows a running swarm, without training in it
+    python -m decentral.dashboard DIR                shows the peers whose journals are in DIR
+    ... --serve-model                                also serves the swarm's model by OpenAI's API (decentral/serving)
+    ... --serve-model FOLDER                         also serves the model of a Hugging Face folder or a state folder
 
 `decentral.peer --dashboard`, `decentral.local --dashboard` and `decentral.simulate --dashboard` start this command as a
-process of their own, so that what serves browsers takes nothing from what trains.
+separate process, so that serving browsers does not slow down training.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from decentral.commands import shared
 from decentral.core.errors import UserError
-from decentral.view.page.address import HERE, PageAddress, link
+from decentral.view.page.address import PageAddress, link
 from decentral.view.page.follow import PageFollower, SwarmTime
 from decentral.view.page.sources import JournalFolder, LineSource, ParentFeed
 
@@ -31,12 +31,13 @@ if TYPE_CHECKING:
 
     from decentral.view.page.visitor import Visitor
 
-HERE_TOO = ""  # --serve-model without a folder: the model of what the page shows
-NICENESS = 5  # of a page that a peer has started: what trains goes first, and the page is served all the same
-LAST_UPDATE_S = 2.0  # in which browsers get the last update
+HERE_TOO = ""  # with this value of --serve-model, the page also serves the model of the swarm that it shows
+NICENESS = 5  # nice value of a dashboard process that a peer has started, so that training gets the CPU first
+LAST_UPDATE_S = 2.0  # the server runs this long after the last journal line, so that browsers get the last update
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     return shared.run(lambda: _main(parse(argv)), lasting=True)
 
 
@@ -52,9 +53,10 @@ def _main(flags: argparse.Namespace) -> None:
 
 
 async def _serve(flags: argparse.Namespace, listening: socket.socket) -> None:
-    """Until Ctrl-C, or until the process that has started this one ends."""
+    """Serve the page until Ctrl-C, or until the parent process ends."""
     import uvicorn
 
+    from decentral.view.page.connections import settings
     from decentral.view.page.server import Updates, application
 
     async with AsyncExitStack() as stack:
@@ -69,11 +71,7 @@ async def _serve(flags: argparse.Namespace, listening: socket.socket) -> None:
         )
         follower = PageFollower(sources, SwarmTime(time.time))
         updates = Updates(follower.view)
-        settings = uvicorn.Config(
-            application(updates, _names(flags.at), model_api), log_level="warning", access_log=False, lifespan="off",
-            timeout_graceful_shutdown=1,
-        )  # fmt: skip
-        server = uvicorn.Server(settings)
+        server = uvicorn.Server(settings(application(updates, flags.at.host, model_api)))
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         following = asyncio.create_task(follower.run(updates.publish))
         await asyncio.wait((serving, following), return_when=asyncio.FIRST_COMPLETED)
@@ -88,19 +86,22 @@ async def _serve(flags: argparse.Namespace, listening: socket.socket) -> None:
 
 @asynccontextmanager
 async def _model_api(flags: argparse.Namespace, visitor: "Visitor | None") -> AsyncIterator["ASGIApp"]:
-    """What answers below /v1. Of a folder the weights are loaded first, so that a mistake ends the command with one
-    line; those of a swarm come while the page is served. Loads torch."""
+    """Import torch, and yield the application that answers requests to paths below /v1.
+
+    A folder's weights are loaded at once, so that the command ends with an error if the folder is wrong. A swarm's
+    weights are fetched in the background.
+    """
     from decentral.engine import measure
     from decentral.serving import endpoint, served_model
 
     device = measure.choose(flags.device, "auto", 1.0, 0.0)
     if visitor is not None and flags.serve_model == HERE_TOO:
-        source = served_model.of_swarm(visitor.swarm, flags.tokenizer, device)
+        source = served_model.of_swarm(visitor.swarm, flags.tokenizer, device, flags.model_from)
     else:
         folder = Path(flags.folder if flags.serve_model == HERE_TOO else flags.serve_model)
         if not folder.is_dir():
-            raise UserError(f"--serve-model {folder}: no folder is there; give a model's, or a state folder")
-        source = served_model.of_folder(folder, flags.tokenizer, device)
+            raise UserError(f"--serve-model {folder} is not a folder; give a model's folder or a state folder")
+        source = served_model.of_folder(folder, flags.tokenizer, device, flags.model_from)
         await source.load_first()
     refreshing = asyncio.create_task(source.served.keep_fresh(source.load, source.every_s))
     try:
@@ -111,37 +112,40 @@ async def _model_api(flags: argparse.Namespace, visitor: "Visitor | None") -> As
 
 @asynccontextmanager
 async def _visitor(flags: argparse.Namespace) -> AsyncIterator["Visitor"]:
-    """Loaded only where it is needed: libp2p takes a second, and a process of its own."""
+    """Visit the swarm of --join until the block ends, and yield the source of lines about the swarm.
+
+    The import loads libp2p, which takes a second, so it is only done here. libp2p runs in a process of its own.
+    """
     from decentral.view.page.visitor import visiting
 
     async with visiting(flags.join, flags.invite) as visitor:
         yield visitor
 
 
-def _names(address: PageAddress) -> frozenset[str]:
-    return frozenset({address.host.lower()}) - {HERE}
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = shared.Parser(prog="python -m decentral.dashboard", description="A swarm, in a browser.")
-    parser.add_argument("folder", nargs="?", metavar="DIR", help="state folder of a peer, or a folder of such")
-    parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a peer to look from")
+    """Return the command's flags, or raise UserError if they are not valid."""
+    about = "Serve a live page about a swarm."
+    parser = shared.Parser(prog="python -m decentral.dashboard", description=about)
+    parser.add_argument("folder", nargs="?", metavar="DIR", help="a peer's state folder, or a folder of state folders")
+    parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a peer to visit")
     parser.add_argument("--invite", metavar="FILE", help="with --join: the invitation to a private swarm")
-    where = "where to serve; default 127.0.0.1:8420"
+    where = "address to serve at; default 127.0.0.1:8420"
     parser.add_argument("--at", type=PageAddress.parse, default=PageAddress(), metavar="[HOST:]PORT", help=where)
-    model = "answer programs that speak OpenAI's API at /v1: with this model, or with that of FOLDER"
+    model = "also serve OpenAI's API at /v1, with the swarm's model or the model in FOLDER"
     parser.add_argument("--serve-model", nargs="?", const=HERE_TOO, metavar="FOLDER", help=model)
-    tokenizer = "with --serve-model: its file or folder, where tokens are not bytes"
+    tokenizer = "with --serve-model: file or folder of the tokenizer, unless tokens are bytes"
     parser.add_argument("--tokenizer", metavar="PATH", help=tokenizer)
+    base = "with --serve-model: folder of the base model, for a run that trains adapters"
+    parser.add_argument("--model-from", metavar="DIR", help=base)
     device = "with --serve-model: where to compute"
     parser.add_argument("--device", default="cpu", metavar="auto|cpu|cuda|cuda:N", help=f"{device}; default: cpu")
-    parser.add_argument("--socket", type=int, help=argparse.SUPPRESS)  # a socket that listens already
-    parser.add_argument("--feed", type=int, help=argparse.SUPPRESS)  # what the process that starts this one writes
+    parser.add_argument("--socket", type=int, help=argparse.SUPPRESS)  # descriptor of an inherited listening socket
+    parser.add_argument("--feed", type=int, help=argparse.SUPPRESS)  # descriptor of a pipe with journal lines
     flags = parser.parse_args(argv)
     if not (flags.folder or flags.join or flags.serve_model or flags.feed is not None):
-        raise UserError("expected --join ADDR of a live peer, or the folder of a peer's journal")
+        raise UserError("expected --join ADDR of a running peer, or a folder with a peer's journal")
     if flags.folder and not Path(flags.folder).is_dir():
-        raise UserError(f"{flags.folder} is no folder; give the state folder of a peer, or a folder of such")
+        raise UserError(f"{flags.folder} is not a folder; give a peer's state folder, or a folder of state folders")
     return flags
 
 

@@ -1,14 +1,14 @@
-"""python -m decentral.doctor: why does my peer not start, join or average? Each check gives a remedy.
+"""python -m decentral.doctor: find out why a peer does not start, join or average. Each check gives a remedy.
 
-    python -m decentral.doctor                                     this machine, before it joins anything
-    python -m decentral.doctor --join ADDR [--invite FILE]         and a swarm, as a peer from here would meet it
-    python -m decentral.doctor --state-dir DIR                     and a peer, while it runs or after it has stopped
+    python -m decentral.doctor                                     checks this machine
+    python -m decentral.doctor --join ADDR [--invite FILE]         also checks if a peer here can join
+    python -m decentral.doctor --state-dir DIR                     also checks a peer that runs or has stopped
 
-Nothing is changed; a file that measures the disk is removed again. Exit codes: 0 nothing is wrong, 1 something is, 2 a
-mistake in the flags.
+The command changes nothing: it removes the file that it writes to measure the disk. Exit codes: 0 if nothing is wrong,
+1 if something is wrong, 2 for wrong flags.
 
-decentral/commands/checks/machine.py     what needs no package that may be missing
-decentral/commands/checks/examine.py     everything else, loaded when the packages are there
+decentral/commands/checks/machine.py     checks that need no optional packages
+decentral/commands/checks/examine.py     all other checks, loaded only if the packages are installed
 """
 
 import argparse
@@ -27,11 +27,12 @@ from decentral.core.errors import UserError
 from decentral.core.plain_text import printable
 from decentral.core.units import plural
 
-SEEN_CHARS = 600  # of what a check says, others' words in it
+SEEN_CHARS = 600  # at most this many characters of a finding are shown, because it may quote other peers
 SHOWN = {FindingState.OK: "ok", FindingState.WARN: "WARN", FindingState.WRONG: "WRONG", FindingState.UNKNOWN: "?"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 1 if a check found something wrong."""
     found: list[Finding] = []
     code = shared.run(
         lambda: found.extend(asyncio.run(_examine(parse(argv)))), interrupted=COMMANDS["doctor"].interrupted
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _examine(flags: argparse.Namespace) -> list[Finding]:
-    """Makes the checks, and shows each finding as it comes."""
+    """Run the checks, print each finding as soon as it is known, and return all findings."""
     found = []
     async for finding in findings(flags):
         found.append(finding)
@@ -51,12 +52,16 @@ async def _examine(flags: argparse.Namespace) -> list[Finding]:
 
 
 async def findings(flags: argparse.Namespace) -> AsyncIterator[Finding]:
-    """What all checks find that make sense with these flags. Raises UserError for an address that is none."""
+    """Yield the findings of all checks that apply with these flags.
+
+    Raises:
+        UserError: If an address of --join is not valid, or the state folder cannot be read.
+    """
     here = machine.python_and_packages()
     for finding in here:
         yield finding
     if any_wrong(here):
-        yield unknown("the rest", "not looked at: it needs the packages")
+        yield unknown("other checks", "not made, because they need the packages")
         return
     from decentral.commands.checks import examine
 
@@ -69,37 +74,39 @@ def _line(finding: Finding) -> str:
 
 
 def _remedies(found: Sequence[Finding]) -> str:
-    """What to do, the worst first; and one line that says how it is."""
+    """Return the remedies as text, first for the worst findings, followed by a line with the number of findings."""
     bad = [one for one in found if one.remedy]
     lines = []
     for state in (FindingState.WRONG, FindingState.WARN, FindingState.UNKNOWN):
         lines += [f"  {one.check}: {printable(one.remedy, SEEN_CHARS)}" for one in bad if one.state == state]
     counts = {state: sum(one.state == state for one in found) for state in FindingState}
-    said = f"{counts[FindingState.WRONG]} wrong, {counts[FindingState.WARN]} to look at, {plural(len(found), 'check')}"
+    warnings = plural(counts[FindingState.WARN], "warning")
+    said = f"{plural(len(found), 'check')}: {counts[FindingState.WRONG]} wrong, {warnings}"
     if counts[FindingState.UNKNOWN]:
-        said += f", {counts[FindingState.UNKNOWN]} that could not be checked"
+        said += f", {counts[FindingState.UNKNOWN]} could not be made"
     return "\n".join([*(["", "What to do:", *dict.fromkeys(lines)] if lines else []), "", said])
 
 
 def _as_json(found: Sequence[Finding]) -> str:
-    """Others' words are as they came here: a reader has to escape what it shows."""
+    """Return the findings as JSON. Texts from other peers are not escaped; a program that shows them must do that."""
     return strict_json.dumps({"wrong": any_wrong(found), "findings": [asdict(one) for one in found]}, indent=1)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags. Those that a peer has mean the same."""
-    description = "Why does my peer not start, join or average?"
+    """Return the command's flags, or raise UserError if they are not valid."""
+    description = "Find out why a peer does not start, join or average, and what to do."
     parser = shared.Parser(prog="python -m decentral.doctor", description=description)
     parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a peer of the swarm")
-    parser.add_argument("--invite", metavar="FILE", help="the invitation, where the swarm is private")
-    parser.add_argument("--state-dir", metavar="DIR", help="of a peer that runs, or ran; or where one shall run")
-    parser.add_argument("--device", help="auto, cpu, cuda or cuda:N, as the peer's")
-    parser.add_argument("--listen", action="append", default=[], metavar="MULTIADDR", help="as the peer's")
-    parser.add_argument("--announce", action="append", default=[], metavar="MULTIADDR", help="as the peer's")
+    parser.add_argument("--invite", metavar="FILE", help="the invitation, if the swarm is private")
+    parser.add_argument("--state-dir", metavar="DIR", help="state folder of a peer that runs, has run or will run")
+    parser.add_argument("--device", help="auto, cpu, cuda or cuda:N, as for decentral.peer")
+    multiaddr = "as for decentral.peer"
+    parser.add_argument("--listen", action="append", default=[], metavar="MULTIADDR", help=multiaddr)
+    parser.add_argument("--announce", action="append", default=[], metavar="MULTIADDR", help=multiaddr)
     parser.add_argument("--json", action="store_true", help="print all findings as JSON, for tools")
     flags = parser.parse_args(argv)
     if flags.state_dir and Path(flags.state_dir).exists() and not Path(flags.state_dir).is_dir():
-        raise UserError(f"--state-dir {flags.state_dir} is a file; give the folder of a peer")
+        raise UserError(f"--state-dir {flags.state_dir} is a file; give a peer's state folder")
     return flags
 
 

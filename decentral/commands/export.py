@@ -1,10 +1,11 @@
-"""python -m decentral.export: the swarm's model as a folder that Hugging Face's transformers loads, or peft.
+"""python -m decentral.export: write the swarm's model as a folder that Hugging Face's transformers or peft loads.
 
-gather   all layers from checkpoints (--state-dir), or from live peers (--join), which serve them as to a newcomer
-average  each layer over the peers that hold it; of folders, each peer's newest, without those that lag far behind
-write    config.json, model.safetensors, and the tokenizer: of bytes, or that of --tokenizer or of the peers' own flags
-         peft: adapter_config.json and adapter_model.safetensors of a run that trains adapters (`model.lora`); with
-         --format huggingface they become a part of the model's weights
+gather   Read all layers from checkpoints (--state-dir), or download them from running peers (--join).
+average  Average each layer over the peers that hold it. Peers that lag far behind are left out. If a peer's folder was
+         copied, only the newest copy counts.
+write    Write config.json, model.safetensors, and a tokenizer: that of --tokenizer, else of --model-from, else bytes.
+         For a run that trains adapters (`model.lora`), write adapter_config.json and adapter_model.safetensors for
+         peft; --format huggingface merges the adapters into the model's weights instead.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from decentral.core.plain_text import printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     return shared.run(lambda: _main(parse(argv)), lasting=True)
 
 
@@ -48,24 +50,26 @@ def _main(flags: argparse.Namespace) -> None:
         print(printable(line, shared.ERROR_CHARS))
     print(f"wrote {', '.join(files)} in {flags.out}")
     if not adapters and "tokenizer.json" not in files:
-        print("no tokenizer: this run's tokens are not bytes; name the one that made them with --tokenizer PATH")
+        print("no tokenizer was written: this run's tokens are not bytes; give its tokenizer with --tokenizer PATH")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = shared.Parser(prog="python -m decentral.export", description="A swarm's model for transformers.")
-    parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a live peer")
+    """Return the command's flags, or raise UserError if they are not valid."""
+    about = "Write a swarm's model as a folder for transformers."
+    parser = shared.Parser(prog="python -m decentral.export", description=about)
+    parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a running peer")
     parser.add_argument("--invite", metavar="FILE", help="with --join: the invitation to a private swarm")
-    parser.add_argument("--state-dir", nargs="+", default=[], metavar="DIR", help="peers' state folders")
-    form = "of the folder; default: peft where the run trains adapters, else huggingface, which has them merged"
+    parser.add_argument("--state-dir", nargs="+", default=[], metavar="DIR", help="state folders of stopped peers")
+    form = "format of the folder; default: peft if the run trains adapters, else huggingface, which merges adapters"
     parser.add_argument("--format", choices=["huggingface", "peft"], help=form)
-    folder = "the folder that the run's adapters started from; default: that of the stopped peers"
+    folder = "folder of the model that the run started from, which merging adapters needs"
     parser.add_argument("--model-from", metavar="DIR", help=folder)
-    tokenizer = "file or folder of the tokenizer to put in; default: that of the stopped peers"
+    tokenizer = "file or folder of the tokenizer to include; default: that of --model-from"
     parser.add_argument("--tokenizer", metavar="PATH", help=tokenizer)
-    parser.add_argument("--out", required=True, metavar="FOLDER", help="where to write the model")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="folder to write the model to")
     flags = parser.parse_args(argv)
     if bool(flags.join) == bool(flags.state_dir):
-        raise UserError("expected either --join ADDR of a live peer, or --state-dir DIR... of stopped ones")
+        raise UserError("expected either --join ADDR of a running peer, or --state-dir DIR... of stopped ones")
     return flags
 
 

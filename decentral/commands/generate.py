@@ -1,11 +1,11 @@
-"""python -m decentral.generate: text from the swarm's model, computed on this machine.
+"""python -m decentral.generate: generate text from the swarm's model on this machine.
 
-    python -m decentral.generate --join ADDR "text"            of a live swarm: one peer's weights, or a mean of several
-    python -m decentral.generate --state-dir DIR "text"        of peers that have stopped, or are training here
-    python -m decentral.generate --model FOLDER "text"         of a Hugging Face folder, such as decentral.export writes
+    python -m decentral.generate --join ADDR "text"            with the weights of one or more peers of a running swarm
+    python -m decentral.generate --state-dir DIR "text"        with the weights of peers on this machine
+    python -m decentral.generate --model FOLDER "text"         with a Hugging Face folder, as decentral.export writes it
 
-The text and what goes on from it are streamed to standard output; whose weights they are, at which step, and the seed
-go to standard error. Strangers trained the model: characters that a terminal would obey are shown as `?`.
+The prompt and the text that follows it are streamed to standard output. The peers whose weights were used, their steps
+and the seed go to standard error. Since strangers trained the model, control characters are shown as `?`.
 """
 
 import argparse
@@ -23,11 +23,12 @@ from decentral.core.plain_text import printable, printable_lines
 from decentral.core.sampling import Sampling
 from decentral.peers.joining.fetch import MOST_HOLDERS
 
-MOST_GENERATED = 1 << 20  # that one call may generate
-HOTTEST = 100.0  # temperature: all tokens are about as likely as each other
+MOST_GENERATED = 1 << 20
+HOTTEST = 100.0  # highest --temperature; at this value all tokens are about equally likely
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     return shared.run(lambda: _main(parse(argv)), interrupted=COMMANDS["generate"].interrupted)
 
 
@@ -46,15 +47,15 @@ def _main(flags: argparse.Namespace) -> None:
         model = loaded_model.of_run(found, flags.tokenizer, flags.model_from)
     prompt = model.codec.encode(flags.text) or [model.codec.start]
     if max(prompt) >= model.config.vocabulary:
-        known = f"the model knows those below {model.config.vocabulary}"
-        raise UserError(f"the prompt has token {max(prompt)}, and {known}; use the model's own tokenizer")
+        known = f"the model has only tokens below {model.config.vocabulary}"
+        raise UserError(f"the tokenizer gave token {max(prompt)}, but {known}; use the model's own tokenizer")
     decoding.check_memory(model.config, len(prompt), flags.max_tokens, measure.memory_bytes(device.device))
     seed = secrets.randbits(loaded_model.SEED_BITS) if flags.seed is None else flags.seed
     print(printable(f"{model.source}; seed {seed}", shared.ERROR_CHARS), file=sys.stderr, flush=True)
     _say_what_is_forgotten(model.config.most_positions, len(prompt), flags.max_tokens)
     sampling = Sampling(flags.temperature, flags.top_p, seed, flags.max_tokens, model.codec.size)
     decode = model.codec.decoder()
-    for token in prompt:  # the decoder has to know what comes before, and the text is shown as it was given
+    for token in prompt:  # the decoder needs the prompt as context; the text that it returns is not used
         decode(token)
     _show(flags.text)
     for generated in decoding.generate(model.layers, prompt, sampling, device):
@@ -74,33 +75,35 @@ def _say_what_is_forgotten(most: int, prompt: int, tokens: int) -> None:
 
 
 def _show(text: str) -> None:
-    encoding = sys.stdout.encoding or "utf-8"
-    print(printable_lines(text).encode(encoding, "replace").decode(encoding), end="", flush=True)
+    print(printable_lines(text), end="", flush=True)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags. Raises UserError."""
+    """Return the command's flags, or raise UserError if they are not valid."""
     usual = Sampling()
-    parser = shared.Parser(prog="python -m decentral.generate", description="Text from a swarm's model.")
-    parser.add_argument("text", help="what the model goes on from; may be empty")
-    parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a live peer")
+    parser = shared.Parser(prog="python -m decentral.generate", description="Generate text from a swarm's model.")
+    parser.add_argument("text", help="the prompt, which the model continues; may be empty")
+    parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a running peer")
     parser.add_argument("--invite", metavar="FILE", help="with --join: the invitation to a private swarm")
-    peers = f"with --join: the mean of so many peers' weights, at most {MOST_HOLDERS}; default: one peer's"
+    peers = f"with --join: use the mean of N peers' weights, at most {MOST_HOLDERS}; default: 1"
     parser.add_argument("--peers", type=int, default=1, metavar="N", help=peers)
-    folders = "a peer's state folder, or a folder of such; may be repeated"
+    folders = "a peer's state folder, or a folder of state folders; may be repeated"
     parser.add_argument("--state-dir", action="append", default=[], metavar="DIR", help=folders)
     parser.add_argument("--model", metavar="FOLDER", help="a Hugging Face folder, such as decentral.export writes")
-    parser.add_argument("--tokenizer", metavar="PATH", help="its file or folder, where tokens are not bytes")
-    adapted = "the folder that the run's adapters started from; default: that of the stopped peers"
+    parser.add_argument("--tokenizer", metavar="PATH", help="file or folder of the tokenizer, unless tokens are bytes")
+    adapted = "folder of the base model, for a run that trains adapters"
     parser.add_argument("--model-from", metavar="DIR", help=adapted)
-    parser.add_argument("--max-tokens", type=int, default=usual.tokens, metavar="N", help="default: %(default)s")
-    parser.add_argument("--temperature", type=float, default=usual.temperature, help="0: the likeliest token, always")
-    parser.add_argument("--top-p", type=float, default=usual.top_p, help="draws from the likeliest tokens only")
-    parser.add_argument("--seed", type=int, help="the same one gives the same text; default: a new one")
+    limit = "most tokens to generate; default: %(default)s"
+    parser.add_argument("--max-tokens", type=int, default=usual.tokens, metavar="N", help=limit)
+    hot = "0: always the likeliest token; default: %(default)s"
+    parser.add_argument("--temperature", type=float, default=usual.temperature, help=hot)
+    top = "sample only from the likeliest tokens with this total probability; default: %(default)s"
+    parser.add_argument("--top-p", type=float, default=usual.top_p, help=top)
+    parser.add_argument("--seed", type=int, help="the same seed gives the same text; default: a random one")
     parser.add_argument("--device", default="auto", metavar="auto|cpu|cuda|cuda:N", help="where to compute")
     flags = parser.parse_args(argv)
     if sum(map(bool, (flags.join, flags.state_dir, flags.model))) != 1:
-        raise UserError("expected one of --join ADDR of a live peer, --state-dir DIR, and --model FOLDER")
+        raise UserError("expected exactly one of --join ADDR of a running peer, --state-dir DIR, or --model FOLDER")
     bounds = {
         "--peers": (flags.peers, 1, MOST_HOLDERS),
         "--max-tokens": (flags.max_tokens, 1, MOST_GENERATED),

@@ -1,7 +1,7 @@
-"""python -m decentral.identity: the id of a peer that has not started yet.
+"""python -m decentral.identity: print the id of a peer that has not started yet.
 
-Whoever starts several peers at once has to tell them the first one's address, which ends in its id. The id is that of
-the key in its state folder, so the key is made first, and goes, as a secret, where the peer will run.
+To start several peers at once, give all of them the first peer's address. The address ends with that peer's id, a hash
+of the key in its state folder. This command makes the key. Keep it secret, and copy it to the first peer's machine.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from decentral.commands import shared
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     return shared.run(lambda: _main(parse(argv)))
 
 
@@ -23,10 +24,11 @@ def _main(flags: argparse.Namespace) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    does = "A peer's id, or the whole address that others join with. Makes the peer's key where there is none."
+    """Return the command's flags, or raise UserError if they are not valid."""
+    does = "Print a peer's id, or the address with which others join it. Makes the peer's key if there is none."
     parser = shared.Parser(prog="python -m decentral.identity", description=does)
     parser.add_argument("--state-dir", required=True, metavar="DIR", help="the peer's state folder")
-    parser.add_argument("--address", metavar="MULTIADDR", help="where the peer will be: print what others join with")
+    parser.add_argument("--address", metavar="MULTIADDR", help="the peer's future address; printed with its id")
     return parser.parse_args(argv)
 
 

@@ -1,14 +1,15 @@
-"""python -m decentral.invite: invitations to a private swarm, and their end.
+"""python -m decentral.invite: make, list and revoke invitations to a private swarm.
 
 python -m decentral.invite --state-dir DIR --for ann --until 30d --may train --out ann.invite
 python -m decentral.invite --state-dir DIR --list
 python -m decentral.invite --state-dir DIR --revoke ann.invite
 
-DIR is the state folder in which `python -m decentral.peer --private` began the swarm. The peer there may run meanwhile.
+DIR is the state folder in which `python -m decentral.peer --private` began the swarm. That peer may be running.
 """
 
 import argparse
 import asyncio
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -16,24 +17,34 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.invitations import FOR_EVER, ID_BYTES, MAX_HOLDER_CHARS, Permission
+from decentral.comm.wire.messages import PeerRecords, RecordsQuery
 from decentral.comm.wire.private_swarm import revoked_key
+from decentral.comm.wire.transport import AskError
 from decentral.commands import shared
+from decentral.core.at_once import at_once
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId
 from decentral.core.plain_text import plain_text
-from decentral.core.units import Seconds
+from decentral.core.units import Seconds, plural
+from decentral.peers.membership import records
+from decentral.peers.membership.record_gossip import RECORDS_DEADLINE_S
 from decentral.peers.membership.revocation_watch import COPY_S
+from decentral.peers.membership.swarm_size import key_of
 from decentral.peers.startup import invitation_files
 from decentral.peers.startup.invitation_files import FounderFile
-from decentral.peers.startup.visit import known_addresses, visit
+from decentral.peers.startup.visit import VisitedSwarm, known_addresses, visit
 
-UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
-MOST_S = 10 * 365 * 86400.0
-VISIT_S = 600.0  # how long the founder's own invitation lasts with which it announces revocations
+UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}  # letter of a unit in --until -> seconds
+MOST_S = 10 * 365 * 86400.0  # longest --until, ten years; `never` is allowed too
+MOST_TOLD = 1024  # this command sends the list to at most this many peers, which pass it on to the others
+TELLING_S = 60.0  # after this time no more peers are told, since each hostile peer could name another one
+VISIT_S = 600.0  # lifetime of the invitation that this command makes for itself, to announce revocations to the swarm
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     return shared.run(lambda: _main(parse(argv)), lasting=True)
 
 
@@ -50,7 +61,7 @@ def _main(flags: argparse.Namespace) -> None:
 def _invite(founder: FounderFile, flags: argparse.Namespace) -> None:
     out, now = Path(flags.out), time.time()
     if out.exists():
-        raise UserError(f"--out {out} is there already; choose another file")
+        raise UserError(f"--out {out} exists already; choose another file")
     holding = founder.invite(flags.holder, now + flags.until, Permission(flags.may))
     invitation_files.write_holding(out, holding)
     one = holding.invitation
@@ -60,81 +71,139 @@ def _invite(founder: FounderFile, flags: argparse.Namespace) -> None:
 
 
 def _list(founder: FounderFile) -> None:
-    print(f"run {founder.keys.run}: {len(founder.invited)} invitations")
+    print(f"run {founder.keys.run}: {plural(len(founder.invited), 'invitation')}")
     now = time.time()
     for one in founder.invited:
         over = (
             "revoked" if bytes.fromhex(one["id"]) in founder.revoked else "expired" if one["until"] <= now else "valid"
         )
-        until = datetime.fromtimestamp(one["until"], UTC).strftime("%Y-%m-%d %H:%M UTC")
-        print(f"{one['id']}  {over:7}  {one['may']:6}  until {until}  {one['for']}")
+        ends = f"{datetime.fromtimestamp(one['until'], UTC):until %Y-%m-%d %H:%M UTC}"
+        until = "without an end" if one["until"] >= FOR_EVER else ends
+        print(f"{one['id']}  {over:7}  {one['may']:6}  {until}  {one['for']}")
 
 
 def _revoke(founder: FounderFile, flags: argparse.Namespace) -> None:
-    """Notes it, and announces the list to the swarm. What was noted is announced again by the next call."""
+    """Add the invitation to the founder's revocation list, and announce the list to the swarm.
+
+    If the announcement fails, the list stays in the state folder, and the next call announces it.
+    """
     addresses = flags.join or known_addresses(Path(flags.state_dir))
     founder.catch_up(invitation_files.kept_revocations(Path(flags.state_dir)))
     founder.revoke(_number(flags.revoke), time.time())
     invitation_files.keep_revocations(Path(flags.state_dir), founder.latest().packed)
     if not addresses:
-        raise UserError(
-            "revoked here, but no address of a running peer is known: give --join ADDR, so that others hear"
-        )
-    reached = asyncio.run(_announce(founder, addresses))
+        raise UserError("revoked in this folder only, because no running peer's address is known; give --join ADDR")
+    told = asyncio.run(_announce(founder, addresses))
     invitation_files.keep_revocations(Path(flags.state_dir), founder.latest().packed)
-    print(f"revoked; {reached} took the founder's list {founder.number}, and within a minute all of the swarm has it")
+    print(f"revoked: {told} confirmed the founder's list {founder.number}; members pass it on to those that did not")
 
 
 async def _announce(founder: FounderFile, addresses: Sequence[str]) -> str:
-    """Stores the list in the swarm's DHT, as a visitor. Raises UserError if no peer takes it."""
-    holding = founder.own_holding(Permission.LOOK, time.time() + VISIT_S)
+    """Give the founder's revocation list to the swarm's peers and to its DHT; return who confirmed it, as text.
+
+    Raises:
+        UserError: If no peer confirms that it has the list.
+    """
+    holding, number = founder.own_holding(Permission.LOOK, time.time() + VISIT_S), -1
     async with visit(addresses, holding) as swarm:
-        key, now = revoked_key(swarm.run), swarm.clock()
-        for subkey, found in (await swarm.directory.fetch(key)).items():
+        until = swarm.clock() + TELLING_S
+        # If founder.json is an old copy, peers may have another list. It is merged into ours, which is then sent again.
+        while number != founder.number:
+            number = founder.number
+            asked, confirmed = await _tell(swarm, founder, until)
+        if not confirmed:
+            raise UserError("revoked in this folder only, because no peer took the list; try again with --join ADDR")
+        key, expires = revoked_key(swarm.run), swarm.clock() + COPY_S
+        value = swarm.own.seal(key, founder.latest().packed, expires)
+        await swarm.directory.store_at_others(key, swarm.own.peer, value, expires)
+        return f"{confirmed} of {plural(asked, 'peer')}"
+
+
+async def _tell(swarm: VisitedSwarm, founder: FounderFile, until: Seconds) -> tuple[int, int]:
+    """Send the list to each peer that the swarm's peers name; return how many are known, and how many have it now.
+
+    The contacts are always told; from the Unix time `until` on no other peers are.
+
+    If a peer has another list that the founder has signed, the founder's next list includes it.
+    """
+    latest = founder.latest().packed
+    query = Envelope(RecordsQuery(swarm.run, b"", (), 0, latest))  # peers send us any list with a number above 0
+    known, waiting, confirmed = set(swarm.contacts), list(swarm.contacts), 0
+    while waiting:
+        answers = [one for one in await at_once(_answer(swarm, peer, query) for peer in waiting) if one]
+        confirmed, waiting = confirmed + sum(answer.revoked == latest for answer in answers), []
+        for answer in answers:
+            founder.catch_up(answer.revoked)
+        for name, sealed in (one for answer in answers for one in answer.records):
+            peer = PeerId(name)
+            if peer in known or len(known) >= MOST_TOLD:
+                continue
             with suppress(ProtocolError):
-                founder.catch_up(swarm.own.open(key, PeerId(subkey), found, now)[0])
-        value = swarm.own.seal(key, founder.latest().packed, now + COPY_S)
-        if not await swarm.directory.store_at_others(key, swarm.own.peer, value, now + COPY_S):
-            raise UserError("revoked here, but no peer of the swarm took the list: try again with --join ADDR")
-        return f"{len(swarm.contacts)} peer" + ("s" if len(swarm.contacts) > 1 else "")
+                body, _ = swarm.own.open(key_of(swarm.run, peer), peer, sealed, swarm.clock())
+                swarm.transport.learn(peer, records.unpack(body).addresses)
+                known.add(peer)
+                waiting.append(peer)
+        if swarm.clock() >= until:
+            break
+    return len(known), confirmed
+
+
+async def _answer(swarm: VisitedSwarm, peer: PeerId, query: Envelope) -> PeerRecords | None:
+    """Return the answer of a peer; None if it does not answer as it should."""
+    with suppress(AskError):
+        answer = (await swarm.transport.ask(peer, query, RECORDS_DEADLINE_S, 0)).envelope.message
+        return answer if isinstance(answer, PeerRecords) else None
+    return None
 
 
 def _number(text: str) -> bytes:
-    """The id of an invitation, as such or in its file. Raises UserError."""
+    """Return an invitation's id; `text` is the id in hex digits, or the path of the invitation's file.
+
+    Raises:
+        UserError: If the text is not an id, and the file cannot be read as an invitation.
+    """
     if len(text) == 2 * ID_BYTES and all(char in "0123456789abcdef" for char in text):
         return bytes.fromhex(text)
     return invitation_files.read_holding(Path(text)).invitation.id
 
 
 def _duration(text: str) -> Seconds:
-    """Seconds in a text such as 30d, 12h or 2w; `never` is no end. Raises ValueError, as argparse wants."""
+    """Return the seconds in a text such as 30d, 12h, 2w or never. Raise ArgumentTypeError for any other text."""
     if text == "never":
-        return FOR_EVER - time.time()
-    value = float(text[:-1]) * UNITS_S.get(text[-1:], 0.0)
+        return math.inf
+    try:
+        value = float(text[:-1]) * UNITS_S.get(text[-1:], 0.0)
+    except ValueError:
+        value = 0.0
     if not 0 < value <= MOST_S:
-        raise ValueError("out of bounds")
+        raise argparse.ArgumentTypeError(f"expected 12h, 30d, 8w (at most ten years) or never; got {text!r}")
     return value
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = shared.Parser(prog="python -m decentral.invite", description="Invitations to a private swarm.")
-    parser.add_argument("--state-dir", required=True, metavar="DIR", help="where the private swarm was begun")
-    parser.add_argument("--for", dest="holder", metavar="NAME", help="for whom the invitation is")
-    parser.add_argument(
-        "--until", type=_duration, default="30d", metavar="TIME", help="12h, 30d, 8w or never; default 30d"
-    )
-    parser.add_argument("--may", choices=[one.value for one in Permission], default="train", help="default: train")
-    parser.add_argument("--out", metavar="FILE", help="where to write the invitation, which is a secret")
-    parser.add_argument("--list", action="store_true", help="show the invitations that were made")
-    parser.add_argument("--revoke", metavar="ID|FILE", help="end an invitation, and tell the swarm")
-    parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="a peer that hears of it")
+    """Return the command's flags, or raise UserError if they are not valid."""
+    about = "Make, list and revoke invitations to a private swarm."
+    parser = shared.Parser(prog="python -m decentral.invite", description=about)
+    parser.add_argument("--state-dir", required=True, metavar="DIR", help="state folder of the peer that began it")
+    parser.add_argument("--for", dest="holder", metavar="NAME", help="name of the person who is invited")
+    until = "lifetime of the invitation: 12h, 30d, 8w or never; default 30d"
+    parser.add_argument("--until", type=_duration, default="30d", metavar="TIME", help=until)
+    may = "what the invitation allows; default: train"
+    parser.add_argument("--may", choices=[one.value for one in Permission], default="train", help=may)
+    parser.add_argument("--out", metavar="FILE", help="file to write the invitation to, which is a secret")
+    parser.add_argument("--list", action="store_true", help="list the invitations that were made")
+    parser.add_argument("--revoke", metavar="ID|FILE", help="revoke an invitation, and tell the swarm")
+    told = "with --revoke: address of a running peer to tell"
+    parser.add_argument("--join", action="append", default=[], metavar="ADDR", help=told)
     flags = parser.parse_args(argv)
     if bool(flags.holder) + bool(flags.list) + bool(flags.revoke) != 1:
         raise UserError("give one of --for NAME --out FILE, --list, --revoke ID|FILE (see --help)")
     if flags.holder and not flags.out:
-        raise UserError("--for NAME needs --out FILE, where the invitation is written")
+        raise UserError("--for NAME needs --out FILE, the file to write the invitation to")
     if flags.holder and flags.holder != plain_text(flags.holder, MAX_HOLDER_CHARS):
-        raise UserError(f"--for expects at most {MAX_HOLDER_CHARS} printable characters, no brackets")
+        raise UserError(
+            f"--for expects up to {MAX_HOLDER_CHARS} printable characters, no brackets; got {flags.holder!r}"
+        )
     return flags
 
 

@@ -1,8 +1,8 @@
-"""Make child processes stop in order when the command that started them ends, even by SIGKILL.
+"""Make child processes stop in an orderly way when the command that started them ends, even if SIGKILL ends it.
 
-The command holds the writing end of a pipe to which nothing is ever written; the system closes it with the process. A
-child that has the reading end then sends itself SIGTERM, which a peer takes as a notice from its host. This works on
-every POSIX system, and also for a child that is still loading its libraries when the command ends.
+The command has the writing end of a pipe, and never writes to it; the system closes this end when the command ends.
+A child has the reading end, and sends itself SIGTERM when the pipe closes. On SIGTERM, a peer saves and leaves.
+This works on every POSIX system, and also for a child that is still loading its libraries when the command ends.
 """
 
 import os
@@ -11,7 +11,7 @@ import threading
 from functools import cache
 from typing import Any
 
-VARIABLE = "DECENTRAL_LIFELINE"  # in the environment: the descriptor of the pipe's reading end
+VARIABLE = "DECENTRAL_LIFELINE"  # environment variable with the file descriptor of the pipe's reading end
 
 
 @cache
@@ -20,17 +20,20 @@ def _pipe() -> tuple[int, int]:
 
 
 def tied(environment: dict[str, str]) -> dict[str, Any]:
-    """Return the options of subprocess.Popen, `env` included, for a process that leaves when this one has ended."""
+    """Return options of subprocess.Popen for a child that gets SIGTERM when this process ends.
+
+    The child must call `heed`. The option `env` is a copy of `environment`, in which VARIABLE names the pipe.
+    """
     reading, _ = _pipe()
     return {"pass_fds": (reading,), "env": {**environment, VARIABLE: str(reading)}}
 
 
 def heed() -> None:
-    """Watch for the end of the parent and then send this process SIGTERM, if the parent used `tied`.
+    """Start a daemon thread that sends this process SIGTERM when its parent ends, if the parent used `tied`.
 
-    Starts a daemon thread, and returns at once. A second call does nothing.
+    A second call does nothing.
     """
-    reading = os.environ.pop(VARIABLE, None)  # what this process starts has no such descriptor
+    reading = os.environ.pop(VARIABLE, None)  # removed, so that child processes do not inherit it
     if reading is not None:
         os.set_inheritable(int(reading), False)
         threading.Thread(target=_wait, args=(int(reading),), name="lifeline", daemon=True).start()

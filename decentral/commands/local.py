@@ -1,8 +1,7 @@
-"""python -m decentral.local: a whole swarm as processes on this machine, over libp2p on loopback.
+"""python -m decentral.local: run a whole swarm as processes on this machine, over libp2p on loopback.
 
+The peers are ordinary `python -m decentral.peer` processes; only different speeds are emulated (--throttle):
     start the first peer -> the others join it -> wait -> Ctrl-C to each -> summarise journals and checkpoints
-
-Only slowness is emulated (--throttle): the peers are `python -m decentral.peer`, as anyone runs it.
 """
 
 import os
@@ -33,7 +32,7 @@ from decentral.core.journal.lines import recorded
 from decentral.core.own_inputs import OwnInputs
 from decentral.core.plain_text import printable
 from decentral.core.temporary import temporary_folder
-from decentral.core.units import Amount, Seconds, readable_bytes
+from decentral.core.units import Amount, Seconds, plural, readable_bytes
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup.invitation_files import FounderFile, founded, write_holding
 from decentral.peers.startup.state import StateFolder
@@ -42,11 +41,11 @@ from decentral.view.page.address import PageAddress, add_dashboard_flag, reserve
 from decentral.view.page.child import DashboardProcess, dashboard
 from decentral.view.page.source_lines import MissedLine
 
-PEER_START_S = 180.0  # a peer imports torch, reads data and measures itself; four at once on two cores
-PEER_LEAVE_S = 120.0
+PEER_START_S = 180.0  # a peer must join within this time, even if four peers start at once on two cores
+PEER_LEAVE_S = 120.0  # peers that have not saved and left within this time are killed
 POLL_S = 0.25
-REASON_CHARS = 500  # of a peer's trouble
-LAST_OUTPUT_BYTES = 8192  # of a peer's output, in which its last line is looked for
+REASON_CHARS = 500
+LAST_OUTPUT_BYTES = 8192
 
 EventT = TypeVar("EventT", bound=JournalEvent)
 
@@ -56,9 +55,9 @@ class LocalFlags:
     """The flags of `decentral.local`."""
 
     config: str | None
-    overrides: tuple[str, ...]  # of --set
-    throttles: tuple[float, ...]  # each peer's slowness
-    memory: tuple[int, ...]  # each peer's bytes; (): the device's
+    overrides: tuple[str, ...]
+    throttles: tuple[float, ...]  # how many times slower each peer trains
+    memory: tuple[int, ...]  # memory of each peer, bytes; (): all memory of its device
     stop_after: Amount
     device: str
     private: bool
@@ -70,6 +69,7 @@ class LocalFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 1 if a peer died."""
     return shared.run(lambda: _main(parse(argv)), lasting=True)
 
 
@@ -106,15 +106,15 @@ def _main(flags: LocalFlags) -> None:
 
 
 def check_memory(flags: LocalFlags, folder: Path) -> None:
-    """Raises UserError if peers with this --memory cannot hold the whole model together, whatever layers they choose.
+    """Raise UserError if the peers' --memory is too small for the model.
 
-    Of a run that goes on, and of a user's own layers, the peers themselves say so when they see it.
+    Existing runs, and models that code builds, are not checked.
     """
     if not flags.memory or (folder / "peer-0" / "run.json").exists():
         return
     run = config.load(flags.config, flags.overrides)
     if run.model.layers is None:
-        from decentral.engine import measure, memory  # load torch
+        from decentral.engine import measure, memory
 
         needs = memory.needs_on(run, measure.choose(flags.device, run.train.dtype, 1.0, 0.0))
         memory.check_together(needs, len(flags.memory), max(flags.memory))
@@ -122,32 +122,33 @@ def check_memory(flags: LocalFlags, folder: Path) -> None:
 
 @dataclass(slots=True)
 class LocalPeer:
-    """One peer process. What it has done is read from its journal."""
+    """One peer process, with the steps and errors that have been read from its journal so far."""
 
     number: int
     folder: Path
     process: "subprocess.Popen[bytes]"
-    steps: list[tuple[Seconds, StepLine]] = field(default_factory=list)  # in its journal, as far as it was followed
-    troubles: dict[str, Seconds] = field(default_factory=dict)  # reasons that the user has to read, and when last
+    steps: list[tuple[Seconds, StepLine]] = field(default_factory=list)  # (Unix time, content) of `step` lines
+    troubles: dict[str, Seconds] = field(default_factory=dict)  # error -> Unix time of its latest occurrence
     _tail: Tail = field(init=False)
 
     def __post_init__(self) -> None:
+        """Make the reader of the journal's new lines."""
         self._tail = Tail(self.folder / "journal.jsonl")
 
     def death(self) -> str:
-        """Return how its process has died; "" if it runs, or has left as it was told to."""
+        """Return the signal or exit code of a process that died, as text; "" if it runs or left in an orderly way."""
         status = self.process.poll() or 0
-        if status == -signal.SIGINT:  # Ctrl-C came before it could say what that means
+        if status == -signal.SIGINT:  # no death: Ctrl-C ended the process before it had set its handler
             return ""
         return f"killed by signal {-status}" if status < 0 else f"exit code {status}" if status else ""
 
     def happened(self, kind: type[EventT], since: Seconds) -> EventT | None:
-        """The first event of this kind at or after `since` (Unix time)."""
+        """Return the journal's first event of class `kind` at Unix time `since` or later; None if there is none."""
         lines = recorded(read(self.folder / "journal.jsonl"))
         return next((line.event for line in lines if isinstance(line.event, kind) and line.t >= since), None)
 
     def follow(self) -> None:
-        """Takes up the new lines of the journal. It may be long, so it is not read again from its beginning."""
+        """Read the journal's new lines into `steps` and `troubles`."""
         for line in recorded(self._tail.new()):
             match line.event:
                 case StepLine():
@@ -156,7 +157,7 @@ class LocalPeer:
                     self.troubles[reason] = line.t
 
     def has_done(self, goal: Amount, since: float) -> bool:
-        """Whether it has done so many steps or tokens since then. False for a goal in seconds: the swarm keeps it."""
+        """Return whether the peer reached `goal` after `since` (Unix time); False if the goal is in seconds."""
         if goal.kind == "s":
             return False
         self.follow()
@@ -166,7 +167,7 @@ class LocalPeer:
         return sum(line.tokens for line in steps) >= goal.value
 
     def progress(self, since: float) -> str:
-        """Return its last loss and step since `since` (Unix time), "-" if none; a dead peer has the loss "dead"."""
+        """Return loss and number of the latest step after `since` (Unix time), or "-"; a dead peer has loss "dead"."""
         self.follow()
         last = self.steps[-1][1] if self.steps and self.steps[-1][0] >= since else None
         loss = "dead" if self.death() else _number(last.loss) if last else "-"
@@ -174,36 +175,40 @@ class LocalPeer:
 
 
 class LocalSwarm:
-    """The peer processes that this command started, and only those."""
+    """The peer processes that this command has started."""
 
     listen = ports.LOOPBACK
 
     def __init__(self, flags: LocalFlags, folder: Path, page: DashboardProcess | None = None) -> None:
+        """Make a swarm without processes. Peers get state folders in `folder`; `page` is the dashboard, if any."""
         self.flags, self.folder, self.page = flags, folder, page
         self.throttles, self.memory = flags.throttles, flags.memory
         self.members: list[LocalPeer] = []
-        self.now = SwarmClock()  # as the peers', it never jumps
+        self.now = SwarmClock()
         self.began = self.now()
         self.joined_at = self.began
-        self.seconds = 0.0
-        self.address = ""  # of the first peer, once it has started
-        self.shown: set[str] = set()  # of the peers' troubles
-        self.say: Callable[[str], None] = lambda text: None  # shows the user a line
-        self.known_dead: set[int] = set()  # peers of which the user and the page have been told
+        self.seconds = 0.0  # training time: from the last peer's join until `stop` is called
+        self.address = ""
+        self.shown: set[str] = set()  # peers' errors that have been printed; each error is printed only once
+        self.say: Callable[[str], None] = lambda text: None
+        self.known_dead: set[int] = set()  # numbers of the dead peers that the user has been told about
 
     def folders(self) -> list[Path]:
+        """Return the state folder of each peer, in the order of the peers' numbers."""
         return [self.folder / f"peer-{number}" for number in range(len(self.throttles))]
 
     def start(self, console: Console) -> None:
+        """Start all peers, and print the command for another peer to join. Raise UserError if a peer does not join."""
         self.say = partial(console.print, soft_wrap=True, markup=False)
-        console.print(f"starting {len(self.throttles)} peers (throttle {', '.join(f'{t:g}' for t in self.throttles)})")
+        throttles = ", ".join(f"{throttle:g}" for throttle in self.throttles)
+        console.print(f"starting {plural(len(self.throttles), 'peer')} (throttle {throttles})")
         self.begin(len(self.throttles))
         console.print("training; a second terminal can join with:", style="bold")
         line = [str(Path(sys.executable)), "-m", "decentral.peer", "--join", self.address, *self.joining("guest")]
         console.print(f"    {shlex.join(line)}", soft_wrap=True, markup=False)
 
     def begin(self, count: int) -> None:
-        """Starts the first `count` peers, and returns when all have joined. Raises UserError if one does not."""
+        """Start the first `count` peers, and return when all have joined. Raise UserError if one does not join."""
         self.launch(0, None)
         self.await_event(self.members[0], JoinedLine)
         started = self.members[0].happened(StartedLine, self.began - 1)
@@ -216,7 +221,7 @@ class LocalSwarm:
         self.joined_at = self.now()
 
     def wait(self, console: Console) -> None:
-        """Waits for --stop-after, counted from the time at which the last peer has joined."""
+        """Wait until --stop-after is reached, counted from the time at which the last peer joined."""
         goal = self.flags.stop_after.value if self.flags.stop_after.kind == "s" else None
         with progress_bar(console, goal) as show:
             shown_at = self.joined_at
@@ -236,7 +241,7 @@ class LocalSwarm:
         self.tell_deaths()
 
     def tell_deaths(self) -> None:
-        """Print a warning for each peer that died since the last call, and tell the page."""
+        """Report each peer that died since the last call, with a line for the user and a message to the dashboard."""
         for member in self.members:
             death = member.death()
             if not death or member.number in self.known_dead:
@@ -249,13 +254,12 @@ class LocalSwarm:
                 self.page.tell("", self.now(), MissedLine(peer=started.peer, reason=death, certain=True))
 
     def deaths(self) -> dict[int, str]:
-        """Return how those peers have died that did not leave in order, by number; a peer that came back has not."""
+        """Return signal or exit code of each peer whose latest process died, as text by the peer's number."""
         latest = {member.number: member.death() for member in self.members}
         return {number: death for number, death in latest.items() if death}
 
     def warn(self, console: Console) -> None:
-        """Shows the troubles in the peers' journals since all had joined, each thing once, whichever peer
-        says it first. Before that it is no wonder that layers have no holder."""
+        """Print each error in the peers' journals once, except errors from before the last peer joined."""
         for member in self.members:
             for reason, at in member.troubles.items():
                 if at >= self.joined_at and reason not in self.shown:
@@ -264,7 +268,7 @@ class LocalSwarm:
                     console.print(text, soft_wrap=True, markup=False)
 
     def stop(self) -> None:
-        """Sends Ctrl-C to every peer, and waits while they save. A peer that takes too long is killed."""
+        """Send Ctrl-C to every peer, and wait while they save. Kill those that take longer than PEER_LEAVE_S."""
         self.seconds = self.now() - self.joined_at
         for member in self._running():
             member.process.send_signal(signal.SIGINT)
@@ -276,12 +280,13 @@ class LocalSwarm:
                 member.process.kill()
 
     def kill(self) -> None:
+        """Kill every running peer."""
         for member in self._running():
             member.process.kill()
             member.process.wait()
 
     def launch(self, number: int, join: str | None) -> None:
-        """Starts a peer. It goes on from its folder if it has one, else it joins at the address, or begins the run."""
+        """Start a peer. It continues the run in its folder, or joins at `join`, or begins a run if `join` is None."""
         folder = self.folders()[number]
         folder.mkdir(parents=True, exist_ok=True)
         restart = (folder / "run.json").exists()
@@ -290,7 +295,7 @@ class LocalSwarm:
         if self.memory:
             arguments += ["--memory", str(self.memory[number])]
         if self.flags.metrics:
-            arguments += ["--metrics", metrics_address(self.flags.metrics, number)]
+            arguments += ["--metrics", shared.metrics_address(self.flags.metrics, number)]
         if self.flags.log:
             arguments += ["--log", ",".join(self.flags.log)]
         if join and not restart:
@@ -305,17 +310,16 @@ class LocalSwarm:
         self.members.append(LocalPeer(number, folder, process))
 
     def spawn(self, number: int, arguments: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
-        """Starts the process of peer `number`; `options` are those of subprocess.Popen."""
+        """Start the process of peer `number`; `options` are those of subprocess.Popen."""
         return subprocess.Popen(arguments, start_new_session=True, **options)
 
     def own_inputs(self) -> OwnInputs:
-        """The code and the data that the first peer's user has named: the user of the others is the same."""
+        """Return the code and data that the user gave to the first peer; the other peers get the same."""
         run = StateFolder(self.folders()[0]).read_run()
         return run[1].own_inputs if run else OwnInputs()
 
     def joining(self, name: str) -> list[str]:
-        """What a peer of this name needs to join besides the address: our inputs, and where the swarm is private an
-        invitation, which is made where there is none."""
+        """Return flags for peer `name` to join: the first peer's code and data; in a private swarm, an invitation."""
         founder, invitation = self.folders()[0], self.folder / f"{name}.invite"
         if not founded(founder):
             return self.own_inputs().flags()
@@ -325,11 +329,11 @@ class LocalSwarm:
         return [*self.own_inputs().flags(), "--invite", str(invitation)]
 
     def contact(self, started: StartedLine) -> str:
-        """The address at which the others join the first peer."""
+        """Return the address at which other peers join, from the first peer's journal line."""
         return started.addresses[0]
 
     def await_event(self, member: LocalPeer, event: type[JournalEvent]) -> None:
-        """Raises UserError if the peer ends before the event is in its journal, or takes longer than PEER_START_S."""
+        """Wait for an event in a peer's journal. Raise UserError if the peer ends first, or after PEER_START_S."""
         deadline, said = self.now() + PEER_START_S, ""
         while member.happened(event, self.began - 1) is None:
             does = _last_output(member.folder)
@@ -339,7 +343,7 @@ class LocalSwarm:
             if member.process.poll() is not None:
                 raise UserError(f"peer {member.number} did not start: {_last_output(member.folder)}")
             if self.now() > deadline:
-                waited = f"within {PEER_START_S:.0f} s; is the machine loaded?"
+                waited = f"within {PEER_START_S:.0f} s; the machine may be overloaded: start fewer peers"
                 raise UserError(f"peer {member.number} did not start {waited}")
             time.sleep(POLL_S)
 
@@ -347,24 +351,18 @@ class LocalSwarm:
         return [member for member in self.members if member.process.poll() is None]
 
 
-def metrics_address(first: tuple[str, int], number: int) -> str:
-    """Where peer `number` serves its metrics: the ports follow the first one's; 0 is any free one for all."""
-    host, port = first
-    return f"{f'[{host}]' if ':' in host else host}:{port + number if port else 0}"
-
-
 def _last_output(folder: Path) -> str:
     with (folder / "output.txt").open("rb") as output:
         output.seek(max(0, output.seek(0, os.SEEK_END) - LAST_OUTPUT_BYTES))
         lines = output.read().decode(errors="replace").strip().splitlines()
-    return lines[-1].removeprefix("error: ") if lines else "it said nothing"
+    return lines[-1].removeprefix("error: ") if lines else "it printed nothing"
 
 
 def _report(console: Console, result: summary.Summary) -> None:
     for peer in result["peers"]:
         exchanges = "/".join(str(peer["exchanges"][outcome]) for outcome in OUTCOMES)
         console.print(
-            f"peer {peer['peer'][-6:]}  throttle {peer['throttle']:g}  {peer['micro_batches']} micro-batches  "
+            f"peer {peer['peer'][-6:]}  throttle {peer['throttle']:g}  {plural(peer['micro_batches'], 'micro-batch')}  "
             f"busy {peer['busy_fraction']:.3f}  exchanges {exchanges} (done/solo/failed)  "
             f"sent {readable_bytes(peer['sent_bytes'])}  received {readable_bytes(peer['received_bytes'])}  "
             f"loss {_number(peer['loss_last'])}" + (f"  DEAD: {peer['death']}" if peer["death"] else ""),
@@ -385,24 +383,26 @@ def _number(value: float | None, digits: int = 3) -> str:
 
 
 def parse(argv: Sequence[str] | None) -> LocalFlags:
-    parser = shared.Parser(prog="python -m decentral.local", description="A whole swarm on this machine.")
-    parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, or a shipped one's name")
-    parser.add_argument("--peers", type=int, default=4, metavar="N", help="how many; default 4")
-    parser.add_argument("--throttle", metavar="F,F,...", help="each peer's slowness, such as 1,1,1,10")
+    """Return the command's flags, or raise UserError if they are not valid."""
+    parser = shared.Parser(prog="python -m decentral.local", description="Run a whole swarm on this machine.")
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, or the name of a shipped one")
+    parser.add_argument("--peers", type=int, default=4, metavar="N", help="number of peers; default 4")
+    parser.add_argument("--throttle", metavar="F,F,...", help="times that each peer is slower, such as 1,1,1,10")
     parser.add_argument("--stop-after", default="90s", metavar="AMOUNT", help="90s, or each peer's 500steps, 2e6tokens")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N, for all")
-    parser.add_argument("--memory", metavar="BYTES,...", help="each peer's, or one for all; default: the device's")
-    parser.add_argument("--private", action="store_true", help="the peers are invited, and nobody else may join")
-    parser.add_argument("--state-dir", metavar="DIR", help="keep the peers' folders here, and go on from them")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N, for all peers")
+    parser.add_argument("--memory", metavar="BYTES,...", help="each peer's memory, or one size for all of them")
+    parser.add_argument("--private", action="store_true", help="begin a swarm that only invited peers may join")
+    parser.add_argument("--state-dir", metavar="DIR", help="keep the peers' folders here, and continue from them")
     add_dashboard_flag(parser)
     parser.add_argument("--summary", metavar="FILE", help="write the summary as JSON")
-    parser.add_argument("--metrics", type=shared.host_port, metavar="[HOST:]PORT", help="Prometheus; ports from it on")
-    curves = "curves for tensorboard, wandb (offline), of each peer"
-    parser.add_argument("--log", type=shared.log_names, default=[], metavar="NAMES", help=curves)
+    parser.add_argument("--metrics", type=shared.host_port, metavar="[HOST:]PORT", help="Prometheus, PORT and the next")
+    parser.add_argument("--log", type=shared.log_names, default=[], metavar="NAMES", help="curves: tensorboard, wandb")
     given = parser.parse_args(argv)
     if not 1 <= given.peers <= 64:
         raise UserError(f"--peers expects 1 to 64; got {given.peers}")
+    if given.metrics and given.metrics[1] + given.peers > shared.PORTS:
+        raise UserError(f"--metrics expects a port of at most {shared.PORTS - given.peers}; got {given.metrics[1]}")
     if given.summary:
         _require_place(Path(given.summary))
     return LocalFlags(
@@ -422,10 +422,10 @@ def parse(argv: Sequence[str] | None) -> LocalFlags:
 
 
 def _require_place(summary_file: Path) -> None:
-    """Raise UserError before the run if its summary could not be written after it."""
+    """Raise UserError if `summary_file` cannot be written, so that the user learns it before the run."""
     there, folder = summary_file.exists(), f"{summary_file.absolute().parent}/"
     if summary_file.is_dir() or not os.access(summary_file if there else folder, os.W_OK):
-        raise UserError(f"--summary {summary_file} cannot be written; name a file in a folder that can be")
+        raise UserError(f"--summary {summary_file} cannot be written; choose a file in a folder that can be written")
 
 
 def _memories(text: str | None, peers: int) -> tuple[int, ...]:
@@ -440,7 +440,7 @@ def _memories(text: str | None, peers: int) -> tuple[int, ...]:
 def _throttles(text: str | None, peers: int) -> tuple[float, ...]:
     if text is None:
         return (1.0,) * peers
-    factors = tuple(shared.several(text, float))
+    factors = tuple(shared.several(text, shared.finite))
     if len(factors) != peers or not all(1 <= factor <= 1e4 for factor in factors):
         raise UserError(f"--throttle expects {peers} factors of at least 1, such as 1,1,1,10; got {text!r}")
     return factors

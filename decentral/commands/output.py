@@ -1,33 +1,39 @@
-"""What a command does where its output cannot be written: its reader, its terminal or the room on the disk is gone."""
+"""Turn failures to write to stdout or stderr into `OutputGone`: the reader or terminal is gone, or the disk is full."""
 
 import errno
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import StringIO
+from io import StringIO, TextIOWrapper
 from typing import Any, TextIO, cast
 
-GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader, and a terminal that was closed: for ever
+GONE = (errno.EPIPE, errno.EIO)  # permanent errors: the pipe has no reader, or the terminal is closed
 
 
 class OutputGone(Exception):
-    """The output that is a command's result cannot be written; `nobody_reads`: its reader has closed the pipe."""
+    """Raised when a command's result cannot be written to stdout."""
 
     def __init__(self, error: OSError) -> None:
+        """Make the error from the OSError; attribute `nobody_reads` says whether the reader has closed the pipe."""
         super().__init__(f"the output cannot be written ({error.strerror})")
         self.nobody_reads = error.errno == errno.EPIPE
 
 
 class Output:
-    """A text stream whose only error is `OutputGone`; it has none where the command's work outlasts its output."""
+    """A wrapper of stdout or stderr. A failed write raises `OutputGone`, or is ignored if `lasting`."""
 
     def __init__(self, stream: TextIO | None, lasting: bool) -> None:
-        """`stream`: None if it is closed."""
+        """Wrap a stream.
+
+        Args:
+            stream: The stream; None: the stream is closed, so all text is discarded.
+            lasting: Whether the command goes on without an error if the stream cannot be written.
+        """
         self._stream, self._lasting = stream or StringIO(), lasting
 
     def write(self, text: str) -> int:
-        """Write the text, as the stream's own `write` does. Raises OutputGone unless lasting."""
+        """Write a text and return its length. Raise OutputGone if the stream cannot be written, unless lasting."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -35,13 +41,14 @@ class Output:
             return len(text)
 
     def flush(self) -> None:
-        """Write what waits in buffers. Raises OutputGone unless lasting."""
+        """Flush the stream. Raise OutputGone if the stream cannot be written, unless lasting."""
         try:
             self._stream.flush()
         except OSError as error:
             self._failed(error)
 
     def __getattr__(self, name: str) -> Any:
+        """Return any other attribute of the stream."""
         return getattr(self._stream, name)
 
     def _failed(self, error: OSError) -> None:
@@ -52,16 +59,16 @@ class Output:
             self._give_up()
 
     def close(self) -> None:
-        """Write what waits in buffers for the last time. Raises OutputGone unless lasting."""
+        """Flush the stream for the last time. Raise OutputGone if it cannot be written, unless lasting."""
         try:
             self._stream.flush()
         except OSError as error:
-            self._give_up()  # else Python tries again when it ends
+            self._give_up()  # otherwise Python would flush the broken stream again at exit
             if not self._lasting:
                 raise OutputGone(error) from None
 
     def _give_up(self) -> None:
-        """Let all that is written from now on, and what waits in buffers, go nowhere."""
+        """Redirect the stream to /dev/null: discard buffered text and all later text."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
@@ -69,15 +76,17 @@ class Output:
 
 @contextmanager
 def outputs(lasting: bool) -> Iterator[None]:
-    """Replace stdout and stderr by `Output` streams within the block, and flush them at its end.
+    """Replace stdout and stderr by `Output` streams within the block, and flush them when it ends.
 
     Args:
-        lasting: Whether to go on when stdout cannot be written.
+        lasting: Whether the command goes on if stdout cannot be written. It always goes on without stderr.
 
     Raises:
-        OutputGone: If stdout cannot be written and not lasting.
+        OutputGone: If stdout cannot be written, unless `lasting`.
     """
     own = sys.stdout, sys.stderr
+    if isinstance(own[0], TextIOWrapper):
+        own[0].reconfigure(errors="replace")  # print ? for characters that the terminal's encoding lacks
     streams = [Output(own[0], lasting), Output(own[1], lasting=True)]
     sys.stdout, sys.stderr = cast(list[TextIO], streams)
     try:

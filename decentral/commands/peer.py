@@ -1,7 +1,7 @@
-"""python -m decentral.peer: one peer, which starts a swarm, joins one, or goes on where its state folder stopped.
+"""python -m decentral.peer: run one peer, which starts a swarm, joins one, or continues from its state folder.
 
 peers/startup/start_peer.py     opens the network, reaches the swarm, prepares and trains
-decentral/engine/launch.py      starts a process for each device, where a peer has several
+decentral/engine/launch.py      starts one process per device, if a peer has several devices
 """
 
 import argparse
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-if __name__ == "__main__":  # while the libraries below load there is nothing to save
+if __name__ == "__main__":  # let a signal end the process at once during imports: nothing needs saving
     from decentral.commands.lifeline import heed
     from decentral.commands.shared import ending_signals
 
@@ -40,15 +40,16 @@ MAX_JOIN_WAIT_S = 7 * 86400.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     heed()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    atexit.register(gc.freeze)  # what is left the system frees at once; Python would look through it for a second
+    atexit.register(gc.freeze)  # skip the garbage collection at exit, which would take a second
     arguments = sys.argv[1:] if argv is None else argv
     return shared.run(lambda: _start(arguments), lasting=True)
 
 
 def _start(arguments: Sequence[str]) -> None:
-    """Runs the peer, or with several devices one of its ranks, or the launcher that starts these."""
+    """Run the peer; with several devices, run one of its ranks, or the launcher that starts the ranks."""
     place = Place.here()
     try:
         flags = parse(arguments)
@@ -57,14 +58,14 @@ def _start(arguments: Sequence[str]) -> None:
             from decentral.peers.startup import start_peer
         devices = measure.devices(flags.peer.device, place)
         if place and not flags.state_dir:
-            raise UserError("a peer of several ranks needs --state-dir, so that it finds its checkpoint again")
-        if flags.state_dir and ATTEMPT not in os.environ:  # ranks of our own launcher: it has looked
+            raise UserError("a peer of several ranks needs --state-dir DIR, so that it finds its checkpoint again")
+        if flags.state_dir and ATTEMPT not in os.environ:  # a rank skips this check, because its launcher has made it
             says_run = any((flags.say_config, flags.join, flags.private, flags.invite, flags.own != NOTHING_NAMED))
             state.require_meant(flags.state_dir, says_run, flags.peer != state.PeerFlags())
     except UserError:
         if place is None or place.rank == 0:
             raise
-        raise SystemExit(2) from None  # rank 0 says it
+        raise SystemExit(2) from None  # only rank 0 prints the error
     if place is not None:
         assert flags.state_dir, "a rank has a state folder"
         compile_caches.keep_in(Path(flags.state_dir).absolute())
@@ -78,34 +79,38 @@ def _start(arguments: Sequence[str]) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> StartFlags:
-    parser = shared.Parser(prog="python -m decentral.peer", description="One peer of a swarm that trains together.")
-    parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, or a shipped one's name")
+    """Return the command's flags, completed from the state folder, or raise UserError if they are not valid."""
+    about = "Run one peer: start a swarm, join one, or continue from a state folder."
+    parser = shared.Parser(prog="python -m decentral.peer", description=about)
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, or the name of a shipped one")
     parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a peer of the swarm")
-    wait = "try --join's addresses for so long, where a peer there may start later; default 0"
+    wait = "keep trying the addresses of --join for this many seconds; default 0"
     parser.add_argument("--join-wait", type=float, default=0.0, metavar="SECONDS", help=wait)
-    parser.add_argument("--invite", metavar="FILE", help="this peer's invitation, where the swarm is private")
-    parser.add_argument("--private", action="store_true", help="begin a swarm that only invited peers join")
+    parser.add_argument("--invite", metavar="FILE", help="this peer's invitation, if the swarm is private")
+    parser.add_argument("--private", action="store_true", help="begin a swarm that only invited peers may join")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
-    parser.add_argument("--data", metavar="PATH", help="this peer's own text or tokens, where the run needs them")
-    parser.add_argument("--data-glob", metavar="PATTERN", help="which files of a folder; for text: default **/*.txt")
-    parser.add_argument("--data-column", metavar="NAME", help="the column of text in rows of data; default text")
-    parser.add_argument("--data-part", metavar="K/N", help="read the K-th of N parts of streamed data, no other peer's")
+    parser.add_argument("--data", metavar="PATH", help="this peer's own text or tokens, if the run needs them")
+    parser.add_argument("--data-glob", metavar="PATTERN", help="the files of a folder to read; for text **/*.txt")
+    parser.add_argument("--data-column", metavar="NAME", help="the column with the text in rows of data; default text")
+    parser.add_argument("--data-part", metavar="K/N", help="read only the K-th of N parts of streamed data")
     parser.add_argument("--tokenizer", metavar="PATH", help="this peer's own file or folder of the run's tokenizer")
     parser.add_argument("--model-from", metavar="DIR", help="a Hugging Face folder whose weights the run starts from")
-    code = "package.module:function of the model, which is imported and called here"
+    code = "package.module:function that builds the run's model, and is imported and called on this machine"
     parser.add_argument("--trust-model-code", metavar="NAME", help=code)
-    parser.add_argument("--state-dir", metavar="DIR", help="identity, journal, checkpoints; default: a new one")
+    parser.add_argument("--state-dir", metavar="DIR", help="the peer's state folder; default: a new one")
     parser.add_argument("--device", help="auto, cpu, cuda, cuda:N, or several: cuda:0,cuda:1")
-    parser.add_argument("--memory", type=shared.size, metavar="BYTES", help="for the model; default: the device's")
-    parser.add_argument("--listen", action="append", metavar="MULTIADDR", help="where to listen")
-    parser.add_argument("--announce", action="append", metavar="MULTIADDR", help="where others reach us")
-    parser.add_argument("--region", help="a name for where this peer is, for the planner")
-    parser.add_argument("--throttle", type=float, metavar="F", help="be F times slower than the device is")
-    parser.add_argument("--stop-after", metavar="AMOUNT", help="500steps, 90s or 2e6tokens of this peer")
-    parser.add_argument("--plain", action="store_true", help="a line every few seconds instead of the live view")
+    memory = "memory for the model, such as 8GB; default: the device's"
+    parser.add_argument("--memory", type=shared.size, metavar="BYTES", help=memory)
+    parser.add_argument("--listen", action="append", metavar="MULTIADDR", help="address to listen at")
+    parser.add_argument("--announce", action="append", metavar="MULTIADDR", help="address where others reach this peer")
+    parser.add_argument("--region", help="name of this peer's place, for the planner")
+    parser.add_argument("--throttle", type=float, metavar="F", help="train F times slower than the device can")
+    parser.add_argument("--stop-after", metavar="AMOUNT", help="stop after 500steps, 90s or 2e6tokens of this peer")
+    parser.add_argument("--plain", action="store_true", help="print a line every few seconds instead of the live view")
     add_dashboard_flag(parser)
     parser.add_argument("--metrics", type=shared.host_port, metavar="[HOST:]PORT", help="serve metrics for Prometheus")
-    parser.add_argument("--log", type=shared.log_names, metavar="NAMES", help="curves for tensorboard, wandb (offline)")
+    curves = "write curves for tensorboard, wandb (offline)"
+    parser.add_argument("--log", type=shared.log_names, metavar="NAMES", help=curves)
     given = parser.parse_args(argv)
     peer = _of_peer(given)
     if not 1 <= peer.throttle <= 1e4:
@@ -135,7 +140,11 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
 
 
 def _of_peer(given: argparse.Namespace) -> state.PeerFlags:
-    """Return the flags that say what the peer is: those given, else those that its folder keeps. Raises UserError."""
+    """Return the flags to store in the state folder: those of this call, completed by the stored flags.
+
+    Raises:
+        UserError: If the stored flags are damaged.
+    """
     kept = state.StateFolder(Path(given.state_dir)).read_flags() if given.state_dir else state.PeerFlags()
     return state.PeerFlags(
         device=kept.device if given.device is None else given.device,
@@ -150,13 +159,14 @@ def _of_peer(given: argparse.Namespace) -> state.PeerFlags:
 
 
 def _check_record(flags: state.PeerFlags) -> None:
-    """Raises UserError where these flags would make a record that all other peers refuse, so that none sees us."""
+    """Raise UserError if these flags would make a DHT record that other peers refuse."""
     if flags.region != plain_text(flags.region):
-        raise UserError(f"--region expects at most {SHOWN_CHARS} printable characters, no brackets; {flags.region!r}")
+        raise UserError(f"--region expects up to {SHOWN_CHARS} printable characters, no brackets; got {flags.region!r}")
     for name, given in (("announce", flags.announce), ("listen", flags.listen)):
         if len(given) > records.MOST_ADDRESSES or any(len(one) > records.ADDRESS_CHARS for one in given):
             most = f"{records.MOST_ADDRESSES} addresses of at most {records.ADDRESS_CHARS} characters"
-            raise UserError(f"--{name} expects {most}; it has {len(given)}, the longest of {max(map(len, given))}")
+            longest = max(map(len, given))
+            raise UserError(f"--{name} expects at most {most}; got {len(given)}, the longest with {longest} characters")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Who holds which layers, in which order, with whom: `python -m decentral.plan TOPOLOGY`.
+"""python -m decentral.plan: plan which peers hold which layers, and which peers send data to each other.
 
 python -m decentral.plan eight-cities                       least communication of a synchronous step
 python -m decentral.plan swarm.yaml --model default         the asynchronous swarm's throughput
-python -m decentral.plan --join ADDR                        a live swarm, as its peers measured themselves
+python -m decentral.plan --join ADDR                        a running swarm, by its peers' own measurements
 python -m decentral.plan spot --solver annealing --json     another solver; the plan as JSON
-python -m decentral.plan spot --compare --plot spot.png     cost against seconds for all solvers
+python -m decentral.plan spot --compare --plot spot.png     cost over search time for all solvers
 """
 
 import argparse
@@ -37,12 +37,13 @@ from decentral.scheduler.topology.topology import Topology
 from decentral.view.solver_picture import draw_comparison
 
 PLAN_REASON_CHARS = 1000
-ROWS = 32  # of a table on the terminal
-PLAN_LOOKS = 4  # tries to read the swarm's records: distant ones in the DHT may need a second
+ROWS = 32
+PLAN_LOOKS = 4  # peers' records are read from the DHT up to this many times, because some may arrive late
 LOOK_PAUSE_S = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     return shared.run(lambda: _main(parse(arguments)), interrupted=COMMANDS["plan"].interrupted)
 
 
@@ -60,21 +61,24 @@ def _main(options: argparse.Namespace) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the command's flags, or raise UserError if they are not valid."""
     parser = shared.Parser(prog="python -m decentral.plan", description=(__doc__ or "").split("\n")[0])
-    place = "a YAML or JSON file, or a shipped name such as eight-cities"
+    place = "YAML or JSON file, or the name of a shipped one such as eight-cities"
     parser.add_argument("topology", metavar="TOPOLOGY", nargs="?", help=place)
-    parser.add_argument("--join", metavar="ADDR", help="instead of TOPOLOGY: the address of a peer of a live swarm")
+    parser.add_argument("--join", metavar="ADDR", help="instead of TOPOLOGY: the address of a peer of a running swarm")
     parser.add_argument("--invite", metavar="FILE", help="with --join: the invitation to a private swarm")
     parser.add_argument("--model", metavar="CONFIG", help="plan the throughput of this run's model")
     objectives = "sync: least communication of a synchronous step (default); "
     objectives += "throughput: most tokens/s of an asynchronous swarm (default with --model or --join)"
     parser.add_argument("--objective", choices=["sync", "throughput"], help=objectives)
-    parser.add_argument("--solver", default="genetic", help="genetic, annealing, gcma, exact, flow, or a hand layout")
-    parser.add_argument("--seconds", type=_positive, default=5.0, help="how long to search (default 5)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--holders", type=int, default=1, help="live holders of each layer, at least (throughput)")
+    solvers = "genetic, annealing, gcma, exact, flow, or the name of a baseline layout; default: genetic"
+    parser.add_argument("--solver", default="genetic", help=solvers)
+    parser.add_argument("--seconds", type=_positive, default=5.0, help="time limit of the search (default 5)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices (default 0)")
+    holders = "least number of peers that hold each layer; for throughput (default 1)"
+    parser.add_argument("--holders", type=int, default=1, help=holders)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the plan; with --compare, cost against seconds")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the plan, or with --compare the cost over search time")
     parser.add_argument("--compare", action="store_true", help="run all solvers on the topology")
     options = parser.parse_args(arguments)
     if (options.topology is None) == (options.join is None):
@@ -95,12 +99,12 @@ def _positive(text: str) -> float:
 
 
 def _swarm(options: argparse.Namespace) -> tuple[Topology, Config | None]:
-    """The devices and links to plan for, and the live swarm's own config."""
+    """Return the topology to plan for, and the running swarm's config if --join was given."""
     if options.join is None:
         return topologies.load(options.topology), None
     profiles, config = asyncio.run(_live(options.join, options.invite))
     if len(profiles) < 2:
-        raise UserError(f"--join: that swarm has {len(profiles)} peer; a plan needs at least 2: try when more joined")
+        raise UserError(f"--join: a plan needs at least 2 peers; that swarm has {len(profiles)}; try again later")
     return topologies.topology_from_profiles(profiles, {}), config
 
 
@@ -124,7 +128,7 @@ def _plan(topology: Topology, config: Config | None, options: argparse.Namespace
 
 
 async def _live(address: str, invite: str | None) -> tuple[dict[str, JsonObject], Config]:
-    """Each peer's own signed profile, by peer id, and the swarm's config. Raises UserError if nobody answers."""
+    """Return each peer's own signed profile, by peer id, and the swarm's config. Raise UserError if no peer answers."""
     from decentral.peers.startup.invitation_files import read_holding
     from decentral.peers.startup.visit import visit
 
@@ -139,13 +143,13 @@ async def _live(address: str, invite: str | None) -> tuple[dict[str, JsonObject]
 
 
 def _profile(record: PeerRecord, config: Config) -> JsonObject:
-    """A peer's profile, with the FLOP/s that it reached on the run's own model where it has trained."""
+    """Return a peer's profile. If the peer has trained, compute its FLOP/s from its tokens/s on the run's model."""
     reached = record.profile.tokens_per_s * layer_costs.flops_per_token(config)
     return dataclasses.asdict(record.profile) | {"flops": reached or record.profile.flops}
 
 
 def _compare(topology: Topology, options: argparse.Namespace) -> None:
-    """Cost against seconds for every solver of the synchronous objective."""
+    """Run all solvers of the synchronous objective; print or draw each solver's cost over its search time."""
     from decentral.scheduler.sync.plan import solver_records
 
     records = solver_records(topology, options.seed, options.seconds, time.monotonic)
@@ -161,11 +165,11 @@ def _compare(topology: Topology, options: argparse.Namespace) -> None:
 
 
 def _show(plan: SyncPlan | ThroughputPlan, topology: Topology, console: Console) -> None:
-    """Prints the plan as tables, and its reason."""
+    """Print the plan as tables, and its reason."""
     region = {peer: plain_text(name) for peer, name in zip(topology.ids, topology.regions, strict=True)}
     console.print(_stages(plan, region) if isinstance(plan, SyncPlan) else _spans(plan, region))
     if plan.baselines:
-        table = Table("beside it", "cost" if isinstance(plan, SyncPlan) else "tokens/s")
+        table = Table("for comparison", "cost, s" if isinstance(plan, SyncPlan) else "tokens/s")
         for name, value in sorted(plan.baselines.items(), key=lambda item: item[1]):
             table.add_row(name, f"{value:.5g}")
         console.print(table)
@@ -173,7 +177,7 @@ def _show(plan: SyncPlan | ThroughputPlan, topology: Topology, console: Console)
 
 
 def _stages(plan: SyncPlan, region: Mapping[str, str]) -> Table:
-    """The first ROWS stages, with their peers counted by region."""
+    """Return a table of the first ROWS stages, with their peers counted by region."""
     table = Table("stage", "peers by region", title=f"{plan.objective}, {plan.solver}: {plan.cost['total']:.5f} s")
     for number, stage in enumerate(plan.stages[:ROWS]):
         names = [region[peer] for peer in stage]
@@ -182,7 +186,7 @@ def _stages(plan: SyncPlan, region: Mapping[str, str]) -> Table:
 
 
 def _spans(plan: ThroughputPlan, region: Mapping[str, str]) -> Table:
-    """The layers and micro-batches of the first ROWS peers."""
+    """Return a table of the layers and micro-batches of the first ROWS peers."""
     rate, bound = plan.throughput["tokens_per_s"], plan.throughput["bound"]
     table = Table("peer", "region", "layers", "micro-batch", title=f"{rate:.4g} tokens/s of at most {bound:.4g}")
     for peer, (first, last) in list(plan.spans.items())[:ROWS]:

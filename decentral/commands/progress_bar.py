@@ -1,4 +1,4 @@
-"""The progress bar of a command that takes long, where its output is a terminal."""
+"""The progress bar of a long command, shown only on a terminal."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,9 +9,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 @contextmanager
 def progress_bar(console: Console, total: float | None, quiet: bool = False) -> Iterator[Callable[[float, str], None]]:
-    """Yield a function that shows how much of `total` is done, with a text; nothing is shown where `quiet`.
+    """Yield a function (done, text) that updates a progress bar; without a terminal, or if `quiet`, it does nothing.
 
-    Without `total` nobody knows how much there is to do, and the time that has passed stands in the place of the rest.
+    Args:
+        console: Where the bar is shown.
+        total: The value of `done` when the work is complete; None: not known. Then the bar shows elapsed time only.
+        quiet: Whether to show nothing.
     """
     if quiet or not console.is_terminal:
         yield lambda done, text: None

@@ -1,16 +1,18 @@
-"""What the commands share: flags that fail with one line, and exit codes.
+"""Code that all commands share: running a command, exit codes, and parsers of flags. Start reading at `run`.
 
-0: done, also after Ctrl-C, but for commands whose result would be missing then (`Command.interrupted`). 1: an error of
-our own. 2: one line on stderr says what to mend.
+Exit codes: 0 means success. 1 means a bug, or a bad result that the command has printed. 2 means an error that the user
+can correct; one line on stderr explains it. Ctrl-C gives 0, or 130 for commands whose result is then incomplete
+(`Command.interrupted`).
 """
 
 import argparse
+import math
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -23,32 +25,39 @@ from decentral.core.near_names import did_you_mean
 from decentral.core.plain_text import printable
 
 T = TypeVar("T")
-LOG_NAMES = ("tensorboard", "wandb")  # of experiment trackers; their packages and extras are called so too
-STAGE = "starting: "  # begins each line that says what a peer does before it trains
-ERROR_CHARS = 2000  # of the line that says what to mend
+LOG_NAMES = ("tensorboard", "wandb")  # experiment trackers; their packages have these names
+STAGE = "starting: "  # prefix of the lines that a peer prints while it starts
+ERROR_CHARS = 2000
+PORTS = 1 << 16
 
 
 class Parser(argparse.ArgumentParser):
     """An argparse parser whose help ends with the command's examples, and whose error is a UserError of one line."""
 
     def format_help(self) -> str:
+        """Return argparse's help, followed by the command's examples."""
         lines = "".join(f"\n  {line}" for line in table.examples(self.prog))
         return as_called(super().format_help() + (f"\nexamples:{lines}\n" if lines else ""))
 
     def error(self, message: str) -> NoReturn:
+        """Raise UserError with argparse's message; for an unknown flag the error also names the nearest known flag."""
         unknown = message.removeprefix("unrecognized arguments: ").split()[0] if "unrecognized" in message else ""
         meant = did_you_mean(unknown, self._option_string_actions) if unknown.startswith("--") else ""
         raise UserError(as_called(f"{message}{meant} (see {self.prog} --help)"))
 
 
 def as_called(text: str) -> str:
-    """The text with our commands named in the way in which the user has called this one."""
+    """Return a text with `python -m decentral.NAME` replaced by `decentral NAME`, if the user called `decentral`."""
     by_one_name = Path(sys.argv[0]).name == "decentral"
     return text.replace(table.CALL, "decentral ") if by_one_name else text
 
 
 def size(text: str) -> int:
-    """Return the bytes that 800000000, 800MB, 16GB or 1.5e9 means. Raises ArgumentTypeError for anything else."""
+    """Convert a text such as 800000000, 800MB, 16GB or 1.5e9 to a number of bytes; a kB has 1,000 bytes.
+
+    Raises:
+        ArgumentTypeError: If the text has another form, or the size is below 1 or at least 2^60.
+    """
     number, unit = text.strip().rstrip("Bb"), 1
     for position, prefix in enumerate("kmgt", 1):
         if number.lower().endswith(prefix):
@@ -62,8 +71,16 @@ def size(text: str) -> int:
     return int(value)
 
 
+def finite(text: str) -> float:
+    """Convert a text to a number. Raises ArgumentTypeError if it is no number, infinite or NaN."""
+    with suppress(ValueError):
+        if math.isfinite(value := float(text)):
+            return value
+    raise argparse.ArgumentTypeError(f"expected a number; got {text!r}")
+
+
 def several(text: str, read: Callable[[str], T]) -> list[T]:
-    """The values between the commas of a text; none if `read` refuses one of them."""
+    """Convert each part of a comma-separated text by `read`, and return the values; [] if `read` rejects a part."""
     try:
         return [read(part) for part in text.split(",")]
     except (ValueError, argparse.ArgumentTypeError):
@@ -71,18 +88,31 @@ def several(text: str, read: Callable[[str], T]) -> list[T]:
 
 
 def host_port(text: str) -> tuple[str, int]:
-    """The address that `9100`, `0.0.0.0:9100` or `[::]:9100` means, on this machine only where no host is named.
+    """Return host and port in a text such as `9100`, `0.0.0.0:9100` or `[::]:9100`.
 
-    Raises ArgumentTypeError for anything else. Port 0 is any free one.
+    The host is 127.0.0.1 if none is named. Port 0 stands for any free port.
+
+    Raises:
+        ArgumentTypeError: If the text has another form.
     """
     host, colon, port = text.rpartition(":")
-    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16) or (colon and not host):
+    if not (port.isascii() and port.isdigit() and int(port) < PORTS) or (colon and not host):
         raise argparse.ArgumentTypeError(f"expected [HOST:]PORT, such as 9100 or 0.0.0.0:9100; got {text!r}")
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
+def metrics_address(first: tuple[str, int], number: int) -> str:
+    """Return HOST:PORT for the metrics of peer `number`: the first peer's port + `number`, or 0 for any free port."""
+    host, port = first
+    return f"{f'[{host}]' if ':' in host else host}:{port + number if port else 0}"
+
+
 def log_names(text: str) -> list[str]:
-    """The logs that `tensorboard`, `wandb` or both with a comma name. Raises ArgumentTypeError for others."""
+    """Return the experiment trackers that a text names: `tensorboard`, `wandb`, or both separated by a comma.
+
+    Raises:
+        ArgumentTypeError: If another name is given.
+    """
     names = list(dict.fromkeys(text.split(",")))
     if not set(names) <= set(LOG_NAMES):
         raise argparse.ArgumentTypeError(f"expected {' or '.join(LOG_NAMES)}, or both with a comma; got {text!r}")
@@ -90,39 +120,46 @@ def log_names(text: str) -> list[str]:
 
 
 def require_extra(flag: str, package: str, module: str, extra: str) -> None:
-    """Raises UserError where the package that a flag needs is not installed; it names the command that installs it."""
+    """Raise UserError if a flag needs a package that is missing; the error has the command that installs the package.
+
+    Args:
+        flag: The flag, for the message.
+        package: The package's name on PyPI, for the message.
+        module: The module that the package installs.
+        extra: The optional dependency group of decentral that has the package.
+    """
     if find_spec(module) is None:
         raise UserError(f"{flag} needs {package}: pip install 'decentral[{extra}]'")
 
 
 def one_line(error: Exception) -> str:
-    """What an error says, fit to be shown: others' words may be in it."""
+    """Return an error's text as one printable line, because it may quote other peers."""
     return printable(" ".join(str(error).split()), ERROR_CHARS)
 
 
 def stage(text: str) -> None:
-    """Tell the user what a peer that starts is doing: some of it takes a minute on a machine that is loaded."""
+    """Print what a starting peer is doing now, because a start may take minutes on a loaded machine."""
     print(f"{STAGE}{printable(text, ERROR_CHARS)}", flush=True)
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
-    """Return the signals that end a command as Ctrl-C does: without SIGHUP where `nohup` has turned it off."""
+    """Return the signals that end a command as Ctrl-C does; without SIGHUP if `nohup` made the process ignore it."""
     hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGINT, signal.SIGTERM, *hangup)
 
 
 def _end_as_ctrl_c_does() -> None:
-    """Make the first notice of an end (`kill`, a closed terminal) raise KeyboardInterrupt, and the next do nothing.
+    """Make the first SIGTERM or SIGHUP raise KeyboardInterrupt, and ignore further ones.
 
-    A closing session sends several signals at once; the later ones are ignored, so that the command can still clean up.
-    A second Ctrl-C interrupts the clean-up.
+    A terminal that closes may send several of these signals at once; only the first may interrupt the command, so that
+    it can clean up. A second Ctrl-C interrupts the clean-up.
     """
     notices = [each for each in ending_signals() if each != signal.SIGINT]
 
     def notice(_: int, frame: FrameType | None) -> None:
         for each in notices:
             signal.signal(each, signal.SIG_IGN)
-        ctrl_c = signal.getsignal(signal.SIGINT)  # a shell that starts a script's `command &` has it ignored
+        ctrl_c = signal.getsignal(signal.SIGINT)  # SIG_IGN if a script started the command with `&`
         (ctrl_c if callable(ctrl_c) else signal.default_int_handler)(signal.SIGINT, frame)
 
     if threading.current_thread() is threading.main_thread():
@@ -132,12 +169,13 @@ def _end_as_ctrl_c_does() -> None:
 
 @contextmanager
 def loading(interrupted: int = 0) -> Iterator[None]:
-    """End this process at once on Ctrl-C, SIGTERM and SIGHUP while a command imports what computes.
+    """Make Ctrl-C, SIGTERM and SIGHUP end this process at once within the block, which imports large libraries.
 
-    `interrupted` is its exit code then. A signal that is ignored stays so.
+    torch and libp2p take seconds to load, and an interrupted import may leave a half-loaded library. Use the block only
+    before the command has anything to clean up. Signals that the process ignores are still ignored.
 
-    torch and libp2p take seconds to load, and an import that is interrupted may leave a half of a library behind. To
-    be used before the command holds anything that must be cleaned up.
+    Args:
+        interrupted: Exit code if one of these signals ends the process.
     """
     heard = [each for each in ending_signals() if signal.getsignal(each) is not signal.SIG_IGN]
     ending = heard if threading.current_thread() is threading.main_thread() else []
@@ -161,7 +199,8 @@ def run(main: Callable[[], None], interrupted: int = 0, lasting: bool = False) -
         lasting: Whether to go on when stdout cannot be written.
 
     Returns:
-        The exit code; 0 also if whoever read the output has ended.
+        0, also if the program that reads stdout has ended; `interrupted` after Ctrl-C; 2 after a UserError, or if
+        stdout cannot be written for another reason.
     """
     _end_as_ctrl_c_does()
     try:
@@ -173,7 +212,7 @@ def run(main: Callable[[], None], interrupted: int = 0, lasting: bool = False) -
                 return 2
     except KeyboardInterrupt:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # it would interrupt the interpreter's wait for threads
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # do not let Ctrl-C interrupt Python's exit
         return interrupted
     except OutputGone as error:
         if not error.nobody_reads:

@@ -1,4 +1,4 @@
-"""What the flags of decentral.simulate ask for: the scenario or the sweep is played, and its report shown."""
+"""Run the scenario, or the sweep of random scenarios, that the flags of decentral.simulate describe."""
 
 import argparse
 import shlex
@@ -17,7 +17,7 @@ from decentral.core import config, rng, strict_json
 from decentral.core.errors import UserError, writing
 from decentral.core.journal.field_kinds import OUTCOMES
 from decentral.core.temporary import temporary_folder
-from decentral.core.units import readable_bytes
+from decentral.core.units import plural, readable_bytes
 from decentral.engine import memory
 from decentral.scheduler.topology import topology
 from decentral.sim import faults, sweep
@@ -33,15 +33,15 @@ from decentral.view.page.child import dashboard
 from decentral.view.page.simulated import SimulatedPage
 from decentral.view.run_picture import draw_run
 
-MOST_AUDITED = 200  # peers; in larger swarms nothing is quantised and not every event is audited
+MOST_AUDITED = 200  # a simulation with more peers leaves out quantisation, audits of events and moves of layers
 
 
 def simulate(flags: argparse.Namespace) -> None:
-    """Play the scenario or the sweep that the flags describe, and print the report.
+    """Run the scenario, or the sweep of random scenarios, that the flags describe, and print the report.
 
     Raises:
-        UserError: If the flags describe none.
-        SystemExit: 1 after a violation.
+        UserError: If the flags do not describe a valid scenario.
+        SystemExit: With code 1 after a violation.
     """
     torch.set_num_threads(1)
     if flags.sweep:
@@ -63,15 +63,23 @@ def _simulate(flags: argparse.Namespace, scenario: Scenario) -> None:
             draw_run(report, scenario.faults, Path(flags.plot))
         print(strict_json.dumps(report.to_json())) if flags.json else _show(report, Console(highlight=False))
         if page:
-            print("the page stays until Ctrl-C", file=sys.stderr, flush=True)
+            print("the page is served until Ctrl-C", file=sys.stderr, flush=True)
             page.process.wait()
 
 
 def scenario_of(flags: argparse.Namespace, folder: Path) -> Scenario:
-    """Return the scenario that the flags describe; real training has its checkpoints in `folder`. Raises UserError."""
+    """Return the scenario that the flags describe.
+
+    Args:
+        flags: The parsed flags of decentral.simulate.
+        folder: Where real training (--gradients) keeps its checkpoints.
+
+    Raises:
+        UserError: If a flag or the config is not valid, or the peers' memory cannot hold the model.
+    """
     run_config = config.load(flags.config, flags.set)
     if run_config.synchronous:
-        raise UserError("gossip.algorithm synchronous is not simulated; expected pull or allreduce")
+        raise UserError("the simulator does not support gossip.algorithm synchronous; set it to pull or allreduce")
     many = flags.peers > MOST_AUDITED
     pace = Pace(flags.step_seconds, flags.noise, report_s=60.0 if many else 10.0)
     settings = SwarmSettings.of(run_config, pace, flags.throttle, flags.tokens_per_step)
@@ -81,7 +89,8 @@ def scenario_of(flags: argparse.Namespace, folder: Path) -> Scenario:
         needs = memory.needs(settings.config, settings.fragments)
         for memory_bytes in settings.memory:
             memory.check(needs, memory_bytes)
-        memory.check_together(needs, len(needs.fragments), max(settings.memory))  # faults may bring more peers
+        # Faults can add peers, so check with as many peers as the model has fragments.
+        memory.check_together(needs, len(needs.fragments), max(settings.memory))
     if flags.gradients:
         settings = real_gradients(settings, folder)
     drawn = faults.parse(flags.faults) if flags.faults else []
@@ -108,7 +117,7 @@ def _run(flags: argparse.Namespace, scenario: Scenario, watches: Sequence[Watch]
 
 
 def _sweep(flags: argparse.Namespace) -> None:
-    """Plays the seeds from --seed on, and prints one line that counts them. Exits with 1 if any was violated."""
+    """Run --sweep scenarios, one for each seed from --seed on, and print a summary. Exit with 1 after a violation."""
     began, violated, checks, played, last = time.monotonic(), list[dict[str, object]](), 0, 0, flags.seed
     seeds = islice(sweep.seeds_from(flags.seed, flags.only), flags.sweep)
 
@@ -137,7 +146,7 @@ def _sweep(flags: argparse.Namespace) -> None:
 
 
 def _report_violation(outcome: sweep.SweepOutcome, shrunk: bool) -> dict[str, object]:
-    """Explains the violation that a seed found, and gives what the report of the sweep keeps of it."""
+    """Print the violation that a sweep found with one seed, and return its entry for the sweep's report."""
     scenario = sweep.scenario_of(outcome.seed)
     again = f"python -m decentral.simulate --sweep 1 --seed {outcome.seed}"
     _explain(outcome.said, outcome.latest, scenario, again)
@@ -148,14 +157,14 @@ def _report_violation(outcome: sweep.SweepOutcome, shrunk: bool) -> dict[str, ob
 
 
 def _write_report(path: str | None, account: dict[str, object]) -> None:
-    """Writes the report as it stands, so that a sweep that is stopped leaves what it has found."""
+    """Write the results so far to file `path`, so that an interrupted sweep leaves a report. None: write nothing."""
     if path is not None:
         with writing("--report", path):
             Path(path).write_text(strict_json.dumps(account, indent=1) + "\n")
 
 
 def _explain(said: str, latest: Sequence[str], scenario: Scenario, again: str) -> None:
-    swarm = f"seed {scenario.seed}, {scenario.peers} peers, faults: {faults.text_of(scenario.faults)}"
+    swarm = f"seed {scenario.seed}, {plural(scenario.peers, 'peer')}, faults: {faults.text_of(scenario.faults)}"
     print("\n  ".join([f"violated: {said}", swarm, *latest, f"again: {again}"]), file=sys.stderr)
 
 
@@ -169,7 +178,8 @@ def _show(report: RunReport, console: Console) -> None:
     done, solo, failed = (gossip.exchanges.get(name, 0) for name in OUTCOMES)
     why = ", ".join(f"{reason} {count}" for reason, count in sorted(gossip.failures.items()))
     console.print(
-        f"{report.peers} peers, {report.seconds:g} virtual seconds, seed {report.seed}: {audit.events:,} events\n"
+        f"{plural(report.peers, 'peer')}, {report.seconds:g} virtual seconds, seed {report.seed}: "
+        f"{audit.events:,} events\n"
         f"  {work.tokens_per_s:,.0f} tokens/s, least busy peer {work.busy_fraction:.3f}\n"
         f"  exchanges {done}/{solo}/{failed} (done/solo/failed{': ' + why if why else ''}), "
         f"{gossip.exchange_s:.3f} s each; sent {readable_bytes(work.sent_bytes)}, "
@@ -180,7 +190,7 @@ def _show(report: RunReport, console: Console) -> None:
         soft_wrap=True,
     )
     for fault, seconds in report.recovery_s.items():
-        console.print(f"  {fault}: all well {'not again' if seconds is None else f'{seconds:.1f} s later'}")
+        console.print(f"  {fault}: {'not all well again' if seconds is None else f'all well {seconds:.1f} s later'}")
 
 
 def _routed(routes: RouteReport) -> str:
@@ -190,7 +200,7 @@ def _routed(routes: RouteReport) -> str:
     done, failed = (sum(n for name, n in routes.moves.items() if name.endswith(end)) for end in ("done", "failed"))
     return (
         f"  micro-batches: {counts['everywhere']} counted once in all layers ({counts['tokens']:,} tokens), "
-        f"{counts['in_part']} in a part of them, {counts['twice']} twice; "
-        f"{counts['thrown_away']} executions' gradients thrown away\n"
+        f"{counts['in_part']} in some of them, {counts['twice']} twice; "
+        f"gradients of {plural(counts['thrown_away'], 'execution')} discarded\n"
         f"  plans {routes.plans}, moves {done}/{failed} (done/failed)\n"
     )

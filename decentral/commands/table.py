@@ -1,7 +1,7 @@
-"""All commands: what each does, in a line, and examples for its help.
+"""The table of all commands, each with one line of help and examples.
 
-`python -m decentral.NAME` and `decentral NAME` are the same command. A module becomes one by its place here: it has a
-`parse(argv)` for its flags, and a `main(argv)` that returns an exit code. A test parses every example.
+`python -m decentral.NAME` and `decentral NAME` are the same command. An entry here makes the module NAME a command: it
+has a `parse(argv)` for its flags, and a `main(argv)` that returns an exit code. A test parses every example.
 """
 
 from dataclasses import dataclass
@@ -9,21 +9,21 @@ from importlib import import_module
 from types import ModuleType
 
 CALL = "python -m decentral."
-ADDRESS = "/ip4/192.0.2.7/tcp/4001/p2p/QmYourPeer"  # in examples: of a peer of the swarm; 192.0.2.0 is for documents
+ADDRESS = "/ip4/192.0.2.7/tcp/4001/p2p/QmYourPeer"  # a peer's address in examples; 192.0.2.0/24 is for documentation
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command's line in the overview, and what a user may type after its name."""
+    """A command's line in the overview of all commands, its examples, and its exit code after Ctrl-C."""
 
     does: str
-    examples: tuple[str, ...]
-    interrupted: int = 0  # exit code after Ctrl-C; 130 where a script would take 0 for a result that is missing
+    examples: tuple[str, ...]  # flags and arguments that a user may type after the command's name
+    interrupted: int = 0  # exit code after Ctrl-C; 130 for commands whose result is then incomplete
 
 
 COMMANDS = {
     "peer": Command(
-        "one peer: starts a swarm, joins one, or goes on where its state folder stopped",
+        "run one peer: start a swarm, join one, or continue from a state folder",
         (
             "",
             "my-config.yaml --set train.micro_batch=32 --state-dir mine",
@@ -34,19 +34,23 @@ COMMANDS = {
         ),
     ),
     "local": Command(
-        "a whole swarm as processes on this machine",
+        "run a whole swarm as processes on this machine",
         (
             "--peers 4 --throttle 1,1,1,10 --stop-after 90s --summary summary.json",
             "small --peers 3 --memory 8GB,2GB,2GB --state-dir kept",
         ),
     ),
+    "config": Command(
+        "print every key of a config with its meaning, default, unit and range",
+        ("", "--explain gossip.window_s"),
+    ),
     "doctor": Command(
-        "why a peer does not start, join or average, and what to do",
+        "find out why a peer does not start, join or average, and what to do",
         ("", f"--join {ADDRESS}", "--state-dir swarm/peer-1 --json"),
         interrupted=130,
     ),
     "dashboard": Command(
-        "a live page in a browser: a swarm as a visitor sees it, or from journals",
+        "serve a live page about a swarm, as a visitor or from its journals",
         (
             f"--join {ADDRESS}",
             f"--join {ADDRESS} --invite look.invite --at 9000",
@@ -55,15 +59,15 @@ COMMANDS = {
         ),
     ),
     "report": Command(
-        "a page about a run from its journals; with charts where matplotlib is installed",
+        "write a page about a run from its journals, with charts if matplotlib is installed",
         ("swarm", "swarm/peer-1 swarm/peer-2 -o run.html"),
     ),
     "tokenize": Command(
-        "a file of tokens from text, Parquet, JSON lines or Arrow",
+        "turn text, Parquet, JSON lines or Arrow into a file of tokens",
         ("my-text --train 8192 --out words.bin", "a.parquet --tokenizer my-model --out words.bin"),
     ),
     "plan": Command(
-        "who should hold which layers and talk with whom, for a topology or a live swarm",
+        "plan which peers hold which layers, for a topology file or a running swarm",
         (
             "eight-cities",
             "my-swarm.yaml --model small --objective throughput --plot plan.png",
@@ -73,7 +77,7 @@ COMMANDS = {
         interrupted=130,
     ),
     "simulate": Command(
-        "a swarm of up to thousands in virtual time, with faults",
+        "simulate a swarm of up to thousands of peers in virtual time, with faults",
         (
             "--peers 6 --throttle 1,1,1,10 --seconds 120",
             '--peers 6 --seconds 120 --faults "crash 2 at 40; restart 2 at 50" --plot run.png',
@@ -82,7 +86,7 @@ COMMANDS = {
         ),
     ),
     "invite": Command(
-        "invitations to a private swarm: makes, lists and revokes them",
+        "make, list and revoke invitations to a private swarm",
         (
             "--state-dir mine --for ann --until 30d --may train --out ann.invite",
             "--state-dir mine --list",
@@ -90,15 +94,15 @@ COMMANDS = {
         ),
     ),
     "identity": Command(
-        "a peer's id before it starts, so that others can be told where to join",
+        "print a peer's id before the peer starts, so that others can be told where to join",
         ("--state-dir first", "--state-dir first --address /dns4/first.example.org/tcp/4001"),
     ),
     "export": Command(
-        "the swarm's model as a folder for transformers",
+        "write the swarm's model as a folder for transformers",
         (f"--join {ADDRESS} --out my-model", "--state-dir swarm/peer-1 swarm/peer-2 --out my-model"),
     ),
     "generate": Command(
-        "text from the swarm's model, computed on this machine",
+        "generate text from the swarm's model on this machine",
         (
             f'--join {ADDRESS} "def main("',
             '--state-dir swarm/peer-1 --temperature 0 "def main("',
@@ -107,18 +111,18 @@ COMMANDS = {
         interrupted=130,
     ),
     "audit": Command(
-        "from the journals: was every micro-batch counted once?",
+        "check from the journals that every micro-batch was counted once",
         ("swarm", "swarm/peer-1 swarm/peer-2"),
     ),
 }
 
 
 def module_of(name: str) -> ModuleType:
-    """Return the module of a command, which is loaded only here."""
+    """Import and return the module of a command."""
     return import_module(f"decentral.commands.{name}")
 
 
 def examples(prog: str) -> list[str]:
-    """Whole lines for the help of the command that is called `prog`, such as `python -m decentral.peer`."""
+    """Return a command's example lines. `prog` is how users call the command, such as `python -m decentral.peer`."""
     known = COMMANDS.get(prog.removeprefix(CALL))
     return [f"{prog} {flags}".rstrip() for flags in known.examples] if known else []

@@ -1,11 +1,12 @@
-"""python -m decentral.tokenize: text, JSON, Parquet or Arrow to a file of tokens, which `data.kind: tokens` maps.
+"""python -m decentral.tokenize: turn text, JSON, Parquet or Arrow into a file of tokens for `data.kind: tokens`.
 
     python -m decentral.tokenize my-text --train 8192 --out words.bin        # also makes words.tokenizer/
     python -m decentral.tokenize a.parquet --tokenizer my-model --out words.bin
 
-read      documents, streamed (decentral/data/documents.py)
-train     with --train a byte-level BPE tokenizer of so many tokens, on at most --train-bytes of the text
-write     each document's tokens and a separator, as uint16 or, where the vocabulary is larger, uint32
+read      Stream the documents (decentral/data/documents.py).
+train     With --train N, train a byte-level BPE tokenizer of N tokens on at most --train-bytes of the text.
+write     Write the tokens of each document, and a separator. A token is a uint16, or a uint32 if the vocabulary has
+          more than 65,536 tokens.
 """
 
 import argparse
@@ -25,12 +26,13 @@ from decentral.data import tokenizer
 from decentral.data.documents import Documents, TextPiece
 from decentral.data.token_file import Description, describe
 
-SEPARATOR = "<|endoftext|>"  # of a tokenizer that is trained here
-PIECES_AT_ONCE = 256
-LEAST_VOCABULARY = 257  # all bytes, and the separator
+SEPARATOR = "<|endoftext|>"  # the token between documents, if this command trains the tokenizer
+PIECES_AT_ONCE = 256  # pieces of text that are tokenized together, to bound the memory
+LEAST_VOCABULARY = 257  # a vocabulary needs all 256 bytes and the separator
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
     return shared.run(lambda: _main(parse(argv)), lasting=True)
 
 
@@ -58,12 +60,22 @@ def _data(flags: argparse.Namespace, path: str) -> config.DataConfig:
 
 
 def _pieces(parts: Sequence[Documents]) -> Iterator[TextPiece]:
-    """All text, what a run would hold out included: a file of tokens holds stretches of itself out."""
+    """Yield all pieces of all data sets. No piece is held out, because a run holds out a part of the token file."""
     return itertools.chain.from_iterable(one.all_pieces() for one in parts)
 
 
 def train(pieces: Iterator[TextPiece], size: int, most_bytes: int, place: Path) -> None:
-    """Trains a byte-level BPE tokenizer (Sennrich et al., arXiv 1508.07909) and writes its folder. Raises UserError."""
+    """Train a byte-level BPE tokenizer (Sennrich et al., arXiv 1508.07909), and write it to a folder.
+
+    Args:
+        pieces: The text.
+        size: Number of tokens in the vocabulary.
+        most_bytes: Bytes of text after which training stops reading.
+        place: The folder for the tokenizer's files.
+
+    Raises:
+        UserError: If the tokenizers library is missing, or the folder cannot be written.
+    """
     library = tokenizer.library()
     made = library.Tokenizer(library.models.BPE())
     made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -83,7 +95,7 @@ def train(pieces: Iterator[TextPiece], size: int, most_bytes: int, place: Path) 
         for name, text in files.items():
             write_atomically(place / name, text.encode())
     except OSError as error:
-        raise UserError(f"--out: {place} cannot be written ({error.strerror})") from None
+        raise UserError(f"--out: {place} cannot be written ({error.strerror}); choose another place") from None
 
 
 def _first(pieces: Iterator[TextPiece], most_bytes: int) -> Iterator[str]:
@@ -96,8 +108,18 @@ def _first(pieces: Iterator[TextPiece], most_bytes: int) -> Iterator[str]:
 
 
 def write(pieces: Iterator[TextPiece], found: tokenizer.TextTokenizer, out: Path, width: int) -> int:
-    """Write the tokens and their description; return how many. Raises UserError, and leaves an old file then."""
-    from decentral.data.stream import TokenPacker  # loads torch
+    """Write a file of tokens and its description, and return the number of tokens.
+
+    Args:
+        pieces: The text.
+        found: The tokenizer.
+        out: The file to write.
+        width: Bytes of each token, 2 or 4.
+
+    Raises:
+        UserError: If the file cannot be written; an old file at `out` is then kept.
+    """
+    from decentral.data.stream import TokenPacker
 
     packer, count = TokenPacker(found), 0
     dtype = np.uint16 if width == 2 else np.uint32
@@ -115,19 +137,20 @@ def write(pieces: Iterator[TextPiece], found: tokenizer.TextTokenizer, out: Path
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = shared.Parser(prog="python -m decentral.tokenize", description="Text to a file of tokens.")
-    kinds = "a file or folder of Parquet, JSON, Arrow or text, or a data set's name on the hub"
+    """Return the command's flags, or raise UserError if they are not valid."""
+    about = "Turn text into a file of tokens."
+    parser = shared.Parser(prog="python -m decentral.tokenize", description=about)
+    kinds = "file or folder of Parquet, JSON, Arrow or text, or the name of a data set on the Hugging Face hub"
     parser.add_argument("input", nargs="+", metavar="INPUT", help=kinds)
     parser.add_argument("--out", required=True, metavar="FILE", help="the file of tokens to write")
     parser.add_argument("--tokenizer", metavar="PATH", help="file or folder of a Hugging Face tokenizer")
-    parser.add_argument("--train", type=int, metavar="N", help="instead: train a BPE tokenizer of N tokens")
-    most = "train it on at most so much text; default 256MB"
+    parser.add_argument("--train", type=int, metavar="N", help="train a BPE tokenizer of N tokens instead")
+    most = "with --train: train on at most this much text; default 256MB"
     parser.add_argument("--train-bytes", type=shared.size, default=256_000_000, metavar="BYTES", help=most)
-    parser.add_argument(
-        "--separator", metavar="TOKEN", help="between documents; default: the tokenizer's end of a text"
-    )
-    parser.add_argument("--column", default="text", metavar="NAME", help="the column of text; default text")
-    parser.add_argument("--glob", metavar="PATTERN", help="which files of a folder")
+    between = "the token between documents; default: the tokenizer's end-of-text token"
+    parser.add_argument("--separator", metavar="TOKEN", help=between)
+    parser.add_argument("--column", default="text", metavar="NAME", help="the column with the text; default text")
+    parser.add_argument("--glob", metavar="PATTERN", help="the files of a folder to read, such as **/*.txt")
     flags = parser.parse_args(argv)
     if (flags.tokenizer is None) == (flags.train is None):
         raise UserError("expected either --tokenizer PATH, or --train N to make one")

@@ -1,1 +1,1 @@
-"""What every room names: ids, units, errors, chance, the contract of a machine, jobs, config, journal."""
+"""Code that all other rooms import: ids, units, errors, random streams, machine events, jobs, config, journal."""

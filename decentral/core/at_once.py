@@ -8,5 +8,9 @@ T = TypeVar("T")
 
 
 async def at_once(works: Iterable[Awaitable[T]]) -> list[T]:
-    """Run these at the same time, and return what each gives, in their order. Raise the first error of any."""
+    """Run coroutines concurrently, wait for all of them, and return their results in order.
+
+    Raises:
+        Exception: The first error that a coroutine raises. The other coroutines keep running; their results are lost.
+    """
     return await asyncio.gather(*works)

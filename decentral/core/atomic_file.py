@@ -1,4 +1,4 @@
-"""Files that have the old content or the new one at any moment, whatever happens while they are written."""
+"""Replace files atomically: at any moment a file has its complete old or new content, even after a crash."""
 
 import os
 from collections.abc import Iterator
@@ -6,26 +6,25 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-SECRET = 0o600  # who may read a file with a key in it: its owner
+SECRET = 0o600  # permission bits of a file that holds a key: only its owner may read it
 
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o666, durable: bool = True) -> Iterator[BinaryIO]:
-    """Yield an empty file that replaces the one at `path` when the block ends.
+    """Yield an empty file, open for writing, that replaces the file at `path` when the block ends.
 
-    Where the block or the disk fails, the old file stays, and no temporary file does.
+    If the block raises or the disk refuses the data, the old file stays and the temporary file is deleted.
 
     Args:
         path: The file to write.
-        mode: Who may read and write a new file, before the umask.
-        durable: Whether to wait for the disk, so that a power cut leaves the old content or the new one; else the file
-            may be empty after it.
+        mode: Permission bits of the new file, before the umask.
+        durable: Whether to wait until the disk has stored the file. If not, a power cut may leave an empty file.
 
     Raises:
-        OSError: If the disk refuses.
+        OSError: If the file cannot be written; the old file is then unchanged.
     """
     temporary = path.with_name(path.name + ".new")
-    temporary.unlink(missing_ok=True)  # one that a power cut has left may be open to others
+    temporary.unlink(missing_ok=True)  # an old temporary file, left by a power cut, may have wider permissions
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -43,13 +42,17 @@ def replacing(path: Path, mode: int = 0o666, durable: bool = True) -> Iterator[B
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o666, durable: bool = True) -> None:
-    """Replace the content of a file at once; the arguments and the errors are those of `replacing`."""
+    """Replace a file's content with `data` atomically, with the permission bits `mode` (before the umask).
+
+    Unless `durable`, the function does not wait for the disk, and a power cut may leave an empty file. Raises OSError,
+    with the old file unchanged, if the file cannot be written.
+    """
     with replacing(path, mode, durable) as file:
         file.write(data)
 
 
 def sync_folder(folder: Path) -> None:
-    """After this a renamed file has its new name also after a power cut."""
+    """Flush a folder to the disk, so that files renamed in it keep their new names after a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

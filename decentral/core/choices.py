@@ -1,8 +1,8 @@
-"""The choices of a config that bring code with them: gossip algorithms, optimizers and kinds of data.
+"""Tables of the gossip algorithms, optimizers and kinds of data that a config can choose.
 
-A record holds the facts that the config, the node and the arithmetic of memory need, and loads nothing. The code of a
-choice is named "module:name"; `load` imports it for whoever runs it, so that a config needs no torch. A name comes from
-the strict config and must be in a table here: nothing that comes from the network chooses code.
+Each record describes one algorithm, optimizer or kind of data. The record names the code that implements it as
+"module:name", and `load` imports that code later, so that reading a config does not load torch. A config can choose
+only names from these tables, so no text from the network selects code.
 """
 
 from dataclasses import dataclass
@@ -13,41 +13,42 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """What a value of `gossip.algorithm` is. A run has either exchanges, or exact gradients by comm/rounds."""
+    """Properties of one value of `gossip.algorithm`: its code, its memory, and how peers exchange updates."""
 
     name: str
-    rule: str  # its UpdateRule, of comm/gossip/update_rules.py
-    memory_bytes: int  # at most, for each parameter, of gossip state on the device and in published snapshots
-    light: tuple[str, ...] = ()  # sections pulled in every window; the others now and then; (): all
-    blocking: bool = False  # every window is exchanged with all holders, and training waits for its merge
-    exact: bool = False  # all peers take one step with the gradients of all
+    rule: str  # "module:name" of the UpdateRule that implements the algorithm (comm/gossip/update_rules.py)
+    memory_bytes: int  # upper bound of gossip state and published snapshots, bytes per parameter
+    light: tuple[str, ...] = ()  # sections of a snapshot that peers usually request; (): all sections
+    blocking: bool = False  # whether training pauses in each window until this peer has merged with all other peers
+    exact: bool = False  # whether all peers take each step together, with the gradients of all peers (comm/rounds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """What a value of `train.optimizer` does with the matrices between the model's first and last layer.
+    """Properties of one value of `train.optimizer`.
 
-    AdamW trains everything else. An optimizer keeps one fp32 vector as long as what it trains.
+    The optimizer trains the matrices between the model's first and last layer; AdamW trains all other parameters. The
+    state of an optimizer other than AdamW is one fp32 number for each parameter that it trains.
     """
 
     name: str
-    peak_rate: float  # the best of those that docs/results/convergence.md compares
-    stretch: str = ""  # its StretchOptimizer, of engine/optimizers.py; "": AdamW trains these matrices too
-    scratch_bytes: int = 0  # while it takes a step, for each parameter of the largest matrix
-    takes_all: bool = False  # merges correct weights in full, however late they come (comm/gossip/outer_kernels.py)
+    peak_rate: float  # the best of the learning rates that docs/results/convergence.md compares
+    stretch: str = ""  # "module:name" of the class that trains the inner matrices (engine/optimizers.py); "": AdamW
+    scratch_bytes: int = 0  # temporary memory of a step: bytes per parameter of the largest matrix
+    takes_all: bool = False  # whether a late merge is applied in full instead of scaled down (outer_kernels.rho_of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataKind:
-    """What a value of `data.kind` needs from the user of a peer, and gives."""
+    """Properties of one value of `data.kind`: the code that opens the data, and the config keys that are required."""
 
     name: str
-    opens: str  # (DataConfig, ModelConfig) -> TrainingData, of data/source.py
+    opens: str  # "module:name" of a function (DataConfig, ModelConfig) -> TrainingData (data/source.py)
     needs_path: bool = True
     needs_tokenizer: bool = False
-    is_bytes: bool = False  # a token is a byte
-    has_formats: bool = False  # `data.format` says what a row is
-    may_be_on_hub: bool = False  # data.path may be the name of a data set
+    is_bytes: bool = False  # whether each token is a byte
+    has_formats: bool = False  # whether `data.format` says what a row is
+    may_be_on_hub: bool = False  # whether `data.path` may name a data set on the Hugging Face hub
 
 
 ALGORITHMS = {
@@ -56,7 +57,7 @@ ALGORITHMS = {
         Algorithm(
             name="pull",
             rule="decentral.comm.gossip.pull_rule:PullRule",
-            memory_bytes=24,  # four vectors in fp32, two published snapshots, and answers made of them
+            memory_bytes=24,  # bytes per parameter: 16 in four fp32 vectors, 8 in two snapshots and encoded replies
             light=("pseudo_gradient",),
         ),
         Algorithm(
@@ -68,7 +69,7 @@ ALGORITHMS = {
         Algorithm(
             name="synchronous",
             rule="decentral.comm.rounds.synchronous_rule:SynchronousRule",
-            memory_bytes=24,  # of three holders the gradient sums of two rounds, in fp32
+            memory_bytes=24,  # bytes per parameter: six fp32 sums of gradients, from three peers in two rounds
             exact=True,
         ),
     )
@@ -82,7 +83,7 @@ OPTIMIZERS = {
             name="muon",
             peak_rate=8e-3,
             stretch="decentral.engine.muon:Muon",
-            scratch_bytes=24,  # its iterations' matrices
+            scratch_bytes=24,  # temporary matrices of Muon's Newton-Schulz iterations
             takes_all=True,
         ),
     )
@@ -107,6 +108,6 @@ DATA_KINDS = {
 
 @cache
 def load(code: str) -> Any:
-    """Return what a record names as "module:name"; the module is imported."""
+    """Import the object that `code` names as "module:name", and return it."""
     module, name = code.split(":")
     return getattr(import_module(module), name)

@@ -1,7 +1,7 @@
-"""How functions are compiled to machine code. It is a file of its own, so that others load without numba.
+"""Decorators that compile functions to machine code with numba. Only modules that import this one load numba.
 
-The result is kept on disk for later processes where a folder can be written: beside the source, in the user's cache, or
-where NUMBA_CACHE_DIR says. Where none can, each process compiles anew.
+The machine code is cached on disk for later processes: beside the source, in the user's cache folder, or in
+NUMBA_CACHE_DIR. If none of these folders can be written, each process compiles again.
 """
 
 from collections.abc import Callable
@@ -16,34 +16,34 @@ T = TypeVar("T")
 
 
 class _Cache(FunctionCache):
-    """numba's cache on disk; a disk that refuses a file costs the next process time, and this one nothing."""
+    """numba's cache on disk, except that a failed write is ignored; the next process then compiles again."""
 
     def save_overload(self, sig: object, data: object) -> None:
-        """Write the machine code to the cache, unless the disk refuses it."""
+        """Write the machine code to the cache, ignoring errors of the disk."""
         with suppress(OSError):
             super().save_overload(sig, data)  # type: ignore[no-untyped-call]
 
 
 def _compiled(function: Callable[P, T], inner: bool = False, inlined: bool = False) -> Callable[P, T]:
-    numba: Any = njit  # its type stubs lack some options
+    numba: Any = njit  # Any, because the type stubs of njit lack some of the options below
     how = {"no_cpython_wrapper": inner, "no_cfunc_wrapper": inner, "forceinline": inlined}
     fast = numba(nogil=True, error_model="numpy", **how)(function)
     cache: Any = _Cache
-    with suppress(RuntimeError):  # no folder can be written
-        fast._cache = cache(function)  # as cache=True does, which raises instead
+    with suppress(RuntimeError):  # raised if no cache folder can be written; then nothing is cached
+        fast._cache = cache(function)  # set afterwards, because `njit(cache=True)` would let the import fail
     return cast(Callable[P, T], fast)
 
 
 def compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Compiles to machine code (numba) at the first call, and keeps the result on disk for later processes."""
+    """Return a function that numba compiles at its first call; later processes read the result from disk."""
     return _compiled(function)
 
 
 def inner(function: Callable[P, T]) -> Callable[P, T]:
-    """As `compiled`, for a function that only compiled ones call: without an entry from Python it compiles faster."""
+    """Compile a function that only compiled functions can call. Compilation is faster without a Python wrapper."""
     return _compiled(function, inner=True)
 
 
 def inlined(function: Callable[P, T]) -> Callable[P, T]:
-    """As `inner`, and copied into its callers before loops are vectorised: arguments that are constants there count."""
+    """Compile a function that compiled callers inline, since constant arguments in a caller help vectorisation."""
     return _compiled(function, inner=True, inlined=True)

@@ -1,10 +1,11 @@
-"""One strict YAML describes a run. An unknown key fails and names the nearest valid one.
+"""The config of a run: its sections and keys, how a YAML file is loaded, and the form in which peers send it.
 
-The peer that starts a run loads the file; the others take it from the swarm in its canonical form
-(decentral/core/received.py). A setting of one peer alone (device, state folder, throttle) is a flag, never a key.
+`load` reads the file of the peer that starts a run; other peers receive the canonical form (core/received.py).
+An unknown key is refused; the error names the nearest valid key. Flags, not keys, set how one peer runs (device, state
+folder, throttle).
 
-Every number and text has bounds, for a stranger may have sent it: none may fill a memory or keep a core busy. Where
-several together make something large, a validator bounds their product.
+Another peer may have sent a config, so every number and text is bounded, to limit memory and compute. If a size is the
+product of several numbers, a validator bounds the product.
 """
 
 import hashlib
@@ -16,10 +17,11 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from decentral.core import own_yaml
+from decentral.core import foreign_file, own_yaml
 from decentral.core.choices import ALGORITHMS, DATA_KINDS, OPTIMIZERS, DataKind
+from decentral.core.config_keys import keys_of
 from decentral.core.config_values import (
     Digest,
     Interval,
@@ -37,26 +39,26 @@ from decentral.core.plain_text import printable
 from decentral.model import families
 from decentral.model.shape import ModelConfig as ModelConfig
 
-MAX_YAML_BYTES = 64 * 1024  # of a user's own YAML
-MAX_CONFIG_BYTES = 8 * 1024  # of the canonical form, which travels; the longest valid one has about 2 KiB
-BYTES = 256  # tokens, where each is a byte
-MAX_BATCH_TOKENS = 1 << 24  # of one micro-batch, and of one evaluation: 128 MiB of token numbers
-OWN_KEYS = {  # they name a peer's own files, or what is in them, and do not travel
+MAX_YAML_BYTES = 64 * 1024
+MAX_CONFIG_BYTES = 8 * 1024  # a larger config from another peer is refused; the longest valid config has about 2 KiB
+BYTES = 256  # size of the vocabulary if each token is a byte
+MAX_BATCH_TOKENS = 1 << 24  # a micro-batch or an evaluation has at most this many tokens: 128 MiB of int64
+OWN_KEYS = {  # section -> keys that name a peer's own files; these keys are never sent to other peers
     "model": ("from",),
     "data": ("path", "glob", "column", "part", "tokenizer"),
 }
-LATER_KEYS = (("model", "block"),)  # (section, key) added later; left out of the digest while at their defaults
-# By section: keys of earlier versions, and the only value that a config may still give them
+LATER_KEYS = (("model", "block"),)  # (section, key) that old releases lack; `canonical` omits it at its default
+# Section -> keys of earlier releases. A config may still contain such a key, but only with the value given here.
 RETIRED_KEYS: dict[str, dict[str, float]] = {
     "train": {"final_rate": 0.1, "beta1": 0.9, "beta2": 0.95, "logits_at_once": 1 << 25},
     "gossip": {"momentum": 0.0, "step": 1.0, "consensus": 1.0, "consensus_every": 3, "max_age_s": 60.0},
     "routes": {"sums": 4},
     "swarm": {"max_peers": 4096, "record_ttl_s": 60.0, "renew_s": 20.0, "refresh_s": 4.0, "shards": 1},
 }
-MAX_ROUND = 256  # micro-batches of a synchronous round, because one peer's report names them all
-SEALED_SUMS = 4  # sealed sums of gradients that may wait at once, with `routes.overlap`
-_BRANCHES = {"int", "float", "constrained-int", "constrained-float", "literal['auto']"}  # of a key with several types
-_SHORT = reprlib.Repr()  # shows a wrong value with at most six entries, or thirty characters of a text
+MAX_ROUND = 256  # a synchronous round has at most this many micro-batches, because each report names all micro-batches
+SEALED_SUMS = 4  # with `routes.overlap`, at most this many complete sums of gradients wait for their optimizer steps
+_BRANCHES = {"int", "float", "constrained-int", "constrained-float", "literal['auto']"}  # types in pydantic's key paths
+_SHORT = reprlib.Repr()  # shows a refused value in an error text, cut to six entries or thirty characters
 _SHORT.maxlevel = 2
 
 
@@ -64,119 +66,162 @@ if TYPE_CHECKING:
     AlgorithmName = str
     DataKindName = str
     OptimizerName = str
-else:  # the names in the tables of core/choices.py
+else:  # at run time, pydantic accepts only the names in the tables of core/choices.py
     AlgorithmName, DataKindName, OptimizerName = Literal[*ALGORITHMS], Literal[*DATA_KINDS], Literal[*OPTIMIZERS]
 
 
 class DataConfig(Strict):
-    """Where the tokens come from: data/corpora.py."""
+    """The data that peers train on. Each peer sets `path`, `glob`, `column`, `part` and `tokenizer` for itself."""
 
     kind: DataKindName = "python-stdlib"
-    path: OwnPath | None = None  # a file or folder on this peer's own disk; huggingface: or a data set's name
-    glob: Annotated[str, Field(max_length=256)] | None = None  # which files of a folder; text: **/*.txt
-    # huggingface: what a row is. chat: a list of messages, of which the assistant's are learned; completion: a prompt
-    # and what is to follow it, which alone is learned
+    """What peers read. python-stdlib: the sources of Python's standard library. text: text files. Both give one token
+    for each byte. tokens: a file of tokens. huggingface: rows of text, which a tokenizer turns into tokens."""
+    path: OwnPath | None = None
+    """File or folder that this peer reads; or, with kind huggingface, the name of a data set on Hugging Face."""
+    glob: Annotated[str, Field(max_length=256)] | None = None
+    """Pattern of the files to read in folder `path`; null: `**/*.txt` for kind text, training files for huggingface."""
     format: Literal["text", "chat", "completion"] = "text"
-    column: Annotated[str, Field(max_length=256)] = "text"  # huggingface: of the rows, where the text or messages are
-    part: Annotated[str, Field(pattern=r"^[1-9]\d{0,3}/[1-9]\d{0,3}$", max_length=9)] | None = None  # k/n, as below
-    tokenizer: OwnPath | None = None  # huggingface: its file or folder; None: that of model.from
-    tokenizer_digest: Digest | None = None  # of the tokenizer that all peers have
-    token_bytes: Literal[2, 4] = 2  # width of an entry of a tokens file
-    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05  # share of the tokens that no peer trains on
+    """With kind huggingface, what a row is. text: one text. chat: messages, of which only the assistant's are learned.
+    completion: a prompt and a completion, of which only the completion is learned."""
+    column: Annotated[str, Field(max_length=256)] = "text"
+    """With kind huggingface: name of the column that has the text or the messages."""
+    part: Annotated[str, Field(pattern=r"^[1-9]\d{0,3}/[1-9]\d{0,3}$", max_length=9)] | None = None
+    """k/n: this peer reads the k-th of n parts of the rows, so that n peers with 1/n to n/n share
+    out the rows; null: this peer reads all rows."""
+    tokenizer: OwnPath | None = None
+    """File or folder of the run's tokenizer on this machine; null: with kind huggingface that of `model.from`, with
+    kind tokens the one that the file's description names."""
+    tokenizer_digest: Digest | None = None
+    """Digest of the tokenizer that all peers must have. The peer that starts the run fills it in."""
+    token_bytes: Literal[2, 4] = 2
+    """Width of one token in a file of kind tokens. Unit: bytes."""
+    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Share of the tokens kept for the held-out loss; no peer trains on them. Unit: share of 1."""
 
     @property
     def facts(self) -> DataKind:
-        """What data of this kind need and give."""
+        """The record of `kind` in `DATA_KINDS`: the keys that the kind needs, and whether its tokens are bytes."""
         return DATA_KINDS[self.kind]
 
     @model_validator(mode="after")
     def format_is_read(self) -> "DataConfig":
+        """Refuse a `format` other than text unless `kind` is huggingface."""
         if self.format != "text" and not self.facts.has_formats:
-            raise ValueError(f"data.format {self.format} needs data.kind huggingface; it is {self.kind}")
+            raise ValueError(f"data.format {self.format} needs data.kind huggingface; data.kind is {self.kind}")
         return self
 
     @model_validator(mode="after")
     def part_is_one(self) -> "DataConfig":
-        """Of n peers with `part` 1/n to n/n no two read the same rows."""
+        """Refuse `part` k/n (the k-th of n parts) if k is above n."""
         if self.part and int(self.part.split("/")[0]) > int(self.part.split("/")[1]):
-            raise ValueError(f"part expects k/n with k from 1 to n; it is {self.part}")
+            raise ValueError(f"data.part expects k/n with k from 1 to n; it is {self.part}")
         return self
 
 
 class TrainConfig(Strict):
-    """The inner steps of each peer. The first three keys save the device's memory."""
+    """How each peer trains. `weights`, `moments` and `recompute` save memory at the cost of accuracy or time."""
 
-    weights: Literal["float32", "bfloat16"] = "float32"  # and gradients; bfloat16 is rounded stochastically
-    moments: Literal["float32", "int8"] = "float32"  # of AdamW's matrices; int8 needs bitsandbytes: decentral[8bit]
-    recompute: bool = False  # a block's activations are computed again in the backward pass, not kept
-    micro_batch: Positive | Literal["auto"] = 8  # sequences; auto: the fastest number that fits the device
-    accumulate: Positive = 1  # micro-batches in one inner step; with `gossip.algorithm: synchronous` of the whole swarm
-    # Muon trains the matrices between the first and the last layer, AdamW all else: docs/CONVERGENCE.md
-    optimizer: OptimizerName = "muon"  # of the matrices between the first and last layer: AdamW has the rest
-    learning_rate: PositiveFloat | Literal["auto"] = "auto"  # auto: `Optimizer.peak_rate` in core/choices.py
+    weights: Literal["float32", "bfloat16"] = "float32"
+    """Number type in which weights and gradients are stored; bfloat16 is rounded stochastically."""
+    moments: Literal["float32", "int8"] = "float32"
+    """Number type in which AdamW stores matrices' moments; int8 needs bitsandbytes: pip install '.[8bit]'."""
+    recompute: bool = False
+    """Compute a block's activations again in the backward pass instead of keeping them."""
+    micro_batch: Positive | Literal["auto"] = 8
+    """Sequences in one micro-batch; auto: the fastest number that fits the device. Unit: sequences."""
+    accumulate: Positive = 1
+    """Micro-batches in one optimizer step of a peer; of the whole swarm if gossip.algorithm is synchronous.
+    Unit: micro-batches."""
+    optimizer: OptimizerName = "muon"
+    """Optimizer of the matrices between the model's first and last layer; AdamW trains all other weights."""
+    learning_rate: PositiveFloat | Literal["auto"] = "auto"
+    """Multiplier of each optimizer update between warm-up and decay; auto: the best rate measured for the optimizer.
+    Unit: factor."""
     warmup_steps: Steps = 50
-    total_steps: Large | None = None  # the learning rate's decay ends here; None: it is constant after the warm-up
+    """Steps at the beginning of the run in which the learning rate rises linearly. Unit: steps."""
+    total_steps: Large | None = None
+    """Step until which the learning rate falls linearly to a tenth; null: the rate stays constant. Unit: steps."""
     weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.1
+    """Decoupled weight decay: a step shrinks the weights by this value times the learning rate. Unit: factor."""
     clip_norm: PositiveFloat = 1.0
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32
-    compile: bool = False  # torch.compile, on CUDA only
+    """Largest norm of a gradient; a gradient above it is scaled down to it. The norm is over the whole model, or over
+    each fragment alone if micro-batches go through several peers. Unit: L2 norm."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number type of the forward and backward pass; auto: bfloat16 on CUDA, else float32."""
+    compile: bool = False
+    """Compile the layers with torch.compile, on CUDA only."""
     eval_every_s: Interval = 15.0
+    """Time between two evaluations of the held-out loss. Unit: seconds."""
     eval_sequences: Positive = 64
-    emulated_micro_batch_s: Annotated[float, Field(ge=0, le=3600)] = 0.0  # a micro-batch takes at least this long
+    """Held-out sequences in an evaluation. Unit: sequences."""
+    emulated_micro_batch_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
+    """Make each micro-batch take at least this long, to emulate a slower device. Unit: seconds."""
 
     @property
     def peak_rate(self) -> float:
-        """The learning rate between warm-up and decay."""
+        """The learning rate between warm-up and decay; the best measured rate if `learning_rate` is auto."""
         return OPTIMIZERS[self.optimizer].peak_rate if self.learning_rate == "auto" else self.learning_rate
 
 
 class GossipConfig(Strict):
-    """What the numbers do, and why these: docs/CONVERGENCE.md."""
+    """How peers average weights or gradients. With `algorithm` synchronous, only `fragment_parameters` counts."""
 
-    # A name in core/choices.py. With `synchronous` nothing is averaged but gradients, before each step
-    # (docs/ROUTES.md): of the settings below it uses fragment_parameters alone.
     algorithm: AlgorithmName = "pull"
+    """Peers pull each other's pseudo-gradients and never wait (pull), average weights and wait (allreduce), or average
+    gradients before each step (synchronous)."""
     window_s: Interval = 0.5
-    start_window_s: Interval = 0.125  # in the first start_steps of the swarm, when replicas drift apart fastest
+    """Time between two exchanges; peers lengthen it to stay within `link_share` and `core_share`. Unit: seconds."""
+    start_window_s: Interval = 0.125
+    """Time between two exchanges in the first `start_steps`, as weights drift apart fastest then. Unit: seconds."""
     start_steps: Steps = 100
-    # Of pull's pseudo-gradients: four bits a number, its sign alone, or signs where a peer's link is thin
+    """Number of first steps of the swarm in which `start_window_s` replaces `window_s`. Unit: steps."""
     code: Literal["auto", "q4", "q1"] = "auto"
-    partners: Annotated[int, Field(gt=0, le=64)] = 3  # pulled from in each window
-    link_share: Annotated[float, Field(gt=0, le=1)] = 0.8  # of the bandwidth that gossip may use
-    core_share: Annotated[float, Field(gt=0, le=1)] = (
-        0.02  # of the cores that train, likewise; start_steps may use more
-    )
-    fragment_parameters: Large = 65_536  # layers smaller than this share a fragment
+    """How algorithm pull encodes pseudo-gradients. q4: 4 bits a number. q1: only the signs. auto: q1 if this peer's
+    link is so slow that q4 would lengthen windows, else q4."""
+    partners: Annotated[int, Field(gt=0, le=64)] = 3
+    """Number of peers that a peer pulls from in each window. Unit: peers."""
+    link_share: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Share of the uplink's rate that gossip may use. Unit: share of 1."""
+    core_share: Annotated[float, Field(gt=0, le=1)] = 0.02
+    """Share of the training cores' time for gossip, at most; threefold in the first `start_steps`. Unit: share of 1."""
+    fragment_parameters: Large = 65_536
+    """Least size of a fragment, the part of the model that is exchanged at once: consecutive layers are joined until
+    they have this many parameters. Unit: parameters."""
 
 
 class RoutesConfig(Strict):
-    """How micro-batches travel between peers that hold a part of the model each."""
+    """How activations and gradients travel between peers, if each peer holds only a part of the layers."""
 
-    # Codec of activations and their gradients. int8-q4: activations in 8 bits, gradients in 4. auto: that where our own
-    # link is thin, else bf16.
     wire: Literal["auto", "bf16", "int8", "int8-q4", "fp32"] = "bf16"
-    holders: Annotated[int, Field(gt=0, le=4096)] = (
-        2  # a peer gives up no layer that fewer others hold, unless it takes lost layers instead
-    )
-    overlap: bool = False  # micro-batches begin before the step of the last ones is taken: docs/ROUTES.md has the cost
+    """Codec of the activations sent to the next peer, and of the gradients sent back. int8-q4: 8 bits an activation,
+    4 bits a gradient. auto: int8-q4 if this peer's uplink is slow, else bf16."""
+    holders: Annotated[int, Field(gt=0, le=4096)] = 2
+    """A peer gives up a layer only if at least this many other peers hold it; it may give up others to take over
+    layers that no peer holds. Unit: peers."""
+    overlap: bool = False
+    """Begin new micro-batches before the optimizer step of the previous ones: faster over slow links, but gradients
+    are stale."""
 
     @property
     def slots(self) -> int:
-        """How many sealed sums may wait. Without overlap, one that waits is applied before any later forward pass."""
+        """How many gradient sums may wait for their optimizer steps at the same time; 1 without `overlap`."""
         return SEALED_SUMS if self.overlap else 1
 
 
 class SwarmConfig(Strict):
-    """How peers find each other, and how often they save."""
+    """How often a peer saves checkpoints."""
 
     checkpoint_every_s: Interval = 30.0
+    """Time between two checkpoints; longer if saving would take over 1% of the time or 32 MB/s. Unit: seconds."""
 
 
 class Config(Strict):
-    """A run: all peers of a swarm have the same one."""
+    """The config of a run. All peers of a swarm have equal configs, except for keys that name a peer's own files."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$", max_length=41)] = "stdlib-gpt"
+    """Name of the run, the first part of its id."""
     seed: Annotated[int, Field(ge=-(1 << 62), lt=1 << 62)] = 0
+    """Seed of the initial weights, and of the order of the data. Unit: none."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
@@ -186,34 +231,38 @@ class Config(Strict):
 
     @property
     def synchronous(self) -> bool:
-        """Whether all peers take the same step, with the gradients of all: comm/rounds/round.py."""
+        """Whether all peers take each step together, with the sum of their gradients (comm/rounds)."""
         return ALGORITHMS[self.gossip.algorithm].exact
 
     @model_validator(mode="after")
     def rounds_are_possible(self) -> "Config":
+        """Refuse settings that synchronous rounds do not support."""
         if self.train.accumulate > MAX_ROUND and self.synchronous:
-            raise ValueError(f"train.accumulate is at most {MAX_ROUND} where gossip.algorithm is synchronous")
+            most = f"{MAX_ROUND} where gossip.algorithm is synchronous; it is {self.train.accumulate}"
+            raise ValueError(f"train.accumulate must be at most {most}")
         if self.routes.overlap and self.synchronous:
-            raise ValueError("routes.overlap is for asynchronous steps; gossip.algorithm is synchronous")
+            raise ValueError("routes.overlap must be false where gossip.algorithm is synchronous")
         if self.synchronous and (self.train.weights, self.train.moments) != ("float32", "float32"):
             raise ValueError("train.weights and train.moments must be float32 where gossip.algorithm is synchronous")
         return self
 
     @model_validator(mode="after")
     def batches_are_bounded(self) -> "Config":
+        """Refuse micro-batches and evaluations of more than `MAX_BATCH_TOKENS`."""
         sizes = {"micro_batch": self.train.micro_batch, "eval_sequences": self.train.eval_sequences}
         for key, sequences in sizes.items():
             if isinstance(sequences, int) and sequences * self.model.context > MAX_BATCH_TOKENS:
-                raise ValueError(f"train.{key} times model.context must be at most {MAX_BATCH_TOKENS} tokens")
+                most = f"{MAX_BATCH_TOKENS} tokens; it is {sequences * self.model.context}"
+                raise ValueError(f"train.{key} times model.context must be at most {most}")
         return self
 
     @model_validator(mode="after")
     def tokens_fit_their_file(self) -> "Config":
-        """Refuse a vocabulary too large for `data.token_bytes`: a wide token would be read as two narrow ones."""
+        """Refuse a vocabulary whose largest token id does not fit in `data.token_bytes` bytes."""
         width, vocabulary = self.data.token_bytes, self.model.vocabulary
         if self.data.kind == "tokens" and vocabulary > 1 << 8 * width:
-            most = f"data.token_bytes {width} allows a vocabulary of {1 << 8 * width}; model.vocabulary is {vocabulary}"
-            raise ValueError(f"{most}: write 4 bytes a token and set data.token_bytes=4")
+            most = f"at most {1 << 8 * width} tokens; model.vocabulary is {vocabulary}"
+            raise ValueError(f"data.token_bytes {width} allows {most}; write 4 bytes a token, set data.token_bytes=4")
         return self
 
     @property
@@ -223,12 +272,12 @@ class Config(Strict):
 
     @property
     def tokenizer(self) -> str | None:
-        """The file or folder of the tokenizer that this peer's data are read with."""
+        """The file or folder of this peer's tokenizer: `data.tokenizer`, else `model.from`."""
         return self.data.tokenizer or self.model.start_from
 
     @property
     def own_inputs(self) -> OwnInputs:
-        """The code and the files that this config names."""
+        """The model code, files and folders that this config names; `data_column` is None for the default column."""
         data = self.data
         column = data.column if data.column != DataConfig().column else None
         return OwnInputs(
@@ -242,7 +291,7 @@ class Config(Strict):
         )
 
     def with_own(self, own: OwnInputs) -> "Config":
-        """The same run with what this peer's own user names."""
+        """Return a copy of the config with the values of `own`; a value of None leaves the config's value unchanged."""
         model = {"layers": own.model_code, "start_from": own.model_folder}
         data = {"path": own.data, "glob": own.data_glob, "column": own.data_column, "part": own.data_part}
         data["tokenizer"] = own.tokenizer
@@ -254,10 +303,10 @@ class Config(Strict):
         return self.model_copy(update=update)
 
     def canonical(self) -> str:
-        """JSON with every key that the peers of a run share, sorted: runs that are equal give equal text.
+        """Return the keys that all peers share as sorted JSON, so that equal runs have equal text.
 
-        The keys that name files of one peer are left out, and so are `LATER_KEYS` at their defaults; `RETIRED_KEYS` are
-        added. So a run keeps its digest, by which its checkpoints are known, when keys come and go.
+        The text omits `OWN_KEYS`, and `LATER_KEYS` that have their defaults; it includes `RETIRED_KEYS`. Therefore the
+        run's digest, which checkpoints store, stays the same when a release adds or drops keys.
         """
         tree = self.model_dump(mode="json", by_alias=True)
         for section, retired in RETIRED_KEYS.items():
@@ -272,16 +321,24 @@ class Config(Strict):
         return json.dumps(tree, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     def digest(self) -> str:
+        """Return the blake2b of the canonical form: 32 hexadecimal digits."""
         return hashlib.blake2b(self.canonical().encode(), digest_size=16).hexdigest()
 
 
-FILES_OF_ROWS = (".jsonl", ".json", ".parquet", ".arrow")  # that only data.kind huggingface reads
+FILES_OF_ROWS = (".jsonl", ".json", ".parquet", ".arrow")  # only data.kind huggingface reads such files
 
 
 def load(path: str | Path | None, overrides: Sequence[str] = (), own: OwnInputs = NOTHING_NAMED) -> Config:
-    """The config at `path` (default: the one that comes with the package), then `key=value` overrides, then flags.
+    """Return the config of a file, changed by overrides and then by flags.
 
-    `path` may also be the name of a shipped config, such as `default`. Raises UserError.
+    Args:
+        path: A YAML file, or the name of a config that comes with the package; None: `default`.
+        overrides: `key=value` texts, such as `gossip.window_s=2`; for a key that occurs twice, the last text applies.
+        own: The code and files that the user named by flags.
+
+    Raises:
+        UserError: If the file cannot be read, a key or value is refused, a flag contradicts the config, or `data` lacks
+            a path or tokenizer that its kind needs.
     """
     tree = own_yaml.mapping(_read(path), str(path or "default"))
     for override in overrides:
@@ -301,22 +358,25 @@ def load(path: str | Path | None, overrides: Sequence[str] = (), own: OwnInputs 
     if kind.needs_tokenizer and found.tokenizer is None:
         raise UserError(f"config: data.kind {kind.name} needs data.tokenizer, or the flag --tokenizer PATH")
     if found.model.start_from is not None and kind.is_bytes and found.model.vocabulary != BYTES:
-        other = f"data.kind {kind.name} gives bytes, and the model of model.from reads other tokens"
-        raise UserError(f"config: {other}: take data.kind huggingface, or tokens")
+        other = "but the model in model.from reads other tokens"
+        raise UserError(f"config: data.kind {kind.name} gives bytes, {other}; set data.kind to huggingface or tokens")
     return found
 
 
 def _take_model(tree: dict[str, object], folder: str | None) -> None:
-    """Fills in the keys of `model` that the folder's config.json has: the flag's, or else that of model.from."""
+    """Copy the model's shape from the config.json in `folder`, or in the folder `model.from`, to `tree`.
+
+    Raises UserError if the tree has a different value for a copied key.
+    """
     model = tree.setdefault("model", {})
     folder = folder or (model.get("from") if isinstance(model, dict) else None)
     if not isinstance(model, dict) or not isinstance(folder, str):
-        return  # an error that `validated` names, or no folder
+        return  # nothing to copy: no folder is named, or `model` is malformed, which `validated` reports
     found = families.model_keys(Path(folder))
     for key, value in found.items():
         if key in model and model[key] != value:
             source = Path(folder) / families.CONFIG_FILE
-            raise UserError(f"config: model.{key} is {model[key]}, and {source} says {value}; leave the key out")
+            raise UserError(f"config: model.{key} is {model[key]}, but {source} has {value}; leave the key out")
     model.setdefault("context", min(found["positions"], families.MOST_START_CONTEXT))
     tree["model"] = {**model, **found, "from": folder}
 
@@ -326,16 +386,15 @@ def _read(path: str | Path | None) -> str:
     if path is None or (not Path(path).exists() and "/" not in str(path) and shipped.is_file()):
         return shipped.read_text()
     try:
-        if Path(path).stat().st_size > MAX_YAML_BYTES:
-            raise UserError(f"config: {path} is larger than {MAX_YAML_BYTES} bytes; is it a config?")
-        return Path(path).read_text()
+        return foreign_file.read_text(path, MAX_YAML_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         names = sorted(entry.name.removesuffix(".yaml") for entry in shipped_configs())
-        shipped_ones = f"shipped ones: {', '.join(names)}{did_you_mean(str(path), names)}"
-        raise UserError(f"config: cannot read {path} ({error}); {shipped_ones}") from None
+        shipped_ones = f"give a YAML file or a shipped config: {', '.join(names)}{did_you_mean(str(path), names)}"
+        raise UserError(f"config: cannot read {path} ({getattr(error, 'strerror', error)}); {shipped_ones}") from None
 
 
 def shipped_configs() -> list[Traversable]:
+    """Return the YAML files that come with the package."""
     return [entry for entry in files("decentral.configs").iterdir() if entry.name.endswith(".yaml")]
 
 
@@ -347,7 +406,7 @@ def _set(tree: dict[str, object], override: str) -> None:
     for parent in parents:
         child = tree.setdefault(parent, {})
         if not isinstance(child, dict):
-            raise UserError(f"--set {key}: {parent} is not a section")
+            raise UserError(f"--set {key}: {parent} is a value, not a section; expected section.key=value")
         tree = child
     try:
         tree[leaf] = own_yaml.value(value)
@@ -356,23 +415,24 @@ def _set(tree: dict[str, object], override: str) -> None:
 
 
 def validated(tree: Mapping[str, object]) -> Config:
-    """The config in a tree of plain values. Raises UserError, in one line of printable text."""
+    """Return the config in a tree of plain values; raise UserError, one printable line, if the config is not valid."""
     try:
         return Config.model_validate(_without_retired(tree))
     except ValidationError as error:
-        raise UserError("config: " + printable(_explain(error), 300)) from None  # another peer may have sent it
+        # `printable`, because the text may quote a value from another peer
+        raise UserError("config: " + printable(_explain(error), 300)) from None
 
 
 def _without_retired(tree: Mapping[str, object]) -> dict[str, object]:
-    """Return the tree without `RETIRED_KEYS`. Raises UserError if one of them has another value than it always has."""
+    """Return a copy of the tree without `RETIRED_KEYS`; raise UserError if such a key has a value that is refused."""
     left = dict(tree)
     for section, retired in RETIRED_KEYS.items():
         if isinstance(given := left.get(section), Mapping):
             for key, only in retired.items():
                 if (found := given.get(key, only)) != only or isinstance(found, bool):
                     here = printable(_SHORT.repr(found), 100)
-                    said = f"config: {section}.{key} is {only} in every run; it is {here} here"
-                    raise UserError(f"{said}; leave it out, or use the release that the run began with")
+                    remedy = "leave it out, or use the release that the run began with"
+                    raise UserError(f"config: {section}.{key} must be {only} in this release, but is {here}; {remedy}")
             left[section] = {key: value for key, value in given.items() if key not in retired}
     return left
 
@@ -381,19 +441,9 @@ def _explain(error: ValidationError) -> str:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"] if part not in _BRANCHES)
     if first["type"] == "extra_forbidden":
-        return f"unknown key {key}{did_you_mean(key, _keys(Config))}"
+        return f"unknown key {key}{did_you_mean(key, [known.path for known in keys_of(Config)])}"
     expected = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     expected = expected.replace("a valid integer", "an integer").replace("a valid ", "a ")
     if first["type"] == "value_error":
         return f"{key}: {expected}" if key and not expected.startswith(f"{key}.") else expected
     return f"{key} must be {expected}; it is {_SHORT.repr(first['input'])}"
-
-
-def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    keys = []
-    for attribute, field in model.model_fields.items():
-        name = field.alias or attribute
-        keys.append(prefix + name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            keys += _keys(field.annotation, f"{prefix}{name}.")
-    return keys

@@ -1,11 +1,11 @@
-"""The types of the values in a config, each with its bounds, for a stranger may have sent it."""
+"""The types of the values in a config. Each type has bounds, because another peer may have sent the value."""
 
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MAX_INTERVAL_S = 1e7  # for any time in a config
-MIN_INTERVAL_S = 0.01  # for whatever a peer does again and again
+MAX_INTERVAL_S = 1e7  # no config may set a longer time
+MIN_INTERVAL_S = 0.01  # no config may make a peer repeat an action more often than this
 
 Positive = Annotated[int, Field(gt=0, le=1 << 20)]
 Large = Annotated[int, Field(gt=0, le=1 << 40)]
@@ -17,4 +17,9 @@ Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$", max_length=32)]
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    """Base class of a config's sections. Values cannot be changed and are not converted; unknown keys are refused.
+
+    The docstring below a field explains the key to users; the docstring of a number ends with the number's unit.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)

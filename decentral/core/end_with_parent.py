@@ -1,8 +1,8 @@
-"""End a process when the thread that started it ends, even by SIGKILL. Linux only: elsewhere the process goes on.
+"""End a process when the thread that started it ends, even if SIGKILL ended that thread; only on Linux.
 
-    python end_with_parent.py PID PROGRAM ARGUMENTS...     becomes this program, which is killed when process PID ends
+    python end_with_parent.py PID PROGRAM ARGUMENTS...     runs PROGRAM, which is killed when its parent PID ends
 
-As a program it imports nothing of ours, so that it starts in 20 ms.
+The file imports nothing of decentral, so that it starts in 20 ms.
 """
 
 import ctypes
@@ -10,11 +10,11 @@ import os
 import signal
 import sys
 
-PR_SET_PDEATHSIG = 1  # Linux's name for it, in sys/prctl.h
+PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h: send a signal when the parent ends
 
 
 def end_with_parent(by: signal.Signals) -> None:
-    """Make the kernel send this process a signal when the thread that started it ends (Linux; else nothing)."""
+    """Make Linux send this process the signal `by` when the thread that started it ends; elsewhere do nothing."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(PR_SET_PDEATHSIG, int(by))
@@ -22,6 +22,6 @@ def end_with_parent(by: signal.Signals) -> None:
 
 if __name__ == "__main__":
     end_with_parent(signal.SIGKILL)
-    if os.getppid() != int(sys.argv[1]):  # it has ended already
+    if os.getppid() != int(sys.argv[1]):  # the parent ended before `end_with_parent` was called
         sys.exit(1)
     os.execv(sys.argv[2], sys.argv[2:])

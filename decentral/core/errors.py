@@ -1,4 +1,4 @@
-"""The two kinds of error that are not a bug of ours."""
+"""The two kinds of error that are not bugs: `UserError` and `ProtocolError`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """An error that the user can mend: the command prints this one line and exits 2.
+    """An error that the user can correct: the command prints its text, one line, and exits with code 2.
 
     The text says what was expected, what came, and what to do.
     """
@@ -14,7 +14,16 @@ class UserError(Exception):
 
 @contextmanager
 def writing(flag: str, path: str | Path, what: str = "place") -> Iterator[None]:
-    """Raise UserError where the block cannot write what a flag names; `what` is what the user is to choose instead."""
+    """Turn an OSError in the block into a UserError that names the flag and its path.
+
+    Args:
+        flag: The flag whose path the block writes, such as `--summary`.
+        path: The path that the user gave.
+        what: A noun for the error text "choose a {what} that can be written", such as `folder`.
+
+    Raises:
+        UserError: If the block raises OSError.
+    """
     try:
         yield
     except OSError as error:
@@ -22,9 +31,10 @@ def writing(flag: str, path: str | Path, what: str = "place") -> Iterator[None]:
 
 
 class ProtocolError(Exception):
-    """A message or a blob that the protocol does not allow. It is data: counted, logged, ignored."""
+    """Raised for a message or a blob that the protocol does not allow. The receiver counts the error and goes on."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
+        """Make the error from its reason, a member of `Reason`, and a detail for people."""
         super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason  # one word, for the journal's counters
+        self.reason = reason  # one word; the journal counts these errors by reason
         self.detail = detail

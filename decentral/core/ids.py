@@ -1,4 +1,4 @@
-"""Names of things that travel between peers."""
+"""The types of the ids that peers send to each other: peer ids and run ids."""
 
 from typing import NewType
 
@@ -12,10 +12,10 @@ RunId = NewType("RunId", str)
 
 
 def short(peer: PeerId) -> str:
-    """The last six characters of the id; the first ones are the same for every RSA identity."""
+    """Return the last six characters of the id, for people; the first characters of all ids of RSA keys are equal."""
     return peer[-6:]
 
 
 def suffix(peer: PeerId) -> str:
-    """The end of the id that stands for a peer in others' records: 47 bits tell it from all others of a swarm."""
+    """Return the last eight characters of the id (47 bits, unique in a swarm); records name other peers in this way."""
     return peer[-SUFFIX_CHARS:]

@@ -1,10 +1,14 @@
-"""What the event loop asks of the threads that compute (jobs), and what they report (outcomes).
+"""The jobs that the event loop gives to the compute threads, and the outcomes that these threads report.
 
-All are plain values: tensors cross this border only as encoded bytes, a blob and the layout of its sections. Jobs that
-touch live weights are done at step edges, in order; gossip, states for newcomers and checkpoints go on beside training
-(engine/threads.py). Each job has exactly one outcome: the one that its docstring names, with the same `fragment`,
-`token` or `round`, or JobFailed. A `token` names an execution at this peer; `tokens` of a contribution or an outcome
-count text.
+Jobs and outcomes are plain values: tensors pass between event loop and threads only as encoded bytes, a blob and the
+layout of its sections. Jobs that use the live weights run between two training steps, in order; gossip, states for
+newcomers and checkpoints run beside training (engine/threads.py). Each job has exactly one outcome: the outcome that
+its docstring names, with the job's `fragment`, `token` or `round`, or else `JobFailed`.
+
+A stage execution is one micro-batch in the layers of one peer; `token` is its number at this peer. `tokens` of a
+contribution or an outcome count text tokens. Window `seq` of a fragment is the training between two exchanges of the
+fragment. Sealing a sum of gradients means that no gradient is added to it any more, and that it waits in a `slot` for
+its optimizer step.
 """
 
 from dataclasses import dataclass, replace
@@ -18,20 +22,20 @@ from decentral.core.synthetic import Blob
 from decentral.core.time_spent import TimeSpent
 from decentral.core.units import Seconds
 
-DIVERGED = "training has diverged"  # the prefix of a stop reason that `prepare.train` turns into exit code 2
-MOST_UNDER_WAY = 48  # micro-batches at a peer: each is an open question, and one sender has 64 at another peer
+DIVERGED = "training has diverged"  # if a peer's reason to stop begins with these words, it exits with code 2
+MOST_UNDER_WAY = 48  # most micro-batches in flight at a peer; each takes one of the peer's 64 open requests
 
 Donated = tuple[int, Layout, Blob]
-"""A fragment's state from a donor: the fragment's index, the sections of the blob, and the blob."""
+"""A fragment's state from a donor: the fragment's index, the blob's layout, the blob."""
 
 
 AppliedTokens = tuple[tuple[int, int, int], ...]
-"""What a step took into the weights: the layers [first, last) of each fragment, and its tokens."""
+"""(first, last, tokens) of each fragment that a step changed: its layers [first, last) and the step's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """Another peer's blob for a fragment, with the tokens and the sum of learning rates that stand behind it."""
+    """Another peer's encoded update of a fragment, with the tokens and summed learning rates of that peer's steps."""
 
     peer: PeerId
     tokens: int
@@ -40,14 +44,13 @@ class Contribution:
     blob: bytes
 
 
-# Jobs
-
-
 @dataclass(frozen=True, slots=True)
 class CloseWindow:
-    """End the fragment's window `seq` and encode what others may pull -> WindowClosed.
+    """Job: end window `seq` of a fragment, and encode its result, which partners may pull. Outcome: `WindowClosed`.
 
-    `hold`: take no further step before this window's Merge. `sparse`: in the shorter of the algorithm's codes.
+    Attributes:
+        hold: Whether training pauses until the `Merge` of this window is done.
+        sparse: Whether to use the algorithm's shorter encoding, for a thin (slow) link, if it has two.
     """
 
     fragment: int
@@ -58,9 +61,9 @@ class CloseWindow:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Nobody is there to read the fragment's windows: keep none until the next CloseWindow -> Rested.
+    """Job: publish no windows of a fragment until the next `CloseWindow`, since no peer reads them. Outcome: `Rested`.
 
-    What is trained meanwhile goes into the slow weights when the next window is closed or a newcomer asks for them.
+    Training continues. The slow weights are updated at the next `CloseWindow`, or when a newcomer requests the state.
     """
 
     fragment: int
@@ -68,7 +71,10 @@ class Rest:
 
 @dataclass(frozen=True, slots=True)
 class EncodeSections:
-    """Encode the sections of window `seq` that are made only on request; its Merge comes later -> SectionsEncoded."""
+    """Job: encode, for a partner that requests them, the sections of window `seq` that `CloseWindow` left out.
+
+    Outcome: `SectionsEncoded`. The job must come before the window's `Merge`.
+    """
 
     fragment: int
     seq: int
@@ -76,7 +82,10 @@ class EncodeSections:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Take the outer step of window `seq` with these contributions -> Merged. Without any it is a solo step."""
+    """Job: take the outer step of window `seq` with this peer's and its partners' contributions. Outcome: `Merged`.
+
+    `contributions` has only the partners' contributions; it may be empty.
+    """
 
     fragment: int
     seq: int
@@ -85,14 +94,14 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class ExportState:
-    """Encode the state of the fragment that a newcomer needs -> StateExported."""
+    """Job: encode a fragment's state for a newcomer. Outcome: `StateExported`."""
 
     fragment: int
 
 
 @dataclass(frozen=True, slots=True)
 class ImportState:
-    """Start from donors' states, one per fragment, at the swarm's learning-rate step -> StateImported."""
+    """Job: start from donors' states, one per fragment, at learning-rate step `step`. Outcome: `StateImported`."""
 
     blobs: tuple[Donated, ...]
     step: int
@@ -100,7 +109,11 @@ class ImportState:
 
 @dataclass(frozen=True, slots=True)
 class SetClock:
-    """Follow the swarm's learning-rate step if it is ahead of ours -> ClockSet. `versions` are as in Advance."""
+    """Job: raise this peer's learning-rate step to `step`, the step of the swarm. Outcome: `ClockSet`.
+
+    A higher step of this peer stays unchanged in asynchronous training; in synchronous rounds it is set to `step`.
+    `versions` are the fragments' versions, as in `Advance`.
+    """
 
     step: int
     versions: tuple[tuple[int, bytes], ...] = ()
@@ -108,34 +121,34 @@ class SetClock:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """Measure the held-out loss of the weights -> Evaluated."""
+    """Job: measure the held-out loss of the weights. Outcome: `Evaluated`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Write a checkpoint -> Saved, or SaveFailed."""
+    """Job: write a checkpoint. Outcome: `Saved` or `SaveFailed`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Train from now on, since the state is complete -> Started. A newcomer's first window carries no weight."""
+    """Job: begin to train; all held fragments must have their states. Outcome: `Started`.
+
+    If `newcomer`, this peer has just received its state, and its first window of each fragment has weight 0 in merges.
+    """
 
     newcomer: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """End the training thread after all jobs before this one. It has no outcome."""
-
-
-# Jobs of routed training (comm/pipeline/router.py)
+    """Job: end the training thread after all earlier jobs. It has no outcome."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Begin a micro-batch of our own data: forward through our layers up to `last` -> as for Forward.
+    """Job: run a micro-batch of this peer's own data forward through layers [0, last). Outcome: as for `Forward`.
 
-    `thin`, here and below: what leaves has the shorter of the run's forms.
+    If `thin`, here and in the jobs below, the result has the run's shorter encoding, for thin (slow) links.
     """
 
     token: int
@@ -145,10 +158,11 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Take another peer's micro-batch through layers [first, last) -> ForwardDone, or ExecutionFailed.
+    """Job: run another peer's micro-batch forward through layers [first, last).
 
-    The blob holds hidden_BTD and targets_BT, with B = `sequences`. If `last` is the model's end, the loss and the
-    backward pass follow at once -> BackwardDone.
+    The blob contains hidden_BTD and targets_BT, with B = `sequences`. Outcome: `ForwardDone`. If `last` is the model's
+    end, the job also computes the loss and the backward pass; outcome: `BackwardDone`. If the blob is refused or the
+    loss is not finite, outcome: `ExecutionFailed`.
     """
 
     token: int
@@ -162,7 +176,10 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Go back through the same layers; the blob is the gradient of the hidden_BTD that we sent on -> as for Forward."""
+    """Job: run the backward pass of execution `token`. Outcome: `BackwardDone` or `ExecutionFailed`.
+
+    The blob contains the gradient of the hidden_BTD that the execution's `ForwardDone` returned.
+    """
 
     token: int
     layout: Layout
@@ -172,16 +189,20 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Free what these executions keep for their backward passes; nobody waits for them -> Forgotten."""
+    """Job: free the activations of the executions `tokens`; no backward pass will need them. Outcome: `Forgotten`."""
 
     tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """Compare gradients of the hidden_BTD that enter layer `first`: the last one with each one before -> Compared."""
+    """Job: compare the last of `gradients` with each earlier one, to find a wrong peer. Outcome: `Compared`.
 
-    token: int  # of an audit
+    Several peers have run the same stage execution (an audit). Each gradient is the gradient of the hidden_BTD that
+    enters layer `first`, as computed by one of these peers.
+    """
+
+    token: int  # identifies the audit
     sequences: int
     first: int
     gradients: tuple[tuple[Layout, bytes], ...]
@@ -189,9 +210,10 @@ class Compare:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Take the optimizer's step with a sealed sum -> Stepped, which repeats the tokens, micro-batches and loss.
+    """Job: take an optimizer step with the sealed sum of gradients in `slot`. Outcome: `Stepped`.
 
-    They describe our own micro-batches in the sum; `loss` is the mean over the sum's tokens.
+    `tokens` and `micro_batches` count this peer's own micro-batches in the sum; `loss` is the mean over all tokens of
+    the sum, in nats per token.
     """
 
     tokens: int
@@ -202,10 +224,10 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """Close the sum of gradients and keep it in this slot -> Sealed. Later backward passes fill the next sum.
+    """Job: seal the open sum of gradients in `slot`, and begin a new sum. Outcome: `Sealed`.
 
-    If it is the sum of exactly the `ready` executions, which are all committed, and sound, `then` is done at once,
-    before any later forward pass -> Stepped.
+    `ready` are committed executions. If the sealed sum is finite and consists of exactly these executions, the job
+    `then` runs at once, before any later forward pass, and the outcome is `Stepped`.
     """
 
     ready: tuple[int, ...] = ()
@@ -215,18 +237,18 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Throw a sealed sum away, because an execution in it was aborted -> Forgotten."""
+    """Job: discard the sealed sum in `slot`, because an execution in it was aborted. Outcome: `Forgotten`."""
 
     slot: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeSpan:
-    """Hold layers [first, last) from now on; no execution is here -> SpanChanged.
+    """Job: change this peer's span to layers [first, last) while no execution is in flight. Outcome: `SpanChanged`.
 
-    `blobs` are the states of fragments that we do not hold yet. A new fragment without one begins with the state that
-    the disk retains, or else with its initial weights. Fragments that we give up are retained on the disk. `step` is
-    the donors' learning-rate step.
+    `blobs` are donors' states of new fragments, at learning-rate step `step`. A new fragment without a donor's state
+    starts from the state that the disk retains, or else from initial weights. The states of fragments that this peer
+    gives up are saved on the disk.
     """
 
     first: int
@@ -237,19 +259,17 @@ class ChangeSpan:
 
 @dataclass(frozen=True, slots=True)
 class ExportRetained:
-    """Read the state of a fragment that was retained when we gave its layers up -> RetainedExported."""
+    """Job: read from the disk the state of a fragment that this peer gave up. Outcome: `RetainedExported`."""
 
     fragment: int
 
 
-# Jobs of synchronous rounds (comm/rounds/round.py)
-
-
 @dataclass(frozen=True, slots=True)
 class CloseRound:
-    """End the round's sums of gradients, and encode them for the other holders of our layers -> RoundClosed.
+    """Job: encode this peer's sums of gradients of round number `round`, and clear them. Outcome: `RoundClosed`.
 
-    If the sums hold other executions than these, they count nowhere and are not encoded.
+    Each sum belongs to one fragment, and all other peers that hold the fragment receive the sum. If any sum is not
+    finite, or includes an execution that is not in `executions`, no sum is encoded.
     """
 
     round: int
@@ -258,14 +278,16 @@ class CloseRound:
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """Take the round's step in every fragment with all holders' sums -> Stepped, which repeats the rest as for Apply.
+    """Job: take the optimizer step of round number `round` in every held fragment, with all holders' sums of gradients.
 
-    `versions` are those of the fragments after the step, for the checkpoint.
+    Outcome: `Stepped`.
+
+    `tokens`, `micro_batches` and `loss` are as in `Apply`.
     """
 
     round: int
-    sums: tuple[tuple[int, tuple[Contribution, ...]], ...]  # by fragment, in the order of the peers
-    versions: tuple[tuple[int, bytes], ...]
+    sums: tuple[tuple[int, tuple[Contribution, ...]], ...]  # (fragment, all holders' sums, sorted by peer)
+    versions: tuple[tuple[int, bytes], ...]  # (fragment, digest) after the step, for the checkpoint
     tokens: int
     micro_batches: int
     loss: float
@@ -278,30 +300,27 @@ SpanJob = ChangeSpan | ExportRetained
 Job = GossipJob | SpanJob | RoundJob | ImportState | SetClock | Evaluate | Save | Start | Finish | StageJob
 
 
-# Outcomes
-
-
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """One inner step. `spent` is the training thread's time since the last one, jobs included."""
+    """Outcome: one optimizer step (inner step) was taken."""
 
     step: int
     lr_step: int
     tokens: int
-    loss: float
-    spent: TimeSpent
+    loss: float  # mean loss, nats per token
+    spent: TimeSpent  # time since the previous step, including the time of jobs
     micro_batches: int
-    executions: tuple[int, ...] = ()  # after a Seal: the tokens of the executions in the step
-    refused: tuple[tuple[int, PeerId, str], ...] = ()  # after an Advance: fragment, the sum's peer, and the reason
-    applied: AppliedTokens | None = None  # after a step with gradients of routes
-    dropped: bool = False  # the gradient was not finite, so nothing was trained
+    executions: tuple[int, ...] = ()  # `token` of each execution in the step, if the step follows a Seal
+    refused: tuple[tuple[int, PeerId, str], ...] = ()  # (fragment, peer, reason) of each sum that was refused
+    applied: AppliedTokens | None = None  # tokens by fragment; None unless micro-batches passed through several peers
+    dropped: bool = False  # whether nothing was trained, because the gradient was not finite
 
 
 @dataclass(frozen=True, slots=True)
 class WindowClosed:
-    """The encoded pseudo-gradient of one fragment's window, with the tokens and learning rates that went into it.
+    """Outcome: the encoded pseudo-gradient of a fragment's window, with the window's tokens and sum of learning rates.
 
-    In a RoundClosed it is the sum of gradients of one synchronous round.
+    In a `RoundClosed`, the blob is instead this peer's sum of gradients of one synchronous round.
     """
 
     fragment: int
@@ -310,29 +329,34 @@ class WindowClosed:
     lr_sum: float
     layout: Layout
     blob: bytes
-    on_request: Layout = ()  # sections that EncodeSections makes, until the window is merged
-    codings: Layout = ()  # all forms of the sections that come in several codes, ours included
-    cost_s: Seconds = 0.0  # of the training thread and of the worker beside it
-    ago_s: Seconds = 0.0  # how long the host took to say so: it is minutes where the process was stopped
+    on_request: Layout = ()  # sections that the blob lacks; EncodeSections can still encode them until the merge
+    codings: Layout = ()  # all encodings of each section that has more than one encoding
+    cost_s: Seconds = 0.0  # time that the job took on the training thread and on its worker thread
+    ago_s: Seconds = 0.0  # time between the end of the job and its report; minutes if the process was suspended
 
     def reported(self, ago_s: Seconds) -> "WindowClosed":
+        """Return a copy with `ago_s`, the time between the end of the job and its report to the event loop."""
         return replace(self, ago_s=ago_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Rested:
+    """Outcome: the fragment publishes no windows until the next `CloseWindow`."""
+
     fragment: int
 
 
 @dataclass(frozen=True, slots=True)
 class NotHeld:
-    """The fragment was given up before the job's turn came."""
+    """Outcome: nothing was done, because this peer gave up the fragment before the job started."""
 
     fragment: int
 
 
 @dataclass(frozen=True, slots=True)
 class SectionsEncoded:
+    """Outcome: the sections of window `seq` that a partner asked for."""
+
     fragment: int
     seq: int
     layout: Layout
@@ -342,17 +366,19 @@ class SectionsEncoded:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """The contributions of the `used` peers went into the step; those of the `rejected` did not, for a reason."""
+    """Outcome: the outer step of window `seq` was taken."""
 
     fragment: int
     seq: int
     used: tuple[PeerId, ...]
-    rejected: tuple[tuple[PeerId, str], ...]
+    rejected: tuple[tuple[PeerId, str], ...]  # peers whose contributions were left out, each with the reason
     cost_s: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StateExported:
+    """Outcome: a fragment's state for a newcomer; `blob` is empty if this peer no longer holds the fragment."""
+
     fragment: int
     layout: Layout
     blob: bytes
@@ -360,24 +386,30 @@ class StateExported:
 
 @dataclass(frozen=True, slots=True)
 class StateImported:
+    """Outcome: either all donors' states were adopted (`accepted`), or no state was adopted, for the given `reason`."""
+
     accepted: bool
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ClockSet:
+    """Outcome: this peer's learning-rate step after a `SetClock`."""
+
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Training begins at this learning-rate step."""
+    """Outcome: training begins at this learning-rate step."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
+    """Outcome: the held-out loss over `tokens` tokens, in nats per token."""
+
     tokens: int
     loss: float
     seconds: float
@@ -385,21 +417,23 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
+    """Outcome: a checkpoint of inner step `step` is on the disk."""
+
     step: int
     bytes: int
-    cost_s: Seconds = 0.0  # of the training thread and of the worker beside it
+    cost_s: Seconds = 0.0  # time that the job took on the training thread and on its worker thread
 
 
 @dataclass(frozen=True, slots=True)
 class SaveFailed:
-    """The checkpoint could not be written; the one before it stays, and the peer goes on."""
+    """Outcome: the checkpoint could not be written; the previous checkpoint is kept, and the peer keeps running."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class JobFailed:
-    """Another job raised an error, after which the peer cannot go on. `job` is its name for the journal."""
+    """Outcome: a job raised an error after which the peer must stop. `job` is the job's name for the journal."""
 
     job: str
     reason: str
@@ -407,13 +441,10 @@ class JobFailed:
 
 @dataclass(frozen=True, slots=True)
 class ForwardDone:
-    """The blob holds hidden_BTD and targets_BT for the next stage.
-
-    `number` is that of a micro-batch that we drew, unique at this peer.
-    """
+    """Outcome: a blob of hidden_BTD and targets_BT for the next stage."""
 
     token: int
-    number: int
+    number: int  # number of this peer's own micro-batch, by which other peers know it
     sequences: int
     tokens: int
     layout: Layout
@@ -422,22 +453,19 @@ class ForwardDone:
 
 @dataclass(frozen=True, slots=True)
 class BackwardDone:
-    """The weights' gradients are in the sum; the blob is the gradient of the hidden_BTD that came in.
-
-    `loss` is summed over the tokens; only the last stage knows it.
-    """
+    """Outcome: the weights' gradients were added to the open sum; the blob is the gradient of the input hidden_BTD."""
 
     token: int
     tokens: int
-    loss: float
+    loss: float  # nats, summed over the tokens; 0.0 unless this stage is the model's last
     layout: Layout
     blob: bytes
-    number: int = 0  # of a micro-batch that we drew and took to the model's end
+    number: int = 0  # number of this peer's own micro-batch, by which other peers know it; 0 for another peer's
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionFailed:
-    """The blob was refused. Nothing has changed, and the execution can be tried again."""
+    """Outcome: the forward or backward pass was refused or failed; no gradient was added to a sum."""
 
     token: int
     reason: str
@@ -445,31 +473,28 @@ class ExecutionFailed:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """The executions whose gradients are in the sealed sum.
+    """Outcome: the open sum of gradients was sealed. The sum waits in `slot` for its optimizer step."""
 
-    If it is not `sound`, its norm is not finite in some fragment, so that no step can be taken with it.
-    """
-
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # `token` of each stage execution whose gradient is in the sum
     slot: int = 0
-    sound: bool = True
+    sound: bool = True  # False if the sum's norm in a fragment is not finite; no step can use such a sum
 
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
-    """How like one gradient is to another: their cosine, and its length over the other's."""
+    """How similar a later gradient is to an earlier gradient: the cosine, and the later norm over the earlier norm."""
 
     cosine: float
     ratio: float
 
 
 UNLIKE = Likeness(-1.0, 0.0)
-"""That of what is no gradient."""
+"""The likeness given to a gradient that is zero, not finite, or cannot be decoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """How like the last gradient is to each one before."""
+    """Outcome: how similar the last gradient is to each earlier gradient."""
 
     token: int
     likeness: tuple[Likeness, ...]
@@ -477,26 +502,26 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """A Forget or a Drop is done."""
+    """Outcome: a `Forget` or a `Drop` is done."""
 
 
 Number = Annotated[int, Strict(), Field(ge=0, lt=1 << 62)]
 RetainedStates = tuple[tuple[Number, Number], ...]
-"""The fragments whose state the disk retains, each with its learning-rate step."""
+"""(fragment, learning-rate step) of each state that the disk retains."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpanChanged:
-    """If not accepted, all is as before, and `reason` says why. `kept` are the states that the disk retains now."""
+    """Outcome: either the span was changed (`accepted`), or nothing was changed, for the given `reason`."""
 
     accepted: bool
     reason: str = ""
-    kept: RetainedStates = ()
+    kept: RetainedStates = ()  # stored states of fragments that this peer no longer trains
 
 
 @dataclass(frozen=True, slots=True)
 class RetainedExported:
-    """The retained state. If nothing can be read, the layout is empty."""
+    """Outcome: a fragment's retained state from the disk; `layout` is empty if no state can be read."""
 
     fragment: int
     step: int
@@ -506,11 +531,11 @@ class RetainedExported:
 
 @dataclass(frozen=True, slots=True)
 class RoundClosed:
-    """The executions whose gradients are in the sums. There are no sums if they are empty or not all of it counts."""
+    """Outcome: this peer's sums of gradients of round number `round`, one for each fragment with gradients."""
 
     round: int
-    executions: tuple[int, ...]
-    sums: tuple[WindowClosed, ...]
+    executions: tuple[int, ...]  # `token` of each stage execution whose gradient was in the sums
+    sums: tuple[WindowClosed, ...]  # empty if there were no gradients, or if the sums were discarded
 
 
 StageOutcome = ForwardDone | BackwardDone | ExecutionFailed | Sealed | Compared | Forgotten | Stepped

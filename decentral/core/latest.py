@@ -1,4 +1,4 @@
-"""Dictionaries that others make grow, and that hold the latest entries only."""
+"""Limit the size of dictionaries whose keys come from other peers, by deleting the oldest entries."""
 
 from typing import TypeVar
 
@@ -7,7 +7,7 @@ Value = TypeVar("Value")
 
 
 def keep_latest(entries: dict[Key, Value], key: Key, value: Value, most: int) -> None:
-    """Sets `entries[key]`, as the latest entry; of the entries, the latest `most` stay."""
+    """Set `entries[key]` as the latest entry, and delete the oldest entries so that at most `most` entries remain."""
     entries.pop(key, None)
     entries[key] = value
     while len(entries) > most:

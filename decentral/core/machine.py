@@ -1,8 +1,8 @@
-"""What all machines share. A machine is `handle(event, now) -> list[Effect]`, plus `wake_at`.
+"""The event and the effect that all state machines share. A machine is `handle(event, now) -> list[Effect]`.
 
-A machine holds no socket, thread, tensor or clock. Whatever must happen outside is an effect that it returns, and the
-outcome arrives later as an event (comm/wire/transport.py). So the same code runs over libp2p, in memory, and in virtual
-time.
+A machine's `wake_at` is the time at which it wants a `Woke` event. A machine has no socket, thread, tensor or clock. It
+returns an effect for each action of its host, and receives the outcome later as an event (comm/wire/transport.py). The
+same machine therefore runs over libp2p, in memory, and in virtual time.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from decentral.core.units import Seconds
 
 @dataclass(frozen=True, slots=True)
 class Woke:
-    """The time that a machine asked for with `wake_at` has come."""
+    """Event: the time in the machine's `wake_at` has come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,5 +25,5 @@ class Log:
 
 
 def earliest(times: Iterable[Seconds | None]) -> Seconds | None:
-    """The least of the times that are not None; None if all are."""
+    """Return the earliest time, ignoring None; None if all are None or there are no times."""
     return min([time for time in times if time is not None], default=None)

@@ -1,6 +1,6 @@
-"""How much of a device's memory the fragments of a model take: which spans fit, and how many micro-batches beside them.
+"""Compute which spans (consecutive fragments) fit a device's memory, and how many micro-batches fit with a span.
 
-engine/memory.py has the bytes of a run's model. What follows from them is here, for those who know nothing of tensors.
+The bytes of each fragment come from engine/memory.py. Start reading at `MemoryNeeds.span_bytes`. No torch is loaded.
 """
 
 from collections.abc import Callable
@@ -10,24 +10,32 @@ from functools import lru_cache
 from decentral.core.fragments import Fragment
 from decentral.core.jobs import MOST_UNDER_WAY
 
-LEAST_IN_FLIGHT = 4  # micro-batches that a part of the model must have memory for; with fewer, links idle its device
-IN_FLIGHT_PER_STAGE = 5  # micro-batches that a span should have memory for, for each stage from it to the model's end
-MOST_REQUIRED = 32  # no span must have memory for more micro-batches than that, however long its routes are
+LEAST_IN_FLIGHT = 4  # a peer must have memory for this many micro-batches; with fewer, its device often waits for links
+IN_FLIGHT_PER_STAGE = 5  # with this many micro-batches in flight per own and later stage, a device stays busy
+MOST_REQUIRED = 32  # limit of `required_in_flight`, so that small devices can take part in long routes
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Bytes that each fragment takes, and that one micro-batch takes in it."""
+    """The device memory, in bytes, that each fragment takes, and that one micro-batch takes in each fragment."""
 
     fragments: tuple[Fragment, ...]
-    state: tuple[int, ...]  # for as long as the fragment is held
-    scratch: tuple[int, ...]  # while a window is closed or merged, one fragment at a time
-    activations: tuple[int, ...]  # for each micro-batch between its forward and its backward pass
-    sums: tuple[int, ...] = ()  # for as long as the fragment is held by a peer that holds a part of the model
-    whole_in_flight: int = LEAST_IN_FLIGHT  # micro-batches that a peer with the whole model must have memory for
+    state: tuple[int, ...]  # bytes of each fragment's weights, moments and gossip state
+    scratch: tuple[
+        int, ...
+    ]  # temporary bytes for encoding or merging a fragment; only one fragment at a time needs them
+    activations: tuple[int, ...]  # bytes of a micro-batch in each fragment between its forward and backward pass
+    sums: tuple[int, ...] = ()  # bytes of each fragment's gradient sums; peers with the whole model need no sums
+    whole_in_flight: int = LEAST_IN_FLIGHT  # a peer with the whole model must have memory for this many micro-batches
 
     def span_bytes(self, begin: int, end: int, micro_batches: int | None = None) -> int:
-        """Bytes of fragments [begin, end) with so many micro-batches in flight; None: with as many as are required."""
+        """Return the bytes of device memory that fragments [begin, end) take, including micro-batches in flight.
+
+        Args:
+            begin: First fragment.
+            end: Fragment after the last one.
+            micro_batches: Number of micro-batches in flight; None: `required_in_flight(end - begin)`.
+        """
         part = slice(begin, end)
         sums = sum(self.sums[part]) if end - begin < len(self.fragments) else 0
         count = self.required_in_flight(end - begin) if micro_batches is None else micro_batches
@@ -35,22 +43,26 @@ class MemoryNeeds:
 
     @property
     def state_of_parts(self) -> tuple[int, ...]:
-        """Bytes that each fragment takes of a peer that holds a part of the model."""
+        """Bytes of each fragment's state and gradient sums, on a peer that holds only a part of the model."""
         return tuple(map(sum, zip(self.state, self.sums, strict=True))) if self.sums else self.state
 
     def required_in_flight(self, width: int) -> int:
-        """Micro-batches that a span of so many fragments must have memory for: the narrower spans are, the longer are
-        routes, and the first of P stages holds P of them (PipeDream's 1F1B, arXiv 1806.03377, section 3.2)."""
+        """Return the number of micro-batches that a span of `width` fragments must have memory for.
+
+        With narrower spans a route has more stages, and the first of P stages has P micro-batches in flight
+        (PipeDream's 1F1B, arXiv 1806.03377, section 3.2). The number is between LEAST_IN_FLIGHT and MOST_REQUIRED; for
+        the whole model it is `whole_in_flight`.
+        """
         if width >= len(self.fragments):
             return self.whole_in_flight
         stages = -(-len(self.fragments) // max(1, width))
         return min(MOST_REQUIRED, max(LEAST_IN_FLIGHT, stages + 2))
 
     def wanted_in_flight(self, begin: int, end: int) -> int:
-        """Micro-batches that fragments [begin, end) should have memory for, if the stages behind it are as wide.
+        """Return the number of micro-batches that keep the device of fragments [begin, end) busy.
 
-        Where routes are many, gradients come back at random times, and it takes about five micro-batches at each
-        device to keep it busy nine tenths of the time (a queue with random arrivals).
+        The later stages are assumed to be as wide as this stage. With many routes, gradients come back at random times,
+        and about five micro-batches per stage keep a device busy 90% of the time (a queue with random arrivals).
         """
         width = max(1, end - begin)
         if width >= len(self.fragments):
@@ -61,10 +73,10 @@ class MemoryNeeds:
         return min(MOST_UNDER_WAY, max(self.required_in_flight(width), IN_FLIGHT_PER_STAGE * stages_left))
 
     def capacity(self, begin: int, end: int, memory_bytes: int) -> int:
-        """Return the number of routed micro-batches that fit beside the span.
+        """Return the number of routed micro-batches that fit in `memory_bytes` beside fragments [begin, end).
 
-        At least `min(LEAST_IN_FLIGHT, required_in_flight(end - begin))`, even where memory just holds the span, so that
-        the peer still takes micro-batches of routes.
+        The number is at least `min(LEAST_IN_FLIGHT, required_in_flight(end - begin))`, even if no micro-batch fits, so
+        that the peer still takes part in routes. The number is at most MOST_UNDER_WAY.
         """
         free_bytes = memory_bytes - self.span_bytes(begin, end, 0)
         fitting = free_bytes // max(1, sum(self.activations[begin:end]))
@@ -72,7 +84,7 @@ class MemoryNeeds:
         return max(least, min(MOST_UNDER_WAY, fitting))
 
     def reach(self, peers: int, memory_bytes: int) -> int:
-        """How many fragments, from the first one on, so many peers with so much memory each can hold together."""
+        """Return how many of the model's first fragments `peers` peers can hold together, with `memory_bytes` each."""
         count, reached = len(self.fragments), 0
         if self.span_bytes(0, count) <= memory_bytes:
             return count
@@ -85,16 +97,17 @@ class MemoryNeeds:
         return reached
 
     def span(self, begin: int, end: int) -> tuple[int, int]:
-        """Fragments [begin, end) as layers [first, last)."""
+        """Return the layers [first, last) of fragments [begin, end)."""
         return self.fragments[begin].first, self.fragments[end - 1].last
 
 
-@lru_cache(maxsize=4096)  # each peer of a large swarm may have memory of its own
+@lru_cache(maxsize=4096)  # enough for each memory size in a large swarm
 def widest_span(needs: MemoryNeeds, memory_bytes: int) -> Callable[[int], int]:
-    """Maps the first fragment of a span to the end of the widest one that fits; to itself, where nothing fits.
+    """Return a function that maps a span's first fragment to the end of the widest span that fits in `memory_bytes`.
 
-    That is the widest that fits with as many micro-batches as are wanted, or else the widest that fits with those that
-    are required. A narrower span may need memory for more of them.
+    A span fits if memory is left for `wanted_in_flight` micro-batches. If no span fits, memory for `required_in_flight`
+    micro-batches suffices. If still no span fits, the returned end is the first fragment, and the span is empty. The
+    function tries all widths, because a narrower span may need memory for more micro-batches.
     """
     count = len(needs.fragments)
 

@@ -1,7 +1,7 @@
-"""What only the user of a peer may name: the code of a model, and the files that data are read from.
+"""The inputs that only a peer's own user may name: the code of a model, and the files that data are read from.
 
-Whoever starts a swarm says so in the config or by flags; whoever joins one, by flags. Nothing that comes from the
-network ever gets here (decentral/core/received.py).
+The user who starts a swarm names these inputs in the config or by flags; a user who joins a swarm names them by flags.
+A name that another peer sends is never used as an input (decentral/core/received.py).
 """
 
 from argparse import Namespace
@@ -14,37 +14,37 @@ from decentral.core.plain_text import plain_text
 
 @dataclass(frozen=True, slots=True)
 class OwnInputs:
-    """The values of this peer's flags, or those of its own config or state folder. None: nothing is named."""
+    """The code and files that this peer's user named, by flags, config or state folder. None: not named."""
 
     model_code: str | None = None  # package.module:function, which is imported and called
-    model_folder: str | None = None  # a Hugging Face folder, whose weights the model starts from
-    data: str | None = None  # the file or folder that is read
-    data_glob: str | None = None  # which files of a folder
-    data_column: str | None = None  # which column of their rows
-    data_part: str | None = None  # k/n: which of n parts of them
-    tokenizer: str | None = None  # its file or folder
+    model_folder: str | None = None  # a Hugging Face folder with the weights that the model starts from
+    data: str | None = None
+    data_glob: str | None = None
+    data_column: str | None = None
+    data_part: str | None = None  # k/n: which of n parts of the rows is read
+    tokenizer: str | None = None
 
     @classmethod
     def of(cls, value_of: Callable[[str], str | None]) -> "OwnInputs":
-        """Return what this gives for the name of each input."""
+        """Return inputs in which each field has the value that `value_of` returns for the field's name."""
         return cls(*(value_of(one.name) for one in fields(cls)))
 
     @classmethod
     def named_by(cls, flags: Namespace) -> "OwnInputs":
-        """Return the code and the files that the user of this peer has named by flags."""
+        """Return the inputs that parsed command-line flags name."""
         return cls.of(lambda name: getattr(flags, FLAGS[name][2:].replace("-", "_")))
 
     def or_else(self, kept: "OwnInputs") -> "OwnInputs":
-        """These, and where they name nothing, those that were kept."""
+        """Return a copy in which inputs from `kept`, the peer's state folder, replace the inputs that are None."""
         return OwnInputs.of(lambda name: getattr(self, name) or getattr(kept, name))
 
     def flags(self) -> list[str]:
-        """The flags of decentral.peer that name the same."""
+        """Return these inputs as command-line flags of decentral.peer, each flag followed by its value."""
         named = ((flag, getattr(self, name)) for name, flag in FLAGS.items())
         return [part for flag, given in named if given is not None for part in (flag, given)]
 
     def of_data(self) -> str:
-        """The flag of the first of these that is about data; empty if none is."""
+        """Return the flag of the first named input that concerns data, such as `--data`; "" if there is none."""
         return next((FLAGS[name] for name in OF_DATA if getattr(self, name) is not None), "")
 
 
@@ -62,14 +62,20 @@ NOTHING_NAMED = OwnInputs()
 
 
 def agreed_code(run: str | None, trusted: str | None, whose: str) -> str | None:
-    """The code that a run's model is built by; None: the built-in model. `whose`: the swarm's, or the config's.
+    """Check that the user trusts the code that builds the run's model, and return it; None: the built-in model.
 
-    Raises UserError unless the user trusts just that code.
+    Args:
+        run: `package.module:function` that the run's config names; None: the built-in model.
+        trusted: The code that the user has named with --trust-model-code, if any.
+        whose: The config's owner in error messages: "this swarm's" or "the config's".
+
+    Raises:
+        UserError: If `run` and `trusted` differ.
     """
     if run == trusted:
         return run
     if run is None:
-        raise UserError(f"--trust-model-code {trusted}: {whose} model is the built-in one; leave the flag out")
+        raise UserError(f"--trust-model-code {trusted}: {whose} model is built in, not code; leave the flag out")
     name = plain_text(run, 256)
     flag = f"--trust-model-code {name}"
     if trusted is None:

@@ -1,7 +1,7 @@
-"""YAML of this user's own file or command line, as plain values. What peers send each other is never YAML.
+"""Read YAML from a file or the command line as plain values. Peers never send each other YAML.
 
-Anchors, aliases and merge keys are refused: with them some hundred bytes stand for gigabytes, and a config has no use
-for them.
+Anchors, aliases and merge keys are refused: with them a few hundred bytes can stand for gigabytes, and neither a config
+nor a topology needs them.
 """
 
 import re
@@ -11,13 +11,19 @@ import yaml
 
 from decentral.core.errors import UserError
 
+INT, FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+LONGEST_NUMBER = 400  # longer numbers are refused: any finite float fits, and Python prints no int of over 4,300 digits
+
 
 class _PlainLoader(yaml.SafeLoader):
-    """YAML as people write it: 8e-3 is a number too (YAML 1.1 wants 8.0e-3)."""
+    """A safe YAML loader that refuses anchors, aliases and merge keys.
+
+    Unlike YAML 1.1, it reads 8e-3 as a number, and 1:30:00 as a text, not as a number to base 60.
+    """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
-        if getattr(event, "anchor", None) is not None:  # an alias is an event with an anchor too
+        if getattr(event, "anchor", None) is not None:  # events of anchors and of aliases have this attribute
             raise yaml.MarkedYAMLError(problem="an anchor or an alias", problem_mark=event.start_mark)
         return super().compose_node(parent, index)
 
@@ -28,31 +34,72 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 _PlainLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
+    FLOAT,
     re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)$"),
     list("-+0123456789"),
 )
 
 
-def mapping(text: str, source: str) -> dict[str, object]:
-    """The mapping in a text; empty for an empty text. Raises UserError, which names `source`, for anything else."""
+def _number(loader: _PlainLoader, node: yaml.ScalarNode) -> object:
+    """Return the number that a scalar stands for; the text itself if it has a colon, is too long, or is no number."""
+    text: str = node.value
+    if ":" in text or len(text) > LONGEST_NUMBER:
+        return text
+    read = loader.construct_yaml_int if node.tag == INT else loader.construct_yaml_float
     try:
-        tree = yaml.load(text, Loader=_PlainLoader)  # _PlainLoader is a SafeLoader: it makes plain values only
-    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date or a number that cannot be
+        return read(node)
+    except ValueError:  # a text such as `0x_`, which is not a number
+        return text
+
+
+_PlainLoader.add_constructor(INT, _number)
+_PlainLoader.add_constructor(FLOAT, _number)
+
+
+def tree(text: str, source: str) -> object:
+    """Return the value in a YAML text; None if the text is empty.
+
+    Args:
+        text: The YAML text.
+        source: The text's kind and origin, for error messages, such as `config: small.yaml`.
+
+    Raises:
+        UserError: If the text is not valid YAML, or holds an anchor, alias or merge key.
+    """
+    try:
+        return yaml.load(text, Loader=_PlainLoader)  # a SafeLoader, which makes only plain values
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # a date with month 13 raises ValueError
         where, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         line = f" at line {where.line + 1}" if where else ""
         if problem in ("an anchor or an alias", "a merge key"):
-            raise UserError(f"config: {source} has {problem}{line}; write the values out") from None
-        raise UserError(f"config: {source} is not valid YAML{line}") from None
-    if tree is None:
+            raise UserError(f"{source} has {problem}{line}; write the values out") from None
+        raise UserError(f"{source} is not valid YAML{line}") from None
+
+
+def mapping(text: str, source: str) -> dict[str, object]:
+    """Return the mapping in the YAML text of a config; an empty mapping if the text is empty.
+
+    Args:
+        text: The YAML text.
+        source: The text's origin, for error messages.
+
+    Raises:
+        UserError: If the text is not valid YAML, holds an anchor, alias or merge key, or is not a mapping.
+    """
+    found = tree(text, f"config: {source}")
+    if found is None:
         return {}
-    if not isinstance(tree, dict):
-        raise UserError(f"config: {source} must be a mapping of sections; it is a {type(tree).__name__}")
-    return tree
+    if not isinstance(found, dict):
+        raise UserError(f"config: {source} must be a mapping of sections; it is a {type(found).__name__}")
+    return found
 
 
 def value(text: str) -> object:
-    """The value that a text stands for. Raises ValueError if it stands for none."""
+    """Return the value in a YAML text.
+
+    Raises:
+        ValueError: If the text is not valid YAML, or holds an anchor, alias or merge key.
+    """
     try:
         return yaml.load(text, Loader=_PlainLoader)
     except (yaml.YAMLError, RecursionError) as error:

@@ -1,25 +1,29 @@
-"""Peers' state folders beside each other, among which there may be a backup of one of them.
+"""Find peers' state folders and their journals, and the newest of several copies of the same peer's folder.
 
-A folder is a peer's by its `identity.key`: a copy has the same one.
+Folders with the same `identity.key` belong to the same peer: one is a backup of the other.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 
+from decentral.core import foreign_file
+
 KEY = "identity.key"
 JOURNAL = "journal.jsonl"
+MOST_KEY_BYTES = 64 * 1024  # a larger key file is refused; a key of 4,096 bits has 2.4 kB
 
 
 def journals_in(folder: Path) -> list[Path]:
-    """Return the journal of a peer's state folder, or those of all state folders in a folder."""
+    """Return the journal in `folder` if it is a peer's state folder, else the journals of the state folders in it."""
     own = folder / JOURNAL
     return [own] if own.exists() else sorted(folder.glob(f"*/{JOURNAL}"))
 
 
 def lock_holders() -> dict[int, int]:
-    """Return the processes that have locked files, by the files' inodes, where the system tells (Linux).
+    """Map the inode of each locked file of this machine to the process id that holds the lock; {} except on Linux.
 
-    Nothing is locked to find out: a peer that starts at that moment would find its folder in use.
+    The locks are read from /proc/locks. Trying to take a lock could make a peer that starts at the same time believe
+    that another peer uses its folder.
     """
     try:
         rows = [row.split() for row in Path("/proc/locks").read_text().splitlines()]
@@ -32,7 +36,7 @@ def newest_of_each_peer(progress: Mapping[Path, float]) -> dict[Path, Path]:
     """Map each folder to the newest folder with the same identity key; the newest maps to itself.
 
     Args:
-        progress: How far each folder has got, all in steps or all in times of the last change.
+        progress: For each folder, a number that is larger for newer folders: steps, or Unix time of the last change.
     """
     newest: dict[bytes, Path] = {}
     for folder in sorted(progress, key=lambda folder: -progress[folder]):
@@ -41,7 +45,7 @@ def newest_of_each_peer(progress: Mapping[Path, float]) -> dict[Path, Path]:
 
 
 def changed_at(file: Path) -> float:
-    """Return when the file was changed last, Unix time; 0.0 if it is gone."""
+    """Return the Unix time of a file's last change; 0.0 if the file cannot be found."""
     try:
         return file.stat().st_mtime
     except OSError:
@@ -49,8 +53,8 @@ def changed_at(file: Path) -> float:
 
 
 def identity(folder: Path) -> bytes:
-    """Return what a peer's folder and its copies have in common: the key; without a key that can be read, the path."""
+    """Return bytes that are equal for copies of a peer's folder: the identity key, or the path if there is no key."""
     try:
-        return (folder / KEY).read_bytes()
+        return foreign_file.read_bytes(folder / KEY, MOST_KEY_BYTES)
     except OSError:
         return str(folder.absolute()).encode()

@@ -1,21 +1,21 @@
-"""Text that strangers chose, made fit to be shown: on a terminal, in rich's markup, in a journal."""
+"""Make text from other peers safe to show on a terminal, in rich's markup and in a journal."""
 
-SHOWN_CHARS = 128  # of a name; a longer one is cut
+SHOWN_CHARS = 128  # people are shown at most this many characters of a name
 
 
 def printable(text: str, most: int = SHOWN_CHARS) -> str:
-    """At most so many characters, in one line, with `?` for what a terminal would obey or not show.
+    """Return the first `most` characters, with `?` for each character that a terminal cannot print.
 
-    These are control characters, escapes, line ends, direction overrides, characters of no width, and half surrogates.
+    Such characters are controls, escapes, line ends, direction overrides, zero-width characters and lone surrogates.
     """
     return "".join(char if char.isprintable() else "?" for char in text[:most])
 
 
 def printable_lines(text: str) -> str:
-    """All of a text, `printable` but for its line ends and tabs: what a model says, which strangers trained."""
+    """Return generated text with "?" for each character that is neither printable nor a line end or tab."""
     return "".join(char if char in "\n\t" or char.isprintable() else "?" for char in text)
 
 
 def plain_text(text: str, most: int = SHOWN_CHARS) -> str:
-    """`printable` text that means itself in rich's markup too: its square brackets become round ones."""
+    """Return `printable` text with round brackets in place of square brackets, so that rich finds no markup in it."""
     return printable(text, most).translate({ord("["): "(", ord("]"): ")"})

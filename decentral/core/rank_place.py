@@ -1,23 +1,23 @@
-"""Where this process stands among the ranks of its island (decentral/engine/island.py), by its environment."""
+"""Read this process's rank in its island, a peer with several devices (engine/island.py), from the environment."""
 
 import os
 from dataclasses import dataclass
 
-ATTEMPT = "DECENTRAL_ATTEMPT"  # in the environment of ranks: how often their launcher has started them before
+ATTEMPT = "DECENTRAL_ATTEMPT"  # environment variable of ranks: how many times their launcher has restarted them
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank's place in its island, as torch's launchers name it in the environment."""
+    """A rank's place in its island, from the environment variables of torch's launchers."""
 
     rank: int
-    local_rank: int  # on this machine
+    local_rank: int  # rank among the processes of the island on this machine
     local_size: int
     restarts: int
 
     @classmethod
     def here(cls) -> "Place | None":
-        """None: no launcher has started this process, or it started nothing else."""
+        """Return this process's place; None if no launcher started it, or if it is the only rank."""
         if int(os.environ.get("WORLD_SIZE", 1)) < 2:
             return None
         names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", ATTEMPT)

@@ -1,114 +1,113 @@
-"""Why something was refused, failed, or was given up: every reason that a peer names, on the wire and in its journal.
+"""Every reason that a peer sends or journals when it refuses a message, abandons work, or fails.
 
-docs/PROTOCOL.md has a table of them, and tests/test_docs.py compares it with this file. Another peer may send a word
-that is not here, so a reason that was received is plain text; a member compares equal to its own text.
+docs/PROTOCOL.md has a table of the reasons; tests/test_docs.py compares the table with this file. Another peer may send
+a word that is not listed, so a received reason is a plain string; a member of `Reason` compares equal to its string.
 """
 
 from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """One word for each reason; its value is what travels and what the journal shows."""
+    """Why a message was refused, or work abandoned or failed. The value, one word, is sent to peers and journaled."""
 
-    # The format
+    # Reasons about the format of a message
     VERSION = "version"  # the header has another version of the protocol
-    UNKNOWN = "unknown"  # there is no message of that name
-    FIELDS = "fields"  # the message has other fields than ours, or one is out of its bounds
-    GARBAGE = "garbage"  # the bytes are not a header, or not a record
+    UNKNOWN = "unknown"
+    FIELDS = "fields"  # the message lacks a field, has an unknown field, or has a value out of bounds
+    GARBAGE = "garbage"  # the bytes cannot be decoded as a header or as a record
     OVERSIZE = "oversize"  # a header or a blob is larger than its bound
-    UNEXPECTED = "unexpected"  # the message does not belong here
+    UNEXPECTED = "unexpected"  # a message of this name is not allowed at this point of the protocol
 
-    # The transport
-    DEADLINE = "deadline"  # no answer came in time
-    UNREACHABLE = "unreachable"  # no peer listens at that address
-    CUT = "cut"  # the stream ended early
-    RESOURCES = "resources"  # this machine cannot ask: it has no open file or no memory left
-    SILENT = "silent"  # a peer has left two questions unanswered
+    # Reasons about the transport
+    DEADLINE = "deadline"
+    UNREACHABLE = "unreachable"  # nobody accepts connections at the peer's address
+    CUT = "cut"  # the stream ended before the whole message had arrived
+    RESOURCES = "resources"  # this machine cannot send a request: it has no file descriptor or no memory left
+    SILENT = "silent"  # a peer has left two requests unanswered
 
-    # The run and its parts
+    # Reasons about the run, its fragments and its layers
     RUN = "run"  # the message belongs to another run
-    ALGORITHM = "algorithm"  # this run uses another gossip algorithm
-    FRAGMENT = "fragment"  # this peer has no such fragment
-    SPAN = "span"  # this peer does not hold these layers
-    OFFSET = "offset"  # the state has no byte at that offset
+    ALGORITHM = "algorithm"  # the gossip algorithm of this run has no exchange of the requested kind
+    FRAGMENT = "fragment"
+    SPAN = "span"  # the request names layers that this peer does not hold
+    OFFSET = "offset"  # the requested byte offset lies beyond the end of the state
 
-    # A blob
+    # The received bytes do not have the digest (hash) that the sender announced.
     DIGEST = "digest"  # the bytes do not have the digest that was announced
-    SHAPE = "shape"  # the sections are not those of this fragment or micro-batch
-    DIFFERS = "differs"  # a donor's numbers are far from those of two other holders
-    CODEC = "codec"  # a section is written with an unknown codec
-    LEVELS = "levels"  # quantised numbers lie outside their codec's levels
-    NAN = "nan"  # a number is not finite
-    MAGNITUDE = "magnitude"  # a number is finite, but larger than any that training gives
-    VOCABULARY = "vocabulary"  # a target is not a token
+    SHAPE = "shape"  # the blob's tensors differ in number, names or sizes from those of the fragment or micro-batch
+    DIFFERS = "differs"  # a donor's weights are far from those that two other holders of the fragment sent
+    CODEC = "codec"  # the blob names a codec that this version does not have
+    LEVELS = "levels"  # a quantised number lies outside the range that its codec can produce
+    NAN = "nan"  # a received tensor contains NaN or infinity
+    MAGNITUDE = "magnitude"  # a received number is finite, but larger than any number in healthy training
+    VOCABULARY = "vocabulary"  # a target is not a token of the vocabulary, or all targets are masked
 
-    # Records in the DHT
+    # Reasons about records in the DHT
     IDENTITY = "identity"  # the key does not belong to that peer
-    SIGNATURE = "signature"  # the signature does not fit
-    EXPIRED = "expired"  # the record, or an invitation, has expired, or the record would last too long
-    AHEAD = "ahead"  # the record is of a clock that is further ahead than a record lives
+    SIGNATURE = "signature"
+    EXPIRED = "expired"  # a record or an invitation has expired, or the lifetime of a record is too long
+    AHEAD = "ahead"  # the record's time is in the future by more than the lifetime of a record
 
-    # Membership of a private swarm
-    UNINVITED = "uninvited"  # the peer has not proved that the swarm's founder has invited it
-    REVOKED = "revoked"  # the founder has revoked the peer's invitation
-    PERMISSION = "permission"  # the peer's invitation does not allow this
+    # Reasons about membership of a private swarm
+    UNINVITED = "uninvited"  # the peer has not proved that the swarm's founder invited it
+    REVOKED = "revoked"
+    PERMISSION = "permission"  # the peer's invitation does not allow the requested action
 
-    # Snapshots and exchanges
-    REPLAY = "replay"  # this snapshot, or a later one, was already taken
-    STALE = "stale"  # the snapshot is older than a minute and than two windows
-    NOTHING_NEWER = "nothing-newer"  # there is nothing that the asker does not have
-    OPPOSED = "opposed"  # its progress points against ours, or nowhere: it counts for nothing
-    ALONE = "alone"  # there was no partner
-    FAILED = "failed"  # every partner failed
+    # Reasons about snapshots and exchanges
+    REPLAY = "replay"  # this snapshot, or a later one, was already merged
+    STALE = "stale"  # the snapshot is older than two gossip windows and a minute, or the state is of another round
+    NOTHING_NEWER = "nothing-newer"  # the requesting peer already has the newest snapshot
+    OPPOSED = "opposed"  # the merge ignored a partner's pseudo-gradient: it is zero, or points against this peer's own
+    ALONE = "alone"
+    FAILED = "failed"
 
-    # This peer cannot do it now
-    BUSY = "busy"  # this peer takes no more work at present
-    NOT_READY = "not-ready"  # this peer does not train yet, or has not come that far
-    STRANGER = "stranger"  # this peer knows no record of the asker, and answers only what a newcomer has to ask
-    LEAVING = "leaving"  # this peer leaves the swarm
-    GONE = "gone"  # this peer no longer works on it, or has gone
+    BUSY = "busy"  # this peer has no capacity for more work now; the sender may ask again
+    NOT_READY = "not-ready"  # this peer does not train yet, or has not reached the requested step
+    STRANGER = "stranger"  # this peer has no record of the requesting peer, and answers only newcomers' requests
+    LEAVING = "leaving"
+    GONE = "gone"  # this peer has dropped the micro-batch or round, or has left the swarm
 
-    # Micro-batches
-    LATE = "late"  # the time for it is over
-    MOVED = "moved"  # another peer has asked for the same, or it took another route
-    TRIED = "tried"  # it has failed at as many peers as may be tried
-    FORGOTTEN = "forgotten"  # what its backward pass needs is no longer here
-    COUNTED = "counted"  # its gradients count already
+    # Reasons about micro-batches
+    LATE = "late"  # the deadline of the micro-batch, round or exchange has passed
+    MOVED = "moved"  # another request for the same micro-batch replaced this one, or the micro-batch took another route
+    TRIED = "tried"  # too many peers failed to compute the micro-batch, so it is given up
+    FORGOTTEN = "forgotten"  # this peer has freed the activations that the micro-batch's backward pass needs
+    COUNTED = "counted"  # an optimizer step has already used the micro-batch's gradients
 
-    # Synchronous rounds
-    ROUND = "round"  # the message belongs to another round
-    ORIGIN = "origin"  # the report or sum is another member's
-    HOPS = "hops"  # the route does not lead through the model
-    NUMBER = "number"  # a micro-batch is named twice
-    VERSIONS = "versions"  # there are not as many versions as fragments
-    WITHOUT = "without"  # a member does not have it, and will no longer take it
-    EXPELLED = "expelled"  # the asker is not a member of that round
-    RESTARTED = "restarted"  # the member acted in that round before it came back
-    APART = "apart"  # the others train in a larger round
-    DIVERGED = "diverged"  # a fragment has another version than the other holders'
+    # Reasons about synchronous rounds
+    ROUND = "round"
+    ORIGIN = "origin"  # the report or sum comes from another member than the one that was asked for its own
+    HOPS = "hops"  # the peers that computed the micro-batch do not cover all layers of the model
+    NUMBER = "number"  # the message names a micro-batch twice, or claims a step number out of bounds
+    VERSIONS = "versions"  # the message must give exactly one version of the weights for each fragment
+    WITHOUT = "without"  # the member lacks a report or sum that it was asked for, and finishes the round without it
+    EXPELLED = "expelled"  # the requesting peer is not a member of the requested round
+    RESTARTED = "restarted"  # the member has restarted since it took part in the requested round
+    APART = "apart"  # the swarm split: the other members are in another round, which has more members
+    DIVERGED = "diverged"  # this peer's weights of a fragment differ from those of most other holders
 
-    # Changes of span
-    DONORS = "donors"  # no peer gives the state
-    MEMORY = "memory"  # the device does not have the memory
-    DISK = "disk"  # the state could not be written
-    NO_WEIGHTS = "no-weights"  # the run starts from the weights of a folder that this peer has not
-    NEEDED = "needed"  # too few others hold what would be given up
-    PROMISED = "promised"  # this peer has granted a replica lease on it
-    MOVING = "moving"  # this peer is giving that fragment up itself
-    YIELDED = "yielded"  # another peer gives the same fragment up, and goes first
-    REPLANNED = "replanned"  # a better plan wants another span
-    LEGS = "legs"  # stage executions under way took too long
+    # Reasons about changes of a peer's span of layers
+    DONORS = "donors"  # no peer offers the state of a fragment that this peer wants to take over
+    MEMORY = "memory"
+    DISK = "disk"
+    NO_WEIGHTS = "no-weights"  # the run starts from a folder of pretrained weights, which this peer does not have
+    NEEDED = "needed"  # if this peer gave up these fragments, too few other peers would hold them
+    PROMISED = "promised"  # this peer has promised others to keep a fragment that it wants to give up
+    MOVING = "moving"  # this peer cannot promise to keep the fragment, since it gives the fragment up itself
+    YIELDED = "yielded"  # another peer gives up the same fragment now, and goes first
+    REPLANNED = "replanned"  # a better plan gives this peer other layers, so it stops the present change
+    LEGS = "legs"  # the peer waited too long for its micro-batches in flight before it changed its layers
 
 
-OTHER_REASON = "other"  # a word that another peer has made up
+OTHER_REASON = "other"  # every text that is not a `Reason` is counted under this word
 
 
 def known_reason(text: str) -> str:
-    """Return the text if it is a reason of ours or none at all: what counts by reason counts by few."""
+    """Return `text` if it is a `Reason` or "", else `OTHER_REASON`, to bound the number of different reasons."""
     return text if text in _REASONS else OTHER_REASON
 
 
 _REASONS = frozenset({"", *map(str, Reason)})
 
 SILENT = (Reason.UNREACHABLE, Reason.DEADLINE, Reason.CUT)
-"""Why a question has failed whose peer may not be there any more."""
+"""The reasons of a failed request that suggest that the asked peer is gone."""

@@ -1,9 +1,9 @@
-"""A run's config on its way between peers: plain JSON, bounded before it is parsed, which names no file.
+"""Read a config that another peer sent. It must be plain JSON of a bounded size, and must not name files.
 
     config.canonical() -> Welcome, run.json -> received(text) -> adopt(own) -> config
 
-A swarm's config may say that its model is code: as information. It becomes a Config that runs code or reads files only
-by `adopt`, and only with the code and the files that this peer's own user has named.
+A swarm's config may name code as its model, but reading the config does not run the code. Only `adopt` makes a Config
+that runs code or reads files, and only with the code and files that this peer's own user named.
 """
 
 import json
@@ -14,67 +14,85 @@ from pathlib import Path
 from decentral.core import config
 from decentral.core.config import Config, ModelConfig
 from decentral.core.errors import UserError
-from decentral.core.own_inputs import OwnInputs, agreed_code
+from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs, agreed_code
 from decentral.core.plain_text import plain_text
 from decentral.model import families
 
-MAX_SECTIONS = 16  # objects and lists in a config from a peer; a Config has up to twelve
-MAX_VALUES = 256  # keys and members of lists; a Config has about eighty, and a model's lists
+MAX_SECTIONS = 16  # a received config with more objects and lists is refused; a valid config has up to twelve
+MAX_VALUES = 256  # a received config with more keys and list members is refused; a valid config has about eighty
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedConfig:
-    """A valid config, of which nothing was run or read yet. `received` makes it."""
+    """A swarm's config that `received` has validated. No code or file that the config names has been run or read."""
 
     _settings: Config
 
     def adopt(self, own: OwnInputs) -> Config:
-        """The config of a peer that trains. Raises UserError, with the flag, unless `own` names the code and the data
-        that the run needs."""
+        """Return the config of a peer that trains, completed with the user's own code and files.
+
+        Raises:
+            UserError: If `own` lacks code or files that the run needs, names code or files that the run does not use,
+                or names a folder of another model.
+        """
         settings = self._settings
         agreed_code(settings.model.layers, own.model_code, "this swarm's")
         kind = settings.data.facts
         if not kind.needs_path and own.of_data():
             raise UserError(f"{own.of_data()}: this swarm trains on Python's standard library; leave the flag out")
         if kind.needs_path and own.data is None:
-            raise UserError(f"this swarm trains on data of kind {kind.name}, each peer on its own: give --data PATH")
+            raise UserError(f"each peer of this swarm trains on its own data of kind {kind.name}: give --data PATH")
         if kind.needs_tokenizer and own.tokenizer is None and own.model_folder is None:
-            raise UserError("this swarm's text is read by a tokenizer: give --tokenizer PATH, its file or folder")
+            raise UserError("this swarm needs a tokenizer for its text: give --tokenizer PATH, its file or folder")
         if settings.model.lora is not None and settings.model.weights is not None and own.model_folder is None:
-            raise UserError("this swarm trains adapters of a model that each peer reads itself: give --model-from DIR")
+            raise UserError("this swarm trains adapters, and each peer needs the base model: give --model-from DIR")
         if own.model_folder is not None:
             self._check_folder(Path(own.model_folder))
         return settings.with_own(own)
 
     def _check_folder(self, folder: Path) -> None:
-        """Raises UserError unless the folder's config.json describes this run's model. Its weights are not read yet."""
+        """Raise UserError unless the folder's config.json describes this run's model; the weights are not read."""
         model = self._settings.model
         if model.weights is None:
-            raise UserError("--model-from: this swarm's model starts from no folder; leave the flag out")
+            raise UserError("--model-from: this swarm's model does not start from a folder; leave the flag out")
         ours = {"context": model.context, "lora": model.lora}
         described = ModelConfig.model_validate({**families.model_keys(folder), **ours})
         for key, found in described:
             if key != "weights" and found != (known := getattr(model, key)):
                 source = folder / families.CONFIG_FILE
-                raise UserError(f"--model-from: {source} says model.{key} is {found}; this swarm's is {known}")
+                raise UserError(f"--model-from: {source} says model.{key} is {found}; in this swarm it is {known}")
 
-    def built_in(self) -> Config:
-        """The config for a command that looks, and neither runs a model's code nor reads data. Raises UserError if the
-        model is code."""
+    def built_in(self, own: OwnInputs = NOTHING_NAMED) -> Config:
+        """Return the config for a command that only reads, and never runs code that a config names.
+
+        Args:
+            own: The files that the command's user named.
+
+        Raises:
+            UserError: If the run's model is Python code (`model.layers`), or `own` names a folder of another model.
+        """
         if self._settings.model.layers is not None:
             code = plain_text(self._settings.model.layers)
-            raise UserError(f"--join: this swarm's model is code, {code}, which only peers run; nothing to look at")
-        return self._settings
+            remedy = "use a run with a built-in model"
+            raise UserError(f"this run's model is Python code ({code}), which only its peers execute; {remedy}")
+        if own.model_folder is not None:
+            self._check_folder(Path(own.model_folder))
+        return self._settings.with_own(own)
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether all peers of the run take each step together."""
+        return self._settings.synchronous
 
     def facts(self) -> dict[str, str | int]:
-        """What people are told of the run."""
+        """Return the run's facts for the dashboard and reports; see `facts_of`."""
         return facts_of(self._settings)
 
 
 def facts_of(settings: Config) -> dict[str, str | int]:
-    """What people are told of a run: its model, its data and how it trains, as plain values by name.
+    """Return the model, data, algorithm and optimizer of a run by name, for the dashboard and reports.
 
-    `layers` and `parameters` are 0 where the model is code.
+    `layers` and `parameters` are 0 if the model is code.
     """
     model, built_in = settings.model, settings.model.layers is None
     size = {"layers": len(model.layer_parameters), "parameters": sum(model.layer_parameters)} if built_in else {}
@@ -85,31 +103,35 @@ def facts_of(settings: Config) -> dict[str, str | int]:
 
 
 def received(text: str) -> ReceivedConfig:
-    """Reads a config that came from a peer, or from run.json. Raises UserError if it is not valid."""
+    """Read a config in canonical JSON, from another peer or from run.json.
+
+    Raises:
+        UserError: If the text is too large, is not plain JSON, names files, or is not a valid config.
+    """
     size = len(text) if len(text) > config.MAX_CONFIG_BYTES else len(text.encode(errors="replace"))
     if size > config.MAX_CONFIG_BYTES:
-        raise UserError(f"config: at most {config.MAX_CONFIG_BYTES} bytes; the swarm's has {size}")
+        raise UserError(f"config: the swarm's config must have at most {config.MAX_CONFIG_BYTES} bytes; it has {size}")
     if text.count("{") + text.count("[") > MAX_SECTIONS or text.count(":") + text.count(",") > 2 * MAX_VALUES:
-        raise UserError("config: the swarm's has more sections or values than any config")
+        raise UserError("config: the swarm's config has too many values; install the decentral version of the swarm")
     try:
         tree = json.loads(text, parse_constant=_refuse, object_pairs_hook=_once)
     except (ValueError, RecursionError):
-        raise UserError("config: the swarm's is not plain JSON; does it run another version of decentral?") from None
+        raise UserError("config: the swarm's config is not JSON; does it run another version of decentral?") from None
     if not isinstance(tree, dict):
-        raise UserError(f"config: the swarm's must be an object of sections; it is a {type(tree).__name__}")
+        raise UserError(f"config: the swarm's config must be an object of sections; it is a {type(tree).__name__}")
     for section, keys in config.OWN_KEYS.items():
         for key in keys:
             if isinstance(tree.get(section), dict) and key in tree[section]:
-                raise UserError(f"config: the swarm's names files of this peer ({section}.{key}), which no swarm may")
+                raise UserError(f"config: the swarm's config sets {section}.{key}, which only a peer's user may set")
     return ReceivedConfig(config.validated(tree))
 
 
 def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not valid in JSON")
 
 
 def _once(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
     tree = dict(pairs)
     if len(tree) < len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a JSON object has the same key twice")
     return tree

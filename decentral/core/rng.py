@@ -1,7 +1,7 @@
-"""Chance as an argument: independent, named streams from one seed.
+"""Make independent, named random streams from one seed.
 
-The same names give the same stream on every machine and in every Python, so a run can be replayed and a peer
-that restarts draws what it would have drawn.
+The same seed and names give the same stream on every machine and Python version. So a run can be replayed, and a peer
+that restarts gets the same samples as without the restart.
 """
 
 import hashlib
@@ -11,16 +11,16 @@ import numpy as np
 
 
 def seed_of(seed: int, *names: str | int) -> int:
-    """A 64-bit seed for the stream with these names."""
+    """Return a 64-bit seed for the stream with these names."""
     text = "/".join([str(seed), *map(str, names)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def stream(seed: int, *names: str | int) -> random.Random:
-    """A stream for decisions: which partner, when to jitter."""
+    """Return a random stream for single decisions, such as the choice of a partner."""
     return random.Random(seed_of(seed, *names))
 
 
 def arrays(seed: int, *names: str | int) -> np.random.Generator:
-    """A stream for arrays of draws: which windows of the text make this micro-batch."""
+    """Return a random stream for arrays of samples, such as the text positions of a micro-batch."""
     return np.random.default_rng(seed_of(seed, *names))

@@ -1,14 +1,14 @@
-"""How text is generated from a model, as a user or a program asks for it."""
+"""The options with which a user or a program asks for generated text."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is drawn from the model's distribution over all tokens."""
+    """Settings for generated text: how to sample each token from the model's distribution, and how many tokens."""
 
-    temperature: float = 0.8  # 0: the likeliest token, always
-    top_p: float = 0.95  # the least set of likeliest tokens with this probability is drawn from
+    temperature: float = 0.8  # at 0, the most likely token is always chosen
+    top_p: float = 0.95  # nucleus sampling: only the likeliest tokens are sampled, whose probabilities add up to this
     seed: int = 0
-    tokens: int = 200  # how many
-    below: int | None = None  # only tokens below this: a vocabulary may have more than there are texts for
+    tokens: int = 200
+    below: int | None = None  # larger token ids are never sampled, since they may have no text; None allows all ids

@@ -1,4 +1,4 @@
-"""JSON as its standard has it: numbers that are not finite become null, which every reader understands."""
+"""Read and write JSON by its standard: numbers that are not finite become null, which every reader accepts."""
 
 import json
 import math
@@ -7,27 +7,35 @@ from dataclasses import fields, is_dataclass
 from typing import Any, TypeAlias
 
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | float | bool | None"
-"""Any value, as it was read; who reads it checks its kind."""
-JsonObject = dict[str, Any]  # as it was read or will be written; who reads a value checks its kind
-JsonFields = Mapping[str, Any]  # the same, where it is only read
+"""Any JSON value. Code that reads a value checks its type."""
+JsonObject = dict[str, Any]
+JsonFields = Mapping[str, Any]
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """The value in one line, or indented: a dataclass as its fields, what JSON does not know as Python's `str` does."""
+    """Return a value as JSON text, in one line unless `indent` is given.
+
+    A dataclass becomes an object of its fields. A number that is not finite becomes null. A value of any other type
+    that JSON lacks becomes its `str`.
+    """
     separators = (",", ":") if indent is None else None
     encoder = json.JSONEncoder(indent=indent, separators=separators, default=_plain, allow_nan=False)
     try:
         return encoder.encode(value)
-    except ValueError:  # few lines have such a number, and to look for one takes longer than to write a line
+    except ValueError:  # JSON has no NaN or infinity, so replace them; a search before encoding would cost more
         return encoder.encode(_finite(value))
 
 
 def loads(text: str | bytes) -> Any:
-    """The value in a text. An older writer's NaN and Infinity are None. Raises ValueError."""
+    """Return the value in a JSON text; NaN and Infinity, which older versions wrote, become None.
+
+    Raises:
+        ValueError: If the text is not JSON, or is nested too deeply.
+    """
     try:
         return json.loads(text, parse_constant=lambda _: None)
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise ValueError("the JSON text is nested too deeply") from None
 
 
 def _plain(value: Any) -> Any:

@@ -1,35 +1,37 @@
-"""Synthetic payloads: a simulated blob has a real one's length and only a few bytes of content.
+"""Synthetic payloads for simulations: blobs with the lengths of real blobs, but only a few bytes of content.
 
-So the protocol's code, which checks, cuts, joins and digests blobs, runs unchanged on the snapshots of a model with a
-billion parameters, by the thousand, in one process. A synthetic blob is a row of segments, each with a length and a
-content; a slice has the contents of the segments that begin inside it.
+The protocol's code, which checks, cuts, joins and digests blobs, runs on synthetic blobs unchanged. So one process can
+simulate thousands of snapshots of a model with a billion parameters. A synthetic blob is a sequence of segments. Each
+segment has a length and a short content; a slice has the contents of the segments whose first byte is in the slice.
 """
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
-Segment = tuple[int, bytes]  # length, content
+Segment = tuple[int, bytes]
 Blob = bytes | bytearray
-"""Bytes, or bytes in memory that whoever holds them may change."""
+"""The bytes of a blob. The owner of a bytearray may still change it."""
 
 
 class SyntheticBlob(bytes):
-    """Its length is that of its segments; as a buffer it is only their contents."""
+    """Bytes whose `len` is the sum of the segments' lengths, while the buffer holds only the segments' contents."""
 
     segments: tuple[Segment, ...]
     length: int
 
     def __new__(cls, segments: Iterable[Segment]) -> Self:
+        """Make a blob of these segments."""
         row = tuple(segments)
         blob = super().__new__(cls, b"".join(content for _, content in row))
         blob.segments, blob.length = row, sum(length for length, _ in row)
         return blob
 
     def __len__(self) -> int:
+        """Return the sum of the segments' lengths, in bytes."""
         return self.length
 
     def __getitem__(self, at: Any) -> Any:
-        """A slice, as bytes give it. A synthetic blob has no single bytes."""
+        """Return a slice as a synthetic blob. Single bytes and steps are not supported."""
         start, stop, step = at.indices(self.length)
         assert step == 1, "a slice of a synthetic blob has no steps"
         begins, parts = 0, []
@@ -41,22 +43,28 @@ class SyntheticBlob(bytes):
         return SyntheticBlob(parts)
 
     def __eq__(self, other: object) -> bool:
+        """Return whether `other` is a synthetic blob of the same segments."""
         return isinstance(other, SyntheticBlob) and self.segments == other.segments
 
-    def __ne__(self, other: object) -> bool:  # else that of bytes would be used
+    def __ne__(self, other: object) -> bool:  # `bytes.__ne__` would compare the contents, which a synthetic blob lacks
+        """Return the opposite of `==`."""
         return not self == other
 
     def __hash__(self) -> int:
+        """Return a hash of the segments."""
         return hash(self.segments)
 
 
 def gathered(parts: Sequence[Blob]) -> Blob:
-    """`joined(parts)` in memory of its own that can be written, unless it is synthetic."""
+    """Return the parts joined in a new bytearray, or as a synthetic blob if any part is synthetic."""
     return joined(parts) if any(isinstance(part, SyntheticBlob) for part in parts) else bytearray().join(parts)
 
 
 def joined(parts: Iterable[Blob]) -> bytes:
-    """`b"".join(parts)`, also for synthetic blobs. A part without content continues the segment before it."""
+    """Return the parts joined as bytes, or as a synthetic blob if any part is synthetic.
+
+    In a synthetic result, a part without content only lengthens the segment before it.
+    """
     row = list(parts)
     if not any(isinstance(part, SyntheticBlob) for part in row):
         return b"".join(row)

@@ -10,16 +10,24 @@ from decentral.core.errors import UserError
 
 
 def new_temporary_folder() -> Path:
-    """Return a new folder among the system's temporary ones. Raises UserError if none of those can be written."""
+    """Return a new folder in the system's temporary folder.
+
+    Raises:
+        UserError: If no temporary folder can be written.
+    """
     try:
         return Path(tempfile.mkdtemp(prefix="decentral-"))
     except OSError as error:
-        raise UserError(f"no temporary folder can be written ({error.strerror}); set TMPDIR to one that can") from None
+        raise UserError(f"no temporary folder is writable ({error.strerror}); set TMPDIR to another folder") from None
 
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Yield a folder that is removed in the end. Raises UserError if it cannot be made."""
+    """Yield a new temporary folder, and remove it at the end of the block.
+
+    Raises:
+        UserError: If no temporary folder can be written.
+    """
     folder = new_temporary_folder()
     try:
         yield folder

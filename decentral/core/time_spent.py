@@ -1,4 +1,4 @@
-"""Where the time of a training thread goes: each second is spent on one of these, so the shares add up to one."""
+"""Count the seconds of a training thread by kind of work. The kinds do not overlap, so their shares sum to 1."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -9,22 +9,23 @@ from decentral.core.units import Seconds
 
 @dataclass(frozen=True, slots=True)
 class TimeSpent:
-    """Seconds of the training thread, by what it did, and of the processor beside it."""
+    """Seconds of the training thread by kind of work, and processor seconds of its worker thread (`beside`)."""
 
-    training: Seconds = 0.0  # forward, backward, optimizer; throttling included
+    training: Seconds = 0.0  # includes the forward and backward passes, the optimizer step, and pauses that limit load
     gossip: Seconds = 0.0
     checkpoint: Seconds = 0.0
     evaluation: Seconds = 0.0
-    state: Seconds = 0.0  # for newcomers and for changes of this peer's own span
-    waiting: Seconds = 0.0  # for the event loop to say what is to be done
-    beside: Seconds = 0.0  # processor time of the worker beside training; it is no part of the total
+    state: Seconds = 0.0
+    waiting: Seconds = 0.0
+    beside: Seconds = 0.0  # processor time of the worker thread, which runs beside training; not part of the total
 
     @classmethod
     def by_kind(cls, seconds: Mapping[str, Seconds]) -> "TimeSpent":
-        """Return the time with so many seconds of some kinds, by their names; other kinds are left out."""
+        """Return the TimeSpent with these seconds of each kind; unknown kinds are ignored, and missing kinds are 0."""
         return cls(*map(seconds.get, ALL_KINDS, repeat(0.0)))
 
     def __add__(self, other: "TimeSpent") -> "TimeSpent":
+        """Return the sum of both times for each kind of work."""
         return TimeSpent(
             self.training + other.training,
             self.gossip + other.gossip,
@@ -37,19 +38,20 @@ class TimeSpent:
 
     @property
     def total(self) -> Seconds:
+        """The seconds of the training thread over all kinds of work, `beside` left out."""
         return sum((getattr(self, name) for name in KINDS), 0.0)
 
     @property
     def busy(self) -> Seconds:
-        """The total without waiting."""
+        """The seconds of the training thread, without `waiting` and `beside`."""
         return self.total - self.waiting
 
     def aside(self) -> dict[str, Seconds]:
-        """What was spent on other things than training, by kind."""
+        """Return the seconds of each kind of work except training, without kinds that took no time."""
         return {kind: seconds for kind in ALL_KINDS if kind != "training" and (seconds := getattr(self, kind))}
 
     def shares(self) -> dict[str, float]:
-        """What part of the total each kind has; of no time at all, none has any."""
+        """Return each kind's share, 0 to 1, of the training thread's total; all 0 if the total is 0."""
         total = self.total
         return {name: getattr(self, name) / total if total else 0.0 for name in KINDS}
 

@@ -1,1 +1,1 @@
-"""What a peer trains on: text and tokens of every kind, and the tokenizer."""
+"""A peer's training data: text and tokens of every kind, and tokenizers."""

@@ -6,7 +6,8 @@
     {"prompt": "...", "completion": "..."}                                     format completion
     {"instruction": ..., "input": ..., "output": ...}                          Alpaca's, in both formats
 
-A message may have a `weight` of 0, as in OpenAI's fine-tuning files: it is shown, and not learned.
+Start reading at `chat` and `completion`. A message may have a `weight` of 0, as in OpenAI's fine-tuning files: it stays
+in the text, but the loss does not count it.
 """
 
 import json
@@ -16,12 +17,13 @@ from dataclasses import dataclass
 from decentral.core.strict_json import Json, JsonFields, JsonObject
 
 MESSAGES = ("messages", "conversations", "conversation")
-COLUMNS = {  # that are read of a row, in each format; of `text` it is data.column
+COLUMNS = {  # for each data.format, the columns of a row that are read; the format text reads data.column instead
     "chat": (*MESSAGES, "prompt", "completion", "instruction", "input", "output", "system", "tools", "functions"),
     "completion": ("prompt", "completion", "instruction", "input", "output", "system", "tools", "functions"),
 }
-ONE_OF = {"completion": ("completion", "instruction"), "chat": (*MESSAGES, "completion", "instruction")}  # one of them
-ROLES = {  # of ShareGPT, under `from` or `role`
+# A row without any of these columns is refused.
+ONE_OF = {"completion": ("completion", "instruction"), "chat": (*MESSAGES, "completion", "instruction")}
+ROLES = {  # ShareGPT data sets name the roles of a chat otherwise than chat templates do; this maps their names
     "human": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
@@ -30,8 +32,8 @@ ROLES = {  # of ShareGPT, under `from` or `role`
     "observation": "tool",
     "function_response": "tool",
 }
-CALLS = "function_call"  # ShareGPT's name for an assistant that calls a tool
-ALPACA = (  # of Stanford's alpaca, without and with an input
+CALLS = "function_call"  # a tool call has this role in ShareGPT data, and this key in older OpenAI data
+ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:",
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
@@ -44,40 +46,40 @@ Row = JsonFields
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages as chat templates expect them."""
+    """A chat: the messages in the form that chat templates expect, and the indices of messages that the loss counts."""
 
     messages: tuple[Message, ...]
-    learned: tuple[int, ...]  # numbers of the messages that are learned
+    learned: tuple[int, ...]
     tools: list[Json] | None = None
 
     @property
     def identity(self) -> str:
-        """A text that is the same for equal chats, whichever shape their rows had; it decides what is held out."""
+        """The messages and tools as JSON with sorted keys. The hash of this text decides if the chat is held out."""
         return json.dumps([self.messages, self.tools], sort_keys=True, default=str)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptedText:
-    """A prompt, and the text that is to follow it."""
+    """A prompt, and the text that the model learns to write after it."""
 
     prompt: str
     completion: str
 
     @property
     def identity(self) -> str:
-        """The text whose hash decides whether this example is held out."""
+        """The prompt followed by the completion. The hash of this text decides whether the example is held out."""
         return self.prompt + self.completion
 
 
 def chat(row: Row, column: str | None = None) -> Chat | None:
-    """Return the chat of a row; None if it has none, as where all columns are null.
+    """Return the chat of a row; None if the row holds no chat, for example if all its columns are null.
 
     Args:
-        row: By column.
-        column: Where the messages are; None: in the first of MESSAGES that the row has.
+        row: Values by column name.
+        column: Name of the column with the messages. If None, the first column of MESSAGES that has a value is used.
 
     Raises:
-        ValueError: If the row is no chat.
+        ValueError: If the row's values do not have the shape of a chat.
     """
     tools = _tools(row)
     names = (column,) if column is not None else MESSAGES
@@ -85,7 +87,7 @@ def chat(row: Row, column: str | None = None) -> Chat | None:
     if found is not None:
         return _chat(_with_system(row, _messages(found)), 0, tools)
     if isinstance(row.get("prompt"), str) and row.get("completion"):
-        raise ValueError("prompt and completion are texts: set data.format=completion")
+        raise ValueError("data.format=chat expects a list of messages as prompt, not text: set data.format=completion")
     if row.get("prompt") and row.get("completion"):
         return _prompted(row, tools)
     if row.get("instruction") and row.get("output"):
@@ -96,7 +98,13 @@ def chat(row: Row, column: str | None = None) -> Chat | None:
 
 
 def completion(row: Row) -> Chat | PromptedText | None:
-    """Return the prompt and completion of a row; None if it has none. Raises ValueError, as `chat` does."""
+    """Return the prompt and completion of a row; None if the row holds no completion.
+
+    If the completion is a list of messages, the result is a `Chat` in which the loss counts only the completion.
+
+    Raises:
+        ValueError: If the row's values do not have the shape of a prompt and completion.
+    """
     if row.get("instruction") and row.get("output"):
         given = {"instruction": text(row, "instruction"), "input": text(row, "input") if row.get("input") else ""}
         return PromptedText(ALPACA[bool(given["input"])].format_map(given), text(row, "output"))
@@ -115,7 +123,7 @@ def _prompted(row: Row, tools: list[Json] | None) -> Chat:
 
 
 def _chat(messages: Sequence[Message], first: int, tools: list[Json] | None) -> Chat:
-    """`first`: the messages before it are a prompt."""
+    """Return a chat in which the loss counts the assistant's messages from index `first` on."""
     learned = [at for at, one in enumerate(messages) if at >= first and one["role"] == "assistant" and _weighs(one)]
     bare = ({key: value for key, value in one.items() if key != "weight"} for one in messages)
     return Chat(tuple(bare), tuple(learned), tools)
@@ -124,7 +132,7 @@ def _chat(messages: Sequence[Message], first: int, tools: list[Json] | None) -> 
 def _weighs(message: Message) -> bool:
     weight = message.get("weight", 1)
     if weight not in (0, 1):
-        raise ValueError(f"a message has the weight {weight!r}; expected 0 (not learned) or 1")
+        raise ValueError(f"a message has the weight {weight!r}; expected 0 (not trained on) or 1")
     return bool(weight)
 
 
@@ -172,17 +180,17 @@ def _content(role: str, content: Json, calls: bool) -> str:
         texts = [text for part in parts if isinstance(text := part.get("text"), str)]
         if len(texts) < len(parts):
             other = next(part.get("type") for part in parts if not isinstance(part.get("text"), str))
-            raise ValueError(f"a message of {role} has a part of type {other!r}; expected texts alone")
+            raise ValueError(f"a message with role {role} has a part of type {other!r}; expected text parts only")
         return "".join(texts)
     if not isinstance(content, str):
-        raise ValueError(f"the content of a message of {role} is {kind(content)}; expected text")
+        raise ValueError(f"the content of a message with role {role} is {kind(content)}; expected text")
     return content
 
 
 def _call(call: Json) -> Message:
-    """Return a tool call whose arguments are parsed JSON: chat templates serialise them again.
+    """Return a tool call in OpenAI's current form. Raises ValueError if the call has no name.
 
-    Raises ValueError if the call has no name.
+    Arguments that are JSON text are parsed, because chat templates serialise the arguments themselves.
     """
     inner = call.get("function", call) if isinstance(call, dict) else call
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
@@ -193,30 +201,30 @@ def _call(call: Json) -> Message:
 
 
 def _tools(row: Row) -> list[Json] | None:
-    """Return tool definitions from the row's `tools`, or from OpenAI's older `functions`; None if it has none."""
+    """Return the tool definitions in the column `tools` or OpenAI's older `functions`; None if both are empty."""
     tools, functions = _parsed(row.get("tools")), _parsed(row.get("functions"))
     if not tools and functions:
         tools = [{"type": "function", "function": one} for one in _as_list(functions)]
     if not tools:
         return None
     if not isinstance(tools, list):
-        raise ValueError(f"tools is {kind(tools)}; expected a list")
+        raise ValueError(f"tools is {kind(tools)}; expected a list of tool definitions")
     return tools
 
 
 def _parsed(value: Json) -> Json:
-    """Return the value of a text that is a JSON list or object; anything else unchanged."""
+    """Parse a text that contains a JSON list or object, and return the result. Return any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             found: Json = json.loads(value)
             return found
-        except (ValueError, RecursionError):  # the latter where brackets are nested too deeply
+        except (ValueError, RecursionError):  # json raises RecursionError if brackets are nested too deeply
             return value
     return value
 
 
 def text(row: Row, name: str) -> str:
-    """Return a column's text. Raises ValueError if it is none."""
+    """Return a column's text. Raises ValueError if its value is not text."""
     value = row.get(name)
     if not isinstance(value, str):
         raise ValueError(f"{name} is {kind(value)}; expected text")
@@ -228,7 +236,7 @@ def _as_list(value: Json) -> list[Json]:
 
 
 def kind(value: Json) -> str:
-    """Return what JSON calls the type of a value, with the value if it is short, for errors."""
+    """Return a description of a JSON value for an error message, such as "a list" or "a number (3)"."""
     match value:
         case None:
             return "null"

@@ -1,10 +1,11 @@
 """Render chats and completions as text, and mark the characters that the loss counts (`data.format`).
 
-A chat becomes text by the tokenizer's own chat template, a Jinja file of this peer's folder, which transformers renders
-in a sandbox; a swarm never sends one. The loss counts the text that a turn of the assistant adds after its prompt.
-Some templates rewrite earlier turns once later ones follow; the loss leaves such turns out.
+The tokenizer's chat template turns a chat into text. The template is a Jinja file in the tokenizer's folder on this
+machine. The package transformers renders it in a sandbox; a template never comes from another peer. The loss counts
+the text of the assistant's turns, without the generation prompt before each turn. Some templates change the text of an
+earlier turn when later turns follow; the loss does not count such a turn.
 
-data/chat_rows.py has the shapes of rows that are read.
+Start reading at `read` and `document`. `chat_rows` lists the supported row formats.
 """
 
 import hashlib
@@ -20,26 +21,29 @@ from decentral.core.errors import UserError
 from decentral.core.strict_json import JsonFields
 from decentral.data import chat_rows
 from decentral.data.chat_rows import Chat, Message, PromptedText
+from decentral.data.tokenizer import TOKENIZER_FILE, tried_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Ranges = tuple[tuple[int, int], ...]
+Ranges = tuple[tuple[int, int], ...]  # each pair is a range of character indices [begin, end)
 Example = str | Chat | PromptedText
-"""What a row has: a text, or what becomes one."""
+"""The content of a row: a text, or a chat or completion that `document` renders as text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text, and the ranges of its characters that are learned; None: all. The character behind the last one stands
-    for the token that ends a document."""
+    """A text, and the ranges of its characters that the loss counts.
+
+    A token follows the text and ends the document. The loss counts this token if a range ends at len(text) + 1.
+    """
 
     text: str
-    learned: Ranges | None = None
+    learned: Ranges | None = None  # the loss counts only these characters; None means all characters
 
 
 def columns(data: config.DataConfig) -> tuple[str, ...]:
-    """Return the columns that are read where a row has them."""
+    """Return the names of the columns that `data.format` reads; a row may lack some of these columns."""
     if data.format == "text":
         return (data.column,)
     named = _named_column(data)
@@ -47,7 +51,7 @@ def columns(data: config.DataConfig) -> tuple[str, ...]:
 
 
 def needed_columns(data: config.DataConfig) -> tuple[str, ...]:
-    """Return the columns of which a row has to have one."""
+    """Return column names for `data.format`; a row must have at least one of these columns."""
     named = _named_column(data)
     if data.format == "text" or named is not None:
         return (data.column,)
@@ -55,16 +59,16 @@ def needed_columns(data: config.DataConfig) -> tuple[str, ...]:
 
 
 def format_of(names: Container[str]) -> str | None:
-    """Return the format of rows that have these columns; None if it is not known."""
+    """Return the value of `data.format` that fits rows with these columns; None if no format fits."""
     found = (form for form, needed in chat_rows.ONE_OF.items() if any(name in names for name in needed))
     return next(found, "text" if "text" in names else None)
 
 
 def read(data: config.DataConfig, row: JsonFields) -> Example | None:
-    """Parse a row as `data.format` says; None if its columns are empty.
+    """Return the content of a row in `data.format`; None if the columns that `data.format` reads are empty.
 
     Raises:
-        ValueError: If the row has another format, with what to do.
+        ValueError: If the row has another format; the message says what to do.
     """
     if data.format == "chat":
         return chat_rows.chat(row, _named_column(data))
@@ -74,11 +78,11 @@ def read(data: config.DataConfig, row: JsonFields) -> Example | None:
 
 
 def document(found: Chat | PromptedText, path: str | None) -> Document | None:
-    """Return the text of a chat or completion; None if nothing of it is learned.
+    """Render a chat or completion, and return its text; None if the loss would count none of its characters.
 
     Args:
-        found: What was read of a row.
-        path: Of the tokenizer, whose folder has the chat template.
+        found: The content of a row.
+        path: Folder of the tokenizer and its chat template. May be None if `found` is a `PromptedText`.
 
     Raises:
         UserError: If the tokenizer has no chat template.
@@ -96,11 +100,20 @@ def _named_column(data: config.DataConfig) -> str | None:
 
 
 class NoTemplate(UserError):
-    """A tokenizer's folder has no chat template."""
+    """Raised if a tokenizer's folder has no chat template."""
 
 
 def digest(data: config.DataConfig, path: str, tokenizer: str) -> str:
-    """Return a digest of the tokenizer, and for chats of its template too: all peers must have it alike."""
+    """Return a digest of the tokenizer and, for chats, of its chat template. Peers compare their digests.
+
+    Args:
+        data: The section `data` of the config; only `data.format` is used.
+        path: Folder of the tokenizer.
+        tokenizer: The digest of the tokenizer without its template.
+
+    Raises:
+        UserError: If the format is chat, and the folder has no chat template or cannot be read.
+    """
     if data.format != "chat":
         return tokenizer
     content = json.dumps([tokenizer, template(path).chat_template])
@@ -109,21 +122,24 @@ def digest(data: config.DataConfig, path: str, tokenizer: str) -> str:
 
 @lru_cache(maxsize=2)
 def template(path: str) -> "PreTrainedTokenizerBase":
-    """Return transformers' tokenizer of this folder. Raises UserError unless it has a chat template."""
+    """Load the tokenizer of a folder with `transformers`. Raises UserError if the tokenizer has no chat template."""
     try:
         import transformers
     except ImportError:
         raise UserError("data.format chat needs the package transformers: pip install 'decentral[hf]'") from None
     if not Path(path).is_dir():
-        raise UserError(f"--tokenizer {path}: a chat template is read from a folder; name the folder")
+        raise UserError(f"--tokenizer {path} is not a folder; name the tokenizer's folder, which has its chat template")
     try:
+        tried_text(Path(path) / TOKENIZER_FILE)  # a child process tries the file first, as a bad file may crash it
         found = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the library raises what it likes
-        raise UserError(f"--tokenizer {path}: {' '.join(str(error).split())[:200]}") from None
-    if isinstance(found.chat_template, dict):  # several by their names
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises errors of any type; a panic of `tokenizers` is no Exception
+        raise UserError(f"--tokenizer {path} cannot be loaded ({' '.join(str(error).split())[:200]})") from None
+    if isinstance(found.chat_template, dict):
         found.chat_template = found.chat_template.get("default")
     if not isinstance(found.chat_template, str):
-        raise NoTemplate(f"--tokenizer {path}: it has no chat template; put chat_template.jinja into the folder")
+        raise NoTemplate(f"--tokenizer {path} has no chat template; put chat_template.jinja into the folder")
     return found
 
 
@@ -139,13 +155,14 @@ def _rendered(chat: Chat, tokenizer: "PreTrainedTokenizerBase") -> Document | No
 
 
 def _turn_begins(tokenizer: "PreTrainedTokenizerBase", chat: Chat, at: int, until: str) -> int | None:
-    """Return the character at which the loss of assistant turn `at` starts; None if it cannot be located.
+    """Return the index of the first character of assistant turn `at` in `until`; None if the turn is not found.
 
-    A template may end its prompt with text that it omits from finished chats, such as <think>. Then the loss starts
-    where the two texts first differ, or at the turn's content if that begins with the same characters.
+    `until` is the rendered chat up to the end of this turn. Usually the turn begins where the generation prompt ends.
+    A template may end the generation prompt with text, such as <think>, that a finished chat does not contain. Then
+    the turn begins where the prompt and `until` first differ, or at the turn's content if the content begins earlier.
     """
     content = chat.messages[at]["content"].strip()
-    if not at:  # what stands before is the template's own, such as a default system prompt
+    if not at:  # a chat that begins with this turn has no prompt before the turn, so search for the turn's text
         place = until.rfind(content) if content else -1
         return place if place >= 0 else None
     prompt = _text(tokenizer, chat, at, add_generation_prompt=True)
@@ -159,12 +176,12 @@ def _turn_begins(tokenizer: "PreTrainedTokenizerBase", chat: Chat, at: int, unti
 
 
 def _text(tokenizer: Any, chat: Chat, count: int, add_generation_prompt: bool = False) -> str:
-    """Render the first `count` messages. Raises ValueError if the template refuses them."""
+    """Render the first `count` messages and return the text. Raises ValueError if the template raises an error."""
     messages: Sequence[Message] = list(chat.messages[:count])
     try:
         text: str = tokenizer.apply_chat_template(
             messages, tools=chat.tools, tokenize=False, add_generation_prompt=add_generation_prompt
         )
         return text
-    except Exception as error:  # jinja's errors, and those that a template raises itself
+    except Exception as error:
         raise ValueError(f"the chat template refuses a chat ({' '.join(str(error).split())[:200]})") from None

@@ -1,10 +1,9 @@
-"""Where tokens come from: the standard library's text, files of text, or a memory-mapped file of tokens.
+"""Open a peer's training data, and read data that are not streamed: Python's own source, text files, or a token file.
 
-`load` also opens what data/stream.py streams; the rest is about tokens that are all at hand.
-
-A fixed share of the tokens is held out, chosen by the tokens themselves (data/source.py), so that peers with
-different files hold out the same text. Micro-batch number k of a peer is a pure function of (seed, peer, k): the
-position in the data is one integer, and each peer has its own random stream.
+Start reading at `load`, which also opens streamed data (`TextStream`). All other functions read data whose tokens are
+in memory or memory-mapped. A fixed share of the tokens is held out. `source.divide` chooses it by content, so that
+peers with different files hold out the same text. Micro-batch k of a peer is a pure function of (seed, peer, k), so a
+peer that restarts needs to know only k.
 
 Shapes: B sequences, T positions (`context`).
 """
@@ -18,35 +17,35 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from decentral.core import choices, config, rng
+from decentral.core import choices, config, foreign_file, rng
 from decentral.core.errors import UserError
 from decentral.data import token_file
 from decentral.data.data_files import left_out, visible
 from decentral.data.source import MicroBatches, Reading, Runs, TrainingData, batch_of, divide
 from decentral.data.token_file import Tokens
 
-LEAST_WINDOWS = 20  # in the shortest text, each a token apart from the next
-TEXT = "**/*.txt"
-CHUNK_TOKENS = 1 << 24  # how many mapped tokens are read at once
+LEAST_WINDOWS = 20  # a text with fewer windows (training sequences) is refused, since no part of it could be held out
+TEXT = "**/*.txt"  # without data.glob, a folder's files that match this pattern are read
+CHUNK_TOKENS = 1 << 24  # a file's tokens are checked in chunks of this size, so a huge file does not fill the memory
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """All tokens, and where windows of them that are trained on and held out begin. Targets are the inputs one on."""
+    """The tokens of a text, and the positions at which training windows and held-out windows may begin."""
 
     tokens: Tokens
     context: int
     train: Runs
     held_out: Runs
-    warnings: list[str]  # which files are not read; a position in these data is a number, and cannot be lost
+    warnings: list[str]
 
     def micro_batch(self, generator: np.random.Generator, sequences: int) -> tuple[Tensor, Tensor]:
-        """inputs_BT and targets_BT, int64 on the CPU: windows drawn at random from the training text."""
+        """Return inputs_BT and targets_BT, int64 on the CPU: windows sampled at random from the training text."""
         return self._draw(self.train, generator, sequences)
 
     def micro_batches(self, reading: Reading) -> MicroBatches:
-        """A pure function of (seed, peer, number): the same number gives the same micro-batch every time."""
+        """Return a function that samples micro-batch `number`, with (seed, peer, number) as the random seed."""
 
         def numbered(number: int, sequences: int) -> tuple[Tensor, Tensor]:
             return self.micro_batch(rng.arrays(reading.seed, "data", reading.peer, number), sequences)
@@ -54,7 +53,7 @@ class Corpus:
         return numbered
 
     def evaluation(self, sequences: int) -> tuple[Tensor, Tensor]:
-        """inputs_BT and targets_BT, int64 on the CPU: the same held-out windows on every peer and every time."""
+        """Return inputs_BT and targets_BT, int64 on the CPU: held-out windows, the same in every call."""
         return self._draw(self.held_out, rng.arrays(0, "held-out"), sequences)
 
     def _draw(self, runs: Runs, generator: np.random.Generator, sequences: int) -> tuple[Tensor, Tensor]:
@@ -63,22 +62,33 @@ class Corpus:
 
 
 def load(data: config.DataConfig, model: config.ModelConfig) -> TrainingData:
-    """This peer's data. Raises UserError when they cannot be read, are too few, or do not fit the vocabulary."""
+    """Open the training data that the section `data` names, in memory or streamed, and return them.
+
+    Raises:
+        UserError: If the data cannot be read, are too few, or have tokens outside the model's vocabulary.
+    """
     found: TrainingData = choices.load(data.facts.opens)(data, model)
     return found
 
 
 def corpus(data: config.DataConfig, model: config.ModelConfig) -> Corpus:
-    """Reads or maps all tokens. Raises UserError, as `load` does."""
+    """Read or map all tokens of the data, divide them into training and held-out text, and return both.
+
+    Raises:
+        UserError: If the data cannot be read, have fewer than LEAST_WINDOWS * (`context` + 2) tokens, or have a token
+            outside the vocabulary.
+    """
     tokens, said = _read(data, model.vocabulary)
     need = LEAST_WINDOWS * (model.context + 2)
     if len(tokens) < need:
-        raise UserError(f"data: {data.path or data.kind} has {len(tokens)} tokens; at least {need} are needed")
+        few = f"{data.path or data.kind} has {len(tokens)} tokens; at least {need} are needed"
+        raise UserError(f"data: {few}; give more text, or lower model.context")
     chunks = [tokens[at : at + CHUNK_TOKENS] for at in range(0, len(tokens), CHUNK_TOKENS)]
-    # a byte may have any value: the vocabulary must have all of them
+    # Other peers' files may contain any byte, so the vocabulary must have all 256 bytes.
     highest = config.BYTES - 1 if tokens.dtype == np.uint8 else max(int(chunk.max()) for chunk in chunks)
     if highest >= model.vocabulary:
-        raise UserError(f"data: token {highest} does not fit model.vocabulary {model.vocabulary}")
+        fits = f"set it to at least {highest + 1}"
+        raise UserError(f"data: token {highest} does not fit model.vocabulary {model.vocabulary}; {fits}")
     if tokens.dtype.kind == "i" and (lowest := min(int(chunk.min()) for chunk in chunks)) < 0:
         raise UserError(f"data: {data.path} has the token {lowest}; a token is at least 0")
     train, held_out = divide(tokens, data.held_out, model.context + 1)
@@ -86,7 +96,7 @@ def corpus(data: config.DataConfig, model: config.ModelConfig) -> Corpus:
 
 
 def _read(data: config.DataConfig, vocabulary: int) -> tuple[Tokens, str | None]:
-    """Return the tokens, and which files are not read, for the user."""
+    """Return the data's tokens, and a warning about unread files of the folder, or None if all files are read."""
     if data.kind == "tokens":
         return token_file.mapped(data, vocabulary), None
     if data.kind == "python-stdlib":
@@ -96,29 +106,34 @@ def _read(data: config.DataConfig, vocabulary: int) -> tuple[Tokens, str | None]
     try:
         found = visible(root, data.glob or TEXT) if root.is_dir() else [root]
     except (ValueError, NotImplementedError, OSError) as error:
-        raise UserError(f"data.glob: {data.glob!r} is no pattern below {root} ({error})") from None
+        raise UserError(f"data.glob: {data.glob!r} is not a valid pattern in {root} ({error})") from None
     if not found or not found[0].exists():
         raise UserError(f"data: no text at {root}" + (f" that matches {data.glob or TEXT}" if root.is_dir() else ""))
     return _bytes_of(found), left_out(root, data.glob, found)
 
 
 def _stdlib_files() -> list[Path]:
-    """The standard library's modules, without tests, site-packages and generated tables of constants."""
+    """Return the standard library's modules, without tests, site-packages and generated tables of constants."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3", "encodings"}
     found = []
     for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if name not in skip]  # to look into them takes longer than all the rest
+        inner[:] = [name for name in inner if name not in skip]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(found)
 
 
 def _bytes_of(paths: list[Path]) -> Tokens:
-    """Return the bytes of all files, joined by newlines, without UTF-8 byte-order marks. Raises UserError."""
+    """Return the bytes of all files, joined by newlines, without UTF-8 byte-order marks.
+
+    Raises:
+        UserError: If a file cannot be read, or is UTF-16.
+    """
     texts = []
     for path in paths:
         try:
-            text = path.read_bytes()
+            with foreign_file.opened(path) as file:
+                text = file.read()
         except OSError as error:
             raise UserError(f"data: cannot read {path}: {error.strerror}") from None
         if text.startswith(UTF_16):

@@ -1,9 +1,9 @@
-"""Which files a data set is, opened with Hugging Face's `datasets`, and what tells one data set from another.
+"""Find the files of a data set, open them with Hugging Face's `datasets`, and fingerprint their content.
 
     a file, a folder, or a name on the hub -> files of one kind -> shards (row groups, files)
 
-JSON is opened as lines of text: `datasets` would give each column one type, and where rows differ turn their text into
-JSON once more.
+Start reading at `opened`. JSON files are opened as lines of text, because the JSON reader of `datasets` converts each
+column to one type, and serialises a column with values of several types as JSON text.
 """
 
 import glob as patterns
@@ -13,18 +13,20 @@ import os
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from decentral.core import config
+from decentral.core import config, foreign_file
 from decentral.core.errors import UserError
 from decentral.core.plain_text import printable
+from decentral.data import library_trial
 
 if TYPE_CHECKING:
     import datasets
 
-READERS = {  # of files, by the ends of their names; the packed modules of datasets that read them
+READERS = {  # the kind of reader for each suffix of a file name; the package `datasets` calls its readers so
     ".parquet": "parquet",
     ".jsonl": "json",
     ".json": "json",
@@ -35,32 +37,34 @@ READERS = {  # of files, by the ends of their names; the packed modules of datas
     ".md": "text",
 }
 PACKED = (".gz", ".zst", ".bz2", ".xz")
-HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+)?$")  # owner/name, or owner/name:subset
-LEAST_PARTS = 32  # of a data set
-TRAIN = {"train", "training"}  # words in a path that name a split, as the hub has them
+HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+)?$")  # owner/name, or owner/name:subset, on the Hugging Face hub
+LEAST_PARTS = 32  # a data set with fewer parts is split further, since readers would get unequal amounts of data
+TRAIN = {"train", "training"}  # if a file's path has one of these words, files with a word of OTHER_SPLITS are not read
 OTHER_SPLITS = {"test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev"}
 BETWEEN_WORDS = re.compile(r"[\W\d_]+")
-HIDDEN_FOLDERS = {"__pycache__", "__MACOSX"}  # and what begins with a dot
-ABOUT_DATA = re.compile(  # names of files about the data, in a clone of a data set
-    r"(readme|licen[cs]e)([_.-]\w+)*\.(md|txt|text)|(dataset_infos?|state)\.json", re.IGNORECASE
-)
-NAMED, LINE_CHARS = 5, 1000  # files that are named as left out, and the length of that line
-SAMPLED, SAMPLE_BYTES = 16, 4096  # places in a file that tell it from others, and how much is read at each
+HIDDEN_FOLDERS = {"__pycache__", "__MACOSX"}  # files in these folders are ignored, like files in hidden folders
+ABOUT_DATA = re.compile(r"(readme|licen[cs]e)([_.-]\w+)*\.(md|txt|text)|(dataset_infos?|state)\.json", re.IGNORECASE)
+NAMED, LINE_CHARS = 5, 1000  # a warning about ignored files has at most LINE_CHARS characters and names NAMED files
+SAMPLED, SAMPLE_BYTES = 16, 4096  # a fingerprint hashes SAMPLED stretches of SAMPLE_BYTES bytes of each file
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedData:
     """A data set that is open for reading."""
 
-    kind: str  # of READERS, or hub
+    kind: str
     set: "datasets.IterableDataset"
-    files: tuple[Path, ...]  # none of a set on the hub
-    fingerprint: str  # of its content: the same wherever the files are
-    left_out: str | None = None  # which files of the folder are not read, for the user
+    files: tuple[Path, ...]
+    fingerprint: str  # hash of samples of all files; for a data set on the hub, of its name and data.glob
+    left_out: str | None = None
 
 
 def opened(data: config.DataConfig) -> OpenedData:
-    """Return the data set that `data.path` names. Raises UserError if there is none, or it cannot be read."""
+    """Open the data set that `data.path` names, a local path or a name on the hub, and return it.
+
+    Raises:
+        UserError: If the data set does not exist or cannot be read.
+    """
     assert data.path is not None
     load = _library().load_dataset
     if Path(data.path).exists():
@@ -74,59 +78,72 @@ def opened(data: config.DataConfig) -> OpenedData:
         name, _, subset = data.path.partition(":")
         where, fingerprint = {"name": subset or None, "data_files": data.glob}, json.dumps([data.path, data.glob])
     else:
-        raise UserError(f"data: {data.path} is not here, nor is it a name of the hub, such as owner/name")
+        raise UserError(f"data: {data.path} is neither a file or folder here nor a hub name such as owner/name")
     try:
         found = load(name, split="train", streaming=True, **where)
         found = found.reshard() if found.num_shards < LEAST_PARTS else found
-    except Exception as error:  # of the network, of the hub, of the formats
+    except Exception as error:
         raise unreadable(data.path, error) from None
     said = left_out(Path(data.path), data.glob, files) if files else None
     return OpenedData(kind, found, tuple(files), fingerprint, said)
 
 
 def unreadable(path: str | Path | None, error: Exception) -> UserError:
-    """Return what the user is told of an error that a reader has raised."""
+    """Return an error that says that `path` cannot be read, with the first 200 characters of `error` as the reason."""
     said = " ".join(f"{type(error).__name__}: {error}".split())
     return UserError(f"data: {path} cannot be read ({said[:200]})")
 
 
 def files_of(path: str, glob: str | None) -> tuple[str, list[Path]]:
-    """Return the kind of a file, or of all files of a folder (that match `glob`), and their sorted paths.
+    """Return the kind and the sorted paths of the files to read. Empty files are left out.
 
-    Without `glob` a folder's files for tests are left out where others are named for training, and files about the data
-    (README.md) where there are others. A Parquet file without rows counts as empty. Raises UserError.
+    A Parquet file without rows counts as empty. If `glob` is None, these files of a folder are left out as well:
+    files that describe the data (README.md), if the folder has other files, and files of test and validation splits,
+    if the path of another file names the training split.
+
+    Args:
+        path: A file or a folder.
+        glob: Pattern of the files in the folder. If None, all files that are not hidden match.
+
+    Raises:
+        UserError: If no file has a suffix of READERS, all files with such a suffix are empty, the files are of several
+            kinds, or `glob` is not a valid pattern.
     """
     root = Path(path)
     try:
         found = visible(root, glob or "**/*") if root.is_dir() else [root]
     except (ValueError, NotImplementedError, OSError) as error:
-        raise UserError(f"data.glob: {glob!r} is no pattern below {root} ({error})") from None
+        raise UserError(f"data.glob: {glob!r} is not a valid pattern in {root} ({error})") from None
     kinds = {one: kind for one in found if (kind := _kind(one))}
     if root.is_dir() and not glob:
         data = {one: kind for one, kind in kinds.items() if not ABOUT_DATA.fullmatch(one.name)}
         kinds = data or kinds
     if not kinds:
         matching = f" and matches {glob}" if glob else ""
-        raise UserError(f"data: no file at {root} is one of {', '.join(READERS)}{matching}")
+        raise UserError(f"data: no file at {root} ends in {', '.join(READERS)}{matching}; check data.path")
     if len(set(kinds.values())) > 1:
         there = ", ".join(sorted(set(kinds.values())))
-        raise UserError(f"data: {root} has files of several kinds ({there}); choose with data.glob")
-    files = [one for one, kind in kinds.items() if one.stat().st_size and not (kind == "parquet" and _has_no_rows(one))]
+        raise UserError(f"data: {root} has files of several kinds ({there}); select files of one kind with data.glob")
+    kind, files = next(iter(kinds.values())), [one for one in kinds if one.stat().st_size]
+    if kind in ("parquet", "arrow"):
+        rows = _rows_of(kind, tuple((one, *_state(one.stat())) for one in files))
+        files = [one for one, count in zip(files, rows, strict=True) if count != 0]
     if not files:
-        raise UserError(f"data: {root} is empty")
-    return next(iter(kinds.values())), files if glob else _for_training(root, files)
+        raise UserError(f"data: {root} is empty; check data.path")
+    return kind, files if glob else _for_training(root, files)
 
 
 def left_out(root: Path, glob: str | None, files: Collection[Path]) -> str | None:
-    """Return a line that says how many files of a folder are not read, names some, and says how to read them.
+    """Return a warning with the number of files of a folder that are not read, and the names of the first NAMED files.
 
     Args:
         root: The folder, or a file.
-        glob: The user's pattern; with one the user has chosen, and nothing is said.
-        files: Those that are read.
+        glob: The pattern with which the user chose the files. If it is set, the result is None.
+        files: The files that are read.
 
     Returns:
-        The line; None if there is nothing to say. It names no hidden files but those of READERS, and no empty ones.
+        The warning, at most LINE_CHARS characters; None if all files are read. The warning ignores empty files, and
+        hidden files without a suffix of READERS.
     """
     if glob or not root.is_dir():
         return None
@@ -140,9 +157,9 @@ def left_out(root: Path, glob: str | None, files: Collection[Path]) -> str | Non
 
 
 def visible(root: Path, glob: str) -> list[Path]:
-    """Return the sorted files below a folder that match, without those that programs hide (.ipynb_checkpoints).
+    """Return the sorted files below a folder that match a pattern, without hidden files and files in hidden folders.
 
-    A pattern that names a hidden folder finds what is in it.
+    Hidden files are included if a part of the pattern's path begins with a dot.
     """
 
     def hidden(path: Path) -> bool:
@@ -153,21 +170,36 @@ def visible(root: Path, glob: str) -> list[Path]:
 
 
 def _for_training(root: Path, files: list[Path]) -> list[Path]:
-    """Drop files of test and validation splits if any file is named for training."""
+    """Return the files that are not of a test or validation split; all files if no path contains a word of TRAIN."""
     words = {one: set(BETWEEN_WORDS.split(str(one.relative_to(root)).lower())) for one in files if one != root}
     if not any(TRAIN & found for found in words.values()):
         return files
     return [one for one in files if TRAIN & words[one] or not OTHER_SPLITS & words[one]]
 
 
-def _has_no_rows(path: Path) -> bool:
-    """Return whether a Parquet file has no row; False if it cannot be read, of which its reader tells the user."""
-    from pyarrow import ArrowException, parquet
+@lru_cache(maxsize=8)
+def _rows_of(kind: str, files: tuple[tuple[Path, int, int, int, int], ...]) -> list[int | None]:
+    """Return the number of rows of each Parquet file; None for damaged files and other kinds of files.
 
+    A child process opens the files. Raises UserError if a file crashes this process or needs too much memory.
+
+    Args:
+        kind: `parquet` or `arrow`.
+        files: Path, and what `_state` returns, of each file.
+    """
+    paths = b"\0".join(os.fsencode(path) for path, *_ in files)
+    largest = max((size for _, size, *_ in files), default=0)
     try:
-        return not parquet.read_metadata(path).num_rows
-    except (ArrowException, OSError):
-        return False
+        found = library_trial.tried("pyarrow", (kind,), paths, largest)
+    except library_trial.TrialFailed as error:
+        raise UserError(f"data: the files cannot be read ({printable(str(error), LINE_CHARS)})") from None
+    assert isinstance(found, list), "a trial of Parquet files returns a list"
+    return found
+
+
+def _state(found: os.stat_result) -> tuple[int, int, int, int]:
+    """Return a file's size in bytes, and what changes with its content; a program cannot set the last time back."""
+    return found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _kind(path: Path) -> str | None:
@@ -176,11 +208,11 @@ def _kind(path: Path) -> str | None:
 
 
 def _fingerprint(files: Iterable[Path]) -> str:
-    """Return a hash of the files' sizes and of SAMPLED samples from each. Raises UserError."""
+    """Return a hash of the size and of SAMPLED samples of each file. Raises UserError if a file cannot be read."""
     digest = hashlib.blake2b(digest_size=16)
     for path in files:
         try:
-            with path.open("rb") as file:
+            with foreign_file.opened(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 digest.update(size.to_bytes(8))
                 for place in range(SAMPLED):
@@ -192,7 +224,11 @@ def _fingerprint(files: Iterable[Path]) -> str:
 
 
 def _library() -> ModuleType:
-    """Return the module `datasets`, set up: silent, no telemetry, Zstandard readable. Raises UserError."""
+    """Return the module `datasets`, after setting it to print nothing, send no telemetry and read Zstandard files.
+
+    Raises:
+        UserError: If the package `datasets` is not installed.
+    """
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         import datasets
@@ -202,7 +238,7 @@ def _library() -> ModuleType:
         raise UserError("data.kind huggingface needs the package datasets: pip install 'decentral[hf]'") from None
     datasets.logging.set_verbosity_error()
     datasets.disable_progress_bars()
-    if "zstd" not in fsspec.compression.available_compressions():  # else it would need one more package
+    if "zstd" not in fsspec.compression.available_compressions():
         unpack = lambda file, mode: pyarrow.CompressedInputStream(file, "zstd")  # noqa: E731
         fsspec.compression.register_compression("zstd", unpack, "zst")
     found: ModuleType = datasets

@@ -1,15 +1,15 @@
-"""Text of a data set, streamed: pieces of documents, in parts that are read one after another.
+"""Stream a data set's text as pieces of documents, divided into parts that can be read in any order.
 
     files or a name -> shards (row groups, files) -> parts of a shard -> rows -> pieces of documents
 
-A row's column of text is a document; of a text file, all of it is; of chats and completions, data/conversations.py
-makes one of each row. Only documents of text that are very long are cut (data/pieces.py). What is held out follows
-from a document's text alone, or that of the piece, so that no peer trains on what another one holds out, whatever files
-each has, and copies of a text are on one side.
+Start reading at `Documents`. A document is the text column of a row, a text file, or a chat or completion that
+`conversations` renders as text. Only very long documents are cut into several pieces (`pieces.cut`). The hash of a
+piece decides whether the piece is held out. So either all copies of a text are held out or no copy is, and peers with
+different files hold out the same texts.
 
-Where there are few shards, each is read in several parts, of which part p of P has the rows p, P + p, 2 P + p and so
-on; of a text file, such pieces. Rows of other parts are neither parsed nor rendered. A part is what one peer reads at a
-time: data/stream.py says in which order.
+If the data set has few shards, each shard has several parts. Part p of P contains the rows p, P + p, 2 P + p, ... of
+the shard; for a text file, it contains the pieces with these numbers. Reading a part does not parse or render the rows
+of other parts. A peer reads one part at a time; `StreamReader` chooses the order.
 """
 
 import hashlib
@@ -33,83 +33,84 @@ from decentral.data.data_files import LEAST_PARTS
 if TYPE_CHECKING:
     import pyarrow
 
-PIECE_CHARS = 16 * 1024  # of a long document, usually; the first of these sizes that gives enough pieces
+PIECE_CHARS = 16 * 1024
+# Usual lengths of a piece; the next shorter one is used if the data have fewer than ENOUGH_PIECES pieces.
 FINER = (PIECE_CHARS, PIECE_CHARS // 4, PIECE_CHARS // 16, PIECE_CHARS // 64)
-ENOUGH_PIECES = 32  # of a data set, to hold a share of them out
-PIECES_OF_SHARD, PIECES_OF_ROW = 1 << 60, 1 << 20
+ENOUGH_PIECES = 32  # with fewer distinct pieces, the held-out share of the data could be far from the configured share
+PIECES_OF_SHARD, PIECES_OF_ROW = 1 << 60, 1 << 20  # `TextPiece.at` grows by these per shard and row, so it is unique
 ROWS_AT_ONCE, LINES_AT_ONCE = 64, 4096
 HASHES = 1 << 64
 _SPACE = re.compile(r"\s*")
 State = JsonObject
-"""Where reading is in a shard: plain JSON. That of `datasets`, or as the reader of the kind of files writes it."""
-END_OF_ONE_VALUE: State = {}  # of a file that is read as a whole
+"""Position in a shard, as plain JSON: the state of a `datasets` stream, or for a text file {"at": ..., "skip": ...}."""
+END_OF_ONE_VALUE: State = {}  # stands for the position after the last row of a JSON file that is one value
 
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """A document, or a stretch of one."""
+    """A document, or one of the consecutive pieces of a long document."""
 
     text: str
-    at: int  # the piece before it in its document has one less
-    begins: bool = False  # whether it is known that a document begins here
-    ends: bool = False
-    learned: Ranges | None = None  # of the piece's characters, as in a Document
+    at: int  # number of the piece: consecutive in a document, and unique in the data
+    begins: bool = False
+    ends: bool = False  # False also if it is not known yet whether the document goes on
+    learned: Ranges | None = None  # the loss counts only these characters; None means all characters
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Pieces that were read together, and where reading goes on."""
+    """Pieces that were read together, and the position in the shard after the last of these pieces."""
 
     pieces: tuple[TextPiece, ...]
     state: State
-    read: int  # rows of the shard so far, or pieces of a text file, of all parts
+    read: int  # number of rows (text file: pieces) of the shard before `state`, whichever reader they belong to
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows that were read together, numbered in their shard, and where reading goes on."""
+    """Rows that were read together, and the position in the shard after the last of these rows."""
 
-    rows: list[tuple[int, Json]]
+    rows: list[tuple[int, Json]]  # each entry is (index of the row in the shard, row)
     state: State
-    read: int
+    read: int  # number of rows of the shard before `state`, whichever reader they belong to
 
 
 @dataclass(frozen=True, slots=True)
 class HoldingOut:
-    """The usual length of a piece in characters, and the 64-bit hash below which a piece is held out."""
+    """The rule by which the hash of a piece decides whether the piece is held out."""
 
     piece_chars: int
     below: int
 
     def holds(self, text: str) -> bool:
-        """Return whether the piece, or what identifies it, is held out."""
+        """Return whether a piece is held out. `text` is the piece's text, or the `identity` of a chat or completion."""
         return _hash(text) < self.below
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What to read of a shard: from where on, which of its rows, and which of their pieces."""
+    """The pieces of a shard to read: training or held-out pieces in one lane (every n-th row), from a position on."""
 
     shard: int
     piece_chars: int = PIECE_CHARS
-    holding_out: HoldingOut | None = None  # of which the pieces are read that are held out, or the others; None: all
+    holding_out: HoldingOut | None = None  # decides which pieces are held out; without a rule all pieces are read
     held_out: bool = False
-    lane: int = 0  # of the shard's `lanes`: row n is in lane n % lanes, and of a text file piece n
+    lane: int = 0  # `lanes` readers share a shard: this one takes each row (text file: piece) n with n % lanes == lane
     lanes: int = 1
-    state: State | None = None  # where reading begins; None: where the shard does
-    read: int = 0  # rows before that place, or pieces of a text file, of all lanes
+    state: State | None = None
+    read: int = 0  # number of rows (text file: pieces) of the shard before `state`, of all lanes
 
     def takes(self, number: int) -> bool:
-        """Return whether the row, or piece, of this number in the shard is in the lane."""
+        """Return whether row `number` of the shard (text file: piece `number`) is in the selected lane."""
         return number % self.lanes == self.lane
 
     def wants(self, text: str) -> bool:
-        """Return whether a piece with this text, or identity, is read."""
+        """Return whether a piece is selected. `text` is the piece's text, or the `identity` of a chat or completion."""
         return self.holding_out is None or self.holding_out.holds(text) == self.held_out
 
 
 class Documents:
-    """A data set as parts that are read one after another, in any order, and again. Not thread-safe."""
+    """A data set that is divided into parts. The parts can be read in any order and repeatedly. Not thread-safe."""
 
     def __init__(
         self,
@@ -122,27 +123,30 @@ class Documents:
         """Open the data set.
 
         Args:
-            data: Names it, and says what its rows are.
-            least_parts: Parts to read the data set in, at least.
-            readers: Readers among which the parts are divided.
-            tokenizer: The folder whose chat template renders chats.
-            least_held_out: Characters to hold out at least, even if that exceeds `data.held_out`; never more than half
-                of the documents.
+            data: Path or name of the data set, and the format of its rows.
+            least_parts: Smallest number of parts.
+            readers: Number of readers among which the caller divides the parts.
+            tokenizer: The folder whose chat template renders chats; None: the data have no chats.
+            least_held_out: Least number of held-out characters, whatever `data.held_out` is; at most half the pieces.
 
         Raises:
-            UserError: If the set cannot be opened.
+            UserError: If the data set cannot be opened.
         """
         self.data, self.tokenizer, self.least_held_out = data, tokenizer, least_held_out
         self.opened = data_files.opened(data)
         self.shards = int(self.opened.set.num_shards)
         self.per_shard = parts_of_a_shard(self.shards, least_parts, readers)
         self.parts = self.shards * self.per_shard
-        self.unlearned = 0  # chats, or prompts, that were read, and of which nothing is learned
-        self._parsed: tuple[int, list[Json]] = (-1, [])  # the shard that was parsed as a whole, and its rows
+        self.unlearned = 0  # number of chats and completions so far that cannot be trained, as the loss counts no text
+        self._parsed: tuple[int, list[Json]] = (-1, [])  # (number, rows) of the shard that was last parsed as a whole
 
     @cached_property
     def holding_out(self) -> HoldingOut:
-        """Decide what is held out, from the beginning of the data; a small data set is read to its end."""
+        """The rule that decides which pieces are held out.
+
+        The first access reads the data until there are enough pieces to choose from; it reads a small data set to the
+        end. If the data set has two or more different pieces, at least one piece is held out, and at least one is not.
+        """
         share, enough = self.data.held_out, min(ENOUGH_PIECES, math.ceil(1 / self.data.held_out))
         below, hashes = int(share * HASHES), dict[int, int]()
         for piece_chars in FINER:
@@ -161,34 +165,34 @@ class Documents:
             if number >= below and held_out >= self.least_held_out:
                 break
             held_out, below = held_out + hashes[number], max(below, number + 1)
-        below = min(below, max(hashes, default=0))  # one at least is trained on
+        below = min(below, max(hashes, default=0))  # at least one piece must be left for training
         return HoldingOut(piece_chars, below)
 
     def read(self, part: int, state: State | None = None, read: int = 0) -> Iterator[Batch]:
-        """The training pieces of a part, from its beginning or from a batch's `state` and `read` on.
+        """Yield the training pieces of part number `part` in batches. Raises UserError if the data cannot be read.
 
-        Raises UserError where the data cannot be read.
+        To continue after a batch, pass the batch's `state` and `read`.
         """
         shard, lane = divmod(part, self.per_shard)
         own = Selection(shard, self.holding_out.piece_chars, self.holding_out, lane=lane, lanes=self.per_shard)
         yield from self._batches(replace(own, state=state, read=read))
 
     def held_out(self) -> Iterator[TextPiece]:
-        """All pieces that are held out, in the order of the data."""
+        """Yield all held-out pieces, in the order of the data."""
         return self._all(self.holding_out.piece_chars, self.holding_out)
 
     def all_pieces(self) -> Iterator[TextPiece]:
-        """All pieces, in the order of the data."""
+        """Yield all pieces, in the order of the data."""
         return self._all(PIECE_CHARS, None)
 
     def _all(self, piece_chars: int, holding_out: HoldingOut | None) -> Iterator[TextPiece]:
-        """The pieces that are held out; without `holding_out`, all."""
+        """Yield the held-out pieces of all shards; if `holding_out` is None, all pieces."""
         for shard in range(self.shards):
             for batch in self._batches(Selection(shard, piece_chars, holding_out, held_out=True)):
                 yield from batch.pieces
 
     def _identities(self, piece_chars: int) -> Iterator[str]:
-        """Yield the texts whose hashes decide what is held out, in the order of the data."""
+        """Yield the text of each piece, or the `identity` of each chat or completion, in the order of the data."""
         for shard in range(self.shards):
             everything = Selection(shard, piece_chars)
             if self.opened.kind == "text":
@@ -206,7 +210,7 @@ class Documents:
                         yield identity
 
     def _batches(self, selection: Selection) -> Iterator[Batch]:
-        """Yield the pieces of the selected rows, or of the text file, in batches."""
+        """Yield the selected pieces of one shard, in batches."""
         if self.opened.kind == "text":
             yield from self._pieces_of_file(selection)
             return
@@ -232,7 +236,7 @@ class Documents:
                 yield TextPiece(_encodable(made.text), at, True, True, made.learned)
 
     def _read(self, shard: int, number: int, row: Json) -> conversations.Example | None:
-        """Parse a row. Raises UserError, naming line and file, if it is not in `data.format`."""
+        """Return a row's content; None if the row is empty. Raises UserError if the row is not in `data.format`."""
         row = {"text": row} if isinstance(row, str) else row
         with self._naming(shard, number):
             if not isinstance(row, Mapping):
@@ -251,11 +255,11 @@ class Documents:
         fits = conversations.format_of(names)
         right = "name the right one with --data-column" if len(needed) == 1 else f"expected {' or '.join(needed)}"
         remedy = f"set data.format={fits}" if fits not in (None, self.data.format) else right
-        raise ValueError(f"it has no column {needed[0]}; it has {', '.join(map(str, names))}; {remedy}")
+        raise ValueError(f"the row has no column {needed[0]}; it has {', '.join(map(str, names))}; {remedy}")
 
     @contextmanager
     def _naming(self, shard: int, number: int) -> Iterator[None]:
-        """Raise UserError that names the row, where the work on it raises ValueError or RecursionError."""
+        """Convert a ValueError or RecursionError of the `with` block into a UserError that names the row."""
         try:
             yield
         except ValueError as error:
@@ -264,16 +268,14 @@ class Documents:
             raise UserError(f"data: {self._place(shard, number)}: its values are nested too deeply") from None
 
     def _place(self, shard: int, number: int) -> str:
-        """Return where the user finds a row: line or row number, and file or part."""
+        """Return words that tell the user where a row is: its line or row number, and its file or shard."""
         if len(self.opened.files) == self.shards:
             lines = self.opened.kind == "json" and self._parsed[0] != shard
             return f"{'line' if lines else 'row'} {number + 1} of {self.opened.files[shard]}"
         return f"row {number + 1} of part {shard + 1} of {self.shards} of {self.data.path}"
 
-    # Rows
-
     def _rows(self, selection: Selection) -> Iterator[Rows]:
-        """Yield the rows of the selection's lane, in batches."""
+        """Yield the rows in the selected lane, in batches."""
         state, read = selection.state, selection.read
         if state == END_OF_ONE_VALUE:
             return
@@ -304,17 +306,17 @@ class Documents:
                     yield read + place, json.loads(line)
                 except (ValueError, RecursionError) as error:
                     named = self._place(selection.shard, read + place)
-                    raise UserError(f"data: {named} is no JSON ({error})") from None
+                    raise UserError(f"data: {named} is not JSON ({error})") from None
 
     def _rows_of_one_value(self, selection: Selection) -> Iterator[Rows]:
-        """Yield the rows of a file that is one JSON list, or objects over several lines; it is read whole."""
+        """Parse a whole JSON file that is one list or has rows of several lines, and yield the selected rows."""
         shard = selection.shard
         if self._parsed[0] != shard:
             lines = (table.column("text").to_pylist() for table, _ in self._tables(shard, None, LINES_AT_ONCE))
             try:
                 self._parsed = shard, list(_values("\n".join(itertools.chain.from_iterable(lines))))
             except (ValueError, RecursionError) as error:
-                raise UserError(f"data: {self.opened.files[shard]} is no JSON ({error})") from None
+                raise UserError(f"data: {self.opened.files[shard]} is not JSON ({error})") from None
         rows = self._parsed[1]
         own = [(number, row) for number, row in enumerate(rows) if selection.takes(number)]
         yield Rows(own, END_OF_ONE_VALUE, len(rows))
@@ -326,15 +328,14 @@ class Documents:
         features = self.opened.set.features
         mixed = features is not None and any(
             "Json(" in str(features.get(name)) for name in names
-        )  # columns of several types
+        )  # `datasets` stores columns of mixed types as JSON text, which must be decoded
         rows = table.select(names).take(own).to_pylist() if own else []
         rows = [features.decode_example(row) for row in rows] if mixed else rows
         return [{name: _without_nulls(value) for name, value in row.items()} for row in rows]
 
     def _tables(self, shard: int, state: State | None, size: int) -> "Iterator[tuple[pyarrow.Table, State]]":
-        """Yield the shard as tables of at most `size` rows, each with the state after it. Raises UserError."""
+        """Yield tables of up to `size` rows, and the position after each table. Raises UserError on a read error."""
         rows = self.opened.set.shard(num_shards=self.shards, index=shard).with_format("arrow")
-        files = self.opened.files
         try:
             if state is not None:
                 rows.load_state_dict(state)
@@ -342,34 +343,35 @@ class Documents:
                 yield table, rows.state_dict()
         except UserError:
             raise
-        except Exception as error:  # the readers of the formats raise what they like
-            raise data_files.unreadable(files[shard] if len(files) == self.shards else self.data.path, error) from None
-
-    # Files of text
+        except Exception as error:
+            path = self.opened.files[shard] if len(self.opened.files) == self.shards else self.data.path
+            raise data_files.unreadable(path, error) from None
 
     def _pieces_of_file(self, selection: Selection) -> Iterator[Batch]:
         """Yield the selected pieces of a text file, which is one document.
 
-        A batch's state is that of the lines in which the next piece begins.
+        A `Batch.state` {"at": P, "skip": N} says that the next piece begins N lines after position P of `datasets`.
         """
         state, read = selection.state, selection.read
         at, skip = (state["at"], state["skip"]) if state else (None, 0)
-        open_lines: list[str] = []  # of the piece whose end is not known yet
-        origins: list[
-            tuple[State | None, int, int]
-        ] = []  # of these lines: of their table the state, and from where to where
+        open_lines: list[str] = []  # lines at the end that may continue in the next table, and are not in a piece yet
+        # For each table with open lines: (position of the table, index of its first open line, number of its lines).
+        origins: list[tuple[State | None, int, int]] = []
         before, whole = at, not read
 
         def batch(texts: Sequence[str], ends: bool) -> Batch:
-            numbered = list(enumerate(map(_encodable, texts), read))
-            last = numbered[-1][0] if numbered and ends else None
+            numbered = enumerate(map(_encodable, texts), read)
+            last = read + len(texts) - 1 if ends else None
             own = [(number, text) for number, text in numbered if selection.takes(number) and selection.wants(text)]
-            first = selection.shard * PIECES_OF_SHARD
-            made = (TextPiece(text, first + number, not number, number == last) for number, text in own)
+            place = selection.shard * PIECES_OF_SHARD
+            made = (TextPiece(text, place + number, not number, number == last) for number, text in own)
             begin, skipped, _ = origins[0] if origins else (before, 0, 0)
             return Batch(tuple(made), {"at": begin, "skip": skipped}, read + len(texts))
 
-        for table, after in self._tables(selection.shard, at, LINES_AT_ONCE):
+        tables = self._tables(selection.shard, at, LINES_AT_ONCE)
+        upcoming = next(tables, None)
+        while upcoming is not None:
+            (table, after), upcoming = upcoming, next(tables, None)
             lines = table.column("text").to_pylist()
             open_lines += lines[skip:]
             origins.append((before, skip, len(lines)))
@@ -379,16 +381,15 @@ class Documents:
             whole = False
             texts, open_lines = pieces.cut_lines(open_lines, selection.piece_chars)
             origins = _last(origins, len(open_lines))
-            made = batch(texts, ends=False)
+            yield (made := batch(texts, ends=upcoming is None and not open_lines))
             read = made.read
-            yield made
         if open_lines:
             texts, origins = ["".join(open_lines)], []
             yield batch(texts, ends=True)
 
 
 def _last(origins: Sequence[tuple[State | None, int, int]], lines: int) -> list[tuple[State | None, int, int]]:
-    """Return the origins that cover the last `lines` lines."""
+    """Return the part of `origins` with the last `lines` lines. Item: (position of a table, first line, end line)."""
     found: list[tuple[State | None, int, int]] = []
     for state, begin, end in reversed(origins):
         if lines <= 0:
@@ -400,9 +401,10 @@ def _last(origins: Sequence[tuple[State | None, int, int]], lines: int) -> list[
 
 
 def parts_of_a_shard(shards: int, least_parts: int, readers: int) -> int:
-    """The fewest with which each reader gets as many parts as the others, or so many that one more is little.
+    """Return the smallest number of parts per shard that gives the readers equal or nearly equal numbers of parts.
 
-    A shard is read once for each of its parts, so more of them cost time.
+    The numbers are nearly equal if each reader has at least LEAST_PARTS parts. More parts cost time, because reading a
+    part reads the whole shard. The data set has at least `least_parts` parts in total.
     """
     enough = itertools.count(-(-least_parts // shards))
     return next(n for n in enough if shards * n % readers == 0 or shards * n >= LEAST_PARTS * readers)
@@ -413,26 +415,22 @@ def _hash(text: str) -> int:
 
 
 def _encodable(text: str) -> str:
-    """Return the text with lone surrogates replaced: JSON can contain them, UTF-8 cannot."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if not _is_utf8(text) else text
-
-
-def _is_utf8(text: str) -> bool:
+    """Return the text with lone surrogates replaced, because JSON may contain surrogates but UTF-8 must not."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def _is_one_value(lines: Sequence[str]) -> bool:
-    """Return whether these first lines begin a JSON list or a multi-line object, not one row a line."""
+    """Return whether a JSON file that begins with these lines is one list or has rows of several lines."""
     first = next((line.strip() for line in lines if line.strip()), "")
     return first.startswith("[") or first == "{"
 
 
 def _values(text: str) -> Iterator[Json]:
-    """Yield the JSON values of a text one after another, with lists unpacked. Raises ValueError."""
+    """Yield the JSON values in a text, and the items of a list instead of the list. Raises ValueError if not JSON."""
     decoder, at, end = json.JSONDecoder(), 0, len(text.rstrip())
     while at < end:
         value, at = decoder.raw_decode(text, _SPACE.match(text, at).end())  # type: ignore[union-attr]
@@ -440,7 +438,7 @@ def _values(text: str) -> Iterator[Json]:
 
 
 def _without_nulls(value: Json) -> Json:
-    """Drop keys whose value is null: a table gives each row the keys of all rows."""
+    """Remove keys whose value is null, because a table stores null for each key that only other rows have."""
     if isinstance(value, dict):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     if isinstance(value, list):

@@ -1,7 +1,8 @@
-"""Cut long documents at ends of lines that their own text chooses, so that peers whose files differ cut alike.
+"""Cut long documents into pieces. The cuts depend only on the text, so all peers cut the same text at the same lines.
 
-A line ends a piece if its CRC-32 is below a threshold proportional to its length. No piece starts with an indented
-line, since tokenizers merge a line break with the indentation. Lines of `usual_chars` or more are cut between words.
+A line ends a piece if the CRC-32 of the line is below a threshold that is proportional to the line's length. A piece
+never begins with an indented line, because tokenizers merge a line break with the indentation after it. Lines of
+`usual_chars` or more characters are cut between words. Start reading at `cut`.
 """
 
 import io
@@ -9,19 +10,19 @@ import re
 import zlib
 from collections.abc import Iterator, Sequence
 
-_LONGEST = 4  # times the usual length of a piece
-_SHORTEST = 1 / 4
-UNCUT = 16  # times that length: documents up to this one are not cut
+_LONGEST = 4  # a piece has at most this many times the usual length
+_SHORTEST = 1 / 4  # the hash of a line ends a piece only if the piece has at least this share of the usual length
+UNCUT = 16  # a document of at most this many times the usual length of a piece stays whole
 _WORDS = re.compile(r"\s*\S+|\s+")
 _HASHES = 1 << 32
 
 
 def cut(text: str, usual_chars: int) -> list[str]:
-    """Return the pieces of a document; joined they are the document.
+    """Cut a document into pieces and return them; their concatenation is the document.
 
     Args:
         text: The document.
-        usual_chars: Usual length of a piece; a document of at most `UNCUT` times that is one piece.
+        usual_chars: Usual length of a piece in characters. A document of at most `UNCUT` * `usual_chars` is one piece.
     """
     if len(text) <= UNCUT * usual_chars:
         return [text]
@@ -30,9 +31,14 @@ def cut(text: str, usual_chars: int) -> list[str]:
 
 
 def cut_lines(lines: Sequence[str], usual_chars: int) -> tuple[list[str], list[str]]:
-    """Return the pieces of lines that begin a piece, and those lines at the end whose piece may go on."""
+    """Return the complete pieces of these lines, and the lines after the last complete piece.
+
+    Args:
+        lines: Lines with their line ends; the first line begins a piece.
+        usual_chars: Usual length of a piece in characters.
+    """
     pieces: list[str] = []
-    begin = size = safe = size_to_safe = 0  # safe: the last line that is not indented, where a piece may be cut
+    begin = size = safe = size_to_safe = 0  # `safe`: the last line without indentation, before which text may be cut
     may_end = False
     shortest, longest, most_hash = int(_SHORTEST * usual_chars), _LONGEST * usual_chars, _HASHES // usual_chars
     for at, line in enumerate(lines):
@@ -54,7 +60,7 @@ def cut_lines(lines: Sequence[str], usual_chars: int) -> tuple[list[str], list[s
 
 
 def _of_long_line(line: str, usual_chars: int) -> Iterator[str]:
-    """Yield a long line as pieces that end at word ends; a word longer than a piece is cut."""
+    """Cut a long line and yield the pieces. The cuts are between words, except in a word longer than a piece."""
     longest, most_hash = _LONGEST * usual_chars, _HASHES // usual_chars
     begin = end = 0
     for found in _WORDS.finditer(line):

@@ -1,15 +1,15 @@
-"""What training needs of data, whichever kind they are of: micro-batches of this peer's own, and the held-out ones.
+"""Define the interface of training data (`TrainingData`), and divide a text into a training and a held-out part.
 
 Shapes: B sequences, T positions (`context`).
 
-`divide` chooses which tokens are held out by the tokens themselves, so that peers with different files choose the same:
-
-    tokens -> cuts where the 32 tokens before hash to a small number -> stretches -> their signatures -> held out or not
+`divide` chooses the held-out part by hashes of the tokens, so that peers with different files hold out the same text.
+It cuts the text after any 32 tokens whose hash is below a threshold. The tokens between two cuts are a stretch. The
+signature of a stretch decides whether the stretch is held out.
 
 Each cut depends only on the 32 tokens before it, so an inserted file shifts later tokens but leaves most cuts between
-the same tokens (content-defined chunking, LBFS, Muthitacharoen et al., SOSP 2001). A stretch's signature is the
-smallest hash in it (MinHash, Broder 1997): a stretch of which a share s was edited keeps its signature with a
-probability of about 1 - s.
+the same tokens (content-defined chunking, LBFS, Muthitacharoen et al., SOSP 2001). The signature of a stretch is the
+smallest hash in the stretch (MinHash, Broder 1997). If a share s of a stretch is edited, the signature stays the same
+with a probability of about 1 - s.
 """
 
 from bisect import bisect_left
@@ -26,51 +26,53 @@ from torch import Tensor
 from decentral.model.decoder import MASKED
 
 MicroBatches = Callable[[int, int], tuple[Tensor, Tensor]]
-"""(number, sequences) -> inputs_BT and targets_BT, int64 on the CPU. No number is asked for twice."""
+"""(number, sequences) -> inputs_BT and targets_BT, int64 on the CPU. The caller passes each number only once."""
 
 Hashes = npt.NDArray[np.uint32]
 Positions = npt.NDArray[np.int64]
 
-_WINDOW = 32  # tokens that a hash is of
-_USUAL, _LONGEST = 4, 8  # of a stretch, in units of the shortest
-_SAMPLES = 2  # hashes in a stretch of the shortest length from which the signature is chosen
-BLOCK_TOKENS = 1 << 16  # hashed at once: what fits into a core's cache
-_ALL = 1 << 32  # a hash is below it
-_UNKNOWN = _ALL - 1  # the signature of a stretch that has no sample
-_FACTOR = 0x9E3779B1
+_WINDOW = 32  # each hash covers this many consecutive tokens
+_USUAL, _LONGEST = 4, 8  # mean and longest length of a stretch, as multiples of the shortest length
+_SAMPLES = 2  # this many hashes are sampled on average from a stretch of the shortest length
+BLOCK_TOKENS = 1 << 16  # tokens are hashed in blocks of this size, which fit into the cache of a core
+_ALL = 1 << 32
+_UNKNOWN = _ALL - 1  # a stretch gets this signature if none of its hashes was sampled
+_FACTOR = 0x9E3779B1  # base of the polynomial hash: a prime near 2^32 divided by the golden ratio
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Who reads: a peer's own order follows from it. `folder`: where its position is kept."""
+    """A reader of data: a peer, or one rank of a peer. All fields but `folder` decide the order of reading."""
 
     seed: int
     peer: str
-    folder: Path | None = None
-    rank: int = 0  # of an island: each rank reads parts of its own
+    folder: Path | None = None  # the reader's position in streamed data is saved here; with None it is not saved
+    rank: int = 0  # index of the process among the peer's processes; no two of them read the same data
     ranks: int = 1
 
 
 class TrainingData(Protocol):
-    """Data: data/corpora.py has those in memory, data/stream.py those that are streamed."""
+    """Interface of data to train on; implemented by `Corpus` (data in memory) and `TextStream` (streamed data)."""
 
     @property
     def warnings(self) -> list[str]:
-        """What the user is told of the data once their reading has begun."""
+        """Warnings for the user about the data. The list is complete after the call of `micro_batches`."""
 
     def evaluation(self, sequences: int) -> tuple[Tensor, Tensor]:
-        """inputs_BT and targets_BT, int64 on the CPU: held out on every peer, the same ones every time."""
+        """Return inputs_BT and targets_BT, int64 on the CPU: held-out windows, the same in every call."""
 
     def micro_batches(self, reading: Reading) -> MicroBatches:
-        """The micro-batches of one peer, on one of its devices."""
+        """Return the function that returns micro-batches; it continues streamed data at the reader's saved position."""
 
 
 def batch_of(
     windows_BT: npt.NDArray[np.generic], learned_BT: npt.NDArray[np.bool_] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """inputs_BT and targets_BT of windows that have one position more, as each target is the next input.
+    """Return inputs_BT and targets_BT, int64 on the CPU; each target is the next input.
 
-    `learned_BT`: which of the windows' tokens are learned, the others being MASKED as targets; None: all.
+    Args:
+        windows_BT: Tokens of the windows, with T + 1 positions.
+        learned_BT: (B, T + 1), True if the loss counts the token; if False, the target is MASKED. None: all True.
     """
     tokens_BT = torch.from_numpy(windows_BT.astype(np.int64))
     inputs_BT, targets_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
@@ -81,43 +83,44 @@ def batch_of(
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Stretches of tokens in which a window may begin: run r at `starts[r]` and behind it, up to `counts[r]` places."""
+    """The positions at which a window may begin, as intervals: `counts[i]` positions from `starts[i]` on."""
 
     starts: Positions
     counts: Positions
-    ends: Positions  # sums of the counts up to each run's own
+    ends: Positions
 
     @classmethod
     def of(cls, starts: Positions, counts: Positions) -> "Runs":
-        """Return the runs that begin at `starts` and have `counts` places each."""
+        """Return the intervals that begin at `starts` and have `counts` positions."""
         return cls(starts, counts, np.cumsum(counts))
 
     def sample(self, generator: np.random.Generator, windows: int) -> Positions:
-        """Return `windows` start positions [windows], int64, sampled uniformly with replacement from all runs."""
+        """Return `windows` start positions [windows], int64, sampled uniformly with replacement from all intervals."""
         drawn = generator.integers(self.ends[-1], size=windows)
         run = np.searchsorted(self.ends, drawn, side="right")
         return self.starts[run] + drawn - self.ends[run] + self.counts[run]
 
 
 def divide(tokens: npt.NDArray[np.generic], share: float, window: int) -> tuple[Runs, Runs]:
-    """Return where windows to train on may begin, and where held-out windows may begin.
+    """Return the positions at which training windows may begin, and the positions at which held-out windows may begin.
 
-    At least one stretch is held out and one trained on, so a short text may hold out more than `share`.
+    At least one stretch of the text is held out and at least one is not. So more than `share` of a short text may be
+    held out.
 
     Args:
-        tokens: All of them; at least 20 (`window` + 1).
-        share: Of the stretches, how many are held out; exclusive of 0 and 1.
-        window: Tokens of a window.
+        tokens: All tokens of the text, at least 20 * (`window` + 1).
+        share: Expected share of the stretches to hold out, between 0 and 1, both exclusive.
+        window: Length of a window in tokens.
 
     Returns:
-        The training runs and the held-out runs. No window of one has a token of the other.
+        The positions for training and for held-out windows. No token is in both a training and a held-out window.
     """
     starts, signatures = _stretches(tokens, window + 1)
-    chosen = _mixed(~signatures)  # another number than the one by which hashes were sampled
+    chosen = _mixed(~signatures)  # `~` because `_candidates` samples only hashes whose `_mixed` is small
     held = (chosen < share * _ALL) & (signatures != _UNKNOWN)
     held[chosen.argmin()] |= not held.any()
     held[chosen.argmax()] &= not held.all()
-    begins = np.flatnonzero(np.diff(held, prepend=not held[0]))  # where held-out stretches follow others, or reverse
+    begins = np.flatnonzero(np.diff(held, prepend=not held[0]))  # first stretch of each run, held out or not
     run_starts, kinds = starts[begins], held[begins]
     counts = np.diff(run_starts, append=len(tokens)) - window + 1
     train, out = (Runs.of(run_starts[kinds == kind], counts[kinds == kind]) for kind in (False, True))
@@ -125,7 +128,7 @@ def divide(tokens: npt.NDArray[np.generic], share: float, window: int) -> tuple[
 
 
 def _stretches(tokens: npt.NDArray[np.generic], shortest: int) -> tuple[Positions, Hashes]:
-    """Return the start of each stretch, and its signature."""
+    """Cut the tokens into stretches of at least `shortest` tokens; return each stretch's start and signature."""
     cuts, places, values = _candidates(tokens, shortest)
     starts, found, view = [0], 0, cuts.data
     while starts[-1] + 2 * shortest <= len(tokens):
@@ -142,12 +145,12 @@ def _stretches(tokens: npt.NDArray[np.generic], shortest: int) -> tuple[Position
 
 
 def _candidates(tokens: npt.NDArray[np.generic], shortest: int) -> tuple[Positions, Positions, Hashes]:
-    """Return possible cuts, and a sample of all hashes: their places and values."""
+    """Return the positions of possible cuts, and the positions and values of a sample of all hashes."""
     cuts, places, values = [], [], []
     for begin in range(0, len(tokens), BLOCK_TOKENS):
         before = min(begin, _WINDOW - 1)
         hashes = _hashes(tokens[begin - before : begin + BLOCK_TOKENS].astype(np.uint32))[_WINDOW - 1 :]
-        first = begin - before + _WINDOW  # behind the window of the first hash
+        first = begin - before + _WINDOW
         cuts.append(first + np.flatnonzero(hashes < _ALL // ((_USUAL - 1) * shortest)))
         sampled = np.flatnonzero(_mixed(hashes) < min(_UNKNOWN, _SAMPLES * _ALL // shortest))
         places.append(first - 1 + sampled)
@@ -156,7 +159,7 @@ def _candidates(tokens: npt.NDArray[np.generic], shortest: int) -> tuple[Positio
 
 
 def _hashes(tokens: Hashes) -> Hashes:
-    """Return a 32-bit hash of each token together with the 31 before it."""
+    """Return a 32-bit hash of each token and the 31 tokens before it."""
     hashes, factor = _mixed(tokens + np.uint32(1)), _FACTOR
     for width in (1, 2, 4, 8, 16):
         longer = hashes.copy()
@@ -166,7 +169,7 @@ def _hashes(tokens: Hashes) -> Hashes:
 
 
 def _mixed(numbers: Hashes) -> Hashes:
-    """Mix the bits of 32-bit numbers, one to one (the finaliser of MurmurHash3)."""
+    """Return 32-bit numbers with their bits mixed, one to one (the finaliser of MurmurHash3)."""
     mixed = numbers ^ (numbers >> np.uint32(16))
     mixed *= np.uint32(0x85EBCA6B)
     mixed ^= mixed >> np.uint32(13)

@@ -1,18 +1,20 @@
-"""Micro-batches from a data set that is streamed and tokenised on the way: `data.kind: huggingface`.
+"""Stream a data set, tokenise it and pack it into micro-batches: `data.kind: huggingface`.
 
     parts in this peer's order -> pieces -> tokens, packed with a separator -> windows of `context`, shuffled -> batches
 
-Of chats and completions (`data.format`) some tokens are not learned: as targets they are masked. There a document that
-fits into a window is in one: the rest of the window before it is filled with separators, which are not learned. Windows
-without anything to learn are left out.
+Start reading at `StreamReader`. In chats and completions (`data.format`) the loss counts only some tokens; all other
+tokens are masked as targets. A chat or completion that fits into one window is not split between two windows:
+separators fill up the window before it, and the loss does not count these separators. Windows in which the loss counts
+no token are left out.
 
-Each peer reads the parts (data/documents.py) in an order of its own, drawn anew for each epoch, so no peer reads a
-part twice in an epoch, and two peers read the same one only by chance: as often as their shares of the data overlap.
-With `data.part: k/n` a peer reads only every n-th part, and n peers with different k never meet.
+Each peer shuffles the order of the parts of `Documents` for each epoch. So a peer reads a part only once in an epoch,
+and two peers read the same part at the same time only by chance. With `data.part: k/n` a peer reads only every n-th
+part, so n peers with different k have no part in common.
 
-About TOKENS_AT_ONCE tokens are read together, while those before are trained on, and their windows drawn in a random
-order. The position is where they began, and how many windows may have been drawn. It is on the disk before they are, in
-steps of an eighth: a peer that is killed goes on a little further on, and trains on nothing twice.
+A thread reads the next block of about TOKENS_AT_ONCE tokens during training, and shuffles the windows of the block. The
+file `data-position.json` contains the position of the current block, and the number of windows of the block that
+training may have used. The file is written before windows are used, with the number rounded up to the next eighth of
+the block. So a peer that restarts skips some windows, but never repeats a window.
 
 Shapes: B sequences, T positions (`context`), N windows.
 """
@@ -28,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from decentral.core import config, rng, strict_json
+from decentral.core import config, foreign_file, rng, strict_json
 from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import UserError
 from decentral.core.strict_json import JsonObject
@@ -37,41 +39,47 @@ from decentral.data.documents import Documents, State, TextPiece
 from decentral.data.source import Reading, batch_of
 from decentral.data.tokenizer import TextTokenizer
 
-MOST_TOKEN_CHARS = 8  # of a token of text, on average
-POSITION_FORMAT = 2  # of data-position.json: another one was written by another release, whose parts are others
-TOKENS_AT_ONCE = 1 << 18  # that are read together, or all of an epoch; but at least one window
-MARKS = 8  # in which the windows that were read together are marked as drawn
+MOST_TOKEN_CHARS = 8  # a window of text is assumed to need at most this many characters for each token
+MOST_SAVED_BYTES = 1 << 20
+POSITION_FORMAT = 2  # version of data-position.json; a release that divides the data otherwise increases it
+TOKENS_AT_ONCE = 1 << 18  # a block of shuffled windows has about this many tokens; fewer at the end of an epoch
+MARKS = 8  # a block's position is saved this many times; a restart skips at most one such share of the block
 Tokens = npt.NDArray[np.uint32]
 Learned = npt.NDArray[np.bool_]
-"""Of tokens, which are learned."""
+"""For each token, whether the loss counts it as a target."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where the windows begin that are read together."""
+    """Position in a peer's data at which a block of windows begins."""
 
     epoch: int = 0
-    part: int = 0  # how many parts of this epoch are over
-    state: State | None = None  # in the part, as `Documents.read` takes it
-    read: int = 0
-    number: int = 0  # how many windows were read together before, as their order needs another seed
+    part: int = 0  # number of parts of this epoch that were read to the end
+    state: State | None = None  # position within the present part, as `Documents.read` takes it
+    read: int = 0  # number of rows before `state`, as `Documents.read` takes it
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Windows that were read together, shuffled, and where the next ones begin."""
+    """A block of shuffled windows, the position at which it begins, and the position at which the next block begins."""
 
-    tokens_NT: Tokens  # with one position more
+    tokens_NT: Tokens  # T is `context` + 1, since the target of each token is the next token
     learned_NT: Learned
     begin: Position
     end: Position
 
 
 class TextStream:
-    """A data set as a source of micro-batches."""
+    """A streamed data set as a source of micro-batches; it implements `TrainingData`."""
 
     def __init__(self, data: config.DataConfig, model: config.ModelConfig) -> None:
-        """Raises UserError if the data or the tokenizer cannot be read, or do not fit the model."""
+        """Load the tokenizer that `data` names, or else the tokenizer of the model that the run starts from.
+
+        Raises:
+            UserError: If the tokenizer or its chat template cannot be read, or the tokenizer has more tokens than the
+                model's vocabulary.
+        """
         path = data.tokenizer or model.start_from
         assert path is not None
         self.data, self.context, self.path = data, model.context, path
@@ -88,9 +96,14 @@ class TextStream:
         self.warnings: list[str] = []
 
     def evaluation(self, sequences: int) -> tuple[Tensor, Tensor]:
-        """inputs_BT and targets_BT, int64 on the CPU: the first windows of the held-out text, every time the same.
+        """Return inputs_BT and targets_BT, int64 on the CPU: the first windows of the held-out text.
 
-        Where there is less text, some are drawn from it again, at other places. Raises UserError if it is too short.
+        Every call returns the same windows. If the held-out text is too short for `sequences` windows, windows of plain
+        text begin at random positions and overlap, and windows of chats and completions are repeated.
+
+        Raises:
+            UserError: If the held-out text is too short for one window, or no held-out chat or completion has a token
+                that the loss counts.
         """
         wanted, packer, documents = sequences * self.context + 1, self.packer(), self.documents()
         for piece in documents.held_out():
@@ -101,7 +114,7 @@ class TextStream:
         if packer.pads:
             tokens_NT, learned_NT = _windows(tokens, learned, self.context)
             if not len(tokens_NT):
-                few = "must have at least two documents to train on, one of them to hold out; it has fewer"
+                few = "must have at least two documents to train on, since one of them is held out; it has fewer"
                 raise UserError(f"data: {self.data.path} {few}{self.why_nothing(documents)}")
             again = np.arange(sequences) % len(tokens_NT)
             return batch_of(tokens_NT[again], learned_NT[again])
@@ -115,30 +128,31 @@ class TextStream:
 
     @staticmethod
     def why_nothing(documents: Documents) -> str:
-        """Return why no chat that was read can be trained on; "" if there was none."""
+        """Return words for an error message if chats without a trainable turn were left out, else an empty text."""
         writes = "the chat template must write such a turn after the prompt that add_generation_prompt=True produces"
         none = f"; none of the {documents.unlearned} chats read has a trainable assistant turn: {writes}"
         return none if documents.unlearned else ""
 
     def packer(self) -> "TokenPacker":
-        """Return a packer for this data; for chats it adds no leading tokens, since the template writes them."""
+        """Return a packer for this data. For chats, the template and not the packer adds tokens before a text."""
         tokenizer = replace(self.tokenizer, before=()) if self.data.format == "chat" else self.tokenizer
         return TokenPacker(tokenizer, self.context if self.data.format != "text" else None)
 
     def documents(self, readers: int = 1) -> Documents:
-        """The data set, divided among so many readers."""
-        least = 1 if self.data.format != "text" else MOST_TOKEN_CHARS * (self.context + 2)  # for one window at least
+        """Open the data set, divided into parts for `readers` readers, and return it."""
+        least = 1 if self.data.format != "text" else MOST_TOKEN_CHARS * (self.context + 2)  # enough text for one window
         return Documents(self.data, readers=readers, tokenizer=self.path, least_held_out=least)
 
     def micro_batches(self, reading: Reading) -> "StreamReader":
-        """This peer's micro-batches, from where it was."""
+        """Return a reader of micro-batches. It begins at the position saved in the peer's folder, if there is one."""
         return StreamReader(self, reading)
 
 
 class StreamReader:
-    """Gives a peer's micro-batches. It reads ahead in a thread of its own."""
+    """A callable that returns the micro-batches of one peer or rank. A thread reads the next block in advance."""
 
     def __init__(self, stream: TextStream, reading: Reading) -> None:
+        """Open the data at the saved position and start the thread. Raises UserError if the data cannot be opened."""
         self.stream, self.reading = stream, reading
         self.documents = stream.documents(stream.share[1] * reading.ranks)
         self.mark = PositionFile.of(stream, reading, self.documents.opened.fingerprint)
@@ -149,9 +163,14 @@ class StreamReader:
         self._here: Windows | None = None
 
     def __call__(self, number: int, sequences: int) -> tuple[Tensor, Tensor]:
-        """inputs_BT and targets_BT of the next windows, int64 on the CPU; `number` names them, and changes nothing.
+        """Return inputs_BT and targets_BT of the next windows, int64 on the CPU.
 
-        Raises UserError if the data cannot be read any more.
+        Args:
+            number: Not used, because the windows are returned in the order in which they are read.
+            sequences: Number of windows to return, B.
+
+        Raises:
+            UserError: If the data can no longer be read, or have no text to train on for this peer.
         """
         windows: list[Tokens] = []
         learned: list[Learned] = []
@@ -167,7 +186,7 @@ class StreamReader:
         return batch_of(np.stack(windows), np.stack(learned))
 
     def _turn(self) -> None:
-        """Goes on with the windows that were read meanwhile."""
+        """Wait for the thread to read the next block, make it the current block, and start reading another block."""
         self._here = self._next.result()
         self._drawn = self.mark.drawn_of(self._here)
         self._next = self._thread.submit(self._read, self._here.end)
@@ -186,8 +205,11 @@ class StreamReader:
         return Windows(tokens_NT[order], learned_NT[order], begin, _numbered(at, begin.number + 1))
 
     def _pieces(self, at: Position) -> Iterator[tuple[Sequence[TextPiece], Position]]:
-        """Pieces from there on, epoch after epoch, each time with the position after them. Raises UserError if an
-        epoch has none."""
+        """Yield batches of pieces from position `at` on, epoch after epoch, and the position after each batch.
+
+        Raises:
+            UserError: If a whole epoch has no piece to train on.
+        """
         epoch, part, state, read, some = at.epoch, at.part, at.state, at.read, False
         while True:
             order = self._order(epoch)
@@ -206,7 +228,7 @@ class StreamReader:
         return UserError(none + self.stream.why_nothing(self.documents))
 
     def _order(self, epoch: int) -> list[int]:
-        """This rank's parts in their order for one epoch."""
+        """Return the numbers of this rank's parts in the order in which this rank reads the parts in one epoch."""
         reading, (ours, shares) = self.reading, self.stream.share
         parts = np.arange(self.documents.parts)[ours - 1 :: shares][reading.rank :: reading.ranks]
         chance = rng.arrays(reading.seed, "parts", reading.peer, reading.rank, epoch)
@@ -214,24 +236,32 @@ class StreamReader:
 
 
 class TokenPacker:
-    """Tokens of pieces one after another; a separator stands wherever the text does not go on, and what the tokenizer
-    puts before a text stands where a document begins.
+    """A buffer that concatenates the tokens of pieces.
 
-    With `context` a document that fits into a window of so many targets is in one, and the last window is whole.
+    A separator stands between two pieces that are not consecutive pieces of one document. A document begins with the
+    tokens that the tokenizer puts before a text, and ends with a separator.
     """
 
     def __init__(self, tokenizer: TextTokenizer, context: int | None = None) -> None:
+        """Begin with an empty buffer.
+
+        Args:
+            tokenizer: The tokenizer, with its separator.
+            context: Number of targets in a window. If set, a document that fits into one window is not split between
+                two windows, and separators fill up the last window. None: pack plain text without such separators.
+        """
         self.tokenizer, self.context, self.count = tokenizer, context, 0
         self._parts: list[Tokens] = []
         self._learned: list[Learned] = []
-        self._next: int | None = None  # the piece with which the text goes on
+        self._next: int | None = None  # the `TextPiece.at` that would continue the open document; None if none is open
 
     @property
     def pads(self) -> bool:
-        """Whether windows are filled up."""
+        """Whether separators fill up windows, so that documents are not split."""
         return self.context is not None
 
     def add(self, pieces: Sequence[TextPiece]) -> None:
+        """Tokenise the pieces and append their tokens, with separators where they are needed."""
         for piece, (tokens, learned) in zip(pieces, self._tokens(pieces), strict=True):
             if self._next is not None and (piece.begins or piece.at != self._next):
                 self._put_separators(1, learned=not self.pads)
@@ -246,7 +276,7 @@ class TokenPacker:
             self._next = None if piece.ends else piece.at + 1
 
     def take(self) -> tuple[Tokens, Learned]:
-        """Hands over what has come since the last time."""
+        """Empty the buffer; return its tokens, and for each token whether the loss counts it."""
         if self.context is not None and self.count:
             self._put_separators((1 - self.count) % self.context, learned=False)
         tokens = np.concatenate([*self._parts, np.zeros(0, np.uint32)])
@@ -255,7 +285,7 @@ class TokenPacker:
         return tokens, learned
 
     def _tokens(self, pieces: Sequence[TextPiece]) -> Iterator[tuple[Tokens, Learned]]:
-        """Of each piece; a token is learned if some of its characters are."""
+        """Yield each piece's tokens, and for each token whether the loss counts any character of the token."""
         if not self.pads:
             for tokens in self.tokenizer.tokens([piece.text for piece in pieces]):
                 yield tokens, np.ones(len(tokens), np.bool_)
@@ -268,8 +298,11 @@ class TokenPacker:
             yield tokens, learned
 
     def _make_room(self, tokens: int) -> None:
-        """Fills the window up unless it has room for so many tokens more, or is a new one. A window's last target is
-        the next one's first input."""
+        """Fill up the current window with separators if a document of `tokens` tokens does not fit into the free space.
+
+        An empty window is not filled. The `+ 1` is there because the last target of a window is also the first input of
+        the next window.
+        """
         used = self.count % self.context if self.context is not None else 0
         if self.context is not None and used and used + tokens > self.context + 1:
             self._put_separators(self.context - used, learned=False)
@@ -285,19 +318,22 @@ class TokenPacker:
 
 @dataclass(slots=True)
 class PositionFile:
-    """A reader's position on the disk: `data-position.json`, with the rank of an island's other ranks."""
+    """A reader's saved position: the file `data-position.json` for rank 0, else `data-position-RANK.json`."""
 
     path: Path | None
-    key: str  # of the data and the order in which they are read: another one begins anew
-    warning: str | None = None  # why a position that is there does not count
+    key: str  # names the data and the order of reading; a saved position with another key is ignored
+    warning: str | None = None  # why a saved position was ignored, for the user
     position: Position = field(default_factory=Position)
-    drawn: int = 0  # of the windows there, at most
+    drawn: int = 0  # number of windows of the block that may have been trained on; a restart skips them
 
     @classmethod
     def of(cls, stream: TextStream, reading: Reading, fingerprint: str) -> "PositionFile":
-        """Return the folder's position if it belongs to these data, else the beginning.
+        """Return the position saved in the reader's folder, or the beginning if no position for these data is saved.
 
-        `fingerprint`: of the content of the data.
+        Args:
+            stream: The data and their settings.
+            reading: The reader, with its folder.
+            fingerprint: Hash of the content of the data.
         """
         data, rank = stream.data, f"-{reading.rank}" if reading.rank else ""
         facts = [fingerprint, data.column, data.format, data.held_out, data.part, stream.context, stream.digest]
@@ -310,7 +346,7 @@ class PositionFile:
             "over and repeats text that this peer has trained on"
         )
         try:
-            found = strict_json.loads(made.path.read_text())
+            found = strict_json.loads(foreign_file.read_text(made.path, MOST_SAVED_BYTES))
             if found["key"] == key:
                 made.position, made.drawn = Position(**found["position"]), int(found["drawn"])
             else:
@@ -320,11 +356,14 @@ class PositionFile:
         return made
 
     def drawn_of(self, windows: Windows) -> int:
-        """How many of these windows were drawn in an earlier life."""
+        """Return the number of windows of a block that this peer may have used before it restarted, and must skip."""
         return self.drawn if windows.begin == self.position else 0
 
     def cover(self, windows: Windows, upto: int) -> None:
-        """Marks so many of these windows as drawn, and the rest of their eighth. A full disk is no reason to stop."""
+        """Save the number of windows of a block that may be used: `upto`, rounded up to an eighth of the block.
+
+        Call this before the windows are used. A disk error is ignored: training continues without a saved position.
+        """
         if windows.begin == self.position and upto <= self.drawn:
             return
         step = -(-len(windows.tokens_NT) // MARKS)
@@ -336,7 +375,7 @@ class PositionFile:
 
 
 def _windows(tokens: Tokens, learned: Learned, context: int) -> tuple[Tokens, Learned]:
-    """tokens_NT and learned_NT of all windows with something to learn, each with one position more."""
+    """Return tokens_NT and learned_NT, T = `context` + 1, of all windows with a target that the loss counts."""
     count = max(0, (len(tokens) - 1) // context)
     at_NT = np.arange(count)[:, None] * context + np.arange(context + 1)
     some = learned[at_NT][:, 1:].any(axis=1)

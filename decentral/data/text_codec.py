@@ -1,6 +1,7 @@
-"""How a model's tokens are text: each is a byte, or a Hugging Face tokenizer (data/tokenizer.py) knows them.
+"""Encode text as a model's tokens, and decode tokens: bytes, or the tokens of a Hugging Face tokenizer.
 
-A decoder takes one token after another and gives the text that has become whole; half a character waits for its rest.
+Start reading at `of_run` and `of_folder`. A decoder is called with one token at a time. It returns the characters that
+are complete, and stores the bytes of an incomplete character until later tokens complete the character.
 """
 
 import codecs
@@ -9,84 +10,99 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from decentral.core import strict_json
+from decentral.core import foreign_file, strict_json
 from decentral.core.config import BYTES, Config
 from decentral.core.errors import UserError
 from decentral.data import conversations, tokenizer
 from decentral.data.tokenizer import TOKENIZER_FILE, TextTokenizer
 from decentral.model import huggingface
 
+MOST_BYTE_TOKENIZER_BYTES = 1 << 16  # a larger tokenizer.json is not the byte tokenizer, which has 7 kB
+
 TextDecoder = Callable[[int], str]
-"""Takes the next token, and gives the text that it completes."""
+"""A function that takes the next token of a text, and returns the characters that this token completes."""
 
 
 class TextCodec(Protocol):
-    """Text to tokens, and back token by token."""
+    """Interface that encodes text as tokens and decodes tokens; implemented by `ByteCodec` and `TokenizerCodec`."""
 
     @property
     def size(self) -> int:
-        """Every token is below it."""
+        """The largest token id plus 1."""
 
     @property
     def start(self) -> int:
-        """The token before a text of which nothing is there yet."""
+        """The token with which generation begins if the prompt is empty."""
 
     @property
     def ends(self) -> frozenset[int]:
-        """The tokens with each of which a text ends; none: texts have no end."""
+        """The tokens that end a generated text; empty if no token ends a text."""
 
     def encode(self, text: str) -> list[int]:
-        """The text's tokens."""
+        """Return the text's tokens."""
 
     def decoder(self) -> TextDecoder:
-        """A new decoder."""
+        """Return a new decoder for one text."""
 
 
 class ByteCodec:
-    """Token k is byte k of UTF-8, and a file that was trained on begins after a line end (data/corpora.py)."""
+    """The codec of a model whose tokens are the bytes of UTF-8 text."""
 
     size, start, ends = BYTES, ord("\n"), frozenset[int]()
 
     def encode(self, text: str) -> list[int]:
+        """Return the text's UTF-8 bytes, with "?" for each lone surrogate."""
         return list(text.encode(errors="replace"))
 
     def decoder(self) -> TextDecoder:
+        """Return a new decoder for one text, which replaces invalid bytes by U+FFFD."""
         utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         return lambda token: utf8.decode(bytes((token,)))
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerCodec:
-    """A Hugging Face tokenizer. `special`: it puts before a text what it is made to, as before what is trained on."""
+    """The codec of a Hugging Face tokenizer."""
 
     tokenizer: TextTokenizer
-    special: bool = True
+    special: bool = True  # whether `encode` puts the tokenizer's special tokens before each text
 
     @property
     def size(self) -> int:
+        """The largest token id plus 1."""
         return self.tokenizer.size
 
     @property
     def start(self) -> int:
+        """The token that separates documents, with which generation begins if the prompt is empty."""
         return self.tokenizer.separator
 
     @property
     def ends(self) -> frozenset[int]:
+        """The tokens that end a generated text."""
         return self.tokenizer.ends
 
     def encode(self, text: str) -> list[int]:
+        """Return the text's tokens, after the tokenizer's leading special tokens if `special` is set."""
         ids: Sequence[int] = self.tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
         return [*(self.tokenizer.before if self.special else ()), *ids]
 
     def decoder(self) -> TextDecoder:
+        """Return a new decoder for one text, which leaves out special tokens."""
         library, stream = self.tokenizer.tokenizer, tokenizer.library().decoders.DecodeStream(skip_special_tokens=True)
         return lambda token: stream.step(library, token) or ""
 
 
 def of_run(run: Config, path: str | None) -> TextCodec:
-    """The codec of a run's text. `path`: the user's tokenizer; None: that of the run's own config.
+    """Return the codec of a run's text.
 
-    Raises UserError if the run's tokens are not bytes and there is no tokenizer, or it is another one than the run's.
+    Args:
+        run: The run's config.
+        path: The user's --tokenizer; None: the tokenizer of the config.
+
+    Raises:
+        UserError: If the run's tokens are bytes and `path` is set. If the run's tokens are not bytes, and the tokenizer
+            is missing, cannot be read, or differs from the run's tokenizer.
     """
     if run.reads_bytes:
         if path is not None:
@@ -97,12 +113,21 @@ def of_run(run: Config, path: str | None) -> TextCodec:
         raise UserError("this run's tokens are not bytes: name the tokenizer that made them with --tokenizer PATH")
     known = tokenizer.load(found)
     if run.data.tokenizer_digest not in (None, conversations.digest(run.data, found, known.digest)):
-        raise UserError(f"--tokenizer {found}: this run's tokenizer, or the token between its texts, is another")
+        differs = "the tokenizer, or its token between texts, differs from this run's"
+        raise UserError(f"--tokenizer {found}: {differs}; name a copy of the run's tokenizer")
     return TokenizerCodec(known)
 
 
 def of_folder(folder: Path, path: str | None) -> TextCodec:
-    """The codec of a Hugging Face model's folder, where `path` names no other tokenizer. Raises UserError."""
+    """Return the codec of a Hugging Face model's folder.
+
+    Args:
+        folder: The model's folder.
+        path: A tokenizer to use instead of the tokenizer in the folder; None: the tokenizer in the folder.
+
+    Raises:
+        UserError: If the tokenizer cannot be read.
+    """
     if path is None and _is_of_bytes(folder / TOKENIZER_FILE):
         return ByteCodec()
     known = tokenizer.load(path or str(folder))
@@ -110,9 +135,9 @@ def of_folder(folder: Path, path: str | None) -> TextCodec:
 
 
 def _is_of_bytes(file: Path) -> bool:
-    """Whether that is the tokenizer of bytes that export writes."""
+    """Return whether a file is the byte tokenizer that `decentral export` writes."""
     written = huggingface.tokenizer()
     try:
-        return file.stat().st_size < 1 << 16 and strict_json.loads(file.read_text()) == written
+        return bool(strict_json.loads(foreign_file.read_text(file, MOST_BYTE_TOKENIZER_BYTES)) == written)
     except (OSError, ValueError):
         return False

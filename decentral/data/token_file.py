@@ -1,9 +1,10 @@
-"""Files of tokens, and what `decentral.tokenize` writes beside them: the tokenizer's digest, so that peers can compare.
+"""Map files of tokens, and read and write the description that `decentral.tokenize` puts beside them.
 
-    words.bin         uint16 or uint32, in this machine's order of bytes
+    words.bin         uint16 or uint32, in this machine's byte order
     words.bin.json    {"tokenizer": digest, "token_bytes": 2, "vocabulary": 8192, "tokens": 1234567}
 
-A file of another program has no description, and `.npy` describes its width itself.
+Peers compare the digests of their tokenizers. Files that other programs wrote have no description. A `.npy` file
+contains the width of its tokens. Start reading at `mapped`.
 """
 
 import json
@@ -13,28 +14,28 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from decentral.core import config, strict_json
+from decentral.core import config, foreign_file, strict_json
 from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import UserError
 from decentral.data import tokenizer
 
 MOST_DESCRIPTION_BYTES = 4096
-LOOKED_AT = 1 << 20  # tokens at the beginning that tell whether the width is right
+LOOKED_AT = 1 << 20  # this many tokens at the beginning of a file show whether data.token_bytes is right
 AGAIN = "run python -m decentral.tokenize again"
 Tokens = npt.NDArray[np.generic]
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """The description of a file of tokens, kept in the file PATH.json beside it."""
+    """The description of a file of tokens, stored beside the file as PATH.json."""
 
-    tokenizer: str  # its digest, as data/tokenizer.py makes it
-    token_bytes: int
-    vocabulary: int  # every token is below it
+    tokenizer: str
+    token_bytes: int  # 2 or 4
+    vocabulary: int  # the tokenizer's largest token id plus 1
     tokens: int
 
     def __post_init__(self) -> None:
-        """Raise TypeError if a value read from a file has another type than its field."""
+        """Raise TypeError if a value from the JSON file does not have the type of its field."""
         for field in fields(self):
             value = getattr(self, field.name)
             if type(value) is not field.type:
@@ -43,25 +44,24 @@ class Description:
 
 
 def describe(path: Path, description: Description) -> None:
-    """Write the description beside a file of tokens. Raises OSError."""
+    """Write the description beside a file of tokens. Raises OSError if it cannot be written."""
     write_atomically(_beside(path), (json.dumps(asdict(description), indent=1) + "\n").encode())
 
 
 def described(path: Path) -> Description | None:
-    """Return what is written beside a file of tokens; None if nothing is.
+    """Return the description beside a file of tokens; None if the file has no description.
 
     Raises:
-        UserError: If the description is damaged, or is that of another file.
+        UserError: If the description is damaged, or the size of the file contradicts it.
     """
     beside = _beside(path)
     try:
-        with beside.open("rb") as file:
-            found = Description(**strict_json.loads(file.read(MOST_DESCRIPTION_BYTES)))
+        found = Description(**strict_json.loads(foreign_file.read_bytes(beside, MOST_DESCRIPTION_BYTES)))
         size, expected = path.stat().st_size, found.tokens * found.token_bytes
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        damaged = f"{beside} is no description of a file of tokens ({error})"
+        damaged = f"{beside} is not a description of a file of tokens ({error})"
         raise UserError(f"data: {damaged}; {AGAIN}, or remove {beside.name}") from None
     if found.token_bytes not in (2, 4) or size != expected:
         says = f"{beside} expects {found.tokens} tokens of {found.token_bytes} bytes, but {path} has {size} bytes"
@@ -70,10 +70,14 @@ def described(path: Path) -> Description | None:
 
 
 def digest(run: config.Config) -> str | None:
-    """Return the digest of the tokenizer that made this peer's file of tokens; None if nobody has said which it was.
+    """Return the digest of the tokenizer that made this peer's file of tokens.
+
+    Returns:
+        The digest in the file's description, or the digest of the user's --tokenizer. None if the file has no
+        description and the user names no tokenizer.
 
     Raises:
-        UserError: If the user's --tokenizer is another one than the file's.
+        UserError: If the user's --tokenizer is not the tokenizer of the description, or a file is unreadable.
     """
     assert run.data.path is not None
     found = described(Path(run.data.path))
@@ -84,7 +88,7 @@ def digest(run: config.Config) -> str | None:
         other = (
             f"--tokenizer {run.data.tokenizer} is not the tokenizer that made {run.data.path} (their digests differ)"
         )
-        raise UserError(f"{other}; name that one, or leave --tokenizer out")
+        raise UserError(f"{other}; name the tokenizer that made the file, or leave --tokenizer out")
     return named
 
 
@@ -92,8 +96,8 @@ def mapped(data: config.DataConfig, vocabulary: int) -> Tokens:
     """Return the tokens of the file as a memory map [tokens]: uint16, uint32, or the type of an `.npy` array.
 
     Raises:
-        UserError: If the file cannot be mapped, its description is damaged, its entries have another width than
-            `data.token_bytes`, or it is a NumPy array without the suffix .npy.
+        UserError: If the file cannot be mapped, its description is damaged, its tokens seem to have 4 bytes although
+            `data.token_bytes` is 2, or the file is a NumPy array without the suffix .npy.
     """
     assert data.path is not None
     path = Path(data.path)
@@ -103,13 +107,14 @@ def mapped(data: config.DataConfig, vocabulary: int) -> Tokens:
     width = description.token_bytes if description else data.token_bytes
     dtype = np.uint16 if width == 2 else np.uint32
     try:
+        foreign_file.require_fit(path)
         tokens = np.memmap(path, dtype=dtype, mode="r")
     except (OSError, ValueError) as error:
         raise UserError(f"data: cannot map {path} as {dtype.__name__}: {error}") from None
     if bytes(tokens[:3].tobytes()[:6]) == b"\x93NUMPY":
         raise UserError(f"data: {path} is an array that NumPy saved; give it a name that ends in .npy")
     first = tokens[:LOOKED_AT]
-    high = (vocabulary - 1) >> 16  # the largest upper half of a token
+    high = (vocabulary - 1) >> 16
     if description is None and width == 2 and first.any() and int(first[1::2].max(initial=0)) <= high:
         looks = f"{path} looks like 4 bytes a token (every second 16-bit word is at most {high})"
         raise UserError(f"data: {looks}; set data.token_bytes=4")
@@ -118,12 +123,13 @@ def mapped(data: config.DataConfig, vocabulary: int) -> Tokens:
 
 def _array(path: Path) -> Tokens:
     try:
+        foreign_file.require_fit(path)
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"data: cannot map {path} as an array of NumPy: {error}") from None
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "ui":
         shape = f"{tokens.dtype} of shape {tokens.shape}" if isinstance(tokens, np.ndarray) else "several arrays"
-        raise UserError(f"data: {path} has {shape}; expected one row of whole numbers")
+        raise UserError(f"data: {path} has {shape}; expected a one-dimensional array of integers")
     return tokens
 
 

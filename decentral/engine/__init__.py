@@ -1,1 +1,1 @@
-"""What computes on this peer's device: the training thread, its worker, the optimizers, and the checkpoint."""
+"""Computation on this peer's device: the training thread and its worker, the optimizers, and the checkpoint."""

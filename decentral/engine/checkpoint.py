@@ -1,7 +1,9 @@
-"""What a peer keeps on its disk: a checkpoint, the micro-batch numbers it has given out, and fragments it has given up.
+"""Write and read the checkpoint and the other files that a peer needs after a restart.
 
-A checkpoint is one safetensors file (engine/tensor_file.py), written beside the old one, fsynced, then renamed over it.
-So `kill -9` or a full disk at any moment leaves the old checkpoint or the new one, never half of one.
+Start reading at `save` and `resume`. A checkpoint is one safetensors file (`TensorFile`). The new file is written
+beside the old file, fsynced, then renamed over it. So `kill -9` or a full disk at any moment leaves either the old or
+the new checkpoint whole. The other files have the used micro-batch numbers (`MicroBatchNumbers`), and the states of
+fragments that the peer no longer holds (`RetainedStateStore`).
 """
 
 import json
@@ -18,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as save_arrays
 from torch import Tensor
 
-from decentral.core import strict_json
+from decentral.core import foreign_file, strict_json
 from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.fragments import Layout, Section
@@ -33,15 +35,25 @@ from decentral.engine.tensor_file import SUMS, TensorFile, checksum
 from decentral.engine.threads import Phase
 
 FILE = "checkpoint.safetensors"
-DAMAGED = "checkpoint.damaged"  # what a file is renamed to that cannot be read
-COPY_ALIGNED = 64  # bytes
-RESERVED = 1024  # micro-batch numbers given out for one write to the disk
-ELSEWHERE = SPACE // 2  # the least number that no disk has reserved
+DAMAGED = "checkpoint.damaged"  # an unreadable checkpoint is renamed to this, so that the peer can start without it
+COPY_ALIGNED = 64  # each tensor begins at a multiple of this many bytes, the size of a cache line
+MOST_POSITION_BYTES = 4096
+RESERVED = 1024  # this many micro-batch numbers are reserved on disk at a time; a restart reuses none
+ELSEWHERE = SPACE // 2  # while the disk cannot be written, micro-batch numbers are random and at least this
 Read = TypeVar("Read")
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], facts: JsonFields) -> int:
-    """Replaces the folder's checkpoint; `facts` are JSON. Gives its bytes. Raises OSError and leaves the old one."""
+    """Replace the folder's checkpoint, and return the new file's size in bytes.
+
+    Args:
+        folder: The peer's state folder.
+        tensors: Tensors by name.
+        facts: JSON fields to store beside the tensors.
+
+    Raises:
+        OSError: If the file cannot be written; the old checkpoint stays.
+    """
     file = TensorFile(folder / FILE, tensors)
     for name, tensor in tensors.items():
         file.add(name, tensor)
@@ -49,12 +61,20 @@ def write(folder: Path, tensors: Mapping[str, Tensor], facts: JsonFields) -> int
 
 
 def read(folder: Path) -> tuple[dict[str, Tensor], JsonObject] | None:
-    """The tensors and facts of the folder's checkpoint; None where there is none. Raises UserError if it is damaged."""
+    """Return the tensors and JSON facts of the folder's checkpoint; None if the folder has no checkpoint.
+
+    Raises:
+        DamagedCheckpoint: If the file cannot be read, or a tensor's checksum does not match.
+    """
     return _read(folder, _content)
 
 
 def _content(file: Any, facts: JsonObject) -> tuple[dict[str, Tensor], JsonObject]:
-    """Raises ValueError where a tensor is not what was written."""
+    """Return all tensors by name, and `facts`, from which this function removes the checksums.
+
+    Raises:
+        ValueError: If a tensor's checksum does not match.
+    """
     tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     for name, expected in facts.pop(SUMS, {}).items():
         _check_sum(name, tensors[name], expected)
@@ -62,22 +82,33 @@ def _content(file: Any, facts: JsonObject) -> tuple[dict[str, Tensor], JsonObjec
 
 
 def span(folder: Path) -> tuple[int, int] | None:
-    """Layers [first, last) of the folder's checkpoint; None where there is none. Raises UserError, as `read` does."""
+    """Return (first, last) if the folder's checkpoint has the layers [first, last); None if there is no checkpoint.
+
+    Raises:
+        DamagedCheckpoint: If the checkpoint's header cannot be read.
+    """
     return _read(folder, lambda _, facts: (int(facts["fragments"][0]["first"]), int(facts["fragments"][-1]["last"])))
 
 
 def lr_step(folder: Path) -> int | None:
-    """The swarm's step of the folder's checkpoint; None where there is none. Raises UserError, as `read` does."""
+    """Return the learning-rate step that the folder's checkpoint stores for the swarm; None if there is no checkpoint.
+
+    Raises:
+        DamagedCheckpoint: If the checkpoint's header cannot be read.
+    """
     return _read(folder, lambda _, facts: int(facts["lr_step"]))
 
 
 def verify(folder: Path) -> None:
-    """Reads the folder's checkpoint tensor by tensor. Raises UserError, as `read` does, if it is damaged."""
+    """Raise DamagedCheckpoint if a checksum in the folder's checkpoint does not match; do nothing without a checkpoint.
+
+    Only one tensor is in memory at a time.
+    """
     _read(folder, _verified)
 
 
 def _verified(file: Any, facts: JsonObject) -> bool:
-    """True. Raises ValueError where a tensor is not what was written."""
+    """Return True if each tensor in the file has its checksum in `facts`. Raises ValueError if a checksum differs."""
     for name, expected in facts.get(SUMS, {}).items():
         _check_sum(name, file.get_tensor(name), expected)
     return True
@@ -85,7 +116,7 @@ def _verified(file: Any, facts: JsonObject) -> bool:
 
 def _check_sum(name: str, tensor: Tensor, expected: int) -> None:
     if checksum(tensor) != expected:
-        raise ValueError(f"{name} has another checksum")
+        raise ValueError(f"the checksum of tensor {name} does not match")
 
 
 def _read(folder: Path, what: Callable[[Any, JsonObject], Read]) -> Read | None:
@@ -93,6 +124,7 @@ def _read(folder: Path, what: Callable[[Any, JsonObject], Read]) -> Read | None:
     if not path.exists():
         return None
     try:
+        foreign_file.require_fit(path)
         with safe_open(path, framework="pt") as file:
             return what(file, strict_json.loads(file.metadata()["facts"]))
     except (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -100,28 +132,41 @@ def _read(folder: Path, what: Callable[[Any, JsonObject], Read]) -> Read | None:
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint that cannot be read, or whose content is not what was written."""
+    """Raised if a checkpoint cannot be read, or its content differs from what was written."""
 
     def __init__(self, folder: Path, why: str) -> None:
-        super().__init__(f"{folder / FILE} is damaged ({why}); move it away to start from the swarm")
+        """Build the error's text from the state folder and `why`, a description of the damage."""
+        super().__init__(f"{folder / FILE} is damaged ({why}); move it away to start with the swarm's weights")
         self.folder, self.why = folder, why
 
     def set_aside(self) -> str:
-        """Renames the file, so that the peer can start without it. Says so in one line. Raises OSError."""
+        """Rename the checkpoint to DAMAGED so that the peer can start without it, and return a line for the user.
+
+        Raises:
+            OSError: If the checkpoint cannot be renamed.
+        """
         aside = self.folder / DAMAGED
         (self.folder / FILE).replace(aside)
-        return f"the checkpoint is damaged ({self.why}) and now called {aside}; this peer starts from the swarm"
+        remedy = "this peer starts with the swarm's weights"
+        return f"the checkpoint is damaged ({self.why}) and now called {aside}; {remedy}"
 
 
 def save(folder: Path, span: Span, counters: Counters, whole: bool) -> Generator[Phase, None, int]:
-    """Replaces the folder's checkpoint, fragment by fragment; gives its size in bytes.
+    """Return a program (see `threads`) that writes the folder's checkpoint and returns the new file's size in bytes.
 
-    Raises OSError, and ProtocolError where a number is not finite, and leaves the old one: a replica that has diverged
-    is worth less than what it was before.
+    Unless `whole`, the training thread copies only one fragment between two steps, and the worker thread writes the
+    copy while training goes on. So copies of two fragments may be some steps apart, but each copy has the weights,
+    optimizer state and gossip state of the same step.
 
-    At a step edge the training thread copies one fragment (all fragments, if the checkpoint must be `whole`: of one
-    step), and the worker writes it while training goes on. So the fragments may be some steps apart, as those of
-    different peers always are; each is consistent in itself, with its optimizer's and its gossip's state.
+    Args:
+        folder: The peer's state folder.
+        span: The layers that the peer holds.
+        counters: The peer's counters; the checkpoint stores them.
+        whole: Copy all fragments between the same two steps, as synchronous rounds need.
+
+    Raises:
+        OSError: If the file cannot be written; the old checkpoint stays.
+        ProtocolError: If a tensor has a number that is not finite: training has diverged, and the old checkpoint stays.
     """
     yield Phase.BESIDE
     fragments = span.gossip.fragments
@@ -142,7 +187,7 @@ def save(folder: Path, span: Span, counters: Counters, whole: bool) -> Generator
             for one, copied in zip(group, copies, strict=True):
                 for name, tensor in one.with_rule(copied):
                     if not finite(tensor):
-                        raise ProtocolError(Reason.NAN, f"{name} has numbers that are not finite")
+                        raise ProtocolError(Reason.NAN, f"tensor {name} has a number that is not finite")
                     file.add(name, tensor)
         return file.finish({**facts, "window": windows, "fragment_steps": steps})
     except BaseException:
@@ -151,23 +196,30 @@ def save(folder: Path, span: Span, counters: Counters, whole: bool) -> Generator
 
 
 def finite(tensor: Tensor) -> bool:
-    """Whether all its numbers are finite. A sum says so in one fast pass, but where it is too large itself."""
+    """Return whether all numbers of a tensor are finite.
+
+    If the sum is finite, all numbers are finite. If not, the sum of finite numbers may have overflowed, so a second
+    pass checks the largest absolute value.
+    """
     if not tensor.is_floating_point() or not tensor.numel() or bool(torch.isfinite(tensor.detach().sum())):
         return True
     return bool(torch.isfinite(torch.linalg.vector_norm(tensor.detach(), ord=float("inf"))))
 
 
 class CopyRoom:
-    """Host memory for copies of one group of tensors at a time, touched already: the training thread only copies."""
+    """A buffer in host memory for copies of tensors, which is used again for each group of tensors."""
 
     def __init__(self, groups: Sequence[Sequence[Tensor]]) -> None:
+        """Allocate the bytes that the largest group needs, and write zeros so that copies need no new memory pages."""
         self._room = torch.empty(max(sum(map(_aligned_bytes, group)) for group in groups), dtype=torch.uint8).fill_(0)
         self._used = 0
 
     def clear(self) -> None:
+        """Discard all copies: the next call of `copied` begins at the buffer's start."""
         self._used = 0
 
     def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Append copies of the tensors to the buffer, and return these copies by name."""
         copies = {}
         for name, tensor in tensors.items():
             size = tensor.numel() * tensor.element_size()
@@ -182,7 +234,7 @@ def _aligned_bytes(tensor: Tensor) -> int:
 
 
 def _facts(run: str, fragments: Sequence[GossipedFragment], counters: Counters) -> JsonObject:
-    """`run`: the digest of its config."""
+    """Return a checkpoint's JSON facts: the digest `run` of the run's config, the fragments and the counters."""
     return {
         "run": run,
         "fragments": [asdict(one.live.fragment) for one in fragments],
@@ -196,15 +248,20 @@ def _facts(run: str, fragments: Sequence[GossipedFragment], counters: Counters) 
 
 
 def resume(folder: Path, span: Span, counters: Counters) -> bool:
-    """Goes on from the folder's checkpoint, if there is one. Raises UserError if it is of another run or damaged."""
+    """Load the folder's checkpoint into `span` and `counters`; return False if there is no checkpoint.
+
+    Raises:
+        DamagedCheckpoint: If the checkpoint is damaged, or has a number that is not finite.
+        UserError: If the checkpoint is of another run, model or optimizer.
+    """
     found = read(folder)
     if found is None:
         return False
     tensors, facts = found
     if spoilt := sorted(name for name, tensor in tensors.items() if not finite(tensor)):
-        raise DamagedCheckpoint(folder, f"{spoilt[0]} has numbers that are not finite")
+        raise DamagedCheckpoint(folder, f"tensor {spoilt[0]} has a number that is not finite")
     if facts["run"] != span.run.digest():
-        raise UserError(f"{folder} holds a checkpoint of another run; use another --state-dir")
+        raise UserError(f"{folder} has a checkpoint of another run; use another --state-dir")
     try:
         span.gossip.load(tensors, facts["window"], facts["inner_steps"])
         for live, steps in zip(span.inner.lives, facts.get("fragment_steps", ()), strict=False):
@@ -213,15 +270,17 @@ def resume(folder: Path, span: Span, counters: Counters) -> bool:
         counters.micro_batches, counters.tokens = facts["micro_batches"], facts["tokens"]
         counters.versions = {int(index): bytes.fromhex(text) for index, text in facts.get("versions", {}).items()}
     except (KeyError, ValueError, RuntimeError) as error:
-        raise UserError(f"{folder} holds a checkpoint of another model or optimizer ({error})") from None
+        why = f"a checkpoint of another model or optimizer ({error})"
+        raise UserError(f"{folder} has {why}; use another --state-dir") from None
     return True
 
 
 class MicroBatchNumbers:
-    """Numbers of drawn micro-batches that no restart gives out again, not even a restart from an old checkpoint.
+    """A source of micro-batch numbers that are never used twice, not even after a restart from an old checkpoint.
 
-    While the disk cannot be written, numbers come from blocks far above those that it has reserved, drawn by chance
-    (two of them overlap with a probability of 1e-12), and the disk is tried again after each block.
+    Numbers are reserved on disk in blocks of RESERVED. While the disk cannot be written, numbers come from random
+    blocks above ELSEWHERE, and each new block first tries the disk again. Two random blocks overlap with a probability
+    of 1e-12.
     """
 
     def __init__(
@@ -231,30 +290,43 @@ class MicroBatchNumbers:
         names: MicroBatchNames,
         draw: Callable[[int], int] = secrets.randbelow,
     ) -> None:
-        """`draw(n)` gives a number below n by chance, another one in each life of the peer."""
-        self.reserved = reserved  # every number of ours below ELSEWHERE is below this one, as the disk has it
-        self.write = write  # puts a new value of `reserved` on the disk
+        """Begin with `reserved` as the next number.
+
+        Args:
+            reserved: Numbers below this were reserved on disk, and may have been used.
+            write: Puts a new value of `reserved` on the disk; raises OSError if that fails.
+            names: The names by which other peers know the micro-batches.
+            draw: Returns a random number below its argument.
+        """
+        self.reserved = reserved
+        self.write = write
         self.names, self.draw = names, draw
-        self.least = reserved  # the least number that this process may give out
+        self.least = reserved  # `take` returns no smaller number, so that none is used twice
         self._elsewhere: Iterator[int] = iter(())
 
     @classmethod
     def of(cls, folder: Path) -> "MicroBatchNumbers":
-        """The numbers of the peer in this folder. If the file is damaged, they go on in a block of their own."""
+        """Return the number source of the peer with this state folder.
+
+        The first number is read from position.json; it is 0 without that file, and random if the file is damaged.
+        """
         path = folder / "position.json"
         try:
-            reserved = int(strict_json.loads(path.read_text())) if path.exists() else 0
+            reserved = int(strict_json.loads(foreign_file.read_text(path, MOST_POSITION_BYTES))) if path.exists() else 0
         except (OSError, ValueError, TypeError):
             reserved = secrets.randbelow(ELSEWHERE)
         names = MicroBatchNames.of(folder / "names.key")
         return cls(reserved, lambda new: write_atomically(path, json.dumps(new).encode()), names)
 
     def name(self, number: int) -> int:
-        """The number by which other peers know this micro-batch: one of a pair by chance."""
+        """Return the name of a micro-batch in training: at random one of its two names; audits use the other name."""
         return self.names.pair(number) + self.draw(2)
 
     def take(self, wished: int) -> int:
-        """The next number, from `wished` on where the disk can reserve it."""
+        """Return the next unused number, at least `wished`. If no reserved number is left, reserve a block first.
+
+        While the disk cannot be written, the number is random and at least ELSEWHERE.
+        """
         for number in self._elsewhere:
             return number
         number = max(wished, self.least)
@@ -275,42 +347,40 @@ class MicroBatchNumbers:
 
 @dataclass(frozen=True, slots=True)
 class RetainedStateStore:
-    """States of fragments that this peer has given up: a layer whose last holder is lost can be recovered from here.
+    """A store on disk for states of fragments that this peer no longer holds; lost layers can be recovered from them.
 
-    Each fragment has a file in the folder: the state as a newcomer would get it, with its sections, and the
-    learning-rate step at which it was given up. Those of another run than the one with this digest count as none.
+    Each fragment has one file, with the state that the peer would have sent to a joining peer, and the learning-rate
+    step at which the peer stopped holding the fragment. Files of another run are ignored.
     """
 
     folder: Path
-    run: str
+    run: str  # digest of the run's config, since a state of another run must not be taken
 
     def write(self, state: Donated, step: int) -> None:
-        """Replaces the retained state of this fragment. Raises OSError and leaves the old one."""
+        """Write a fragment's state in place of an older one. Raises OSError if the disk fails; the old state stays."""
         fragment, layout, blob = state
         facts = {"run": self.run, "step": step, "layout": [asdict(section) for section in layout]}
         data = save_arrays({"state": np.frombuffer(blob, dtype=np.uint8)}, {"facts": json.dumps(facts)})
         write_atomically(self._path(fragment), data)
 
     def read(self, fragment: int) -> RetainedState | None:
-        """The retained state of this fragment, or None if none of this run can be read."""
+        """Return a fragment's retained state; None if the folder has no readable state of this fragment and run."""
         if (found := self._facts(fragment)) is None:
             return None
         try:
             with safe_open(self._path(fragment), framework="np") as file:
                 return *found, file.get_tensor("state").tobytes()
-        except (SafetensorError, OSError):  # such as too many open files
+        except (SafetensorError, OSError):
             return None
 
     def forget(self, fragments: Iterable[int]) -> None:
-        """Deletes the states of fragments that this peer holds again."""
+        """Delete the retained states of these fragments. Call it when the peer holds these fragments again."""
         for fragment in fragments:
-            with suppress(
-                OSError
-            ):  # a disk that is read-only: it is older than what we hold, which is all that it costs
+            with suppress(OSError):
                 self._path(fragment).unlink(missing_ok=True)
 
     def steps(self, fragments: Iterable[int]) -> RetainedStates:
-        """Which of these fragments have a retained state, each with its learning-rate step."""
+        """Return (fragment, learning-rate step) for each of `fragments` that has a retained state of this run."""
         found = ((fragment, self._facts(fragment)) for fragment in fragments)
         return tuple((fragment, facts[0]) for fragment, facts in found if facts is not None)
 

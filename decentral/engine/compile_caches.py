@@ -1,9 +1,9 @@
-"""Where compilers keep what they have compiled, so that a peer's next start need not compile it again."""
+"""Choose the folders in which compilers cache compiled code, so that a peer's next start need not compile it again."""
 
 import os
 from pathlib import Path
 
-FOLDERS = {  # of each compiler: the variable that names its folder, and the name below the peer's own
+FOLDERS = {  # environment variable of a compiler's cache folder -> name of the new folder in the state folder
     "NUMBA_CACHE_DIR": "numba",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
@@ -12,11 +12,11 @@ FOLDERS = {  # of each compiler: the variable that names its folder, and the nam
 
 
 def keep_in(folder: Path) -> None:
-    """Make compilers use this state folder where the user has no home that can be written, as in many containers.
+    """Move compilers' caches to this state folder if the user's home folder cannot be written, as in many containers.
 
-    It has to be called before they are loaded. What the user has set stays.
+    This sets the environment variables of FOLDERS that are not set yet. Call it before the compilers are loaded.
     """
-    home = os.path.expanduser("~")  # stays as it is for a user id that the system knows nothing of
+    home = os.path.expanduser("~")
     if os.access(home, os.W_OK | os.X_OK):
         return
     for variable, name in FOLDERS.items():

@@ -1,7 +1,8 @@
-"""The training thread and the worker beside it: one trains without a pause, the other does what need not stop it.
+"""Run a peer's training thread, and the worker thread that does jobs while training goes on.
 
-The event loop submits jobs and gets outcomes through `report`; what crosses is core/jobs.py, and engine/threads.py
-has which thread does what. `do` and `step` may also be called directly, without threads: tests and the simulator do.
+Start reading at `Compute.run`. The event loop submits a job with `Compute.submit`, and `run` passes the job's outcome
+to `report`. `core.jobs` defines jobs and outcomes; `threads` says on which thread each part of a job runs. `do` and
+`step` may also be called directly, without threads, as tests do.
 """
 
 import os
@@ -32,33 +33,44 @@ from decentral.engine.threads import Failure, JobThreads, Phase, Program
 from decentral.model import decoder
 from decentral.model.start_weights import StartWeightsError
 
-NO_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory")  # in torch's and the system's errors
-MEMORY_REMEDY = "end other programs, or give this peer less: --memory, or --set train.micro_batch=N"
-MOST_SAID = 400  # characters of an error
+# Errors that contain one of these texts mean that memory is short.
+NO_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory")
+MEMORY_REMEDY = "end other programs, or give this peer less with --memory"
+MOST_SAID = 400
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeSetup:
+    """The arguments of `Compute`: the run, this peer's data, and the device on which to compute."""
+
     config: config.Config
     peer: PeerId
     corpus: TrainingData
     codecs: Codecs
     device: Device
     folder: Path
-    span: tuple[int, int] | None = None  # layers [first, last), whole fragments; None: the whole model
-    state_expected: bool = False  # a checkpoint or donors are there: initial weights are drawn only if none gives any
-    kernels: OuterKernels | None = None  # None: plain torch, one operation after another
-    report_s: Seconds = 0.0  # steps are reported this often: each report wakes the event loop, which takes the GIL
+    span: tuple[int, int] | None = None  # the peer holds layers [first, last); None means the whole model
+    state_expected: bool = False  # True leaves the weights unset, since a checkpoint or other peers should give them
+    kernels: OuterKernels | None = None  # computes gossip's formulas; None means plain torch (`TorchKernels`)
+    report_s: Seconds = 0.0  # least time between two reports of steps, since a report takes Python's lock from training
 
 
 class Compute(JobRunner):
-    """Builds its layers with their initial weights; `resume` and ImportState replace them."""
+    """The part of a peer that computes: its layers, its data, and the threads that work on them."""
 
     span: Span
     retained: RetainedStateStore
 
     def __init__(self, setup: ComputeSetup) -> None:
-        """Raises UserError where the model's layers cannot be built, or not one sequence fits the device."""
+        """Build the layers with initial weights, or without weights if `setup.state_expected`.
+
+        `resume` or the job ImportState then gives the layers the weights of a checkpoint or of other peers. If
+        `train.micro_batch` is auto, this times micro-batches of several sizes to choose one.
+
+        Raises:
+            UserError: If the layers cannot be built, the data cannot be read, or not even one sequence fits into the
+                device's memory.
+        """
         run = setup.config
         kernels = setup.kernels or TorchKernels(setup.codecs)
         tools = RuleTools(setup.codecs, kernels, setup.device.device.type == "cuda", run.train.optimizer)
@@ -68,10 +80,10 @@ class Compute(JobRunner):
         retained, numbers = RetainedStateStore(setup.folder, run.digest()), MicroBatchNumbers.of(setup.folder)
         super().__init__(span, retained, numbers, run.synchronous)
         self.setup = setup
-        self._clock: Callable[[], Seconds] = time.monotonic  # the training thread's processor time, where it is known
-        self._trained = time.monotonic(), 0.0, 0.0  # when training_s was read last, that clock then, and its answer
+        self._clock: Callable[[], Seconds] = time.monotonic  # while `run` runs, this is the training thread's CPU time
+        self._trained = time.monotonic(), 0.0, 0.0  # (time, CPU time, trained_s) when `training_s` was last called
         self._saving = False
-        self._broken = False  # a step has failed: only what is left to do, such as a checkpoint, is done
+        self._broken = False  # after a failed step, jobs such as a checkpoint are still done, but no more steps
         self.threads = JobThreads(self.program, self._failure_of)
         ranks = setup.device.ranks
         reading = Reading(run.seed, setup.peer, setup.folder, ranks.rank, ranks.size)
@@ -82,20 +94,24 @@ class Compute(JobRunner):
 
     @property
     def awaits_state(self) -> bool:
-        """Whether donors will give this peer, alone on its device, all of the model; then it has no weights yet."""
+        """Whether this peer holds the whole model and gets its weights from other peers, not from a checkpoint.
+
+        Always False in an island of several ranks.
+        """
         alone = self.setup.device.ranks.size == 1 and len(self.fragments) == len(self.span.cuts)
         return alone and self.setup.state_expected and not self.restored
 
     def submit(self, job: jobs.Job) -> None:
-        """Gives a job to the threads; Finish is the last one. Any thread may call it."""
+        """Queue a job; `run` passes its outcome to `report`. Any thread may call this until Finish is submitted."""
         self.threads.submit(job)
 
     def training_s(self) -> Seconds:
-        """Processor time that training has had so far: of the threads that multiply matrices, as if none was throttled,
-        but never more than time has passed: what is not throttled, such as taking a newcomer's state, counts once.
+        """Return training's processor seconds since an arbitrary time; the caller subtracts the results of two calls.
 
-        Where a GPU trains, the machine's cores have nothing else to do: then it is their time. An emulated device would
-        train all the time.
+        On a CPU the total is the training thread's processor time, times the throttle and at most the elapsed time,
+        multiplied by the number of torch's threads. On a GPU it is the elapsed time multiplied by the machine's number
+        of cores, which training leaves free. With an emulated device it is the elapsed time multiplied by the number of
+        torch's threads.
         """
         device = self.setup.device
         if device.device.type != "cpu":
@@ -107,7 +123,13 @@ class Compute(JobRunner):
         return self._trained[2] * torch.get_num_threads()
 
     def run(self, report: Callable[[jobs.Outcome], None]) -> None:
-        """The training thread's life: tasks at step edges, and steps, until Finish has come and all jobs are done."""
+        """Take steps and do jobs on the calling thread, until the job Finish was submitted and all jobs are done.
+
+        This also starts the worker thread, and waits until it ends. After a step has failed, only jobs are done.
+
+        Args:
+            report: Gets the outcome of each step and job. The training thread and the worker call it.
+        """
         threads, account = self.threads, self.counters.time
         if hasattr(time, "pthread_getcpuclockid"):
             clock = time.pthread_getcpuclockid(threading.get_ident())
@@ -118,7 +140,7 @@ class Compute(JobRunner):
         worker.start()
         if self.awaits_state:
             self.span.touch_memory()
-        steps: list[jobs.Stepped] = []  # that are still to be reported
+        steps: list[jobs.Stepped] = []
         reported_at = time.monotonic()
         while not threads.done:
             wait = self.waits or threads.finishing or self._broken
@@ -136,10 +158,10 @@ class Compute(JobRunner):
                 steps, reported_at = [], time.monotonic()
         worker.join()
         used = self._clock()
-        self._clock = lambda: used  # a thread that has ended has no clock
+        self._clock = lambda: used  # the clock of an ended thread cannot be read, so keep its last value
 
     def _tried_step(self, report: Callable[[jobs.Outcome], None]) -> list[jobs.Stepped]:
-        """A step, or none after an error of the device or the machine, which ends training."""
+        """Take a step and return its report in a list. If the step fails, report JobFailed and take no more steps."""
         try:
             return [self.step()]
         except (RuntimeError, MemoryError, OSError) as error:
@@ -148,7 +170,7 @@ class Compute(JobRunner):
             return []
 
     def step(self) -> jobs.Stepped:
-        """One inner step of the whole model, with this peer's next micro-batches."""
+        """Take one inner step of the whole model with this peer's next micro-batches, and return its report."""
         span, setup = self.span, self.setup
         forward = setup.device.ranks.begin(span, self.counters)
         report = train_step(forward, self._fetch, span.inner, self.lr_step, setup.config.train, setup.device)
@@ -160,6 +182,7 @@ class Compute(JobRunner):
         return self.counters.stepped(tokens, loss, micro_batches, beside_s=self.threads.take_beside_s())
 
     def do(self, job: jobs.Job) -> jobs.Outcome:
+        """Carry out a job on the calling thread, and return its outcome: JobFailed or SaveFailed on expected errors."""
         try:
             return super().do(job)
         except Exception as error:
@@ -175,34 +198,38 @@ class Compute(JobRunner):
                 return super()._do(job)
 
     def _failure_of(self, job: jobs.Job, error: Exception) -> Failure:
-        """An error that this peer can go on after, or say clearly, as an outcome. Raises any other again."""
+        """Return the outcome of a job that failed with an expected error. Raises an unexpected error again."""
         match error:
-            case OSError() | RuntimeError() | MemoryError():  # a full disk, a device or a machine out of memory
+            case OSError() | RuntimeError() | MemoryError():
                 reason = _said(error)
             case StartWeightsError():
                 reason = str(error)
-            case ProtocolError():  # our own weights do not encode: they have diverged
+            case ProtocolError():  # training has diverged: this peer's weights are not finite
                 reason = f"{DIVERGED}: weights are not finite ({error})"
             case _:
                 raise error
         return jobs.SaveFailed(reason) if isinstance(job, jobs.Save) else jobs.JobFailed(type(job).__name__, reason)
 
     def resume(self) -> bool:
-        """Goes on from the folder's checkpoint, if there is one. Raises UserError if it is damaged or another run's."""
+        """Load the folder's checkpoint; return False if there is none.
+
+        Raises:
+            UserError: If the checkpoint is damaged, or of another run, model or optimizer.
+        """
         self.restored = checkpoint.resume(self.setup.folder, self.span, self.counters)
         self.span.given(fragment.index for fragment in self.fragments if self.restored)
         return self.restored
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
-        """inputs_BT and targets_BT of this peer's micro-batch with this number, int64 on the CPU.
+        """Return inputs_BT and targets_BT of this peer's micro-batch `number`, int64 on the CPU.
 
-        Of tokens that are all at hand they are a pure function of (seed, peer, number), so a checkpoint keeps nothing
-        of the data but a number; a stream keeps its position itself.
+        For data in memory, (seed, peer, number) determine the micro-batch, so a checkpoint stores only the number. For
+        streamed data the number has no effect, since a file stores the position in the stream.
         """
         return self.micro_batches(number, self.micro_batch)
 
     def _fetch(self) -> tuple[Tensor, Tensor]:
-        """The next micro-batch of rank 0; the other ranks of an island take the numbers after it."""
+        """Return the next micro-batch of rank 0, and count one micro-batch for each rank of the island as used."""
         number = self.counters.micro_batches
         self.counters.micro_batches += self.setup.device.ranks.size
         return self.batch(number)
@@ -211,7 +238,7 @@ class Compute(JobRunner):
         return self.span.stages.draw(job, name, self.batch(number))
 
     def _evaluate(self) -> Program:
-        """A few sequences at each step edge, so that no step comes late: the weights move a little meanwhile."""
+        """Measure the held-out loss, a few sequences at a time between steps, so that no step is delayed much."""
         total, seconds = 0.0, 0.0
         for part in parts_of(self.held_out, max(8, self.micro_batch)):
             yield Phase.EDGE
@@ -228,9 +255,9 @@ class Compute(JobRunner):
 
     def _save(self) -> Program:
         yield Phase.HELD
-        self.span.draw()  # where a peer stops before it has joined
+        self.span.draw()  # initialise the weights of a peer that stops before it has joined
         yield Phase.BESIDE
-        while self._saving:  # a checkpoint is on its way, and this one is newer
+        while self._saving:
             yield Phase.BESIDE
         self._saving = True
         try:
@@ -242,12 +269,16 @@ class Compute(JobRunner):
     def _start(self, newcomer: bool) -> jobs.Started:
         self.span.clear_sums()
         self.span.draw()
-        if self.pause is Pause.BEFORE_START:  # a peer that fell behind and begins again accounts for that, too
+        if self.pause is Pause.BEFORE_START:  # drop the time before the first Start, which belongs to no step
             self.counters.time.take(self.threads.take_beside_s())
         return super()._start(newcomer)
 
     def _close_round(self, job: jobs.CloseRound) -> jobs.RoundClosed:
-        """Ends the sums of gradients and encodes them; if one of them is none that others take, none counts."""
+        """Encode the round's sum of gradients of each fragment, and clear all sums.
+
+        The outcome has no sums if the update rule rejects a sum, because other peers would reject the sum as well, or
+        if a sum includes an execution that is not in `job.executions`.
+        """
         sums = self.span.stages.sums
         executions, closed = tuple(sums.executions), []
         filled = [one for one in zip(self.span.inner.lives, sums.filled_tokens, strict=True) if one[1]]
@@ -260,7 +291,7 @@ class Compute(JobRunner):
         return jobs.RoundClosed(job.round, executions, tuple(closed))
 
     def _advance(self, job: jobs.Advance) -> jobs.Stepped:
-        """Steps all fragments in one job, so that a checkpoint is of one round."""
+        """Take the round's step of all fragments in one job, so that a checkpoint never has fragments of two rounds."""
         rejected = [(index, self.gossip.advance(index, sums)) for index, sums in job.sums]
         self.counters.lr_step, self.counters.versions = job.round, dict(job.versions)
         refused = tuple((index, peer, reason) for index, found in rejected for peer, reason in found)
@@ -268,7 +299,7 @@ class Compute(JobRunner):
 
 
 def _said(error: Exception) -> str:
-    """An error of the device or the machine, in one line; where memory was short, with what can be done."""
+    """Return the text of a device's or machine's error in one line; if memory was short, add what the user can do."""
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"
     short = isinstance(error, MemoryError) or any(words in text for words in NO_MEMORY)
     return f"{text[:MOST_SAID]}; {MEMORY_REMEDY}" if short else text[:MOST_SAID]

@@ -1,7 +1,8 @@
-"""The memory limits of the control groups around this process: of a container, a batch system or systemd, on Linux.
+"""Read the memory limit that a container, a batch system or systemd sets for this process (Linux control groups).
 
-A group of version 1 or 2 has limits of its own, and so has each group around it; the smallest one holds. What the
-kernel says of the machine's memory knows nothing of them, and a process that takes more is killed without a word.
+Start reading at `limit_bytes`. A control group (version 1 or 2) and each of its parent groups may have a limit; the
+smallest limit applies. The kernel's figures for the machine's memory ignore these limits, and a process that exceeds
+its limit is killed without a message.
 """
 
 import os
@@ -9,13 +10,18 @@ import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-LIMITS = {"cgroup": ("memory.limit_in_bytes",), "cgroup2": ("memory.max", "memory.high")}  # by type of file system
+# Files with a control group's memory limit, for cgroup versions 1 and 2.
+LIMITS = {"cgroup": ("memory.limit_in_bytes",), "cgroup2": ("memory.max", "memory.high")}
 SELF = Path("/proc/self")
-ESCAPED = re.compile(r"\\([0-7]{3})")  # how the kernel writes spaces and backslashes in paths of mountinfo
+ESCAPED = re.compile(r"\\([0-7]{3})")  # mountinfo writes a space or a backslash as an octal code
 
 
 def limit_bytes(process: Path = SELF) -> int | None:
-    """Return the smallest memory limit around this process, in bytes; None where none is below the host's memory."""
+    """Return the smallest memory limit of a process, in bytes; None if no limit is below the host's memory.
+
+    Args:
+        process: The folder of the process in /proc.
+    """
     try:
         groups, mounts = ((process / name).read_text(errors="surrogateescape") for name in ("cgroup", "mountinfo"))
     except OSError:
@@ -30,7 +36,7 @@ def host_bytes() -> int:
 
 
 def resident_bytes(process: Path = SELF) -> int:
-    """Return the memory that this process has taken already, in bytes; 0 where the system does not say."""
+    """Return the resident memory of the process with the folder `process` in /proc, in bytes; 0 if unknown."""
     try:
         lines = (process / "status").read_text().splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
@@ -39,7 +45,10 @@ def resident_bytes(process: Path = SELF) -> int:
 
 
 def _files(groups: str, mounts: str) -> Iterator[Path]:
-    """Yield the limit files of this process's control groups and of all groups around them."""
+    """Yield the files with the memory limits of a process's control groups and of all their parent groups.
+
+    `groups` and `mounts` are the texts of the files cgroup and mountinfo in the process's folder in /proc.
+    """
     own = {}
     for line in groups.splitlines():
         if line.count(":") < 2:
@@ -58,14 +67,14 @@ def _files(groups: str, mounts: str) -> Iterator[Path]:
         if kind not in own or (kind == "cgroup" and "memory" not in options.split(",")):
             continue
         root, top = paths
-        inner = PurePosixPath(own[kind])  # a container sees its own group, or groups inside it, as the root
+        inner = PurePosixPath(own[kind])  # the process's group; in a container, `root` may be this group or below it
         below = inner.relative_to(root) if inner.is_relative_to(root) else PurePosixPath()
         for folder in (below, *below.parents):
             yield from (Path(top) / folder / name for name in LIMITS[kind])
 
 
 def _number(file: Path) -> int | None:
-    """Return the limit in this file, in bytes; None if it says `max` or does not exist."""
+    """Return the limit in this file, in bytes; None if the file says `max` or does not exist."""
     try:
         text = file.read_text().strip()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Is the device there, does it compute, and if no GPU is used, why not? For `python -m decentral.doctor`."""
+"""Check for `python -m decentral.doctor` that the device exists and computes, and explain why no GPU is used."""
 
 import re
 from pathlib import Path
@@ -8,23 +8,27 @@ import torch
 from decentral.core.errors import UserError
 from decentral.engine import control_groups, measure
 
-DRIVER = Path("/proc/driver/nvidia/version")  # of NVIDIA's kernel module, on Linux
-NO_DRIVER = "install NVIDIA's driver (nvidia-smi has to list the GPU); in a container start it with --gpus all"
+DRIVER = Path("/proc/driver/nvidia/version")
+NO_DRIVER = "install NVIDIA's driver (nvidia-smi has to list the GPU), or start the container with --gpus all"
 OLD_DRIVER = "update NVIDIA's driver, or install a torch built for it (https://pytorch.org/get-started/locally)"
 NO_CUDA_BUILD = "install a torch that is built with CUDA: https://pytorch.org/get-started/locally"
 HIDDEN = "let CUDA see the GPU: CUDA_VISIBLE_DEVICES hides it, or another program holds it (nvidia-smi)"
 
 
 def described(wanted: str) -> str:
-    """Name, memory and FLOP/s of the device that --device names, by a product of matrices.
+    """Measure a device with matrix products, and return a line with its name, memory in GB and TFLOP/s.
 
-    Raises UserError where it is not there, or cannot compute.
+    Args:
+        wanted: The value of --device.
+
+    Raises:
+        UserError: If the device does not exist, or cannot compute.
     """
     device = measure.choose(wanted, "auto", 1.0, 0.0)
     try:
         found = measure.without_speed(device)
-    except RuntimeError as error:  # such as a GPU that torch has no kernels for
-        raise UserError(f"--device {wanted}: {str(error).splitlines()[0]}") from None
+    except RuntimeError as error:
+        raise UserError(f"--device {wanted} cannot compute: {str(error).splitlines()[0]}") from None
     versions = f", CUDA {torch.version.cuda}, driver {driver()}" if device.device.type == "cuda" else ""
     limit = control_groups.limit_bytes() if device.device.type == "cpu" else None
     whole = f" left of this container's {limit / 1e9:.1f} GB" if limit else ""
@@ -32,21 +36,21 @@ def described(wanted: str) -> str:
 
 
 def driver() -> str:
-    """The version of NVIDIA's driver; "": none is loaded here, or it does not say so."""
+    """Return the version of NVIDIA's driver; "" if no driver is loaded, or its file does not state a version."""
     text = DRIVER.read_text() if DRIVER.exists() else ""
     found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", text)
     return found[1] if found else ""
 
 
 def unused_gpu() -> str:
-    """Why torch does not use a GPU whose driver is loaded; "": it does, or no driver is."""
+    """Return why torch sees no GPU although NVIDIA's driver is loaded; "" if torch sees a GPU or there is no driver."""
     if torch.cuda.is_available() or not driver():
         return ""
     return f"NVIDIA's driver {driver()} is loaded, but torch {torch.__version__} sees no GPU: {_refusal()}"
 
 
 def remedy() -> str:
-    """What lets torch use CUDA here."""
+    """Return what the user can do if torch does not use CUDA: what to install or change, or --device cpu."""
     if torch.version.cuda is None:
         return f"{NO_CUDA_BUILD}; or --device cpu"
     if not driver():
@@ -55,7 +59,7 @@ def remedy() -> str:
 
 
 def _refusal() -> str:
-    """Why CUDA does not begin, in torch's words."""
+    """Return the first line of torch's error if CUDA does not start, else the number of GPUs, such as "2 devices"."""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:

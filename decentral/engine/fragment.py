@@ -1,13 +1,13 @@
-"""The live weights: a span's layers, kept as one flat vector [n] per fragment, and the optimizer on those vectors.
+"""Weights in training: one flat vector [n] for each fragment (`Live`), and the optimizer on these vectors (`Inner`).
 
-Each parameter is a view into its fragment's vector, so that gossip, averaging and the optimizer are a few vector
-operations per fragment, however many tensors the layers have. Within a fragment the matrices that Muon trains come
-first: with `train.optimizer: muon` those of all layers but the model's first and last. AdamW trains the others: first
-the decayed ones (matrices), then those that are not (gains).
+Each parameter is a view into its fragment's vector, so gossip, averaging and the optimizer are a few vector operations
+for each fragment, however many tensors its layers have. A vector holds first the matrices that Muon trains (with
+`train.optimizer: muon`, in all layers but the model's first and last), then the matrices that AdamW trains with
+weight decay, and last the gains, which AdamW trains without weight decay.
 
-`copy_out` and `copy_in` move such a vector between a device and host memory, and the training thread need not wait. On
-a GPU it only puts a copy within the device into its stream; the way to host memory and back is a side stream's, from
-and to pinned memory, and the worker waits for it. On the CPU both are the same memory, and a copy is a copy.
+`copy_out` and `copy_in` copy such a vector to host memory and back without stopping training. On a GPU, the training
+thread only queues a copy within the device for `copy_out`; the worker thread moves this copy to pinned host memory on a
+side stream. `copy_in` copies on the side stream as well.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,17 +31,25 @@ from decentral.engine.optimizers import (
 )
 from decentral.model import decoder
 
-FINAL_RATE = 0.1  # share of the learning rate that is left at `train.total_steps`
+FINAL_RATE = 0.1  # the learning rate decays to this share of its peak at `train.total_steps`
 
 
 def fragments_of(run: config.Config) -> list[Fragment]:
-    """The fragments of the run's model. Every peer of a run has the same ones."""
+    """Return the fragments of the run's model. They are the same on all peers of the run."""
     return fragments(decoder.parameters(run.model), run.gossip.fragment_parameters)
 
 
 def fragments(parameters: Sequence[int], at_least: int) -> list[Fragment]:
-    """Groups consecutive layers until a group has `at_least` parameters; a short tail joins the group before it."""
-    groups: list[list[int]] = []  # [first, last, parameters]
+    """Cut the model into fragments of consecutive layers with at least `at_least` parameters each, and return them.
+
+    If the last layers have fewer parameters, they join the fragment before them. A model with fewer parameters is one
+    fragment.
+
+    Args:
+        parameters: Number of trained parameters of each layer.
+        at_least: Smallest number of parameters of a fragment.
+    """
+    groups: list[list[int]] = []  # for each fragment: [first layer, layer after the last, number of parameters]
     for index, count in enumerate(parameters):
         if groups and groups[-1][2] < at_least:
             groups[-1] = [groups[-1][0], index + 1, groups[-1][2] + count]
@@ -54,9 +62,9 @@ def fragments(parameters: Sequence[int], at_least: int) -> list[Fragment]:
 
 
 class Live:
-    """One fragment's live weights theta [n], their gradient and optimizer state, and what was trained in the window.
+    """A fragment's weights in training (theta [n]), their gradient and optimizer state, and counts for gossip.
 
-    The layers' parameters become views into theta, and their gradients into `grad`. `train.weights` is their dtype.
+    The layers' parameters are views into theta, and their gradients into `grad`. Both have dtype `train.weights`.
     """
 
     def __init__(
@@ -68,10 +76,20 @@ class Live:
         numbers: range | None = None,
         drawn: bool = True,
     ) -> None:
-        """`numbers`: of the model's layers, from the first one of `layers` to the model's last; by default `layers` are
-        all there are. Without `drawn`, theta is whatever the memory holds until a checkpoint, donors or `draw` give it.
+        """Move the fragment's parameters into one flat vector on the device.
 
-        Raises UserError where an optimizer is missing on this machine.
+        Args:
+            fragment: The fragment.
+            layers: Consecutive layers of the model that include the fragment's.
+            device: The device of theta and the optimizer state.
+            train: The section `train` of the config.
+            numbers: Layer indices in the model, from the first of `layers` to the model's last layer; None: `layers` is
+                the whole model.
+            drawn: Whether `layers` have weights. False: theta stays uninitialised until a checkpoint, other peers or
+                `draw` give it values.
+
+        Raises:
+            UserError: If a package that the optimizer needs is not installed.
         """
         self.fragment, self.train = fragment, train
         numbers = range(len(layers)) if numbers is None else numbers
@@ -88,24 +106,21 @@ class Live:
         self._grad: Tensor | None = None
         matrices, gains = (sum(parameter.numel() for parameter in group) for group in groups[1:])
         self.state = OptimizerState([block.shape for block in groups[0]], matrices, gains, train, device)
-        self.tokens = 0  # since the last window's end
-        self.lr_sum = 0.0  # sum of the learning rates since the last window's end
-        self.steps = 0  # of the optimizer on this fragment: for its bias correction and for a newcomer's own warm-up
-        self.touched = set[str]()  # of `tensors`: those that changed otherwise than by Inner.step; engine/island.py
+        self.tokens = 0  # tokens trained in the current gossip window
+        self.lr_sum = 0.0  # sum of the learning rates of the steps in the current gossip window
+        self.steps = 0  # optimizer steps on this fragment, for AdamW's bias correction and the peer's rate warm-up
+        self.touched = set[str]()  # tensors that rank 0 has changed, and that an `Island` must copy to the other ranks
         self.compute_with(self.theta)
 
     def compute_with(self, weights: Tensor) -> None:
-        """Makes the layers compute with this vector [n].
-
-        Only passes use these weights; optimizer, gossip and checkpoints keep using theta.
-        """
+        """Use the vector `weights` [n] in the layers' passes; optimizer, gossip and checkpoints still use theta."""
         shapes = [parameter.shape for parameter in self._parameters]
         for parameter, weight in zip(self._parameters, views(weights, shapes), strict=True):
             parameter.data = weight
 
     @property
     def grad(self) -> Tensor:
-        """The gradient as one vector [n] to which backward passes add; from its first use on, it is always there."""
+        """The gradient as one vector [n], to which backward passes add. The first use allocates the vector."""
         if self._grad is None:
             self._grad = torch.zeros_like(self.theta)
             shapes = [parameter.shape for parameter in self._parameters]
@@ -116,15 +131,17 @@ class Live:
         return self._grad
 
     def gradients(self) -> list[Tensor]:
-        """Each parameter's gradient, in their order in theta; views of `grad`, once that is there.
+        """Return the gradient of each parameter, in the order of theta. If `grad` exists, they are views of `grad`.
 
-        Where nothing collects them, a backward pass gives parameters new ones: to add to zeros would take a tenth of
-        the time of a large model's small step. The norm of the parts rounds otherwise than that of the whole, and ranks
-        of an island whose first one works for routes, too, must take the same step.
+        Until `grad` is first used, each backward pass allocates new gradients: adding to zeros would cost a tenth of
+        the time of a large model's small step. Even if `grad` exists, the result has one tensor for each parameter. In
+        an island, only rank 0 may have `grad` (for routed training), but all ranks must compute the same norm, and the
+        norm of one flat vector is rounded differently.
         """
         return [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
 
     def zero_grad(self) -> None:
+        """Set the gradient to zero, or free it if `grad` is not allocated."""
         if self._grad is not None:
             self._grad.zero_()
             return
@@ -132,9 +149,9 @@ class Live:
             parameter.grad = None
 
     def touch_memory(self) -> None:
-        """Writes to all that the first step will write, where nothing of it is in use yet: new memory is slow at first.
+        """Write zeros to weights, optimizer state and gradients, so that their memory is mapped before the first step.
 
-        The gradients' memory is free again when the first step begins, and serves the gradients then.
+        Call it only before the fragment has weights. The first step frees these gradients, and reuses their memory.
         """
         self.theta.zero_()
         for tensor in self.state.tensors.values():
@@ -143,12 +160,12 @@ class Live:
             parameter.grad = torch.zeros_like(parameter)
 
     def draw(self, layers: Sequence[nn.Module], start: int) -> None:
-        """Takes the weights of other layers of the same kind. They begin with the model's layer `start`."""
+        """Copy the weights of `layers` into theta. `start`: index of the first of these layers in the model."""
         groups = self._groups(layers, start)
         self.theta.copy_(_flat([parameter for group in groups for parameter in group]))
 
     def _groups(self, layers: Sequence[nn.Module], start: int) -> tuple[list[nn.Parameter], ...]:
-        """The fragment's parameters in their order in theta: Muon's matrices, AdamW's matrices, gains."""
+        """Return the fragment's parameters in the order of theta: Muon's matrices, AdamW's matrices, gains."""
         blocks, matrices, gains = [], [], []
         apart = bool(OPTIMIZERS[self.train.optimizer].stretch)
         for number in range(self.fragment.first, self.fragment.last):
@@ -162,19 +179,19 @@ class Live:
         return blocks, matrices, gains
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that a checkpoint must keep."""
+        """Return theta and the optimizer state by name, as a checkpoint stores them, without copying them."""
         return {"theta": self.theta, **self.state.tensors}
 
     def touch(self, *names: str) -> None:
-        """Marks these of `tensors`, or all of them, as changed otherwise than by a step that all ranks take."""
+        """Mark these `tensors` (all, if no name is given) as changed on this rank only; an island then copies them."""
         self.touched.update(names or self.tensors())
 
     def copy_theta(self, into: Tensor) -> None:
-        """Copies theta into an fp32 vector [n] in host memory."""
+        """Copy theta into an fp32 vector [n]."""
         into.copy_(self.theta)
 
     def add(self, correction: Tensor) -> None:
-        """Adds an fp32 vector [n] in host memory to theta."""
+        """Add an fp32 vector [n] to theta in place, with stochastic rounding if theta is bf16."""
         correction = correction.to(self.theta.device, non_blocking=True)
         if self.theta.dtype == torch.float32:
             self.theta += correction
@@ -182,27 +199,37 @@ class Live:
             round_stochastically(self.theta + correction, self.theta, self.chance("add"))
 
     def work(self, gradients: Sequence[Tensor]) -> Iterator["Work"]:
-        """Yield what a step of each stretch works on, with gradients as `gradients` gives them."""
+        """Yield the inputs of the optimizer step for each stretch (the parameters that one `StretchOptimizer` trains).
+
+        `gradients` has one tensor for each parameter, or one flat vector [n].
+        """
         for stretch in self.state.stretches:
             theta = self.theta[stretch.begin : stretch.end]
-            wide = theta.float()  # theta itself, unless it is in bf16
+            wide = theta.float()
             operands = stretch.operands(wide, [part.float() for part in self._within(stretch, gradients)])
             yield Work(self, stretch, operands, wide, theta)
 
     def _within(self, stretch: StretchOptimizer, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients of the stretch's parameters."""
+        """Return the gradients of the parameters in this stretch of the fragment.
+
+        `gradients` has one tensor for each parameter of the fragment, or is one flat vector [n]. The result has the
+        same form.
+        """
         if len(gradients) == 1:
             return [gradients[0].flatten()[stretch.begin : stretch.end]]
         ends = accumulate(gradient.numel() for gradient in gradients)
         return [one for one, end in zip(gradients, ends, strict=True) if stretch.begin < end <= stretch.end]
 
     def chance(self, what: str) -> torch.Generator:
-        """The same on all peers, so that those which take the same steps stay the same."""
+        """Return a random generator for the purpose `what`, seeded by the fragment's index and number of steps.
+
+        The generator is the same on all peers, so peers that take the same steps keep the same weights.
+        """
         seed = rng.seed_of(self.fragment.index, what, self.steps) % 2**63
         return torch.Generator(self.theta.device).manual_seed(seed)
 
     def count(self, tokens: int, rate: float) -> None:
-        """A step was taken with so many tokens, at this learning rate."""
+        """Count an optimizer step on `tokens` tokens at learning rate `rate`, in `steps` and in the current window."""
         self.tokens += tokens
         self.lr_sum += rate
         self.steps += 1
@@ -210,21 +237,23 @@ class Live:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A stretch of a fragment, the operands of its step, and its weights: in fp32, and as the fragment keeps them."""
+    """The inputs of an optimizer step on one stretch (parameters of a fragment that one `StretchOptimizer` trains)."""
 
     live: Live
     stretch: StretchOptimizer
     operands: Operands
-    wide: Tensor
-    theta: Tensor
+    wide: Tensor  # the weights as fp32; the same tensor as `theta` if `theta` is fp32
+    theta: Tensor  # the stretch's part of the fragment's flat weight vector
 
 
 def step_fragments(lives: Sequence[tuple[Live, Sequence[Tensor]]], steps: int, rate: float) -> None:
     """Take one optimizer step of several fragments, with one call for each kind of optimizer (see `step_together`).
 
+    Changes theta and the optimizer state in place. The caller counts the step (`Live.count`).
+
     Args:
-        lives: Fragments with gradients as `Live.gradients` gives them, or one flat vector each.
-        steps: How many steps were taken before this one.
+        lives: Each fragment with its gradients: one for each parameter, or one flat vector [n].
+        steps: Number of optimizer steps taken before this step.
         rate: The learning rate.
     """
     work = [one for live, gradients in lives for one in live.work(gradients)]
@@ -235,36 +264,43 @@ def step_fragments(lives: Sequence[tuple[Live, Sequence[Tensor]]], steps: int, r
 
 
 class Inner:
-    """The optimizers of all fragments, and the gradient's norm over them."""
+    """The inner optimizer of a peer: it clips the gradient of all fragments together, then steps each fragment."""
 
     def __init__(self, lives: Sequence[Live], train: config.TrainConfig) -> None:
+        """Set up the optimizer of all fragments that the peer holds. `train`: the section `train` of the config."""
         self.lives = lives
         self.train = train
 
     @property
     def steps(self) -> int:
+        """The number of optimizer steps on the first fragment; `step` uses this number for every fragment."""
         return self.lives[0].steps
 
     def zero_grad(self) -> None:
+        """Set the gradients of all fragments to zero."""
         for live in self.lives:
             live.zero_grad()
 
     def clip(self) -> Tensor:
-        """Scale the gradient of all fragments to a norm of at most `clip_norm`. Return the norm before, on the CPU."""
+        """Scale the gradient of all fragments together, in place, to a norm of at most `train.clip_norm`.
+
+        Returns:
+            The norm before scaling, a scalar on the CPU. It is not finite if the gradient has a NaN or an infinity.
+        """
         gradients = [gradient for live in self.lives for gradient in live.gradients()]
         norms = torch._foreach_norm(gradients, 2.0, torch.float32)
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms)).cpu()  # the one wait for the device in a step
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms)).cpu()  # only here does the step wait for the device
         scale = self.train.clip_norm / (norm + 1e-6)
         if scale < 1:
             torch._foreach_mul_(gradients, float(scale))
         return norm
 
     def step(self, rate: float, tokens: int) -> None:
-        """A step with the present gradients; `rate` is the learning rate, `tokens` what the gradients are of."""
+        """Take an optimizer step on all fragments at learning rate `rate`. `tokens`: tokens trained in this step."""
         steps, pairs = self.steps, [(live, live.gradients()) for live in self.lives]
         if self.train.weights == "float32":
             step_fragments(pairs, steps, rate)
-        else:  # one fragment's weights in fp32 at a time
+        else:  # one fragment at a time, so that few fp32 copies are in memory together
             for pair in pairs:
                 step_fragments([pair], steps, rate)
         for live in self.lives:
@@ -272,11 +308,16 @@ class Inner:
 
 
 def step_clipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> bool:
-    """A step of one fragment by itself, with its mean gradient [n], clipped by itself; none if that is not finite.
+    """Clip the gradient of one fragment and take its optimizer step, unless the gradient is not finite.
 
-    Returns whether it was taken.
+    Args:
+        live: The fragment.
+        gradient: The fragment's mean gradient [n] over the tokens, scaled in place; `live.grad` or another vector.
+        lr_step: The swarm's learning-rate step.
+        tokens: Number of tokens over which the gradient is averaged.
 
-    `gradient` may be another vector than `live.grad`, and is scaled in place. `lr_step` is the swarm's.
+    Returns:
+        Whether the step was taken.
     """
     train = live.train
     norm = _norm(gradient)
@@ -291,7 +332,7 @@ def step_clipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> boo
 
 
 def has_finite_norm(gradient: Tensor) -> bool:
-    """Whether `step_clipped` takes a step with this gradient, or with a part of it."""
+    """Return whether the norm of a gradient [n] is finite; if it is not, `step_clipped` takes no step."""
     return bool(torch.isfinite(_norm(gradient)))
 
 
@@ -305,9 +346,13 @@ def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def rate_at(train: config.TrainConfig, lr_step: int, own_steps: int) -> float:
-    """Learning rate: linear warm-up, then constant, or linear decay to a tenth at `total_steps`.
+    """Return the learning rate: linear warm-up, then constant, or linear decay to FINAL_RATE at `total_steps`.
 
-    `lr_step` is the swarm's step; `own_steps` counts this peer's, so that a newcomer warms up by itself.
+    Args:
+        train: The section `train` of the config.
+        lr_step: The swarm's learning-rate step.
+        own_steps: Steps that this peer has taken. Warm-up counts the smaller of `lr_step` and `own_steps`, so that a
+            peer that joins late warms up too.
     """
     warm = min(1.0, (min(lr_step, own_steps) + 1) / (train.warmup_steps + 1))
     if train.total_steps is None:
@@ -317,34 +362,42 @@ def rate_at(train: config.TrainConfig, lr_step: int, own_steps: int) -> float:
 
 
 Arrive = Callable[[], None]
-"""Waits until the copy is in host memory; to be called beside training."""
+"""A function that waits until a copy is in host memory; call it on the worker thread."""
 
 
 def copy_out(live: Live, into: Tensor) -> Arrive:
-    """At a step edge: takes theta as it is now. It is in `into` [n], fp32 in host memory, after `Arrive`."""
+    """Begin to copy theta's present values to host memory. Call it on the training thread, between two steps.
+
+    Args:
+        live: The fragment.
+        into: fp32 vector [n] in host memory, pinned if theta is on a GPU.
+
+    Returns:
+        The function that waits until `into` holds the copy.
+    """
     if live.theta.device.type == "cpu":
         live.copy_theta(into)
         return lambda: None
     staged = torch.empty(into.shape, dtype=into.dtype, device=live.theta.device)
     live.copy_theta(staged)
     taken = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    taken.record(torch.cuda.current_stream(staged.device))  # without it: the stream of the current device, GPU 0
+    taken.record(torch.cuda.current_stream(staged.device))  # without an argument, record() would use a stream of GPU 0
 
     def arrive() -> None:
         side = _side_stream(staged.device)
         with torch.cuda.stream(side):
             side.wait_event(taken)
             into.copy_(staged, non_blocking=True)
-        side.synchronize()  # so that the staged copy may be freed, and host memory read
+        side.synchronize()  # only now is `into` complete, and `staged` no longer needed
 
     return arrive
 
 
 def copy_in(vector: Tensor, device: torch.device) -> Tensor:
-    """Beside training: a vector [n] in host memory, on the device; what follows in any stream finds it there.
+    """Copy a vector [n] from host memory to the device, wait for the copy, and return it. Call it on the worker thread.
 
-    Its memory is the side stream's. Training's stream may be behind: it is not free for the next copy before that has
-    done what it was given with the vector until the vector was let go of.
+    The side stream allocates the vector's memory. `record_stream` keeps the allocator from reusing this memory before
+    the training stream has finished with the vector.
     """
     if device.type == "cpu":
         return vector

@@ -1,9 +1,10 @@
-"""The gossip of all fragments on this peer: ends of windows, merges, and the state that newcomers get.
+"""Carry out gossip on the weights of all fragments: close windows, merge, and export the states that joining peers get.
 
-FragmentGossip's programs are the jobs CloseWindow, Rest, EncodeSections, Merge and ExportState, on live weights whoever
-trains them: engine/compute.py on a device, a simulator in virtual time. The training thread gives a copy of the weights
-and takes a correction; all else goes on beside it (engine/threads.py). What comes from partners is checked here
-before it moves anything; the numerics are in the update rules of comm/gossip and comm/rounds.
+A window is a period of a fragment's training; at its end, the peer publishes what the fragment has learned in it.
+`FragmentGossip` returns the program (`threads`) of each gossip job: CloseWindow, Rest, EncodeSections, Merge and
+ExportState. Start reading at `FragmentGossip.program`. The training thread only copies weights and adds corrections;
+the worker thread does the rest. Partners' contributions are checked before they are merged. The numerics are in the
+update rules, one for each algorithm (`UpdateRule`).
 """
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
@@ -24,30 +25,31 @@ from decentral.engine.fragment import Live, copy_in, copy_out
 from decentral.engine.threads import Phase, Program, finish
 
 Steps = Generator[Phase, None, None]
-"""A part of a program."""
+"""A part of a job's program (`threads.Program`): it yields phases, and returns nothing."""
 
 WindowCounts = tuple[int, float, bool]
-"""Of a fragment since its last close: its tokens, the sum of its learning rates, and whether it rests."""
+"""A fragment's tokens and sum of learning rates since its last window ended, and whether it is `resting`."""
 
 
 @dataclass(slots=True)
 class GossipedFragment:
-    """A fragment's gossip: its rule, and what its next window counts for."""
+    """A fragment with its update rule, and the state of its current window."""
 
     live: Live
     rule: UpdateRule
-    layout: Layout  # the sections of the blobs that we publish
-    on_request: Layout  # the sections that are encoded when somebody asks for them
-    codings: Layout = ()  # all forms of the sections that come in several codes
-    newcomer: bool = False  # its first window counts for nothing: fresh moments make poor steps
-    resting: bool = False  # nobody reads its windows, so none is closed
+    layout: Layout  # tensors in the blobs that this peer publishes
+    on_request: Layout  # tensors that are encoded only when a partner asks for them
+    codings: Layout = ()  # tensors that can be sent dense or sparse; each gossip window uses one of the two codecs
+    newcomer: bool = False  # merges give a newcomer's first window weight 0, as its optimizer moments are not warm
+    resting: bool = False  # no partner reads this fragment's windows, so none are closed
 
     @property
     def index(self) -> int:
+        """The fragment's index in the model."""
         return self.live.fragment.index
 
     def copied(self) -> Generator[Phase, None, Tensor]:
-        """From a step edge to the worker: a copy of theta at the edge."""
+        """Copy theta between two steps, continue on the worker thread, and return the copy: fp32 [n] in host memory."""
         theta = self.rule.buffer()
         arrive = copy_out(self.live, theta)
         yield Phase.BESIDE
@@ -55,17 +57,21 @@ class GossipedFragment:
         return theta
 
     def end_window(self) -> Window:
-        """What was trained since the last call. It is counted anew from now."""
+        """Return the tokens, learning rates and steps of the current window, and begin a window with counts of 0.
+
+        If `newcomer` is set, the returned window has 0 tokens, so that merges give it weight 0.
+        """
         live = self.live
         window = Window(0 if self.newcomer else live.tokens, live.lr_sum, live.steps)
         live.tokens, live.lr_sum, self.newcomer = 0, 0.0, False
         return window
 
     def counts(self) -> WindowCounts:
+        """Return the counts of the current window as a checkpoint stores them."""
         return self.live.tokens, self.live.lr_sum, self.resting
 
     def takes_sum(self) -> bool:
-        """Whether all holders will take the sum of gradients that is in `live`."""
+        """Return whether the update rule accepts this peer's sum of gradients. Other peers apply the same check."""
         try:
             self.rule.check({"gradient": self.live.grad})
         except ProtocolError:
@@ -73,7 +79,7 @@ class GossipedFragment:
         return True
 
     def correct(self, correction: Correction | None) -> Steps:
-        """From the worker to the next step edge, if there is anything to correct."""
+        """Apply a correction to theta between two steps; do nothing for None. Call this on the worker thread."""
         if correction is not None:
             vector = copy_in(correction.vector, self.live.theta.device)
             yield Phase.EDGE
@@ -81,27 +87,35 @@ class GossipedFragment:
             if replaced is None:
                 self.live.add(vector)
             elif replaced.steps == self.live.steps:
-                self.live.theta.copy_(vector)  # the very bits that all others have
+                self.live.theta.copy_(vector)  # so theta is bit-identical on all holders
             else:
                 self.live.add(vector - replaced.theta.to(vector.device))
             self.live.touch("theta")
 
     def checkpoint_shapes(self) -> Iterator[tuple[str, Tensor]]:
-        """The names in `with_rule`, in its order, with tensors on the meta device."""
+        """Yield each name that `with_rule` yields, with a tensor of the same shape on the meta device."""
         for name, tensor in self.live.tensors().items():
             yield f"{self.index}.{name}", tensor.to("meta")
         for name, elements in self.rule.kept().items():
             yield f"{self.index}.rule.{name}", torch.empty(elements, device="meta")
 
     def with_rule(self, live: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """What a checkpoint keeps of the fragment, by name: these live tensors, and the rule's state that fits them."""
+        """Yield (name, tensor) for each of the fragment's tensors in a checkpoint: `live`, and the update rule's state.
+
+        Args:
+            live: The tensors that `Live.tensors` returns, or copies of them.
+        """
         for name, tensor in live.items():
             yield f"{self.index}.{name}", tensor
         for name, tensor in self.rule.state(live["theta"].cpu().float()).items():
             yield f"{self.index}.rule.{name}", tensor
 
     def fold(self) -> Generator[Phase, None, bool]:
-        """Takes what was trained while it rested into the slow weights. Returns whether it ended at an edge."""
+        """Update the rule's slow weights with the training since `resting` was set, without publishing a window.
+
+        Returns:
+            True if theta was corrected. The program then continues on the training thread, else on the worker thread.
+        """
         yield Phase.EDGE
         self.end_window()
         theta = yield from self.copied()
@@ -110,7 +124,7 @@ class GossipedFragment:
         return correction is not None
 
     def read(self, contributions: Sequence[jobs.Contribution]) -> tuple[list[Parts], list[tuple[PeerId, str]]]:
-        """What can be merged, and the partners that we refused, with the reason."""
+        """Return the contributions that pass the rule's checks, and (partner, reason) for each refused contribution."""
         parts, rejected = [], []
         for one in contributions:
             try:
@@ -124,36 +138,52 @@ class GossipedFragment:
 def unpacked(
     codecs: Codecs, blobs: Sequence[jobs.Donated], expected: Mapping[int, Layout]
 ) -> dict[int, dict[str, Tensor]]:
-    """Donated states as fp32 vectors on the CPU, by fragment. Raises ProtocolError unless each is as expected."""
+    """Return donated states by fragment and section, as fp32 vectors [n] on the CPU.
+
+    Args:
+        codecs: Decoders of the sections.
+        blobs: The states, in increasing order of fragments.
+        expected: The layout that each fragment's state must have.
+
+    Raises:
+        ProtocolError: If a fragment is not in `expected` or out of order, a layout differs, or a blob does not decode.
+    """
     given = [fragment for fragment, _, _ in blobs]
     if given != sorted(set(given)) or not set(given) <= set(expected):
-        raise ProtocolError(Reason.FRAGMENT, f"states of {given}; expected {sorted(expected)}")
+        raise ProtocolError(Reason.FRAGMENT, f"got states of fragments {given}; allowed: {sorted(expected)}, in order")
     for fragment, layout, _ in blobs:
         if layout != expected[fragment]:
-            raise ProtocolError(Reason.SHAPE, f"fragment {fragment} has another layout")
+            raise ProtocolError(Reason.SHAPE, f"the layout of fragment {fragment}'s state is not the expected one")
     return {fragment: unpack(codecs, layout, blob) for fragment, layout, blob in blobs}
 
 
 class FragmentGossip:
-    """A peer's fragments and their rules. Its programs run in the phases of engine/threads.py."""
+    """A peer's fragments with their update rules, and the programs of its gossip jobs."""
 
     def __init__(self, gossip: config.GossipConfig, peer: PeerId, tools: RuleTools) -> None:
+        """Begin without fragments; `hold` sets them."""
         self.tools, self.gossip, self.peer = tools, gossip, peer
-        self.merging: set[int] = set()  # the fragments whose merges training waits for
+        self.merging: set[int] = set()  # fragments whose merges must end before training continues
         self.steps_to_edge: Callable[[], int] = lambda: 0
-        """Steps that training still takes before a correction made now is added."""
+        """Returns how many more steps training takes before it applies a correction that is computed now."""
 
         self._by_index: dict[int, GossipedFragment] = {}
 
     @property
     def fragments(self) -> list[GossipedFragment]:
+        """The held fragments, in the order of layers."""
         return list(self._by_index.values())
 
     def of(self, fragment: int) -> GossipedFragment:
+        """Return the held fragment with this index. Raises KeyError if it is not held."""
         return self._by_index[fragment]
 
     def program(self, job: jobs.GossipJob) -> Program:
-        """The job in its phases. Where the fragment was given up before its turn came, nothing happens."""
+        """Return the program of a gossip job.
+
+        If the fragment is no longer held when the job begins, the program changes nothing, and its outcome is NotHeld,
+        or an empty StateExported.
+        """
         program = self._program(job)
         yield next(program)
         if job.fragment in self._by_index:
@@ -175,12 +205,13 @@ class FragmentGossip:
                 return self._export(fragment)
 
     def begin(self, newcomer: bool) -> None:
+        """Drop all merges that training waits for. `newcomer`: whether each fragment's next window has weight 0."""
         self.merging = set()
         for gossiped in self.fragments:
             gossiped.newcomer = newcomer
 
     def begin_anew(self, newcomers: Collection[int]) -> None:
-        """The first window of these fragments counts for nothing."""
+        """Let merges give weight 0 to the next window of these fragments, since their optimizer moments are fresh."""
         for index in newcomers:
             self._by_index[index].newcomer = True
 
@@ -190,7 +221,7 @@ class FragmentGossip:
         if job.hold:
             self.merging.add(job.fragment)
         elif not gossiped.live.steps:
-            yield Phase.EDGE  # after the first step, which shall not wait for a window that has nothing to say
+            yield Phase.EDGE  # the first step must be taken before the window can be closed
         if not gossiped.rule.ready:
             yield Phase.BESIDE
             gossiped.rule.make_ready()
@@ -252,10 +283,11 @@ class FragmentGossip:
         layout, blob = packer.finish()
         return jobs.StateExported(fragment, layout, blob)
 
-    # With exact gradients: both at a step edge
-
     def close_round(self, fragment: int, seq: int) -> jobs.WindowClosed:
-        """Encodes the sum of the round's gradients."""
+        """Return this peer's encoded sum of gradients of round `seq`, and reset the window's counts.
+
+        Call it between two steps.
+        """
         gossiped, packer = self._by_index[fragment], Packer(self.tools.codecs)
         live = gossiped.live
         gossiped.rule.close_round(live, packer)
@@ -264,34 +296,39 @@ class FragmentGossip:
         return jobs.WindowClosed(fragment, seq, tokens, lr_sum, layout, blob)
 
     def advance(self, fragment: int, sums: Sequence[jobs.Contribution]) -> list[tuple[PeerId, str]]:
-        """Takes the round's step with these sums; gives the peers whose sums were refused, with the reasons."""
+        """Take a fragment's step with the sums of gradients of all holders; return (peer, reason) for each refused sum.
+
+        Call it between two steps.
+        """
         gossiped = self._by_index[fragment]
         parts, rejected = gossiped.read(sums)
         gossiped.rule.advance(gossiped.live, parts)
         return rejected
 
-    # States of newcomers
-
     def export(self, fragment: int) -> jobs.StateExported:
-        """The fragment's state as a newcomer gets it, at once: the worker must be held."""
+        """Return the state of a fragment for a joining peer. Call it only while the worker waits (`Phase.HELD`)."""
         exported = finish(self._export(fragment))
         assert isinstance(exported, jobs.StateExported)
         return exported
 
     def state_layouts(self) -> list[Layout]:
-        """The layout of each fragment's export: what a newcomer may expect of its donors."""
+        """Return the layout that the exported state of each held fragment has."""
         return [self.state_layout(gossiped.live.fragment.parameters) for gossiped in self.fragments]
 
     def state_layout(self, parameters: int) -> Layout:
-        """The layout of the export of a fragment with so many parameters."""
+        """Return the layout of the exported state of a fragment with this number of parameters."""
         return update_rules.layout_of(update_rules.donated(self.gossip), parameters, self.tools.codecs)
 
     def decoded(self, blobs: Sequence[jobs.Donated]) -> dict[int, dict[str, Tensor]]:
-        """States of fragments that we hold, as fp32 vectors. Raises ProtocolError unless all are as expected."""
+        """Return donated states of held fragments by fragment and section, fp32 [n].
+
+        Raises:
+            ProtocolError: If a state does not decode, has another layout, or its fragment is not held or out of order.
+        """
         return unpacked(self.tools.codecs, blobs, dict(zip(self._by_index, self.state_layouts(), strict=True)))
 
     def start(self, donated: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Begins these fragments anew from what a donor gave: by fragment and section, fp32 [n]."""
+        """Replace the state of held fragments by donated states: by fragment and section, fp32 [n]."""
         for index, vectors in donated.items():
             gossiped = self._by_index[index]
             gossiped.rule.adopt(gossiped.live, vectors)
@@ -299,9 +336,12 @@ class FragmentGossip:
             gossiped.live.touch()
 
     def hold(self, lives: Sequence[Live], undrawn: Collection[int] = ()) -> None:
-        """Holds these fragments from now on: those that are here as they are, others from their weights.
+        """Set the held fragments. Fragments held before keep their gossip state; new fragments derive it from weights.
 
-        Those of the `undrawn` that are new have no weights yet: `start`, `load`, or another `hold` must follow.
+        Args:
+            lives: The fragments to hold, in the order of layers.
+            undrawn: Indices of fragments whose weights are uninitialised. A new fragment among them has no usable
+                gossip state until a call of `start`, `load` or `hold` gives it one.
         """
         known = {id(gossiped.live): gossiped for gossiped in self._by_index.values()}
         self._by_index = {
@@ -319,18 +359,25 @@ class FragmentGossip:
         dense = tuple(section for section in published if section.name in made.sparse)
         return GossipedFragment(live, made, published, on_request, (*dense, *sparse))
 
-    # Checkpoints
-
     def tensors(self) -> dict[str, Tensor]:
-        """All that a checkpoint must keep, by fragment and name. The worker must be held."""
+        """Return the tensors of a checkpoint by name. Call it only while the worker waits (`Phase.HELD`)."""
         return {name: tensor for one in self.fragments for name, tensor in one.with_rule(one.live.tensors())}
 
     def windows(self) -> list[WindowCounts]:
-        """What a checkpoint must keep besides."""
+        """Return the counts of each fragment's current window, as a checkpoint stores them."""
         return [gossiped.counts() for gossiped in self.fragments]
 
     def load(self, tensors: Mapping[str, Tensor], windows: Sequence[WindowCounts], steps: int) -> None:
-        """Goes on from a checkpoint. Raises KeyError, ValueError or RuntimeError if it is of another model."""
+        """Set weights, optimizer state, gossip state and counts of the held fragments to the values in a checkpoint.
+
+        Args:
+            tensors: The checkpoint's tensors, as `tensors` returns them.
+            windows: The counts of each fragment's window.
+            steps: Optimizer steps taken.
+
+        Raises:
+            KeyError, ValueError, RuntimeError: If the checkpoint is of another model; some tensors may have changed.
+        """
         for gossiped, (tokens, lr_sum, resting) in zip(self.fragments, windows, strict=True):
             live, prefix = gossiped.live, f"{gossiped.index}."
             gossiped.resting = resting

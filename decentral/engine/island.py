@@ -1,19 +1,18 @@
 """An island: several devices of one peer, each with a process (a rank) that holds the whole model.
 
-Rank 0 is the peer towards the swarm: its training thread does all jobs. The other ranks only compute: they wait for
-rank 0's orders, of which there is one for each step.
+Start reading at `follow`. Rank 0 is the peer that the swarm sees: its training thread does all jobs. The other ranks
+only compute: before each step they wait for an order from rank 0.
 
-    order -> what rank 0 changed since the last step -> micro-batches, the mean of all gradients -> the same step on all
+    order -> copy what rank 0 changed -> micro-batches, mean of all ranks' gradients -> the same step on all ranks
 
 The ranks train data-parallel with torch's DistributedDataParallel (Li et al., arXiv 2006.15704), over NCCL between
-CUDA devices and gloo between CPU processes. Gradients are averaged while the backward pass goes on and end as the same
-bits on all ranks, so each rank's optimizer takes the same step and no weights travel. What changes the weights
-otherwise (a merge, a donor's state, a checkpoint, a step of routes) happens on rank 0 alone, which marks it in
-`Live.touched`; before the next step those tensors are copied to the other ranks.
+CUDA devices and gloo between CPU processes. Averaged gradients are bit-identical on all ranks, so each rank's optimizer
+takes the same step and weights need not be sent. Other changes of the weights (a merge, state from another peer, a
+checkpoint, a step of routed training) happen on rank 0 only. Rank 0 marks the changed tensors in `Live.touched`, and
+copies them to the other ranks before the next step.
 
-Rank r of R takes the micro-batches r, R + r, 2 R + r and so on of this peer, so none is trained twice.
-
-A rank that dies breaks the others' connections: they fail at once, and the launcher starts all of them again.
+Rank r of R takes the micro-batches r, R + r, 2 R + r, ... of this peer, so no two ranks train the same micro-batch. If
+a rank dies, the other ranks lose their connections to it and fail as well; the launcher then restarts all ranks.
 """
 
 import os
@@ -41,23 +40,23 @@ from decentral.engine.fragment import Inner, Live, fragments_of
 from decentral.engine.step import Chain, Counters, Device, ModelForward, Replica, train_step
 from decentral.model import decoder
 
-STEP_S = 600.0  # a rank for which the others wait this long within a step has hung
-WAIT_S = 24 * 3600.0  # for rank 0's next order: it may be joining a swarm, and its death is noticed at once
-BUCKET_BYTES = 4  # for each parameter: DistributedDataParallel's own copy of the gradients
-HEADER = 3  # numbers of an order before those of the fragments: kind, learning-rate step, micro-batch number
+STEP_S = 600.0  # if ranks wait this long for another rank within a step, it counts as hung
+WAIT_S = 24 * 3600.0  # a rank fails if rank 0 gives no order for this long; rank 0 may take hours to join a swarm
+BUCKET_BYTES = 4  # per parameter, for the copy of the gradients that DistributedDataParallel makes
+HEADER = 3  # an order is kind, learning-rate step, number of micro-batches, then two numbers for each fragment
 
 
 class Order(IntEnum):
-    """What rank 0 asks of the others."""
+    """A kind of order. Rank 0 broadcasts an order, and all ranks carry it out together."""
 
     FINISH = 0
-    MEASURE = 1  # time forward and backward passes, all at once
+    MEASURE = 1  # all ranks together time forward and backward passes
     STEP = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A rank, as the others see it."""
+    """The process and the device of one rank; when the ranks connect, they exchange these values."""
 
     pid: int
     device: str
@@ -66,29 +65,35 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What the other ranks have to know of the run and the peer before they can compute."""
+    """The run and the peer to compute for. Rank 0 sends both to the other ranks, which then build the model."""
 
-    run: config.Config  # rank 0's own, with the code and the data that its user has named
+    run: config.Config
     peer: PeerId
-    micro_batch: int  # sequences
-    folder: Path | None = None  # the peer's, where a rank keeps its position in data that are streamed
+    micro_batch: int
+    folder: Path | None = None  # each rank's position in streamed data is saved here; with None it is not saved
 
 
 class Island:
-    """One rank of its island: the Ranks of engine/step.py. Not thread-safe."""
+    """One rank's connection to the other ranks of its island; it implements `Ranks`. Not thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
-        """Waits until all ranks are here; the environment names them as torchrun does. Raises RuntimeError."""
+        """Connect to all other ranks, wait for them, and exchange `members`.
+
+        Rank, size and address come from the environment variables that torchrun sets.
+
+        Raises:
+            RuntimeError: If not all ranks connect within STEP_S seconds.
+        """
         if device.type == "cuda":
             torch.cuda.set_device(device)
         limit, backend = timedelta(seconds=STEP_S), "nccl" if device.type == "cuda" else "gloo"
         store, rank, size = next(rendezvous("env://", timeout=limit))
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a launcher's store may still have the last one's
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a restart must not read keys of older attempts
         dist.init_process_group(backend, timeout=limit, store=PrefixStore(attempt, store), rank=rank, world_size=size)
         self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_S))
         self.rank, self.size = rank, size
-        self.lives: Sequence[Live] = ()  # once this rank has an assignment
-        self.under_way = False  # a step has begun and not ended: after an error no other order may follow
+        self.lives: Sequence[Live] = ()
+        self.under_way = False  # True while a step runs, and for ever after a failed step
         self._forward: AveragedForward | None = None
         self.device = device
         own = Member(os.getpid(), measure.device_name(device), measure.memory_bytes(device))
@@ -98,42 +103,45 @@ class Island:
 
     @property
     def memory_bytes(self) -> int:
-        """Of the smallest device. Processes on the CPU share the machine's."""
+        """The bytes of memory that each rank may use: the smallest GPU's memory, or an equal share of the host's."""
         least = min(member.memory_bytes for member in self.members)
         return least if self.device.type == "cuda" else least // self.size
 
-    # A step: Ranks
-
     def begin(self, replica: Replica, counters: Counters, measuring: bool = False) -> ModelForward:
-        """Orders a step, on rank 0. Gives the layers as one function whose gradients will be the ranks' mean."""
+        """Order all ranks to step or to measure, and copy rank 0's changed tensors to them. Only rank 0 calls this.
+
+        Returns:
+            The model as a function whose gradients are the mean over all ranks.
+        """
         self._order(Order.MEASURE if measuring else Order.STEP, counters.lr_step, counters.micro_batches)
         self._copy_touched()
         return self.forward
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        """Around the forward and backward pass of a micro-batch: after a step's last one gradients are averaged."""
+        """Return the context for a micro-batch's passes. Gradients are averaged over ranks only if `last` is True."""
         return nullcontext() if last else self.forward.averaged.no_sync()
 
     def end(self, figure: Tensor) -> Tensor:
-        """Ends the step with the mean over all ranks of this scalar."""
+        """End the step, and return the mean of a scalar, such as the loss, over all ranks. All ranks must call this."""
         mean: Tensor = figure.to(self.device) / self.size
         dist.all_reduce(mean)
         self.under_way = False
         return mean
 
-    # Rank 0
-
     def assign(self, assignment: Assignment, replica: Replica) -> None:
-        """Makes the other ranks build their layers, and waits until they have; they begin with the weights of these."""
+        """Make the other ranks build the model and copy the weights of `replica` to them. Only rank 0 calls this."""
         dist.broadcast_object_list([assignment], group=self.control)
         self.hold(replica)
 
     def close(self) -> None:
-        """Ends this rank's part. Rank 0 tells the others to finish, unless a step has failed, which they know."""
+        """Leave the island. On rank 0, first order the other ranks to finish.
+
+        After a failed step this does nothing, since all ranks have failed in that step.
+        """
         if self.under_way:
             return
         if self.rank == 0:
-            with suppress(RuntimeError):  # another rank is gone already
+            with suppress(RuntimeError):
                 self._finish()
         dist.destroy_process_group()
 
@@ -148,16 +156,24 @@ class Island:
         self.under_way = True
         self._exchange(torch.tensor([kind, lr_step, micro_batches, *marks]))
 
-    # The other ranks
-
     def assignment(self) -> Assignment | None:
-        """Waits for rank 0's; None: it finishes before it has begun."""
+        """Wait for rank 0's assignment and return it; None if rank 0 ends first. Ranks other than 0 call this."""
         received: list[Assignment | None] = [None]
         dist.broadcast_object_list(received, group=self.control)
         return received[0]
 
     def next_step(self, counters: Counters) -> tuple[Order, ModelForward]:
-        """Waits for rank 0's order, and follows its counters. Raises RuntimeError if a rank is gone."""
+        """Wait for rank 0's next order, and copy rank 0's counters and changed tensors. Ranks other than 0 call this.
+
+        Args:
+            counters: This rank's counters, changed in place.
+
+        Returns:
+            The order, and the model as a function whose gradients are the mean over all ranks.
+
+        Raises:
+            RuntimeError: If another rank has died, or rank 0 gives no order for WAIT_S seconds.
+        """
         numbers = self._exchange(torch.zeros(HEADER + 2 * len(self.lives), dtype=torch.int64))
         counters.lr_step, counters.micro_batches = numbers[1:HEADER]
         for live, steps, marks in zip(self.lives, numbers[HEADER::2], numbers[HEADER + 1 :: 2], strict=True):
@@ -168,19 +184,18 @@ class Island:
             self._copy_touched()
         return order, self.forward
 
-    # All
-
     def hold(self, replica: Replica) -> None:
-        """Wraps these layers, on all ranks at once: their gradients become the mean over all ranks from now on."""
+        """Wrap the model to average gradients, and copy rank 0's weights to all ranks. All ranks must call this."""
         self.lives, self._forward = replica.inner.lives, AveragedForward(replica)
 
     @property
     def forward(self) -> "AveragedForward":
+        """The model as a function whose gradients are the mean over all ranks."""
         assert self._forward is not None, "this rank has no layers yet"
         return self._forward
 
     def _copy_touched(self) -> None:
-        """Gives all ranks what rank 0 has touched."""
+        """Copy the tensors in `Live.touched` from rank 0 to all ranks."""
         for live in self.lives:
             for name, tensor in live.tensors().items():
                 if name in live.touched and tensor.numel():
@@ -193,44 +208,49 @@ class Island:
 
 
 class AveragedForward:
-    """A model's layers as one function, whose loss has the mean gradients of all ranks after the backward pass.
+    """A model as one function. A backward pass from its `loss` averages the gradients over all ranks.
 
-    Averaged gradients are copied back to where the parameters have them, and weights stay views of the flat vectors.
+    Each parameter's `grad` then has the mean. The parameters stay views of the fragments' flat vectors.
     """
 
     def __init__(self, replica: Replica) -> None:
-        """Waits for all ranks; they get rank 0's weights."""
+        """Wrap the model, wait until all ranks have wrapped the model, and copy rank 0's weights to all ranks."""
         self.plain = replica.forward
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of a name that torch 2.6 has not yet
+        # Torch 2.13 deprecates `broadcast_buffers`, but torch 2.6 lacks its successor `forward_sync_buffers`.
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
             self.averaged = DistributedDataParallel(
                 LossModule(replica),
-                broadcast_buffers=False,  # they are constants
-                find_unused_parameters=replica.run.model.layers is not None,  # a user's own layers may leave some out
+                broadcast_buffers=False,  # buffers never change, so they need no copies
+                find_unused_parameters=replica.run.model.layers is not None,  # user models may leave parameters unused
             )
 
     def __call__(self, tokens_BT: Tensor) -> Tensor:
+        """Return logits_BTV. A backward pass from the logits does not average gradients; use `loss` for that."""
         return self.plain(tokens_BT)
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Return the mean cross-entropy in nats per token, a scalar."""
         loss: Tensor = self.averaged(tokens_BT, targets_BT)
         return loss
 
 
 class LossModule(nn.Module):
-    """Tokens and targets to the loss, as a module with the layers' parameters, which DistributedDataParallel wants."""
+    """The model and its loss as one module, as DistributedDataParallel needs them to average the gradients."""
 
     def __init__(self, replica: Replica) -> None:
+        """Register the parameters of the replica's layers; `forward` computes the replica's loss."""
         super().__init__()
         self.layers = nn.ModuleList(replica.layers)
         self.loss = replica.forward.loss
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Return the mean cross-entropy in nats per token, a scalar."""
         return self.loss(tokens_BT, targets_BT)
 
 
 @dataclass(slots=True)
 class Follower:
-    """The whole model on a rank that is not the first: no gossip, no routes, no checkpoint. A Replica."""
+    """The whole model on a rank other than 0, without gossip or checkpoints; it implements `Replica`."""
 
     run: config.Config
     layers: list[nn.Module]
@@ -239,7 +259,8 @@ class Follower:
 
     @classmethod
     def build(cls, run: config.Config, device: torch.device) -> "Follower":
-        built = decoder.build(run.model, run.seed, drawn=False)  # rank 0's weights come when it is wrapped
+        """Build the model on a device with uninitialised weights; `Island.hold` then copies rank 0's weights."""
+        built = decoder.build(run.model, run.seed, drawn=False)
         layers = decoder.placed(built, run, device)
         lives = [Live(cut, layers, device, run.train) for cut in fragments_of(run)]
         compiled = run.train.compile and device.type == "cuda"
@@ -247,9 +268,16 @@ class Follower:
 
 
 def follow(island: Island, assignment: Assignment, device: Device) -> Follower:
-    """Carries out rank 0's orders until it finishes; gives the model as it is then.
+    """Carry out the orders of rank 0 until it finishes, and return the trained model.
 
-    Raises RuntimeError if a rank is gone, and UserError if the run's data are not here.
+    Args:
+        island: This rank of the island.
+        assignment: The run and the peer, from rank 0.
+        device: This rank's device.
+
+    Raises:
+        RuntimeError: If another rank dies or hangs, or the device fails.
+        UserError: If the run's data cannot be read on this machine.
     """
     run = assignment.run
     reading = Reading(run.seed, assignment.peer, assignment.folder, island.rank, island.size)
@@ -273,5 +301,5 @@ def follow(island: Island, assignment: Assignment, device: Device) -> Follower:
 
 
 def _marks(live: Live) -> int:
-    """The touched tensors of a fragment as bits, in the order of its tensors."""
+    """Return a bit mask of changed tensors: bit k is 1 if the k-th tensor of `live.tensors` is in `live.touched`."""
     return sum(1 << at for at, name in enumerate(live.tensors()) if name in live.touched)

@@ -1,8 +1,9 @@
-"""Jobs and their outcomes: what Compute and the simulator's surrogate do alike.
+"""Carry out a peer's jobs. Real training (`Compute`) and the simulator's surrogate of training share this code.
 
-What the layers are made of is behind two protocols: WorkingSpan (the fragments that a peer holds) and StageLayers
-(those layers at work for routes). engine/span.py and engine/stage_runner.py are made of tensors, sim/surrogate.py and
-sim/surrogate_stages.py of a few numbers for each fragment.
+Start reading at `JobRunner.program`. Two interfaces stand for a peer's layers: `WorkingSpan` (the fragments that the
+peer holds) and `StageLayers` (their work in routed training, where a micro-batch passes through the layers of several
+peers). In real training, `Span` and `StageRunner` implement them with tensors. In the simulator, `SurrogateSpan` and
+`SurrogateStages` implement them with a few numbers for each fragment.
 """
 
 from abc import ABC, abstractmethod
@@ -22,54 +23,67 @@ from decentral.engine.threads import Phase, Program, finish
 
 
 class PendingPass(Protocol):
-    """An execution of layers [first, last) whose backward pass has not come yet."""
+    """Interface of a micro-batch after its forward pass through layers [first, last) and before its backward pass."""
 
     @property
-    def first(self) -> int: ...
+    def first(self) -> int:
+        """The first layer of the forward pass."""
 
     @property
-    def last(self) -> int: ...
+    def last(self) -> int:
+        """The layer after the forward pass's last layer."""
 
 
 class StageLayers(Protocol):
-    """The layers of one peer at work for routes."""
+    """Interface of a peer's layers in routed training. Each method does the job of the same name (`core.jobs`)."""
 
     @property
-    def pending(self) -> Mapping[int, PendingPass]: ...  # by token
+    def pending(self) -> Mapping[int, PendingPass]:
+        """The micro-batches that wait for their backward passes, by execution id (the field `token` of jobs)."""
 
-    def forward(self, job: jobs.Forward) -> jobs.Outcome: ...
+    def forward(self, job: jobs.Forward) -> jobs.Outcome:
+        """Run another peer's micro-batch forward. If the job has the last layer, run the backward pass as well."""
 
-    def backward(self, job: jobs.Backward) -> jobs.Outcome: ...
+    def backward(self, job: jobs.Backward) -> jobs.Outcome:
+        """Run the backward pass of a pending micro-batch, and add its gradients to the open (not yet sealed) sum."""
 
-    def forget(self, tokens: Sequence[int]) -> jobs.Forgotten: ...
+    def forget(self, tokens: Sequence[int]) -> jobs.Forgotten:
+        """Drop the pending executions with these ids and free their memory; unknown ids are ignored."""
 
-    def compare(self, job: jobs.Compare) -> jobs.Compared: ...
+    def compare(self, job: jobs.Compare) -> jobs.Compared:
+        """Compare the job's last gradient with each of its earlier gradients, by cosine and ratio of norms."""
 
-    def seal(self, slot: int) -> jobs.Sealed: ...
+    def seal(self, slot: int) -> jobs.Sealed:
+        """Move the open sum of gradients into a slot, where it waits for `apply` or `drop`, and begin a new sum."""
 
-    def drop(self, slot: int) -> jobs.Forgotten: ...
+    def drop(self, slot: int) -> jobs.Forgotten:
+        """Discard the sealed sum of gradients in a slot."""
 
-    def apply(self, lr_step: int, slot: int) -> jobs.AppliedTokens: ...
+    def apply(self, lr_step: int, slot: int) -> jobs.AppliedTokens:
+        """Take each fragment's optimizer step with the sealed sum of gradients in a slot, and empty the slot."""
 
 
 class Pause(Enum):
-    """Why training takes no steps of its own, whatever is merged."""
+    """A reason why the training thread does jobs but takes no steps of its own."""
 
     BEFORE_START = auto()
-    EVERY_ROUND = auto()  # with exact gradients: each round's step is a job
+    EVERY_ROUND = auto()  # a synchronous run takes each step as a job
 
 
 class WorkingSpan(HeldSpan, Protocol):
+    """Interface of the fragments that a peer holds, with their gossip and their work in routed training."""
+
     @property
-    def stages(self) -> StageLayers: ...
+    def stages(self) -> StageLayers:
+        """The executor of routed micro-batches in the held layers."""
 
 
 def time_kind(job: jobs.Job) -> str:
-    """What the training thread's time for this job is spent on: a field of TimeSpent."""
+    """Return the field of `TimeSpent` that counts the time that the training thread spends on this job."""
     match job:
         case jobs.CloseWindow() | jobs.Rest() | jobs.EncodeSections() | jobs.Merge():
             return "gossip"
-        case jobs.CloseRound():  # it encodes sums of gradients for the others
+        case jobs.CloseRound():
             return "gossip"
         case jobs.Save():
             return "checkpoint"
@@ -83,40 +97,54 @@ def time_kind(job: jobs.Job) -> str:
 
 
 class JobRunner(ABC):
-    """Carries out jobs on the span that it holds. Not thread-safe: one thread owns it."""
+    """A peer's layers and counters, and the programs of its jobs. Not thread-safe: one thread owns it."""
 
     def __init__(
         self, span: WorkingSpan, retained: RetainedStore, numbers: MicroBatchNumbers, synchronous: bool
     ) -> None:
+        """Begin paused: training takes no steps before the job Start.
+
+        Args:
+            span: The fragments that the peer holds.
+            retained: States on disk of fragments that the peer no longer holds.
+            numbers: The source of micro-batch numbers.
+            synchronous: Whether the run trains in synchronous rounds.
+        """
         self.span, self.retained, self.numbers, self.synchronous = span, retained, numbers, synchronous
         self.counters = Counters()
         self.pause: Pause | None = Pause.BEFORE_START
-        self.restored = False  # whether this peer goes on from a checkpoint
+        self.restored = False
 
     @property
     def gossip(self) -> FragmentGossip:
+        """The gossip of the held fragments: it closes windows, merges, and exports states."""
         return self.span.gossip
 
     @property
     def fragments(self) -> list[Fragment]:
+        """The held fragments."""
         return self.span.fragments
 
     @property
     def lr_step(self) -> int:
+        """This peer's estimate of the swarm's learning-rate step."""
         return self.counters.lr_step
 
     @property
     def waits(self) -> bool:
-        """Whether only a job can move this peer: training waits for merges, or it holds only a part of the model."""
+        """Whether training takes no steps of its own: it is paused, awaits a merge, or lacks a part of the model."""
         paused = self.pause is not None or bool(self.gossip.merging)
         return paused or len(self.fragments) < len(self.span.cuts)
 
     def retained_states(self) -> jobs.RetainedStates:
-        """The fragments that this peer has given up and whose states its disk keeps, with their steps."""
+        """Return (fragment, learning-rate step) for each fragment whose state this peer's disk retains."""
         return self.retained.steps(cut.index for cut in self.span.cuts)
 
     def work(self, job: jobs.Job) -> float:
-        """The job's share of the computing of one micro-batch through the whole model. Ask before it is done."""
+        """Return a job's amount of computation; 1 is a micro-batch's forward and backward pass through the model.
+
+        Call it before the job is carried out. Jobs other than Draw, Forward and Backward give 0.
+        """
         cuts = self.span.cuts
         match job:
             case jobs.Draw() | jobs.Forward():
@@ -128,11 +156,11 @@ class JobRunner(ABC):
         return 0.0
 
     def do(self, job: jobs.Job) -> jobs.Outcome:
-        """Carries out any job but Finish at once, all its phases on the calling thread."""
+        """Carry out all phases of a job (not Finish) on the calling thread, and return the job's outcome."""
         return finish(self.program(job))
 
     def program(self, job: jobs.Job) -> Program:
-        """A job in its phases. What another peer sent and cannot be used is an outcome, not an error."""
+        """Return the program that carries out a job. If data from other peers are invalid, the outcome says why."""
         match job:
             case jobs.CloseWindow() | jobs.Rest() | jobs.EncodeSections() | jobs.Merge() | jobs.ExportState():
                 return self.gossip.program(job)
@@ -154,7 +182,7 @@ class JobRunner(ABC):
         return self._do(job)
 
     def _do(self, job: jobs.Job) -> jobs.Outcome:
-        """A job that has one phase, at a step edge."""
+        """Carry out a job that runs as a whole between two steps, and return its outcome."""
         match job:
             case jobs.SetClock(step, versions):
                 self.counters.follow(step, exactly=self.synchronous)
@@ -166,7 +194,7 @@ class JobRunner(ABC):
                 return self._execute(job)
 
     def _import(self, job: jobs.ImportState) -> Program:
-        """Adopts all of these states or none: they are decoded and checked first."""
+        """Return the program that adopts all states of the job, or no state if any state is invalid."""
         yield Phase.BESIDE
         try:
             donated = self.gossip.decoded(job.blobs)
@@ -187,7 +215,7 @@ class JobRunner(ABC):
         return jobs.RetainedExported(fragment, step, layout, blob)
 
     def _execute(self, job: jobs.Job) -> jobs.Outcome:
-        """A job of a route."""
+        """Carry out a job of routed training, and return its outcome. Raises AssertionError for any other job."""
         stages = self.span.stages
         match job:
             case jobs.Draw():
@@ -211,14 +239,14 @@ class JobRunner(ABC):
                 return stages.drop(slot)
             case jobs.Apply():
                 return self._apply(job)
-        raise AssertionError(f"{type(self).__name__} does no {job!r}")
+        raise AssertionError(f"{type(self).__name__} cannot carry out {job!r}")
 
     def _apply(self, job: jobs.Apply) -> jobs.Stepped:
         applied = self.span.stages.apply(self.lr_step, job.slot)
         return replace(self._stepped(job.tokens, job.loss, job.micro_batches), applied=applied)
 
     def _stepped(self, tokens: int, loss: float, micro_batches: int) -> jobs.Stepped:
-        """Count a step, and report it with the time that it took."""
+        """Count a step, and return its report, which has the time spent since the last report."""
         return self.counters.stepped(tokens, loss, micro_batches)
 
     def _start(self, newcomer: bool) -> jobs.Started:
@@ -228,10 +256,12 @@ class JobRunner(ABC):
 
     @abstractmethod
     def _draw(self, job: jobs.Draw, number: int, name: int) -> jobs.Outcome:
-        """Begins this peer's micro-batch with this number. `name`: the number by which other peers know it."""
+        """Run this peer's own micro-batch `number` forward. `name`: the micro-batch's name for other peers."""
 
     @abstractmethod
-    def _evaluate(self) -> Program: ...
+    def _evaluate(self) -> Program:
+        """Return the program that measures the held-out loss; its outcome is Evaluated."""
 
     @abstractmethod
-    def _save(self) -> Program: ...
+    def _save(self) -> Program:
+        """Return the program that writes a checkpoint; its outcome is Saved."""

@@ -1,10 +1,14 @@
-"""Starts the ranks of an island (decentral/engine/island.py), and starts all of them again when one dies.
+"""Run a peer on several devices, with one process (a rank) for each; together the ranks are an `Island`.
 
-    --device cuda:0,cuda:1     this command becomes torch's elastic launcher, and runs itself once for each device
-    torchrun ... -m decentral.peer     torchrun is the launcher; each rank finds its place in the environment
+If one rank dies, its launcher starts all ranks again. There are two launchers:
 
-All devices are of one type. Ctrl-C goes to every rank: rank 0 saves, leaves the swarm and lets the others finish. So do
-SIGHUP and, under torchrun, SIGTERM: torchrun passes the one that it gets on to the ranks, and kills them after 30 s.
+    --device cuda:0,cuda:1     this command becomes torch's elastic launcher, and starts itself once for each device
+    torchrun ... -m decentral.peer     torchrun is the launcher; each rank reads its number from the environment
+
+`island` is the first launcher, and `rank` is what each process runs under either launcher. All devices are of one type.
+Ctrl-C goes to every rank: rank 0 saves, leaves the swarm and orders the other ranks to finish. SIGHUP works like
+Ctrl-C. Under torchrun, SIGTERM works like Ctrl-C too: torchrun passes a SIGTERM on to the ranks, and kills them after
+30 s.
 """
 
 import logging
@@ -30,15 +34,21 @@ from decentral.core.rank_place import ATTEMPT, Place
 from decentral.engine import measure, memory
 from decentral.engine.island import BUCKET_BYTES, Island, follow
 
-RESTARTS = 100  # of an island; a device that fails every time must end it some day
+RESTARTS = 100  # the launcher gives up after this many restarts, since a broken device may fail every time
 
 
 def island(arguments: Sequence[str], state_dir: str, names: Sequence[str]) -> int:
-    """Runs this command as one rank for each device until it ends. Returns its exit code."""
+    """Start one process of `decentral.peer` (a rank) for each device, wait until all end, and return the exit code.
+
+    Args:
+        arguments: Command-line arguments of each rank, without --state-dir and --device.
+        state_dir: The peer's state folder.
+        names: One device for each rank.
+    """
     if names[0] == "cpu":
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // len(names))))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are this file's
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # torch must leave all other signals to `Launcher.stop`
     for logger in ("agent.server.api", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{logger}").setLevel(logging.CRITICAL)
     command = ("-m", "decentral.peer", *arguments, "--state-dir", state_dir, "--device", ",".join(names))
@@ -49,15 +59,21 @@ def island(arguments: Sequence[str], state_dir: str, names: Sequence[str]) -> in
 
 
 class Launcher:
-    """Starts all ranks with torch's elastic agent, and again when one of them has died."""
+    """Starts all ranks of a peer with torch's elastic agent, and starts all of them again when one has died."""
 
     def __init__(self, command: Sequence[str], ranks: int) -> None:
+        """Store the arguments with which `run` starts Python for each rank, and the number of ranks."""
         self.command, self.ranks = tuple(command), ranks
         self.agent: LocalElasticAgent | None = None
         self.stopping = False
 
     def run(self) -> int:
-        """Returns the exit code: 0 done, also after `stop`; 2 if rank 0 has said what the user should mend."""
+        """Run all ranks until they end.
+
+        Returns:
+            The exit code: 0 if all ranks have finished, or `stop` was called; 2 if a rank ended with exit code 2 (an
+            error of the user); 1 after RESTARTS restarts.
+        """
         for attempt in range(RESTARTS + 1):
             os.environ[ATTEMPT] = str(attempt)
             self.agent = self._new_agent()
@@ -67,11 +83,15 @@ class Launcher:
             codes = {rank: failure.exitcode for rank, failure in sorted(failures.items())}
             if 2 in codes.values():
                 return 2
-            print(f"ranks ended by themselves (rank: exit code {codes}); starting all again", file=sys.stderr)
+            print(f"ranks failed (rank: exit code {codes}); starting all ranks again", file=sys.stderr)
         return 1
 
     def stop(self, number: int, frame: FrameType | None) -> None:
-        """Sends Ctrl-C to all ranks. The second time, or before they are there, it ends them at once."""
+        """Send SIGINT to all ranks, so that they finish. This is the launcher's signal handler.
+
+        Raises:
+            KeyboardInterrupt: At the second call, or if no rank has started. It ends all ranks at once.
+        """
         workers = self.agent.get_worker_group().workers if self.agent else []
         pids = [worker.id for worker in workers if worker.id is not None]
         if self.stopping or not pids:
@@ -82,7 +102,7 @@ class Launcher:
                 os.kill(pid, signal.SIGINT)
 
     def _new_agent(self) -> LocalElasticAgent:
-        """The agent of one attempt. Its restarts are ours: it would also restart after Ctrl-C and user errors."""
+        """Return a torch agent that starts all ranks once; if it restarted ranks, it would do so after Ctrl-C too."""
         name = f"island-{os.getpid()}-{os.environ[ATTEMPT]}"
         place = RendezvousParameters("c10d", "127.0.0.1:0", name, min_nodes=1, max_nodes=1, local_addr="127.0.0.1")
         spec = WorkerSpec(
@@ -94,14 +114,24 @@ class Launcher:
             max_restarts=0,
             local_addr="127.0.0.1",
         )
-        return LocalElasticAgent(spec, DefaultLogsSpecs(os.devnull))  # else it leaves a temporary folder
+        return LocalElasticAgent(spec, DefaultLogsSpecs(os.devnull))  # with os.devnull, torch makes no folder for logs
 
 
 def rank(device: str, throttle: float, place: Place, lead: Callable[[Island], None]) -> None:
-    """Takes this process's place in its island: rank 0 leads, as the peer, and the others follow."""
+    """Run this process as one rank of its island until the peer stops.
+
+    Args:
+        device: The device of this rank.
+        throttle: Factor by which computing is slowed down, to imitate a slower device.
+        place: The number of this rank, and the number of ranks on this machine.
+        lead: Runs the peer. Only rank 0 calls it; the other ranks follow rank 0's orders.
+
+    Raises:
+        SystemExit: With code 1, if a rank other than 0 fails.
+    """
     end_with_parent(signal.SIGINT)
     for each in ending_signals():
-        signal.signal(each, signal.SIG_DFL)  # a rank that waits for the others does so where Python cannot act
+        signal.signal(each, signal.SIG_DFL)  # end the process at once: Python handlers wait while a rank connects
     island = Island(measure.choose(device, "auto", 1.0, 0.0).device)
     if place.rank == 0:
         for each in notices():
@@ -112,7 +142,7 @@ def rank(device: str, throttle: float, place: Place, lead: Callable[[Island], No
             island.close()
         return
     for each in notices():
-        signal.signal(each, signal.SIG_IGN)  # rank 0 gets it as well, and tells the others when to finish
+        signal.signal(each, signal.SIG_IGN)  # rank 0 gets the same signal, and orders this rank to finish
     try:
         _follow(device, throttle, island)
     except (RuntimeError, UserError) as error:
@@ -121,10 +151,10 @@ def rank(device: str, throttle: float, place: Place, lead: Callable[[Island], No
 
 
 def notices() -> tuple[signal.Signals, ...]:
-    """Return the signals that tell a rank to leave in order: those that end a command, but SIGTERM only of torchrun.
+    """Return the signals at which rank 0 saves and leaves the swarm; SIGTERM is included only under torchrun.
 
-    This file's launcher sends SIGTERM only to ranks that start again because one of them has died. torchrun sends it to
-    those as well, and nothing tells the ranks why; they leave then as far as they can without the dead one.
+    `Launcher` sends SIGTERM only to end ranks before it restarts them. torchrun sends SIGTERM before a restart, and
+    also when the user ends torchrun. A rank cannot distinguish these cases, so it tries to leave the swarm in both.
     """
     return tuple(each for each in ending_signals() if each != signal.SIGTERM or ATTEMPT not in os.environ)
 
@@ -139,19 +169,29 @@ def _follow(device: str, throttle: float, island: Island) -> None:
 
 
 def model_bytes(wanted: int | None, run: config.Config, kept: tuple[int, int] | None, island: Island) -> int:
-    """The bytes of each device that the model may take beside the buckets. Raises UserError if the model is too large.
+    """Return how many bytes the model may take on each device beside the copy of the gradients for averaging.
 
-    `wanted` is --memory, `kept` the layers of the folder's checkpoint.
+    Args:
+        wanted: --memory in bytes; None: the whole memory of the smallest device.
+        run: The run's config.
+        kept: Layers [first, last) of the state folder's checkpoint; None: the folder has no checkpoint.
+        island: The island.
+
+    Raises:
+        UserError: If the whole model does not fit into a device, the checkpoint holds only some layers, or the run
+            trains in synchronous rounds.
     """
     if run.synchronous:
-        raise UserError(f"gossip.algorithm {run.gossip.algorithm} takes no peers of several devices; name one --device")
+        raise UserError(f"gossip.algorithm {run.gossip.algorithm} needs one device per peer; name one --device")
     needs = memory.needs(run)
     if kept not in (None, (0, needs.fragments[-1].last)):
-        raise UserError(f"this folder's checkpoint holds layers {kept[0]} to {kept[1] - 1} only; name one --device")
+        layers = f"layers {kept[0]} to {kept[1] - 1}"
+        whole = "a peer with several devices trains the whole model"
+        raise UserError(f"the checkpoint has only {layers}, but {whole}; name one --device")
     available = wanted or island.memory_bytes
     buckets = BUCKET_BYTES * sum(cut.parameters for cut in needs.fragments)
     needed = needs.span_bytes(0, len(needs.fragments)) + buckets
     if needed > available:
-        each = "each device of a peer with several holds the whole model"
-        raise UserError(f"--memory {available}: {each}, {needed} bytes; name one --device, and it holds a part")
+        each = f"a peer with several devices holds the whole model on each, which takes {needed} bytes"
+        raise UserError(f"--memory {available}: {each}; name one --device, so that the peer may hold only some layers")
     return available - buckets

@@ -1,14 +1,14 @@
-"""Weights of the future: where steps are taken between a micro-batch's passes, it is computed with what they make.
+"""Predict the weights at the time of a micro-batch's backward pass, so that its forward pass can use them too.
 
-With `routes.overlap` a gradient comes back some steps after its forward pass, and by then it is stale. So a forward
-pass runs at the weights that its backward pass is likely to find, which follow from the last step (SpecTrain: Chen et
-al., arXiv 1809.02839):
+With `routes.overlap`, the peer takes steps between a micro-batch's forward and backward pass, so the gradient would be
+stale. The forward pass therefore uses predicted weights (SpecTrain: Chen et al., arXiv 1809.02839):
 
     ahead = theta + lateness * (theta after the last step - theta before it)
 
-and its backward pass at the same ones (weight stashing: PipeDream, arXiv 1806.03377, section 3.3): so it is the exact
-gradient there. The lateness is the mean number of steps between the passes of the micro-batches before, for each
-fragment: a step without a gradient for a fragment is none of that fragment's. What it is worth: docs/results/routes.md.
+The backward pass uses the same weights as the forward pass, so the gradient is exact at these weights (weight stashing:
+PipeDream, arXiv 1806.03377, section 3.3). A fragment's lateness is the number of steps that the fragment takes between
+a micro-batch's two passes, as a moving average. A step without a gradient for the fragment is not counted.
+docs/results/routes.md has measurements.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,29 +20,30 @@ from torch import Tensor
 
 from decentral.engine.fragment import Live
 
-FOLLOWS = 0.1  # weight of the newest micro-batch in the mean lateness
-MOST_AHEAD = 8.0  # steps; one step says nothing about what comes long after it
+FOLLOWS = 0.1  # the moving average of the lateness gives the newest micro-batch this weight
+MOST_AHEAD = 8.0  # a prediction looks at most this many steps ahead, since the last step tells little about later ones
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsAhead:
-    """What a micro-batch is computed with, by the fragment's place in the span; the steps that had been taken then."""
+    """Predicted weights for both passes of a micro-batch. A key is a fragment's position in the peer's span, from 0."""
 
     vectors: Mapping[int, Tensor]
-    steps: Mapping[int, int]
+    steps: Mapping[int, int]  # how many steps each fragment had taken when its weights were predicted
 
 
 class LookAhead:
-    """The weights of a span's forward passes. Not thread-safe: the training thread owns it."""
+    """Predicts the weights of the fragments that a peer holds. Only the training thread may use it."""
 
     def __init__(self, lives: Sequence[Live]) -> None:
+        """Begin with no recorded step: predictions equal the present weights. `lives`: the span's fragments."""
         self._lives = lives
-        self._moved = [torch.zeros_like(live.theta) for live in lives]  # by the last step
+        self._moved = [torch.zeros_like(live.theta) for live in lives]  # last step's change of each fragment's weights
         self.steps = [0] * len(lives)
-        self.lateness = [0.0] * len(lives)
+        self.lateness = [0.0] * len(lives)  # by fragment: moving average of steps between a micro-batch's two passes
 
     def weights(self, first: int, last: int) -> WeightsAhead:
-        """Vectors [n] of the fragments within layers [first, last), which nobody changes."""
+        """Return new vectors with the predicted weights of the fragments within layers [first, last)."""
         vectors = {}
         for place, live in enumerate(self._lives):
             if first <= live.fragment.first and live.fragment.last <= last:
@@ -52,7 +53,7 @@ class LookAhead:
 
     @contextmanager
     def at(self, ahead: WeightsAhead) -> Iterator[None]:
-        """Within it the layers compute with these vectors."""
+        """Make the layers compute with predicted weights inside the context, and with theta again after it."""
         for place, vector in ahead.vectors.items():
             self._lives[place].compute_with(vector)
         try:
@@ -63,7 +64,7 @@ class LookAhead:
 
     @contextmanager
     def step(self, index: int) -> Iterator[None]:
-        """Within it the fragment of this place takes its step."""
+        """Record how the step inside the context changes a fragment's weights. `index`: the fragment's position."""
         live, moved = self._lives[index], self._moved[index]
         before = live.theta.clone()
         yield
@@ -71,7 +72,11 @@ class LookAhead:
         self.steps[index] += 1
 
     def came_back(self, ahead: WeightsAhead) -> None:
-        """A micro-batch that was computed with these. One that took for ever says no more than one that was late."""
+        """Count a micro-batch, whose backward pass has just been computed, in the moving averages of lateness.
+
+        Args:
+            ahead: The weights that both passes of the micro-batch used.
+        """
         for place, steps in ahead.steps.items():
             late = min(self.steps[place] - steps, MOST_AHEAD)
             self.lateness[place] += FOLLOWS * (late - self.lateness[place])

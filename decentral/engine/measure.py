@@ -1,4 +1,4 @@
-"""The devices that `--device` names, and of one its FLOP/s, tokens/s on the run's model, a good micro-batch."""
+"""Choose the devices that `--device` names, and measure a device's FLOP/s, tokens/s and best size of a micro-batch."""
 
 import platform
 import time
@@ -14,14 +14,24 @@ from decentral.core.units import Measured, plural
 from decentral.engine import control_groups
 from decentral.engine.step import ALONE, Device, ModelForward, Ranks
 
-PASSES_S = 0.5  # after so much time no further pass is measured: where passes are long, the first one tells enough
-MATMUL_S = 0.2  # how long matrices are multiplied
-LARGEST = 512  # sequences in a micro-batch, at most
-GOOD_ENOUGH = 0.9  # share of the best tokens/s that a micro-batch must reach; the smallest one gives the most steps
+PASSES_S = 0.5  # when the timed passes have taken this long in all, no further pass is timed
+MATMUL_S = 0.2
+LARGEST = 512  # a micro-batch with more sequences is not measured
+GOOD_ENOUGH = 0.9  # the smallest micro-batch with this share of the best tokens/s is chosen, since it allows more steps
 
 
 def choose(wanted: str, dtype: str, throttle: float, emulated_s: float) -> Device:
-    """The device that `--device` asks for. Raises UserError if it is not there."""
+    """Return the device that `--device` names.
+
+    Args:
+        wanted: The value of `--device`: auto, cpu, cuda or cuda:N.
+        dtype: Type of the numbers in matrix products; auto is bfloat16 on a GPU, else float32.
+        throttle: Factor by which computing is slowed down, to imitate a slower device.
+        emulated_s: Least time in seconds for a micro-batch through the whole model, to emulate a device.
+
+    Raises:
+        UserError: If the value is not valid, or this machine does not have the device.
+    """
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -31,36 +41,54 @@ def choose(wanted: str, dtype: str, throttle: float, emulated_s: float) -> Devic
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"--device expects auto, cpu, cuda or cuda:N; got {wanted!r}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"--device {wanted}: {torch.cuda.device_count()} CUDA devices are here; use --device cpu")
+        count = torch.cuda.device_count()
+        few = {0: "no CUDA device; use --device cpu", 1: "only cuda:0"}.get(count, f"only cuda:0 to cuda:{count - 1}")
+        raise UserError(f"--device {wanted}: this machine has {few}")
     chosen = "bfloat16" if dtype == "auto" and device.type == "cuda" else dtype.replace("auto", "float32")
     return Device(device, getattr(torch, chosen), throttle, emulated_s)
 
 
 def devices(wanted: str, place: Place | None) -> list[str]:
-    """The devices of `--device`, one for each rank on this machine. Raises UserError unless they make one peer."""
+    """Return the names of devices, one for each rank of this peer on this machine.
+
+    Args:
+        wanted: The value of `--device`: one name, or several names with commas between them.
+        place: This process's place among the ranks that torchrun started; None: not started by torchrun.
+
+    Raises:
+        UserError: If a device is missing or named twice, the devices have different types, or their number is not the
+            number of ranks.
+    """
     names = wanted.split(",")
     found = [choose(name, "auto", 1.0, 0.0).device for name in names]
     if len({device.type for device in found}) > 1:
-        raise UserError(f"--device {wanted}: the devices of one peer are of one type; start a peer for each type")
+        raise UserError(f"--device {wanted}: the devices of one peer must be of one type; start a peer for each type")
     ranks = len(names) if place is None else place.local_size
     if place is not None and len(names) == 1 and wanted in ("auto", "cpu", "cuda"):
         names = [f"cuda:{rank}" if found[0].type == "cuda" else "cpu" for rank in range(ranks)]
         found = [choose(name, "auto", 1.0, 0.0).device for name in names]
     if len(names) != ranks:
-        raise UserError(f"--device {wanted}: {ranks} ranks need a device each; name as many, or --device cuda")
+        raise UserError(f"--device {wanted}: {ranks} ranks need a device each; name {ranks} devices, or --device cuda")
     if found[0].type == "cuda" and len({device.index or 0 for device in found}) < len(found):
-        raise UserError(f"--device {wanted} names a device twice; each rank needs its own")
+        raise UserError(f"--device {wanted} names a device twice; name a different device for each rank")
     return names
 
 
 def measure(
     forward: ModelForward, model: config.ModelConfig, device: Device, micro_batch: int, share: float = 1.0
 ) -> Measured:
-    """Measures the device in well under a second on a small model. Throttling and emulation count, as in training.
+    """Measure the device: its name, memory, FLOP/s, and tokens/s of training the whole model.
 
-    `forward` maps tokens_BT to logits_BTV or to hidden_BTD. It computes this `share` of the model; tokens/s are given
-    for the whole model. Those of an island are measured on all ranks at once, gradients averaged as in training; its
-    FLOP/s are rank 0's times the ranks, and its memory is one device's.
+    The figures include throttling and emulation. For an island (a peer with several devices), tokens/s are those of all
+    ranks together, including the averaging of gradients; FLOP/s are those of rank 0 times the number of ranks; and the
+    memory is that of one device. Measuring takes well under a second with a small model.
+
+    Args:
+        forward: The layers to time, tokens_BT -> logits_BTV or hidden_BTD.
+        model: The section `model` of the config.
+        device: The device to measure.
+        micro_batch: Number of sequences of each timed micro-batch.
+        share: The share of the whole model that `forward` computes.
     """
     ranks, of_device = device.ranks, without_speed(device)
     trained_s = max(step_s(forward, model, device, micro_batch), device.emulated_s * share) * device.throttle
@@ -69,7 +97,7 @@ def measure(
 
 
 def without_speed(device: Device) -> Measured:
-    """The same but for tokens/s, which are 0: nothing is trained."""
+    """Measure the device's name, memory and FLOP/s, without its training speed: `tokens_per_s` is 0."""
     ranks, name = device.ranks, device_name(device.device)
     name = name if ranks.size == 1 else f"{ranks.size} x {name}"
     flops = _flops(device) / device.throttle
@@ -77,14 +105,15 @@ def without_speed(device: Device) -> Measured:
 
 
 def step_s(forward: ModelForward, model: config.ModelConfig, device: Device, micro_batch: int) -> float:
-    """Seconds of a forward and a backward pass, the mean over the ranks of an island, each of which has to call it."""
+    """Return the seconds of a micro-batch's two passes, as a mean over all ranks. All ranks must call it together."""
     return _trained_s(forward, model, device, micro_batch, device.ranks)
 
 
 def micro_batch(forward: ModelForward, model: config.ModelConfig, device: Device) -> int:
-    """Sequences of the smallest micro-batch that is nearly as fast as the fastest one that fits the memory.
+    """Return the smallest number of sequences whose tokens/s are at least GOOD_ENOUGH of the highest that is measured.
 
-    Raises UserError if not one sequence fits.
+    Raises:
+        UserError: If not even one sequence fits into the device's memory.
     """
     rates: dict[int, float] = {}
     size = 1
@@ -97,7 +126,8 @@ def micro_batch(forward: ModelForward, model: config.ModelConfig, device: Device
         size *= 2
     if not rates:
         raise UserError(
-            f"not even one sequence of {model.context} tokens fits into the memory of {device_name(device.device)}"
+            f"not even one sequence of {model.context} tokens fits into the memory of {device_name(device.device)}; "
+            "use a smaller model or a shorter model.context"
         )
     return min(size for size, rate in rates.items() if rate >= GOOD_ENOUGH * max(rates.values()))
 
@@ -105,15 +135,15 @@ def micro_batch(forward: ModelForward, model: config.ModelConfig, device: Device
 def _trained_s(
     forward: ModelForward, model: config.ModelConfig, device: Device, sequences: int, ranks: Ranks = ALONE
 ) -> float:
-    """Return the seconds of a forward and a backward pass: the best of three, because the first ones warm caches up.
+    """Return the seconds of a forward and a backward pass: the fastest of three timed passes.
 
-    A GPU's first pass loads libraries and compiles kernels, for minutes at worst, so it is not measured. A large model
-    on a slow processor has one or two passes: what it trains will soon say more than any measurement. All ranks know
-    the mean of their times, and so they make as many passes.
+    A GPU's first pass is not timed, since it loads libraries and compiles kernels, for minutes at worst. With a large
+    model on a slow processor only one or two passes are timed (PASSES_S). The time of each pass is the mean over all
+    `ranks`, so that all ranks make equally many passes.
     """
     generator = torch.Generator().manual_seed(0)
     tokens_BT = torch.randint(model.vocabulary, (sequences, model.context), generator=generator).to(device.device)
-    targets_BT = torch.zeros_like(tokens_BT)  # a part of the model may give fewer channels than tokens
+    targets_BT = torch.zeros_like(tokens_BT)  # target 0 is valid whatever the model's number of outputs
     passes_s: list[float] = []
     warm_up = 0 if device.device.type == "cpu" else 1
     while len(passes_s) < warm_up + 3 and sum(passes_s[warm_up:]) <= PASSES_S:
@@ -129,7 +159,7 @@ def _trained_s(
 
 
 def _flops(device: Device) -> float:
-    """FLOP/s in the training dtype, at 2 n^3 for a product of two n x n matrices."""
+    """Return the FLOP/s of matrix products in the training dtype; a product of two n x n matrices counts 2 n^3."""
     n = 4096 if device.device.type == "cuda" else 512
     matrix_NN = torch.randn(n, n, device=device.device).to(device.dtype)
     _wait(device, matrix_NN @ matrix_NN)
@@ -146,7 +176,7 @@ def _wait(device: Device, _: torch.Tensor | None = None) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the GPU, or of the processor with the threads that torch uses."""
+    """Return the GPU's name, or the processor's name and the number of threads that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpu = Path("/proc/cpuinfo")
@@ -156,16 +186,17 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the bytes of the GPU's memory, or those that this process may use of the machine's."""
+    """Return a GPU's memory in bytes; for the CPU, the part of the host's memory that the model may use."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return machine_bytes()
 
 
 def machine_bytes() -> int:
-    """Return the bytes that the model may use: the machine's, or a container's limit less what this process uses.
+    """Return the host's memory that the model may use, in bytes.
 
-    Libraries such as torch occupy about 0.3 GB, which matters in a small container.
+    It is the whole memory, or a container's limit less the memory that this process already uses: libraries such as
+    torch take about 0.3 GB, which matters in a small container.
     """
     limit = control_groups.limit_bytes()
     return control_groups.host_bytes() if limit is None else max(0, limit - control_groups.resident_bytes())

@@ -1,27 +1,25 @@
-"""What a span takes of a device's memory: the bytes from which a peer's possible layers follow.
+"""Compute how much of a device's memory a range of layers takes; this limits the layers that a peer may hold.
 
-    for each parameter       8 bytes: theta and its gradient, in fp32; 4 with `train.weights: bfloat16`
-                             8 bytes: AdamW's two moments; 2 and a bit for matrices with `train.moments: int8`;
-                               4 where Muon trains it
-                               more for gossip: `memory_bytes` of the algorithm's record. On a GPU they are in the
-                               memory of its host, and are not counted
-                             4 bytes for each sealed sum of gradients that may wait (`RoutesConfig.slots`), and 4 for
-                               the sum that is being filled if the gradients are in bf16: at peers with a part of the
-                               model only. A peer with all of it has such sums, and one being filled, from the first
-                               micro-batch on that it computes for others
-    of the largest fragment 16 bytes for each parameter: vectors that exist while a window is closed, merged or given
-                               to a newcomer
-                            and the larger of what a step and a backward pass take while they are computed
-                            with `model.lora` all of this is about the adapters, and frozen weights have 4 bytes, or 2
+    for each parameter
+        8 bytes: theta and its gradient in fp32; 4 bytes with `train.weights: bfloat16`
+        8 bytes: AdamW's two moments; about 2 bytes for matrices with `train.moments: int8`; 4 bytes with Muon
+        gossip state: `memory_bytes` of the algorithm's record; not counted with a GPU, where it is in host memory
+        in a peer with a part of the model: 4 bytes for each of the `RoutesConfig.slots` sums of gradients that wait for
+          their step, and 4 bytes for the sum that still grows if gradients are in bf16. A peer with the whole model
+          allocates its sums when it first computes for another peer
+    for each parameter of the largest fragment
+        16 bytes: vectors that exist while the fragment's update is published, merged or sent to a joining peer
+    the scratch memory of an optimizer step or of a backward pass, whichever is larger
     for each micro-batch between its forward and its backward pass
-                            the tensors that autograd keeps (`activation_bytes`), and what travels
+        the tensors that autograd keeps (`activation_bytes`), and the encoded output
 
-With `routes.overlap` and fp32 weights, for each parameter besides (engine/look_ahead.py): 4 bytes for what the last
-step moved, 4 of one fragment while its step is taken, and 4 for each micro-batch between its passes, for the weights
-that it was computed with.
+With `model.lora` the parameters are those of the adapters, and frozen weights take 4 bytes each, or 2 in bf16.
 
-The process around it (torch, libp2p, the data) is not counted. tests/engine/test_memory.py holds the figures against
-what torch really keeps, and benchmarks/memory.py against what a process takes.
+`routes.overlap` with fp32 weights adds for each parameter (`look_ahead`): 4 bytes for the change of the last step, 4
+for one fragment during its step, and 4 for each micro-batch between its passes, for its predicted weights.
+
+The process itself (torch, libp2p, the data) is not counted. Start reading at `needs`. tests/engine/test_memory.py
+compares the figures with what torch allocates, benchmarks/memory.py with what a process takes.
 """
 
 import ctypes
@@ -41,35 +39,41 @@ from decentral.engine.optimizers import BLOCK
 from decentral.engine.step import Device
 from decentral.model import decoder
 
-WEIGHT_BYTES = 4  # for each parameter of a layer that is being built, in fp32
-ROTARY_BYTES = 8  # for each position and channel of a head: a block's two tables (model/decoder.py), in fp32
-MEAN_COPIES = 3  # of gathered weights: their mean, the layers that take it, and what is computed with in between
-SUM_BYTES = 4  # for each parameter, as is the next one
-SCRATCH_BYTES = 16
-ROUNDING_BYTES = 12  # for each parameter of a stretch in bf16, while it is trained: weights and gradient in fp32, noise
-WIDENING_BYTES = 20  # for each parameter with moments in int8, while they are computed with in fp32
-MASK_BYTES = 5  # for each pair of positions, where a window masks them: as a truth value, and as a float while computed
-LOGIT_BYTES = 12  # for each logit: itself, its softmax, its gradient
-PART_BYTES = 16  # where the loss is computed in parts, for each logit of a part
-UNKNOWN_LAYER_BYTES = 128  # a token, and number that enters a user's own layer: a guess on the safe side
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # glibc's names for them, in malloc.h
-RETURNED_BYTES = 1 << 20
-KEPT_BYTES = 64 << 20
+WEIGHT_BYTES = 4  # per parameter of a layer that is being built, in fp32
+ROTARY_BYTES = 8  # per position and channel of a head: each block has two fp32 tables of rotary positions
+MEAN_COPIES = 3  # averaging gathered copies of a model takes this many more copies: mean, layers, temporary result
+SUM_BYTES = 4  # per parameter whose gradients are summed in fp32
+SCRATCH_BYTES = 16  # per parameter of a fragment whose update is published, merged or sent
+ROUNDING_BYTES = 12  # per bf16 parameter in its optimizer step: fp32 weight, fp32 gradient, random bits for rounding
+WIDENING_BYTES = 20  # per parameter with int8 moments in its optimizer step: temporary fp32 vectors
+MASK_BYTES = 5  # per pair of positions in windowed attention: a boolean mask, and a float mask made from it
+LOGIT_BYTES = 12  # per logit: the logit, its softmax and its gradient, all in fp32
+PART_BYTES = 16  # per logit that is in memory, if the loss is computed in parts of LOGITS_AT_ONCE logits
+UNKNOWN_LAYER_BYTES = 128  # per token and input channel; a high estimate, since the sizes of a user's layer are unknown
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+RETURNED_BYTES = 1 << 20  # after `give_back_what_is_freed`, glibc returns larger freed tensors to the system at once
+KEPT_BYTES = 64 << 20  # after `keep_what_is_freed`, glibc keeps freed tensors up to this size
 
 
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
-    """Bytes that a layer takes beside gossip."""
+    """The bytes of memory that a layer takes for each purpose, without gossip state."""
 
     state: int  # weights, gradient and optimizer state
-    step: int  # while it is trained
-    computed: int  # in its backward pass: a tensor's gradient, a part of the loss, activations computed again
-    token: int  # a token, between the forward and the backward pass
+    step: int  # temporary tensors of the optimizer step
+    computed: int  # temporary tensors of the backward pass: largest gradient, logits, recomputed activations
+    token: int  # activations kept for each token between the forward and the backward pass
 
 
 def needs(run: config.Config, cuts: Sequence[Fragment] | None = None, gossip_apart: bool = False) -> MemoryNeeds:
-    """The bytes of this run's model, its activations in fp32 (bf16 keeps less). `cuts`: the fragments, if not those of
-    the run. `gossip_apart`: what gossip needs is in another memory."""
+    """Return the bytes that each fragment of the run's model takes, with activations in fp32 (bf16 keeps less).
+
+    Args:
+        run: The run's config.
+        cuts: Fragments of another model, whose bytes are estimated from the run's mean bytes per parameter; None: the
+            run's own fragments.
+        gossip_apart: True: do not count gossip state, because it is in host memory if the device is a GPU.
+    """
     cut, layers = tuple(cuts or fragments_of(run)), layer_bytes(run)
     gossip, shared = ALGORITHMS[run.gossip.algorithm].memory_bytes, SCRATCH_BYTES
     if gossip_apart:
@@ -80,7 +84,7 @@ def needs(run: config.Config, cuts: Sequence[Fragment] | None = None, gossip_apa
     parameter = sum(layer.state for layer in layers) / sum(decoder.parameters(run.model))
     within = [layers[one.first : one.last] for one in cut]
     state = [sum(layer.state for layer in own) for own in within]
-    if cuts is not None:  # they cut another model than the run's, whose parameters are counted alike
+    if cuts is not None:
         state = [int(parameter * one.parameters) for one in cut]
     at_work = [max(sum(one.step for one in own), max((one.computed for one in own), default=0)) for own in within]
     return MemoryNeeds(
@@ -96,11 +100,11 @@ def needs(run: config.Config, cuts: Sequence[Fragment] | None = None, gossip_apa
 
 
 def needs_on(run: config.Config, device: Device) -> MemoryNeeds:
-    """Return the bytes of this run's model on a device.
+    """Return the bytes that each fragment of the run's model takes on a device.
 
-    A GPU's memory holds none of what gossip needs, and a peer with the whole model needs memory for one micro-batch
-    there: it ends each before it begins the next. Arithmetic in bf16 keeps half of the activations' bytes: 0.45 and
-    0.51 were measured (docs/results/gpu.md).
+    On a GPU, gossip state is not counted, because it is in host memory. The activations of a peer with the whole model
+    count for one micro-batch only, since this peer finishes each micro-batch before the next. With bf16 arithmetic,
+    activations count half: measurements gave 0.45 and 0.51 of their fp32 bytes (docs/results/gpu.md).
     """
     if device.device.type != "cuda":
         return needs(run)
@@ -111,14 +115,14 @@ def needs_on(run: config.Config, device: Device) -> MemoryNeeds:
 
 
 def layer_bytes(run: config.Config) -> list[LayerBytes]:
-    """What each layer of the run's model takes."""
+    """Return the bytes that each layer of the run's model takes, in the order of layers."""
     train, found, number_bytes = run.train, [], 2 if run.train.weights == "bfloat16" else 4
     chosen = OPTIMIZERS[train.optimizer]
     kept, last = activation_bytes(run.model), len(decoder.sizes(run.model)) - 1
     entering, logits = decoder.widths(run.model), _tokens(run) * run.model.vocabulary
     for number, sizes in enumerate(decoder.sizes(run.model)):
         inner = 0 < number < last
-        apart = sum(sizes.matrices) if inner and chosen.stretch else 0  # what AdamW does not train
+        apart = sum(sizes.matrices) if inner and chosen.stretch else 0  # trained by `chosen`; AdamW trains all others
         decayed, gains = sum(sizes.matrices) + sum(sizes.larger) - apart, sum(sizes.gains)
         step, moments = chosen.scratch_bytes * max(sizes.matrices, default=0) if apart else 0, 8 * decayed
         if train.moments == "int8":
@@ -140,11 +144,12 @@ def layer_bytes(run: config.Config) -> list[LayerBytes]:
 
 
 def activation_bytes(model: config.ModelConfig) -> list[int]:
-    """Bytes a token that each layer keeps from its forward pass for its backward pass, in fp32, if none is saved.
+    """Return the bytes per token that each layer keeps for its backward pass, in fp32, without `train.recompute`.
 
-    A block keeps what each of its matrix products, norms, rotations and gates got: 14 vectors, two of them keys and
-    values, and two queries, and five of its hidden width; norms of queries and keys keep two of each more. The head
-    keeps its norm's input and output, logits and their softmax. What is sent on is kept as well.
+    A block keeps the inputs of its matrix products, norms, rotations and gates: 8 vectors of the model's width, 2 of
+    the queries' width, 4 of the keys' width, and 5 of the feed-forward's width. If queries and keys are normalised, it
+    keeps 2 more vectors of the queries' and of the keys' width. The head keeps its norm's input and output, the logits
+    and their softmax. The layer's output is included.
     """
     if model.layers is not None:
         return [UNKNOWN_LAYER_BYTES * width for width in decoder.widths(model)]
@@ -157,23 +162,28 @@ def activation_bytes(model: config.ModelConfig) -> list[int]:
 
 
 def _tokens(run: config.Config) -> int:
-    """Of a micro-batch."""
+    """Return the number of tokens in a micro-batch, or in one sequence if `train.micro_batch` is auto."""
     return (run.train.micro_batch if isinstance(run.train.micro_batch, int) else 1) * run.model.context
 
 
 def check(found: MemoryNeeds, memory_bytes: int) -> None:
-    """Raises UserError if not one fragment fits."""
+    """Raise UserError if no fragment fits into the memory.
+
+    Args:
+        found: The bytes that each fragment of the run takes.
+        memory_bytes: The device's memory in bytes. The error text refers to it as --memory.
+    """
     least = min(found.span_bytes(index, index + 1) for index in range(len(found.fragments)))
     if least > memory_bytes:
-        advice = "give more, or lower gossip.fragment_parameters or train.micro_batch"
+        advice = "give more memory, or lower gossip.fragment_parameters or train.micro_batch"
         given = readable_bytes(memory_bytes)
         raise UserError(f"--memory {given}: the smallest part of this model takes {readable_bytes(least)}; {advice}")
 
 
 def check_together(found: MemoryNeeds, peers: int, memory_bytes: int) -> None:
-    """Raises UserError if so many peers, of which none may take more than this, cannot hold all layers together.
+    """Raise UserError if `peers` peers with `memory_bytes` bytes each cannot hold all layers together.
 
-    A layer that no peer holds lets no micro-batch through: such a swarm waits, and counts nothing.
+    If a layer has no holder, no micro-batch can pass through the model, and nothing is trained.
     """
     reached = found.reach(peers, memory_bytes)
     if reached == len(found.fragments):
@@ -181,61 +191,77 @@ def check_together(found: MemoryNeeds, peers: int, memory_bytes: int) -> None:
     missing, least = found.fragments[reached], found.span_bytes(reached, reached + 1)
     layers = f"layers {missing.first} to {missing.last - 1}"
     if least > memory_bytes:
-        why, more = f"{layers} take {least} bytes, so no peer could hold them", ""
+        why, more = f"{layers} take {least} bytes, more than any peer has", ""
     else:
-        why, more = f"{peers} peers with as much cannot hold all layers ({layers} are left over)", " start more peers,"
-    remedy = f"give more,{more} or lower train.micro_batch"
-    raise UserError(f"--memory {memory_bytes}: {why}, and nothing would train; {remedy}")
+        why, more = f"{peers} peers with this memory cannot hold {layers}", " start more peers,"
+    remedy = f"give more memory,{more} or lower train.micro_batch"
+    raise UserError(f"--memory {memory_bytes}: {why}, so nothing can be trained; {remedy}")
 
 
 def check_machine(run: config.Config, span: tuple[int, int] | None, machine_bytes: int) -> None:
-    """Raises UserError if the host's memory cannot build the built-in model's layers [first, last); None: all.
+    """Raise UserError if the host has too little memory to build the built-in model, before any of it is allocated.
 
-    Layers outside the span are built too, one at a time (model/decoder.py). A window's mask is made by the first step,
-    on the device, and `needs` counts it. This is arithmetic: nothing is made yet.
+    The estimate counts the span's tables of rotary positions, and the largest layer in fp32, since layers outside the
+    span are built too, one at a time (`decoder.build`).
+
+    Args:
+        run: The run's config; a user's own model (`model.layers`) is not checked.
+        span: Layers [first, last); None: all.
+        machine_bytes: The host's memory in bytes.
     """
     if run.model.layers is not None:
-        return  # only its own code knows
+        return
     parameters, (first, last) = run.model.layer_parameters, span or (0, run.model.depth + 2)
     blocks = min(last, run.model.depth + 1) - max(first, 1)
     tables = blocks * ROTARY_BYTES * run.model.context * run.model.d_head
     needed = WEIGHT_BYTES * max(parameters) + tables
     if needed > machine_bytes:
         size = f"{sum(parameters)} parameters, {max(parameters)} of them in one layer"
-        raise UserError(f"model: {size}: to build it takes {needed} bytes, and this machine has {machine_bytes}")
+        remedy = "use a smaller model, or a machine with more memory"
+        raise UserError(f"model: building {size}, takes {needed} bytes; this machine has {machine_bytes}; {remedy}")
 
 
 def copies_that_fit(run: config.Config, wanted: int, machine_bytes: int) -> int:
-    """How many copies of the built-in model, at most `wanted`, the host's memory has room for, with their mean and the
-    layers that take it. Raises UserError if there is none for a single one. This is arithmetic, as `check_machine` is.
+    """Return how many copies of the model's weights fit into the host's memory while the copies are averaged.
+
+    The function only computes the number; it allocates no copy.
+
+    Args:
+        run: The run's config, with the built-in model.
+        wanted: Number of copies that the caller can use; the result is at most this.
+        machine_bytes: The host's memory in bytes.
+
+    Raises:
+        UserError: If not even one copy fits.
     """
     model = run.model
     whole, parameters = sum(model.layer_parameters), sum(decoder.parameters(model))
     once = ROTARY_BYTES * model.depth * model.context * model.d_head
-    once += WEIGHT_BYTES * whole if model.lora is not None else 0  # frozen weights, which nobody gives
+    once += WEIGHT_BYTES * whole if model.lora is not None else 0  # LoRA also needs the frozen, pretrained weights
     fit = (machine_bytes - once) // (WEIGHT_BYTES * parameters) - MEAN_COPIES
     if fit < 1:
         needed = WEIGHT_BYTES * parameters * (1 + MEAN_COPIES) + once
         raise UserError(
-            f"model: {whole} parameters: to gather them takes {needed} bytes, and this machine has {machine_bytes}"
+            f"model: gathering {whole} parameters takes {needed} bytes, and this machine has {machine_bytes}; "
+            "use a machine with more memory"
         )
     return min(wanted, fit)
 
 
 def give_back_what_is_freed() -> None:
-    """Makes this process return freed tensors above RETURNED_BYTES on the CPU to the system at once.
+    """Make this process return freed CPU tensors above RETURNED_BYTES to the system at once.
 
-    glibc raises that threshold with every tensor that is freed, up to 32 MiB, and keeps what is below: after some
-    micro-batches a span had taken 1.4 times its bytes. Another C library decides for itself.
+    By default glibc keeps freed tensors below a threshold, which each freed tensor raises, up to 32 MiB. Because of
+    them, a process took 1.4 times the memory of its layers after some micro-batches. Without glibc, do nothing.
     """
     _mallopt((M_MMAP_THRESHOLD, RETURNED_BYTES))
 
 
 def keep_what_is_freed() -> None:
-    """Makes this process keep freed tensors of up to KEPT_BYTES on the CPU for the next step, which needs the same.
+    """Make this process keep freed CPU tensors of up to KEPT_BYTES, since the next step allocates the same sizes.
 
-    glibc gives a thread that is not the first one a heap which it shrinks again and again: the training thread touched
-    ten thousand new pages a second, and trained 3% less (0.47 M parameters). For a peer that holds the whole model.
+    Call it in a peer that holds the whole model. By default glibc shrinks the training thread's heap again and again,
+    which costs ten thousand new memory pages per second and 3% of the training speed (measured with 0.47 M parameters).
     """
     _mallopt((M_ARENA_MAX, 1), (M_MMAP_THRESHOLD, KEPT_BYTES), (M_TRIM_THRESHOLD, 1 << 30))
 

@@ -1,10 +1,12 @@
-"""The names by which other peers know a peer's micro-batches: numbers of which nobody else can tell the next one.
+"""Names by which other peers know a peer's micro-batches: numbers that no other peer can predict or order.
 
-Whoever knew it could ask for that micro-batch first, with activations of its own: the holder of the next layers answers
-whoever asks for an execution that it has already. And whoever could order an origin peer's names would know one that
-comes late, as audits do (comm/pipeline/audits.py). So a name is a secret permutation of the micro-batch's number, which
-gives no name twice: a Feistel network of four rounds (Luby and Rackoff, 1988) with keyed blake2b. Names come in pairs;
-of each one is used, by chance, and audits have the other.
+A peer that could predict the next name could request that micro-batch's execution first, with activations of its own,
+and the holder of the next layers would answer the origin's request with that result. A peer that could order names
+would recognise audits, which repeat earlier micro-batches (`audits`).
+
+So a name is a secret permutation of the micro-batch's number: a Feistel network of four rounds (Luby and Rackoff, 1988)
+with keyed blake2b. With the same key no name is repeated. Each micro-batch has two names: one name, chosen at random,
+is used for training, and the other for an audit.
 """
 
 import hashlib
@@ -13,26 +15,29 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from decentral.core import foreign_file
 from decentral.core.atomic_file import SECRET, write_atomically
 
-HALF_BITS = 26  # of a number: twice a name is a whole number in every JSON reader
-SPACE = 1 << 2 * HALF_BITS  # numbers that have a name
-ROUNDS = 4
+HALF_BITS = 26  # half the bits that the Feistel network permutes; a name has 53 bits, which JSON keeps exactly
+SPACE = 1 << 2 * HALF_BITS
+ROUNDS = 4  # with fewer rounds, a Feistel network does not resist chosen inputs and outputs
 NAME_KEY_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchNames:
-    """The names of one peer, in all its lives."""
+    """The names of one peer's micro-batches, derived from a secret key that the peer keeps across restarts."""
 
     key: bytes
 
     @classmethod
     def of(cls, path: Path) -> "MicroBatchNames":
-        """Those with the key in this file, which is made where there is none. While the disk takes nothing, or was
-        spoilt, the names are those of a new key: two of them are the same by chance once in millions of lives."""
+        """Return the names whose key is in a file. If the file has no valid key, write a new key to the file.
+
+        After a restart with a new key, the probability that any name repeats an older name is below one in a million.
+        """
         with suppress(OSError):
-            if len(kept := path.read_bytes()) == NAME_KEY_BYTES:
+            if len(kept := foreign_file.read_bytes(path, NAME_KEY_BYTES)) == NAME_KEY_BYTES:
                 return cls(kept)
         key = secrets.token_bytes(NAME_KEY_BYTES)
         with suppress(OSError):
@@ -41,11 +46,11 @@ class MicroBatchNames:
 
     @classmethod
     def known(cls, text: str) -> "MicroBatchNames":
-        """Those that follow from a text, for a simulation that is to be the same each time."""
+        """Return names whose key is a hash of `text`, for simulations that must be repeatable."""
         return cls(hashlib.blake2b(text.encode(), digest_size=NAME_KEY_BYTES).digest())
 
     def pair(self, number: int) -> int:
-        """The lower name of this number's pair; the other one follows it."""
+        """Return the lower of the two names of micro-batch `number` (0 <= number < SPACE); the other is 1 larger."""
         assert 0 <= number < SPACE, f"{number} has no name"
         left, right = divmod(number, 1 << HALF_BITS)
         for turn in range(ROUNDS):

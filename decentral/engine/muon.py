@@ -1,11 +1,12 @@
-"""Muon: the optimizer of a stretch of matrices, which are views into flat vectors.
-
-On a CPU this is torch.optim.Muon, in fp32 where that is faster. It works on one matrix at a time, in about 25 small
-kernels, which keep a GPU waiting for its host: there, matrices of one shape are multiplied in batches.
+"""Muon, the optimizer that can train the matrices of a fragment between the model's first and last layer.
 
 Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/) replaces a matrix's momentum by a nearly
-semi-orthogonal matrix, by five Newton-Schulz iterations. Its steps are scaled to the root mean square of AdamW's (Liu
-et al., arXiv 2502.16982, section 2.2), so that one learning rate serves both.
+semi-orthogonal matrix, with five Newton-Schulz iterations. Its steps are scaled to the root mean square of AdamW's (Liu
+et al., arXiv 2502.16982, section 2.2), so that both optimizers can use one learning rate. Start at `muon_step`.
+
+On a CPU the step is that of torch.optim.Muon, with matrix products in fp32 where fp32 is faster. torch.optim.Muon runs
+about 25 small kernels for each matrix, and a GPU would wait for its host between them. On a GPU, `batched_step`
+therefore multiplies matrices of the same shape in batches.
 """
 
 import math
@@ -23,16 +24,16 @@ from decentral.core.errors import UserError
 from decentral.engine.optimizers import Operands, views
 
 _MOMENTUM = 0.95
-_NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # coefficients of one iteration, Jordan's and torch's
+_NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # coefficients of one Newton-Schulz iteration, as in Jordan's post and torch
 _ITERATIONS = 5
 _EPSILON = 1e-7
-BATCH_ELEMENTS = 1 << 24  # of matrices that are multiplied at once: enough work for a GPU, 24 bytes of scratch each
-_BF16_SIDE = 256  # a matrix's shorter side, from which on bf16 takes half as long on a CPU with units for it
+BATCH_ELEMENTS = 1 << 24  # a batch of matrices has at most this many elements, each of which takes 24 bytes of memory
+_BF16_SIDE = 256  # from this length of a matrix's shorter side, CPUs with bf16 units are twice as fast in bf16
 
 
 @dataclass(frozen=True, slots=True)
 class Muon:
-    """Muon on the matrices that lie one after another in the stretch. Raises UserError if this torch has no Muon."""
+    """Muon for one stretch (consecutive matrices in a fragment's flat vector); implements `StretchOptimizer`."""
 
     begin: int
     end: int
@@ -41,35 +42,45 @@ class Muon:
     momentum: Tensor
 
     def __post_init__(self) -> None:
+        """Raise UserError if this version of torch has no Muon."""
         if not hasattr(torch.optim, "Muon"):
             raise UserError(f"train.optimizer: muon needs torch 2.9 or newer; this is torch {torch.__version__}")
 
     @property
     def kind(self) -> Hashable:
+        """The same value for all Muon stretches, so that `step_together` trains them in one call."""
         return "muon"
 
     def operands(self, theta: Tensor, gradients: Sequence[Tensor]) -> Operands:
+        """Return weights, gradients and momenta as matrices; weights and momenta are views of the flat vectors."""
         if [gradient.shape for gradient in gradients] != list(self.shapes):
             gradients = views(gradients[0], self.shapes)
         return Operands(views(theta, self.shapes), list(gradients), views(self.momentum, self.shapes), [])
 
     def step(self, operands: Operands, steps: int, rate: float) -> None:
+        """Take a Muon step: change the weights and momenta in `operands` in place."""
         muon_step(operands.weights, operands.gradients, operands.first, rate, self.train.weight_decay)
 
 
 def muon_step(
     matrices: Sequence[Tensor], gradients: Sequence[Tensor], momenta: Sequence[Tensor], rate: float, decay: float
 ) -> None:
-    """Change matrices and momenta in place. All three have the same shapes; `decay` is the weight decay.
+    """Take one Muon step with all matrices; matrices and momenta change in place.
 
-    On a CPU it calls the function behind torch.optim.Muon. The class is an `Optimizer`, the first of which loads
-    torch's compiler: a second of processor time in each peer, in its first step, while its partners wait for its
-    windows.
+    On a CPU this calls the function behind torch.optim.Muon, since the class itself would load torch's compiler, which
+    costs a second of processor time in each peer's first step.
+
+    Args:
+        matrices: Weights, fp32.
+        gradients: The weights' gradients, with the same shapes.
+        momenta: The weights' momenta, with the same shapes.
+        rate: The learning rate.
+        decay: The weight decay.
     """
     if matrices[0].device.type != "cpu":
         batched_step(matrices, gradients, momenta, rate, decay)
         return
-    from torch.optim._muon import muon  # not there before torch 2.9: `Muon` says so
+    from torch.optim._muon import muon  # torch has it since 2.9, as `Muon` has checked
 
     with fastest_products(matrices[0].device):
         muon(
@@ -91,9 +102,10 @@ def muon_step(
 def batched_step(
     matrices: Sequence[Tensor], gradients: Sequence[Tensor], momenta: Sequence[Tensor], rate: float, decay: float
 ) -> None:
-    """Take the step of torch.optim.Muon, with matrices of one shape (or transposed) multiplied in one batch.
+    """Take one Muon step, in which matrices of the same shape, or of the transposed shape, are multiplied in batches.
 
-    A batch has at most `BATCH_ELEMENTS` elements, or one matrix. Products are in bf16, as torch's are on a GPU.
+    Matrices and momenta change in place. A batch has at most `BATCH_ELEMENTS` elements, unless a single matrix has
+    more. Products are in bf16, as in torch.optim.Muon.
     """
     alike: dict[tuple[int, int], list[int]] = {}
     for number, matrix in enumerate(matrices):
@@ -113,7 +125,7 @@ def batched_step(
 
 
 def _semi_orthogonal(wide_NRC: Tensor) -> Tensor:
-    """Return N matrices in bf16 whose R singular values are near 1, by five Newton-Schulz iterations (R <= C)."""
+    """Return N matrices in bf16 whose R singular values are near 1, after five Newton-Schulz iterations (R <= C)."""
     a, b, c = _NEWTON_SCHULZ
     x_NRC = wide_NRC.bfloat16()
     x_NRC /= torch.linalg.vector_norm(x_NRC, dim=(1, 2), keepdim=True).clamp(min=_EPSILON)
@@ -125,22 +137,22 @@ def _semi_orthogonal(wide_NRC: Tensor) -> Tensor:
 
 
 def fastest_products(device: torch.device) -> AbstractContextManager[object]:
-    """Within it torch.optim.Muon multiplies in bf16, as it is written, or on a CPU in fp32 where that is faster."""
+    """Return a context in which torch.optim.Muon on a CPU multiplies in fp32 where fp32 is faster than bf16."""
     return _FastestOnCpu() if device.type == "cpu" else nullcontext()
 
 
 @cache
 def cpu_multiplies_bf16() -> bool:
-    """Whether this processor has instructions for products in bf16."""
-    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # earlier versions have none
+    """Return whether this processor has instructions for products in bf16."""
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 class _FastestOnCpu(BaseTorchFunctionMode):
-    """Where torch.optim.Muon turns a matrix into bf16, it gets a copy of it in fp32 unless bf16 is faster.
+    """A context in which a tensor's conversion to bf16 returns an fp32 copy, unless this CPU multiplies bf16 faster.
 
-    It turns them for the tensor cores of a GPU. A CPU without such units takes about twice as long in bf16; one that
-    has them takes half as long, for matrices that are not small (docs/results/benchmarks.md).
+    torch.optim.Muon converts matrices to bf16 for a GPU's tensor cores. A CPU without bf16 units takes about twice as
+    long in bf16; a CPU with bf16 units takes half as long, except for small matrices (docs/results/benchmarks.md).
     """
 
     def __torch_function__(
@@ -150,6 +162,7 @@ class _FastestOnCpu(BaseTorchFunctionMode):
         args: Sequence[Tensor] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
+        """Call the function; for a conversion to bf16, return an fp32 copy unless this CPU is faster in bf16."""
         if func is Tensor.bfloat16 and not (cpu_multiplies_bf16() and min(args[0].shape) >= _BF16_SIDE):
             return args[0].to(torch.float32, copy=True)
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]

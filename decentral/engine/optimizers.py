@@ -1,9 +1,10 @@
-"""The optimizers of a fragment's stretches: AdamW on a flat vector, the same with its moments in 8 bits, or another.
+"""Optimizers of flat vectors of parameters: AdamW, AdamW with 8-bit moments, and the interface of all optimizers.
 
-A stretch is consecutive parameters of a fragment that one optimizer trains alike. Its state lies in flat vectors, so
-that checkpoints and newcomers get it as they get the weights. Weight decay is decoupled in all (Loshchilov & Hutter,
-arXiv 1711.05101). `train.optimizer` names that of the matrices between the model's first and last layer: its record in
-core/choices.py has the class, such as Muon of engine/muon.py.
+Start reading at `StretchOptimizer`. A stretch is a range of consecutive parameters of a fragment that one optimizer
+trains with the same settings. Optimizer state is in flat vectors like the weights, so checkpoints store both in the
+same way, and joining peers get both in the same way.
+Weight decay is decoupled in all optimizers (Loshchilov & Hutter, arXiv 1711.05101). `train.optimizer` names the
+optimizer of the matrices between the model's first and last layer; `choices.OPTIMIZERS` has its class.
 """
 
 import importlib
@@ -20,48 +21,64 @@ from torch.optim.adamw import adamw
 from decentral.core import choices, config
 from decentral.core.errors import UserError
 
-BLOCK = 256  # numbers that share a scale in an 8-bit moment: what bitsandbytes' kernels expect
-BETA1, BETA2 = 0.9, 0.95  # of AdamW's moments
+BLOCK = 256  # an 8-bit moment has one scale for each block of this many numbers, as bitsandbytes' kernels expect
+BETA1, BETA2 = 0.9, 0.95
 EPSILON = 1e-8
 
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """What a step of one or more stretches works on: one entry for each parameter."""
+    """The tensors of one optimizer step. Each list has one tensor for each parameter tensor, or one flat vector."""
 
-    weights: list[Tensor]  # fp32
-    gradients: list[Tensor]  # fp32
-    first: list[Tensor]  # AdamW's first moments, or Muon's momenta
-    second: list[Tensor]  # AdamW's second moments
+    weights: list[Tensor]
+    gradients: list[Tensor]
+    first: list[Tensor]  # AdamW's first moments (mean gradients), or Muon's momenta
+    second: list[Tensor]  # AdamW's second moments (mean squared gradients)
 
 
 class StretchOptimizer(Protocol):
-    """Trains the fragment's parameters [begin, end)."""
+    """Interface of the optimizer of one stretch, which is the elements [begin, end) of a fragment's flat vector."""
 
     @property
-    def begin(self) -> int: ...
+    def begin(self) -> int:
+        """The index in the fragment's flat vector at which the stretch begins."""
 
     @property
-    def end(self) -> int: ...
+    def end(self) -> int:
+        """The index in the fragment's flat vector after the stretch's last element."""
 
     @property
     def kind(self) -> Hashable:
-        """Equal for stretches that one call of `step` may train together."""
+        """A key that is equal for stretches that one call of `step` can train together."""
 
     def operands(self, theta: Tensor, gradients: Sequence[Tensor]) -> Operands:
-        """Return what a step works on.
+        """Return the tensors of a step; weights and moments are views, so that `step` changes theta and the state.
 
         Args:
             theta: The stretch's weights [end - begin], fp32.
-            gradients: Those of the stretch's parameters, or one flat vector, fp32.
+            gradients: One gradient for each parameter tensor of the stretch, or one flat vector, fp32.
         """
 
     def step(self, operands: Operands, steps: int, rate: float) -> None:
-        """Change weights and moments in place; `steps` were taken before, `rate` is the learning rate."""
+        """Take an optimizer step: change weights and moments in `operands` in place.
+
+        Args:
+            operands: The tensors of this stretch, or of several stretches of the same kind.
+            steps: Number of optimizer steps taken before this step.
+            rate: The learning rate.
+        """
 
 
 def step_together(work: Sequence[tuple[StretchOptimizer, Operands]], steps: int, rate: float) -> None:
-    """Take one step of each stretch. Those of one kind share a call, since a GPU waits for its host between calls."""
+    """Take one optimizer step of all stretches, with one call of `step` for all stretches of the same kind.
+
+    Fewer calls save time on a GPU, which waits for its host between calls.
+
+    Args:
+        work: Stretches with the tensors of their steps; weights and moments change in place.
+        steps: Number of optimizer steps taken before this step.
+        rate: The learning rate.
+    """
     kinds: dict[Hashable, list[tuple[StretchOptimizer, Operands]]] = {}
     for stretch, operands in work:
         kinds.setdefault(stretch.kind, []).append((stretch, operands))
@@ -78,7 +95,7 @@ def step_together(work: Sequence[tuple[StretchOptimizer, Operands]], steps: int,
 
 @dataclass(frozen=True, slots=True)
 class AdamW:
-    """AdamW by torch's fused kernel."""
+    """AdamW for one stretch, computed by torch's fused kernel."""
 
     begin: int
     end: int
@@ -88,14 +105,17 @@ class AdamW:
 
     @property
     def kind(self) -> Hashable:
+        """A key that is equal for AdamW stretches with the same weight decay."""
         return "adamw", self.decay
 
     def operands(self, theta: Tensor, gradients: Sequence[Tensor]) -> Operands:
+        """Return the gradients, and views of weights and moments with the gradients' shapes."""
         shapes = [gradient.shape for gradient in gradients]
         weights, first, second = (views(flat, shapes) for flat in (theta, self.exp_avg, self.exp_avg_sq))
         return Operands(weights, list(gradients), first, second)
 
     def step(self, operands: Operands, steps: int, rate: float) -> None:
+        """Take an AdamW step: change the weights and moments in `operands` in place."""
         taken = torch.full((len(operands.weights),), float(steps), device=operands.weights[0].device)
         adamw(
             operands.weights,
@@ -117,29 +137,32 @@ class AdamW:
 
 @dataclass(frozen=True, slots=True)
 class AdamW8bit:
-    """AdamW with blockwise 8-bit moments (Dettmers et al., arXiv 2110.02861), by the kernels of bitsandbytes.
+    """AdamW for one stretch with 8-bit moments (Dettmers et al., arXiv 2110.02861), computed by bitsandbytes' kernels.
 
-    A moment is a byte for each parameter, an entry of `tables`, times a scale for each block.
+    A moment is stored as one byte for each parameter (an index into a table), and one scale for each block.
     """
 
     begin: int
     end: int
     decay: float
-    moments: tuple[Tensor, Tensor]  # uint8
-    scales: tuple[Tensor, Tensor]  # fp32, one for each block
-    tables: tuple[Tensor, Tensor]  # fp32 [256], of the signed and the unsigned moment
-    kernels: ModuleType  # bitsandbytes.functional
+    moments: tuple[Tensor, Tensor]  # first and second moments, as 8-bit codes
+    scales: tuple[Tensor, Tensor]
+    tables: tuple[Tensor, Tensor]  # the fp32 values of the 256 codes, for the first (signed) and the second moments
+    kernels: ModuleType
 
     @property
     def kind(self) -> Hashable:
-        return id(self)  # its blocks reach over parameters, so each stretch is a call of its own
+        """A unique key, since one call of bitsandbytes' kernel can train only one stretch."""
+        return id(self)
 
     def operands(self, theta: Tensor, gradients: Sequence[Tensor]) -> Operands:
+        """Return the stretch's weights and its gradient, each as one flat vector."""
         return Operands([theta], [torch.cat([one.flatten() for one in gradients])], [], [])
 
     def step(self, operands: Operands, steps: int, rate: float) -> None:
+        """Take an AdamW step: change the weights in `operands` and the moments in place."""
         gradient, weights = operands.gradients[0], operands.weights[0]
-        betas = BETA1, BETA2, 0.0, 0.0  # those that Adam does not have
+        betas = BETA1, BETA2, 0.0, 0.0  # the kernel also takes beta3 and alpha, which Adam does not have
         state = self.moments + betas + (EPSILON, steps + 1, rate) + self.tables + self.scales
         self.kernels.optimizer_update_8bit_blockwise("adam", gradient, weights, *state, weight_decay=self.decay)
 
@@ -147,16 +170,25 @@ class AdamW8bit:
 class OptimizerState:
     """The optimizers of one fragment's stretches, and their state.
 
-    In the fragment's vector Muon's matrices come first, then AdamW's, then the gains. `exp_avg` is the first moment, or
-    Muon's momentum, of all that keeps it in fp32, and `exp_avg_sq` the second moment of AdamW's part of that.
+    The fragment's vector has Muon's matrices, then AdamW's matrices, then the gains (parameters without weight decay).
+    In the same order, `exp_avg` has Muon's momenta and AdamW's fp32 first moments, and `exp_avg_sq` has AdamW's fp32
+    second moments.
     """
 
     def __init__(
         self, blocks: Sequence[torch.Size], matrices: int, gains: int, train: config.TrainConfig, device: torch.device
     ) -> None:
-        """`blocks`: the shapes of Muon's matrices; `matrices`, `gains`: how many parameters AdamW decays, and does not.
+        """Allocate the state, all zero.
 
-        Raises UserError where an optimizer is missing on this machine.
+        Args:
+            blocks: Shapes of the matrices that the optimizer of `train.optimizer` trains; empty with AdamW.
+            matrices: Number of parameters that AdamW trains with weight decay.
+            gains: Number of parameters that AdamW trains without weight decay.
+            train: The section `train` of the config.
+            device: The device of the state.
+
+        Raises:
+            UserError: If a package that an optimizer needs is missing or too old.
         """
         cut = sum(shape.numel() for shape in blocks)
         end = cut + matrices
@@ -192,20 +224,20 @@ class OptimizerState:
 
 
 def zeros(elements: int, device: torch.device) -> Tensor:
-    """fp32 zeros [elements]. On the CPU the system gives large ones their memory when they are first written."""
+    """Return fp32 zeros [elements]. On a CPU, the parts of a large vector take memory only after they are written."""
     if device.type == "cpu":
         return torch.from_numpy(np.zeros(elements, np.float32))
     return torch.zeros(elements, device=device)
 
 
 def views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Tensors of these shapes, one after another in the flat vector, as views of it."""
+    """Return views of consecutive parts of a flat vector, one for each of `shapes`."""
     parts = torch.split(flat, [shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def kernels_8bit() -> ModuleType:
-    """bitsandbytes' functions. Raises UserError where it is not installed."""
+    """Return the module bitsandbytes.functional. Raises UserError if bitsandbytes cannot be imported."""
     try:
         return importlib.import_module("bitsandbytes.functional")
     except ImportError as error:
@@ -214,10 +246,16 @@ def kernels_8bit() -> ModuleType:
 
 
 def round_stochastically(values: Tensor, into: Tensor, chance: torch.Generator) -> None:
-    """Writes fp32 values into a vector: of bf16 each is rounded up or down, with the chances that keep its mean.
+    """Write fp32 values into a bf16 vector, rounded up or down at random so that the expected error is 0.
 
-    bf16 has 8 bits of precision, so to round to the nearest would lose every change below 1/512 of a weight (Gupta et
-    al., arXiv 1502.02551). bf16 is the upper half of fp32: a number below 2^16 is added to the lower half, and carries.
+    bf16 has 8 bits of precision, so rounding to nearest would lose each change below 1/512 of a weight (Gupta et al.,
+    arXiv 1502.02551). A bf16 number is the upper half of an fp32 number. So a random number below 2^16 is added to the
+    lower half of each fp32 number, and a carry into the upper half rounds the bf16 number up.
+
+    Args:
+        values: fp32 values [n].
+        into: Vector [n] of bf16; if it is fp32, the values are copied unrounded.
+        chance: The random number generator, on the same device.
     """
     if into.dtype == torch.float32:
         into.copy_(values)

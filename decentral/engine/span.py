@@ -1,7 +1,8 @@
-"""The layers that a peer holds: live weights, inner optimizer, gossip, work for routes; and how it changes to others.
+"""Manage the layers that a peer holds (`Span`). To hold a layer means to have its weights and to train them.
 
-`change_span` carries a change (jobs.ChangeSpan) out. Everything is checked, and what is given up is on the disk, before
-anything changes; a change that fails is undone.
+`change_span` replaces the held layers (the job `ChangeSpan`). First it checks the states that other peers have sent for
+new fragments, and writes the states of fragments that the peer gives up to the disk. If the change fails, the peer
+keeps its old layers.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,14 +26,23 @@ from decentral.model.start_weights import StartWeightsError
 
 
 class Span:
-    """Holds no layers until `hold` says which, and then those until `hold` says others.
+    """The layers that a peer holds, set by `hold`, with their optimizer, gossip and executions.
 
-    `forward` is the model where the span is all of it. For a part of the model it only serves to measure the device.
+    The attribute `forward` computes the whole model. If the peer holds only some layers, `forward` serves only to
+    measure the device's speed.
     """
 
     def __init__(self, run: config.Config, peer: PeerId, tools: RuleTools, device: Device) -> None:
+        """Begin without layers.
+
+        Args:
+            run: The run's config.
+            peer: This peer.
+            tools: Codecs and kernels of the update rules.
+            device: The device on which to compute.
+        """
         self.run, self.device = run, device
-        self.cuts = tuple(fragments_of(run))  # of the whole model
+        self.cuts = tuple(fragments_of(run))
         self.activations = ActivationFormat(run, tools.codecs, decoder.widths(run.model))
         self.layers: list[nn.Module] = []
         self.fragments: list[Fragment] = []
@@ -40,16 +50,24 @@ class Span:
         self.inner = Inner([], run.train)
         self.forward: ModelForward = Chain([])
         self._stages: StageRunner | None = None
-        self._undrawn: set[int] = set()  # fragments without weights
+        self._undrawn: set[int] = set()  # held fragments whose weights are not initialised yet
 
     def hold(self, first: int, last: int, drawn: bool = True) -> None:
-        """Holds layers [first, last): those that are here as they are, the others with their initial weights.
+        """Hold the layers [first, last): keep layers that the peer already has, free the others, and build the rest.
 
-        Without `drawn`, the others have no weights until a checkpoint or donors give them (`given`), or else `draw`.
+        Layers that are no longer held are freed before new layers are built, so the device never holds both. No
+        execution may be pending.
 
-        Layers that are not wanted any more are let go of before new ones are built, so that the device never holds
-        both. No execution may be pending. Raises RuntimeError where the device's memory is too small, and
-        StartWeightsError where there are no weights to begin with; another call of `hold` must follow then.
+        Args:
+            first: The first layer, at which a fragment begins.
+            last: The layer after the last layer to hold, at which a fragment ends.
+            drawn: True: new layers get their initial weights. False: new layers stay uninitialised until weights from
+                a checkpoint or other peers are loaded (then call `given`), or until `draw` samples initial weights.
+
+        Raises:
+            RuntimeError: If the device's memory is too small. The span then has only some layers: call `hold` again.
+            StartWeightsError: If the folder of the initial weights is missing or wrong. The span then has only some
+                layers: call `hold` again.
         """
         run, device = self.run, self.device.device
         wanted = [cut for cut in self.cuts if first <= cut.first and cut.last <= last]
@@ -79,13 +97,13 @@ class Span:
             self._stages = self._at_work(alone=True)
 
     def given(self, fragments: Iterable[int]) -> None:
-        """A checkpoint or donors have given these fragments their weights."""
+        """Record that these fragments (indices) have weights from a checkpoint or a peer, so `draw` skips them."""
         self._undrawn.difference_update(fragments)
 
     def touch_memory(self) -> None:
-        """Writes to the memory of fragments without weights, to be called while these are on their way.
+        """On a CPU, write zeros to fragments without weights, so that their memory is mapped before training begins.
 
-        A step would be the first to write to most of it, and new memory is slow.
+        Call this while the peer waits for weights from other peers.
         """
         if self.device.device.type == "cpu":
             for live in self.inner.lives:
@@ -93,7 +111,7 @@ class Span:
                     live.touch_memory()
 
     def draw(self) -> None:
-        """Gives fragments that still have no weights their initial ones. To be called before anything reads them."""
+        """Sample initial weights for fragments without weights. Call this before anything reads the weights."""
         if not self._undrawn:
             return
         lives, first, last = self.inner.lives, self.fragments[0].first, self.fragments[-1].last
@@ -103,36 +121,37 @@ class Span:
                 live.draw(layers, first)
                 live.touch("theta")
         self.gossip.hold([live for live in lives if live.fragment.index not in self._undrawn])
-        self.gossip.hold(lives)  # the slow weights of the others begin with the initial weights
+        self.gossip.hold(lives)  # add all fragments again, now with gossip state made from their new weights
         self._undrawn.clear()
 
     @property
     def model_layers(self) -> int:
+        """The number of layers of the whole model."""
         return self.cuts[-1].last
 
     @property
     def share(self) -> float:
-        """The part of the model's parameters that this span has."""
+        """The share of the model's parameters in this span, from 0 to 1."""
         return share(self.cuts, self.fragments[0].first, self.fragments[-1].last)
 
     @property
     def stages(self) -> StageRunner:
-        """The layers at work for routes. A peer that also steps by itself has no sums for them before the first use."""
+        """The executor of routed micro-batches. With the whole model, the first use allocates gradient sums."""
         if self._stages is None:
             self._stages = self._at_work(alone=False)
         return self._stages
 
     def clear_sums(self) -> None:
-        """Empties the sums of gradients: they belong to other weights, or are what measuring the device has left."""
+        """Discard the gradients summed so far, because they are those of older weights or of a speed measurement."""
         if self._stages is not None:
             self._stages.sums.clear()
 
     def forms(self, layer: int, sequences: int) -> ActivationForms:
-        """Of a micro-batch that enters this layer."""
+        """Return the layouts in which a micro-batch may enter `layer`, and in which its gradient may be sent back."""
         return self.activations.forms(layer, sequences)
 
     def all_state_layouts(self) -> tuple[Layout, ...]:
-        """The layout of every fragment's state as a newcomer gets it, of the whole model."""
+        """Return, for each fragment of the whole model, the layout of the state that peers send to each other."""
         return tuple(self.gossip.state_layout(cut.parameters) for cut in self.cuts)
 
     def _at_work(self, alone: bool) -> StageRunner:
@@ -140,49 +159,68 @@ class Span:
 
 
 def _gaps(layers: Mapping[int, nn.Module], first: int, last: int) -> list[tuple[int, int]]:
-    """The stretches [begin, end) of [first, last) that are not among these layers."""
+    """Return the ranges [begin, end) of layers within [first, last) that are missing in `layers`."""
     missing = [at for at in range(first, last) if at not in layers]
     begins = [at for at in missing if at - 1 not in missing]
     return [(begin, next(at for at in range(begin, last + 1) if at not in missing)) for begin in begins]
 
 
 RetainedState = tuple[int, Layout, bytes]
-"""The state of a fragment that was given up: the learning-rate step, its sections, and the blob."""
+"""The state of a fragment that the peer gave up: its learning-rate step, the layout of the state, and its blob."""
 
 
 class RetainedStore(Protocol):
-    """The states of fragments that a peer has given up, on its disk: engine/checkpoint.py."""
+    """Interface of the store for states of fragments that the peer no longer holds.
+
+    `RetainedStateStore` writes them to files; the simulator's `SurrogateDisk` has them in memory.
+    """
 
     def write(self, state: jobs.Donated, step: int) -> None:
-        """Raises OSError and leaves the old state."""
+        """Replace the stored state of a fragment. If the disk fails, keep the stored state and raise OSError."""
 
-    def read(self, fragment: int) -> RetainedState | None: ...
+    def read(self, fragment: int) -> RetainedState | None:
+        """Return the retained state of a fragment; None if the store has no readable state of the fragment."""
 
-    def forget(self, fragments: Iterable[int]) -> None: ...
+    def forget(self, fragments: Iterable[int]) -> None:
+        """Delete the retained states of these fragments."""
 
-    def steps(self, fragments: Iterable[int]) -> jobs.RetainedStates: ...
+    def steps(self, fragments: Iterable[int]) -> jobs.RetainedStates:
+        """Return (fragment, learning-rate step) for each of `fragments` that has a retained state."""
 
 
 class HeldSpan(Protocol):
-    """The fragments that a peer holds, and their gossip: a Span, or the simulator's."""
+    """Interface of the fragments that a peer holds; `Span` and the simulator's `SurrogateSpan` implement it."""
 
-    cuts: tuple[Fragment, ...]  # of the whole model
-    fragments: list[Fragment]  # the held ones
+    cuts: tuple[Fragment, ...]
+    fragments: list[Fragment]
     gossip: FragmentGossip
 
     def hold(self, first: int, last: int, drawn: bool = True) -> None:
-        """Holds layers [first, last): those that are here as they are, the others with their initial weights, or
-        without `drawn` with none until they are `given`."""
+        """Make [first, last) the held layers. New layers get initial weights if `drawn`, otherwise they get none."""
 
     def given(self, fragments: Iterable[int]) -> None:
-        """These fragments have got their weights."""
+        """Record that these fragments (indices) have weights from a checkpoint or a peer, and need no initial ones."""
 
     def all_state_layouts(self) -> tuple[Layout, ...]:
-        """The layout of every fragment's state as a newcomer gets it, of the whole model."""
+        """Return, for each fragment of the whole model, the layout of the state that peers send to each other."""
 
 
 def change_span(job: jobs.ChangeSpan, span: HeldSpan, retained: RetainedStore, counters: Counters) -> jobs.SpanChanged:
-    """Holds the job's layers from now on. No execution may be pending. An outcome that is not accepted says why."""
+    """Replace the held layers by the job's layers. No micro-batch may be waiting for its backward pass.
+
+    A new fragment gets the job's state; if the job has none, the state retained on disk; if the disk has none, initial
+    weights. Merges ignore the new fragment's next update, since its optimizer moments are fresh. States of fragments
+    that the peer no longer holds are written to the disk.
+
+    Args:
+        job: The new layers, with states of fragments from other peers.
+        span: The held fragments, changed in place.
+        retained: The store for states of fragments that the peer no longer holds.
+        counters: The peer's counters. If the job's learning-rate step is larger, it replaces the peer's.
+
+    Returns:
+        The outcome. If the change is refused, the outcome has the reason, and the peer still holds its old layers.
+    """
     held, layouts = span.fragments, dict(enumerate(span.all_state_layouts()))
     gained = [cut.index for cut in span.cuts if job.first <= cut.first < job.last and cut not in held]
     lost = [cut.index for cut in held if not job.first <= cut.first < job.last]
@@ -195,7 +233,7 @@ def change_span(job: jobs.ChangeSpan, span: HeldSpan, retained: RetainedStore, c
         for state in given_up:
             retained.write(state, counters.lr_step)
         span.hold(job.first, job.last, drawn=not states.keys() >= set(gained))
-    except (OSError, RuntimeError, StartWeightsError) as error:  # a full disk, a device out of memory
+    except (OSError, RuntimeError, StartWeightsError) as error:
         if span.fragments != held:
             span.hold(held[0].first, held[-1].last, drawn=False)
             span.gossip.start(unpacked(span.gossip.tools.codecs, given_up, layouts))
@@ -221,9 +259,10 @@ def _reason(error: Exception) -> Reason:
 def _states(
     job: jobs.ChangeSpan, gossip: FragmentGossip, retained: RetainedStore, gained: Mapping[int, Layout]
 ) -> dict[int, dict[str, Tensor]]:
-    """The states of gained fragments, from the job or else from the disk if they fit; others get their initial weights.
+    """Return the states of gained fragments by fragment and section, from the job or else from the disk.
 
-    `gained` has the layout of each. Raises ProtocolError if a state that came with the job is not as it should be.
+    The result omits fragments without a state. `gained` has the layout that each gained fragment's state must have.
+    Raises ProtocolError if a state in the job is not of a gained fragment, has another layout, or does not decode.
     """
     given = {fragment: (fragment, layout, blob) for fragment, layout, blob in job.blobs}
     for index, expected in gained.items():

@@ -1,15 +1,17 @@
-"""The executions of micro-batches in this peer's layers, and the optimizer's step on the gradients that they leave.
+"""Execute routed micro-batches in this peer's layers, and take optimizer steps with their gradients.
 
-    forward    decode what came, run the layers, keep the graph, encode what goes on
-    backward   decode the gradient that came back, run the graph backwards, encode the gradient of what came
-    seal       the sum of gradients so far is set apart; later ones go into a new sum
-    apply      the optimizer's step on each fragment with a sealed sum, divided by the tokens behind it
+A routed micro-batch passes through the layers of several peers, forward and backward. An execution is the part that one
+peer computes.
 
-Gradients are those of the sum of the tokens' losses, not of their mean: sums of micro-batches of any size then add up
-to the exact gradient of all their tokens, and each fragment divides by the tokens that it has seen itself. Tokens are
-those that are learned from: a micro-batch's targets say which, and travel with it.
+    forward    decode the input, run the layers, keep the graph, encode the output for the next peer
+    backward   decode the output's gradient, run the graph backwards, encode the input's gradient for the previous peer
+    seal       set the sum of gradients aside for a step; later gradients go into a new sum
+    apply      take each fragment's optimizer step with a sealed sum, divided by the sum's number of tokens
 
-Each fragment is clipped by itself to `clip_norm`: no peer knows the norm over layers that others hold.
+Start reading at `StageRunner.forward`. Gradients are those of the sum of the tokens' losses, not of the mean. So the
+gradients of micro-batches of any size can be added; each fragment then divides the sum by the number of tokens that
+passed through it. Masked targets, which the loss ignores, are not counted. The gradient of each fragment is clipped
+alone to `clip_norm`, since no peer knows the norm over the layers of other peers.
 
 Shapes: B sequences, T positions, D width, V vocabulary.
 """
@@ -35,32 +37,37 @@ from decentral.model import decoder
 
 @dataclass(slots=True)
 class PendingBackward:
-    """An execution of layers [first, last), with what its backward pass needs."""
+    """A micro-batch after its forward pass through layers [first, last), with the tensors for its backward pass."""
 
     first: int
     last: int
-    tokens: int  # that are trained
-    input_BTD: Tensor | None  # the leaf whose gradient goes to the stage before; None at layer 0, which tokens enter
-    output_BTD: Tensor  # at the model's end what enters its last layer
-    ahead: WeightsAhead | None = None  # what it is computed with, where steps do not wait for its backward pass
+    tokens: int  # tokens of the micro-batch that count for the loss
+    input_BTD: Tensor | None  # None at layer 0; else the gradient of this goes to the previous peer
+    output_BTD: Tensor  # the output for the next peer, or the last layer's input at the end of the model
+    ahead: WeightsAhead | None = None  # with `routes.overlap`, both passes use these predicted weights
 
 
 class GradientSums:
-    """Sums of gradients, a vector [n] for each fragment: the one that is being filled, and sealed ones by slot.
-
-    `alone`: nothing else uses the lives' gradients, so the filled sums are these.
-    """
+    """Sums of gradients, with one vector [n] per fragment: an open sum, which grows, and slots for sealed sums."""
 
     def __init__(self, lives: Sequence[Live], slots: int, alone: bool) -> None:
+        """Allocate the sums, all zero.
+
+        Args:
+            lives: The fragments.
+            slots: Number of sealed sums that may wait at the same time.
+            alone: True: use the fragments' own gradients (`Live.grad`) as the open sum. False: allocate separate
+                vectors for the open sum, because other training uses `Live.grad`.
+        """
         wide = torch.float32
         self.filled = [live.grad if alone else torch.zeros_like(live.grad, dtype=wide) for live in lives]
         self.filled_tokens = [0] * len(lives)
         self.sealed = [[torch.zeros_like(live.grad, dtype=wide) for live in lives] for _ in range(slots)]
         self.sealed_tokens = [[0] * len(lives) for _ in range(slots)]
-        self.executions: list[int] = []  # tokens of those whose gradients are being filled in
+        self.executions: list[int] = []  # ids (`token` of the jobs) of the executions in the sum that is being filled
 
     def seal(self, slot: int) -> tuple[int, ...]:
-        """Moves the filled sum into this slot; gives the executions that are in it."""
+        """Move the open sum into a slot, set the open sum to zero, and return the ids of the executions in the slot."""
         for filled, sealed in zip(self.filled, self.sealed[slot], strict=True):
             sealed.copy_(filled)
         self.sealed_tokens[slot] = self.filled_tokens
@@ -69,17 +76,14 @@ class GradientSums:
         return executions
 
     def clear(self) -> None:
-        """Empties the filled sum."""
+        """Set the open sum to zero, and forget its executions and tokens."""
         for filled in self.filled:
             filled.zero_()
         self.filled_tokens, self.executions = [0] * len(self.filled), []
 
 
 class StageRunner:
-    """Consecutive layers at work for routes. Not thread-safe: the training thread owns it.
-
-    `alone`: the peer takes no steps but those of routes, so that the gradients of its live weights may be the sums.
-    """
+    """The executor of routed micro-batches in a peer's layers. Only the training thread may use it."""
 
     def __init__(
         self,
@@ -90,17 +94,35 @@ class StageRunner:
         device: Device,
         alone: bool,
     ) -> None:
+        """Set up the sums of gradients.
+
+        Args:
+            run: The run's config.
+            layers: The peer's layers.
+            lives: The fragments of these layers.
+            activations: Encoder and decoder of hidden states and their gradients.
+            device: The device on which to compute.
+            alone: Whether this peer takes steps only with gradients of routed micro-batches. If True, the fragments'
+                own gradients are the open sum, unless they are bf16.
+        """
         self.run, self.lives, self.activations, self.device = run, lives, activations, device
-        self.start, self.end = lives[0].fragment.first, len(activations.widths)  # `end`: of the model
+        # Layers are numbered: this peer's first layer is `start`, and the model ends before layer `end`.
+        self.start, self.end = lives[0].fragment.first, len(activations.widths)
         self.layers = decoder.recomputed(run, layers, self.start)
-        self.alone = alone and run.train.weights == "float32"  # many micro-batches do not add up in bf16
+        self.alone = alone and run.train.weights == "float32"  # bf16 is too coarse to add up many gradients
         self.pending: dict[int, PendingBackward] = {}
         self.sums = GradientSums(lives, run.routes.slots, self.alone)
         self.ahead = LookAhead(lives) if self.alone and run.routes.overlap else None
         self._parameters = max(1, sum(decoder.parameters(run.model)))
 
     def draw(self, job: jobs.Draw, number: int, batch: tuple[Tensor, Tensor]) -> jobs.Outcome:
-        """Runs inputs_BT and targets_BT of our own data, its micro-batch `number`, from layer 0 on."""
+        """Run a micro-batch of this peer's data forward; if the job ends at the model's last layer, also backward.
+
+        Args:
+            job: The job, with the execution's id.
+            number: The name by which other peers know the micro-batch (`MicroBatchNames`); copied to the outcome.
+            batch: inputs_BT and targets_BT.
+        """
         inputs_BT, targets_BT = batch
         began = time.perf_counter()
         tokens = decoder.trained_tokens(targets_BT)
@@ -108,7 +130,7 @@ class StageRunner:
         return self._forwarded(job, execution, targets_BT, began, number)
 
     def forward(self, job: jobs.Forward) -> jobs.Outcome:
-        """Runs another peer's micro-batch. At the model's end the loss and the backward pass follow at once."""
+        """Run another peer's micro-batch forward; if the job ends at the model's last layer, also run it backward."""
         began = time.perf_counter()
         try:
             hidden_BTD, targets_BT = self.activations.unpack(job)
@@ -120,7 +142,11 @@ class StageRunner:
         return self._forwarded(job, execution, targets_BT, began)
 
     def backward(self, job: jobs.Backward) -> jobs.Outcome:
-        """The blob is the gradient of the output that `forward` or `draw` gave."""
+        """Run the backward pass of an execution, given the encoded gradient of its output.
+
+        Returns:
+            BackwardDone; ExecutionFailed if no such execution is pending, or the gradient does not decode.
+        """
         began = time.perf_counter()
         execution = self.pending.get(job.token)
         if execution is None:
@@ -136,13 +162,16 @@ class StageRunner:
         return done
 
     def forget(self, tokens: Sequence[int]) -> jobs.Forgotten:
-        """Lets go of what is held for these executions' backward passes."""
+        """Free the autograd graphs of the executions with these ids: no backward pass will be requested for them."""
         for token in tokens:
             self.pending.pop(token, None)
         return jobs.Forgotten()
 
     def compare(self, job: jobs.Compare) -> jobs.Compared:
-        """What does not decode is like nothing."""
+        """Compare the job's newest gradient with each of its older gradients, by cosine and ratio of norms.
+
+        A gradient that cannot be decoded is UNLIKE every other gradient.
+        """
         *others, newest = (self._decoded(job, layout, blob) for layout, blob in job.gradients)
         return jobs.Compared(job.token, tuple(likeness(newest, other) for other in others))
 
@@ -155,16 +184,26 @@ class StageRunner:
             return None
 
     def seal(self, slot: int) -> jobs.Sealed:
-        """The sum is sound if `apply` will take its step in every fragment: what is counted is in the weights."""
+        """Move the open sum of gradients into a slot; the outcome says whether all its gradients are finite."""
         sound = all(has_finite_norm(filled) for filled in self.sums.filled)
         return jobs.Sealed(self.sums.seal(slot), slot, sound)
 
     def drop(self, slot: int) -> jobs.Forgotten:
+        """Discard the sum of gradients that waits in this slot for its optimizer step."""
         self.sums.sealed_tokens[slot] = [0] * len(self.lives)
         return jobs.Forgotten()
 
     def apply(self, lr_step: int, slot: int) -> jobs.AppliedTokens:
-        """The optimizer's step on each fragment, with the mean gradient of what is sealed there."""
+        """Take each fragment's optimizer step with the mean gradient of the sealed sum in a slot; empty the slot.
+
+        Args:
+            lr_step: The swarm's learning-rate step.
+            slot: The slot of the sealed sum.
+
+        Returns:
+            (first layer, layer after the last, tokens) of each fragment that stepped. A fragment without tokens, or
+            with a gradient that is not finite, takes no step.
+        """
         sums = self.sums
         applied: list[tuple[int, int, int]] = []
         for index, live in enumerate(self.lives):
@@ -178,12 +217,12 @@ class StageRunner:
     def _through(
         self, entering: Tensor, input_BTD: Tensor | None, tokens: int, layers: tuple[int, int]
     ) -> PendingBackward:
-        """`entering`: tokens_BT at layer 0, else hidden_BTD. The model's last layer is left to its loss."""
+        """Run layers forward, except the model's last, which runs with the loss. `entering`: tokens or hidden_BTD."""
         first, last = layers
         if first > 0:
             entering = entering.to(self.lives[0].theta.dtype)
         execution = PendingBackward(first, last, tokens, input_BTD, entering)
-        if self.ahead and last < self.end:  # at the model's end the backward pass follows at once
+        if self.ahead and last < self.end:  # at the model's end, the backward pass follows at once
             execution.ahead = self.ahead.weights(first, last)
         with self._computing(execution), self.device.autocast():
             for layer in self.layers[first - self.start : min(last, self.end - 1) - self.start]:
@@ -191,7 +230,7 @@ class StageRunner:
         return execution
 
     def _computing(self, execution: PendingBackward) -> AbstractContextManager[None]:
-        """Within it the layers compute with the execution's weights."""
+        """Return the context in which the layers compute with the execution's predicted weights, if there are any."""
         if self.ahead is None or execution.ahead is None:
             return nullcontext()
         return self.ahead.at(execution.ahead)
@@ -204,7 +243,7 @@ class StageRunner:
         began: float,
         number: int = 0,
     ) -> jobs.Outcome:
-        """The output and the targets for the next stage; at the model's end the loss, and the way back from it."""
+        """Return ForwardDone; at the model's end, run the backward pass too, and return BackwardDone instead."""
         if execution.last == self.end:
             targets_BT = targets_BT.to(self.device.device)
             with self.device.autocast():
@@ -222,7 +261,10 @@ class StageRunner:
         return jobs.ForwardDone(job.token, number, len(targets_BT), execution.tokens, layout, blob)
 
     def _accumulate(self, token: int, execution: PendingBackward, root: Tensor, gradient: Tensor | None) -> None:
-        """Runs the graph backwards from `root`, whose gradient this is, and adds what it leaves to the sums."""
+        """Run an execution's backward pass from `root`, and add the result to the open sum.
+
+        `token` is the execution's id; `gradient` is the gradient of `root`, or None if `root` is the loss.
+        """
         if not self.alone:
             for live in self.lives:
                 live.grad.zero_()
@@ -240,7 +282,7 @@ class StageRunner:
     def _backed(
         self, job: jobs.Draw | jobs.Forward | jobs.Backward, execution: PendingBackward, loss: float
     ) -> jobs.BackwardDone:
-        """The gradient of the input, for the stage before."""
+        """Return the outcome of a backward pass, with the encoded gradient of the input for the previous peer."""
         if execution.input_BTD is None:
             return jobs.BackwardDone(job.token, execution.tokens, loss, (), b"")
         assert execution.input_BTD.grad is not None
@@ -248,7 +290,7 @@ class StageRunner:
         return jobs.BackwardDone(job.token, execution.tokens, loss, layout, blob)
 
     def _slow_down(self, execution: PendingBackward, began: float, part: float) -> None:
-        """`part`: of the computing of this micro-batch in these layers."""
+        """Sleep to imitate a slower device. `part`: share of the forward and backward pass that was computed."""
         fragments = (live.fragment for live in self.lives)
         inside = sum(one.parameters for one in fragments if execution.first <= one.first < execution.last)
         slow_down(self.device, time.perf_counter() - began, inside / self._parameters * part)

@@ -1,6 +1,6 @@
-"""One training step: fetch, forward, backward, step, report. Nothing here knows that there is a network.
+"""One training step: fetch, forward, backward, step, report. Nothing here depends on the network.
 
-`train_step` takes it; `Counters` count what a peer has done so far, and what its training thread has spent its time on.
+Start reading at `train_step`. `Counters` counts a peer's steps and tokens, and the time of its training thread.
 """
 
 import time
@@ -19,46 +19,52 @@ from decentral.engine.fragment import Inner, rate_at
 from decentral.model import decoder
 
 Fetch = Callable[[], tuple[Tensor, Tensor]]
-"""Gives the next micro-batch: inputs_BT and targets_BT."""
+"""Returns the next micro-batch: inputs_BT and targets_BT."""
 
 
 class TimeAccount:
-    """Every second between two calls goes to one kind, so nothing is counted twice and nothing is left out."""
+    """An account of a thread's time, in which every second counts for exactly one kind of work."""
 
     def __init__(self, clock: Callable[[], Seconds] = time.perf_counter) -> None:
+        """Start to count time now. `clock`: returns the time in seconds."""
         self._clock = clock
         self._since = clock()
         self._seconds = dict.fromkeys(KINDS, 0.0)
 
     def spent_on(self, kind: str) -> None:
-        """The time since the last call went into this."""
+        """Add the time since the last call of this method to a kind of work, one of KINDS."""
         now = self._clock()
         self._seconds[kind] += now - self._since
         self._since = now
 
     def take(self, beside: Seconds = 0.0) -> TimeSpent:
-        """What was spent since this was last taken."""
+        """Return the seconds of each kind of work since the last call; `beside` is the worker thread's seconds."""
         taken, self._seconds = self._seconds, dict.fromkeys(KINDS, 0.0)
         return TimeSpent.by_kind({**taken, "beside": beside})
 
 
 @dataclass(slots=True)
 class Counters:
-    """A checkpoint keeps all of these but `time`."""
+    """The counters of a peer's training. A checkpoint stores all but `time`."""
 
-    own_steps: int = 0  # inner steps that this peer has taken
-    lr_step: int = 0  # the swarm's learning-rate step, as far as this peer knows it
+    own_steps: int = 0
+    lr_step: int = 0  # this peer's estimate of how many steps the swarm has taken, which sets the learning rate
     tokens: int = 0
     micro_batches: int = 0  # the number of this peer's next micro-batch
-    versions: dict[int, bytes] = field(default_factory=dict)  # by fragment, in synchronous runs: comm/rounds
+    versions: dict[int, bytes] = field(default_factory=dict)  # fragment -> version of its weights, in synchronous runs
     time: TimeAccount = field(default_factory=TimeAccount, compare=False)
 
     def stepped(
         self, tokens: int, loss: float, micro_batches: int, steps: int = 1, beside_s: Seconds = 0.0
     ) -> jobs.Stepped:
-        """Counts so many steps, taken with so many tokens, and reports them with the time that they took.
+        """Add steps to the counters, `lr_step` included, and return their report with the time since the last report.
 
-        `beside_s`: processor time of the worker since it was last reported.
+        Args:
+            tokens: Tokens trained in these steps.
+            loss: Mean loss in nats per token.
+            micro_batches: Micro-batches trained in these steps.
+            steps: Number of steps.
+            beside_s: Processor time of the worker since the last report.
         """
         self.own_steps += steps
         self.lr_step += steps
@@ -67,67 +73,76 @@ class Counters:
         return jobs.Stepped(self.own_steps, self.lr_step, tokens, loss, spent, micro_batches)
 
     def follow(self, lr_step: int, exactly: bool = False) -> None:
-        """Take over the swarm's learning-rate step where it is ahead of ours; `exactly`, in any case.
+        """Set this peer's learning-rate step to the swarm's if the swarm's is larger.
 
-        In a synchronous run it is exact, because there the steps of all peers are equal.
+        Args:
+            lr_step: The swarm's step.
+            exactly: Set it even if the swarm's is smaller, as in synchronous runs, where all peers have the same step.
         """
         self.lr_step = lr_step if exactly else max(self.lr_step, lr_step)
 
 
 class ModelForward(Protocol):
-    """A model's layers as one function."""
+    """Interface of a model's layers as one function; `Chain` and `AveragedForward` implement it."""
 
     def __call__(self, tokens_BT: Tensor, /) -> Tensor:
-        """logits_BTV"""
+        """Return logits_BTV."""
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, /) -> Tensor:
-        """Mean cross-entropy in nats per token, a scalar."""
+        """Return the mean cross-entropy in nats per token, a scalar."""
 
 
 class Replica(Protocol):
-    """The whole model at work: its layers, their optimizer, and both as one function. engine/span.py has one."""
+    """Interface of the whole model on one device, and its optimizer; `Span` and `Follower` implement it."""
 
     @property
-    def run(self) -> config.Config: ...
+    def run(self) -> config.Config:
+        """The run's config."""
 
     @property
-    def layers(self) -> Sequence[nn.Module]: ...
+    def layers(self) -> Sequence[nn.Module]:
+        """All layers of the model."""
 
     @property
-    def inner(self) -> Inner: ...
+    def inner(self) -> Inner:
+        """The optimizer of all fragments."""
 
     @property
-    def forward(self) -> ModelForward: ...
+    def forward(self) -> ModelForward:
+        """The layers as one function."""
 
 
 class Ranks(Protocol):
-    """The processes that take each step of a peer together: those of an island (engine/island.py), or one alone."""
+    """Interface to the processes that train one peer together: the ranks of an `Island`, or one process (`Alone`)."""
 
     rank: int
     size: int
 
     def begin(self, replica: Replica, counters: Counters, measuring: bool = False) -> ModelForward:
-        """Begins a step on all ranks. Gives the layers as the function with which it is to be taken."""
+        """Begin a step, or a measurement, on all ranks, and return the model as a function."""
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        """Around a micro-batch's passes. After those of a step's last one the gradients are the mean of all ranks'."""
+        """Return the context for a micro-batch's passes. Gradients are averaged over ranks only if `last` is True."""
 
     def end(self, figure: Tensor) -> Tensor:
-        """Ends the step. Gives the mean of this scalar over all ranks."""
+        """End the step or measurement; return the mean of `figure`, a scalar such as the loss, over all ranks."""
 
 
 class Alone:
-    """The Ranks of a peer with one device."""
+    """The `Ranks` of a peer with one device, which has only one process."""
 
     rank, size = 0, 1
 
     def begin(self, replica: Replica, counters: Counters, measuring: bool = False) -> ModelForward:
+        """Return `replica.forward`; there are no other ranks to prepare."""
         return replica.forward
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        """Return a context that does nothing."""
         return nullcontext()
 
     def end(self, figure: Tensor) -> Tensor:
+        """Return the figure unchanged."""
         return figure
 
 
@@ -136,30 +151,30 @@ ALONE = Alone()
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device on which a peer computes, its arithmetic, and how much slower than it is the device shall seem.
-
-    In an island it is one rank's; `ranks` leads to the others.
-    """
+    """The device on which a peer or one of its ranks computes, its dtype, and how it imitates a slower device."""
 
     device: torch.device
     dtype: torch.dtype
-    throttle: float = 1.0  # computing takes this many times as long
-    emulated_s: float = 0.0  # a micro-batch takes at least this long
+    throttle: float = 1.0  # computing is slowed down by this factor
+    emulated_s: float = 0.0  # a micro-batch through the whole model is made to take at least this long
     ranks: Ranks = field(default=ALONE, repr=False, compare=False)
 
     def autocast(self) -> torch.autocast:
+        """Return the context in which torch computes products in `dtype`."""
         mixed = self.dtype != torch.float32
         return torch.autocast(self.device.type, dtype=self.dtype if mixed else torch.bfloat16, enabled=mixed)
 
     def sent(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return this batch on the device. The host goes on while it is copied to a GPU, from pinned memory."""
+        """Return a copy of a micro-batch on the device. With a GPU, the host does not wait for the copy."""
         inputs_BT, targets_BT = (one.pin_memory() for one in batch) if self.device.type == "cuda" else batch
         return inputs_BT.to(self.device, non_blocking=True), targets_BT.to(self.device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    loss: float
+    """The result of one `train_step`. If the gradient was not finite, tokens and micro-batches are 0."""
+
+    loss: float  # in nats per token
     tokens: int
     micro_batches: int
 
@@ -167,13 +182,19 @@ class StepReport:
 def train_step(
     forward: ModelForward, fetch: Fetch, inner: Inner, lr_step: int, train: config.TrainConfig, device: Device
 ) -> StepReport:
-    """One inner step with the gradient of `train.accumulate` micro-batches' mean loss of a token.
+    """Take one inner step with the gradient of the mean loss over `train.accumulate` micro-batches.
 
-    One that is not finite is dropped, and the report counts nothing: what is counted is in the weights.
+    A step whose gradient is not finite changes no weights, and its report counts no tokens. Each rank of an island
+    takes `train.accumulate` micro-batches. The report counts the micro-batches of all ranks; its number of tokens is
+    this rank's tokens times the number of ranks.
 
-    `lr_step` is the swarm's step, from which the learning rate follows. The loss is the mean over the trained tokens.
-    Each rank of an island takes as many micro-batches, and the report is of all of them, as if each rank's had as many
-    trained tokens as this one's.
+    Args:
+        forward: The model, as `Ranks.begin` returns it.
+        fetch: Returns the next micro-batch.
+        inner: The optimizer of the model's fragments.
+        lr_step: The swarm's learning-rate step.
+        train: The section `train` of the config.
+        device: The device on which to compute.
     """
     ranks, began = device.ranks, time.perf_counter()
     inner.zero_grad()
@@ -190,7 +211,7 @@ def train_step(
         losses.append(part.detach())
         slow_down(device, time.perf_counter() - began)
         began = time.perf_counter()
-    loss_sum = torch.stack(losses).sum().to("cpu", non_blocking=True)  # it has arrived when `clip` returns
+    loss_sum = torch.stack(losses).sum().to("cpu", non_blocking=True)  # complete after `clip`, which waits for the GPU
     counts = bool(torch.isfinite(inner.clip()))
     if counts:
         inner.step(rate_at(train, lr_step, inner.steps), tokens)
@@ -199,12 +220,13 @@ def train_step(
 
 
 def held_out_loss(forward: ModelForward, batch: tuple[Tensor, Tensor], device: Device, at_once: int) -> float:
-    """Mean loss in nats per token over the held-out inputs_BT and targets_BT, `at_once` sequences at a time."""
+    """Return the mean loss in nats per token of a held-out batch, computed for `at_once` sequences at a time."""
     parts = [held_out_part(forward, part, device) for part in parts_of(batch, at_once)]
     return sum(parts) / decoder.trained_tokens(batch[1])
 
 
 def parts_of(batch: tuple[Tensor, Tensor], at_once: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield a batch in parts of at most `at_once` sequences."""
     inputs_BT, targets_BT = batch
     for start in range(0, len(inputs_BT), at_once):
         yield inputs_BT[start : start + at_once], targets_BT[start : start + at_once]
@@ -212,7 +234,7 @@ def parts_of(batch: tuple[Tensor, Tensor], at_once: int) -> Iterator[tuple[Tenso
 
 @torch.no_grad()
 def held_out_part(forward: ModelForward, part: tuple[Tensor, Tensor], device: Device) -> float:
-    """The sum of the losses of these sequences' tokens, in nats."""
+    """Return the sum of the losses of all targets that are not MASKED, in nats, without computing gradients."""
     with device.autocast():
         inputs_BT, targets_BT = device.sent(part)
         loss = forward.loss(inputs_BT, targets_BT)
@@ -220,15 +242,23 @@ def held_out_part(forward: ModelForward, part: tuple[Tensor, Tensor], device: De
 
 
 class Chain:
-    """Layers [first, ...) of a model one after another, as one function; with a run they save memory as it says.
+    """Consecutive layers of a model as one function; it implements `ModelForward`.
 
-    Where `first` is not the first layer this only serves to measure the device: zeros stand for the hidden values that
-    would enter. Where the layers end before the model, their output stands for logits.
+    It can train only the whole model. A part of the model serves only to measure the device's speed: if the part lacks
+    the first layer, the input is zeros; if it lacks the head, the output is hidden states, not logits.
     """
 
     def __init__(
         self, layers: Sequence[nn.Module], compiled: bool = False, run: config.Config | None = None, first: int = 0
     ) -> None:
+        """Make one function of the layers.
+
+        Args:
+            layers: Consecutive layers of the model.
+            compiled: Whether to use torch.compile.
+            run: The run's config, which may ask to recompute activations to save memory; None: activations are kept.
+            first: Index of the first of these layers in the model.
+        """
         ends = run is not None and first + len(layers) == len(decoder.parameters(run.model))
         self.run = run if ends else None
         self.dtype = torch.float32 if run is None else getattr(torch, run.train.weights)
@@ -239,15 +269,17 @@ class Chain:
         self.head: Callable[[Tensor], Tensor] = torch.compile(head) if compiled else head
 
     def __call__(self, tokens_BT: Tensor) -> Tensor:
+        """Return logits_BTV, or the last layer's hidden_BTD if the layers end before the model's head."""
         return self.head(self._hidden(tokens_BT))
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Return the mean cross-entropy in nats per token, a scalar."""
         if self.run is None:
             return decoder.loss_of(self(tokens_BT), targets_BT)
         return decoder.last_loss(self.run, self.head, self._hidden(tokens_BT), targets_BT)
 
     def _hidden(self, tokens_BT: Tensor) -> Tensor:
-        """What enters the last layer."""
+        """Return the last layer's input, hidden_BTD."""
         if not self.entering:
             return self.trunk(tokens_BT)
         zeros_BTD = torch.zeros((*tokens_BT.shape, self.entering), device=tokens_BT.device, dtype=self.dtype)
@@ -255,9 +287,14 @@ class Chain:
 
 
 def slow_down(device: Device, took_s: float, share: float = 1.0) -> None:
-    """Sleeps as throttling and emulation ask for, so that several slow peers can share one machine.
+    """Sleep until the computation has taken as long as on the throttled or emulated device.
 
-    `share`: what part of one micro-batch through the whole model was computed in `took_s`.
+    With this, several slow peers can share one fast machine.
+
+    Args:
+        device: The device, with `throttle` and `emulated_s`.
+        took_s: Seconds that the computation took.
+        share: The computed share of one micro-batch through the whole model.
     """
     goal_s = max(took_s, device.emulated_s * share) * device.throttle
     if goal_s > took_s:

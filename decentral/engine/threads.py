@@ -1,14 +1,13 @@
-"""How a job is done while training goes on: in phases, each on one of two threads.
+"""Carry out jobs while training goes on. A job runs in phases, each on one of two threads.
 
-    EDGE    on the training thread, between two steps: it may read and change live weights, and should be short
-    BESIDE  on the worker, while the training thread goes on: it may only touch what nobody trains
-    HELD    on the training thread while the worker waits: what both of them own may change together
+    EDGE    on the training thread, between two steps: may read and change live weights, and should be short
+    BESIDE  on the worker thread, while training goes on: may only touch data that training does not use
+    HELD    on the training thread while the worker waits: may change data that both threads use
 
-A job's program is a generator. It yields the phase in which it wants to go on, and returns the job's outcome. So a job
-reads from top to bottom whichever threads carry it out, and without threads its phases follow one another: tests and
-the simulator do it so. Jobs that begin beside training begin in the order in which they were given, and so do those
-that begin at an edge. Jobs of the same fragment are done one after another, all phases of one before the first of the
-next: a copy of weights that one has taken is of no use to it any more, once another has corrected them.
+A job's program is a generator. It yields the phase in which it wants to continue, and returns the job's outcome. So a
+job's code reads from top to bottom, whichever thread runs each phase; tests and the simulator run all phases on one
+thread (`finish`). Jobs that begin in the same phase begin in the order in which they were submitted. Jobs of the same
+fragment run one after another; otherwise a merge could change the weights while another job uses an older copy.
 """
 
 import queue
@@ -24,17 +23,19 @@ from decentral.core.units import Seconds
 
 
 class Phase(Enum):
+    """The thread on which a part of a job runs, and the data that it may change (see the module's docstring)."""
+
     EDGE = auto()
     BESIDE = auto()
     HELD = auto()
 
 
 Program = Generator[Phase, None, jobs.Outcome]
-"""A job under way: every program yields the phase of its beginning before it does anything."""
+"""The code of a job, which yields the phase of its next part. The first yield, before any work, is its first phase."""
 
 
 def finish(program: Program) -> jobs.Outcome:
-    """All phases of a program, one after another on the calling thread."""
+    """Run all phases of a program on the calling thread, and return the job's outcome."""
     while True:
         try:
             next(program)
@@ -45,39 +46,44 @@ def finish(program: Program) -> jobs.Outcome:
 
 @dataclass(slots=True)
 class Task:
-    """A job under way, and the phase in which it goes on; None: it is over."""
+    """State of a job that was submitted: its program, and how far the program has run."""
 
     job: jobs.Job
     program: Program
     phase: Phase | None
-    cost_s: Seconds = 0.0  # of the training thread, and processor time of the worker
-    released: Event = field(default_factory=Event)  # the training thread is done with a HELD phase
+    cost_s: Seconds = 0.0
+    released: Event = field(default_factory=Event)  # set when the training thread has finished a HELD phase
 
 
 Failure = jobs.JobFailed | jobs.SaveFailed
 
 
 class JobThreads:
-    """Two queues of tasks: one for the training thread, which takes them at step edges, and one for the worker."""
+    """The two queues of tasks: one for the training thread, which does tasks between steps, and one for the worker."""
 
     def __init__(
         self, program_of: Callable[[jobs.Job], Program], failure_of: Callable[[jobs.Job, Exception], Failure]
     ) -> None:
-        """`failure_of` turns an error that a peer can go on after into an outcome, and raises any other again."""
+        """Begin with empty queues.
+
+        Args:
+            program_of: Returns the program of a job.
+            failure_of: Returns the outcome for an expected error of a job, and raises any other error again.
+        """
         self._program_of, self._failure_of = program_of, failure_of
         self._edge: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._beside: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._later: list[Task] = []  # tasks that have had a phase at this edge and want another at the next one
+        self._later: list[Task] = []  # tasks whose next EDGE phase must wait until another step was taken
         self._lock = Lock()
         self._unfinished = 0
-        self._behind: dict[int, deque[Task]] = {}  # the jobs that wait for one of the same fragment, by fragment
-        self._bug: Exception | None = None  # of the worker
-        self._beside_s: Seconds = 0.0
+        self._behind: dict[int, deque[Task]] = {}  # by fragment: tasks that wait for an unfinished task of the fragment
+        self._bug: Exception | None = None
+        self._beside_s: Seconds = 0.0  # processor time of the worker thread since the last `take_beside_s`
         self.report: Callable[[jobs.Outcome], None] = lambda outcome: None
-        self.finishing = False  # no further job comes, and no further step is taken
+        self.finishing = False  # after Finish was submitted, no more jobs come and no more steps are taken
 
     def submit(self, job: jobs.Job) -> None:
-        """Begins a job. Any thread may call it; after Finish, none does."""
+        """Queue a job after all unfinished jobs of its fragment. Any thread may call this until Finish is submitted."""
         if isinstance(job, jobs.Finish):
             self.finishing = True
         else:
@@ -91,9 +97,14 @@ class JobThreads:
         self._end_if_done()
 
     def at_edge(self, wait: bool) -> Task | None:
-        """The next task of the training thread, or None if there is none; with `wait`, if there will never be one.
+        """Return the next task for the training thread, or None.
 
-        Without steps there is one long edge. Raises what the worker has raised.
+        Args:
+            wait: True: training takes no step now, so wait for a task; the result None means that all jobs are done.
+                False: do not wait; the result None means that no task is ready.
+
+        Raises:
+            Exception: The unexpected error that ended the worker thread, if there was one.
         """
         if wait:
             self.begin_edge()
@@ -106,7 +117,7 @@ class JobThreads:
         return task
 
     def do_at_edge(self, task: Task) -> None:
-        """One phase of a task, on the training thread."""
+        """Run the present phase of a task on the calling training thread, and queue the task for its next phase."""
         held = task.phase is Phase.HELD
         try:
             self._go_on(task, time.perf_counter)
@@ -119,20 +130,23 @@ class JobThreads:
             self._queue(task)
 
     def begin_edge(self) -> None:
-        """A step was taken: what wanted another phase at an edge may have it."""
+        """Queue the tasks that have waited for a step to end. Call it after each step."""
         later, self._later = self._later, []
         for task in later:
             self._queue(task)
 
     def work_beside(self) -> None:
-        """The worker's life, until everything is done."""
+        """Run phases of tasks on the calling worker thread until Finish was submitted and all jobs are done.
+
+        An unexpected error ends the worker, and `at_edge` then raises it on the training thread.
+        """
         try:
             while (task := self._beside.get()) is not None:
                 if task.phase is Phase.HELD:
                     task.released.clear()
                     self._edge.put(task)
                     task.released.wait()
-                if task.phase is Phase.BESIDE:  # nothing else comes between a HELD phase and this
+                if task.phase is Phase.BESIDE:  # the HELD phase above may have changed it
                     self._go_on(task, time.thread_time)
                 self._queue(task)
         except Exception as bug:
@@ -140,7 +154,7 @@ class JobThreads:
             self._edge.put(None)
 
     def take_beside_s(self) -> Seconds:
-        """The worker's processor time since the last call."""
+        """Return the worker's processor time since the last call, in seconds."""
         with self._lock:
             taken, self._beside_s = self._beside_s, 0.0
         return taken
@@ -173,7 +187,7 @@ class JobThreads:
         self._end_if_done()
 
     def _is_first_of_its_fragment(self, task: Task) -> bool:
-        """Whether no job of the same fragment is under way; else the task waits for it."""
+        """Return whether the task may begin now. If its fragment has an unfinished task, let it wait for that task."""
         fragment = _fragment_of(task.job)
         if fragment in self._behind:
             self._behind[fragment].append(task)
@@ -197,7 +211,7 @@ class JobThreads:
 
     @property
     def done(self) -> bool:
-        """Whether Finish has come and no task is left."""
+        """Whether the job Finish was submitted and all jobs are done."""
         with self._lock:
             return self.finishing and not self._unfinished
 

@@ -1,1 +1,1 @@
-"""The model: its shape, its layers, its adapters, and folders of Hugging Face. `shape` and `families` know no torch."""
+"""The model: its shape, layers, adapters, and Hugging Face folders. `shape` and `families` do not import torch."""

@@ -1,6 +1,8 @@
-"""A folder that Hugging Face's peft loads over the model that a run with `model.lora` started from: adapters alone.
+"""Export the adapters of a run with `model.lora` as a folder that Hugging Face's peft loads.
 
-adapter_config.json  adapter_model.safetensors
+    adapter_config.json  adapter_model.safetensors
+
+peft adds the adapters to the model that the run started from; the folder does not contain that model.
 """
 
 import json
@@ -19,17 +21,23 @@ from decentral.model import decoder, families, huggingface
 from decentral.model.start_weights import ADAPTER, FUSED, WHOLE
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of a tensor's name: peft's wrapper, and within it transformers' model
+PREFIX = "base_model.model."
 
 
 def write(folder: Path, run: config.Config, layers: Sequence[nn.Module]) -> list[str]:
-    """Writes the folder and gives its files' names. The layers' frozen weights are not read.
+    """Write the adapters and their settings to a folder, and return the names of the files written.
 
-    Raises UserError if the run has no adapters, the folder has a whole model, or the disk refuses.
+    Args:
+        folder: The folder to write; created if it does not exist.
+        run: The run's config.
+        layers: All layers of the model; only their adapters are read.
+
+    Raises:
+        UserError: If the run has no adapters, the folder has files of a whole model, or a file cannot be written.
     """
     lora = run.model.lora
     if lora is None:
-        raise UserError("--format peft: this run trains all weights, no adapters; leave --format out")
+        raise UserError("--format peft: this run has no adapters, since it trains all weights; omit --format")
     huggingface.refuse_mixture(folder, (families.CONFIG_FILE, WHOLE, *huggingface.SHARDS))
     named = decoder.named_weights(layers, run.model.depth)
     weights = {PREFIX + name: one.detach().float().contiguous() for name, one in named.items() if ".lora_" in name}
@@ -57,10 +65,10 @@ def write(folder: Path, run: config.Config, layers: Sequence[nn.Module]) -> list
 
 
 def _fuse(weights: dict[str, Tensor], settings: JsonObject, model: config.ModelConfig) -> None:
-    """Fuse the adapters of matrices that the family stores as one, in place.
+    """Combine the adapters of matrices that the family's files store as one matrix; change `weights` and `settings`.
 
-    The factors A of n matrices stand one below the other, and the factors B on a diagonal: n times the rank, and the
-    same product.
+    The factors A of the n matrices are stacked, and their factors B become one block diagonal matrix. The combined
+    adapter has n times the rank, and its products equal those of the n adapters.
     """
     assert model.lora is not None
     settings |= {"rank_pattern": {}, "alpha_pattern": {}}

@@ -1,9 +1,9 @@
 """A Llama-style decoder, cut into layers: embedding, blocks, head.
 
 RMSNorm, rotary positions, SwiGLU, grouped-query attention (Touvron et al., arXiv 2307.09288). A layer is an
-`nn.Module` from one tensor to one tensor, and a model is a list of them, so a span is a slice of that list. The
-names inside a layer are those of Hugging Face's Llama; `named_weights` adds the prefix. Other families have the same
-names, and a few options more (model/families.py).
+`nn.Module` from one tensor to one tensor, and a model is a list of layers, so a peer's span is a slice of that list.
+The names inside a layer are those of Hugging Face's Llama; `named_weights` adds the prefix. Other families use the same
+names, and have a few more options (`Family`). Start reading at `build`.
 
 Shapes: B sequences, T positions, D width, H heads, K key-value heads, E channels of a head, V vocabulary, S positions
 that are attended to.
@@ -25,24 +25,33 @@ from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.model import lora, rotary, start_weights
 
-LOGITS_AT_ONCE = 1 << 25  # tokens times vocabulary; the loss of more is computed part by part
+LOGITS_AT_ONCE = 1 << 25  # the loss of a micro-batch with more logits (tokens times vocabulary) is computed in parts
 
 
 def build(
     model: config.ModelConfig, seed: int, first: int = 0, last: int | None = None, drawn: bool = True
 ) -> list[nn.Module]:
-    """Layers [first, last) with their initial weights, on the CPU, the same on every peer of a run, whatever its span.
+    """Return layers [first, last) with their initial weights, on the CPU.
 
-    The weights are those of the folder `model.from`, or else drawn; with `model.lora` they are frozen, and there is an
-    adapter beside each matrix that has one. For that, layers outside are built too, one at a
-    time, and let go, so that only one more layer's memory is needed (a user's own function returns all at once).
-    Without `drawn` what is trained of them is whatever the memory holds, for others will take its place.
+    The weights are read from the folder `model.from`, if there is one; otherwise they are sampled. With `model.lora`
+    these weights are frozen, and adapters are added. A peer also builds the layers that it does not hold, one at a
+    time, and drops them, so that all peers get the same weights for a layer. So memory needs room for one extra layer,
+    except with `model.layers`, whose function returns all layers at once.
 
-    Raises UserError if `model.layers` names no function that returns modules, and StartWeightsError where the folder is
-    not here, or is not what it should be.
+    Args:
+        model: The section `model` of the config.
+        seed: The run's seed.
+        first: Index of the first layer; 0 is the embedding.
+        last: Index after the last layer; None: all further layers.
+        drawn: True: give trained weights their initial values. False: leave trained weights uninitialised, since values
+            from other peers or a checkpoint will replace them; this saves most of the time.
+
+    Raises:
+        UserError: If `model.layers` does not name a function that returns modules.
+        StartWeightsError: If the folder `model.from` is missing, or has other weights than the run's.
     """
     given = model.weights is not None or model.start_from is not None
-    filled = drawn or model.lora is not None  # no donor gives frozen weights
+    filled = drawn or model.lora is not None  # peers never send each other frozen weights
     with torch.random.fork_rng(devices=[]), nullcontext() if filled and not given else Undrawn():
         torch.manual_seed(seed)
         if model.layers is not None:
@@ -61,17 +70,19 @@ def build(
 
 
 def placed(layers: Sequence[nn.Module], run: config.Config, device: torch.device) -> list[nn.Module]:
-    """The layers on this device, frozen weights in `train.weights`; engine/fragment.py does the same to what is
-    trained."""
+    """Return the layers on a device, with frozen weights converted to the dtype `train.weights`.
+
+    `Live` converts the trained weights.
+    """
     if run.model.lora is not None:
         lora.convert(layers, getattr(torch, run.train.weights))
     return [layer.to(device) for layer in layers]
 
 
 class Undrawn(BaseTorchFunctionMode):
-    """Within it, layers are built and their weights keep whatever the memory holds, for others will take their place.
+    """A context in which layers are built without sampling their weights, which stay uninitialised.
 
-    To draw the initial weights takes most of the time of building a large model.
+    This saves most of the time of building a large model whose weights are replaced later.
     """
 
     DRAWS = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, nn.init.trunc_normal_)
@@ -83,13 +94,14 @@ class Undrawn(BaseTorchFunctionMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
+        """Call the function, unless it is an initialiser that samples weights: then return its tensor unchanged."""
         if func in self.DRAWS and kwargs:
             return kwargs["tensor"]
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 def parameters(model: config.ModelConfig) -> list[int]:
-    """The number of parameters of each layer that are trained; no weights are made."""
+    """Return the number of trained parameters of each layer, without allocating weights."""
     if model.layers is None:
         return [sum(one.matrices) + sum(one.gains) for one in sizes(model)]
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
@@ -98,15 +110,15 @@ def parameters(model: config.ModelConfig) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """The numbers of parameters of a layer's tensors."""
+    """The number of parameters of each trained tensor of a layer, by kind of tensor."""
 
     matrices: tuple[int, ...]
-    larger: tuple[int, ...] = ()  # of tensors with more than two dimensions
-    gains: tuple[int, ...] = ()  # and biases
+    larger: tuple[int, ...] = ()
+    gains: tuple[int, ...] = ()  # vectors: gains of norms, and biases
 
 
 def sizes(model: config.ModelConfig) -> list[LayerSizes]:
-    """The sizes of each layer's tensors that are trained; no weights are made."""
+    """Return the sizes of each layer's trained tensors, without allocating weights."""
     if model.lora is not None:
         nothing, block = LayerSizes(()), LayerSizes(tuple(model.block_factors))
         return [nothing, *[block] * model.depth, nothing]
@@ -127,7 +139,7 @@ def sizes(model: config.ModelConfig) -> list[LayerSizes]:
 
 
 def widths(model: config.ModelConfig) -> list[int]:
-    """Numbers a token that enter each layer: D of its hidden_BTD, or 1 for the first layer, which tokens_BT enter."""
+    """Return the input size of each layer in numbers per token: 1 for the first layer (tokens), then the width."""
     if model.layers is None:
         return [1] + [model.d_model] * (model.depth + 1)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
@@ -139,7 +151,7 @@ def widths(model: config.ModelConfig) -> list[int]:
 
 
 def _ours(model: config.ModelConfig) -> Iterator[tuple[int, nn.Module]]:
-    """Each layer with its index, in the order in which they draw their weights, on which a seed's weights depend."""
+    """Yield each layer of the built-in model with its index. The order is fixed, since sampled weights depend on it."""
     for block in range(1, model.depth + 1):
         yield block, Block(model, rotated=block - 1 not in model.block.unrotated)
     yield 0, Embedding(model)
@@ -147,24 +159,26 @@ def _ours(model: config.ModelConfig) -> Iterator[tuple[int, nn.Module]]:
 
 
 class Embedding(nn.Module):
-    """tokens_BT -> hidden_BTD"""
+    """The first layer: tokens_BT -> hidden_BTD."""
 
     def __init__(self, model: config.ModelConfig) -> None:
+        """Build the layer with sampled weights."""
         super().__init__()
         self.embed_tokens = nn.Embedding(model.vocabulary, model.d_model)
         self.multiplier = model.block.embedding_multiplier
         nn.init.normal_(self.embed_tokens.weight, std=0.02)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Return hidden_BTD."""
         hidden_BTD: Tensor = self.embed_tokens(tokens_BT)
         return hidden_BTD if self.multiplier == 1 else hidden_BTD * self.multiplier
 
 
 class Block(nn.Module):
-    """hidden_BTD -> hidden_BTD: attention, then a gated feed-forward, each added to what came in."""
+    """A block, hidden_BTD -> hidden_BTD: attention, then a gated feed-forward, each added to its input."""
 
     def __init__(self, model: config.ModelConfig, rotated: bool = True) -> None:
-        """Build the block. `rotated`: its queries and keys know their positions."""
+        """Build the block with sampled weights. `rotated`: apply rotary positions to queries and keys."""
         super().__init__()
         self.norm_after, self.multiplier = model.options.norm_after, model.block.residual_multiplier
         if not self.norm_after:
@@ -174,11 +188,11 @@ class Block(nn.Module):
         self.mlp = FeedForward(model)
         if self.norm_after:
             self.post_feedforward_layernorm = nn.RMSNorm(model.d_model, eps=model.norm_eps)
-        for out in (self.self_attn.o_proj, self.mlp.down_proj):  # GPT-2: residual branches start small
+        for out in (self.self_attn.o_proj, self.mlp.down_proj):  # as in GPT-2, residual branches start small
             nn.init.normal_(out.weight, std=0.02 / (2 * model.depth) ** 0.5)
 
     def forward(self, hidden_BTD: Tensor, attend: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Return what the next layer gets. `attend`: what stands in for `self_attn`, as it has kept keys and values."""
+        """Return hidden_BTD for the next layer. `attend`: replaces `self_attn`, for example with a key-value cache."""
         attend = attend or self.self_attn
         if self.norm_after:
             hidden_BTD = self._sum(hidden_BTD, self.post_attention_layernorm(attend(hidden_BTD)))
@@ -197,6 +211,7 @@ class Attention(nn.Module):
     sin_TE: Tensor
 
     def __init__(self, model: config.ModelConfig, rotated: bool = True) -> None:
+        """Build the projections with sampled weights. `rotated`: apply rotary positions to queries and keys."""
         super().__init__()
         self.model, self.rotated = model, rotated
         self.heads, self.kv_heads, self.channels = model.n_heads, model.n_kv_heads, model.d_head
@@ -216,6 +231,7 @@ class Attention(nn.Module):
         self.register_buffer("sin_TE", sin_TE, persistent=False)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
+        """Return out_BTD. Each position attends to itself and earlier positions, within the window if one is set."""
         T = hidden_BTD.shape[1]
         windowed = self.window is not None and self.window < T
         mask_TT = _within_window(T, self.window, hidden_BTD.device) if windowed else None
@@ -223,7 +239,7 @@ class Attention(nn.Module):
         return self.attend(q_BHTE, k_BKTE, v_BKTE, mask_TT)
 
     def heads_of(self, hidden_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries q_BHTE, keys k_BKTE and values v_BKTE, rotated by the angles of these tables."""
+        """Return queries q_BHTE, keys k_BKTE and values v_BKTE; the tables rotate the queries and keys."""
         q_BHTE = self._split(self.q_proj(hidden_BTD), self.q_norm)
         k_BKTE = self._split(self.k_proj(hidden_BTD), self.k_norm)
         v_BKTE = self._split(self.v_proj(hidden_BTD), nn.Identity())
@@ -232,7 +248,7 @@ class Attention(nn.Module):
         return q_BHTE, k_BKTE, v_BKTE
 
     def _split(self, x_BTC: Tensor, norm: nn.Module) -> Tensor:
-        """Return x_BHTE of x_BTC (C = H * E), normalised over all channels or within each head."""
+        """Normalise x_BTC over all channels or over each head's channels, and return it as x_BHTE (C = H * E)."""
         x_BTC = norm(x_BTC) if self.norms_all else x_BTC
         B, T = x_BTC.shape[:2]
         x_BTHE = x_BTC.view(B, T, -1, self.channels)
@@ -240,9 +256,14 @@ class Attention(nn.Module):
         return x_BTHE.transpose(1, 2)
 
     def attend(self, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask_TS: Tensor | None) -> Tensor:
-        """out_BTD of T queries over S positions: those that mask_TS has, or, without one, each query's and all before.
+        """Return out_BTD, the attention of T queries over S positions.
 
-        Without a mask the queries are those of all S positions.
+        Args:
+            q_BHTE: Queries.
+            k_BKSE: Keys.
+            v_BKSE: Values.
+            mask_TS: True where a query attends to a position. None: T equals S, and each query attends to its own
+                position and all earlier positions.
         """
         out_BHTE = F.scaled_dot_product_attention(
             q_BHTE,
@@ -258,65 +279,83 @@ class Attention(nn.Module):
 
 
 def _rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """Rotate the first channels of each head, as many as the tables have; the rest stay."""
+    """Return x_BHTE with the first channels of each head rotated: as many channels as the tables have columns."""
     dtype, channels = x_BHTE.dtype, cos_TE.shape[-1]
     turned_BHTE, rest_BHTE = x_BHTE[..., :channels], x_BHTE[..., channels:]
-    left_BHTF, right_BHTF = turned_BHTE.chunk(2, dim=-1)  # F: half of E
+    left_BHTF, right_BHTF = turned_BHTE.chunk(2, dim=-1)  # F is half the number of rotated channels
     across_BHTE = torch.cat((-right_BHTF, left_BHTF), dim=-1)
     turned_BHTE = turned_BHTE * cos_TE.to(dtype) + across_BHTE * sin_TE.to(dtype)
     return torch.cat((turned_BHTE, rest_BHTE), dim=-1) if rest_BHTE.shape[-1] else turned_BHTE
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer, arXiv 2002.05202)."""
+    """The gated feed-forward of a block: SwiGLU (Shazeer, arXiv 2002.05202)."""
 
     def __init__(self, model: config.ModelConfig) -> None:
+        """Build the projections with sampled weights."""
         super().__init__()
         self.gate_proj = _linear(model.d_model, model.d_hidden, model.block.mlp_bias)
         self.up_proj = _linear(model.d_model, model.d_hidden, model.block.mlp_bias)
         self.down_proj = _linear(model.d_hidden, model.d_model, model.block.mlp_bias)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
+        """Return out_BTD = down(silu(gate(hidden)) * up(hidden))."""
         out_BTD: Tensor = self.down_proj(F.silu(self.gate_proj(hidden_BTD)) * self.up_proj(hidden_BTD))
         return out_BTD
 
 
 class Head(nn.Module):
-    """hidden_BTD -> logits_BTV"""
+    """The last layer: hidden_BTD -> logits_BTV."""
 
     def __init__(self, model: config.ModelConfig) -> None:
+        """Build the layer with sampled weights."""
         super().__init__()
         self.norm = nn.RMSNorm(model.d_model, eps=model.norm_eps)
         self.lm_head = _linear(model.d_model, model.vocabulary)
         self.divisor = model.block.logits_scaling
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
+        """Return logits_BTV."""
         logits_BTV: Tensor = self.lm_head(self.norm(hidden_BTD))
         return logits_BTV if self.divisor == 1 else logits_BTV / self.divisor
 
 
 MASKED = -100
-"""A target that nothing is learned from, such as a token of a prompt: it counts neither in a loss nor as a token that
-was trained. torch's cross_entropy and transformers have the same number for it."""
+"""The value of a target that the loss leaves out, such as a token of a prompt. `trained_tokens` does not count it.
+torch's cross_entropy and transformers use the same value."""
 
 
 def trained_tokens(targets_BT: Tensor) -> int:
-    """How many of the targets are learned from."""
+    """Return the number of targets that count for the loss: those that are not MASKED."""
     return int((targets_BT != MASKED).sum())
 
 
 def loss_of(logits_BTV: Tensor, targets_BT: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy in nats per trained token, a scalar, computed in fp32; `reduction`: their "mean" or their "sum"."""
+    """Return the cross-entropy in nats over the targets that are not MASKED, a scalar, computed in fp32.
+
+    Args:
+        logits_BTV: Logits of any floating-point dtype.
+        targets_BT: Target tokens, or MASKED.
+        reduction: "mean" over the targets that are not MASKED, or "sum".
+    """
     return F.cross_entropy(
         logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=MASKED, reduction=reduction
     )
 
 
 def last_loss(run: config.Config, head: Callable[[Tensor], Tensor], hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-    """Mean cross-entropy of what the last layer makes of hidden_BTD; about LOGITS_AT_ONCE logits exist at once.
+    """Compute the last layer, and return the mean cross-entropy in nats.
 
-    More are computed in parts, and once more in the backward pass (Chen et al., arXiv 1604.06174).
-    Our own head works on each position by itself, so they are cut anywhere; a user's last layer gets whole sequences.
+    An input with more than LOGITS_AT_ONCE logits is computed in parts, of which only one is in memory at a time. The
+    backward pass computes each part again (Chen et al., arXiv 1604.06174).
+    The built-in head treats each position independently, so its input may be cut anywhere; a user's last layer gets
+    whole sequences.
+
+    Args:
+        run: The run's config.
+        head: The last layer, hidden_BTD -> logits_BTV.
+        hidden_BTD: Input of the last layer.
+        targets_BT: Target tokens, or MASKED.
     """
     parts = -(-targets_BT.numel() * run.model.vocabulary // LOGITS_AT_ONCE)
     if parts <= 1:
@@ -334,8 +373,13 @@ def last_loss(run: config.Config, head: Callable[[Tensor], Tensor], hidden_BTD: 
 
 
 def recomputed(run: config.Config, layers: Sequence[nn.Module], first: int) -> list[nn.Module]:
-    """Layers [first, ...) as this run computes them: with `train.recompute` those between its first and last layer
-    keep little for their backward pass."""
+    """Return the layers for training: with `train.recompute`, each block is wrapped in `Recomputed`.
+
+    Args:
+        run: The run's config.
+        layers: Consecutive layers of the model.
+        first: Index in the model of the first of `layers`.
+    """
     if not run.train.recompute:
         return list(layers)
     last = len(parameters(run.model)) - 1
@@ -343,20 +387,27 @@ def recomputed(run: config.Config, layers: Sequence[nn.Module], first: int) -> l
 
 
 class Recomputed(nn.Module):
-    """A layer that keeps nothing but its input for its backward pass, and computes the rest again there."""
+    """A layer that stores only its input for the backward pass, which computes the layer's forward pass again."""
 
     def __init__(self, layer: nn.Module) -> None:
+        """Wrap a layer."""
         super().__init__()
         self.layer = layer
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
+        """Return the layer's output."""
         out_BTD: Tensor = checkpoint(self.layer, hidden_BTD, use_reentrant=False)
         return out_BTD
 
 
 def named_weights(layers: Sequence[nn.Module], depth: int, first: int = 0) -> dict[str, Tensor]:
-    """The weights of layers [first, ...) of a model with so many blocks, under the names that Hugging Face's models
-    have for them; they share their memory with the layers."""
+    """Return the layers' weights by their names in Hugging Face's models, as tensors that share the layers' memory.
+
+    Args:
+        layers: Consecutive layers of the model.
+        depth: Number of blocks of the whole model.
+        first: Index of the first of these layers in the model; 0 is the embedding.
+    """
     names = {}
     for number, layer in enumerate(layers, first):
         prefix = f"model.layers.{number - 1}." if 0 < number <= depth else "model."
@@ -373,9 +424,9 @@ def _linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
     return linear
 
 
-@lru_cache(maxsize=4)  # all blocks have the same one, and their backward passes keep it
+@lru_cache(maxsize=4)
 def _within_window(positions: int, window: int, device: torch.device) -> Tensor:
-    """mask_TT: which positions each position attends to, the last `window` ones up to itself."""
+    """Return mask_TT, which is True where a position attends: to itself and the `window - 1` positions before it."""
     ones_TT = torch.ones(positions, positions, dtype=torch.bool, device=device)
     return ones_TT.tril().triu(1 - window)
 
@@ -388,7 +439,7 @@ def _users_layers(model: config.ModelConfig) -> list[nn.Module]:
     try:
         layers = getattr(importlib.import_module(module), function)(model)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"model.layers: calling {model.layers} failed: {error}") from None
+        raise UserError(f"model.layers: calling {model.layers} failed: {error}; correct this function") from None
     if not isinstance(layers, list) or not layers or not all(isinstance(one, nn.Module) for one in layers):
-        raise UserError(f"model.layers: {model.layers} must return a list of nn.Module")
+        raise UserError(f"model.layers: {model.layers} must return a non-empty list of nn.Module")
     return layers

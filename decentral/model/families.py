@@ -1,8 +1,8 @@
-"""Families of decoders that differ from Llama by a few options, and how a Hugging Face config.json names those.
+"""Families of decoders that differ from Llama by a few options, and the fields of their Hugging Face config.json.
 
-Our model (model/decoder.py) is one; a family says which of its options it has, and `model_keys` turns a config.json
-into keys of `model`. What the file asks for and we do not compute is refused by name; fields that transformers itself
-does not read for such a model are left alone. `config_json` is the way back.
+`decoder` computes all families; `FAMILIES` lists the options that each has. `model_keys` turns a config.json into keys
+of the section `model`, and `config_json` does the reverse. If a field asks for a computation that `decoder` lacks, an
+error names the field; fields that transformers ignores for a family are ignored here too.
 """
 
 import math
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from decentral.core import strict_json
+from decentral.core import foreign_file, strict_json
 from decentral.core.errors import UserError
 from decentral.core.plain_text import SHOWN_CHARS, printable
 from decentral.core.strict_json import JsonFields, JsonObject
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "config.json"
 MAX_CONFIG_JSON_BYTES = 1 << 20
-MOST_START_CONTEXT = 2048  # tokens of a sequence, where the folder allows more and the user has not said how many
+MOST_START_CONTEXT = 2048  # for a pretrained model, the default of `model.context` is its context, but at most this
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What transformers calls it, the options that it has, and what it means where config.json is silent."""
+    """A family of decoders: its class in transformers, its options, and the defaults of its config.json."""
 
     architecture: str
-    block: tuple[str, ...] = ()  # the fields of model.block (model/shape.py) that it has
-    query_bias: bool = False  # of the projections to queries, keys and values, always
-    query_norm: str = ""  # RMSNorm of queries and of keys: over the channels of each of the "heads", or over "all"
-    norm_after: bool = False  # a branch's norm comes behind it, not before
-    window: bool = False  # `sliding_window` holds for all blocks
-    fused: bool = False  # its files have queries, keys and values in one matrix, and gate and up in one
-    silent: JsonFields = field(default_factory=dict)
+    block: tuple[str, ...] = ()  # the family's config.json may set these fields of `BlockOptions`
+    query_bias: bool = False  # the projections to queries, keys and values always have biases
+    query_norm: str = ""  # RMSNorm of queries and keys: "heads" over each head's channels, "all" over all channels
+    norm_after: bool = False  # attention and feed-forward normalise their outputs instead of their inputs
+    window: bool = False  # `sliding_window` in config.json limits the attention of every block
+    fused: bool = False  # files join the matrices of queries, keys and values, and the feed-forward's input matrices
+    silent: JsonFields = field(default_factory=dict)  # defaults of fields that this family's config.json may omit
 
 
 BIASES = ("attention_bias", "mlp_bias")
@@ -75,7 +75,7 @@ FAMILIES = {
         silent={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     ),
 }
-THEIR_NAMES = {  # theirs -> ours; all but the last two must be there
+THEIR_NAMES = {  # The key of `model` for each field of config.json; all fields but those in OPTIONAL are required.
     "vocab_size": "vocabulary",
     "hidden_size": "width",
     "intermediate_size": "hidden",
@@ -86,16 +86,16 @@ THEIR_NAMES = {  # theirs -> ours; all but the last two must be there
     "head_dim": "head_channels",
 }
 OPTIONAL = ("num_key_value_heads", "head_dim")
-ONLY = {  # a field, and the values of it with which it changes nothing that we compute
+ONLY = {  # accepted values of fields of config.json; a field in `Family.block` may have any value
     "hidden_act": ("silu", "swish"),
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "use_sliding_window": (False,),
     "partial_rotary_factor": (1, 1.0),
     "quantization_config": (),
-    "auto_map": (),  # Phi-3's own folders name code that transformers has as well, and does not run
+    "auto_map": (),  # names code in the folder, so it is refused; Phi-3 may have it, as transformers has Phi-3's code
 }
-ROPE_NAMES = {  # of the kinds of scaling that we compute: their fields -> ours
+ROPE_NAMES = {  # by kind of rotary scaling: the field of `RopeScaling` for each field of config.json
     "linear": {"factor": "factor"},
     "dynamic": {"factor": "factor"},
     "llama3": {
@@ -120,17 +120,24 @@ ROPE_NAMES = {  # of the kinds of scaling that we compute: their fields -> ours
         "long_factor": "long",
     },
 }
+# These rotary settings are accepted with every kind of scaling.
 IDLE = {"rope_type", "type", "rope_theta", "original_max_position_embeddings", "partial_rotary_factor"}
-MSCALES = ("mscale", "mscale_all_dim")  # of yarn: where both are given, they decide what `attention_factor` says
+MSCALES = ("mscale", "mscale_all_dim")  # without `attention_factor`, yarn computes it from both of these fields
 
 
 def model_keys(folder: Path) -> JsonObject:
-    """The keys of `model` that the folder's config.json stands for. Raises UserError, which names the field."""
+    """Return the keys of the section `model` for a folder's config.json.
+
+    Raises:
+        UserError: If config.json cannot be read, or a field asks for a computation that `decoder` lacks; the error
+            names the field.
+    """
     found = read(folder)
     try:
         return _keys(folder, found)
-    except (TypeError, ValueError, ArithmeticError, LookupError):  # such as a list for a number
-        raise UserError(f"{folder / CONFIG_FILE} has a value of another kind than transformers writes") from None
+    except (TypeError, ValueError, ArithmeticError, LookupError):
+        wrong = "has a value of a type that transformers does not write"
+        raise UserError(f"{folder / CONFIG_FILE} {wrong}; give a folder that transformers saved") from None
 
 
 def _keys(folder: Path, found: JsonFields) -> JsonObject:
@@ -146,7 +153,7 @@ def _keys(folder: Path, found: JsonFields) -> JsonObject:
     fields = {**family.silent, **found}
     for theirs in THEIR_NAMES:
         if theirs not in OPTIONAL and fields.get(theirs) is None:
-            raise UserError(f"{folder / CONFIG_FILE} lacks {theirs}")
+            raise UserError(f"{folder / CONFIG_FILE} lacks {theirs}; give a folder that transformers saved")
         if not isinstance(fields.get(theirs, 0), int | None):
             raise _refusal(folder, theirs, fields[theirs], "a whole number")
     keys = {ours: fields[theirs] for theirs, ours in THEIR_NAMES.items() if fields.get(theirs) is not None}
@@ -162,7 +169,7 @@ def _keys(folder: Path, found: JsonFields) -> JsonObject:
 
 
 def _block(family: Family, fields: JsonFields) -> JsonObject:
-    """Return the keys of `model.block` that this config.json sets."""
+    """Return the section `model.block` that follows from a config.json's fields."""
     found = {name: fields[name] for name in family.block if fields.get(name) is not None}
     if "unrotated" in family.block:
         kept, every = fields.get("no_rope_layers"), fields["no_rope_layer_interval"]
@@ -175,19 +182,23 @@ def _block(family: Family, fields: JsonFields) -> JsonObject:
 
 
 def is_tied(folder: Path) -> bool:
-    """Whether the head's weights are the embedding's. Raises UserError."""
+    """Return whether the head shares the embedding's weights. Raises UserError if config.json cannot be read."""
     found = read(folder)
     silent: JsonFields = FAMILIES[str(found["model_type"])].silent if found.get("model_type") in FAMILIES else {}
     return bool({**silent, **found}.get("tie_word_embeddings", False))
 
 
 def _rope_given(fields: JsonFields) -> Any:
-    """Return the mapping of rotary settings: `rope_scaling` (transformers 4), else `rope_parameters` (5), else {}."""
+    """Return config.json's rotary settings, which transformers 4 and 5 name differently; {} if there are none."""
     return fields.get("rope_scaling") or fields.get("rope_parameters") or {}
 
 
 def _rope(folder: Path, family: Family, fields: JsonFields) -> JsonObject:
-    """Return the keys of `rope_scaling`, if any, and `theta`. Raises UserError."""
+    """Return `theta` and, if rotary positions are scaled, the keys of `model.rope_scaling`.
+
+    Raises:
+        UserError: If a field asks for a kind of scaling that `rotary` lacks.
+    """
     given = _rope_given(fields)
     if not isinstance(given, dict):
         raise _refusal(folder, "rope_scaling", given, "a mapping")
@@ -206,7 +217,7 @@ def _rope(folder: Path, family: Family, fields: JsonFields) -> JsonObject:
     if kind == "default":
         return found
     found["kind"] = kind
-    # transformers prefers the number beside the mapping, and takes all positions where there is none
+    # Like transformers, prefer the top-level field to that of the rotary settings; else use max_position_embeddings.
     inside, most = given.get("original_max_position_embeddings"), fields["max_position_embeddings"]
     first = fields.get("original_max_position_embeddings") or inside or most
     values = {**given, "original_max_position_embeddings": first}
@@ -219,7 +230,7 @@ def _rope(folder: Path, family: Family, fields: JsonFields) -> JsonObject:
         value = values.get(theirs)
         if ours in ("short", "long"):
             found[ours] = tuple(map(float, value or ()))
-        elif value or (value is not None and ours not in ("low", "high")):  # transformers takes a turn of 0 for none
+        elif value or (value is not None and ours not in ("low", "high")):  # transformers ignores 0 here
             found[ours] = value if ours in ("positions", "truncate") else float(value)
     return found
 
@@ -234,32 +245,32 @@ def _window(folder: Path, family: Family, fields: JsonFields) -> int | None:
 
 
 def read(folder: Path) -> JsonObject:
-    """The folder's config.json. Raises UserError."""
+    """Return the fields of a folder's config.json.
+
+    Raises:
+        UserError: If the file cannot be read, is larger than MAX_CONFIG_JSON_BYTES, or is not a JSON object.
+    """
     path = folder / CONFIG_FILE
     try:
-        if path.stat().st_size > MAX_CONFIG_JSON_BYTES:
-            raise UserError(f"{path} is larger than {MAX_CONFIG_JSON_BYTES} bytes; is it a model's?")
-        found = strict_json.loads(path.read_text())
+        found = strict_json.loads(foreign_file.read_text(path, MAX_CONFIG_JSON_BYTES))
     except OSError as error:
         raise UserError(
             f"model.from: cannot read {path} ({error.strerror}); give a Hugging Face model's folder"
         ) from None
     except ValueError:
-        raise UserError(f"{path} is not valid JSON") from None
+        raise UserError(f"{path} is not valid JSON; give a folder that transformers saved") from None
     if not isinstance(found, dict):
-        raise UserError(f"{path} must be an object; it is a {type(found).__name__}")
+        raise UserError(f"{path} must be a JSON object; it is a {type(found).__name__}")
     return found
 
 
 def _refusal(folder: Path, name: str, value: object, expected: str) -> UserError:
     said = printable(str(value), SHOWN_CHARS)
-    return UserError(
-        f"{folder / CONFIG_FILE}: {name} is {said}, which this model does not compute; expected {expected}"
-    )
+    return UserError(f"{folder / CONFIG_FILE}: {name} is {said}, which is not supported; expected {expected}")
 
 
 def config_json(model: "ModelConfig", tied: bool) -> JsonObject:
-    """A config.json from which transformers 4 or 5 builds this model. `tied`: its head has the embedding's weights."""
+    """Return the model's config.json for transformers 4 and 5. `tied`: the head has the embedding's weights."""
     family = FAMILIES[model.family]
     rope = {"rope_type": "default"} if model.rope_scaling is None else _rope_fields(model, model.rope_scaling)
     beside = ("original_max_position_embeddings",) if family.fused else ()
@@ -275,7 +286,7 @@ def config_json(model: "ModelConfig", tied: bool) -> JsonObject:
         "head_dim": model.d_head,
         "max_position_embeddings": model.positions or model.context,
         "rms_norm_eps": model.norm_eps,
-        "rope_theta": model.rope_theta,  # transformers 4 reads this and rope_scaling, 5 the last
+        "rope_theta": model.rope_theta,  # for transformers 4; version 5 reads rope_parameters
         "rope_scaling": None
         if model.rope_scaling is None
         else {name: rope[name] for name in rope if name not in beside},
@@ -314,6 +325,6 @@ def _rope_fields(model: "ModelConfig", scaling: "RopeScaling") -> JsonObject:
     if "original_max_position_embeddings" in values:
         values["original_max_position_embeddings"] = first = scaling.positions or model.positions or model.context
     if scaling.kind == "longrope" and scaling.factor == max(1.0, (model.positions or model.context) / first):
-        del values["factor"]  # transformers 4 wants no more than the three fields of Phi-3's own folders
+        del values["factor"]  # transformers 4 refuses a factor for Phi-3
     kept = {theirs: value for theirs, value in values.items() if value not in (None, ())}
     return {"type" if scaling.kind == "longrope" else "rope_type": scaling.kind, **kept}

@@ -1,10 +1,10 @@
-"""A folder that Hugging Face's transformers loads: our layers in its own class of their family, and a tokenizer.
+"""Export a model as a folder that Hugging Face's transformers loads: its weights, its config, and a tokenizer.
 
     config.json  model.safetensors  tokenizer.json  tokenizer_config.json
 
-Where the run's tokens are bytes, token k is byte k: the tokenizer is a byte-level BPE without merges, written as plain
-JSON. Otherwise the files of the tokenizer that the run's text was read with are copied, where they are known. A head
-that still has the embedding's weights, as in a folder that ties the two, is written once.
+Start reading at `write`. If the run's tokens are bytes, token k is byte k: the tokenizer is a byte-level BPE without
+merges. Otherwise the files of the run's tokenizer are copied, if the caller gives their path. If the head equals the
+embedding, only the embedding is written, as transformers does for models with tied embeddings.
 """
 
 import json
@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from decentral.core import config
+from decentral.core import config, foreign_file
 from decentral.core.atomic_file import write_atomically
 from decentral.core.config import BYTES
 from decentral.core.errors import UserError, writing
 from decentral.core.strict_json import JsonObject
-from decentral.data.tokenizer import TOKENIZER_FILE, TOKENIZER_SETTINGS
+from decentral.data.tokenizer import MAX_TOKENIZER_FILE_BYTES, TOKENIZER_FILE, TOKENIZER_SETTINGS
 from decentral.model import decoder, families, lora
 from decentral.model.start_weights import EMBEDDING, FUSED, HEAD, INDEX, PICKLES, WHOLE
 
@@ -37,22 +37,27 @@ TOKENIZER_FILES = (
 )
 SHARDS = (INDEX, "model-*.safetensors", *PICKLES)
 OTHERS_WEIGHTS = (*SHARDS, "adapter_*")
-"""Files that programs read in the place of a folder's `model.safetensors`, or along with it."""
-SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of a config.json
-MOST_NAMED = 4  # of another model's files, in an error
-MAX_TOKENIZER_FILE_BYTES = 256 << 20
+"""Patterns of files that programs read instead of a folder's `model.safetensors`, or along with it."""
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+MOST_NAMED = 4
 
 
 def write(folder: Path, run: config.Config, layers: Sequence[nn.Module], like: Path | None = None) -> list[str]:
-    """Writes the folder and gives its files' names. `like`: where the tokenizer is, or the model started from.
+    """Write the model's folder, and return the names of the files written.
 
-    Adapters become a part of the weights, in `layers` too.
+    Args:
+        folder: The folder to write; created if it does not exist.
+        run: The run's config.
+        layers: All layers of the model, changed in place: adapters are merged into their weights.
+        like: Path of the tokenizer to copy: its folder or file, or the pretrained model's folder; None: no path is
+            known.
 
-    Raises UserError if the model is of no family that transformers knows, the folder has files of another model, or the
-    disk refuses.
+    Raises:
+        UserError: If the model is a user's own (`model.layers`), the folder has files of another model, or a file
+            cannot be written.
     """
     if run.model.layers is not None:
-        raise UserError(f"only the built-in model can be exported as a Llama; this run's is {run.model.layers}")
+        raise UserError(f"only the built-in model can be exported; this run's model is your own, {run.model.layers}")
     refuse_mixture(folder, OTHERS_WEIGHTS)
     lora.merge(layers)
     weights = {
@@ -64,8 +69,8 @@ def write(folder: Path, run: config.Config, layers: Sequence[nn.Module], like: P
         _fuse(weights)
     described = families.config_json(run.model, tied) | _special_tokens(like)
     files = {families.CONFIG_FILE: _json(described), WHOLE: save(weights, {"format": "pt"})}
+    files |= _tokenizer_files(run, like)
     with writing("--out", folder, "folder"):
-        files |= _tokenizer_files(run, like)
         if TOKENIZER_FILE in files:
             refuse_mixture(folder, [name for name in TOKENIZER_FILES if name not in files])
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,16 +80,23 @@ def write(folder: Path, run: config.Config, layers: Sequence[nn.Module], like: P
 
 
 def refuse_mixture(folder: Path, patterns: Iterable[str]) -> None:
-    """Raise UserError if files of another model in the folder would be read in the place of an export, or with it."""
+    """Raise UserError if the folder for an export has files of another model, since programs would read them too.
+
+    Args:
+        folder: The folder of the export.
+        patterns: Glob patterns of such files.
+    """
     if found := sorted(path.name for pattern in patterns for path in folder.glob(pattern)):
         more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
-        which = f"another model's files ({', '.join(found[:MOST_NAMED])}{more})"
-        loaded = "which would be loaded along with these"
-        raise UserError(f"--out {folder} has {which}, {loaded}; choose another folder, or remove them")
+        names = f"{', '.join(found[:MOST_NAMED])}{more}"
+        raise UserError(
+            f"--out {folder} has another model's files ({names}), which programs would load together with the export; "
+            "choose another folder, or remove them"
+        )
 
 
 def _fuse(weights: dict[str, Tensor]) -> None:
-    """Concatenate, in place, matrices that the family's files store as one."""
+    """Concatenate, in `weights`, the matrices that the family's files store as one matrix."""
     for whole, (first, *others) in FUSED.items():
         for name in [name for name in weights if f".{first}." in name]:
             parts = [weights.pop(name.replace(first, part)) for part in (first, *others)]
@@ -92,7 +104,7 @@ def _fuse(weights: dict[str, Tensor]) -> None:
 
 
 def _tie(weights: dict[str, Tensor]) -> bool:
-    """Remove the head if it equals the embedding; return whether it did."""
+    """Return whether the head equals the embedding; if so, remove the head from `weights`."""
     tied = torch.equal(weights[HEAD], weights[EMBEDDING])
     if tied:
         del weights[HEAD]
@@ -107,11 +119,20 @@ def _special_tokens(like: Path | None) -> JsonObject:
 
 
 def _tokenizer_files(run: config.Config, like: Path | None) -> dict[str, bytes]:
-    """Raises OSError."""
-    if like is not None and like.is_file():
-        return {TOKENIZER_FILE: like.read_bytes()}
-    present = [like / name for name in TOKENIZER_FILES if (like / name).is_file()] if like is not None else []
-    found = {path.name: path.read_bytes() for path in present if path.stat().st_size <= MAX_TOKENIZER_FILE_BYTES}
+    """Return the tokenizer's files by name: those of `like`, or else of a tokenizer for bytes.
+
+    Raises UserError if a file cannot be read.
+    """
+    paths = {name: like / name for name in TOKENIZER_FILES} if like is not None else {}
+    if like is not None and not like.is_dir():
+        paths = {TOKENIZER_FILE: like}
+    found: dict[str, bytes] = {}
+    for name, path in paths.items():
+        try:
+            if path.exists():
+                found[name] = foreign_file.read_bytes(path, MAX_TOKENIZER_FILE_BYTES)
+        except OSError as error:
+            raise UserError(f"--tokenizer {path} cannot be read ({error.strerror}); name another one") from None
     if TOKENIZER_FILE in found or not run.reads_bytes or run.model.vocabulary < BYTES:
         return found
     settings = {
@@ -125,7 +146,7 @@ def _tokenizer_files(run: config.Config, like: Path | None) -> dict[str, bytes]:
 
 
 def tokenizer() -> JsonObject:
-    """A tokenizer in the format of the `tokenizers` library: every byte is one token, with the byte's number."""
+    """Return the tokenizer.json whose token k is byte k, in the format of the `tokenizers` library."""
     whole = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
         "version": "1.0",
@@ -152,7 +173,7 @@ def tokenizer() -> JsonObject:
 
 
 def _visible() -> list[str]:
-    """The character that stands for each byte in GPT-2's table: a printable byte for itself, others from 256 on."""
+    """Return GPT-2's character for each byte: the byte's own if printable, else the next unused one from 256 on."""
     themselves = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = [byte for byte in range(BYTES) if byte not in themselves]
     return [chr(byte) if byte in themselves else chr(BYTES + others.index(byte)) for byte in range(BYTES)]

@@ -1,10 +1,11 @@
-"""Adapters of low rank (LoRA, Hu et al., arXiv 2106.09685): what a run with `model.lora` trains instead of weights.
+"""Low-rank adapters beside frozen weights (LoRA, equation 3 of arXiv 2106.09685).
 
-    y = W x + alpha / rank * B (A x)        W frozen, A [rank, inputs] drawn, B [outputs, rank] zero at first
+    y = W x + alpha / rank * B (A x)        W frozen, A [rank, inputs] sampled, B [outputs, rank] zero at first
 
-The weights of all layers are frozen, which means that they are buffers, no parameters: fragments, optimizer, gossip and
-checkpoints are about parameters, so they are about the factors alone. Each peer reads the weights from its own folder
-(model/start_weights.py). The names inside a layer are those that peft has for them.
+Start reading at `adapt`. With `model.lora` only the adapters are trained. All other weights are frozen: `freeze` turns
+them from parameters into buffers. Fragments, optimizer, gossip and checkpoints use only parameters, so they contain
+only the factors A and B. Each peer reads the frozen weights from its own folder (`start_weights`). The names inside a
+layer are those of peft.
 """
 
 import math
@@ -19,10 +20,10 @@ from decentral.model.shape import LoraConfig
 
 
 class AdaptedLinear(nn.Linear):
-    """A linear map with frozen weights, and its adapter."""
+    """A linear layer that has frozen weights and an adapter."""
 
     def __init__(self, frozen: nn.Linear, lora: LoraConfig, chance: torch.Generator) -> None:
-        """`frozen` has its weights as buffers, which both share from now on."""
+        """Share the weights of the layer `frozen`, and add a new adapter. `chance`: generator for the factor A."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = frozen.in_features, frozen.out_features
         self.register_buffer("weight", frozen.weight)
@@ -30,21 +31,22 @@ class AdaptedLinear(nn.Linear):
         self.scale = lora.alpha / lora.rank
         self.lora_A = nn.Linear(self.in_features, lora.rank, bias=False)
         self.lora_B = nn.Linear(lora.rank, self.out_features, bias=False)
-        with torch.no_grad():  # peft draws A so, too: kaiming_uniform_ with a = sqrt(5)
+        with torch.no_grad():  # peft samples A so too: kaiming_uniform_ with a = sqrt(5)
             self.lora_A.weight.uniform_(-1, 1, generator=chance).div_(math.sqrt(self.in_features))
             self.lora_B.weight.zero_()
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return W x + alpha / rank * B (A x), plus the bias if there is one."""
         adapted: Tensor = self.lora_B(self.lora_A(input))
         return F.linear(input, self.weight, self.bias) + self.scale * adapted
 
     def merged(self) -> Tensor:
-        """W + alpha / rank * B A."""
+        """Return W + alpha / rank * B A, [outputs, inputs]."""
         return self.weight + self.scale * (self.lora_B.weight @ self.lora_A.weight)
 
 
 def freeze(layers: Sequence[nn.Module]) -> None:
-    """Makes all parameters of the layers buffers."""
+    """Turn all parameters of the layers into buffers, in place."""
     for module in (module for layer in layers for module in layer.modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
             delattr(module, name)
@@ -52,15 +54,21 @@ def freeze(layers: Sequence[nn.Module]) -> None:
 
 
 def adapt(layer: nn.Module, lora: LoraConfig, seed: int, number: int) -> None:
-    """Puts adapters beside the matrices of a frozen block, the model's layer `number`. A seed's are the same on every
-    peer, whatever its span."""
+    """Add adapters to the matrices of a frozen block, in place.
+
+    Args:
+        layer: The block.
+        lora: Rank of the adapters, and the matrices that get adapters.
+        seed: The run's seed.
+        number: Index of the block among the model's layers. All peers get the same adapters from `seed` and `number`.
+    """
     for path, parent, name in list(_matrices(layer, lora)):
         chance = torch.Generator().manual_seed(rng.seed_of(seed, "adapter", number, path) % 2**63)
         setattr(parent, name, AdaptedLinear(getattr(parent, name), lora, chance))
 
 
 def merge(layers: Sequence[nn.Module]) -> None:
-    """Puts plain matrices with the adapters' products in them in the place of adapted ones."""
+    """Replace each adapted linear layer, in place, by a plain layer with the weights W + alpha / rank * B A."""
     for module in [module for layer in layers for module in layer.modules()]:
         for name, child in list(module.named_children()):
             if isinstance(child, AdaptedLinear):
@@ -71,7 +79,7 @@ def merge(layers: Sequence[nn.Module]) -> None:
 
 
 def convert(layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
-    """Gives frozen weights this dtype. Tables of positions are no weights, and stay as they are."""
+    """Convert frozen weights to a dtype, in place. The tables of rotary positions keep their dtype."""
     for module in (module for layer in layers for module in layer.modules()):
         for name, buffer in list(module.named_buffers(recurse=False)):
             if name not in module._non_persistent_buffers_set:
@@ -79,7 +87,7 @@ def convert(layers: Sequence[nn.Module], dtype: torch.dtype) -> None:
 
 
 def _matrices(layer: nn.Module, lora: LoraConfig) -> Iterator[tuple[str, nn.Module, str]]:
-    """Of each matrix that gets an adapter its path, the module that it is in, and its name there."""
+    """Yield each matrix that gets an adapter: its path, the module that contains it, and its name in that module."""
     for prefix, parent in layer.named_modules():
         for name, child in parent.named_children():
             if name in lora.targets and isinstance(child, nn.Linear):

@@ -1,15 +1,18 @@
-"""Rotary positions (RoFormer, arXiv 2104.09864), as they are or stretched beyond the positions of a first training.
+"""Compute rotary positions (RoFormer, arXiv 2104.09864, equation 15), also scaled for longer texts than in training.
 
-Pair f of a head's channels turns by theta^(-2 f / E) from one position to the next.
+Pair f of a head's channels turns by theta^(-2 f / E) from one position to the next. This angle is the pair's rate.
 
     linear     all rates are divided by the factor (Chen et al., arXiv 2306.15595)
-    dynamic    theta grows with a text beyond the first positions (NTK-aware scaling, github.com/jquesnelle/yarn)
-    llama3     slow rates are divided, fast ones stay, those between go over smoothly (Llama 3, arXiv 2407.21783)
-    yarn       the same with a ramp over the channels, and queries and keys grow (Peng et al., arXiv 2309.00071)
-    longrope   each rate has a divisor, one in short and one in long texts; both grow (Ding et al., arXiv 2402.13753)
+    dynamic    theta grows with the text's length, if that exceeds the training length (NTK-aware scaling,
+               github.com/jquesnelle/yarn)
+    llama3     slow rates are divided by the factor, fast rates stay, with a ramp between (Llama 3, arXiv 2407.21783)
+    yarn       like llama3, with a ramp over the channels, and queries and keys scaled (Peng et al., arXiv 2309.00071)
+    longrope   each rate has one divisor for short texts and one for long texts, and queries and keys are scaled (Ding
+               et al., arXiv 2402.13753)
 
-"Slow" counts turns within the first training's positions. The formulas, and their order of operations, are those of
-transformers' modeling_rope_utils: at large positions one rounding error in a rate changes the angle visibly.
+A rate is slow if its pair makes few turns within the longest text of the model's first training. Formulas and order of
+operations are those of transformers' modeling_rope_utils, since one rounding error in a rate changes the angles of
+large positions visibly.
 
 Shapes: T positions, E channels of a head that are rotated, F = E / 2 pairs.
 """
@@ -24,16 +27,26 @@ from decentral.model.shape import ModelConfig, RopeScaling
 
 
 def tables(model: ModelConfig, positions: int) -> tuple[Tensor, Tensor]:
-    """Return cos_TE and sin_TE of the angles by which each of so many positions turns each pair of channels.
+    """Return cos_TE and sin_TE of the angles by which each position turns each pair of channels, in fp32.
 
-    The last two results are cached and shared by all blocks of a model; do not change them in place.
+    The two latest results are cached and shared by all blocks of a model: do not change them in place.
+
+    Args:
+        model: The model.
+        positions: Number of positions T. With dynamic and longrope scaling the angles depend on T.
     """
     most = model.positions or model.context
     return _tables(model.rope_theta, model.d_rotary, positions, model.rope_scaling, most, torch.get_default_device())
 
 
 def reach(model: ModelConfig, positions: int, most: int) -> int:
-    """Return the longest length, at most `most`, that a text of `positions` tokens reaches with unchanged angles."""
+    """Return the length in tokens that a text can reach before its rotary angles must be computed again.
+
+    Args:
+        model: The model. With dynamic and longrope scaling the angles depend on the length of the text.
+        positions: Present length of the text.
+        most: Upper limit of the result, for example the size of a cache.
+    """
     scaling = model.rope_scaling
     if scaling is None or scaling.kind not in ("dynamic", "longrope"):
         return most
@@ -42,11 +55,11 @@ def reach(model: ModelConfig, positions: int, most: int) -> int:
 
 
 @lru_cache(maxsize=2)
-@torch.inference_mode(False)  # training may use them after a text was generated
+@torch.inference_mode(False)  # inference tensors could not be used in training
 def _tables(
     theta: float, channels: int, positions: int, scaling: RopeScaling | None, most: int, _: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """`most`: the positions that the model is made for."""
+    """Return cos_TE and sin_TE. `most`: the longest sequence in tokens that the config allows."""
     first = most if scaling is None or scaling.positions is None else scaling.positions
     grown = 1.0
     if scaling is not None and scaling.kind == "dynamic" and positions > first:
@@ -70,7 +83,7 @@ def _tables(
 
 
 def _slowed(theta: float, channels: int, scaling: RopeScaling, first: int) -> Tensor:
-    """Return by how much of yarn's factor each pair is slowed down, from 0 to 1."""
+    """Return how much yarn slows each pair, [F]: from 0 (the rate stays) to 1 (the rate is divided by the factor)."""
     low, high = (_channel(theta, channels, first, turns) for turns in (scaling.high, scaling.low))
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -79,5 +92,5 @@ def _slowed(theta: float, channels: int, scaling: RopeScaling, first: int) -> Te
 
 
 def _channel(theta: float, channels: int, first: int, turns: float) -> float:
-    """Return the pair of channels, as a number between two perhaps, that turns so often within the first positions."""
+    """Return the index, possibly a fraction, of the pair of channels that makes `turns` turns in `first` positions."""
     return channels * math.log(first / (turns * 2 * math.pi)) / (2 * math.log(theta))

@@ -1,4 +1,4 @@
-"""The section `model` of a config, and the sizes that follow from it."""
+"""The section `model` of a config (`ModelConfig`), and the sizes that follow from it."""
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,187 +11,229 @@ if TYPE_CHECKING:
     FamilyName = str
 else:
     FamilyName = Literal[*FAMILIES]
-MAX_WIDTH = 65_536
-MAX_ROTARY = 1 << 24  # context times channels of a head: entries of each of a block's two tables of rotary positions
-LEAST_APART = 1e-3  # of two bounds of turns, in fp32
+MAX_WIDTH = 65_536  # a hidden state, and all heads together, have at most this many channels
+MAX_ROTARY = 1 << 24  # context times channels of a head is at most this, since each block has a table of that size
+LEAST_APART = 1e-3  # fp32 divides by `high` - `low`, so `high` must exceed `low` by at least this share of `low`
 Blocks = Annotated[tuple[Annotated[int, Field(ge=0, lt=1024)], ...], Field(max_length=128, strict=False)]
 Divisors = Annotated[tuple[Annotated[float, Field(ge=1e-3, le=1e6)], ...], Field(max_length=128, strict=False)]
-MAX_WINDOWED = 1 << 14  # context with a narrower window, whose mask has a byte for each pair of positions
+MAX_WINDOWED = 1 << 14  # longest context with windowed attention, since its mask has a byte for each pair of positions
 
 
 class RopeScaling(Strict):
-    """How rotary positions are stretched beyond those that a model was first trained with: model/rotary.py."""
+    """Settings that slow the rotation of positions, for texts longer than in the first training; null: no slowing."""
 
     kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
+    """Method of slowing, as `rope_type` of transformers names it."""
     factor: Annotated[float, Field(ge=1, le=1e6)]
-    positions: Annotated[int, Field(ge=2, le=1 << 20)] | None = None  # of the first training; None: `model.positions`
-    low: PositiveFloat = 1.0  # turns within these positions up to which an angle is stretched in full
-    # The turns from which on an angle is left as it was: the papers' values, which transformers takes as well.
+    """Longest text of the model over the longest text of its first training (`positions`). Unit: factor."""
+    positions: Annotated[int, Field(ge=2, le=1 << 20)] | None = None
+    """Longest text of the first training; null: `model.positions`, else `model.context`. Unit: tokens."""
+    low: PositiveFloat = 1.0
+    """A pair of channels that turns at most this often in `positions` is slowed by all of `factor` (llama3, yarn).
+    Unit: turns."""
     high: PositiveFloat = Field(default_factory=lambda given: 32.0 if given.get("kind") == "yarn" else 4.0)
-    attention: PositiveFloat | None = None  # of queries and keys (yarn, longrope); None: it follows from `factor`
-    truncate: bool = True  # yarn: round the two ends of the ramp to whole channel pairs
-    short: Divisors = ()  # longrope: what each rate is divided by, in a sequence of at most `positions` ...
-    long: Divisors = ()  # ... and in a longer one
+    """A pair that turns at least this often in `positions` is not slowed; by default 32 for yarn, 4 for llama3.
+    Unit: turns."""
+    attention: PositiveFloat | None = None
+    """Multiplier of the rotated queries and keys (yarn, longrope); null: computed from `factor`. Unit: factor."""
+    truncate: bool = True
+    """Round the indices of the pairs at which slowing begins and is complete to whole numbers (yarn)."""
+    short: Divisors = ()
+    """For each pair, the divisor of its angle per token in texts of at most `positions` tokens (longrope)."""
+    long: Divisors = ()
+    """For each pair, the divisor of its angle per token in longer texts (longrope)."""
 
     @model_validator(mode="after")
     def is_complete(self) -> "RopeScaling":
-        """Refuse bounds that are too close, and divisors of other kinds than longrope."""
+        """Raise ValueError if `low` is not below `high`, or `short` and `long` do not fit the kind."""
         if self.high < self.low * (1 + LEAST_APART):
-            raise ValueError(f"low, {self.low}, must be below high, {self.high}")
+            raise ValueError(f"low ({self.low}) must be less than high ({self.high})")
         if (self.kind == "longrope") != bool(self.short and self.long) or len(self.short) != len(self.long):
-            raise ValueError("longrope, and no other kind, has short and long, two lists of the same length")
+            raise ValueError("kind longrope needs lists short and long of equal length; other kinds must omit both")
         return self
 
 
 class BlockOptions(Strict):
-    """What some families' blocks have and Llama's lacks, under the names that config.json has for it.
+    """Options of blocks, each supported only by some families, named as in config.json. Llama supports the biases."""
 
-    `Family.block` says which family has which of them; the multipliers are Granite's.
-    """
-
-    attention_bias: bool = False  # of queries, keys, values and output
+    attention_bias: bool = False
+    """Whether the projections to queries, keys, values and attention output have biases."""
     mlp_bias: bool = False
-    unrotated: Blocks = ()  # without rotary positions
-    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0  # of a head's channels, those that are rotated
+    """Whether the matrices of the feed-forward have biases."""
+    unrotated: Blocks = ()
+    """Indices of the blocks without rotary positions; the first block is 0 (smollm3)."""
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of a head's channels that is rotated (phi3). Unit: share of 1."""
     embedding_multiplier: PositiveFloat = 1.0
-    residual_multiplier: PositiveFloat = 1.0  # of what a branch adds
-    attention_multiplier: PositiveFloat | None = None  # of queries times keys; None: 1 / sqrt(channels of a head)
-    logits_scaling: PositiveFloat = 1.0  # what logits are divided by
+    """Multiplier of the embedding (granite). Unit: factor."""
+    residual_multiplier: PositiveFloat = 1.0
+    """Multiplier of the outputs of attention and feed-forward before the residual addition (granite). Unit: factor."""
+    attention_multiplier: PositiveFloat | None = None
+    """Multiplier of the products of queries and keys (granite); null: 1 / sqrt(channels of a head). Unit: factor."""
+    logits_scaling: PositiveFloat = 1.0
+    """Divisor of the logits (granite). Unit: factor."""
 
 
 class LoraConfig(Strict):
-    """Adapters of low rank beside frozen matrices: model/lora.py. They alone are trained, and travel."""
+    """Low-rank adapters (LoRA) beside frozen matrices. Only the adapters are trained and sent. null: no adapters."""
 
     rank: Annotated[int, Field(gt=0, le=1024)] = 8
-    alpha: PositiveFloat = 16.0  # an adapter's product is scaled by alpha / rank
-    matrices: Literal["queries-values", "attention", "feed-forward", "all"] = "all"  # of each block, that have one
+    """Rank of an adapter: rows of its first factor, columns of its second. Unit: rows."""
+    alpha: PositiveFloat = 16.0
+    """An adapter's product is scaled by alpha / rank. Unit: factor."""
+    matrices: Literal["queries-values", "attention", "feed-forward", "all"] = "all"
+    """Matrices of a block that get adapters."""
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The names of these matrices inside a block."""
+        """Names of the matrices that have adapters, as they are called inside a block."""
         attention, feed_forward = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
         sets = {"queries-values": ("q_proj", "v_proj"), "attention": attention, "feed-forward": feed_forward}
         return sets.get(self.matrices, attention + feed_forward)
 
 
 class ModelConfig(Strict):
-    """A Llama-style decoder. Its size follows from `depth`, unless other keys say otherwise.
+    """A Llama-style decoder. Sizes that are not given follow from `depth`.
 
-    With `from`, a Hugging Face folder, all of them but `context` are those of its config.json.
+    If `from` names a Hugging Face folder, the folder's config.json gives all keys except `context`.
     """
 
     depth: Annotated[int, Field(gt=0, le=1024)] = 2
-    width: Annotated[int, Field(gt=0, le=MAX_WIDTH)] | None = None  # 64 * depth
-    heads: Positive | None = None  # one for every 32 channels up to width 256, above it one for every 64
-    kv_heads: Positive | None = None  # as many as `heads`; fewer is grouped-query attention
-    hidden: Positive | None = None  # 8/3 * width, rounded up to a multiple of 32
+    """Blocks between embedding and head. Unit: blocks."""
+    width: Annotated[int, Field(gt=0, le=MAX_WIDTH)] | None = None
+    """Channels of the hidden values; null: 64 * depth. Unit: channels."""
+    heads: Positive | None = None
+    """Attention heads; null: one for every 32 channels up to width 256, above it one for every 64. Unit: heads."""
+    kv_heads: Positive | None = None
+    """Heads of keys and values; null: as many as `heads`; fewer: grouped-query attention. Unit: heads."""
+    hidden: Positive | None = None
+    """Channels inside the feed-forward; null: 8/3 * width, rounded up to a multiple of 32. Unit: channels."""
     vocabulary: Positive = 256
+    """Tokens that the model knows; 256 where a token is a byte. Unit: tokens."""
     context: Positive = 128
-    rope_theta: Annotated[float, Field(ge=2, le=1e12)] = 10_000.0  # rates fall by this: at 1 yarn divides by zero
+    """Length of a training sequence. Unit: tokens."""
+    rope_theta: Annotated[float, Field(ge=2, le=1e12)] = 10_000.0  # 1 is excluded, since yarn divides by its logarithm
+    """Base of the rotary positions: pair f of a head's E rotated channels turns by rope_theta^(-2f/E) radians a token.
+    Unit: none."""
     rope_scaling: RopeScaling | None = None
-    positions: Positive | None = None  # that the model is made for, as an export says; None: `context`
+    positions: Positive | None = None
+    """Longest text that the model reads, written to an export's config.json; null: `context`. Unit: tokens."""
     family: FamilyName = "llama"
+    """Model family of transformers: decides which keys of `block` are allowed, and the form of an export."""
     block: BlockOptions = BlockOptions()
-    head_channels: Positive | None = None  # width / heads
+    head_channels: Positive | None = None
+    """Channels of a head; null: width / heads. Unit: channels."""
     norm_eps: Annotated[float, Field(gt=0, le=1)] = 1e-5
-    window: Positive | None = None  # how many positions a token attends to, itself included; None: all before it
-    # "package.module:function", which returns list[nn.Module]: a user's own model, whose code others have to trust
+    """Constant that RMSNorm adds to the mean square before the square root. Unit: none."""
+    window: Positive | None = None
+    """Number of latest tokens that a token attends to, itself included (mistral, phi3); null: all. Unit: tokens."""
     layers: Annotated[str, Field(max_length=256)] | None = None
-    lora: LoraConfig | None = None  # None: all weights are trained
-    start_from: OwnPath | None = Field(default=None, alias="from")  # a Hugging Face folder on this peer's own disk
-    weights: Digest | None = None  # of those that all peers start from; None: they are drawn, by `seed`
+    """Code of the user's own model, `package.module:function`, which returns list[nn.Module]; all peers run this code.
+    null: the built-in model."""
+    lora: LoraConfig | None = None
+    start_from: OwnPath | None = Field(default=None, alias="from")
+    """Hugging Face folder on this peer's own disk that the run starts from; null: weights are sampled by `seed`."""
+    weights: Digest | None = None
+    """Digest of the weights from which all peers start; filled in by the peer that starts the run."""
 
     @model_validator(mode="after")
     def shapes_fit(self) -> "ModelConfig":
+        """Raise ValueError if two keys contradict each other, or the family does not support a key."""
         if self.layers is not None:
             if self.start_from is not None or self.weights is not None:
-                raise ValueError("model.layers is code, which starts from no folder; leave model.from out")
+                raise ValueError("model.layers (your own code) cannot start from a folder's weights; omit model.from")
             if self.lora is not None:
-                raise ValueError("model.lora adapts the built-in model, and model.layers is code; leave one out")
+                raise ValueError("model.lora works only with the built-in model; omit model.lora or model.layers")
             return self
         if (self.head_channels is None and self.d_model % self.n_heads) or self.d_head % 2 or self.d_rotary % 2:
             raise ValueError(f"width {self.d_model} must be an even multiple of heads {self.n_heads}")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"heads {self.n_heads} must be a multiple of kv_heads {self.n_kv_heads}")
         if self.n_heads * self.d_head > MAX_WIDTH:
-            raise ValueError(f"heads times head_channels must be at most {MAX_WIDTH}")
+            raise ValueError(f"heads times head_channels is {self.d_queries}; expected at most {MAX_WIDTH}")
         if self.context * self.d_head > MAX_ROTARY:
-            raise ValueError(f"context times channels of a head must be at most {MAX_ROTARY}; more heads, perhaps")
+            product = f"context {self.context} times {self.d_head} channels of a head is {self.context * self.d_head}"
+            raise ValueError(f"{product}; expected at most {MAX_ROTARY}; use a shorter context or more heads")
         if self.window is not None and not self.options.window:
-            raise ValueError(f"family {self.family} has no window; mistral has one")
+            raise ValueError(f"family {self.family} does not support window; omit window, or use family mistral")
         for (name, value), (_, usual) in zip(self.block, BlockOptions(), strict=True):
             if value != usual and name not in self.options.block:
-                raise ValueError(f"family {self.family} has no block.{name}")
+                raise ValueError(f"family {self.family} does not support block.{name}; omit block.{name}")
         if self.rope_scaling is not None and self.rope_scaling.kind == "dynamic" and self.d_rotary < 4:
-            raise ValueError("dynamic rope_scaling needs heads of at least 4 channels")
+            raise ValueError(f"dynamic rope_scaling needs at least 4 rotated channels in a head; got {self.d_rotary}")
         if self.rope_scaling is not None and len(self.rope_scaling.long) not in (0, self.d_rotary // 2):
             raise ValueError(
                 f"rope_scaling.long has {len(self.rope_scaling.long)} numbers; expected {self.d_rotary // 2}"
             )
         if self.windowed and self.context > MAX_WINDOWED:
-            raise ValueError(f"context must be at most {MAX_WINDOWED} where the window, {self.window}, is narrower")
+            raise ValueError(f"context {self.context} must be at most {MAX_WINDOWED} if window is less than context")
         return self
 
     @property
     def options(self) -> Family:
+        """The options of the model's family."""
         return FAMILIES[self.family]
 
     @property
     def most_positions(self) -> int:
-        """The longest text that the model reads when it generates."""
+        """The number of tokens of the longest text that the model generates, including the prompt."""
         return max(self.positions or 0, self.context)
 
     @property
     def windowed(self) -> bool:
-        """Whether some token does not attend to all before it."""
+        """Whether the window is shorter than the context."""
         return self.window is not None and self.window < self.context
 
     @property
     def d_model(self) -> int:
+        """The width of hidden states."""
         return self.width or 64 * self.depth
 
     @property
     def d_head(self) -> int:
-        """Channels of a head."""
+        """The number of channels of a head."""
         return self.head_channels or self.d_model // self.n_heads
 
     @property
     def d_rotary(self) -> int:
-        """Channels of a head that are rotated, the first ones."""
+        """The number of channels of a head that are rotated; these are the head's first channels."""
         return int(self.d_head * self.block.partial_rotary_factor)
 
     @property
     def d_queries(self) -> int:
-        """Channels of all heads' queries together."""
+        """The number of channels of the queries of all heads."""
         return self.n_heads * self.d_head
 
     @property
     def d_keys(self) -> int:
-        """Channels of all keys together, and of all values."""
+        """The number of channels of the keys of all heads, and also of the values of all heads."""
         return self.n_kv_heads * self.d_head
 
     @property
     def n_heads(self) -> int:
+        """The number of query heads."""
         return self.heads or max(1, self.d_model // (32 if self.d_model <= 256 else 64))
 
     @property
     def n_kv_heads(self) -> int:
+        """The number of key-value heads."""
         return self.kv_heads or self.n_heads
 
     @property
     def d_hidden(self) -> int:
+        """The width of the feed-forward."""
         return self.hidden or -(-8 * self.d_model // (3 * 32)) * 32
 
     @property
     def layer_parameters(self) -> list[int]:
-        """The parameters of embedding, blocks and head, without adapters. It knows nothing of a user's own `layers`."""
+        """The number of parameters of each built-in layer (embedding, blocks, head) without adapters."""
         width, table = self.d_model, self.vocabulary * self.d_model
         block = sum(self.block_matrices) + sum(self.block_vectors)
         return [table, *([block] * self.depth), width + table]
 
     @property
     def block_shapes(self) -> dict[str, tuple[int, int]]:
-        """The inputs and outputs of a block's matrices."""
+        """The (inputs, outputs) of each matrix of a block, by the matrix's name inside the block."""
         width, queries, keys, hidden = self.d_model, self.d_queries, self.d_keys, self.d_hidden
         return {
             "q_proj": (width, queries),
@@ -205,19 +247,19 @@ class ModelConfig(Strict):
 
     @property
     def block_matrices(self) -> list[int]:
-        """The sizes of a block's matrices: queries, keys, values, output, and the three of the feed-forward."""
+        """The number of elements of each matrix of a block, in the order of `block_shapes`."""
         return [inputs * outputs for inputs, outputs in self.block_shapes.values()]
 
     @property
     def block_factors(self) -> list[int]:
-        """The sizes of the adapters' factors in a block, two for each matrix that has one."""
+        """The number of elements of each adapter factor of a block: two factors for each matrix with an adapter."""
         if self.lora is None:
             return []
         return [self.lora.rank * side for name in self.lora.targets for side in self.block_shapes[name]]
 
     @property
     def block_vectors(self) -> list[int]:
-        """The sizes of a block's gains and biases."""
+        """The number of elements of each gain and bias of a block."""
         queries, keys = self.d_queries, self.d_keys
         biases = [queries, keys, keys] if self.options.query_bias or self.block.attention_bias else []
         biases += [self.d_model] * self.block.attention_bias

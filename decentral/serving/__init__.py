@@ -1,1 +1,1 @@
-"""Text from a model for programs that speak OpenAI's API, on the server of the live page."""
+"""Text generation from a trained model, behind an HTTP API in OpenAI's form; start reading at `endpoint.py`."""

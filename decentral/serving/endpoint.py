@@ -1,13 +1,13 @@
-"""The endpoint `/v1`: completions, chat and models, as programs that speak OpenAI's API expect them.
+"""The HTTP endpoint `/v1`: completions, chat and the list of models, in the form of OpenAI's API.
 
     GET  /v1/models
     POST /v1/completions
-    POST /v1/chat/completions      both also with "stream": true, as server-sent events
+    POST /v1/chat/completions      with "stream": true, both POST routes answer with server-sent events
 
-    request -> its body, bounded -> its fields, bounded -> a turn -> tokens on the one thread that generates -> answer
+    request -> bounded body -> checked fields -> a free slot (turns.py) -> tokens from the generation thread -> answer
 
-Nobody is asked for a password, as with the page: whoever reaches the port may ask. A page of another site may not: its
-browser names an origin that is not ours, and no plain form can send JSON.
+Start reading at `api`. There is no password: anybody who can connect to the port may send requests. A web page of
+another site is refused: the browser names that site in the header `Origin`, and a plain HTML form cannot send JSON.
 """
 
 import asyncio
@@ -16,7 +16,6 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 from decentral.commands import shared
 from decentral.core import strict_json
 from decentral.core.errors import UserError
+from decentral.core.ip_networks import CALLER, network_of
 from decentral.core.strict_json import JsonObject
 from decentral.data.text_codec import TokenizerCodec
 from decentral.engine import measure
@@ -37,6 +37,7 @@ from decentral.serving.loaded_model import SEED_BITS, LoadedModel
 from decentral.serving.openai_requests import (
     MOST_BODY_BYTES,
     ApiError,
+    Asked,
     ChatRequest,
     CompletionRequest,
     TextRequest,
@@ -46,17 +47,16 @@ from decentral.serving.replies import ApiReply, ChatReply, CompletionReply
 from decentral.serving.served_model import ServedModel
 from decentral.serving.turns import ANSWERED_AT_ONCE, Turns
 
-BODY_S = 20.0  # in which a request's body has to be here
-ANSWER_S = 600.0  # after which an answer ends where it is
-UNREAD_S = 60.0  # that a program may leave an answer unread which has ended
-LOOK_AFTER_TOKENS = 8  # whether a program still waits for a whole answer
+BODY_S = 20.0
+ANSWER_S = 600.0  # a longer answer is cut off, with finish reason "length"
+LOOK_AFTER_TOKENS = 8  # tokens between two checks whether the client of a non-streamed answer is still connected
 
 Begin = Callable[[LoadedModel], Completion]
-"""Begins the answer to one request."""
+"""Prepares the answer to one request, which the given model will generate."""
 
 
 def api(served: ServedModel) -> Starlette:
-    """The application that answers below `/v1`."""
+    """Return the web application that answers requests to `/v1/...` with the model `served`."""
     endpoint = Endpoint(served, Turns())
     routes = [
         Route("/models", endpoint.models),
@@ -68,16 +68,22 @@ def api(served: ServedModel) -> Starlette:
 
 
 class Endpoint:
+    """The handlers of requests to `/v1/...`."""
+
     def __init__(self, served: ServedModel, turns: Turns) -> None:
+        """Set the model that answers requests; `turns` limits how many requests are answered at the same time."""
         self.served, self.turns = served, turns
+        self._parsing = asyncio.Lock()  # requests are parsed one at a time, so that the event loop keeps a core
 
     async def models(self, request: Request) -> Response:
+        """Return the list of models: the served model, or an empty list before its weights are loaded."""
         here = self.served
         one = {"id": here.name, "object": "model", "created": here.loaded_s, "owned_by": "decentral"}
         return _json({"object": "list", "data": [one] if here.model is not None else []})
 
     async def completions(self, request: Request) -> Response:
-        asked = parsed(CompletionRequest, await _body(request))
+        """Return the continuation of a prompt, whole or as a stream. Raises ApiError if the request is refused."""
+        asked = await self._parsed(CompletionRequest, request)
 
         def begin(model: LoadedModel) -> Completion:
             tokens = asked.prompt_tokens if asked.text is None else model.codec.encode(asked.text)
@@ -86,20 +92,26 @@ class Endpoint:
         return await self._answer(request, asked, begin, CompletionReply)
 
     async def chat(self, request: Request) -> Response:
-        asked = parsed(ChatRequest, await _body(request))
+        """Return the next turn of a conversation, whole or as a stream. Raises ApiError if the request is refused."""
+        asked = await self._parsed(ChatRequest, request)
         template = self.served.template
         if template is None:
-            raise ApiError(400, "this model has no chat template; ask /v1/completions", "no_chat_template")
+            raise ApiError(400, "this model has no chat template; send a prompt to /v1/completions", "no_chat_template")
 
         def begin(model: LoadedModel) -> Completion:
-            codec = model.codec  # the template has written all special tokens already
+            codec = model.codec  # the chat template has already written the special tokens
             codec = replace(codec, special=False) if isinstance(codec, TokenizerCodec) else codec
             return self._begin(model, codec.encode(template.render(asked.messages)), asked)
 
         return await self._answer(request, asked, begin, ChatReply)
 
+    async def _parsed(self, kind: type[Asked], request: Request) -> Asked:
+        body = await _body(request)
+        async with self._parsing:
+            return await asyncio.to_thread(parsed, kind, body)
+
     def _begin(self, model: LoadedModel, prompt: list[int], asked: TextRequest) -> Completion:
-        """Raises ApiError if the model cannot read the prompt, or there is no memory for it."""
+        """Return a completion of these tokens. Raises ApiError if the prompt is not valid or memory is too small."""
         sampling = asked.sampling(secrets.randbits(SEED_BITS), model.codec.size)
         device = self.served.device
         try:
@@ -110,10 +122,15 @@ class Endpoint:
         return Completion(model, prompt, sampling, asked.stops, device)
 
     async def _answer(self, request: Request, asked: TextRequest, begin: Begin, kind: type[ApiReply]) -> Response:
-        """Raises ApiError, as long as nothing of the answer was sent."""
+        """Wait for a free slot and return the answer, whole or as a stream.
+
+        Raises:
+            ApiError: If the request is refused, or generation fails before a stream has begun.
+        """
         model = self.served.of_name(asked.model)
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self.turns.turn())
+            caller = network_of(request.client.host if request.client else "", CALLER)
+            await stack.enter_async_context(self.turns.turn(caller))
             if await request.is_disconnected():
                 raise ClientDisconnect
             completion: Completion = await self.turns.in_thread(lambda: begin(model))
@@ -121,19 +138,19 @@ class Endpoint:
             if not asked.stream:
                 return Response(await answer.whole(request), media_type="application/json")
             return _Streamed(answer.chunks(asked.with_usage), stack.pop_all())
-        raise AssertionError("the block returns or raises")
+        raise AssertionError("expected the block above to return or raise; it did not")
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A completion on its way to a program."""
+    """An answer that is being sent: the generated text, and the writer of the client's JSON."""
 
     completion: Completion
     reply: ApiReply
     turns: Turns
 
     async def whole(self, request: Request) -> str:
-        """Raises ApiError where the model fails, and ClientDisconnect where nobody waits any more."""
+        """Return the answer's JSON. Raises ApiError if the model fails, ClientDisconnect if the client has gone."""
         text = ""
         async for part in self._parts():
             text += part
@@ -142,7 +159,7 @@ class _Answer:
         return self.reply.whole(text, self.completion.finish or "length", self._usage())
 
     async def chunks(self, with_usage: bool) -> AsyncGenerator[str]:
-        """Server-sent events. What fails after the first one is an event, too."""
+        """Yield the server-sent events of the answer. If the model fails, the last event contains the error."""
         if opening := self.reply.opening():
             yield _event(opening)
         try:
@@ -158,6 +175,7 @@ class _Answer:
         yield _event("[DONE]")
 
     async def _parts(self) -> AsyncGenerator[str]:
+        """Yield the answer's text piece by piece; end the text after ANSWER_S. Raises ApiError if the model fails."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + ANSWER_S
         try:
@@ -173,34 +191,38 @@ class _Answer:
 
 
 class _Streamed(StreamingResponse):
-    """Server-sent events. The turn ends with them, or when nobody reads them."""
+    """A response of server-sent events. It frees the request's slot when it ends or the client stops reading."""
 
     def __init__(self, chunks: AsyncGenerator[str], turn: AsyncExitStack) -> None:
         super().__init__(chunks, media_type="text/event-stream")
         self._turn = turn
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._turn, asyncio.timeout(ANSWER_S + UNREAD_S):
+        async with self._turn:
             await super().__call__(scope, receive, send)
 
 
 async def _body(request: Request) -> bytes:
-    """The request's JSON. Raises ApiError if another site's page asks, or it is too long or too slow."""
+    """Return the bytes of a request's body.
+
+    Raises:
+        ApiError: If another site's page sent the request, it is not declared as JSON, or its body is too long or slow.
+    """
     origin, host = request.headers.get("origin"), request.headers.get("host", "")
-    if origin is not None and urlsplit(origin).netloc != host:
-        raise ApiError(403, "pages of other sites may not ask here", "foreign_origin")
+    if origin is not None and origin.partition("://")[2] != host:
+        raise ApiError(403, "a web page of another site may not send requests to this API", "foreign_origin")
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "send JSON, with content-type application/json", "not_json")
-    body = b""
+    body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
             async for part in request.stream():
                 body += part
                 if len(body) > MOST_BODY_BYTES:
-                    raise ApiError(413, f"a request has at most {MOST_BODY_BYTES} bytes", "request_too_large")
+                    raise ApiError(413, f"a request may have at most {MOST_BODY_BYTES} bytes", "request_too_large")
     except TimeoutError:
-        raise ApiError(408, f"the request was not here within {BODY_S:.0f} s", "request_too_slow") from None
-    return body
+        raise ApiError(408, f"the request's body took longer than {BODY_S:.0f} s", "request_too_slow") from None
+    return bytes(body)
 
 
 def _event(data: str) -> str:
@@ -222,9 +244,9 @@ async def _not_here(request: Request, error: HTTPException) -> Response:
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    """Nobody reads this."""
+    """Return an empty response for a client that has disconnected."""
     return Response(status_code=499)
 
 
 async def _our_own(request: Request, error: Exception) -> Response:
-    return _json(ApiError(500, "an error of this server's own; its log has it").body(), 500)
+    return _json(ApiError(500, "this server failed; its log has the error").body(), 500)

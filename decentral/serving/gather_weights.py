@@ -1,8 +1,9 @@
-"""A run's weights for a command that uses them: from live peers, which give them as to a newcomer, or from folders.
+"""Gather a run's weights from the peers of a live swarm or from state folders, for a command that uses the weights.
 
-Each fragment is asked of as many peers as the caller wants copies, those first that hold most of the model. One that
-fails is replaced by another holder. Nothing is made before the config says how large it is, and no piece is taken that
-is larger (peers/joining/fetch.py).
+Start reading at `from_swarm` and `from_folders`. Live peers get the same requests that a joining peer sends. The caller
+says how many copies of each fragment (a range of layers) to fetch, each from another peer. The peers that hold most
+layers are asked first, and a peer that fails is replaced by another holder. The run's config determines the size of
+each fragment before memory is allocated, and a piece of more bytes is refused (peers/joining/fetch.py).
 """
 
 import asyncio
@@ -36,29 +37,30 @@ from decentral.peers.startup.visit import VisitedSwarm, visit
 from decentral.serving import replicas
 from decentral.serving.replicas import Weights
 
-RECORD_LOOKS = 10  # lookups in the DHT, until some peer's record is there
-RECORD_LOOK_S = 1.0
-LAG_SHARE, LAG_STEPS = 0.1, 20  # a checkpoint so far behind the newest one, in both, would spoil the mean
-NAMED_HOLDERS = 4  # of more peers it is said how many there are
-WEIGHTS = ("phi", "theta")  # the names of the weights in a donor's blob, by algorithm
+RECORD_LOOKS = 10  # records of training peers are looked up in the DHT at most this many times
+RECORD_LOOK_S = 1.0  # pause between two look-ups of training peers' records in the DHT
+LAG_SHARE, LAG_STEPS = 0.1, 20  # weights that lag by more than both limits (share of the steps, steps) are left out
+NAMED_HOLDERS = 4  # an error names at most this many holders of weights, and counts the rest
+WEIGHTS = ("phi", "theta")  # a peer's state has its weights under one of these names, depending on the gossip algorithm
 
 
 @dataclass(slots=True)
 class HolderWeights:
-    """A peer's weights, as far as it gave them, or a state folder's."""
+    """The weights gathered from one peer or one state folder, by fragment."""
 
-    name: str  # the peer's id, or the folder
+    name: str
     weights: Weights = field(default_factory=dict)
-    steps: dict[int, int] = field(default_factory=dict)  # the swarm's step that each fragment was at, as the peer says
-    trouble: str = ""  # why it gave no more
+    steps: dict[int, int] = field(default_factory=dict)  # step of each fragment, as the peer claims
+    trouble: str = ""  # why the peer did not send all wanted fragments, or "" if it did
 
     def fail(self, reason: str) -> None:
+        """Record why the peer did not send all wanted fragments."""
         self.trouble = reason or "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredRun:
-    """A run's config, the holders that gave some of its weights, and a line for each folder that is left out."""
+    """A run's config, the weights of its holders, and a line of text for each folder that was not used."""
 
     run: RunId
     config: config.Config
@@ -66,12 +68,12 @@ class GatheredRun:
     left_out: tuple[str, ...] = ()
 
     def average(self) -> Weights:
-        """Return the mean of each fragment over the peers that gave it."""
+        """Return, for each fragment, the mean of its weights over the holders that gave the fragment."""
         return replicas.average([one.weights for one in self.holders])
 
 
 def whose(holders: Sequence[HolderWeights]) -> str:
-    """Return whose weights these are, and at which of the swarm's steps, as the holders say."""
+    """Return a text that names the holders of the weights, and the swarm's step that each holder claims."""
     named = [f"{one.name} at {_steps(one)}" for one in holders[:NAMED_HOLDERS]]
     more = f" and {len(holders) - NAMED_HOLDERS} more" if len(holders) > NAMED_HOLDERS else ""
     copies = max(Counter(index for one in holders for index in one.weights).values())
@@ -80,30 +82,35 @@ def whose(holders: Sequence[HolderWeights]) -> str:
 
 
 def _steps(holder: HolderWeights) -> str:
-    """Return the steps of a peer's fragments as text; they differ where it trained while they were fetched."""
+    """Return the steps of a peer's fragments as text: one step, or a range if the fragments have different steps."""
     first, last = min(holder.steps.values()), max(holder.steps.values())
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def from_folders(paths: Sequence[str], own: OwnInputs = NOTHING_NAMED) -> GatheredRun:
-    """Return the weights in peers' state folders, or in a folder of such, as decentral.local makes it.
+    """Return the weights in the checkpoints of peers' state folders.
 
-    A peer counts once: of its folder and copies of it the newest is taken. A fragment's checkpoints that are far older
-    than its newest one are left out. Raises UserError.
+    If several folders are copies of one peer's folder, only the newest is read. A fragment that is far behind the
+    newest checkpoint of the same fragment is left out. Paths that the folders name are not followed.
 
-    `own`: what the user names in the place of what the peers' users did.
+    Args:
+        paths: State folders, or folders of state folders as `decentral.local` makes them.
+        own: The files that the user named.
+
+    Raises:
+        UserError: If no folder has a checkpoint, a checkpoint is damaged, the folders belong to different runs, or the
+            run's model is code.
     """
     folders = [found for path in paths for found in _state_folders(Path(path))]
-    runs = [state.StateFolder(folder).read_run(own) for folder in folders]
-    if len({run[1].digest() for run in runs if run is not None}) > 1:
-        raise UserError("--state-dir: these folders belong to different runs; give those of one run")
-    if any(run is not None and run[1].model.layers is not None for run in runs):
-        raise UserError("--state-dir: this run's model is code; only the built-in model's weights are read")
+    kept = [found for folder in folders if (found := state.StateFolder(folder).look_at_run()) is not None]
+    runs = [(run, settings.built_in(own)) for run, settings in kept]
+    if len({settings.digest() for _, settings in runs}) > 1:
+        raise UserError("--state-dir: these folders belong to different runs; give folders of one run")
     steps = {folder: step for folder in folders if (step := checkpoint.lr_step(folder)) is not None}
     newest = newest_of_each_peer(steps)
     holders = [_of_folder(folder, steps[folder]) for folder in steps if newest[folder] == folder]
-    if not holders or runs[0] is None:
-        raise UserError(f"--state-dir {' '.join(paths)}: no checkpoint there; a peer writes one when it stops")
+    if not holders or not runs:
+        raise UserError(f"--state-dir {' '.join(paths)} has no checkpoint; a peer writes a checkpoint when it stops")
     pairs = ((folder, peer) for folder, peer in newest.items() if folder != peer)
     copies = [f"{copy} at step {steps[copy]}: a copy of {peer}, which is at step {steps[peer]}" for copy, peer in pairs]
     left_out = [*copies, *leave_out_laggards(holders)]
@@ -117,7 +124,11 @@ def _of_folder(folder: Path, step: int) -> HolderWeights:
 
 
 def leave_out_laggards(holders: Sequence[HolderWeights]) -> list[str]:
-    """Take from these holders each fragment that another holds far newer; return a line for each of the holders."""
+    """Delete the fragments of holders that lag behind; return one line of text for each such holder.
+
+    A fragment lags if its step is more than LAG_STEPS steps, and more than LAG_SHARE of the newest step, behind the
+    newest step of the same fragment.
+    """
     newest = {index: max(one.steps.get(index, 0) for one in holders) for one in holders for index in one.steps}
     said = []
     for one in holders:
@@ -136,23 +147,32 @@ def leave_out_laggards(holders: Sequence[HolderWeights]) -> list[str]:
 def _state_folders(path: Path) -> list[Path]:
     found = [path] if (path / "run.json").exists() else sorted(run.parent for run in path.glob("*/run.json"))
     if not found:
-        raise UserError(f"--state-dir {path}: no peer's state folder, nor a folder of such")
+        raise UserError(f"--state-dir {path} has no peer's state; give a state folder, or a folder of state folders")
     return found
 
 
 async def from_swarm(join: Sequence[str], invite: str | None, copies: int = MOST_HOLDERS) -> GatheredRun:
-    """The weights that live peers give to a newcomer, each from so many of its holders at most, or from fewer where
-    this machine's memory has no room for as many.
+    """Return the weights of a live swarm, fetched from its peers.
 
-    Raises UserError if no peer answers or trains, if nobody gives some layer, or if the model is too large for this
-    machine.
+    Args:
+        join: Addresses of peers.
+        invite: Path of an invitation file, for a private swarm.
+        copies: Number of holders from which to fetch each fragment; reduced if this machine's memory is too small.
+
+    Raises:
+        UserError: If no peer answers or trains, no peer gives some layer, or the model is too large for this machine's
+            memory.
     """
     async with visit(join, read_holding(Path(invite)) if invite else None) as swarm:
         return await of_visited(swarm, copies, measure.machine_bytes())
 
 
 async def of_visited(swarm: VisitedSwarm, copies: int, machine_bytes: int) -> GatheredRun:
-    """The same of a swarm that is visited already. `machine_bytes`: the memory that it may take here."""
+    """Return the weights of a live swarm to which a connection exists, in at most `machine_bytes` of memory.
+
+    Raises:
+        UserError: If no peer trains, no peer gives some layer, or the model needs more memory.
+    """
     live = await look(swarm)
     copies = memory.copies_that_fit(swarm.config, copies, machine_bytes)
     for holder, record in live.items():
@@ -164,7 +184,13 @@ async def of_visited(swarm: VisitedSwarm, copies: int, machine_bytes: int) -> Ga
 
 
 async def look(swarm: VisitedSwarm) -> dict[PeerId, PeerRecord]:
-    """The peers that train, from their records in the DHT. Raises UserError if there are none."""
+    """Look up the records of the swarm's training peers in the DHT, and return them by peer.
+
+    Look up at most RECORD_LOOKS times, until the records include all peers in `swarm.contacts`.
+
+    Raises:
+        UserError: If the last lookup finds no peer that trains.
+    """
     for _ in range(RECORD_LOOKS):
         found = await swarm.records()
         live = {holder: record for holder, record in found.items() if record.phase == "training"}
@@ -172,7 +198,7 @@ async def look(swarm: VisitedSwarm) -> dict[PeerId, PeerRecord]:
             return live
         await asyncio.sleep(RECORD_LOOK_S)
     if not live:
-        raise UserError(f"run {swarm.run} has no peers that train")
+        raise UserError(f"run {swarm.run} has no training peers now; try again when a peer trains")
     return live
 
 
@@ -183,9 +209,20 @@ async def gather(
     live: dict[PeerId, PeerRecord],
     copies: int = MOST_HOLDERS,
 ) -> list[HolderWeights]:
-    """Fetches each fragment from its first holders in `live`, and from further ones where these fail.
+    """Fetch each fragment of a run's model from `copies` of its holders, or from fewer if others fail.
 
-    Raises UserError if nobody gives some fragment.
+    Args:
+        transport: The connections to the peers.
+        run: The run's id.
+        settings: The run's config.
+        live: Records of the training peers, in the order in which to ask them.
+        copies: Number of holders from which to fetch each fragment.
+
+    Returns:
+        The peers that gave at least one fragment.
+
+    Raises:
+        UserError: If no peer gives some fragment.
     """
     layouts = donated_layouts(settings)
     asked = {fragment.index: _in_turn(fragment, live) for fragment, _ in layouts}
@@ -204,19 +241,19 @@ async def gather(
     for fragment in replicas.missing(settings, {index: one.weights[index] for one in given for index in one.weights}):
         why = "; ".join(f"peer {one.name}: {plain_text(one.trouble)}" for one in found.values() if one.trouble)
         layers = f"layers {fragment.first} to {fragment.last - 1}"
-        raise UserError(f"nobody gave {layers} of the model ({why or 'nobody holds them'}); try again later")
+        raise UserError(f"no peer gave {layers} of the model ({why or 'no peer holds them'}); try again later")
     return given
 
 
 def _in_turn(fragment: Fragment, live: dict[PeerId, PeerRecord]) -> Iterator[PeerId]:
-    """The fragment's holders, each once."""
+    """Return an iterator over the peers in `live` that hold a fragment; the caller asks each peer at most once."""
     return iter([peer for peer, record in live.items() if record.covers(fragment)])
 
 
 async def _give(
     transport: Transport, run: RunId, holder: HolderWeights, share: Sequence[tuple[Fragment, Layout]]
 ) -> None:
-    """Asks a peer for its share of the fragments. Those that came whole count, whatever happens to the others."""
+    """Fetch fragments from one peer, and store them in `holder`; if the peer fails, store the reason there."""
     try:
         for fragment, layout in share:
             incoming = Incoming(fragment, layout)
@@ -229,7 +266,10 @@ async def _give(
 
 
 async def _fetch(transport: Transport, run: RunId, holder: PeerId, incoming: Incoming) -> Blob:
-    """Fetches one fragment's state piece by piece, as a newcomer does. Raises AskError or ProtocolError."""
+    """Fetch one fragment's state from a peer, piece by piece.
+
+    Raises AskError if the peer does not answer, ProtocolError if its answer is not valid.
+    """
     while not incoming.complete():
         offset = incoming.next_offset()
         assert offset is not None
@@ -237,12 +277,12 @@ async def _fetch(transport: Transport, run: RunId, holder: PeerId, incoming: Inc
         answer = await transport.ask(holder, Envelope(question), PIECE_DEADLINE_S, MAX_CHUNK_BYTES)
         message = answer.envelope.message
         if not isinstance(message, StateChunk) or message.offset != offset:
-            raise ProtocolError(message.reason if isinstance(message, Refused) else "unexpected", "no piece of state")
+            raise ProtocolError(message.reason if isinstance(message, Refused) else "unexpected", "no state came")
         incoming.take(holder, message, answer.envelope.blob)
     return incoming.hand_over()
 
 
 def donated_layouts(settings: config.Config) -> list[tuple[Fragment, Layout]]:
-    """Each fragment of the run's model, and the layout of the state that a donor gives of it."""
+    """Return each fragment of the run's model, with the layout of the fragment's state as a donor sends it."""
     donated = update_rules.donated(settings.gossip)
     return [(one, update_rules.layout_of(donated, one.parameters, blockwise)) for one in fragments_of(settings)]

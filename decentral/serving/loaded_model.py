@@ -1,4 +1,4 @@
-"""A model to generate from: a run's, from the weights that its peers gave, or a Hugging Face folder's."""
+"""Load a model to generate text with, from a run's gathered weights or from a Hugging Face folder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ SEED_BITS = 32
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model's layers on the CPU, what its tokens mean, and whose weights it has."""
+    """A model: its config, its layers on the CPU, the codec between tokens and text, and the origin of its weights."""
 
     config: ModelConfig
     layers: Sequence["nn.Module"]
@@ -34,7 +34,16 @@ class LoadedModel:
 
 
 def of_run(found: GatheredRun, tokenizer: str | None, model_folder: str | None = None) -> LoadedModel:
-    """The mean of what the holders gave. Raises UserError if layers are missing, or nobody says what the tokens are."""
+    """Return a run's model; its weights are the mean of the gathered weights.
+
+    Args:
+        found: The run and the weights of its holders.
+        tokenizer: Path of the tokenizer; None: the path in the run's config.
+        model_folder: Folder of the pretrained model for the run's adapters; None: the folder in the run's config.
+
+    Raises:
+        UserError: If layers are missing, or the tokenizer is missing or not the run's.
+    """
     run = found.config.with_own(OwnInputs(model_folder=model_folder))
     codec = text_codec.of_run(run, tokenizer)
     layers = replicas.layers_with(run, found.average())
@@ -43,7 +52,16 @@ def of_run(found: GatheredRun, tokenizer: str | None, model_folder: str | None =
 
 
 def of_folder(folder: Path, tokenizer: str | None) -> LoadedModel:
-    """The model of a Hugging Face folder. Raises UserError if it is of no family that we compute."""
+    """Return the model of a Hugging Face folder.
+
+    Args:
+        folder: The model's folder.
+        tokenizer: Path of the tokenizer; None: the tokenizer in the folder.
+
+    Raises:
+        UserError: If the folder has no model, the model's architecture is not supported, or the model does not fit into
+            this machine's memory.
+    """
     if not (folder / model_families.CONFIG_FILE).is_file():
         adapter = "this folder is a peft adapter: export with --format huggingface, or generate from --state-dir"
         advice = adapter if (folder / ADAPTER).is_file() else "give a Hugging Face model's folder"

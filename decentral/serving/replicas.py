@@ -1,6 +1,6 @@
-"""Several peers' checkpoints taken together: their average, and how far they are apart.
+"""Read the weights in peers' checkpoints, average them, and measure their spread and the loss of their average.
 
-Peers may hold different fragments of a model; each fragment is averaged over those that hold it.
+Peers may hold different fragments (ranges of layers) of a model; a fragment is averaged over the peers that hold it.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,18 @@ from decentral.engine.fragment import Live, fragments_of
 from decentral.engine.step import Chain, Device
 from decentral.model import decoder
 
-AT_ONCE = 8  # sequences of held-out text that are evaluated together
+AT_ONCE = 8
 
 Weights = dict[int, Tensor]
-"""The live weights [n] of each fragment that a peer holds, by the fragment's index."""
+"""A peer's weights, by fragment index: a vector (n,) of all parameters of the fragment."""
 
 
 def read(folder: Path) -> Weights | None:
-    """The live weights in a peer's checkpoint. Raises UserError if it is damaged."""
+    """Return the weights in the checkpoint of a peer's state folder, in fp32; None if there is no checkpoint.
+
+    Raises:
+        UserError: If the checkpoint is damaged.
+    """
     found = checkpoint.read(folder)
     if found is None:
         return None
@@ -35,7 +39,7 @@ def read(folder: Path) -> Weights | None:
 
 
 def average(replicas: Sequence[Weights]) -> Weights:
-    """The mean of each fragment over those that hold it; fragments that nobody holds are left out."""
+    """Return the mean of each fragment over the peers that hold it; fragments without a holder are left out."""
     return {
         index: torch.stack([own[index] for own in replicas if index in own]).mean(dim=0)
         for index in sorted({index for own in replicas for index in own})
@@ -43,7 +47,7 @@ def average(replicas: Sequence[Weights]) -> Weights:
 
 
 def spread(replicas: Sequence[Weights]) -> float:
-    """Root mean square distance of the replicas from their mean, over the root mean square of that mean."""
+    """Return the root mean square distance of replicas from their mean, relative to the mean's root mean square."""
     apart, scale = 0.0, 0.0
     for index, mean in average(replicas).items():
         held = [own[index] for own in replicas if index in own]
@@ -53,29 +57,44 @@ def spread(replicas: Sequence[Weights]) -> float:
 
 
 def missing(run: config.Config, weights: Weights) -> list[Fragment]:
-    """The fragments of the run's model that nobody holds."""
+    """Return the fragments of the run's model that are not in `weights`."""
     return [fragment for fragment in fragments_of(run) if fragment.index not in weights]
 
 
 def layers_with(run: config.Config, weights: Weights, frozen: bool = True) -> list[nn.Module]:
-    """The run's model with these weights, on the CPU. Without `frozen`, weights that adapters stand beside are whatever
-    the memory holds, and nothing is read. Raises UserError if they are another model's, or not all."""
+    """Return the layers of the run's model with these weights, on the CPU.
+
+    Args:
+        run: The run's config.
+        weights: The weights of every fragment.
+        frozen: True: read the frozen weights that belong to the adapters. False: leave them uninitialised.
+
+    Raises:
+        UserError: If a fragment is missing, or its number of parameters is not the model's.
+    """
     for fragment in missing(run, weights):
-        raise UserError(f"nobody holds layers {fragment.first} to {fragment.last - 1} of the model")
+        names = f"layers {fragment.first} to {fragment.last - 1}"
+        raise UserError(f"no peer holds {names} of the model; add the weights of a peer that holds them")
     model = run.model if frozen else run.model.model_copy(update={"start_from": None, "weights": None})
     with nullcontext() if frozen else decoder.Undrawn():
         layers = decoder.build(model, run.seed, drawn=False)
     train = run.train.model_copy(update={"weights": "float32", "moments": "float32"})
     for fragment in fragments_of(run):
         if weights[fragment.index].numel() != fragment.parameters:
-            raise UserError(f"layers {fragment.first} to {fragment.last - 1} are another model's")
+            names = f"layers {fragment.first} to {fragment.last - 1}"
+            came = weights[fragment.index].numel()
+            raise UserError(f"the weights of {names} have {came} parameters; the run's have {fragment.parameters}")
         live = Live(fragment, layers, torch.device("cpu"), train)
         live.theta.copy_(weights[fragment.index])
     return layers
 
 
 def held_out_loss(run: config.Config, weights: Weights) -> float:
-    """Held-out loss of the run's model with these weights, in fp32 on the CPU. Raises UserError if data is missing."""
+    """Return the run's held-out loss with these weights, in nats per token, computed in fp32 on the CPU.
+
+    Raises:
+        UserError: If the data or a fragment is missing.
+    """
     batch = corpora.load(run.data, run.model).evaluation(run.train.eval_sequences)
     cpu = Device(torch.device("cpu"), torch.float32)
     return step.held_out_loss(Chain(layers_with(run, weights), run=run), batch, cpu, AT_ONCE)

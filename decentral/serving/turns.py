@@ -1,7 +1,8 @@
-"""Whose turn it is: how many requests are answered at once, how many wait, and the thread that generates.
+"""Limit how many requests are answered at once and how many wait, and own the thread that generates text.
 
-A few requests take turns token by token on one thread, so that a short one need not wait for a long one. One more than
-may wait is refused at once (429), which programs take as a sign to try again later.
+A few requests share one thread: it generates a token for each of them in turn, so that a short answer does not wait
+for a long answer. If too many requests wait, a new request is refused with status 429, and its client may try again.
+`FairShare` divides both numbers between the networks of the clients, so that no client takes all.
 """
 
 import asyncio
@@ -10,33 +11,56 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
+from decentral.comm.net.fair_shares import FairShare
 from decentral.serving import decoding
 from decentral.serving.openai_requests import ApiError
 
-ANSWERED_AT_ONCE = 4  # requests: each keeps keys and values of its own
+ANSWERED_AT_ONCE = 4  # more requests wait, since each answer takes memory for a key-value cache
 MOST_WAITING_REQUESTS = 16
 
 T = TypeVar("T")
 
 
 class Turns:
+    """Limits the requests that are answered at the same time, and owns the thread that generates their text."""
+
     def __init__(self, at_once: int = ANSWERED_AT_ONCE, waiting: int = MOST_WAITING_REQUESTS) -> None:
-        self._most, self._free = at_once + waiting, asyncio.Semaphore(at_once)
+        """Allow `at_once` requests to be answered at the same time, and `waiting` more requests to wait."""
+        self._present, self._answered = FairShare(at_once + waiting), FairShare(at_once)
+        self._freed = asyncio.Condition()
         self._thread = ThreadPoolExecutor(1, "generation", initializer=decoding.use_one_thread)
-        self.present = 0  # requests that are answered, or wait
+
+    @property
+    def present(self) -> int:
+        """Number of requests that are being answered or wait."""
+        return self._present.used
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Until the block ends, the request is one of those that are answered. Raises ApiError where too many wait."""
-        if self.present >= self._most:
-            raise ApiError(429, f"{self.present} requests are here already; try again in a while", "too_many_requests")
-        self.present += 1
+    async def turn(self, caller: str) -> AsyncIterator[None]:
+        """Wait until fewer than `at_once` requests are being answered; this request counts until the context ends.
+
+        Args:
+            caller: The network of the client.
+
+        Raises:
+            ApiError: If too many requests, or too many of this caller, wait already (status 429).
+        """
+        if not self._present.take(caller):
+            own = self._present.by_sender.get(caller, 0)
+            said = f"the server already has {self.present} requests, {own} of them from your network; try again later"
+            raise ApiError(429, said, "too_many_requests")
         try:
-            async with self._free:
+            async with self._freed:
+                await self._freed.wait_for(lambda: self._answered.take(caller))
+            try:
                 yield
+            finally:
+                self._answered.give_back(caller)
+                async with self._freed:
+                    self._freed.notify_all()
         finally:
-            self.present -= 1
+            self._present.give_back(caller)
 
     async def in_thread(self, function: Callable[[], T]) -> T:
-        """What the function gives, in the thread that generates; those of all requests come in the order of asking."""
+        """Run a function in the generation thread and return its result. Functions run one after another."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)

@@ -1,1 +1,1 @@
-"""A whole swarm in virtual time: `python -m decentral.simulate`."""
+"""Simulate a whole swarm in virtual time: `python -m decentral.simulate`. Start reading at `run.py`."""

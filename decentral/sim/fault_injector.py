@@ -1,4 +1,4 @@
-"""The fault injector: carries faults (sim/faults.py) out on a simulated swarm, and ends those that end."""
+"""Begin the faults of a simulated swarm at their times, and end them; sim/faults.py describes the faults."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -11,35 +11,40 @@ from torch import Tensor
 
 from decentral.comm.gossip.pull_rule import PullRule
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import BackwardResponse, Snapshot
+from decentral.comm.wire.messages import BackwardResponse, PeerRecords, Snapshot
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 from decentral.sim import liars
-from decentral.sim.faults import ALL, HOP_LIES, Fault
+from decentral.sim.faults import ALL, HOP_LIES, WITHHELD, Fault
 from decentral.sim.host import VirtualHost
 from decentral.sim.route_liars import falsify_gradient
 from decentral.sim.simulated_peer import SimulatedPeer
 from decentral.sim.swarm import SimulatedSwarm
 
-STALE = 0.2  # the share of lookups in the directory that are stale while records come late
+STALE = 0.2  # during the fault "late", this share of DHT look-ups returns an older version of a record
 
 
 @dataclass(slots=True)
 class FaultInjector:
-    """Puts faults on the agenda, and the ends of those that end."""
+    """Begins and ends the faults of a simulated run, and falsifies the answers of Byzantine peers (liars)."""
 
     swarm: SimulatedSwarm
-    last_at: Seconds = 0.0  # when the last fault is over
-    forged: set[tuple[PeerId, bytes]] = field(default_factory=set)  # blobs that were sent with a digest that fits them
-    _kept: dict[tuple[str, PeerId, int], Envelope] = field(default_factory=dict)  # earlier answers, to be sent again
-    _answers: dict[tuple[PeerId, PeerId], Envelope] = field(default_factory=dict)  # of lying hops, by asker
-    _windows: dict[int, tuple[list[Tensor], list[Tensor]]] = field(
-        default_factory=dict
-    )  # of one peer: before, and last
+    planned: int = 0
+    last_at: Seconds = 0.0
+    forged: set[tuple[PeerId, bytes]] = field(default_factory=set)  # a lying peer and the SHA-256 of its false blob
+    # For the lies `stale` and `replayed`, the honest snapshot that is sent again, by (lie, liar, fragment). `replayed`
+    # repeats another snapshot for each asking peer, so the second part of its keys joins the ids of liar and asker.
+    _kept: dict[tuple[str, PeerId, int], Envelope] = field(default_factory=dict)
+    # For the lie `hop-replayed`: the last honest backward response, by (liar, asking peer).
+    _answers: dict[tuple[PeerId, PeerId], Envelope] = field(default_factory=dict)
+    # For the lie `belated`, by fragment: the last but one and the last pseudo-gradient of the peer that liars copy.
+    # Each is a list with one tensor, or [] if that pseudo-gradient is not known yet.
+    _windows: dict[int, tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
 
     def plan(self, faults: Sequence[Fault]) -> None:
-        """Lets these faults happen, each at its time. The swarm must not have come to the first of them."""
+        """Schedule the start and the end of each fault; call `plan` before virtual time reaches the first fault."""
         self.swarm.falsify(self._byzantine_answer)
+        self.planned += len(faults)
         for fault in faults:
             self.swarm.agenda.at(fault.at, partial(self._begin, fault))
             self.last_at = max(self.last_at, fault.at + fault.lasts)
@@ -60,7 +65,10 @@ class FaultInjector:
             action(member)
 
     def _begin_at_peers(self, fault: Fault) -> Callable[[], Any] | None:
-        """Begins a fault of processes and disks. Returns how it ends, if it does."""
+        """Begin a fault of peers' processes, disks, clocks or answers; return the function that ends the fault.
+
+        Return None if the fault has no end, such as a crash. If `fault` is a network fault, do nothing and return None.
+        """
         swarm = self.swarm
         match fault.kind:
             case "crash":
@@ -69,7 +77,7 @@ class FaultInjector:
                 self._apply(fault, swarm.start)
             case "leave":
                 self._apply(fault, swarm.leave)
-            case "wipe":  # the peer comes back without its disk, and so without its identity: as a new member
+            case "wipe":  # a peer's identity is on its disk, so a new peer takes its place
                 for member in self._members(fault):
                     swarm.crash(member)
                     member.wipe()
@@ -90,20 +98,27 @@ class FaultInjector:
                 return lambda: self._apply(fault, lambda member: member.disk.make_room())
             case "skew":
                 self._apply(fault, lambda member: member.skew_clock(fault.value))
+            case "revoke":
+                self._apply(fault, swarm.revoke)
+            case "propose":
+                self._apply(fault, swarm.propose)
             case "lie":
                 self._apply(fault, lambda member: member.lie(fault.how))
                 return lambda: self._apply(fault, SimulatedPeer.stop_lying)
         return None
 
     def _begin_on_network(self, fault: Fault) -> Callable[[], Any] | None:
-        """Begins a fault of links, messages or records. Returns how it ends, if it does."""
+        """Begin a fault of links, messages or DHT records; return the function that ends the fault.
+
+        Return None if the fault has no end. If `fault` is a fault of peers, do nothing and return None.
+        """
         network, geography, now = self.swarm.network_faults, self.swarm.geography, self.swarm.agenda.now
         peers = [member.peer for member in self._members(fault)]
         match fault.kind:
             case "part":
                 network.part(peers)
                 return network.sides.clear
-            case "oneway" if len(peers) == 2:  # otherwise one of the two has not joined yet
+            case "oneway" if len(peers) == 2:  # the fault is ignored until both peers have joined
                 pair = peers[0], peers[1]
                 network.one_way[pair] = now
                 return lambda: network.one_way.pop(pair, None)
@@ -119,14 +134,22 @@ class FaultInjector:
             case "late":
                 self.swarm.records.delay(fault.value, STALE)
                 return lambda: self.swarm.records.delay(0.0, 0.0)
+            case "eclipse":
+                self.swarm.records.eclipsed.add(fault.how)
+                return lambda: self.swarm.records.eclipsed.discard(fault.how)
         return None
 
-    # Byzantine answers
-
     def _byzantine_answer(self, member: SimulatedPeer, asker: PeerId, envelope: Envelope) -> Envelope:
-        """What a Byzantine peer sends instead of its answer: snapshots are falsified, or what a hop gives back."""
+        """Return the answer that a Byzantine peer sends to `asker` in place of its honest answer `envelope`.
+
+        The lies in HOP_LIES change only backward responses, WITHHELD only records, and all other lies only snapshots;
+        an answer of another type is returned unchanged.
+        """
         if member.byzantine in HOP_LIES:
             return self._false_gradient(member, asker, envelope)
+        if member.byzantine == WITHHELD:
+            message = envelope.message
+            return Envelope(PeerRecords(message.run, ())) if isinstance(message, PeerRecords) else envelope
         if not isinstance(envelope.message, Snapshot):
             return envelope
         snapshot = envelope.message
@@ -142,7 +165,7 @@ class FaultInjector:
         return Envelope(snapshot, liars.changed(envelope.blob, _flipped))
 
     def _false_gradient(self, member: SimulatedPeer, asker: PeerId, envelope: Envelope) -> Envelope:
-        """The answer of a hop that lies. It remembers its last honest one to each asker."""
+        """Falsify a backward response (the honest answer `envelope`); return answers of other types unchanged."""
         assert member.host is not None
         if not isinstance(envelope.message, BackwardResponse):
             return envelope
@@ -153,7 +176,7 @@ class FaultInjector:
         return falsify_gradient(member.byzantine, seed, envelope, codecs, before)
 
     def _falsified(self, member: SimulatedPeer, envelope: Envelope) -> Envelope:
-        """The answer of a liar that knows what the honest peers have published."""
+        """Return a false snapshot, computed from the honest peers' latest pseudo-gradients; record it in `forged`."""
         assert member.host is not None
         assert isinstance(envelope.message, Snapshot)
         tools, fragment = member.host.training.gossip.tools, envelope.message.fragment
@@ -166,7 +189,15 @@ class FaultInjector:
         return self._forged(member, liars.falsify(member.byzantine, member.peer, envelope, tools.codecs, honest))
 
     def _before(self, fragment: int, windows: list[Tensor]) -> list[Tensor]:
-        """What these windows of one peer were before they changed last."""
+        """Return the last but one pseudo-gradient of the peer that the lie `belated` copies.
+
+        Args:
+            fragment: Index of the fragment.
+            windows: A list with the copied peer's last pseudo-gradient; [] if the peer has none now.
+
+        Returns:
+            A list with the pseudo-gradient; [] if the copied peer has published fewer than two.
+        """
         before, last = self._windows.get(fragment, ([], []))
         if windows and not (last and torch.equal(windows[0], last[0])):
             before, last = last, windows
@@ -174,19 +205,22 @@ class FaultInjector:
         return before
 
     def _forged(self, member: SimulatedPeer, envelope: Envelope) -> Envelope:
-        """Remembers for the audit that this snapshot is a lie."""
+        """Record a false snapshot in `forged`, so that the audit recognises it, and return the snapshot."""
         self.forged.add((member.peer, fingerprint(envelope.blob)))
         return envelope
 
 
 def _last_published(host: VirtualHost, fragment: int) -> Tensor | None:
-    """The pseudo-gradient of the window that this peer has closed last, while it is not merged."""
+    """Return the pseudo-gradient of a fragment that a peer has published last.
+
+    Returns None if the peer has merged since then, or does not train the fragment with the gossip algorithm `pull`.
+    """
     held = {one.index: one.rule for one in host.training.gossip.fragments}.get(fragment)
     return held.published() if isinstance(held, PullRule) else None
 
 
 def fingerprint(blob: bytes) -> bytes:
-    """The audit's own digest: it must not believe the digests that it audits."""
+    """Return a blob's SHA-256, by which the audit compares blobs, since the digest in a message may be false."""
     return hashlib.sha256(memoryview(blob)).digest()
 
 

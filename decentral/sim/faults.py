@@ -1,62 +1,72 @@
-"""Faults: what goes wrong, when, for which peers and for how long, from a text, by chance, or from a trace.
+"""Describe faults of a simulated swarm, read from text or a trace of churn, or sampled at random.
 
-    crash 2 at 20                 kill -9; `restart 2 at 30` brings it back with its disk, `wipe 2 at 30` without
+Start reading at `Fault` and `parse`. A fault in a text has one of these forms; times are virtual seconds:
+
+    crash 2 at 20                 kill -9; `restart 2 at 30` starts it again with its disk, `wipe 2 at 30` without
     crash all at 60; restart all at 65
-    freeze 1 at 10 for 5          the process is stopped, and goes on
-    slow 0 x5 at 10 for 20        its steps take 5 times as long
+    freeze 1 at 10 for 5          the process is stopped, and continues after 5 s
+    slow 0 x5 at 10 for 20        steps of peer 0 take 5 times as long
     leave 3 at 40                 Ctrl-C
-    join 100 at 30                so many newcomers at once
+    join 100 at 30                100 newcomers at once
     part 0,1 at 20 for 15         a partition: peers 0 and 1 on one side, all others on the other
     oneway 0>1 at 5 for 10        packets from 0 do not reach 1
-    degrade 0-1 x0.1 at 5 for 10  a tenth of the link's rate is left
-    skew 2 by -1.5 at 0           its clock is 1.5 s behind
-    clock 2 by 3600 at 20         its machine's clock jumps by an hour, which its next life reads
-    full-disk 1 at 20 for 15      its disk takes nothing: no checkpoint, no journal line, no number
-    nat 3 at 0                    others reach it through a relay only
-    lie 2 nan at 10 for 20        it is Byzantine: it sends snapshots that are nan, scaled, stale, replayed or corrupted
-    lie 2 flipped at 10 for 20    or one of those that read the honest peers' windows first (sim/liars.py)
-    lie 2 hop-zero at 10 for 20   or it lies along routes, and nowhere else (sim/route_liars.py)
-    loss 0.05 at 5 for 20         this share of all messages loses a packet
-    corrupt 0.02 at 5 for 20      this share of all messages is damaged; also truncate, duplicate, reorder
-    late 2 at 5 for 20            directory records are found 2 s late, and a fifth of the lookups are stale
+    degrade 0-1 x0.1 at 5 for 10  the link between peers 0 and 1 has a tenth of its rate
+    skew 2 by -1.5 at 0           the clock of peer 2 is 1.5 s behind
+    clock 2 by 3600 at 20         the clock of peer 2's machine jumps by an hour; the peer reads it at its next start
+    full-disk 1 at 20 for 15      writes to its disk fail: checkpoints, journal lines, micro-batch numbers
+    nat 3 at 0                    other peers reach peer 3 only through a relay
+    lie 2 nan at 10 for 20        peer 2 is Byzantine: its snapshots are nan, scaled, stale, replayed or corrupted
+    lie 2 flipped at 10 for 20    a lie that uses the honest peers' windows (sim/liars.py)
+    lie 2 hop-zero at 10 for 20   peer 2 sends false gradients in a pipeline (sim/route_liars.py)
+    loss 0.05 at 5 for 20         5% of all messages lose a packet
+    corrupt 0.02 at 5 for 20      2% of all messages are damaged; also truncate, duplicate, reorder
+    lie 2 withheld at 10 for 20   peer 2 answers questions for records, revocations and plans as if it had none
+    revoke 3 at 30                the founder of a private swarm revokes the invitation of peer 3, and tells one member
+    propose 2 at 30               peer 2 proposes a plan by which each peer keeps its layers
+    late 2 at 5 for 20            DHT records are found about 2 s late, and a fifth of the lookups find an old version
+    eclipse peers at 5 for 60     hostile nodes own the DHT key of the peers' records, and say that nothing is there;
+                                  also eclipse plan, eclipse revoked
 
 Faults are separated by semicolons or lines. Peers are numbers, ranges such as 3-7, lists such as 0,2, or `all`.
 """
 
 import csv
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from random import Random
+from typing import TypeVar
 
+from decentral.core import foreign_file
 from decentral.core.errors import UserError
-from decentral.core.units import Seconds
+from decentral.core.units import MiB, Seconds
 
-BESIDES = ("hosts", "liars")  # faults that a seed draws separately from all others: HOSTS and KNOWING_LIES
-HOSTS = ("clock", "full-disk")  # faults of one machine
-PEERS = ("crash", "restart", "wipe", "freeze", "slow", "leave", "part", "skew", "nat", "lie")
-PAIRS = {"oneway": ">", "degrade": "-"}
-SHARES = ("loss", "corrupt", "truncate", "duplicate", "reorder", "late")
-LIES = ("nan", "scaled", "stale", "replayed", "corrupted")  # drawn among all faults; the others apart
-KNOWING_LIES = ("zero", "grown", "huge", "flipped", "opposed", "little", "drift", "tokens", "random")  # sim/liars.py
-PATIENT_LIES = ("copied", "belated", "blurred", "hidden", "astray")  # likewise; too slow for a sweep, which draws none
-HOP_LIES = (
-    *("hop-flipped", "hop-opposed", "hop-zero", "hop-grown", "hop-replayed", "hop-random", "hop-loss"),
-)  # sim/route_liars.py
-ALL_LIES = (*LIES, *KNOWING_LIES, *PATIENT_LIES, *HOP_LIES)
-LASTING = (
-    "freeze",
-    "full-disk",
-    "slow",
-    "part",
-    "oneway",
-    "degrade",
-    "lie",
-    *SHARES,
-)  # the kinds that end by themselves
-ALL = -1
-LONG_FREEZE_S = 75.0  # longer than any deadline of the peers that wait for an answer
+Number = TypeVar("Number", int, float)
+
+# Extra faults that a sweep may use: "hosts" and "liars" add faults, "eclipses" replaces all other faults.
+BESIDES = ("hosts", "liars", "eclipses")
+HOSTS = ("clock", "full-disk")  # faults of a peer's machine: its clock jumps, or its disk is full
+PEERS = ("crash", "restart", "wipe", "freeze", "slow", "leave", "part", "skew", "nat", "lie")  # faults of named peers
+NEWS = ("revoke", "propose")  # faults of named peers, after which all peers must learn a new record
+PAIRS = {"oneway": ">", "degrade": "-"}  # faults between two peers, which a trace writes as PEER>PEER or PEER-PEER
+SHARES = ("loss", "corrupt", "truncate", "duplicate", "reorder", "late")  # faults of the swarm, not of single peers
+ECLIPSED = ("peers", "plan", "revoked")  # the DHT keys that hostile nodes can own in an eclipse
+LIES = ("nan", "scaled", "stale", "replayed", "corrupted")  # lies that random faults use
+# Lies about snapshots, which sim/liars.py computes.
+KNOWING_LIES = ("zero", "grown", "huge", "flipped", "opposed", "little", "drift", "tokens", "random")
+PATIENT_LIES = ("copied", "belated", "blurred", "hidden", "astray")  # lies in sim/liars.py that no random fault uses
+# Lies about gradients of a pipeline, which sim/route_liars.py computes.
+HOP_LIES = (*("hop-flipped", "hop-opposed", "hop-zero", "hop-grown", "hop-replayed", "hop-random", "hop-loss"),)
+WITHHELD = "withheld"  # a peer with this lie passes no records on
+ALL_LIES = (*LIES, *KNOWING_LIES, *PATIENT_LIES, *HOP_LIES, WITHHELD)
+# Faults with a duration, which a trace writes as `for SECONDS`.
+LASTING = ("freeze", "full-disk", "slow", "part", "oneway", "degrade", "lie", "eclipse", *SHARES)
+MOST_TRACE_BYTES = 64 * MiB
+ALL = -1  # in `Fault.peers`, this number means all peers
+LONG_FREEZE_S = 75.0  # duration of a long freeze: every other peer stops waiting before it ends
 
 _FORM = re.compile(
     r"(?P<kind>[a-z-]+)\s+(?P<target>[-\w.,>]+)(?:\s+(?:x|by\s+)?(?P<value>-?[\d.]+(?:e-?\d+)?|[a-z][a-z-]*))?"
@@ -66,16 +76,17 @@ _FORM = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault. `str` gives the text that `parse` reads."""
+    """One fault to inject into a simulated swarm: its kind, its peers, when it begins, and how long it lasts."""
 
     kind: str
     at: Seconds
-    peers: tuple[int, ...] = ()  # members by number; (ALL,): all of them
-    value: float = 0.0  # factor, share, seconds or count
+    peers: tuple[int, ...] = ()  # numbers of the peers, or (ALL,) for all
+    value: float = 0.0  # depends on the kind: a factor, a share, seconds or a count
     lasts: Seconds = 0.0
-    how: str = ""  # for a lie: one of ALL_LIES
+    how: str = ""  # the lie, from ALL_LIES, or the eclipsed keys, from ECLIPSED; else ""
 
     def __str__(self) -> str:
+        """Return the text from which `parse` makes this fault."""
         target = "all" if self.peers == (ALL,) else ",".join(map(str, self.peers))
         if self.kind in PAIRS:
             target = PAIRS[self.kind].join(map(str, self.peers))
@@ -83,12 +94,18 @@ class Fault:
         words = {"slow": times, "degrade": times, "skew": seconds, "clock": seconds}
         if self.kind in (*SHARES, "join"):
             target = f"{self.value:g}"
+        if self.kind == "eclipse":
+            target = self.how
         middle = f" {self.how}" if self.kind == "lie" else words.get(self.kind, "")
         return f"{self.kind} {target}{middle} at {self.at:g}" + (f" for {self.lasts:g}" if self.lasts else "")
 
 
 def parse(text: str) -> list[Fault]:
-    """The faults that a text describes. Raises UserError with the part that is no fault."""
+    """Return the faults in a text, separated by semicolons or lines; parts that begin with `#` are comments.
+
+    Raises:
+        UserError: If a part has none of the forms in this module's docstring; the error quotes the part.
+    """
     parts = [part.strip() for part in re.split(r"[;\n]", text)]
     return [_one(part) for part in parts if part and not part.startswith("#")]
 
@@ -96,13 +113,15 @@ def parse(text: str) -> list[Fault]:
 def _one(text: str) -> Fault:
     found = _FORM.fullmatch(text)
     if found is None:
-        raise UserError(f"--faults: {text!r} is no fault; expected such as 'crash 2 at 20' or 'slow 0 x5 at 10 for 20'")
+        raise UserError(f"--faults: expected a fault such as 'crash 2 at 20', 'slow 0 x5 at 10 for 20'; got {text!r}")
     try:
         fault = _built(found["kind"], found["target"], found["value"], float(found["at"]), float(found["lasts"] or 0))
     except ValueError:
-        raise UserError(f"--faults: {text!r} is not complete; the forms stand in decentral/sim/faults.py") from None
+        raise UserError(
+            f"--faults: {text!r}: a number is wrong or missing; decentral/sim/faults.py lists the forms of all faults"
+        ) from None
     if fault.kind in LASTING and not fault.lasts:
-        raise UserError(f"--faults: {text!r} must end: add 'for SECONDS'")
+        raise UserError(f"--faults: {text!r} needs a duration: add 'for SECONDS'")
     return fault
 
 
@@ -112,8 +131,10 @@ def _built(kind: str, target: str, value: str | None, at: Seconds, lasts: Second
     if kind in PAIRS:
         first, _, second = target.partition(PAIRS[kind])
         return Fault(kind, at, (int(first), int(second)), _number(value) if kind == "degrade" else 0.0, lasts)
-    if kind not in (*PEERS, *HOSTS):
-        known = ", ".join([*PEERS, *HOSTS, *PAIRS, *SHARES, "join"])
+    if kind == "eclipse" and target in ECLIPSED:
+        return Fault(kind, at, lasts=lasts, how=target)
+    if kind not in (*PEERS, *HOSTS, *NEWS):
+        known = ", ".join([*PEERS, *HOSTS, *NEWS, *PAIRS, *SHARES, "join", *(f"eclipse {key}" for key in ECLIPSED)])
         raise UserError(f"--faults: unknown fault {kind!r}; known: {known}")
     if kind == "lie" and value not in ALL_LIES:
         raise UserError(f"--faults: a lie is one of {', '.join(ALL_LIES)}; got {value!r}")
@@ -123,7 +144,7 @@ def _built(kind: str, target: str, value: str | None, at: Seconds, lasts: Second
 
 
 def _number(text: str | None, negative: bool = False) -> float:
-    """Raises ValueError for a text that is no number, and for numbers that are not positive."""
+    """Return the number in `text`. Raises ValueError if `text` is not a number, or <= 0 unless `negative` is True."""
     number = float(text or "nan")
     if not (number > 0 or (negative and number <= 0)):
         raise ValueError(text)
@@ -143,25 +164,47 @@ def _peers(text: str) -> tuple[int, ...]:
 
 
 def trace(path: Path) -> list[Fault]:
-    """Churn from a CSV with the columns time (s), peer (number), up or down. Raises UserError."""
+    """Return the crashes (`down`) and restarts (`up`) that a CSV file lists.
+
+    Args:
+        path: The file. Its columns: `time` in virtual seconds, `peer` (a number), and `up/down` or `state`.
+
+    Raises:
+        UserError: If the file cannot be read, lacks a column, or has a wrong value.
+    """
     kinds = {"up": "restart", "down": "crash"}
     try:
-        with path.open(newline="") as file:
-            return [
-                Fault(
-                    kinds[(row.get("up/down") or row.get("state") or "").strip()],
-                    float(row["time"]),
-                    (int(row["peer"]),),
-                )
-                for row in csv.DictReader(file)
-            ]
-    except (OSError, KeyError, ValueError, TypeError) as error:
+        text = foreign_file.read_text(path, MOST_TRACE_BYTES)
+        return [
+            Fault(
+                kinds[(row.get("up/down") or row.get("state") or "").strip()],
+                _at_least_zero(float(row["time"])),
+                (_at_least_zero(int(row["peer"])),),
+            )
+            for row in csv.DictReader(StringIO(text, newline=""))
+        ]
+    except (OSError, KeyError, ValueError, TypeError, csv.Error) as error:
         what = "expected a CSV with the columns time, peer, up/down"
-        raise UserError(f"--trace {path}: {what} ({type(error).__name__})") from None
+        why = getattr(error, "strerror", None) or type(error).__name__
+        raise UserError(f"--trace {path}: {what} ({why})") from None
+
+
+def _at_least_zero(number: Number) -> Number:
+    """Return a number. Raises ValueError if it is negative, infinite or not a number."""
+    if not 0 <= number < math.inf:
+        raise ValueError(number)
+    return number
 
 
 def draw(chance: Random, peers: int, until: Seconds, count: int) -> list[Fault]:
-    """`count` faults by chance, of all kinds, in order of time, that begin before `until`. Crashed peers come back."""
+    """Return `count` random faults, sorted by time; each crash is followed by a restart, which does not count.
+
+    Args:
+        chance: The random number generator.
+        peers: Number of peers.
+        until: Virtual time before which all faults begin, except restarts.
+        count: Number of faults.
+    """
     drawn = [fault for _ in range(count) for fault in _drawn(chance, peers, until)]
     return sorted(drawn, key=lambda fault: fault.at)
 
@@ -202,10 +245,10 @@ def _drawn(chance: Random, peers: int, until: Seconds) -> Iterator[Fault]:
 
 
 def draw_of_hosts(chance: Random, peers: int, until: Seconds) -> list[Fault]:
-    """A disk that is full for a while, or a clock that jumps by an hour before its peer dies and comes back, or both.
+    """Return random faults of one machine: a disk that is full for a while, a clock that jumps by an hour, or both.
 
-    The fault of each kind is of one peer, which restarts during it or after it: what it did to the disk and what the
-    next life makes of the clock shows only then.
+    After a clock jump, and after half of the full disks, the peer also crashes and restarts, since only a restart shows
+    the effect.
     """
     found: list[Fault] = []
     for kind in chance.choice([HOSTS[:1], HOSTS[1:], HOSTS]):
@@ -220,13 +263,30 @@ def draw_of_hosts(chance: Random, peers: int, until: Seconds) -> list[Fault]:
 
 
 def draw_of_liars(chance: Random, peers: int, until: Seconds, routes: bool) -> list[Fault]:
-    """One peer lies as one who knows what the honest ones publish; with `routes`, along them or in gossip."""
+    """Return one fault in a list: a random lie of a random peer, from KNOWING_LIES and, with `routes`, HOP_LIES."""
     kinds = [*KNOWING_LIES, *HOP_LIES] if routes else [*KNOWING_LIES]
     at = round(chance.uniform(0.1, 0.5) * until, 2)
     lasts = round(chance.uniform(0.2, 0.5) * until, 2)
     return [Fault("lie", at, (chance.randrange(peers),), lasts=lasts, how=chance.choice(kinds))]
 
 
+def draw_of_eclipses(chance: Random, peers: int, key: str) -> list[Fault]:
+    """Return an eclipse of a DHT key, with hostile peers that pass nothing on, and news that all others must learn.
+
+    Up to a third of the peers are hostile; peer 0 never is. The news is a newcomer, a revocation or a plan.
+    """
+    at, lasts = round(chance.uniform(12.0, 16.0), 2), round(chance.uniform(36.0, 42.0), 2)
+    hostile = tuple(sorted(chance.sample(range(1, peers), chance.randint(1, peers // 3))))
+    later, other = round(at + chance.uniform(0.0, 4.0), 2), chance.randrange(1, peers)
+    news = {
+        "peers": Fault("join", later, value=1),
+        "revoked": Fault("revoke", later, (other,)),
+        "plan": Fault("propose", later, (chance.choice(sorted({*range(peers)} - {*hostile})),)),
+    }
+    lie = Fault("lie", at, hostile, lasts=lasts, how=WITHHELD)
+    return [Fault("eclipse", at, lasts=lasts, how=key), lie, news[key]]
+
+
 def text_of(faults: Sequence[Fault]) -> str:
-    """The text from which `parse` reads these faults."""
+    """Return the text from which `parse` makes these faults."""
     return "; ".join(map(str, faults))

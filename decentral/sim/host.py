@@ -1,8 +1,9 @@
-"""Drives a node in virtual time: the same effects as in peers/runtime/host.py, carried out on an agenda.
+"""Run one peer's node in virtual time, as peers/runtime/host.py runs a node in real time.
 
-A training thread is a row of step edges. Jobs wait for the next edge and are done there, in order, and each takes its
-time; a peer that waits for jobs (a newcomer, allreduce) does them at once. The steps until the next edge at which
-something happens are made together, so that a peer which only trains costs nothing.
+Start reading at `VirtualHost`, which carries out the node's effects. `Engine` simulates the training thread: jobs wait
+until the present step ends, and then run one after the other. While a peer takes no steps (for example because it is
+still joining), a job begins at once. All steps between two events are computed together, so that a peer that only
+trains needs little computing time.
 """
 
 from collections import deque
@@ -44,79 +45,84 @@ from decentral.sim.network.virtual_directory import Records
 from decentral.sim.network.virtual_network import Network, Port
 from decentral.sim.network.virtual_uplink import VirtualUplink
 
-EVALUATION_S = 1.0  # how long the evaluation of plans takes
-EARLY_S = 1e-6  # the rounding error of adding and taking away the clock's epoch
+EVALUATION_S = 1.0
+EARLY_S = 1e-6  # Unix times are so large that rounding may let a timer fire early by this much
 Respond = Callable[[Envelope], None]
 
 
 class Training(Protocol):
-    """A JobRunner that steps when it is told to: Trained in sim/real_training.py, SurrogateWorkload in
-    sim/surrogate.py."""
+    """Interface of a peer's training, which takes steps and does jobs: `Trained` or `SurrogateWorkload`."""
 
-    restored: bool  # whether it goes on from a checkpoint
-
-    @property
-    def waits(self) -> bool: ...
+    restored: bool
 
     @property
-    def lr_step(self) -> int: ...
+    def waits(self) -> bool:
+        """Whether the peer trains only in jobs. If False, `Engine` takes steps while no job is queued."""
 
     @property
-    def gossip(self) -> FragmentGossip: ...
+    def lr_step(self) -> int:
+        """Number of the present step in the learning-rate schedule."""
+
+    @property
+    def gossip(self) -> FragmentGossip:
+        """Gossip state of the fragments that the peer holds."""
 
     def take_steps(self, count: int, spent: TimeSpent) -> jobs.Stepped:
-        """Takes so many steps at once, on which so much time was spent, jobs before them included."""
-        ...
+        """Take `count` steps at once, and return their outcome. `spent`: time to report with these steps."""
 
-    def do(self, job: jobs.Job) -> jobs.Outcome: ...
+    def do(self, job: jobs.Job) -> jobs.Outcome:
+        """Do a job and return its outcome."""
 
     def work(self, job: jobs.Job) -> float:
-        """The job's share of a micro-batch's computing through the whole model; asked before it is done."""
-        ...
+        """Return a job's amount of computation, as a multiple of one micro-batch through the whole model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """One peer's end of the network and of the directory."""
+    """One peer's access to the simulated network and DHT; an input of `VirtualHost`."""
 
     network: Network
     records: Records
-    lookup_s: Seconds  # how long a record takes to the directory or from there
-    address_book: dict[PeerId, None]  # on its disk: the peers that it has learned of
-    falsified: Callable[[PeerId, Respond], Respond]  # what a Byzantine peer does to its answer to this asker
+    lookup_s: Seconds
+    address_book: dict[PeerId, None]
+    falsified: Callable[[PeerId, Respond], Respond]
 
 
 class Observer(Protocol):
-    """Sees everything that a peer does; Stop where it is told to end. It may raise."""
+    """Interface of an observer of all peers' events and jobs, such as the audit. An exception here ends the run."""
 
-    def handled(self, host: "VirtualHost", event: PeerEvent | Stop, effects: list[PeerEffect]) -> None: ...
+    def handled(self, host: "VirtualHost", event: PeerEvent | Stop, effects: list[PeerEffect]) -> None:
+        """Observe an event that a node has handled (Stop if the peer leaves), before its effects are carried out."""
 
-    def done(self, host: "VirtualHost", job: jobs.Job, outcome: jobs.Outcome) -> None: ...
+    def done(self, host: "VirtualHost", job: jobs.Job, outcome: jobs.Outcome) -> None:
+        """Observe a job that a peer has done and its outcome, before the peer's node handles the outcome."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast a device is: the seconds of a step with its noise, and of jobs by the bytes that they handle.
+    """Simulated speed of a device.
 
-    A micro-batch through the whole model takes as long as a step; each peer of a route computes its part of it.
+    A micro-batch through all layers of the model takes `step_s`, and through some layers a proportional time.
     """
 
     step_s: Seconds
-    noise: float = 0.0  # standard deviation of a step's duration, as a share of it
-    job_s: Seconds = 0.001
-    job_bytes: float = 1e9  # bytes/s that encoding, decoding and writing handle
-    report_s: Seconds = 10.0  # steps are reported at least this often
-    steps_at_once: int = 1 << 30  # real gradients are made one by one
+    noise: float = 0.0  # relative standard deviation of the duration of a step
+    job_s: Seconds = 0.001  # fixed part of a job's duration; its computation and its bytes take more time
+    job_bytes: float = 1e9  # bytes/s at which a job encodes, decodes or writes
+    report_s: Seconds = 10.0
+    steps_at_once: int = 1 << 30  # steps computed in one call at most; 1 if a real model is trained
 
 
 class Reporter(Protocol):
+    """Interface of the receiver of an `Engine`'s outcomes; implemented by `VirtualHost`."""
+
     def report(self, job: jobs.Job | None, outcome: jobs.Outcome) -> None:
-        """Take the outcome of a job, or of steps."""
+        """Receive the outcome of a job that has ended. If `job` is None, it is the outcome of a series of steps."""
 
 
 @dataclass(slots=True)
 class Engine:
-    """A training thread in virtual time."""
+    """A peer's training thread and background worker, simulated in virtual time."""
 
     agenda: Agenda
     training: Training
@@ -124,18 +130,19 @@ class Engine:
     chance: Random
     reporter: Reporter = field(repr=False, compare=False)
     inbox: list[jobs.Job] = field(default_factory=list)
-    spent: TimeSpent = NO_TIME  # since the last report of steps
-    began: Seconds | None = None  # when the present steps began; None: it is idle
-    stretched: float = 1.0  # how much slower than its pace it is at present
+    spent: TimeSpent = NO_TIME
+    began: Seconds | None = None  # start of the steps that are not reported yet, or None if the peer takes no steps
+    stretched: float = 1.0  # present slowdown: a step takes `pace.step_s` times this
     frozen: bool = False
-    last_computed: Seconds | None = None  # when it last took a step or computed a part of a micro-batch
-    slowest: float = 1.0  # the largest `stretched` so far
-    doing: bool = False  # whether a job is being done: it has changed the state, and nothing has reported it yet
-    _step_s: Seconds = 0.0  # how long each of the present steps takes
-    _beside_until: Seconds = 0.0  # when the worker has done what it has to do
+    last_computed: Seconds | None = None
+    slowest: float = 1.0
+    doing: bool = False  # True from the computation of a job until its outcome is reported
+    _step_s: Seconds = 0.0  # duration of each step since `began`
+    _beside_until: Seconds = 0.0
     _timer: Timer | None = None
 
     def put(self, job: jobs.Job) -> None:
+        """Queue a job after the present step and earlier jobs, but give EncodeSections to the background worker."""
         if isinstance(job, jobs.EncodeSections) and not self.frozen:
             self._encode(job)
             return
@@ -145,39 +152,41 @@ class Engine:
         self._at(self.agenda.now if self.began is None else self._edge(self.began), self._work)
 
     def halt(self) -> None:
-        """The process is gone."""
+        """Begin no more steps and jobs. Called when the process ends or freezes, and when the job Finish begins."""
         self.frozen = True
         self._cancel()
 
     def freeze(self) -> None:
+        """Report the completed steps, discard the unfinished step, and begin no step or job until `thaw`."""
         self._make_steps()
         self.halt()
         self.began = None
 
     def thaw(self) -> None:
+        """Resume after `freeze`: begin the first queued job or, without jobs, a new step."""
         self.frozen = False
         self._go_on()
 
     def set_speed(self, stretched: float) -> None:
-        """The new speed holds from the step after the present one."""
+        """Make each step take `stretched` times `self.pace.step_s`, and begin the present step again."""
         self._make_steps()
         self.stretched, self.slowest = stretched, max(self.slowest, stretched)
         if self.began is not None:
             self._go_on()
 
     def _edge(self, began: Seconds) -> Seconds:
-        """The end of the present step, of those that began then."""
+        """Return when the present step ends; `began` is the time at which the present series of steps began."""
         now = self.agenda.now
         done = int((now - began) / self._step_s + 1e-9)
         return began + max(1, done + (began + done * self._step_s < now - 1e-9)) * self._step_s
 
     def _work(self) -> None:
-        """At a step edge: report the steps, do what is in the queue, one by one, go on."""
+        """Report the completed steps, then begin the next queued job or more steps; called when a step ends."""
         self._make_steps()
         if not self.inbox:
             self._go_on()
             return
-        if self._beside_until > self.agenda.now:  # jobs of a fragment are done one after another
+        if self._beside_until > self.agenda.now:
             self._at(self._beside_until, self._work)
             return
         job = self.inbox.pop(0)
@@ -198,7 +207,7 @@ class Engine:
         self.agenda.after(job_s, lambda: self._done(job, outcome))
 
     def _encode(self, job: jobs.EncodeSections) -> None:
-        """The worker does this while training goes on: it needs no step edge (engine/threads.py)."""
+        """Do a job in the background worker while training continues, like the worker thread of engine/threads.py."""
         outcome = self.training.do(job)
         job_s = self.pace.job_s + _handled_bytes(job, outcome) / self.pace.job_bytes
         self.spent += TimeSpent(beside=job_s)
@@ -215,7 +224,7 @@ class Engine:
         return self.pace.step_s * self.stretched * noise
 
     def _go_on(self) -> None:
-        """Starts the next steps, unless there is something to wait for or to do."""
+        """Begin the next queued job or, without jobs, the next steps; do nothing while frozen or doing a job."""
         if self.frozen or self.doing:
             return
         now = self.agenda.now
@@ -244,7 +253,7 @@ class Engine:
 
 
 class VirtualHost:
-    """One peer's life, from its start to its end."""
+    """A peer's process from its start to its end (one life of the peer): node, engine, network port and timer."""
 
     def __init__(
         self,
@@ -257,6 +266,7 @@ class VirtualHost:
         observer: Observer | None,
         journal: Callable[[PeerId, Seconds, Log], None],
     ) -> None:
+        """Create the host of `node`; `clock` returns the peer's Unix time, `journal` receives its journal's lines."""
         self.node, self.connection, self.training, self.clock = node, connection, training, clock
         self.agenda, self.peer = connection.network.agenda, node.setup.own.peer
         uplink, private = VirtualUplink(self.agenda, node.meter.pace), node.setup.private
@@ -268,29 +278,29 @@ class VirtualHost:
         self._requests: dict[int, Respond] = {}
         self._last_request = 0
         self._timer: Timer | None = None
-        self._wake_at: Seconds = 0.0  # when the timer wakes the node
-        self._frozen: deque[tuple[Seconds, PeerEvent]] | None = (
-            None  # what came while the process was stopped, and when
-        )
+        self._wake_at: Seconds = 0.0
+        # While the process is frozen: its waiting events with their virtual times; else None.
+        self._frozen: deque[tuple[Seconds, PeerEvent]] | None = None
 
     def start(self) -> None:
+        """Connect to the network, let the node begin, and carry out its first effects."""
         self.connection.network.plug(self.port)
         self._carry_all(Woke(), self.node.begin(self.clock()))
 
     def stop(self, reason: str) -> None:
-        """Save and leave."""
+        """Let the node announce that it leaves for this reason, then end the process. An ended process stays ended."""
         if self.ended is None:
             self._carry_all(Stop(reason), self.node.leave(reason, self.clock()))
             self.end(reason)
 
     def end(self, reason: str) -> None:
-        """The process is gone, whether it left or crashed."""
+        """End the process at once, and store the reason; later events and outcomes are dropped."""
         self.ended = reason
         self.engine.halt()
         self._disarm()
 
     def freeze(self) -> None:
-        """Stops the process. What comes to one that is stopped already still waits."""
+        """Stop the process as SIGSTOP does: events and messages wait until `thaw`."""
         self.port.freeze()
         if self._frozen is not None:
             return
@@ -299,6 +309,7 @@ class VirtualHost:
         self._disarm()
 
     def thaw(self) -> None:
+        """Let a frozen process continue; events and messages that waited are handled first."""
         if not self.port.frozen:
             return
         events, self._frozen = self._frozen or deque(), None
@@ -309,9 +320,11 @@ class VirtualHost:
         self._arm()
         self.port.thaw()
 
-    # Events
-
     def deliver(self, event: PeerEvent) -> None:
+        """Let the node handle an event, and carry out the effects.
+
+        While the process is frozen, the event is queued instead; after the end of the process, it is dropped.
+        """
         if self.ended is not None:
             return
         if self._frozen is None:
@@ -327,7 +340,8 @@ class VirtualHost:
         self.deliver(Asked(self._last_request, sender, envelope))
 
     def report(self, job: jobs.Job | None, outcome: jobs.Outcome) -> None:
-        if self.ended is not None:  # what the worker was encoding died with it
+        """Pass an outcome to the node; the observer sees it first, unless it is an outcome of steps (`job` is None)."""
+        if self.ended is not None:
             return
         if job is not None and self.observer is not None:
             self.observer.done(self, job, outcome)
@@ -340,8 +354,6 @@ class VirtualHost:
             self.deliver(Woke())
         else:
             self._arm()
-
-    # Effects
 
     def _carry_all(self, event: PeerEvent | Stop, effects: list[PeerEffect]) -> None:
         if self.observer is not None:
@@ -389,7 +401,7 @@ class VirtualHost:
         self.connection.network.ask(self.port, ask, hear)
 
     def _announce(self, record: Announce) -> None:
-        """The record is on its way whatever becomes of the peer: the last one of a peer that leaves is heard."""
+        """Store a record in the DHT, even after the process has ended: a leaving peer announces that it leaves."""
         self.connection.records.store(self.peer, record.key, record.subkey, record.value, record.expires)
 
     def _look_up(self, key: str) -> None:
@@ -397,10 +409,10 @@ class VirtualHost:
             self.deliver(Found(key, self.connection.records.fetch(self.peer, key)))
 
     def _arm(self) -> None:
-        """Keeps one timer, for the next time at which the node wants to wake."""
+        """Let the timer fire at the node's next wake-up or earlier; set no timer while frozen or after the end."""
         wake_at = None if self.ended is not None or self._frozen is not None else self.node.wake_at
         if wake_at is not None and self._timer is not None and self._wake_at <= wake_at:
-            return  # it wakes early and looks again, which is cheaper than a new timer after every event
+            return  # an early wake-up costs less than a new timer after every event
         self._disarm()
         if wake_at is not None:
             self._wake_at = wake_at
@@ -413,7 +425,7 @@ class VirtualHost:
 
 
 def _handled_bytes(job: jobs.Job, outcome: jobs.Outcome) -> int:
-    """The bytes that a job handles."""
+    """Return the number of bytes that a job encodes, decodes or writes."""
     match job, outcome:
         case jobs.Merge(contributions=parts), _:
             return sum(len(part.blob) for part in parts)

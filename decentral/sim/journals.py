@@ -1,4 +1,4 @@
-"""Journals of simulated peers on the disk, in the form of real ones, so that what reads these reads them too."""
+"""Write the journals of simulated peers to disk, in the format of real journals."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,27 +13,36 @@ from decentral.core.units import Seconds
 from decentral.sim.simulated_peer import SimulatedPeer
 from decentral.sim.swarm import SimulatedSwarm
 
-MOST_LINES_WAITING = 10_000  # lines
+MOST_LINES_WAITING = 10_000  # when the peers together have this many lines in memory, all lines are written to disk
 
 
 @dataclass(slots=True)
 class SimulatedJournals:
-    """A Watch (run.py) that keeps the lines of all peers, and appends them to `peer-N/journal.jsonl` now and then."""
+    """A `Watch` (run.py) that appends the lines of each peer's journal to `peer-N/journal.jsonl` in a folder."""
 
     folder: Path
     _swarm: SimulatedSwarm | None = None
-    _lives: dict[PeerId, int] = field(default_factory=dict)  # whose start stands in the journal
-    _lines: dict[PeerId, list[str]] = field(default_factory=dict)  # not written yet
-    _waiting: int = 0  # how many these are
+    _lives: dict[PeerId, int] = field(default_factory=dict)  # by peer: number of the latest start with a `started` line
+    _lines: dict[PeerId, list[str]] = field(default_factory=dict)
+    _waiting: int = 0
 
     def begin(self, swarm: SimulatedSwarm) -> None:
+        """Prepare to write the journals of this swarm's peers."""
         self._swarm = swarm
 
     def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
+        """Add the event of `log` to a peer's journal, as a line with time `t` of the peer's clock.
+
+        After each start of the peer, a `started` line is added first. The lines are written to disk by `end`, or as
+        soon as MOST_LINES_WAITING lines are in memory.
+
+        Raises:
+            UserError: If the folder is not writable.
+        """
         assert self._swarm is not None
         member = self._swarm.by_peer[peer]
         lines = self._lines.setdefault(peer, [])
-        if self._lives.get(peer) != member.lives:  # what only a real peer's command writes
+        if self._lives.get(peer) != member.lives:  # the command of a real peer writes this line; no command runs here
             self._lives[peer] = member.lives
             lines.append(strict_json.dumps(JOURNAL_LINES.line(round(t, 3), self._started(member))))
         lines.append(strict_json.dumps(JOURNAL_LINES.line(round(t, 3), log.event)))
@@ -57,7 +66,7 @@ class SimulatedJournals:
         )
 
     def end(self) -> None:
-        """Writes what came since the last time. Raises UserError where the folder cannot be written."""
+        """Append the lines in memory to the journals on disk; raise UserError if the folder is not writable."""
         assert self._swarm is not None
         for peer, lines in self._lines.items():
             path = self.folder / f"peer-{self._swarm.by_peer[peer].number}" / "journal.jsonl"

@@ -1,24 +1,25 @@
-"""What a hostile peer sends instead of its snapshots: decoded, falsified, and encoded with the digest that fits.
+"""Falsify the gossip snapshots of a Byzantine peer: decode, change and encode them, with a valid digest.
 
     zero       slow weights and pseudo-gradient are zero
-    grown      the pseudo-gradient is a hundred times as long
-    huge       every number is near the largest that is finite
-    flipped    its own pseudo-gradient, backwards (sign flip)
-    opposed    the honest peers' mean of this window, backwards, as long as one of theirs (inner-product manipulation:
-               Xie et al., arXiv 1903.03936)
-    little     that mean, less LITTLE standard deviations in each number (a little is enough: Baruch et al.,
-               arXiv 1902.06156)
-    drift      its own, and as much again in one direction that stays the same; its slow weights go that way, too
-    tokens     flipped, with a thousand times the tokens
-    random     noise, as long as its own
-    copied     an honest peer's window, twice as long and with four times the tokens, as of a device four times as fast
-    belated    copied, once the peer it is from has its next window
-    blurred    copied, under noise that is twice as long
-    hidden     copied, with slow weights of zero
-    astray     copied, with slow weights far away
+    grown      the pseudo-gradient is multiplied by a hundred
+    huge       every number is near the largest finite fp32 number
+    flipped    the liar's own pseudo-gradient with the opposite sign (sign flip)
+    opposed    the mean of the honest peers' pseudo-gradients with the opposite sign, scaled to the mean of their norms
+               (inner-product manipulation: Xie et al., arXiv 1903.03936)
+    little     the mean of the honest peers' pseudo-gradients, minus LITTLE standard deviations in each number (Baruch
+               et al., "A Little Is Enough", arXiv 1902.06156)
+    drift      a vector whose direction never changes, with the norm of the liar's own pseudo-gradient, is added to that
+               pseudo-gradient and to the slow weights
+    tokens     `flipped`, with a thousand times the true number of tokens
+    random     noise with the norm of the liar's own pseudo-gradient
+    copied     twice an honest peer's pseudo-gradient; the liar claims four times its true number of tokens
+    belated    `copied`, but from the last but one pseudo-gradient of the honest peer
+    blurred    `copied`, plus noise with twice the norm of the copy
+    hidden     `copied`, with slow weights of zero
+    astray     `copied`, with slow weights far from the optimum
 
-Such a liar knows all: it reads what the honest peers have published in the same window before it answers. Two more lies
-are changes of the bytes that it sends: `nan`, and `scaled`, in which the first block's values are 64 times as large.
+Start reading at `falsify`. A liar knows the latest pseudo-gradients of all honest peers. Two more lies change the bytes
+of a snapshot without decoding it: `nan` sets all bits, and `scaled` makes the first block's values 64 times as large.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,24 +36,32 @@ from decentral.comm.wire.messages import Snapshot
 from decentral.core import rng
 from decentral.core.synthetic import SyntheticBlob
 
-GROWN = 100.0
-HUGE = 1e38
-LITTLE = 1.0  # standard deviations
-TOKENS = 1000
-COPIED_LENGTH, COPIED_TOKENS = 2.0, 4
-BLUR = 2.0  # times the window's length
-ASTRAY = 1e9
-MOST_TOKENS = 1 << 60
+GROWN = 100.0  # the lie `grown` multiplies the pseudo-gradient by this factor
+HUGE = 1e38  # the lie `huge` sets every number to this value
+LITTLE = 1.0  # the lie `little` is the honest mean minus this many standard deviations
+TOKENS = 1000  # the lie `tokens` multiplies the reported number of tokens by this factor
+COPIED_LENGTH, COPIED_TOKENS = 2.0, 4  # the lie `copied` multiplies a copied pseudo-gradient by 2 and tokens by 4
+BLUR = 2.0  # the lie `blurred` adds noise whose norm is this many times the norm of the pseudo-gradient
+ASTRAY = 1e9  # the lie `astray` sets all slow weights to this value
+MOST_TOKENS = 1 << 60  # no liar reports more tokens than this
 
 Vectors = dict[str, Tensor]
-"""A snapshot's sections by name, fp32 [n]."""
+"""A snapshot's sections by name, each fp32 (n,)."""
 
 Honest = Sequence[Tensor]
-"""The pseudo-gradients of the honest peers' last windows."""
+"""Pseudo-gradients of the honest peers' latest windows, each fp32 (n,)."""
 
 
 def falsify(kind: str, liar: str, envelope: Envelope, codecs: Codecs, honest: Honest) -> Envelope:
-    """The answer of a liar of this kind, in the place of its honest one. Only snapshots are falsified."""
+    """Return the false snapshot of a liar, with a valid digest.
+
+    Args:
+        kind: Name of the lie, a key of FALSIFIED.
+        liar: The liar's id, which seeds its random directions.
+        envelope: The liar's honest answer, a snapshot.
+        codecs: Codecs of the snapshot's sections.
+        honest: Pseudo-gradients of the honest peers, each fp32 (n,).
+    """
     snapshot = envelope.message
     assert isinstance(snapshot, Snapshot)
     packer = Packer(codecs)
@@ -65,14 +74,14 @@ def falsify(kind: str, liar: str, envelope: Envelope, codecs: Codecs, honest: Ho
 
 
 def garble(kind: str, envelope: Envelope) -> Envelope:
-    """A snapshot whose bytes are changed as GARBLED says, with the digest that fits."""
+    """Return the snapshot, its bytes changed by the lie `kind` (a key of GARBLED), with a valid digest."""
     assert isinstance(envelope.message, Snapshot)
     blob = changed(envelope.blob, GARBLED[kind])
     return Envelope(replace(envelope.message, digest=blobs.digest(blob)), blob)
 
 
 def changed(blob: bytes, change: Callable[[bytes], bytes]) -> bytes:
-    """The bytes after the change, which a simulated blob makes in those of its parts that have any."""
+    """Return `change(blob)`. Of a SyntheticBlob, which has only parts of its bytes in memory, change each part."""
     if isinstance(blob, SyntheticBlob):
         return SyntheticBlob((length, change(content)) for length, content in blob.segments)
     return change(blob)
@@ -83,7 +92,7 @@ def _nan(content: bytes) -> bytes:
 
 
 def _scaled(content: bytes) -> bytes:
-    """The first scale of a quantised block (bf16) with a larger exponent: its values become 64 times as large."""
+    """Multiply the bf16 scale of the first encoded block, which is in the first two bytes, by 64."""
     if len(content) < 2:
         return content
     larger = min(int.from_bytes(content[:2], "little") + (6 << 7), 0x7E80)
@@ -152,11 +161,12 @@ def _astray(own: Vectors, honest: Honest, liar: str) -> Vectors:
 
 
 def _elsewhere(own: Vectors, value: float) -> Vectors:
-    """The sections, with all but the pseudo-gradient changed."""
+    """Return the sections with each number set to `value`; only the pseudo-gradient stays unchanged."""
     return {name: vector if name == PSEUDO_GRADIENT else torch.full_like(vector, value) for name, vector in own.items()}
 
 
 def _unit(like: Tensor, seed: str) -> Tensor:
+    """Return a random vector with norm 1 and the shape of `like`; equal seeds give equal vectors."""
     chance = torch.Generator().manual_seed(rng.seed_of(0, "liar", seed) % 2**63)
     direction = torch.randn(like.shape, generator=chance)
     unit: Tensor = direction / direction.norm().clamp_min(1e-30)
@@ -164,7 +174,7 @@ def _unit(like: Tensor, seed: str) -> Tensor:
 
 
 def _progress(own: Vectors, change: Callable[[Tensor], Tensor]) -> Vectors:
-    """The sections, with the pseudo-gradient changed."""
+    """Return the sections with `change` applied to the pseudo-gradient; the other sections stay unchanged."""
     return {name: change(vector) if name == PSEUDO_GRADIENT else vector for name, vector in own.items()}
 
 

@@ -1,4 +1,4 @@
-"""Real gradients in virtual time: engine/compute.py's Compute trains; only its seconds are the simulation's."""
+"""Train a real model in virtual time: engine/compute.py computes real gradients; their computing time is simulated."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,29 +21,31 @@ from decentral.sim.swarm import SwarmSettings
 
 
 class Trained(Compute):
-    """A Compute that steps when it is told to, and names micro-batches by a chance that can be repeated."""
+    """The real training of a simulated peer: a `Compute` with seeded micro-batch names and without measured times."""
 
     def __init__(self, setup: ComputeSetup, chance: Random) -> None:
+        """Prepare to train; `chance` generates the names of micro-batches."""
         super().__init__(setup)
         names, numbers = MicroBatchNames.known(setup.peer), self.numbers
         self.numbers = MicroBatchNumbers(numbers.reserved, numbers.write, names, chance.randrange)
 
     def take_steps(self, count: int, spent: TimeSpent) -> jobs.Stepped:
-        assert count == 1, "real steps are made one by one"
+        """Take one step, since real steps cannot be merged: `count` must be 1. Report `spent` as the step's time."""
+        assert count == 1, "real steps are taken one by one"
         return replace(self.step(), spent=spent)
 
     def do(self, job: jobs.Job) -> jobs.Outcome:
-        """Leaves out the seconds that this machine took: two runs of a seed must not differ by them."""
+        """Run a worker's job; return its outcome, with measured durations set to 0, so that runs are reproducible."""
         outcome = super().do(job)
         return replace(outcome, seconds=0.0) if isinstance(outcome, jobs.Evaluated) else outcome
 
 
 def real_gradients(shape: SwarmSettings, folder: Path) -> SwarmSettings:
-    """Return settings of the same swarm whose peers train the real model on real data, in place of a surrogate.
+    """Return a copy of `shape` in which peers train the real model on real data, in place of a surrogate.
 
     Args:
         shape: The settings of the swarm.
-        folder: An empty folder for the peers' checkpoints. A simulated peer that crashes restarts from its own.
+        folder: An empty folder for the peers' checkpoints, from which crashed peers restart.
     """
     run = shape.config
     corpus = corpora.load(run.data, run.model)

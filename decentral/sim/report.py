@@ -1,4 +1,4 @@
-"""What a simulated run reports: figures of the whole swarm and of each peer, samples on the way, and a digest."""
+"""Report a simulated run: figures of the swarm and of each peer, samples over time, and a digest."""
 
 import hashlib
 from collections import Counter, defaultdict
@@ -22,73 +22,73 @@ from decentral.sim.invariants.convergence import distances, loss_of_mean
 from decentral.sim.simulated_peer import SimulatedPeer
 from decentral.sim.swarm import SimulatedSwarm
 
-SAMPLED = 256  # peers that a sample looks at closely
+SAMPLED = 256  # a sample inspects the weights and rosters of at most this many peers, to limit its cost
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The swarm at one moment of virtual time."""
+    """Figures of the swarm at one moment of virtual time."""
 
     at: Seconds
     live: int
     training: int
-    tokens: int  # trained so far, by all peers together
-    spread: float
-    roster_error: float  # mean over peers: wrong entries, over those there should be
-    loss: float | None  # the median of the training peers' last losses; None: no step was taken
+    tokens: int
+    spread: float  # root mean square distance of the peers' weights from their mean
+    roster_error: float  # wrong and missing roster entries of all peers, divided by all entries
+    loss: float | None  # median of the training peers' last losses; None before the first step
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """What the peers trained and moved. `busy_fraction`: the least of the peers that lived through the run."""
+    """Tokens that all peers together trained in a run, and bytes that they transferred."""
 
     tokens: int
     tokens_per_s: float
-    busy_fraction: float
+    busy_fraction: float  # each peer that never stopped spent at least this share of its time on training
     sent_bytes: int
     received_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeReport:
-    """Gossip exchanges by outcome, failed ones by reason, and the mean time of those done."""
+    """Counts and mean duration of the gossip exchanges of all peers in a run."""
 
     exchanges: dict[str, int]
     failures: dict[str, int]
-    exchange_s: Seconds
+    exchange_s: Seconds  # mean duration of successful exchanges
 
 
 @dataclass(frozen=True, slots=True)
 class RouteReport:
-    """What became of micro-batches and spans, where peers hold spans of the model."""
+    """Numbers of micro-batches, changes of layers, and plans, in a swarm whose peers hold parts of the model."""
 
-    routed: dict[str, int]  # micro-batches by what became of them: core/journal/micro_batch_counts.py
-    moves: dict[str, int]  # changes of span, by why and outcome: "plan done"
-    plans: int  # different plans that were followed
+    routed: dict[str, int]
+    moves: dict[str, int]  # number of changes of layers, by cause and outcome, such as "plan done"
+    plans: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """The replicas and the rosters at the end."""
+    """How far the replicas are from the optimum and from each other at the end of the run, and errors of rosters."""
 
-    loss: float
-    spread: float
+    loss: float  # mean square distance of the mean replica from the optimum of the surrogate workload
+    spread: float  # root mean square distance of the peers' weights from their mean
     roster_error: float
 
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """What identifies the run, and what its audit has seen. `farthest`: a replica's distance, in windows' noise."""
+    """How much the run simulated and audited, how far the replicas differ, and the digest of the run."""
 
     events: int
-    checks: int
-    farthest: float
-    digest: str
+    checks: int  # number of workers' jobs after which the invariants were checked
+    farthest: float  # largest final distance of a replica from the mean, in units of the noise of one gossip window
+    digest: str  # hash of all journal lines and final weights; equal runs have equal digests
 
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """One simulated run. The same scenario gives the same report."""
+    """The report of one simulated run. Equal scenarios give equal reports."""
 
     peers: int
     seconds: Seconds
@@ -97,13 +97,14 @@ class RunReport:
     gossip: ExchangeReport
     routes: RouteReport
     replicas: ReplicaReport
-    recovery_s: dict[str, Seconds | None]  # by fault; None: not before the end
+    # For each fault: time from its end until all peers train and know each other; None if that never happens.
+    recovery_s: dict[str, Seconds | None]
     audit: AuditReport
     by_peer: list[JsonObject]
     samples: list[Sample]
 
     def to_json(self) -> JsonObject:
-        """One flat object: the figures of each group stand beside the others."""
+        """Return the report as one flat JSON object: the fields of nested reports stand at the top level."""
         flat: JsonObject = {}
         for name, value in asdict(self).items():
             flat |= value if is_dataclass(getattr(self, name)) else {name: value}
@@ -112,7 +113,7 @@ class RunReport:
 
 @dataclass(slots=True)
 class RunStatistics:
-    """Reads the peers' journals as they are written, and takes samples."""
+    """Collects a run's statistics from journal lines (`line`) and from the swarm (`sample`), and makes the report."""
 
     swarm: SimulatedSwarm
     samples: list[Sample] = field(default_factory=list)
@@ -121,10 +122,10 @@ class RunStatistics:
     moves: Counter[str] = field(default_factory=Counter)
     plans: set[str] = field(default_factory=set)
     _hash: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
-    _pack: Any = field(default_factory=lambda: msgpack.Packer().pack)  # one packer for all lines: there are many
+    _pack: Any = field(default_factory=lambda: msgpack.Packer().pack)  # creating a packer for each line is slow
 
     def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
-        """Takes one journal line of a peer, written at its clock's time `t`."""
+        """Add a line of a peer's journal, written at time `t` of its clock, to the statistics and the digest."""
         event = log.event
         self._hash.update(self._pack((peer, round(t, 6), JOURNAL_LINES.name(event), JOURNAL_LINES.fields(event))))
         match event:
@@ -139,6 +140,7 @@ class RunStatistics:
         self.totals[peer].take(t, event)
 
     def sample(self) -> None:
+        """Add a sample of the swarm as it is now."""
         living = self.swarm.living
         training = [member for member in living if member.training]
         apart = distances(training[:SAMPLED])
@@ -152,7 +154,10 @@ class RunStatistics:
         return sum(totals.tokens for totals in self.totals.values())
 
     def _roster_error(self, living: Sequence[SimulatedPeer]) -> float:
-        """Where the roster is sharded nobody has to know everybody: only the dead that are still in it count."""
+        """Return how many entries of these peers' rosters are wrong or missing, divided by the number of entries.
+
+        An entry of a dead peer is wrong. In a large swarm peers read only some records, so no entry counts as missing.
+        """
         there = {member.peer for member in self.swarm.living}
         sharded = any(member.host.node.roster.size.level for member in living if member.host)
         if len(there) < 2:
@@ -167,7 +172,14 @@ class RunStatistics:
         return wrong / known
 
     def report(self, peers: int, faults: Sequence[Fault], checks: int, farthest: float) -> RunReport:
-        """The run so far. `checks` and `farthest` come from the audit."""
+        """Return the report of the run so far.
+
+        Args:
+            peers: Number of peers in the scenario.
+            faults: Faults of the scenario.
+            checks: Number of workers' jobs that the audit of invariants checked.
+            farthest: Largest final distance of a replica from the mean, in units of the noise of one gossip window.
+        """
         swarm, last = self.swarm, self.samples[-1]
         by_peer = [self._of(member) for member in swarm.members]
         counted = self.counts.result(swarm.settings.fragments[-1].last).figures() if swarm.settings.memory else {}
@@ -212,13 +224,13 @@ class RunStatistics:
         }
 
     def _recoveries(self, faults: Sequence[Fault]) -> dict[str, Seconds | None]:
-        """The time from the end of each fault until there are peers, and all train and know each other."""
+        """Return, for each fault, the time from its end until all peers train and know each other; None if never."""
         good = [one.at for one in self.samples if 0 < one.live == one.training and not one.roster_error]
         ends = {str(fault): fault.at + fault.lasts for fault in faults}
         return {name: next((round(at - over, 2) for at in good if at >= over), None) for name, over in ends.items()}
 
     def _digest(self) -> str:
-        """The hash of all journal lines in their order, and of all weights at the end."""
+        """Return a hash of all journal lines in their order, and of all weights at the end."""
         for member in self.swarm.members:
             for held in member.host.training.gossip.fragments if member.host is not None else ():
                 self._hash.update(held.live.theta.float().numpy().tobytes())

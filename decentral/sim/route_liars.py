@@ -1,14 +1,14 @@
-"""What a hostile hop of a route gives back: its answer decoded, falsified, and encoded as an honest one would be.
+"""Falsify the backward responses of a Byzantine peer on a route (a pipeline of peers).
 
-    hop-flipped   the gradient backwards (sign flip)
-    hop-zero      no gradient
-    hop-opposed   the gradient backwards, ten times as long
-    hop-grown     the gradient, ten times as long
-    hop-replayed  the gradient that it gave back the time before
-    hop-random    noise, as long as the gradient: it has computed nothing
-    hop-loss      the right gradient, and half of the loss
+    hop-flipped   the gradient with the opposite sign (sign flip)
+    hop-zero      a zero gradient
+    hop-opposed   the gradient times -10
+    hop-grown     the gradient times 10
+    hop-replayed  the gradient of the previous response to the same peer
+    hop-random    noise with the norm of the gradient, as from a peer that computes nothing
+    hop-loss      the right gradient, with half of the loss
 
-Surrogate answers hold no gradients: there, each of these halves the loss.
+With a surrogate workload the responses contain no gradients. Each of these lies then halves the loss instead.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,12 +23,20 @@ from decentral.comm.wire.messages import BackwardResponse
 from decentral.core import rng
 from decentral.core.synthetic import SyntheticBlob
 
-HOP_GROWN = 10.0
-HOP_LOSS = 0.5  # of the true loss
+HOP_GROWN = 10.0  # the lies `hop-grown` and `hop-opposed` multiply the gradient's norm by this factor
+HOP_LOSS = 0.5  # the lie `hop-loss` multiplies the reported loss by this factor
 
 
 def falsify_gradient(kind: str, seed: str, envelope: Envelope, codecs: Codecs, before: Envelope) -> Envelope:
-    """The answer of a hop that lies in this way. `before`: its honest answer to that asker the time before."""
+    """Return the false backward response of a Byzantine peer on a route.
+
+    Args:
+        kind: Name of the lie, one of HOP_LIES (sim/faults.py).
+        seed: Seed of the noise of `hop-random`.
+        envelope: The honest backward response.
+        codecs: Codecs of the gradient.
+        before: The previous honest response to the same peer, which `hop-replayed` sends again.
+    """
     response = envelope.message
     assert isinstance(response, BackwardResponse)
     if kind == "hop-loss" or isinstance(envelope.blob, SyntheticBlob):
@@ -41,6 +49,7 @@ def falsify_gradient(kind: str, seed: str, envelope: Envelope, codecs: Codecs, b
 
 
 def _noise(gradient: Tensor, seed: str) -> Tensor:
+    """Return random noise with the shape and the norm of the gradient."""
     chance = torch.Generator().manual_seed(rng.seed_of(0, "hop", seed) % 2**63)
     noise = torch.randn(gradient.shape, generator=chance)
     found: Tensor = noise * (gradient.norm() / noise.norm().clamp_min(1e-30))

@@ -1,6 +1,8 @@
-"""One simulated run, from a scenario to a report: the same scenario gives the same digest, always.
+"""Play one simulated run, from a scenario to a report; equal scenarios give equal reports.
 
-scenario -> swarm, faults and audit -> samples on the way -> report
+    scenario -> swarm, faults and audit -> samples over virtual time -> report
+
+Start reading at `run`.
 """
 
 import gc
@@ -25,31 +27,32 @@ from decentral.sim.network.geography import SwarmGeography, TypicalLink
 from decentral.sim.report import RunReport, RunStatistics
 from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
 
-SAMPLES = 200
-MANY_SIMULATED = 1000
-ROSTER_SETTLE_S = 30.0  # beyond a record's lifetime, until every peer must know which peers live
-ALL_AT_ONCE_S = 0.2  # between two starts of a small swarm
-START_SPREAD_S = 200.0  # in which a large one starts
+SAMPLES = 200  # a run measures the swarm this many times; a quarter as often with more than MANY_SIMULATED peers
+MANY_SIMULATED = 1000  # with more peers, a run is sampled less often, and its objects are not garbage-collected
+ROSTER_SETTLE_S = 30.0  # rosters must be right once the last fault's DHT records have been expired for this time
+ALL_AT_ONCE_S = 0.2  # successive peers start at most this long after each other; with many peers, sooner
+START_SPREAD_S = 200.0  # the last peer starts within this time of the first, even if there are many
 
 OnProgress = Callable[[Seconds], None]
-"""Called once for each sample, with the virtual time."""
+"""Called with the virtual time of each sample."""
 
 
 class Watch(Protocol):
-    """Looks on while a run is played, and changes nothing of it."""
+    """Interface of a reader of a run's journal lines, such as `SimulatedPage`; a reader must not change the run."""
 
     def begin(self, swarm: SimulatedSwarm) -> None:
-        """The swarm that is going to be played, before its first peer starts."""
+        """Prepare to read lines of this swarm; called before its first peer starts."""
 
     def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
-        """One journal line of a peer, written at its clock's time `t`."""
+        """Read a line of a peer's journal, written at time `t` of its clock."""
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        """Finish reading; called at the end of the run, after the last line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A swarm, what happens to it, and for how long. It says all that a run depends on."""
+    """The inputs that decide a run completely: a swarm, its faults, and how long to simulate."""
 
     settings: SwarmSettings
     peers: int
@@ -62,7 +65,7 @@ class Scenario:
 
 
 class StopRun(Exception):
-    """Raised by a run's `on_progress`: the run ends here, and reports what there is."""
+    """Raised by a caller's `on_progress` to end the run early; `run` then reports the run so far."""
 
 
 def run(
@@ -71,7 +74,17 @@ def run(
     observer: Observer | None = None,
     watches: Sequence[Watch] = (),
 ) -> RunReport:
-    """Plays the scenario. Raises Violation. `observer` sees every event where the scenario is not audited."""
+    """Play a scenario and return its report.
+
+    Args:
+        scenario: What to simulate.
+        on_progress: Called at each sample with the virtual time; it may raise StopRun.
+        observer: Observes every event and job; ignored if the scenario is audited, because the audit then observes.
+        watches: Readers of all peers' journal lines.
+
+    Raises:
+        Violation: If the scenario is audited, and a rule of invariants/audit.py is broken.
+    """
     geography = SwarmGeography(scenario.seed, scenario.link, scenario.topology)
     swarm = SimulatedSwarm(scenario.settings, scenario.seed, geography, observer)
     injector = FaultInjector(swarm)
@@ -103,7 +116,7 @@ def run(
 
 
 def _start(swarm: SimulatedSwarm, count: int) -> None:
-    """The first peer starts alone, the others when it trains."""
+    """Schedule the starts of `count` peers: the first at virtual time 0, the others one by one from 0.5 s on."""
     gap_s = min(ALL_AT_ONCE_S, START_SPREAD_S / count)
     for number in range(count):
         member = swarm.add()
@@ -111,9 +124,9 @@ def _start(swarm: SimulatedSwarm, count: int) -> None:
 
 
 def _moments(scenario: Scenario) -> Iterator[tuple[Seconds, bool]]:
-    """When to look, and whether to take a sample then: samples, and the audit's checks where they are asked for."""
+    """Yield, in order, the virtual times at which to sample the swarm or check invariants, and whether to sample."""
     seconds = scenario.seconds
-    count = SAMPLES if scenario.peers <= MANY_SIMULATED else SAMPLES // 4  # each looks at all peers
+    count = SAMPLES if scenario.peers <= MANY_SIMULATED else SAMPLES // 4
     samples = {seconds * number / count for number in range(1, count + 1)}
     checks = {CHECK_S * number for number in range(1, int(seconds / CHECK_S) + 1)} if scenario.audited else set()
     yield from ((moment, moment in samples) for moment in sorted(samples | checks))
@@ -121,9 +134,10 @@ def _moments(scenario: Scenario) -> Iterator[tuple[Seconds, bool]]:
 
 @contextmanager
 def _few_collections(many: bool) -> Iterator[None]:
-    """A simulation makes millions of objects and few cycles: looking for them would take a tenth of the time.
+    """Make garbage collections rare within the block: they would take 10% of a run's time, and find few cycles.
 
-    What a large one leaves behind stays until the process ends: to take it apart would take seconds.
+    Args:
+        many: Whether the run has very many objects. If True, collections after the block ignore them.
     """
     before = gc.get_threshold()
     gc.set_threshold(50_000_000, 50, 100)
@@ -136,7 +150,15 @@ def _few_collections(many: bool) -> Iterator[None]:
 
 
 def shrink(scenario: Scenario, rule: str, on_fewer: Callable[[str], None] = lambda text: None) -> tuple[Fault, ...]:
-    """The fewest of the faults with which the rule is still violated (Zeller's ddmin, one by one at last)."""
+    """Return a minimal subset of a scenario's faults with which the rule is still violated.
+
+    Args:
+        scenario: A scenario that violates the rule.
+        rule: Name of the rule.
+        on_fewer: Called with a line of text whenever fewer faults are found to be enough.
+
+    Source: Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input", 2002 (ddmin).
+    """
     faults, step = list(scenario.faults), max(1, len(scenario.faults) // 2)
     while True:
         for start in range(0, len(faults), step):

@@ -1,4 +1,7 @@
-"""A peer of a simulated swarm with its disk: it may live several times."""
+"""Define a simulated peer: its disk, its clock and its present faults, which outlive the peer's process.
+
+A life is the time from a start of the peer's process to the end of that process; a peer may have several lives.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,82 +19,92 @@ from decentral.sim.surrogate import SurrogateDisk
 
 @dataclass(slots=True, eq=False)
 class SimulatedPeer:
-    """A peer, its disk, and its present life if it has one."""
+    """A peer of a simulated swarm: its disk and clock, which outlive its process, and the host of its last life."""
 
     number: int
     peer: PeerId
     host: VirtualHost | None = None
     disk: SurrogateDisk = field(default_factory=SurrogateDisk)
-    span: tuple[int, int] = (0, 0)  # layers with which its present life began
-    claiming: bool = False  # it is choosing its layers
-    has_run: bool = False  # its disk knows the run: a restart needs no contact
-    wiped: bool = False  # its identity is lost with its disk: nobody starts as this member any more
-    address_book: dict[PeerId, None] = field(default_factory=dict)  # on its disk: the peers that it has learned of
+    span: tuple[int, int] = (0, 0)  # (first, last): at its last start, the peer held layers first to last - 1
+    claiming: bool = False  # the process has started, and the peer is choosing its layers
+    has_run: bool = False  # whether the peer can rejoin from the peers stored on its disk, without a contact
+    wiped: bool = False  # the peer's disk and identity are lost, so it never starts again
+    address_book: dict[PeerId, None] = field(default_factory=dict)
     lives: int = 0
-    skew_s: Seconds = 0.0  # of its clock
-    machine_s: Seconds = 0.0  # by which its machine's clock has jumped so far
-    clock_s: Seconds = 0.0  # by which its present life's clock is wrong, skew aside
-    lost_lines: int = 0  # of its journal, since its disk is full
-    byzantine: str = ""  # how it falsifies its answers, if it does
-    stretched: float = 1.0  # how much slower than its pace it is at present
-    holding: Holding | None = None  # its invitation, where the swarm is private
-    revocations: Revocations = NOTHING_REVOKED  # what its disk knows to be revoked
+    skew_s: Seconds = 0.0  # constant error of the peer's clock, from the fault `skew`
+    machine_s: Seconds = 0.0  # the fault `clock` has moved the machine's clock by this in total
+    clock_s: Seconds = 0.0  # error of the peer's clock since its last start, without the constant part `skew_s`
+    lost_lines: int = 0
+    byzantine: str = ""  # the lie that the peer tells, one of ALL_LIES; "" if the peer is honest
+    stretched: float = 1.0  # a step takes this many times as long as at full speed
+    holding: Holding | None = None
+    revocations: Revocations = NOTHING_REVOKED
 
     def begin_life(self, contacts: Iterable[PeerId]) -> None:
-        """Count a life. A newcomer keeps its contacts as --join, which stands in the line that starts it again."""
+        """Count a start of the process; at the first start, store `contacts` (the peers of --join) as known peers."""
         if not self.has_run:
             self.meet(contacts)
         self.has_run = True
         self.lives += 1
 
     def choose_layers(self) -> None:
+        """Record that the peer is choosing its layers, until `hold` sets them."""
         self.claiming = True
 
     def hold(self, span: tuple[int, int]) -> None:
-        """Begin the life with these layers, which are chosen."""
+        """Set the layers [first, last) of the new life, and record that the choice of layers is over."""
         self.span, self.claiming = span, False
 
     def run(self, host: VirtualHost) -> None:
-        """Let this host be the present life."""
+        """Make `host` the peer's running process, set its speed according to `self.stretched`, and start it."""
         self.host = host
         host.engine.set_speed(self.stretched)
         host.start()
 
     def cease(self) -> VirtualHost | None:
-        """Stop choosing layers, or keep what the next life finds on the disk. Return the host that is alive, if any."""
+        """Prepare for the end of the process: store its revocations on the disk, and abandon a choice of layers.
+
+        Returns:
+            The host of the present life, which the caller must then end; None if the peer does not run.
+        """
         self.claiming = False
         if (host := self.life) and (private := host.node.setup.private):
             self.revocations = private.revocations
         return host
 
     def wipe(self) -> None:
-        """Lose the disk: nobody starts as this member any more."""
+        """Record that the disk and the peer's identity on it are lost, so that this peer can never start again."""
         self.wiped, self.has_run = True, False
 
     def meet(self, peers: Iterable[PeerId]) -> None:
+        """Add peers to the address book."""
         self.address_book |= dict.fromkeys(peers)
 
     def slow_down(self, times: float) -> None:
-        """Compute so many times more slowly than the pace from now on, in later lives as well."""
+        """Make each step take `times` as long as at full speed, in this life and in later lives."""
         self.stretched = times
         if host := self.life:
             host.engine.set_speed(times)
 
     def skew_clock(self, seconds: Seconds) -> None:
+        """Set the constant error of the peer's clock."""
         self.skew_s = seconds
 
     def jump_clock(self, seconds: Seconds) -> None:
-        """Set the machine's clock. The present life goes by the time since its start (peers/runtime/clock.py)."""
+        """Move the machine's clock. A running peer does not notice: it reads that clock only when it starts."""
         self.machine_s += seconds
 
     def read_clock(self, others: Iterable["SimulatedPeer"]) -> Seconds:
-        """Set the clock of a new life by those of the peers that it has reached. Return its error."""
+        """Set the peer's clock at a start, from the machine's clock and the clocks of `others`; return `clock_s`."""
         own_s = self.machine_s + self.skew_s
         self.clock_s = self.machine_s + agreed_s([one.clock_s + one.skew_s - own_s for one in others])
         return self.clock_s
 
     def written(self, line: Log) -> list[Log]:
-        """Return what the disk takes of a journal line: nothing while it is full, then also how many it has lost."""
+        """Return the lines that are written to the journal on disk for `line`: none while the disk is full.
+
+        The first line after a full disk is a LostLine with the number of lost lines.
+        """
         if self.disk.full:
             self.lost_lines += 1
             return []
@@ -99,26 +112,29 @@ class SimulatedPeer:
         return [Log(LostLine(lines=lost)), line] if lost else [line]
 
     def lie(self, how: str) -> None:
-        """Falsify answers in this way from now on."""
+        """Make the peer tell the lie `how`, one of ALL_LIES, from now on."""
         self.byzantine = how
 
     def stop_lying(self) -> None:
+        """Make the peer answer honestly from now on."""
         self.byzantine = ""
 
     @property
     def life(self) -> VirtualHost | None:
-        """Its host while it is alive."""
+        """The host of the present life; None if the peer does not run."""
         return self.host if self.host is not None and self.host.ended is None else None
 
     @property
     def alive(self) -> bool:
+        """Whether the peer's process runs, frozen or not."""
         return self.life is not None
 
     @property
     def frozen(self) -> bool:
-        """Whether the process is stopped, or was when it ended."""
+        """Whether the process is frozen; if the process has ended, whether it was frozen at the end."""
         return self.host is not None and self.host.port.frozen
 
     @property
     def training(self) -> bool:
+        """Whether the peer has joined and trains."""
         return self.life is not None and self.life.node.phase is NodePhase.TRAINING

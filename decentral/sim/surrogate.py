@@ -1,8 +1,8 @@
-"""Training without a model: a few numbers stand for each fragment, and their gossip is the real one.
+"""Train without a model: in a surrogate workload, a few numbers stand for the weights of each fragment.
 
-The numbers descend towards the minimum of a quadratic objective, with noise of each peer's own, as replicas do that see
-different data. Windows end and merge in engine/gossip_jobs.py, so what a simulation checks (progress is counted
-once, replicas stay together) is checked on the code that trains. Blobs are as long as real ones.
+The numbers descend on a quadratic objective. Each peer adds its own noise, so that replicas differ as replicas trained
+on different data do. Gossip is real: engine/gossip_jobs.py runs as in training, so a simulation checks that code.
+Messages have the sizes of real messages. Start reading at `SurrogateWorkload`.
 """
 
 import errno
@@ -34,64 +34,74 @@ from decentral.sim.surrogate_stages import SurrogateStages
 
 @dataclass(frozen=True, slots=True)
 class SurrogateCheckpoint:
+    """The checkpoint that a surrogate workload saves on its `SurrogateDisk`, and restarts from."""
+
     tensors: dict[str, Tensor]
     windows: list[WindowCounts]
     counters: Counters
-    span: tuple[int, int]  # layers
+    span: tuple[int, int]  # (first, last): the peer holds layers first to last - 1
 
 
 @dataclass(slots=True)
 class SurrogateDisk:
-    """What a peer's disk keeps from one life to the next."""
+    """The contents of a surrogate peer's disk, which outlive the peer's process."""
 
     checkpoint: SurrogateCheckpoint | None = None
-    reserved: int = 0  # no micro-batch number from here on was given out
-    retained: dict[int, RetainedState] = field(default_factory=dict)  # by fragment: states that were given up
+    reserved: int = 0  # a restarted peer numbers its micro-batches from here, so that no number is used twice
+    retained: dict[int, RetainedState] = field(default_factory=dict)  # by fragment: its state when the peer gave it up
     full: bool = False
 
     def reserve(self, numbers: int) -> None:
+        """Record that the peer may use all micro-batch numbers below `numbers`. Raises OSError if the disk is full."""
         self.check()
         self.reserved = numbers
 
     def fill(self) -> None:
+        """Make all writes fail from now on, as on a full disk."""
         self.full = True
 
     def make_room(self) -> None:
+        """Let writes succeed again, after `fill`."""
         self.full = False
 
     def save(self, checkpoint: SurrogateCheckpoint) -> None:
-        """Keep this checkpoint in place of the last one. Raises OSError if the disk takes nothing more."""
+        """Replace the checkpoint. Raises OSError if the disk is full."""
         self.check()
         self.checkpoint = checkpoint
 
     def check(self) -> None:
-        """Raises OSError if the disk takes nothing more."""
+        """Raise OSError if the disk is full."""
         if self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def write(self, state: jobs.Donated, step: int) -> None:
+        """Store the state of a fragment that the peer gives up at `step`. Raises OSError if the disk is full."""
         self.check()
         fragment, layout, blob = state
-        assert isinstance(blob, bytes), "what a peer has exported itself"
+        assert isinstance(blob, bytes), "a peer retains only states that it exported"
         self.retained[fragment] = step, layout, blob
 
     def read(self, fragment: int) -> RetainedState | None:
+        """Return the retained state of a fragment; None if there is none."""
         return self.retained.get(fragment)
 
     def forget(self, fragments: Iterable[int]) -> None:
+        """Delete the retained states of these fragments."""
         for fragment in fragments:
             self.retained.pop(fragment, None)
 
     def steps(self, fragments: Iterable[int]) -> jobs.RetainedStates:
+        """Return (fragment, step at which its state was stored) for those of `fragments` that have a retained state."""
         return tuple((one, self.retained[one][0]) for one in fragments if one in self.retained)
 
 
 class SurrogateSpan:
-    """What engine/span.py is for a surrogate peer: the fragments that it holds, their gossip and work for routes."""
+    """The fragments of a surrogate peer, their gossip and stage executions; it replaces engine/span.py."""
 
     stages: SurrogateStages
 
     def __init__(self, model: SurrogateModel, peer: PeerId, chance: np.random.Generator, first: int, last: int) -> None:
+        """Begin with layers [first, last); `chance` generates the noise of training."""
         self.model, self.peer, self.chance, self.cuts = model, peer, chance, model.cuts
         codecs = model.synthetic_codecs()
         self.gossip = FragmentGossip(model.config.gossip, peer, RuleTools(codecs, TorchKernels(codecs)))
@@ -99,8 +109,8 @@ class SurrogateSpan:
         self.hold(first, last)
 
     def hold(self, first: int, last: int, drawn: bool = True) -> None:
-        """Its few numbers begin as ones, drawn or not."""
-        assert not self.fragments or self.stages.idle, "a span changes while no execution is pending"
+        """Train layers [first, last) from now on. The numbers of new fragments begin as 1, whatever `drawn` is."""
+        assert not self.fragments or self.stages.idle, "a span must not change while executions are pending"
         known = {one.live.fragment.index: one.live for one in self.gossip.fragments}
         self.layers = first, last
         self.fragments = [cut for cut in self.cuts if first <= cut.first and cut.last <= last]
@@ -109,10 +119,10 @@ class SurrogateSpan:
         self.stages = SurrogateStages(self.model, self.peer, self.lives, self.fragments, self.chance)
 
     def given(self, fragments: Iterable[int]) -> None:
-        """They are there from the beginning."""
+        """Do nothing: a surrogate's numbers are always initialised, so it need not know which fragments got weights."""
 
     def descend(self, count: int) -> None:
-        """So many steps at once: the descent and the noise of all of them."""
+        """Take `count` steps at once: apply their total descent, and noise with their total variance."""
         keep, rate = (1 - DESCENT_RATE) ** count, self.model.config.train.peak_rate
         for live, numbers in zip(self.lives, self.stages.weights, strict=True):
             numbers *= keep
@@ -122,17 +132,18 @@ class SurrogateSpan:
             live.steps += count
 
     def all_state_layouts(self) -> tuple[Layout, ...]:
+        """Return the layout of the state of each fragment of the model."""
         return (self.gossip.state_layout(NUMBERS),) * len(self.cuts)
 
 
 def _live(fragment: Fragment, train: config.TrainConfig) -> Live:
     few = Fragment(fragment.index, 0, 1, NUMBERS)
     wide = train.model_copy(update={"weights": "float32"})
-    return Live(few, [nn.RMSNorm(NUMBERS)], torch.device("cpu"), wide)  # its weights are ones
+    return Live(few, [nn.RMSNorm(NUMBERS)], torch.device("cpu"), wide)  # a module whose NUMBERS weights begin as 1
 
 
 class SurrogateWorkload(JobRunner):
-    """Does the jobs of engine/compute.py, and steps when it is told to. It goes on from the disk's checkpoint."""
+    """The surrogate of engine/compute.py: it takes training steps and does the worker's jobs without a model."""
 
     span: SurrogateSpan
 
@@ -144,6 +155,7 @@ class SurrogateWorkload(JobRunner):
         chance: np.random.Generator,
         disk: SurrogateDisk,
     ) -> None:
+        """Begin with the layers `span`, [first, last), and load the disk's checkpoint if there is one."""
         self.model, self.chance, self.disk = model, chance, disk
         names = MicroBatchNames.known(peer)
         numbers = MicroBatchNumbers(disk.reserved, disk.reserve, names, lambda below: int(chance.integers(below)))
@@ -153,7 +165,7 @@ class SurrogateWorkload(JobRunner):
             self.gossip.load(disk.checkpoint.tensors, disk.checkpoint.windows, self.counters.own_steps)
 
     def take_steps(self, count: int, spent: TimeSpent) -> jobs.Stepped:
-        """Takes so many steps at once, on which so much time was spent."""
+        """Take `count` steps at once; return their outcome, which reports `spent` as the time spent."""
         tokens = count * self.model.tokens_per_step
         self.span.descend(count)
         stepped = self.counters.stepped(tokens, loss_of(self.span.stages.weights), count, steps=count)

@@ -1,4 +1,4 @@
-"""The model of a swarm without one: how few numbers stand for a fragment, how they descend, and how large blobs are."""
+"""Define the surrogate of a model: the numbers that stand for a fragment, their descent, and codecs with real sizes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,64 +16,71 @@ from decentral.core.reasons import Reason
 from decentral.core.synthetic import SyntheticBlob
 
 Numbers = NDArray[np.float32]
-"""The weights of one fragment, as numpy sees them."""
+"""(NUMBERS,) the weights of one fragment."""
 
-NUMBERS = 8  # numbers that stand for a fragment
-DESCENT_RATE = 0.02  # share of the distance to the optimum that a step takes away
-STEP_NOISE = 0.01  # standard deviation of a step's noise, in units of the distance to the optimum at the start
+NUMBERS = 8  # a fragment's weights are simulated by this many numbers
+DESCENT_RATE = 0.02  # each step moves the weights this share of the way to the optimum
+STEP_NOISE = 0.01  # standard deviation of a step's noise, as a share of the initial distance to the optimum
 
 
 @dataclass(frozen=True, slots=True)
 class SyntheticCodecs:
-    """Codecs whose sections have the size of a real fragment's, `times` as many numbers as they hold."""
+    """Codecs whose blobs report the size of a real fragment's blob, but contain only the surrogate's few numbers."""
 
     codecs: Codecs
-    times: float
+    times: float  # number of parameters of a real fragment, divided by NUMBERS
 
     def encode(self, codec: str, values: Tensor) -> bytes:
+        """Return a blob of these values that reports the size of a real fragment's blob."""
         return SyntheticBlob([(self.size(codec, values.numel()), self.codecs.encode(codec, values))])
 
     def decode(self, codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
+        """Return the `elements` values in a blob. Raises ProtocolError for a damaged blob."""
         return self.codecs.decode(codec, memoryview(blob), elements)
 
     def size(self, codec: str, elements: int) -> int:
+        """Return the size in bytes of the real blob that `elements` surrogate numbers stand for."""
         return self.codecs.size(codec, round(elements * self.times))
 
 
 @dataclass(frozen=True, slots=True)
 class PlainCodecs:
-    """fp32 under every codec's name: in swarms of thousands, quantisation would take more time than the protocol."""
+    """Codecs that ignore the codec's name and write fp32, since quantising slows simulations of thousands of peers."""
 
-    codecs: Codecs  # for the sizes
+    codecs: Codecs  # the real codecs, used only for the sizes of their blobs
 
     def encode(self, codec: str, values: Tensor) -> bytes:
+        """Return the values as fp32 bytes."""
         return values.numpy().tobytes()
 
     def decode(self, codec: str, blob: bytes | memoryview, elements: int) -> Tensor:
+        """Return the fp32 values in a blob; raise ProtocolError unless there are `elements` finite values."""
         values = np.frombuffer(blob, dtype=np.float32)
         if len(values) != elements or not np.isfinite(values).all():
-            raise ProtocolError(Reason.NAN, "numbers that are not finite, or not as many as there should be")
+            raise ProtocolError(Reason.NAN, f"expected {elements} finite fp32 numbers, got {np.isfinite(values).sum()}")
         return torch.from_numpy(values.copy())
 
     def size(self, codec: str, elements: int) -> int:
+        """Return the bytes that the real codec of this name needs for `elements` values."""
         return self.codecs.size(codec, elements)
 
 
 @dataclass(frozen=True, slots=True)
 class SurrogateModel:
-    """The run whose model the numbers stand for: the same for all peers of a swarm."""
+    """Settings and sizes of the real model that a surrogate stands for; all peers of a swarm share them."""
 
     config: config.Config
-    cuts: tuple[Fragment, ...]  # of the whole model
+    cuts: tuple[Fragment, ...]
     codecs: Codecs
     tokens_per_step: int
-    forms: Callable[[int, int], ActivationForms]  # (layer, sequences): of a micro-batch that enters this layer
+    forms: Callable[[int, int], ActivationForms]  # gives the activations' layouts for (layer, sequences)
 
     def synthetic_codecs(self) -> SyntheticCodecs:
+        """Return codecs whose blobs have the size of this model's mean fragment."""
         return SyntheticCodecs(self.codecs, sum(cut.parameters for cut in self.cuts) / len(self.cuts) / NUMBERS)
 
 
 def loss_of(weights: Sequence[Numbers]) -> float:
-    """Mean square distance of these fragments from the optimum of the quadratic objective, which is zero."""
+    """Return the loss of these fragments: the mean square of their weights, because the optimum is 0."""
     squares = [float(numbers @ numbers) / NUMBERS for numbers in weights]
     return sum(squares) / len(squares)

@@ -1,11 +1,12 @@
-"""Routes without a model: what engine/stage_runner.py does with tensors, done with the few numbers of a surrogate.
+"""Run stage executions of routed micro-batches on a surrogate, in place of engine/stage_runner.py.
 
-Blobs have their true sizes, and name the micro-batch that they belong to and the layer that they enter or leave. So the
-sums themselves show a micro-batch that lost its way, a gradient that came to another execution, and one that was added
-twice (sim/invariants/routes.py).
+A blob has the size of a real blob, but contains only the identity of its micro-batch and its layer. So assertions and
+the audit (sim/invariants/routes.py) notice a micro-batch at the wrong layer, a gradient that belongs to another
+execution, and a gradient that is added twice.
 
-The gradient of a micro-batch is that of the quadratic objective, at the weights of its backward pass. Sums are weighted
-by tokens. One step with one micro-batch moves a fragment as one step of sim/surrogate.py does.
+The gradient of a micro-batch is the gradient of the quadratic objective at the weights during the backward pass. Sums
+of gradients are weighted by tokens. A step with one micro-batch changes a fragment as much as a step of
+sim/surrogate.py. Start reading at `SurrogateStages`.
 """
 
 from collections.abc import Sequence
@@ -24,12 +25,12 @@ from decentral.core.synthetic import SyntheticBlob
 from decentral.engine.fragment import Live
 from decentral.sim.surrogate_model import DESCENT_RATE, NUMBERS, STEP_NOISE, Numbers, SurrogateModel, loss_of
 
-FLOOR = 1.0  # of a micro-batch's loss, as text has one; the losses of honest replicas that have learned are alike
+FLOOR = 1.0  # loss at the optimum; above 0, as with real text, so that trained honest replicas report similar losses
 
 
 @dataclass(frozen=True, slots=True)
 class SurrogateGradient:
-    """A micro-batch in a sum of gradients, as far as layers [first, last) are concerned."""
+    """The gradient of a micro-batch for layers [first, last); origin peer and number identify the micro-batch."""
 
     origin: str
     number: int
@@ -40,43 +41,48 @@ class SurrogateGradient:
 
 @dataclass(slots=True)
 class SurrogateStages:
-    """The fragments of one peer at work for routes."""
+    """The stage executions of one peer that await their backward pass, and the sums of the computed gradients.
+
+    Each gradient is added to the open sum. `seal` moves the open sum into a numbered slot, and `apply` takes an
+    optimiser step with the sum in a slot.
+    """
 
     model: SurrogateModel
     peer: PeerId
     lives: Sequence[Live]
-    fragments: Sequence[Fragment]  # of the real model, for which the lives stand
+    fragments: Sequence[Fragment]  # the real fragment that each of `lives` simulates
     chance: np.random.Generator
-    pending: dict[int, SurrogateGradient] = field(default_factory=dict)  # by token: no backward pass has come yet
-    applied: tuple[SurrogateGradient, ...] = ()  # what was in the last sum that was applied
+    pending: dict[int, SurrogateGradient] = field(default_factory=dict)  # executions that await a backward pass, by id
+    applied: tuple[SurrogateGradient, ...] = ()
     weights: list[Numbers] = field(init=False)
     _filled: list[SurrogateGradient] = field(default_factory=list)
-    _executions: list[int] = field(default_factory=list)  # tokens of what is filled in
-    _sums: NDArray[np.float64] = field(init=False)  # of what is filled in: fragments x numbers, over tokens
-    _sealed: dict[int, tuple[tuple[SurrogateGradient, ...], NDArray[np.float64]]] = field(
-        default_factory=dict
-    )  # by slot
+    _executions: list[int] = field(default_factory=list)  # ids of the stage executions in the open sum
+    _sums: NDArray[np.float64] = field(init=False)  # (fragments, NUMBERS) open sum, weighted by tokens
+    # By slot: the gradients that were summed, and their sum (fragments, NUMBERS).
+    _sealed: dict[int, tuple[tuple[SurrogateGradient, ...], NDArray[np.float64]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Begin with an empty open sum."""
         self.weights = [live.theta.numpy() for live in self.lives]
         self._sums = np.zeros((len(self.lives), NUMBERS))
 
     @property
     def idle(self) -> bool:
-        """Whether no micro-batch and no gradient is here."""
+        """Whether no execution awaits its backward pass and no sum contains a gradient."""
         return not (self.pending or self._filled or self._sealed)
 
     def draw(self, job: jobs.Draw, number: int, tokens: int) -> jobs.ForwardDone:
-        """Begins this peer's micro-batch with this number, of so many tokens."""
+        """Run the first stage on this peer's own micro-batch `number` of `tokens` tokens; return the activations."""
         own = SurrogateGradient(self.peer, number, 0, job.last, tokens)
         self.pending[job.token] = own
         return self._forwarded(job, number, own)
 
     def forward(self, job: jobs.Forward) -> jobs.ForwardDone | jobs.BackwardDone | jobs.ExecutionFailed:
+        """Run a forward pass; the last stage also runs the backward pass. Return ExecutionFailed for a wrong shape."""
         if not fits_one(self.model.forms(job.first, job.sequences).entering, job.layout, len(job.blob)):
             return jobs.ExecutionFailed(job.token, Reason.SHAPE)
         origin, number, layer = _read(job.blob)
-        assert layer == job.first, f"what enters layer {layer} came to layer {job.first}"
+        assert layer == job.first, f"activations for layer {layer} arrived at layer {job.first}"
         tokens = job.layout[1].elements
         execution = SurrogateGradient(origin, number, job.first, job.last, tokens)
         if job.last < self.model.cuts[-1].last:
@@ -85,39 +91,49 @@ class SurrogateStages:
         return self._backed(job, execution, (FLOOR + loss_of(self.weights)) * tokens)
 
     def backward(self, job: jobs.Backward) -> jobs.BackwardDone | jobs.ExecutionFailed:
+        """Run the backward pass of a pending execution; return ExecutionFailed for an unknown id or a wrong shape."""
         execution = self.pending.get(job.token)
         if execution is None:
             return jobs.ExecutionFailed(job.token, Reason.FORGOTTEN)
         if not fits_one(self._forms(execution, execution.last).gradients, job.layout, len(job.blob)):
             return jobs.ExecutionFailed(job.token, Reason.SHAPE)
         came, ours = _read(job.blob), (execution.origin, execution.number, execution.last)
-        assert came == ours, f"the gradient of {came} came to {execution}"
+        assert came == ours, f"the gradient of {came} arrived at {execution}"
         del self.pending[job.token]
         return self._backed(job, execution, 0.0)
 
     def forget(self, tokens: Sequence[int]) -> jobs.Forgotten:
+        """Drop the pending executions whose ids are in `tokens`; ignore unknown ids."""
         for token in tokens:
             self.pending.pop(token, None)
         return jobs.Forgotten()
 
     def compare(self, job: jobs.Compare) -> jobs.Compared:
-        """Gradients of one micro-batch are equal at all peers, whatever their weights."""
+        """Compare a job's last gradient with its other gradients. Two are alike if micro-batch and layer are equal."""
         *others, newest = (_read(blob) for _, blob in job.gradients)
         same, apart = jobs.Likeness(1.0, 1.0), UNLIKE
         return jobs.Compared(job.token, tuple(same if newest == other else apart for other in others))
 
     def seal(self, slot: int) -> jobs.Sealed:
+        """Move the open sum into the numbered slot, and begin an empty open sum."""
         self._sealed[slot] = tuple(self._filled), self._sums
         self._sums, self._filled = np.zeros_like(self._sums), []
         executions, self._executions = tuple(self._executions), []
         return jobs.Sealed(executions, slot)
 
     def drop(self, slot: int) -> jobs.Forgotten:
+        """Drop the sum in the numbered slot, if there is one."""
         self._sealed.pop(slot, None)
         return jobs.Forgotten()
 
     def apply(self, lr_step: int, slot: int) -> jobs.AppliedTokens:
-        """One step of descent on each fragment that has tokens in the sealed sum; a dropped sum moves nothing."""
+        """Take one optimiser step with the sum in a slot, on each fragment that has gradients in it; empty the slot.
+
+        If the slot is empty already, nothing changes.
+
+        Returns:
+            The layers [first, last) of each fragment that took a step, and the tokens of its gradients.
+        """
         sealed, sums = self._sealed.pop(slot, ((), self._sums))
         taken: list[tuple[int, int, int]] = []
         for index, (live, fragment) in enumerate(zip(self.lives, self.fragments, strict=True)):
@@ -145,7 +161,7 @@ class SurrogateStages:
     def _backed(
         self, job: jobs.Forward | jobs.Backward, execution: SurrogateGradient, loss: float
     ) -> jobs.BackwardDone:
-        """Adds the gradient to the sum, and gives the gradient of the input."""
+        """Add the gradient of an execution to the open sum; return the gradient of its input."""
         self._filled.append(execution)
         self._executions.append(job.token)
         for index, fragment in enumerate(self.fragments):
@@ -161,7 +177,7 @@ class SurrogateStages:
 
 
 def _read(blob: bytes) -> tuple[str, int, int]:
-    """Origin peer, number and layer. A damaged blob never comes here: faults change its length."""
+    """Return the origin peer, number and layer in a blob of the right length (a damaged blob has another length)."""
     assert isinstance(blob, SyntheticBlob)
     origin, number, layer = msgpack.unpackb(blob.segments[0][1])
     return origin, number, layer

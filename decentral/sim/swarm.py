@@ -1,6 +1,7 @@
-"""The simulated swarm: real nodes on a virtual network, and everything that can be done to them.
+"""Run a simulated swarm: real nodes on a virtual network, which can be started, stopped, crashed and frozen.
 
-A member is a peer with its disk: it may live several times. Whatever chance decides comes from the seed.
+Start reading at `SimulatedSwarm`. A member is a peer with its disk. A life of a member lasts from a start of its
+process to the end of that process; a member may have several lives. All randomness comes from the run's seed.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,7 +14,8 @@ from decentral.comm.pipeline.activations import ActivationFormat
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.invitations import FOR_EVER, FounderKeys, Permission
-from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm, may_train
+from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm, may_train, revoked_key
+from decentral.comm.wire.transport import Found
 from decentral.core import jobs, rng
 from decentral.core.config import Config
 from decentral.core.fragments import Fragment, Layout
@@ -24,12 +26,14 @@ from decentral.engine import memory
 from decentral.engine.fragment import fragments_of
 from decentral.model import decoder
 from decentral.peers.membership.records import Profile
+from decentral.peers.membership.revocation_watch import COPY_S
 from decentral.peers.membership.swarm_size import LEAST_TIMES, SwarmStart, SwarmTimes
 from decentral.peers.runtime.clock import MOST_FINDERS, agreed_s
 from decentral.peers.runtime.node import Node
 from decentral.peers.runtime.setup import NodeSetup
 from decentral.scheduler.placement import claim_span
 from decentral.scheduler.placement.move import MemoryBudget
+from decentral.scheduler.placement.plans import PLAN_S, SwarmPlan, pack
 from decentral.sim.host import Connection, Observer, Pace, Respond, Training, VirtualHost
 from decentral.sim.network.agenda import Agenda
 from decentral.sim.network.geography import SwarmGeography
@@ -43,29 +47,32 @@ from decentral.sim.virtual_claims import EPOCH, DelayedDirectory, VirtualClock, 
 from decentral.sim.virtual_signer import VirtualSigner
 
 RUN = RunId("simulated-000000")
-CONTACT_GUESSES = 20
-DIRECTORY_DELAYS = 6  # a lookup in the DHT takes as long as this many delays of a link
-CLOCKS_COMPARED_S = 10.0  # as often as a real peer that is alone tries the addresses that it knows
-CONTACT_AGAIN_S = 5.0  # a newcomer whose contact does not answer asks the next one after this long
+CONTACT_GUESSES = 20  # a newcomer tries this many random contacts before it searches all peers, which is slow
+DIRECTORY_DELAYS = 6  # a DHT lookup takes this many times the one-way delay of a typical link
+CLOCKS_COMPARED_S = 10.0
+CONTACT_AGAIN_S = 5.0  # a newcomer that found no contact tries again after this time
 
 
 @dataclass(frozen=True, slots=True)
 class SwarmSettings:
-    """What is simulated: the run's config, the model's fragments, and the devices of the peers."""
+    """Settings of a simulated swarm: the run's config, the model's fragments, and the peers' devices.
+
+    `throttles`, `memory` and `spans` have one value per peer; if there are more peers than values, the values repeat.
+    """
 
     config: Config
     fragments: tuple[Fragment, ...]
     pace: Pace
-    throttles: tuple[float, ...] = (1.0,)  # slowness of the peers, in turn
+    throttles: tuple[float, ...] = (1.0,)  # each peer's steps take this many times as long
     tokens_per_step: int = 1024
-    memory: tuple[int, ...] = ()  # bytes for the model, of the peers in turn; (): each peer holds all of it
-    spans: tuple[tuple[int, int], ...] = ()  # layers of the peers in turn, instead of those that they would choose
-    moves: bool = True  # peers change their spans, by plans and to recover lost layers; not where `spans` is given
-    unquantised: bool = False  # blobs hold numbers as they are, which is faster for thousands of peers
-    gradients: Callable[["SimulatedPeer"], Training] | None = None  # real training instead of a surrogate workload
-    founder: FounderKeys | None = None  # whose invitations the peers need; None: the swarm is public
-    donors: tuple[int, ...] = ()  # the numbers of those whose invitations are to donate
-    donated: tuple[Layout, ...] | None = None  # fragments' states as newcomers get them, where they are real
+    memory: tuple[int, ...] = ()  # bytes that each peer may use; (): each peer holds the whole model
+    spans: tuple[tuple[int, int], ...] = ()  # (first, last): a peer holds layers first to last - 1; (): it chooses
+    moves: bool = True  # whether plans or lost layers may make peers change layers; ignored with `spans`
+    unquantised: bool = False  # whether blobs are plain fp32, which simulates thousands of peers faster
+    gradients: Callable[["SimulatedPeer"], Training] | None = None  # makes a peer's real training; None: surrogate
+    founder: FounderKeys | None = None
+    donors: tuple[int, ...] = ()  # numbers of the peers whose invitation allows them to donate state, but not to train
+    donated: tuple[Layout, ...] | None = None  # layouts of the states of real fragments; None: simulated weights
     times: SwarmTimes = LEAST_TIMES
 
     @classmethod
@@ -77,7 +84,7 @@ class SwarmSettings:
         tokens_per_step: int,
         times: SwarmTimes = LEAST_TIMES,
     ) -> "SwarmSettings":
-        """Settings with as many fragments as the run's model has, together as large, and of equal sizes."""
+        """Return settings with as many fragments as the config's model has, all of the mean size of its fragments."""
         real = fragments_of(config)
         mean = sum(one.parameters for one in real) // len(real)
         even = tuple(replace(one, parameters=mean) for one in real)
@@ -85,19 +92,22 @@ class SwarmSettings:
 
     @property
     def model(self) -> claim_span.RoutedModel:
+        """Sizes of the model, by which peers choose which layers to hold."""
         forms = cache(ActivationFormat(self.config, blockwise, decoder.widths(self.config.model)).forms)
         kept = memory.needs(self.config, self.fragments).activations
         return claim_span.RoutedModel(self.fragments, self.tokens_per_step // self.config.model.context, kept, forms)
 
     @property
     def run(self) -> RunId:
+        """Id of the run."""
         return self.founder.run if self.founder else RUN
 
     def throttle(self, number: int) -> float:
-        """Return by which factor the steps of peer `number` are slower than those of a peer at full speed."""
+        """Return the factor by which steps of peer `number` take longer than at full speed."""
         return self.throttles[number % len(self.throttles)]
 
     def state_layouts(self) -> list[Layout]:
+        """Return the layout of each fragment's state, as a donor sends it to a newcomer."""
         if self.donated is not None:
             return list(self.donated)
         codecs = SyntheticCodecs(blockwise, self.fragments[0].parameters / NUMBERS)
@@ -105,29 +115,31 @@ class SwarmSettings:
 
 
 AnswerFilter = Callable[[SimulatedPeer, PeerId, Envelope], Envelope]
-"""What a Byzantine peer sends to an asker instead of its answer."""
+"""Takes a Byzantine peer, an asker and the honest answer; returns the answer that the peer sends instead."""
 
 JournalLine = Callable[[PeerId, Seconds, Log], None]
 
 
 class SimulatedSwarm:
-    """Members by number, the network between them, and time."""
+    """State of a simulated swarm: its members, the network between them, the DHT, and the agenda of virtual time."""
 
     def __init__(
         self, settings: SwarmSettings, seed: int, geography: SwarmGeography, observer: Observer | None = None
     ) -> None:
+        """Prepare a swarm without members, at virtual time 0."""
         self.settings, self.seed, self.geography = settings, seed, geography
-        self.observer = observer  # None in large swarms: looking at an event would cost as much as the event
+        self.observer = observer  # None by default, because an observer doubles the cost of an event
         self.agenda = Agenda()
         self.network_faults = NetworkFaults(self.agenda, rng.stream(seed, "sky"))
         self.network = Network(self.agenda, geography, self.network_faults)
         self.records = Records(self.agenda, rng.stream(seed, "records"), self.network_faults, epoch=EPOCH)
         self.members: list[SimulatedPeer] = []
-        self.started: list[SimulatedPeer] = []  # in the order of their first start
+        self.started: list[SimulatedPeer] = []  # in the order of their first starts
         self.by_peer: dict[PeerId, SimulatedPeer] = {}
         self._journals: list[JournalLine] = []
         self._filter_answer: AnswerFilter = lambda member, asker, envelope: envelope
         self.model = settings.model
+        self._revoked = frozenset[bytes]()
         self._state_layouts = settings.state_layouts()
         self._needs = memory.needs(settings.config, settings.fragments)
         self._chance = rng.stream(seed, "swarm")
@@ -135,24 +147,23 @@ class SimulatedSwarm:
 
     @property
     def living(self) -> list[SimulatedPeer]:
+        """Members whose process runs, frozen ones included."""
         return [member for member in self.members if member.alive]
 
     def observe(self, observer: Observer) -> None:
-        """Show all events of lives that begin from now on to this observer."""
+        """Pass events and jobs of peers that start from now on to `observer`, which replaces an earlier observer."""
         self.observer = observer
 
     def listen(self, journal: JournalLine) -> None:
-        """Give each line of the peers' journals to this function as well."""
+        """Call `journal` with each line of the peers' journals from now on."""
         self._journals.append(journal)
 
     def falsify(self, filter_answer: AnswerFilter) -> None:
-        """Let this function say what Byzantine peers send instead of their answers."""
+        """From now on, pass each answer of a Byzantine peer through `filter_answer` before it is sent."""
         self._filter_answer = filter_answer
 
-    # Lives
-
     def add(self) -> SimulatedPeer:
-        """A new member, which does not live yet."""
+        """Add a member without starting it, and return the member."""
         number = len(self.members)
         peer, founder, holding = PeerId(f"sim{number:05d}"), self.settings.founder, None
         if founder:
@@ -165,7 +176,10 @@ class SimulatedSwarm:
         return member
 
     def start(self, member: SimulatedPeer) -> None:
-        """Starts or restarts a member. A newcomer waits until somebody is there to say hello to."""
+        """Start or restart a member; do nothing if the member runs, is starting, or has lost its disk.
+
+        A newcomer to a running swarm starts only once it finds a training peer as its contact.
+        """
         if member.alive or member.claiming or member.wiped:
             return
         contacts = self._contacts(member)
@@ -180,6 +194,7 @@ class SimulatedSwarm:
         begin(member, contacts)
 
     def _claim_span(self, member: SimulatedPeer, contacts: tuple[PeerId, ...]) -> None:
+        """Let a member choose its layers as a real peer does (claim_span.py), then begin its life."""
         member.choose_layers()
         life = member.lives
         directory = DelayedDirectory(self.records, member.peer, _lookup_s(self.geography))
@@ -222,7 +237,7 @@ class SimulatedSwarm:
         member.run(VirtualHost(node, connection, training, pace, clock, chance, self.observer, journal))
 
     def crash(self, member: SimulatedPeer) -> None:
-        """kill -9: no other peer is told."""
+        """Kill a member's process, as `kill -9` does: no other peer gets a notice."""
         if host := member.cease():
             host.end("crashed")
             self.network.unplug(member.peer)
@@ -230,31 +245,63 @@ class SimulatedSwarm:
             self.records.clear()
 
     def leave(self, member: SimulatedPeer) -> None:
-        """Ctrl-C."""
+        """Stop a member, as Ctrl-C does: it says goodbye and saves a checkpoint."""
         if host := member.cease():
             host.stop("interrupted")
             host.training.do(jobs.Save())
             self.network.unplug(member.peer)
 
+    def revoke(self, member: SimulatedPeer) -> None:
+        """Revoke a member's invitation, as `decentral.invite --revoke` does if it reaches only one other member.
+
+        The list of revocations is also stored in the DHT. Do nothing in a public swarm, or if no other member trains.
+        """
+        founder = self.settings.founder
+        told = [one for one in self.living if one.training and not one.byzantine and one is not member]
+        if founder is None or member.holding is None or not told or told[0].host is None:
+            return
+        self._revoked |= {member.holding.invitation.id}
+        packed = founder.revoke(len(self._revoked), self._revoked).packed
+        self._publish(told[0].host, revoked_key(self.settings.run), packed, COPY_S)
+
+    def propose(self, member: SimulatedPeer) -> None:
+        """Let a member propose that each peer keeps its layers; do nothing if it takes part in no plans."""
+        if not member.training or member.host is None or (spans := member.host.node.span_manager) is None:
+            return
+        held = {one.peer: one.host.node.setup.held for one in self.living if one.training and one.host}
+        planned = tuple((peer, span.start, span.stop) for peer, span in held.items())
+        plan = SwarmPlan(self.settings.run, member.host.clock(), bytes(16), 0.0, 0, "all stay", planned)
+        self._publish(member.host, spans.swarm_plans.key, pack(plan), PLAN_S)
+
+    def _publish(self, host: VirtualHost, key: str, body: bytes, lifetime_s: Seconds) -> None:
+        """Store a record that a host's peer has sealed in the DHT, and let the peer itself find the record at once."""
+        expires = host.clock() + lifetime_s
+        value = host.node.setup.own.seal(key, body, expires)
+        self.records.store(host.peer, key, host.peer, value, expires)
+        host.deliver(Found(key, {host.peer: value}))
+
     def freeze(self, member: SimulatedPeer) -> None:
+        """Stop a member's process, as SIGSTOP does; do nothing if the process does not run."""
         if host := member.life:
             host.freeze()
 
     def thaw(self, member: SimulatedPeer) -> None:
+        """Let a frozen process continue."""
         if host := member.life:
             host.thaw()
 
     def clock(self, member: SimulatedPeer) -> Callable[[], Seconds]:
+        """Return the member's clock: a function that returns Unix time plus the error of the member's clock."""
         return VirtualClock(self.agenda, member).now
 
     def jump_clock(self, member: SimulatedPeer, seconds: Seconds) -> None:
-        """Sets a machine's clock. From the first jump on, peers compare their clocks."""
+        """Move the clock of a member's machine by `seconds`; from the first jump on, peers compare their clocks."""
         if not any(other.machine_s for other in self.members):
             self.agenda.after(CLOCKS_COMPARED_S, self._compare_clocks)
         member.jump_clock(seconds)
 
     def _compare_clocks(self) -> None:
-        """A peer that finds others with another time knows them from then on, and tells its user to start it again."""
+        """Restart each peer that lost others because its clock differs. A real peer asks its user to restart it."""
         self.agenda.after(CLOCKS_COMPARED_S, self._compare_clocks)
         for member in self.living:
             if member.training and not member.frozen and member.host and (apart := self._of_another_time(member)):
@@ -263,9 +310,10 @@ class SimulatedSwarm:
                 self.start(member)
 
     def _of_another_time(self, member: SimulatedPeer) -> list[PeerId]:
-        """What peers/startup/lost_peers.py finds: where the others were that it knows, and who has found it there.
+        """Return the peers whose clocks would change the member's clock in a restart; [] if they would not change it.
 
-        They are those by whose time this peer would go if it started again, and none if that is its own.
+        As in peers/startup/lost_peers.py, the member asks the peers in its address book, and some of the peers whose
+        DHT nodes are connected to the member's node.
         """
         assert member.host is not None
         live = member.host.node.roster.live
@@ -287,16 +335,14 @@ class SimulatedSwarm:
             return respond
         return lambda answer: respond(self._filter_answer(member, asker, answer))
 
-    # The parts of a life
-
     def _contacts(self, member: SimulatedPeer) -> tuple[PeerId, ...]:
-        """The peers that it can connect to now: those in its address book; for a newcomer any one that trains."""
+        """Return the reachable peers of the member's address book; for a newcomer, at most one training peer."""
         book = member.address_book
         known = [self.by_peer[peer] for peer in book] if member.has_run else self._training_contact()
         return tuple(other.peer for other in known if _answers(member, other, self.network_faults))
 
     def _training_contact(self) -> list[SimulatedPeer]:
-        """Any one peer that trains. Guesses come first, because a look at all takes long in a large swarm."""
+        """Return a random peer that trains, in a list; [] if there is none."""
         for _ in range(CONTACT_GUESSES if self.started else 0):
             if (guess := self._chance.choice(self.started)).training:
                 return [guess]
@@ -354,12 +400,12 @@ class SimulatedSwarm:
 
 
 def _lookup_s(geography: SwarmGeography) -> Seconds:
-    """How long a lookup in the DHT takes."""
+    """Return the duration of a lookup in the DHT."""
     return DIRECTORY_DELAYS * geography.link.delay_s
 
 
 def _connected(own: PeerId, contacts: Mapping[PeerId, Collection[PeerId]]) -> list[PeerId]:
-    """The peers to whose nodes of the DHT this one's is connected: each node meets those that its contacts know."""
+    """Return the peers whose DHT nodes are connected to the node of `own`, directly or through other peers."""
     connected, added = {own}, [own]
     while added:
         known = {peer for one in added for peer in contacts.get(one, ())}
@@ -370,7 +416,7 @@ def _connected(own: PeerId, contacts: Mapping[PeerId, Collection[PeerId]]) -> li
 
 
 def _answers(asker: SimulatedPeer, other: SimulatedPeer, network: NetworkFaults) -> bool:
-    """Whether a peer that is asked now is there."""
+    """Return whether `other` runs, is not frozen, and exchanges packets with `asker` in both directions."""
     if not other.alive or other.frozen:
         return False
     there, back = network.cut_off_at(asker.peer, other.peer), network.cut_off_at(other.peer, asker.peer)
@@ -378,7 +424,7 @@ def _answers(asker: SimulatedPeer, other: SimulatedPeer, network: NetworkFaults)
 
 
 def _private(member: SimulatedPeer, clock: Callable[[], Seconds]) -> PrivateSwarm | None:
-    """The member as one of a private swarm; one that nobody has invited believes that the swarm is public."""
+    """Return the member's invitation and list of revocations as a PrivateSwarm; None if the swarm is public."""
     return PrivateSwarm(member.peer, member.holding, clock, member.revocations) if member.holding else None
 
 

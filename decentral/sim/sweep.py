@@ -1,7 +1,8 @@
-"""The sweep: small swarms with faults by chance, one for each seed, many of them on all cores.
+"""Sweep over seeds: play many small swarms with random faults, on several processes.
 
-A seed decides the number of peers, their speeds, the algorithm, the links, and one to five faults. Windows of these
-swarms last 3 s and records 24 s, so that two minutes hold everything that happens in an hour elsewhere.
+A seed decides the number of peers, their speeds, the algorithm, the links, and one to five faults. Gossip windows last
+3 s and DHT records 24 s, so that two minutes show what happens in an hour of a real swarm. Start reading at
+`scenario_of` and `sweep`.
 """
 
 from collections import deque
@@ -11,9 +12,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
 from multiprocessing import get_context
+from random import Random
 
 import torch
 
+from decentral.comm.wire.invitations import FounderKeys
 from decentral.core import config, rng
 from decentral.core.units import Seconds
 from decentral.engine import memory
@@ -26,41 +29,46 @@ from decentral.sim.network.geography import TypicalLink
 from decentral.sim.run import ROSTER_SETTLE_S, Scenario, run
 from decentral.sim.swarm import SwarmSettings
 
-FAULTS_UNTIL_S: Seconds = 60.0
-SPANS_EVERY = 4  # in every so many seeds, the last one stands for a swarm whose peers hold spans of the model
-HOSTS_EVERY, HOSTS_AT = 10, 3  # of so many rows of SPANS_EVERY seeds, one has faults of machines: full disks, clocks
-LIARS_EVERY, LIARS_AT = 10, 5  # likewise of knowing liars
+FAULTS_UNTIL_S: Seconds = 60.0  # all faults begin before this virtual time, except restarts
+SPANS_EVERY = 4  # in one of this many seeds, each peer holds only some layers of the model
+HOSTS_EVERY, HOSTS_AT = 10, 3  # in seeds with seed // 4 % 10 == 3, disks also become full or clocks jump
+ECLIPSES_EVERY, ECLIPSES_AT = 20, 17  # in seeds with seed % 20 == 17, hostile DHT nodes hide a key's records
+LIARS_EVERY, LIARS_AT = 10, 5  # in seeds with seed // 4 % 10 == 5, one peer lies (faults.draw_of_liars)
 SPAN_MODEL = [
     *("model.depth=4", "model.width=32", "model.context=32", "train.micro_batch=2"),
-    "gossip.fragment_parameters=10000",  # which makes four fragments
+    "gossip.fragment_parameters=10000",
 ]
-SAMPLED_ALGORITHMS = (*5 * ("pull",), "allreduce")
+SAMPLED_ALGORITHMS = (*5 * ("pull",), "allreduce")  # each seed picks one entry at random: five in six seeds use pull
 SETTINGS = [
     "gossip.window_s=3",
     "gossip.start_window_s=1",
     "gossip.start_steps=20",
     "swarm.checkpoint_every_s=10",
 ]
-QUICK = SwarmTimes(renew_s=8.0, max_age_s=8.0)
-AHEAD = 8  # seeds that wait for a process
+RARE = ("gossip.window_s=60", "gossip.start_window_s=60")
+ECLIPSED_PACE = Pace(10.0, 0.05, report_s=10.0)
+QUICK = SwarmTimes(renew_s=8.0, max_age_s=8.0)  # a short run must renew records and drop old windows sooner
+AHEAD = 8  # this many seeds are queued for each process
 
 
 @dataclass(frozen=True, slots=True)
 class SweepOutcome:
-    """What came of one seed: a digest, or the rule that was violated and what is known of it."""
+    """The outcome of one seed's run."""
 
     seed: int
-    digest: str
-    checks: int
-    violated: str = ""  # the rule; empty where none was violated
+    digest: str  # "" if a rule was violated
+    checks: int  # number of workers' jobs after which the invariants were checked
+    violated: str = ""  # the violated rule; "raised" after any other error; "" if the run passed
     said: str = ""
-    latest: tuple[str, ...] = ()  # the last events of the peer concerned
-    faults: str = ""
-    farthest: float = 0.0  # a replica's distance from the mean at the end, in windows' noise
+    latest: tuple[str, ...] = ()
+    faults: str = ""  # the scenario's faults as text; "" if no rule was violated
+    farthest: float = 0.0  # largest final distance of a replica from the mean, in units of one gossip window's noise
 
 
 def scenario_of(seed: int) -> Scenario:
-    """The scenario that a seed stands for; always the same one."""
+    """Return the scenario of a seed; equal seeds give equal scenarios."""
+    if besides(seed) == "eclipses":
+        return eclipsed(seed)
     chance = rng.stream(seed, "sweep")
     peers = chance.randint(3, 6)
     throttles = tuple(chance.choice([1.0, 1.0, 1.5, 4.0]) for _ in range(peers))
@@ -82,13 +90,37 @@ def scenario_of(seed: int) -> Scenario:
     return Scenario(settings, peers, seconds, seed, tuple(drawn), link)
 
 
+def eclipsed(seed: int) -> Scenario:
+    """Return a scenario in which hostile nodes own one key of the DHT, and peers must learn news from each other.
+
+    Peers take few steps and exchange little, because this scenario is about records.
+    """
+    chance = rng.stream(seed, "eclipses")
+    peers, key = chance.randint(4, 6), chance.choice(faults.ECLIPSED)
+    if key == "plan":
+        settings = SwarmSettings.of(
+            _config((*SPAN_MODEL, *RARE, "gossip.fragment_parameters=20000")), ECLIPSED_PACE, (1.0,), 64
+        )
+        settings = replace(settings, memory=(memory_for(settings, 1, 4),))
+    else:
+        settings = SwarmSettings.of(_config(RARE), ECLIPSED_PACE, (1.0,), 1024)
+    if key == "revoked":
+        settings = replace(settings, founder=FounderKeys.create("simulated", Random(seed).randbytes))
+    drawn = faults.draw_of_eclipses(chance, peers, key)
+    seconds = drawn[0].at + drawn[0].lasts
+    link = TypicalLink(delay_s=chance.choice([0.005, 0.05]))
+    return Scenario(replace(settings, times=QUICK), peers, seconds, seed, tuple(drawn), link)
+
+
 def seeds_from(first: int, only: Collection[str]) -> Iterator[int]:
-    """All seeds from the first on; with `only`, those whose swarms have a fault of one of these kinds besides."""
+    """Yield the seeds from `first` on, without end; `only` restricts them to seeds with these kinds of extra faults."""
     return (seed for seed in count(first) if not only or besides(seed) in only)
 
 
 def besides(seed: int) -> str:
-    """What a seed draws beside its one to five faults: some of machines (`hosts`), knowing liars (`liars`), or none."""
+    """Return the kind of a seed's extra faults, one of BESIDES, or "" for none."""
+    if seed % ECLIPSES_EVERY == ECLIPSES_AT:
+        return "eclipses"
     row = seed // SPANS_EVERY
     if row % HOSTS_EVERY == HOSTS_AT:
         return "hosts"
@@ -101,7 +133,7 @@ def _config(overrides: tuple[str, ...]) -> config.Config:
 
 
 def _span_settings(algorithm: str, throttles: tuple[float, ...], seed: int) -> SwarmSettings:
-    """The memory of each peer takes one to three of the four fragments, mostly two; a few take all."""
+    """Return settings in which each peer has memory for one to four of the model's four fragments, mostly for two."""
     chance = rng.stream(seed, "spans")
     overlap = f"routes.overlap={str(chance.random() < 0.5).lower()}"
     accumulate = f"train.accumulate={chance.choice([1, 1, 2, 4])}"
@@ -113,7 +145,13 @@ def _span_settings(algorithm: str, throttles: tuple[float, ...], seed: int) -> S
 
 
 def memory_for(settings: SwarmSettings, count: int, under_way: int) -> int:
-    """Bytes that any `count` fragments take with so many micro-batches under way, and that more do not fit into."""
+    """Return the bytes of memory in which any `count` neighbouring fragments fit, but never `count + 1` of them.
+
+    Args:
+        settings: The settings of the swarm.
+        count: Number of fragments.
+        under_way: Number of micro-batches in flight, whose activations need memory besides the fragments.
+    """
     needs = memory.needs(settings.config, settings.fragments)
     starts = range(len(needs.fragments) - count + 1)
     enough = max(needs.span_bytes(at, at + count, under_way) for at in starts)
@@ -122,20 +160,23 @@ def memory_for(settings: SwarmSettings, count: int, under_way: int) -> int:
 
 
 def play(seed: int) -> SweepOutcome:
-    """Plays one seed. An error of our own is an outcome too."""
+    """Run the scenario of one seed and return its outcome. An error of the simulated program does not raise."""
     scenario = scenario_of(seed)
     text = faults.text_of(scenario.faults)
     try:
         report = run(scenario)
     except Violation as violation:
         return SweepOutcome(seed, "", 0, violation.rule, str(violation), tuple(violation.latest), text)
-    except Exception as error:  # such as a failed assertion: the sweep goes on and names the seed
+    except Exception as error:  # such as a failed assertion, which must not end the sweep
         return SweepOutcome(seed, "", 0, "raised", f"{type(error).__name__}: {error}", (), text)
     return SweepOutcome(seed, report.audit.digest, report.audit.checks, farthest=report.audit.farthest)
 
 
 def sweep(seeds: Iterable[int], processes: int) -> Iterator[SweepOutcome]:
-    """The outcomes in the order of the seeds. A caller that stops early waits for at most AHEAD seeds per process."""
+    """Yield the outcomes of seeds, in their order, computed by `processes` processes.
+
+    A caller that closes the iterator early waits until all seeds whose run has begun are finished.
+    """
     if processes == 1:
         yield from map(play, seeds)
         return

@@ -1,4 +1,4 @@
-"""scheduler/placement/claim_span.py in virtual time: the waits of its coroutine happen on an agenda."""
+"""Run coroutines in virtual time, such as a peer's choice of its layers (scheduler/placement/claim_span.py)."""
 
 import types
 from collections.abc import Callable, Coroutine, Generator, Mapping
@@ -13,17 +13,17 @@ from decentral.sim.network.virtual_directory import Records, VirtualDirectory
 from decentral.sim.simulated_peer import SimulatedPeer
 
 T = TypeVar("T")
-EPOCH = 1_700_000_000.0  # unix time at the agenda's zero
+EPOCH = 1_700_000_000.0  # Unix time at virtual time 0
 
 
 @types.coroutine
 def wait(seconds: Seconds) -> Generator[Seconds, None, None]:
-    """Suspends the coroutine for this long. Everything that is awaited here comes down to it."""
+    """Suspend the calling coroutine for `seconds` of virtual time, after which `play` resumes it."""
     yield seconds
 
 
 def play(agenda: Agenda, work: Coroutine[Seconds, None, T], done: Callable[[T], None]) -> None:
-    """Runs the coroutine on the agenda: each wait takes as long as it says, and `done` gets the result."""
+    """Run a coroutine in virtual time, and call `done` with its result."""
     try:
         seconds = work.send(None)
     except StopIteration as over:
@@ -34,39 +34,43 @@ def play(agenda: Agenda, work: Coroutine[Seconds, None, T], done: Callable[[T], 
 
 @dataclass(frozen=True, slots=True)
 class VirtualClock:
-    """The clock of a simulated peer (a Clock of scheduler/placement/claim_span.py), which waits on the agenda."""
+    """The clock of a simulated peer, including its error; implements `Clock` of scheduler/placement/claim_span.py."""
 
     agenda: Agenda
     member: SimulatedPeer
 
     def now(self) -> Seconds:
+        """Return the Unix time that the peer's clock shows."""
         return EPOCH + self.agenda.now + self.member.skew_s + self.member.clock_s
 
     async def sleep(self, seconds: Seconds) -> None:
+        """Wait for `seconds` of virtual time."""
         await wait(seconds)
 
 
 class DelayedDirectory(VirtualDirectory):
-    """A directory whose lookups take `lookup_s` each."""
+    """A peer's view of the DHT in which each lookup takes `lookup_s` of virtual time."""
 
     def __init__(self, records: Records, peer: PeerId, lookup_s: Seconds) -> None:
+        """Prepare to look up `records` as `peer` sees them."""
         super().__init__(records, peer)
         self.lookup_s = lookup_s
 
     async def fetch(self, key: str) -> Mapping[str, bytes]:
+        """Return the records under a key, after `lookup_s`."""
         await wait(self.lookup_s)
         return await super().fetch(key)
 
 
 class _NewestRecords(VirtualDirectory):
-    """A directory whose lookups take no time, and find what has reached the peer's side."""
+    """A peer's view of the DHT: lookups take no time, and find the newest records that no partition hides from it."""
 
     async def fetch(self, key: str) -> Mapping[str, bytes]:
         return self._records.newest(self._peer, key)
 
 
 def measured(records: Records, run: RunId, peer: PeerId) -> float:
-    """Return about how many peers the swarm has, as a real peer measures it before its node begins."""
+    """Return how many peers the swarm has, as `peer` estimates it from DHT records before it joins; at least 1."""
     look = Look(_NewestRecords(records, peer), run, peer)
     play(records.agenda, look.measure(), lambda _: None)
     return max(1.0, look.peers)

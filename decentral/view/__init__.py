@@ -1,1 +1,1 @@
-"""What people see of a swarm: the terminal, the live page, reports, pictures, metrics."""
+"""Show a swarm to people: the terminal, the live page, reports, pictures and metrics."""

@@ -1,4 +1,4 @@
-"""What all pictures share: matplotlib where it is installed, colours, and how speeds and names are written."""
+"""Helpers of all pictures: matplotlib figures, colours, and texts for speeds, times and names."""
 
 import io
 import textwrap
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, DIM, PALE = "#1c2430", "#667085", "#d5dae1"  # of texts and lines
-RED = "#c0342c"  # of what decides how long it takes
-USED = "#4a7fb5"  # of links that carry something
-NAME_CHARS = 18  # of a name in a picture
-CHART_WIDTH_IN = 8.6  # of a chart in a page
-CHART_STYLE = {  # the fixed `hashsalt` makes matplotlib write equal data as equal SVG text
+INK, DIM, PALE = "#1c2430", "#667085", "#d5dae1"
+RED = "#c0342c"
+USED = "#4a7fb5"
+NAME_CHARS = 18
+CHART_WIDTH_IN = 8.6
+CHART_STYLE = {  # the fixed `hashsalt` gives equal SVG ids for equal data
     "svg.hashsalt": "decentral",
     "font.size": 9,
     "legend.fontsize": 8,
@@ -42,9 +42,10 @@ def can_draw() -> bool:
 
 @contextmanager
 def picture(file: str | Path, width_in: float, height_in: float, dpi: int = 100) -> Iterator["Figure"]:
-    """A matplotlib figure, which is written to the file when the block ends. The suffix says in which format.
+    """Yield a matplotlib figure, and write it to the file when the block ends; the file's suffix names the format.
 
-    Raises UserError without matplotlib, and where the file cannot be written.
+    Raises:
+        UserError: If matplotlib is not installed, the suffix is unknown, or the file cannot be written.
     """
     if not can_draw():
         raise UserError(f"--plot needs {MATPLOTLIB}")
@@ -54,9 +55,14 @@ def picture(file: str | Path, width_in: float, height_in: float, dpi: int = 100)
 
 
 def svg_text(draw: Callable[["Axes"], None], height_in: float = 2.8) -> str:
-    """Return a chart as an <svg> element for a page, with what `draw` puts on its axes. It needs matplotlib.
+    """Return a chart as the text of an <svg> element. The element loads no external file, and its texts are escaped.
 
-    The element asks for no font, script or file, and texts in it are escaped.
+    Args:
+        draw: Function that plots on the axes of the chart.
+        height_in: Height in inches; the width is CHART_WIDTH_IN.
+
+    Raises:
+        ImportError: If matplotlib is not installed. Call `can_draw` first to find out.
     """
     with _figure(CHART_WIDTH_IN, height_in, CHART_STYLE) as figure:
         axes = figure.add_subplot()
@@ -70,7 +76,7 @@ def svg_text(draw: Callable[["Axes"], None], height_in: float = 2.8) -> str:
 
 @contextmanager
 def _figure(width_in: float, height_in: float, more: Mapping[str, Any] = MappingProxyType({})) -> Iterator["Figure"]:
-    """A figure in the style of all pictures, and `more` of it, which is closed when the block ends."""
+    """Yield a figure in the common style and the settings in `more`; close the figure when the block ends."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -83,8 +89,8 @@ def _figure(width_in: float, height_in: float, more: Mapping[str, Any] = Mapping
         "axes.edgecolor": PALE,
     }
     style |= {"xtick.color": DIM, "ytick.color": DIM, "axes.spines.top": False, "axes.spines.right": False}
-    style |= {"svg.fonttype": "none", **more}  # text stays text
-    with matplotlib.rc_context(style):  # math is off, as a region's name may have dollar signs
+    style |= {"svg.fonttype": "none", **more}  # text stays text, instead of becoming outlines
+    with matplotlib.rc_context(style):
         figure = pyplot.figure(figsize=(width_in, height_in))
         try:
             yield figure
@@ -96,29 +102,30 @@ def _save(figure: "Figure", file: str | Path, dpi: int) -> None:
     try:
         with writing("--plot", file):
             figure.savefig(file, dpi=dpi, facecolor="white")
-    except ValueError as error:  # matplotlib does not know the suffix
+    except ValueError as error:
         raise UserError(f"--plot {file}: {error}") from None
 
 
 def colours(count: int) -> list[tuple[float, float, float]]:
-    """So many light colours, on which dark text can be read. Neighbours in the list are far apart (golden angle)."""
+    """Return `count` light RGB colours for dark text; neighbours in the list differ clearly in hue (golden angle)."""
     from colorsys import hls_to_rgb
 
     return [hls_to_rgb((0.58 + 0.381966 * number) % 1.0, 0.82 - 0.07 * (number % 2), 0.6) for number in range(count)]
 
 
 def short_name(peer: str, region: str) -> str:
-    """What tells a peer from the others where its region's name stands beside it."""
+    """Return the last six characters of a libp2p id. From any other name, remove the region's name at the beginning."""
     own = peer.removeprefix(f"{region}-") or peer
     return printable(own[-6:] if own.startswith(("Qm", "12D3")) else own, NAME_CHARS)
 
 
 def full_name(peer: str) -> str:
+    """Return the last six characters of a libp2p id, or the first NAME_CHARS characters of any other name."""
     return printable(peer[-6:] if peer.startswith(("Qm", "12D3")) else peer, NAME_CHARS)
 
 
 def speed_text(bytes_per_s: float) -> str:
-    """`694 Mb/s`, as links are sold."""
+    """Return a rate, given in bytes/s, as text in bits per second, such as `694 Mb/s`."""
     bits = bytes_per_s * 8
     for unit, name in ((1e9, "Gb/s"), (1e6, "Mb/s"), (1e3, "kb/s")):
         if bits >= unit:
@@ -127,15 +134,21 @@ def speed_text(bytes_per_s: float) -> str:
 
 
 def link_text(bytes_per_s: float, delay_s: float) -> str:
+    """Return the rate and the delay of a link as text, such as `694 Mb/s, 12 ms`."""
     return f"{speed_text(bytes_per_s)}, {delay_s * 1e3:.3g} ms"
 
 
 def seconds_text(seconds: float) -> str:
+    """Return a time as text: in seconds, or in milliseconds if it is less than 0.1 s."""
     return f"{seconds:.3g} s" if seconds >= 0.1 or seconds == 0 else f"{seconds * 1e3:.3g} ms"
 
 
 def heading(figure: "Figure", text: str, below: str) -> float:
-    """Writes what the picture says, and smaller what it is of; gives the height that this leaves, as a part of all."""
+    """Write a title, and the smaller text `below` under the title.
+
+    Returns:
+        The y coordinate at which the free space under both texts begins, as a fraction of the figure's height.
+    """
     width, height = figure.get_size_inches()
     lines = textwrap.wrap(printable(text, 300), int((width - 0.4) / 0.105))
     figure.text(0.2 / width, 1 - 0.15 / height, "\n".join(lines), fontsize=12.5, va="top")
@@ -145,6 +158,6 @@ def heading(figure: "Figure", text: str, below: str) -> float:
 
 
 def counted(names: Sequence[str], most: int) -> str:
-    """The first names, and how many more there are."""
+    """Return the first `most` names, separated by commas; append `+N` if N further names are left out."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} +{len(names) - most}"

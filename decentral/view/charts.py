@@ -1,4 +1,4 @@
-"""The charts of a run's report, each drawn from a RunHistory by matplotlib: report.py puts them on a page."""
+"""Plot the charts of a run's report with matplotlib; report.py puts the charts on an HTML page."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -19,16 +19,16 @@ from decentral.view.run_history import Column, PeerHistory, RunHistory
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-POINTS = 200  # of a line
-TOKEN_PLACES = 2000  # times at which the tokens of all peers are added up; between them lines are straight
-BARS = 60  # over time
+POINTS = 200  # a peer's curve has at most this many points for each run of its process
+TOKEN_PLACES = 2000  # the tokens of all peers are summed at this many times; values between them are interpolated
+BARS = 60  # a chart over time is divided into at most this many intervals
 LEAST_BAR_S = 1.0
-MOST_PEER_ROWS = 120  # of peers, in one chart
-ROW_IN = 0.2  # height of a peer's row
-MANY = 24  # peers; more lines than this cannot be told apart, and have one colour
-LEGEND_LINES = 12  # lines that a legend names
-CROWD = "#2f6fb3"
-COLOURS = {  # of outcomes, kinds of time, and directions
+MOST_PEER_ROWS = 120
+ROW_IN = 0.2
+MANY = 24  # at most this many peers have their own colours, since more colours would look alike
+LEGEND_LINES = 12  # a chart of more peers has no legend
+CROWD = "#2f6fb3"  # all peers have this colour if there are more than MANY
+COLOURS = {
     "done": "#2f7d5b",
     "solo": "#c58a00",
     "failed": "#c2403a",
@@ -45,16 +45,17 @@ COLOURS = {  # of outcomes, kinds of time, and directions
 
 @dataclass(frozen=True, slots=True)
 class RunCharts:
-    """The charts of one run as SVG text. What they share is the colours of its peers, and its time."""
+    """The charts of one run as SVG text. A peer has the same colour in all charts."""
 
     run: RunHistory
 
     @property
     def seconds(self) -> Seconds:
+        """Duration of the run, at least 1 ms."""
         return max(1e-3, self.run.last - self.run.began)
 
     def colours(self) -> list[str]:
-        """Return the colour of each peer: hues as far apart as so many peers allow."""
+        """Return a colour `#rrggbb` for each peer: evenly spread hues, or CROWD if there are more than MANY peers."""
         count = len(self.run.peers)
         if count > MANY:
             return [CROWD] * count
@@ -62,13 +63,15 @@ class RunCharts:
         return ["#" + "".join(f"{round(255 * part):02x}" for part in one) for one in rgb]
 
     def _over_time(self, axes: "Axes") -> float:
-        """Write the time at the bottom; return the seconds of its unit."""
+        """Label the x axis with the time since the run began; return the length of the axis's unit in seconds."""
         unit, name = time_unit(self.seconds)
         axes.set_xlim(0, self.seconds / unit)
         axes.set_xlabel(f"{name} since the run began")
         return unit
 
     def loss_over_time(self) -> str:
+        """Plot each peer's training and held-out loss over time."""
+
         def draw(axes: "Axes") -> None:
             unit = self._over_time(axes)
             self._draw_losses(axes, lambda times: (times - self.run.began) / unit)
@@ -76,7 +79,7 @@ class RunCharts:
         return svg_text(draw)
 
     def loss_over_tokens(self) -> str:
-        """The same losses over the tokens that all peers together had trained by then."""
+        """Plot each peer's training and held-out loss over the number of tokens that all peers together had trained."""
         times = np.linspace(self.run.began, self.run.last, TOKEN_PLACES)
         tokens = self.run.tokens_at(times)
 
@@ -89,6 +92,7 @@ class RunCharts:
         return svg_text(draw)
 
     def _draw_losses(self, axes: "Axes", across: Callable[[Floats], Floats]) -> None:
+        """Plot each peer's training loss, and its held-out loss as a dotted line. `across` maps Unix times to x."""
         alpha = 0.35 if len(self.run.peers) > MANY else 1.0
         for peer, colour in zip(self.run.peers, self.colours(), strict=True):
             when, losses = _thinned(peer.losses, peer.lives, across)
@@ -99,21 +103,21 @@ class RunCharts:
             axes.legend(loc="upper right")
 
     def throughput(self) -> str:
-        """Tokens/s of all peers on top of one another."""
+        """Plot the tokens/s of the peers over time, stacked. Of more than MANY peers, plot only the sum."""
         edges, rates = self._rates(lambda peer: peer.tokens)
         colours = self.colours()
         if len(rates) > MANY:
             rates, colours = [np.sum(rates, axis=0)], [CROWD]
 
         def draw(axes: "Axes") -> None:
-            times = np.repeat(edges, 2)[1:-1] / self._over_time(axes)  # each bar's two ends
+            times = np.repeat(edges, 2)[1:-1] / self._over_time(axes)
             axes.stackplot(times, *(np.repeat(rate, 2) for rate in rates), colors=colours)
             axes.yaxis.set_major_formatter(_number)
 
         return svg_text(draw)
 
     def traffic(self) -> str:
-        """Bytes/s that the peers sent, and what they received, all together."""
+        """Plot the bytes/s that all peers together sent and received over time."""
 
         def draw(axes: "Axes") -> None:
             unit = self._over_time(axes)
@@ -128,7 +132,7 @@ class RunCharts:
         return svg_text(draw, 2.2)
 
     def _rates(self, column: Callable[[PeerHistory], Column]) -> tuple[Floats, list[Floats]]:
-        """Return the ends of all bars, in seconds since the run began, and each peer's mean rate in every bar."""
+        """Return the edges of time intervals, in seconds since the run began, and each peer's rates of `column`."""
         edges = self._edges()
         return edges, [np.diff(column(one).at(edges + self.run.began)) / np.diff(edges) for one in self.run.peers]
 
@@ -136,7 +140,7 @@ class RunCharts:
         return np.linspace(0.0, self.seconds, 1 + max(1, min(BARS, int(self.seconds / LEAST_BAR_S))))
 
     def exchanges(self) -> str:
-        """Exchanges in each stretch of time, by how they ended."""
+        """Plot the number of gossip exchanges in each time interval, by outcome."""
         edges = self._edges()
 
         def draw(axes: "Axes") -> None:
@@ -151,7 +155,7 @@ class RunCharts:
         return svg_text(draw, 2.2)
 
     def account_of_time(self) -> str:
-        """Of each peer, what its training thread spent its time on."""
+        """Plot for each peer the shares of the training thread's time that each kind of work took."""
 
         def draw(axes: "Axes") -> None:
             for row, peer in enumerate(self._rows(axes)):
@@ -168,7 +172,7 @@ class RunCharts:
         return svg_text(draw, self._height_in)
 
     def presence(self) -> str:
-        """Who was there when: a bar for each life, paler until the peer had joined; a cross where it was killed."""
+        """Plot bars for the times at which each peer ran, paler while it was joining. A cross marks a killed peer."""
 
         def draw(axes: "Axes") -> None:
             unit = self._over_time(axes)
@@ -188,7 +192,7 @@ class RunCharts:
         return 0.7 + ROW_IN * min(len(self.run.peers), MOST_PEER_ROWS)
 
     def _rows(self, axes: "Axes") -> list[PeerHistory]:
-        """Name a row for each of the first peers, from above; return these."""
+        """Label a row for each of the first MOST_PEER_ROWS peers, from the top; return these peers."""
         shown = list(self.run.peers[:MOST_PEER_ROWS])
         axes.set_ylim(len(shown) - 0.4, -0.6)
         axes.set_yticks(range(len(shown)), [_shown(peer.name) for peer in shown])
@@ -199,12 +203,12 @@ class RunCharts:
 
 
 def reasons_of(run: RunHistory) -> Counter[tuple[Outcome, str]]:
-    """Exchanges of all peers by outcome and reason."""
+    """Return the number of gossip exchanges of all peers for each (outcome, reason)."""
     return sum((peer.totals.whole.exchanges for peer in run.peers), ExchangeTotals()).ended
 
 
 def time_unit(seconds: Seconds) -> tuple[float, str]:
-    """In which unit so long a time is read, in seconds, and what it is called."""
+    """Return a readable unit for a duration: the unit's length in seconds, and its name, such as (60.0, "minutes")."""
     units = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
     return next(((unit, name) for unit, name in units if seconds >= 3 * unit), (1.0, "seconds"))
 
@@ -214,12 +218,16 @@ def _number(value: float, _: float) -> str:
 
 
 def _shown(name: str) -> str:
-    """A peer's name as a label: a leading underscore would hide it."""
+    """Return a peer's name without leading underscores, because matplotlib hides labels that begin with one."""
     return printable(name, 24).lstrip("_") or "?"
 
 
 def _thinned(column: Column, lives: list[Life], across: Callable[[Floats], Floats]) -> tuple[Floats, Floats]:
-    """Return x and y of a line: in each life the means over POINTS stretches of equal count, with a gap behind."""
+    """Return x and y of a curve with at most POINTS points for each life (from a start of the peer to the next).
+
+    Each point is the mean of a group of consecutive values; the groups have equal sizes. A NaN after each life
+    interrupts the curve. `across` maps Unix times to x.
+    """
     times, values, x, y = np.asarray(column.t), np.asarray(column.value), list[float](), list[float]()
     for life in lives:
         begin, end = np.searchsorted(times, life.began, "left"), np.searchsorted(times, life.last, "right")

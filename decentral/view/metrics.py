@@ -1,8 +1,9 @@
-"""What can be measured of a running peer: the table of all metrics, and where each is read.
+"""Define all metrics of a running peer in one table, METRICS, with the function that reads each metric from a host.
 
-Names follow Prometheus's conventions: base units, `_total` for what only grows while the process lives, `_ratio` for
-shares. The values of a label are a closed set (kinds of time, outcomes, our own reasons), or tell of this peer alone:
-no id, region or text of another peer is a label. docs/OBSERVING.md shows the table, deploy/grafana a dashboard of it.
+Names follow Prometheus's conventions: base units, `_total` for counters, `_ratio` for shares. The values of a label are
+from a fixed set (kinds of time, outcomes, known reasons) or describe this peer. No id, region or text of another peer
+becomes a label value, so the number of time series is bounded. The documentation's page METRICS shows the table, and
+deploy/grafana contains a dashboard.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,29 +18,33 @@ from decentral.peers.runtime.node import NodePhase
 from decentral.peers.runtime.traffic import NO_EXCHANGES
 
 PEER_PHASES = {NodePhase.JOINING: "joining", NodePhase.TRAINING: "training", NodePhase.LEFT: "leaving"}
-BOUNDS = ("link", "cores", "swarm")  # what may stretch the windows
+BOUNDS = ("link", "cores", "swarm")  # what can force a gossip window to be long: values of the label `bound`
 
 Values = float | None | Mapping[tuple[str, ...], float]
-"""One number, none if it is not known yet, or numbers by the values of the labels."""
+"""For a metric without labels, its number, or None if it is not known; else a number for each tuple of label values."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerMetric:
-    """One metric: what it is called without `_total`, what it means, and how it is read of a host at a time."""
+    """Definition of one metric: its name and help text in Prometheus, and how to read it from a host."""
 
     kind: Literal["counter", "gauge"]
-    name: str
+    name: str  # without the suffix `_total` that Prometheus adds to counters
     help: str
     read: Callable[[Host, Seconds], Values]
     labels: tuple[str, ...] = ()
 
     @property
     def shown_name(self) -> str:
-        """The name under which Prometheus keeps it."""
+        """Name of the metric as Prometheus shows it."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
     def values(self, host: Host, now: Seconds) -> Mapping[tuple[str, ...], float]:
-        """The numbers that are known, by the values of the labels."""
+        """Return the metric's number for each tuple of label values, on `host` at Unix time `now`.
+
+        A tuple has one value for each of `self.labels`, so a metric without labels has the tuple (). The result is {}
+        if the number is not known, such as a loss before the first evaluation.
+        """
         found = self.read(host, now)
         if found is None:
             return {}
@@ -134,49 +139,49 @@ def _by_reason(counts: Mapping[str, int]) -> Values:
 
 
 METRICS = (
-    _gauge("peer_info", "Which peer this is", _about, "peer", "run", "device", "region", "software"),
-    _gauge("phase", "1 for what the peer does at present", _phase, "phase"),
+    _gauge("peer_info", "1; the labels describe this peer", _about, "peer", "run", "device", "region", "software"),
+    _gauge("phase", "1 for the phase that the peer is in", _phase, "phase"),
     _gauge("step", "Optimizer steps since the peer's first start", lambda host, now: host.node.progress.step),
-    _gauge("swarm_step", "Step of the swarm's learning rate", lambda host, now: host.node.progress.lr_step),
+    _gauge("swarm_step", "Step that sets the swarm's learning rate", lambda host, now: host.node.progress.lr_step),
     _counter("tokens", "Tokens trained since joining", lambda host, now: host.node.progress.tokens),
     _counter("micro_batches", "Micro-batches since joining", lambda host, now: host.node.progress.micro_batches),
-    _gauge("tokens_per_second", "Speed of training", lambda host, now: host.node.progress.speed(now)),
-    _gauge("swarm_tokens_per_second", "Speed of this peer and of all known ones, as they publish it", _swarm_speed),
-    _gauge("training_loss", "Running mean of the steps' losses", lambda host, now: host.node.progress.losses.mean),
+    _gauge("tokens_per_second", "Training speed of this peer", lambda host, now: host.node.progress.speed(now)),
+    _gauge("swarm_tokens_per_second", "Tokens per second of this peer and of all peers that it knows", _swarm_speed),
+    _gauge("training_loss", "Running mean of the training loss", lambda host, now: host.node.progress.losses.mean),
     _gauge("held_out_loss", "Loss on held-out text, at the last evaluation", _held_out),
     _gauge("held_out_age_seconds", "Seconds since the last evaluation", _held_out_age),
-    _counter("dropped_steps", "Steps that trained nothing, as their gradients were not finite", _dropped_steps),
-    _gauge("steps_without_loss", "Last steps with no finite loss", lambda host, now: host.node.progress.losses.lost),
-    _counter("training_thread_seconds", "Time of the training thread, by what it did", _time_spent, "kind"),
-    _gauge("training_thread_ratio", "Shares of that time; `training` is how busy the peer is", _time_shares, "kind"),
-    _counter("worker_seconds", "Processor time beside training", lambda host, now: host.node.progress.spent.beside),
-    _counter("exchanges", "Gossip exchanges, by how they ended and why", _exchanges, "outcome", "reason"),
-    _gauge("window_seconds", "Time between two ends of a fragment's windows", _window),
-    _gauge("window_bound", "1 for what stretches the windows, if anything does", _window_bound, "bound"),
+    _counter("dropped_steps", "Steps skipped because gradients were not finite", _dropped_steps),
+    _gauge("steps_without_loss", "Steps since the last finite loss", lambda host, now: host.node.progress.losses.lost),
+    _counter("training_thread_seconds", "Time of the training thread, by kind of work", _time_spent, "kind"),
+    _gauge("training_thread_ratio", "Shares of the training thread's time, by kind of work", _time_shares, "kind"),
+    _counter("worker_seconds", "Processor time of background work", lambda host, now: host.node.progress.spent.beside),
+    _counter("exchanges", "Gossip exchanges, by outcome and reason", _exchanges, "outcome", "reason"),
+    _gauge("window_seconds", "Length of a gossip window", _window),
+    _gauge("window_bound", "1 for the cause that lengthens gossip windows, if any", _window_bound, "bound"),
     _counter("sent_bytes", "Bytes sent to other peers", lambda host, now: host.node.traffic.sent_bytes),
     _counter("received_bytes", "Bytes received from other peers", lambda host, now: host.node.traffic.received_bytes),
-    _gauge("peers", "Other peers that this one knows, by phase", _peers, "phase"),
-    _gauge("round_trip_seconds", "Median over the links to other peers", _round_trip),
-    _gauge("download_bytes_per_second", "Median over those links", lambda host, now: host.node.meter.typical_down()),
-    _gauge("upload_bytes_per_second", "Best of the last uploads", lambda host, now: host.node.meter.best_up()),
+    _gauge("peers", "Other peers that this peer knows, by phase", _peers, "phase"),
+    _gauge("round_trip_seconds", "Median round trip over the links to other peers", _round_trip),
+    _gauge("download_bytes_per_second", "Median rate from a peer", lambda host, now: host.node.meter.typical_down()),
+    _gauge("upload_bytes_per_second", "Highest recent upload rate", lambda host, now: host.node.meter.best_up()),
     _gauge("model_held_ratio", "Share of the model's parameters that this peer holds", _held),
-    _gauge("stage_executions", "Micro-batches of routes that are here at present", _executions),
-    _gauge("layers_unheld", "1 while no peer that trains holds some layer", _unheld),
+    _gauge("stage_executions", "Stage executions of micro-batches in flight here", _executions),
+    _gauge("layers_unheld", "1 while no training peer holds some layer", _unheld),
     _counter(
         "questions_refused",
-        "Questions of other peers that broke the protocol",
+        "Requests of other peers that this peer refused",
         lambda host, now: _by_reason(host.transport.refused),
         "reason",
     ),
     _counter(
         "records_refused",
-        "Records in the DHT that were not valid",
+        "Records in the DHT that this peer refused as invalid",
         lambda host, now: _by_reason(host.node.roster.refused),
         "reason",
     ),
     _gauge(
         "troubles",
-        "What is wrong with this machine at present, as the live view says",
+        "Present warnings about this machine, as on the terminal",
         lambda host, now: len(host.troubles()),
     ),
 )

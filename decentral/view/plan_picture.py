@@ -1,4 +1,7 @@
-"""A plan as a picture: where its peers are, what each does, which links it uses, and which of them is slow."""
+"""Draw a scheduler's plan: where its peers are, which layers each peer holds, and which links are used or slow.
+
+Start reading at `draw_plan`. Shapes: N peers, S stages, R replicas (pipelines).
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -21,22 +24,23 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.patches import FancyBboxPatch
 
-MAP_IN = 6.6  # width of a map
-NAMED_CELLS = 160  # peers of a synchronous plan whose names stand in their cells
-NAMED_ROWS = 32  # peers that have a row each; of more, those that are alike share one
-MOST_SPAN_ROWS = 64
-SAME_TIME = 1e-6  # of the larger one: times that differ by less are the same, but for rounding
+MAP_IN = 6.6
+NAMED_CELLS = 160  # in a picture of a synchronous plan with more peers, their names are left out
+NAMED_ROWS = 32  # in a plan of more peers, those of one region with the same layers share a row
+MOST_SPAN_ROWS = 64  # the picture shows at most this many rows; its title gives their total number
+SAME_TIME = 1e-6  # two durations with at most this relative difference count as equal
 
 
 def draw_plan(plan: SyncPlan | ThroughputPlan, topology: Topology, file: str) -> None:
-    """Writes the picture. Raises UserError without matplotlib, or where the file cannot be written."""
+    """Draw a plan for the peers and links of `topology` into a file.
+
+    Raises:
+        UserError: If matplotlib is not installed, or the file cannot be written.
+    """
     if isinstance(plan, SyncPlan):
         _draw_sync(plan, topology, file)
     else:
         _draw_throughput(plan, topology, file)
-
-
-# A synchronous step
 
 
 def _draw_sync(plan: SyncPlan, topology: Topology, file: str) -> None:
@@ -48,33 +52,35 @@ def _draw_sync(plan: SyncPlan, topology: Topology, file: str) -> None:
         top = heading(figure, grid.heading(), f"{len(topology)} peers, objective sync, solver {plan.solver}")
         low = 0.2 / height
         place = figure.add_axes((0.2 / width, low, (MAP_IN - 0.4) / width, top - low))
-        _title(place, "Links between places: the wider, the faster; red decides how long it takes")
+        _title(place, "Links between places: the wider, the faster; red: the links that decide the step's time")
         swarm.draw(place, MapLinks(grid.used(), grid.slow(), wide_is_fast=True))
         grid.draw(figure.add_axes((MAP_IN / width, low, 1 - (MAP_IN + 0.2) / width, top - low)), swarm)
 
 
 class StageGrid:
-    """The peers of a synchronous plan: a column for each stage, a row for each pipeline."""
+    """The peers of a synchronous plan as a grid: a column for each stage, a row for each pipeline."""
 
     def __init__(self, plan: SyncPlan, topology: Topology, problem: Problem) -> None:
+        """Compute the plan's communication times from `problem`, the seconds of transfers between each two peers."""
         index = {peer: number for number, peer in enumerate(topology.ids)}
         self.topology, self.cost = topology, plan.cost
         self.peers_SR = np.array([[index[peer] for peer in stage] for stage in plan.stages])
-        self.hops_SR = 2 * problem.pipe_NN[self.peers_SR[:-1], self.peers_SR[1:]]  # seconds, there and back
+        self.hops_SR = 2 * problem.pipe_NN[self.peers_SR[:-1], self.peers_SR[1:]]  # seconds, forward plus backward
         pairs = [problem.data_NN[np.ix_(stage, stage)] for stage in self.peers_SR]
-        self.averaging_SRR = np.array(pairs)  # seconds between any two peers of a stage
+        self.averaging_SRR = np.array(pairs)  # seconds that two peers of a stage need to average
 
     @property
     def joints(self) -> Floats:
-        """Seconds of each joint of two stages: those of its slowest hop."""
+        """(S - 1,) seconds of the slowest hop between each stage and the next stage, forward plus backward."""
         return np.asarray(self.hops_SR.max(axis=1)) if len(self.hops_SR) else np.zeros(0)
 
     @property
     def averaging_S(self) -> Floats:
-        """Seconds of averaging in each stage: those of its slowest peer."""
+        """(S,) seconds that the slowest peer of each stage needs to average weights with the stage's other peers."""
         return np.asarray(self.averaging_SRR.sum(axis=2).max(axis=1))
 
     def heading(self) -> str:
+        """Return the picture's title, with the seconds of communication in a step."""
         stages, replicas = self.peers_SR.shape
         return (
             f"A synchronous step communicates for {seconds_text(self.cost['total'])}: "
@@ -83,7 +89,7 @@ class StageGrid:
         )
 
     def used(self) -> Floats:
-        """1 for each pair of peers that send each other something."""
+        """Return (N, N): traffic between peers in a relative unit, and 0 for two peers that do not communicate."""
         found = np.zeros((len(self.topology), len(self.topology)))
         np.add.at(found, (self.peers_SR[:-1], self.peers_SR[1:]), 1.0)
         for stage in self.peers_SR:
@@ -92,8 +98,11 @@ class StageGrid:
         return found
 
     def slow(self) -> Floats:
-        """1 for the hops of the dearest joint that decide it, and for the slowest links of the peer that decides what
-        averaging costs. Where all cost the same none decides."""
+        """Return (N, N): 1.0 for each bottleneck link, 0.0 for other links.
+
+        Bottlenecks are the slowest hops between stages. If a peer needs the longest time of all peers to average
+        weights, its slowest links to the other peers of its stage (within 10%) are bottlenecks as well.
+        """
         found = np.zeros((len(self.topology), len(self.topology)))
         for joint, row in zip(*np.nonzero(self.deciding_hops()), strict=True):
             found[self.peers_SR[joint, row], self.peers_SR[joint + 1, row]] = 1.0
@@ -103,19 +112,20 @@ class StageGrid:
         return found
 
     def deciding_hops(self) -> Flags:
-        """Which hops, joints x rows, decide the dearest joint's time; none where all joints' hops take as long."""
+        """Return (S - 1, R): True for the slowest hops between stages; all False if all hops take equally long."""
         if not self.hops_SR.size or np.ptp(self.hops_SR) <= SAME_TIME * self.hops_SR.max():
             return np.zeros(self.hops_SR.shape, bool)
         return np.asarray(self.hops_SR >= (1 - SAME_TIME) * self.hops_SR.max())
 
     def deciding_peers(self) -> Flags:
-        """Which peers, stages x rows, decide the dearest stage's averaging; none where all take as long."""
+        """Return (S, R): True for the peers whose averaging takes longest; all False if all peers take equally long."""
         seconds = self.averaging_SRR.sum(axis=2)
         if np.ptp(seconds) <= SAME_TIME * seconds.max():
             return np.zeros(seconds.shape, bool)
         return np.asarray(seconds >= (1 - SAME_TIME) * seconds.max())
 
     def draw(self, axes: "Axes", swarm: SwarmMap) -> None:
+        """Draw the grid on these axes, with the same colours of peers as on the map `swarm`."""
         stages, replicas = self.peers_SR.shape
         _title(axes, "Each row is a pipeline; the peers of a column hold the same layers")
         axes.set_axis_off()
@@ -143,6 +153,7 @@ class StageGrid:
             axes.text(x, y, name, ha="center", va="center", fontsize=min(8.0, 68 / max(6, len(name))), zorder=4)
 
     def _say(self, axes: "Axes", x: float, y: float, seconds: float, red: bool) -> None:
+        """Write a time at (x, y), in bold and red if `red` is True."""
         color, weight, said = RED if red else DIM, "bold" if red else "normal", seconds_text(float(seconds))
         axes.text(x, y, said, ha="center", va="center", fontsize=8, color=color, fontweight=weight)
 
@@ -156,9 +167,6 @@ def _cell(x: float, y: float, colour: tuple[float, float, float], edge: str, wid
 
     return FancyBboxPatch((x - 0.37, y - 0.3), 0.74, 0.6, boxstyle="round,pad=0,rounding_size=0.08", facecolor=colour,
                           edgecolor=edge, linewidth=width, zorder=3)  # fmt: skip
-
-
-# An asynchronous swarm
 
 
 def _draw_throughput(plan: ThroughputPlan, topology: Topology, file: str) -> None:
@@ -185,12 +193,12 @@ def _draw_throughput(plan: ThroughputPlan, topology: Topology, file: str) -> Non
 
 
 def gossip_of(plan: ThroughputPlan) -> dict[tuple[str, str], float]:
-    """The probability with which a peer pulls from another one, by the two."""
+    """Return the probability that a peer pulls from another peer, for each pair (pulling peer, other peer)."""
     return {(peer, other): part for peer, row in plan.gossip["weights"].items() for other, part in row.items()}
 
 
 def hops_of(plan: ThroughputPlan) -> dict[tuple[str, str], float]:
-    """The share of all tokens that passes from one peer to the next, by the two peers."""
+    """Return the share of all tokens that the sender passes on to the receiver, for each pair (sender, receiver)."""
     found: dict[tuple[str, str], float] = {}
     for route in plan.routes:
         names = [hop[0] for hop in route["hops"]]
@@ -201,17 +209,17 @@ def hops_of(plan: ThroughputPlan) -> dict[tuple[str, str], float]:
 
 @dataclass(frozen=True, slots=True)
 class SpanRow:
-    """Peers of one place that hold the same layers, and their part of all the work."""
+    """A row of the picture: one peer, or peers of one region that hold the same layers."""
 
     name: str
-    peer: int  # the first of them
-    first: int
+    peer: int
+    first: int  # the row's peers hold the layers from `first` to `last` - 1
     last: int
-    share: float
+    share: float  # share of the swarm's work that the row's peers do
 
 
 def span_rows(plan: ThroughputPlan, topology: Topology) -> list[SpanRow]:
-    """What is drawn of the spans: a row for each peer, or where these are many for peers that are alike."""
+    """Return the rows of the picture, sorted by layers. With over NAMED_ROWS peers, several peers may share a row."""
     share, shared = _shares(plan), len(plan.spans) > NAMED_ROWS
     groups: dict[tuple[int, int, str], list[int]] = {}
     for number, (peer, region) in enumerate(zip(topology.ids, topology.regions, strict=True)):
@@ -227,7 +235,7 @@ def span_rows(plan: ThroughputPlan, topology: Topology) -> list[SpanRow]:
 
 
 def _draw_spans(axes: "Axes", rows: Sequence[SpanRow], swarm: SwarmMap) -> None:
-    """A bar for each row over the layers that it holds, and behind it the share of the work and the device."""
+    """Draw a bar over the layers of each row; at the right, write the device and the share of the swarm's work."""
     shown, layers = rows[:MOST_SPAN_ROWS], max(row.last for row in rows)
     more = f" (the first {len(shown)} of {len(rows)} rows)" if len(shown) < len(rows) else ""
     _title(axes, f"Who holds which layers; at the right the share of the work{more}")
@@ -245,7 +253,7 @@ def _draw_spans(axes: "Axes", rows: Sequence[SpanRow], swarm: SwarmMap) -> None:
 
 
 def _shares(plan: ThroughputPlan) -> dict[str, float]:
-    """Each peer's part of all layers' executions."""
+    """Return each peer's share of the work. Work is tokens times layers, summed over all routes."""
     done = dict.fromkeys(plan.spans, 0.0)
     for route in plan.routes:
         for peer, first, last in route["hops"]:

@@ -1,6 +1,7 @@
-"""One page about a run, which opens from a disk without any request: the charts, tables and events of its journals.
+"""Write the report of a run as one HTML page: charts, tables and events from the peers' journals.
 
-The page has no script, and its policy forbids every request. Without matplotlib it has no charts.
+Start reading at `page_of`. A browser can open the page from disk: the page has no script, and its content policy
+forbids every request. If matplotlib is not installed, the page has no charts.
 """
 
 import itertools
@@ -11,12 +12,12 @@ from html import escape
 from decentral.core.journal.field_kinds import OUTCOMES
 from decentral.core.plain_text import printable
 from decentral.core.time_spent import KINDS
-from decentral.core.units import readable_bytes, readable_number
+from decentral.core.units import plural, readable_bytes, readable_number
 from decentral.view.canvas import MATPLOTLIB, can_draw
 from decentral.view.charts import COLOURS, RunCharts, reasons_of, time_unit
 from decentral.view.run_history import PeerHistory, RunHistory
 
-MOST_SHOWN = 300  # events, the latest
+MOST_SHOWN = 300
 NO_CHARTS = f"no charts: they need {MATPLOTLIB}"
 
 STYLE = """
@@ -42,7 +43,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def page_of(run: RunHistory) -> str:
-    """The whole page as text."""
+    """Return the report of a run as the text of one HTML page."""
     charts = RunCharts(run)
     name = ", ".join(dict.fromkeys(peer.facts.run for peer in run.peers if peer.facts.run)) or "a run"
     parts = [
@@ -52,13 +53,13 @@ def page_of(run: RunHistory) -> str:
         _chart(
             "Loss over time", "Training loss of each peer; dotted, with points: held-out loss.", charts.loss_over_time
         ),
-        _chart("Loss over tokens", "The same, over the tokens of all peers together.", charts.loss_over_tokens),
-        _chart("Throughput", "Tokens per second, the peers on top of one another.", charts.throughput),
+        _chart("Loss over tokens", "The same losses, over the tokens of all peers together.", charts.loss_over_tokens),
+        _chart("Throughput", "Tokens per second, stacked by peer.", charts.throughput),
         _chart(
             "Account of time", _legend(KINDS) + "The figure at the right is training's share.", charts.account_of_time
         ),
-        _chart("Who was there when", "Paler while it joined; ✕ where it was killed.", charts.presence),
-        _chart("Exchanges", _legend(OUTCOMES) + "in each stretch of time.", charts.exchanges),
+        _chart("Presence of peers", "Paler while a peer was joining; ✕ where its process was killed.", charts.presence),
+        _chart("Exchanges", _legend(OUTCOMES) + "in each time interval.", charts.exchanges),
         _reasons(run),
         _chart("Bytes", "What all peers together sent and received.", charts.traffic),
         "<h2>Peers</h2>",
@@ -74,7 +75,7 @@ def page_of(run: RunHistory) -> str:
 
 
 def shown(text: str) -> str:
-    """Return a text of whatever origin, fit to stand in the page."""
+    """Shorten and escape a text for the page, because the text may come from an untrusted peer."""
     return escape(printable(text, 400))
 
 
@@ -100,15 +101,15 @@ def _facts(run: RunHistory) -> str:
         name: f"{seconds / unit:.3g}",
         "tokens": readable_number(run.tokens),
         "tokens/s": readable_number(run.tokens / seconds),
-        "best last held-out loss": f"{min(held_out):.3f}" if held_out else "-",
+        "lowest last held-out loss": f"{min(held_out):.3f}" if held_out else "-",
     }
     shown_facts = "".join(
         f"<div><b>{shown(value)}</b><span>{shown(name)}</span></div>" for name, value in facts.items()
     )
     bad = sum(peer.bad for peer in run.peers)
     began = datetime.fromtimestamp(run.began, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    warning = f" {bad} lines of the journals could not be read." if bad else ""
-    return f'<p>{began}, by the journals of its peers.{warning}</p><div class="facts">{shown_facts}</div>'
+    warning = f" {plural(bad, 'line')} of the journals could not be read." if bad else ""
+    return f'<p>{began}, from the journals of its peers.{warning}</p><div class="facts">{shown_facts}</div>'
 
 
 def _reasons(run: RunHistory) -> str:
@@ -159,14 +160,21 @@ def _events(run: RunHistory) -> str:
     if not found:
         return ""
     rows = [(f"{t - run.began:.1f} s", name, event, said) for t, name, event, said in found[-MOST_SHOWN:]]
-    earlier = f"<p>The last {MOST_SHOWN} of {len(found)}.</p>" if len(found) > MOST_SHOWN else ""
+    earlier = f"<p>The last {MOST_SHOWN} of {len(found)} events.</p>" if len(found) > MOST_SHOWN else ""
     return f"<h2>Plans, moves and troubles</h2>{earlier}" + _table(("at", "peer", "event", ""), rows)
 
 
 def _table(
     names: Sequence[str], rows: Sequence[Sequence[str]], numbers: Iterable[int] = (), colours: Sequence[str] = ()
 ) -> str:
-    """`numbers`: the columns that are aligned as such. `colours`: of the rows, that of a mark before each."""
+    """Return a table as HTML.
+
+    Args:
+        names: The columns' titles.
+        rows: The cells' texts, which are escaped here.
+        numbers: Indexes of the columns that are aligned to the right.
+        colours: Colour of the mark before each row. If empty, rows have no marks.
+    """
     right = set(numbers)
 
     def cells(tag: str, row: Sequence[str], mark: str = "") -> str:

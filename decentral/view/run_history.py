@@ -1,7 +1,7 @@
-"""What a run's journals tell: each peer's steps, exchanges, lives and events, as columns over time.
+"""Read the journals of a run into time series of each peer: tokens, losses, traffic, exchanges and events.
 
-Whoever sends us their journals may write anything into them. A line that no peer writes is counted as `bad`; texts are
-escaped where they are shown.
+Start reading at `history_of`. A journal may come from an untrusted peer. Malformed lines are counted in `bad` and
+otherwise ignored. The code that shows texts escapes them.
 """
 
 from array import array
@@ -21,22 +21,23 @@ from decentral.core.strict_json import JsonFields
 from decentral.core.units import Seconds
 from decentral.scheduler.topology.arrays import Floats
 
-MOST_EVENTS = 2000  # of one peer, the latest
+MOST_EVENTS = 2000  # at most this many events of a peer are kept; older ones are dropped to save memory
 
 
 @dataclass(slots=True)
 class Column:
-    """Numbers over time: `t` in Unix seconds, never falling."""
+    """A time series; `t` is in Unix seconds and never decreases."""
 
     t: "array[float]" = field(default_factory=lambda: array("d"))
     value: "array[float]" = field(default_factory=lambda: array("d"))
 
     def add(self, t: Seconds, value: float) -> None:
+        """Append a value. If `t` is before the time of the last value, the time of the last value is used."""
         self.t.append(max(t, self.t[-1]) if self.t else t)
         self.value.append(value)
 
     def at(self, times: Floats) -> Floats:
-        """The value at these times, on straight lines between those that are known; 0 before the first."""
+        """Return interpolated values at these times; 0 before the first value, constant after the last value."""
         if not self.t:
             return np.zeros(len(times))
         return np.asarray(np.interp(times, np.asarray(self.t), np.asarray(self.value), left=0.0))
@@ -44,45 +45,52 @@ class Column:
 
 @dataclass(slots=True)
 class PeerHistory:
-    """All that one peer's journal tells. The columns of tokens and bytes are totals over its lives."""
+    """The history of one peer, from its journal. Tokens and bytes are totals since the peer's first start."""
 
-    folder: str
+    folder: str  # name of the journal's folder, shown if the peer's id is unknown
     totals: PeerTotals = field(default_factory=PeerTotals)
     tokens: Column = field(default_factory=Column)
-    losses: Column = field(default_factory=Column)  # of the steps since the line before
+    losses: Column = field(default_factory=Column)  # one mean training loss for each journal line about steps
     held_out: Column = field(default_factory=Column)
     sent: Column = field(default_factory=Column)
     received: Column = field(default_factory=Column)
-    exchanges: "dict[str, array[float]]" = field(default_factory=lambda: {one: array("d") for one in OUTCOMES})  # when
-    events: list[tuple[Seconds, str, str]] = field(default_factory=list)  # when, what, and what people are told
-    bad: int = 0  # lines that could not be read
+    # for each outcome: when exchanges ended (Unix time)
+    exchanges: "dict[str, array[float]]" = field(default_factory=lambda: {one: array("d") for one in OUTCOMES})
+    events: list[tuple[Seconds, str, str]] = field(default_factory=list)
+    bad: int = 0
 
     @property
     def facts(self) -> journal.PeerFacts:
+        """The peer's id, device, layers and other properties, as at its last start."""
         return self.totals.facts
 
     @property
     def name(self) -> str:
+        """Short id of the peer, or the name of its folder if the id is not known."""
         return short(self.facts.peer) if self.facts.peer else self.folder
 
     @property
     def lives(self) -> list[Life]:
+        """Lives of the peer, oldest first. A life lasts from a start to the last journal line before the next start."""
         return self.totals.lives
 
     @property
     def began(self) -> Seconds:
+        """Unix time of the first start; 0.0 if the peer has never started."""
         return self.lives[0].began if self.lives else 0.0
 
     @property
     def last(self) -> Seconds:
+        """Unix time of the last journal line; 0.0 if the peer has never started."""
         return max((life.last for life in self.lives), default=0.0)
 
     @property
     def lived_s(self) -> Seconds:
+        """Seconds that the peer ran, over all its lives."""
         return sum(life.last - life.began for life in self.lives)
 
     def take(self, line: JsonFields) -> None:
-        """Take a line of the journal, in their order."""
+        """Add the next line of the journal; count a malformed line in `bad`."""
         found = JOURNAL_LINES.parse(line)
         if found is None:
             self.bad += 1
@@ -120,29 +128,36 @@ class PeerHistory:
 
 @dataclass(frozen=True, slots=True)
 class RunHistory:
-    """The histories of a run's peers, oldest first."""
+    """The histories of a run's peers, in the order of their first starts."""
 
     peers: Sequence[PeerHistory]
 
     @property
     def began(self) -> Seconds:
+        """Unix time of the first start of any peer; 0.0 if no peer has started."""
         return min((peer.began for peer in self.peers if peer.lives), default=0.0)
 
     @property
     def last(self) -> Seconds:
+        """Unix time of the last journal line of any peer; 0.0 if no peer has started."""
         return max((peer.last for peer in self.peers), default=0.0)
 
     @property
     def tokens(self) -> int:
+        """Tokens that all peers together trained."""
         return sum(peer.totals.tokens for peer in self.peers)
 
     def tokens_at(self, times: Floats) -> Floats:
-        """The tokens that all peers together had trained at these times."""
+        """Return the tokens that all peers together had trained by each of these Unix times."""
         return np.asarray(np.sum([peer.tokens.at(times) for peer in self.peers], axis=0))
 
 
 def history_of(journals: Iterable[tuple[str, Path]]) -> RunHistory:
-    """Reads journals; each has a name, for a peer whose journal does not tell its id."""
+    """Return the history of a run from its journals, without peers that never started.
+
+    Args:
+        journals: (name, path of the journal) of each peer. The name is shown if the peer's id is not known.
+    """
     peers = []
     for name, path in journals:
         peer = PeerHistory(name)

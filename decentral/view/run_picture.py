@@ -1,7 +1,7 @@
-"""A simulated run as a picture: throughput, loss, distance of replicas and peers over virtual time, with its faults.
+"""Draw a simulated run over virtual time: throughput, loss, distance of replicas, number of peers, and faults.
 
-The faults stand above, a bar for each from its begin to its end, and in green until all was well again; the same times
-are shaded in the curves below.
+The faults are drawn above the curves: a red bar shows how long a fault lasts, and a green bar how long the swarm then
+needs to recover. The background of the curves is red while a fault lasts. Start reading at `draw_run`.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,17 @@ from decentral.view.canvas import DIM, INK, RED, USED, heading, picture
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_FAULTS = 14  # that have a row
-SMOOTHED = 10  # samples over which a rate is taken
+MOST_FAULTS = 14
+SMOOTHED = 10  # the throughput is averaged over this many measurements
 WELL = "#2f7d5b"
 
 
 def draw_run(report: RunReport, faults: Sequence[Fault], path: Path) -> None:
-    """Writes the picture. Raises UserError without matplotlib, or where the file cannot be written."""
+    """Draw a run and its faults into a file.
+
+    Raises:
+        UserError: If matplotlib is not installed, or the file cannot be written.
+    """
     shown = sorted(faults, key=lambda fault: fault.at)[:MOST_FAULTS]
     strip_in = 0.3 + 0.2 * len(shown) if shown else 0.0
     height = 7.6 + strip_in
@@ -52,7 +56,10 @@ def draw_run(report: RunReport, faults: Sequence[Fault], path: Path) -> None:
 
 
 def faulty(faults: Sequence[Fault], least_s: Seconds) -> list[tuple[Seconds, Seconds]]:
-    """The times in which at least one of the faults lasts, in order; one that happens at once lasts `least_s`."""
+    """Return the disjoint intervals (begin, end) in which at least one fault lasts, in virtual seconds and in order.
+
+    An interval lasts at least `least_s`, even if its fault is shorter.
+    """
     found: list[tuple[Seconds, Seconds]] = []
     for fault in sorted(faults, key=lambda fault: fault.at):
         begin, end = fault.at, fault.at + max(fault.lasts, least_s)
@@ -68,13 +75,13 @@ def _exchanges(report: RunReport) -> str:
 
 
 def _draw_faults(axes: "Axes", report: RunReport, faults: Sequence[Fault]) -> None:
-    """A row for each fault, the first one above."""
+    """Draw a row for each fault, with the first fault at the top."""
     for row, fault in enumerate(faults):
         over, well_s = fault.at + fault.lasts, report.recovery_s.get(str(fault))
         axes.barh(row, max(fault.lasts, 0.004 * report.seconds), 0.6, fault.at, color=RED)
         end = over if well_s is None else over + well_s
         axes.barh(row, end - over, 0.2, over, color=WELL)
-        after = "not well again" if well_s is None else f"well {well_s:.3g} s later"
+        after = "no recovery" if well_s is None else f"recovered {well_s:.3g} s later"
         late = end > 0.6 * report.seconds
         x, side = (fault.at, "right") if late else (max(end, over), "left")
         text = f"  {fault}: {after}  "
@@ -93,7 +100,7 @@ def _throughput(axes: "Axes", report: RunReport) -> None:
 
 
 def _loss(axes: "Axes", report: RunReport) -> None:
-    """The median of the peers' training losses."""
+    """Plot the median training loss of the peers, on a logarithmic axis if it varies by a factor of more than 20."""
     at, losses = (
         [one.at for one in report.samples],
         [np.nan if one.loss is None else one.loss for one in report.samples],
@@ -105,7 +112,7 @@ def _loss(axes: "Axes", report: RunReport) -> None:
 
 
 def _logarithmic(axes: "Axes") -> None:
-    """Powers of ten as plain numbers: a picture's texts are not read as formulas."""
+    """Make the y axis logarithmic. Its labels are plain numbers, because parse_math is off in all pictures."""
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(lambda value, _: "")

@@ -1,7 +1,9 @@
-"""A peer's curves for TensorBoard and for Weights & Biases: `python -m decentral.peer --log tensorboard,wandb`.
+"""Log a peer's losses, speed and traffic to TensorBoard and W&B: `python -m decentral.peer --log tensorboard,wandb`.
 
-Both read the peer's own journal, every FOLLOW_S, and write below its state folder: `tensorboard/` and `wandb/`. Nothing
-leaves the machine. W&B runs offline; `wandb sync DIR` is the user's to type. A kill loses the last FOLLOW_S at most.
+Start reading at `scalars_logged`. A thread reads the peer's own journal every FOLLOW_S seconds, and writes the logs to
+`tensorboard/` and `wandb/` in the peer's state folder. It sends nothing over the network: Weights & Biases runs
+offline, and the user can upload its logs with `wandb sync DIR`. If the peer is killed, at most the last FOLLOW_S
+seconds are missing in the logs.
 """
 
 import asyncio
@@ -20,49 +22,54 @@ from decentral.core.units import Seconds
 from decentral.peers.runtime.host import Host
 
 FOLLOW_S = 5.0
-CLOSE_S = 30.0  # for the last lines
+CLOSE_S = 30.0  # after this time, a closing log no longer waits for the thread that writes its last lines
 
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What a log says of the peer and its run."""
+    """Properties of the peer and its run that a log contains."""
 
     peer: str
     run: str
     device: str
-    started: Seconds  # Unix time of this start of the peer
+    started: Seconds
 
 
 class ScalarLog(Protocol):
-    """Keeps named numbers by step and time."""
+    """Interface of a log of named numbers by step and time; implemented by TensorBoardLog and OfflineWandb."""
 
     def write(self, step: int, at: Seconds, values: Mapping[str, float]) -> None:
-        """`at`: Unix time."""
+        """Log numbers by name, for an optimizer step and a Unix time."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write all buffered numbers, and close the log."""
 
 
 class TensorBoardLog:
-    """Event files as torch writes them, a folder for each start of the peer."""
+    """A log of TensorBoard event files, in a new folder for each start of the peer."""
 
     def __init__(self, folder: Path, run: RunFacts) -> None:
+        """Open a log below `folder`/tensorboard."""
         from torch.utils.tensorboard import SummaryWriter
 
         place = folder / "tensorboard" / f"{run.started:.0f}"
         self._writer: Any = SummaryWriter(str(place), flush_secs=int(FOLLOW_S))
 
     def write(self, step: int, at: Seconds, values: Mapping[str, float]) -> None:
+        """Log numbers by name, for an optimizer step and a Unix time."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step, walltime=at)
 
     def close(self) -> None:
+        """Write all buffered numbers, and close the files."""
         self._writer.close()
 
 
 class OfflineWandb:
-    """A run of W&B in a folder, which its own command may upload later. It asks for no key and for no network."""
+    """A log in the form of an offline run of Weights & Biases, which needs no key and no network."""
 
     def __init__(self, folder: Path, run: RunFacts) -> None:
+        """Open a log below `folder`/wandb."""
         import wandb
 
         quiet = wandb.Settings(
@@ -73,25 +80,28 @@ class OfflineWandb:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, at: Seconds, values: Mapping[str, float]) -> None:
+        """Log numbers by name, for an optimizer step and a Unix time."""
         self._run.log({"step": step, "at": at, **values})
 
     def close(self) -> None:
+        """Write all buffered numbers, and end the run."""
         self._run.finish()
-        self._service.teardown()  # waits until all is in the file
+        self._service.teardown()  # blocks until wandb has written everything
 
 
 LOGS: Mapping[str, type[TensorBoardLog] | type[OfflineWandb]] = {"tensorboard": TensorBoardLog, "wandb": OfflineWandb}
 
 
 class JournalScalars:
-    """Makes scalars of a journal's events, one after the other."""
+    """Converter of journal events into named numbers. Some numbers are sums over all events so far."""
 
     def __init__(self) -> None:
-        self.work = WorkDone()  # since the first event; other events are of the step that was taken last
+        """Begin with all sums at zero."""
+        self.work = WorkDone()
         self._peers = 0
 
     def of(self, t: Seconds, event: events.JournalEvent | None) -> dict[str, float]:
-        """The numbers of this event by name; none if it has none to draw."""
+        """Return the numbers of the next event by name; {} if it has no numbers. `t` is the Unix time of the event."""
         self.work.take(t, event)
         match event:
             case events.StepLine():
@@ -130,12 +140,20 @@ class JournalScalars:
 
 
 class JournalFollower(threading.Thread):
-    """Gives the lines that a journal gets from now on to logs, until `over` is set; then closes the logs.
+    """The thread that copies a journal's new lines to logs until `over` is set, and then closes the logs.
 
-    `trouble` is told why, in the follower's thread, where a log cannot go on. Then the peer trains on without logs.
+    If a log fails, the thread ends and the peer continues to train without logs.
     """
 
     def __init__(self, names: Sequence[str], journal: Path, run: RunFacts, trouble: Callable[[str], None]) -> None:
+        """Prepare to copy the lines that are written to a journal from now on.
+
+        Args:
+            names: Keys of LOGS.
+            journal: Path of the journal; the logs are written to its folder.
+            run: Properties of the peer and its run for the logs.
+            trouble: Function that this thread calls with the reason if a log fails.
+        """
         super().__init__(name="scalar logs", daemon=True)
         self.over = threading.Event()
         self._names, self._run, self._trouble = names, run, trouble
@@ -143,6 +161,7 @@ class JournalFollower(threading.Thread):
         self._tail.skip()
 
     def run(self) -> None:
+        """Copy the journal's new lines to the logs until `over` is set."""
         try:
             logs: list[ScalarLog] = [LOGS[name](self._folder, self._run) for name in self._names]
             while not self.over.wait(FOLLOW_S):
@@ -150,7 +169,7 @@ class JournalFollower(threading.Thread):
             self._take(logs)
             for one in logs:
                 one.close()
-        except Exception as error:  # of a library or a full disk
+        except Exception as error:  # a fault of the logging library, or a full disk
             self._trouble(f"--log {','.join(self._names)} has ended: {type(error).__name__}: {error}")
 
     def _take(self, logs: Sequence[ScalarLog]) -> None:
@@ -162,7 +181,7 @@ class JournalFollower(threading.Thread):
 
 @asynccontextmanager
 async def scalars_logged(names: Sequence[str], host: Host) -> AsyncIterator[None]:
-    """Logs what the host's journal gets until the block ends, below its state folder."""
+    """Copy the host's journal to the logs with these names (keys of LOGS) until the block ends."""
     if not names:
         yield
         return

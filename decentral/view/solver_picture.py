@@ -1,4 +1,4 @@
-"""Solvers compared as a picture: the best cost that each had found so far, against seconds."""
+"""Draw a comparison of solvers: the lowest cost that each solver has found, over the seconds of its search."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,7 +6,16 @@ from decentral.view.canvas import DIM, picture
 
 
 def draw_comparison(records: Mapping[str, Sequence[tuple[float, float]]], file: str) -> None:
-    """A line for each solver, with its name at its end; a hand layout is level. May raise UserError."""
+    """Draw a line for each solver into a file.
+
+    Args:
+        records: For each solver, points (seconds of search, lowest cost so far in seconds). A layout that is not the
+            result of a search has one point.
+        file: Path of the picture.
+
+    Raises:
+        UserError: If matplotlib is not installed, or the file cannot be written.
+    """
     with picture(file, 9, 5) as figure:
         axes = figure.add_axes((0.08, 0.12, 0.68, 0.78))
         end = max(record[-1][0] for record in records.values()) or 1.0

@@ -1,4 +1,4 @@
-"""The summary of a local swarm, from its peers' journals and checkpoints: docs/PROTOCOL.md has its contract."""
+"""Summarise a local swarm from its peers' journals and checkpoints; docs/PROTOCOL.md defines the fields."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,19 +11,20 @@ from decentral.core.time_spent import TimeSpent
 from decentral.peers.startup.state import StateFolder
 
 NO_DEATHS: Mapping[int, str] = {}
-Summary = JsonObject  # the JSON object of `decentral.local --summary`
+Summary = JsonObject
 
 
 def summarise(
     folders: Sequence[Path], throttles: Sequence[float], seconds: float, deaths: Mapping[int, str] = NO_DEATHS
 ) -> Summary:
-    """Return what `decentral.local --summary` writes.
+    """Return the JSON object that `decentral.local --summary` writes.
 
     Args:
         folders: The peers' state folders.
-        throttles: The peers' slowness, in the same order.
-        seconds: For how long the swarm trained.
-        deaths: How peers have died, by number. Their losses and replicas do not count, since they are of another time.
+        throttles: The peers' slowdowns, in the same order.
+        seconds: How long the swarm trained.
+        deaths: For each dead peer, its index in `folders` and why it died. The losses and weights of dead peers are
+            ignored, because they are out of date.
     """
     totals = [PeerTotals.of(read(folder / "journal.jsonl")) for folder in folders]
     peers = [
@@ -47,7 +48,7 @@ def summarise(
 
 
 def _of_peer(totals: PeerTotals, throttle: float) -> JsonObject:
-    """What a peer did in its last life: `busy_fraction` is the share of training, throttling included."""
+    """Return what a peer has done since its last start. `busy_fraction` includes the pauses of a throttled peer."""
     work, shares = totals.work, _time_shares(totals.work.spent)
     outcomes = work.exchanges.outcomes
     return {
@@ -65,17 +66,20 @@ def _of_peer(totals: PeerTotals, throttle: float) -> JsonObject:
 
 
 def _time_shares(spent: TimeSpent) -> dict[str, float]:
-    """What the training thread spent its time on, from joining to the last step. The shares add up to one.
+    """Return how the training thread spent its time, in shares that sum to 1, rounded to 4 decimals.
 
-    `beside` is no part of the thread's time: the worker's processor time, in the same unit.
+    The additional key `beside` is the processor time of background work divided by the thread's total time.
     """
     shares = spent.shares() | {"beside": spent.beside / spent.total if spent.total else 0.0}
     return {name: round(share, 4) for name, share in shares.items()}
 
 
 def _of_replicas(folders: Sequence[Path]) -> tuple[float | None, float | None]:
-    """The held-out loss of the average of all checkpoints, and their spread around it; None if a layer is missing."""
-    from decentral.serving import replicas  # loads torch
+    """Return the held-out loss of the mean of all checkpoints, and the checkpoints' spread (`replicas.spread`).
+
+    Both are None if no checkpoint exists, or a layer is in no checkpoint.
+    """
+    from decentral.serving import replicas  # importing it loads torch, which is slow
 
     weights = [found for found in map(replicas.read, folders) if found is not None]
     run = StateFolder(folders[0]).read_run() if folders else None

@@ -1,7 +1,7 @@
-"""A map of a swarm: places that are near by delay are near on it, and links are drawn that carry something.
+"""Draw a map of a swarm and the links in use; the distance between two places on the map shows the delay between them.
 
-A place is a region, or a peer where these are few. A link has its rate (of the slower direction) and delay beside
-it, where there is room, and is red if it decides how long the whole takes.
+A place is a region, or a single peer in a small swarm. If there is room beside a link, its delay and the rate of its
+slower direction are written there. Bottlenecks are red. Start reading at `SwarmMap`. Shapes: N peers, P places.
 """
 
 import itertools
@@ -19,26 +19,27 @@ from decentral.view.canvas import DIM, INK, NAME_CHARS, RED, USED, colours, coun
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FEW_PEERS = 8  # each is a place of its own
-NAMED_PEERS = 32  # in the whole swarm: their names stand in their regions
-NAMED_PLACES = 24
-MOST_PLACES = 40
-DRAWN_LINKS = 60
-CHAR_IN, LINE_IN = 0.085, 0.17  # size of a character and of a line of text
-NOTE_IN = 0.2  # below the map
-PUSHES = 300  # of pushing places apart
+FEW_PEERS = 8  # with at most this many peers, the map shows each peer instead of regions
+NAMED_PEERS = 32
+NAMED_PLACES = 24  # a map with more places has smaller text, and does not list the peers of regions
+MOST_PLACES = 40  # the map shows at most this many places; beyond it, the smallest regions share one
+DRAWN_LINKS = 60  # at most this many links are drawn: all bottlenecks first, then those with the most traffic
+CHAR_IN, LINE_IN = 0.085, 0.17
+NOTE_IN = 0.2
+PUSHES = 300
 
 
 @dataclass(slots=True)
 class SwarmMap:
-    """Places of a topology, and what is drawn between them."""
+    """The places of a topology, and the text and colour of each place on the map."""
 
     topology: Topology
-    place_N: Ints = field(init=False)  # each peer's place
-    names: list[str] = field(init=False)  # of the places
-    colours: list[tuple[float, float, float]] = field(init=False)  # likewise
+    place_N: Ints = field(init=False)
+    names: list[str] = field(init=False)
+    colours: list[tuple[float, float, float]] = field(init=False)
 
     def __post_init__(self) -> None:
+        """Choose the places: one for each peer of a small swarm, else one for each region, but at most MOST_PLACES."""
         topology, region_N = self.topology, regions_of(self.topology)
         regions = list(dict.fromkeys(topology.regions))
         by_region = colours(len(regions))
@@ -54,7 +55,10 @@ class SwarmMap:
             self.colours = by_region
 
     def _with_others_together(self, region_N: Ints, regions: list[str]) -> None:
-        """The regions with the fewest peers share the last place: whoever likes names a region of its own."""
+        """Give the MOST_PLACES - 1 largest regions a place each, and all other regions the last place.
+
+        Peers choose the names of their regions, so there may be any number of regions.
+        """
         sizes = np.bincount(region_N)
         own = np.argsort(-sizes, kind="stable")[: MOST_PLACES - 1]
         place_of = np.full(len(regions), MOST_PLACES - 1)
@@ -65,7 +69,7 @@ class SwarmMap:
         self.colours = colours(MOST_PLACES)
 
     def _region_text(self, region: str) -> str:
-        """A region's name, and below it those of its peers, or their number."""
+        """Return two lines of text: the name of a region, and the names or the number of the peers in the region."""
         topology = self.topology
         own = [peer for peer, where in zip(topology.ids, topology.regions, strict=True) if where == region]
         names = [short_name(peer, region) for peer in own]
@@ -74,24 +78,33 @@ class SwarmMap:
 
     @property
     def count(self) -> int:
+        """Number of places."""
         return len(self.names)
 
     def colour_of(self, peer: int) -> tuple[float, float, float]:
+        """Return the colour of the place to which the peer with index `peer` belongs."""
         return self.colours[int(self.place_N[peer])]
 
     def between(self, used_NN: Floats) -> Floats:
-        """What is used between peers, added up between places, both directions together: places x places."""
+        """Return (P, P): for each two places, the sum of a matrix (N, N) over pairs of their peers, both directions."""
         count, place_N = self.count, self.place_N
         sums = np.zeros((count, count))
         np.add.at(sums, (place_N[:, None], place_N[None, :]), used_NN)
         return np.asarray(sums + sums.T)
 
     def crossed(self, used_NN: Floats) -> bool:
-        """Whether any link between two places is used."""
+        """Return whether the matrix of traffic `used_NN` is positive for two peers in different places."""
         return bool((self.between(used_NN) > 0)[~np.eye(self.count, dtype=bool)].any())
 
     def slowest(self, used_NN: Floats) -> Floats:
-        """1 for the slowest of the links between places that are used; none where all are equally fast."""
+        """Return (N, N): 1.0 for two peers if the link between their places is one of the slowest in use, else 0.0.
+
+        A link counts as one of the slowest if it is at most 5% faster than the slowest link. If all links in use are
+        so slow, all values are 0.0.
+
+        Args:
+            used_NN: (N, N) traffic of the links, in any unit; a link is in use if its traffic is positive.
+        """
         used, rate = self.between(used_NN) > 0, self._mean(self._rates())
         used &= ~np.eye(self.count, dtype=bool)
         rates = rate[used]
@@ -101,7 +114,7 @@ class SwarmMap:
         return np.asarray(slow[np.ix_(self.place_N, self.place_N)].astype(float))
 
     def draw(self, axes: "Axes", links: "MapLinks") -> None:
-        """Draws the places, and the links between them."""
+        """Draw the places and the links between them on these axes."""
         axes.set_axis_off()
         place = axes.get_window_extent()
         size = place.width / axes.figure.dpi, place.height / axes.figure.dpi - NOTE_IN
@@ -117,7 +130,7 @@ class SwarmMap:
             axes.text(0, -NOTE_IN, note, fontsize=7.5, color=DIM, va="bottom")
 
     def _note(self) -> str:
-        """What links inside places are like, and those between places where all are alike."""
+        """Return the note below the map: median rate and delay inside places; between places, only if all are equal."""
         rate, delay = self._rates(), self.topology.delay_s
         same = self.place_N[:, None] == self.place_N[None, :]
         inside, between = same & ~np.eye(len(same), dtype=bool), ~same
@@ -128,16 +141,16 @@ class SwarmMap:
         )
 
     def _all_alike(self) -> bool:
-        """Whether all links between places have one rate and one delay: then it stands once below the map."""
+        """Return whether all links between places have the same rate and delay."""
         between = self.place_N[:, None] != self.place_N[None, :]
         return bool(between.any()) and not any(np.ptp(of[between]) for of in (self._rates(), self.topology.delay_s))
 
     def _rates(self) -> Floats:
-        """A link's rate is that of its slower direction, in bytes/s: N x N."""
+        """Return (N, N) rates of the links in bytes/s, measured in the slower direction of each link."""
         return np.minimum(self.topology.bandwidth, self.topology.bandwidth.T)
 
     def _box(self, name: str) -> tuple[float, float]:
-        """Width and height of a place's text and frame, in inches."""
+        """Return the width and height of the frame around a place's text, in inches."""
         lines, size = name.split("\n") if self.count <= NAMED_PLACES else name.split("\n")[:1], self._font / 8.5
         return size * (0.2 + CHAR_IN * max(map(len, lines))), size * (0.16 + LINE_IN * len(lines))
 
@@ -146,10 +159,11 @@ class SwarmMap:
         return 8.5 if self.count <= NAMED_PLACES else 6.0
 
     def _far(self) -> Floats:
-        """The mean delay between places, in seconds."""
+        """Return (P, P) mean delays between places, in seconds."""
         return self._mean(self.topology.delay_s)
 
     def _mean(self, matrix: Floats) -> Floats:
+        """Return (P, P) means of a matrix (N, N) over the peers of each pair of places. Infinite values count as 0."""
         pairs = self.between(np.where(np.isfinite(matrix), matrix, 0.0))
         sizes = np.bincount(self.place_N, minlength=self.count).astype(float)
         return np.asarray(pairs / (2 * np.outer(sizes, sizes)))
@@ -184,15 +198,15 @@ class SwarmMap:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MapLinks:
-    """How much each link between two peers carries, in any unit, and which ones decide how long it takes: N x N."""
+    """Inputs of `SwarmMap.draw`: which links between peers to draw, and how."""
 
-    used: Floats
-    red: Floats
-    wide_is_fast: bool = False  # the width of a line is the link's rate, not what it carries
+    used: Floats  # (N, N) traffic of each link
+    red: Floats  # (N, N) links with a value above 0 are bottlenecks and drawn red
+    wide_is_fast: bool = False  # whether wider lines mean faster links, not more traffic
 
 
 def matrix_of(topology: Topology, pairs: Mapping[tuple[str, str], float]) -> Floats:
-    """Numbers of pairs of peer ids as an N x N matrix."""
+    """Return an (N, N) matrix of the values in `pairs`, whose keys are pairs of peer ids. Other entries are 0."""
     index = {peer: number for number, peer in enumerate(topology.ids)}
     found = np.zeros((len(topology), len(topology)))
     for (a, b), value in pairs.items():
@@ -201,7 +215,10 @@ def matrix_of(topology: Topology, pairs: Mapping[tuple[str, str], float]) -> Flo
 
 
 def _positions(far: Floats) -> Floats:
-    """Coordinates whose distances resemble the delays (classical scaling); a ring where all delays are equal."""
+    """Return (P, 2) coordinates whose distances approximate the delays `far` (P, P), by classical scaling.
+
+    If all delays are equal or there are fewer than three places, the places lie on a circle. Source: Torgerson, 1952.
+    """
     count = len(far)
     angle = 2 * np.pi * np.arange(count) / count + np.pi / 4
     ring: Floats = np.stack((np.cos(angle), np.sin(angle)), axis=1)
@@ -215,14 +232,14 @@ def _positions(far: Floats) -> Floats:
 
 
 def _fitted(places: Floats, size: tuple[float, float], boxes: Floats) -> Floats:
-    """The places stretched over the drawing, in inches, so that their boxes are inside."""
+    """Scale coordinates (P, 2) to a drawing of `size` inches so that the text boxes of all places are inside."""
     low, span = places.min(axis=0), np.maximum(np.ptp(places, axis=0), 1e-12)
     edge = boxes.max(axis=0) / 2 + 0.05
     return np.asarray(edge + (places - low) / span * np.maximum(np.array(size) - 2 * edge, 0.1))
 
 
 def _apart(places: Floats, boxes: Floats, size: tuple[float, float]) -> Floats:
-    """Pushes boxes apart that cover each other, or nearly, and keeps them inside."""
+    """Move overlapping text boxes apart in at most PUSHES iterations, and return their coordinates (P, 2) in inches."""
     places, half = places.copy(), boxes / 2
     for _ in range(PUSHES):
         moved = False
@@ -243,9 +260,10 @@ def _apart(places: Floats, boxes: Floats, size: tuple[float, float]) -> Floats:
 def _free_place(
     a: Floats, b: Floats, text: str, taken: list[tuple[float, float, float, float]], needed: bool
 ) -> tuple[float, float] | None:
-    """A place on the line from a to b where the text covers nothing that is `taken`; it is then. None: there is none.
+    """Return a point on the line from a to b at which a text covers no box in `taken`, and add its box to `taken`.
 
-    A text that is `needed` may stand beside the line, and at worst on something else.
+    If no point on the line is free, return None. If `needed` is True, try points beside the line as well; if they
+    are not free either, return the middle of the line.
     """
     width, height = 0.062 * len(text), 0.15
     across = np.array([a[1] - b[1], b[0] - a[0]]) / max(1e-9, float(np.hypot(b[0] - a[0], b[1] - a[1])))

@@ -1,4 +1,4 @@
-"""What a peer shows its user: a live view on a terminal, or a line every few seconds."""
+"""Show the state of a running peer to its user: as a live view on a terminal, or as lines of text."""
 
 import shlex
 from collections.abc import Sequence
@@ -21,32 +21,35 @@ from decentral.peers.runtime.progress import Evaluations
 from decentral.peers.runtime.setup import NodeSetup
 from decentral.peers.startup.invitation_files import founder_path
 
-LONG_STEP_S = 15.0  # of a first step, after which the user is told
-MOST_CHANGES = 8  # peers that came or went, named between two updates
-REASON_CHARS = 500  # of why a peer has stopped
+LONG_STEP_S = 15.0
+MOST_CHANGES = 8
+REASON_CHARS = 500  # longer texts of warnings and reasons are cut to this many characters
 
 
 class Display(Protocol):
-    """Shows a node from its start to its end."""
+    """Interface of a display of one running peer; implemented by LineDisplay and LiveDisplay."""
 
-    interval_s: float  # between two updates
+    interval_s: float
 
-    def introduce(self, node: Node, folder: Path) -> None: ...
+    def introduce(self, node: Node, folder: Path) -> None:
+        """Show the run, the device, and how other peers join; `folder` is the state folder."""
 
     def update(self, node: Node, now: Seconds, troubles: Sequence[str] = ()) -> None:
-        """`troubles`: what is wrong with this machine, a line each."""
+        """Show who joined or left, the present figures, and `troubles`: warnings about this machine, one line each."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the display."""
 
 
 class Company:
-    """Which peers a display has shown, so that it can tell who came and who left."""
+    """The other peers that a display knows; `changes` compares them with the peers that are present now."""
 
     def __init__(self) -> None:
+        """Begin without known peers. The first comparison makes all present peers known, and reports no change."""
         self._shown: set[PeerId] | None = None
 
     def changes(self, node: Node) -> list[str]:
-        """Return a line for each peer that came or left since the last call, none before this peer trains."""
+        """Return a line for each peer that joined or left since the last call; [] while this peer does not train."""
         if node.phase is not NodePhase.TRAINING:
             return []
         here = set(node.roster.live)
@@ -60,36 +63,41 @@ class Company:
 
 
 class LineDisplay:
-    """A line of figures every few seconds."""
+    """A display that prints a line of figures every few seconds."""
 
     interval_s = 5.0
 
     def __init__(self) -> None:
+        """Begin without known peers, so that the first update reports no peer as joined."""
         self._company = Company()
 
     def introduce(self, node: Node, folder: Path) -> None:
+        """Print the run, the device, and how other peers join."""
         say(introduction(node, folder))
 
     def update(self, node: Node, now: Seconds, troubles: Sequence[str] = ()) -> None:
+        """Print who joined or left, a line of figures, and the warnings in `troubles`."""
         for change in self._company.changes(node):
             say(change)
         shown = figures(node, now)
         if node.phase is NodePhase.JOINING:
-            stage(f"joining; {shown['peers']} peers are known, {shown['received']} received")
+            stage(f"joining; known peers: {shown['peers']}, received: {shown['received']}")
         else:
             say("  ".join(f"{name} {value}" for name, value in shown.items()))
         for trouble in (*troubles, *first_step(node, now)):
             say(f"warning: {printable(trouble, REASON_CHARS)}")
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Do nothing, because printed lines need no cleanup."""
 
 
 class LiveDisplay:
-    """A progress bar towards --stop-after over a table of figures and a table of peers."""
+    """A display that updates in place: a progress bar towards --stop-after, a table of figures, a table of peers."""
 
     interval_s = 0.5
 
     def __init__(self, console: Console | None = None) -> None:
+        """Prepare the view on this console, or on stdout."""
         self._company, self._console = Company(), console or Console(highlight=False)
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[end]}")
@@ -98,10 +106,12 @@ class LiveDisplay:
         self._live = Live(self._bar, console=self._console, refresh_per_second=4)
 
     def introduce(self, node: Node, folder: Path) -> None:
+        """Print the run, the device, and how other peers join; begin the live view."""
         self._console.print(introduction(node, folder), soft_wrap=True, markup=False)
         self._live.start()
 
     def update(self, node: Node, now: Seconds, troubles: Sequence[str] = ()) -> None:
+        """Print who joined or left, and update the view with the present figures and the warnings in `troubles`."""
         for change in self._company.changes(node):
             self._console.print(change, markup=False)
         done, total, end = _progress(node, now)
@@ -113,16 +123,17 @@ class LiveDisplay:
         self._live.update(Group(self._bar, _table(node, now), _peers(node), *warnings))
 
     def close(self) -> None:
+        """End the live view."""
         self._live.stop()
 
 
 def say(text: str) -> None:
-    """Print a line for the user, at once."""
+    """Print a line for the user and flush stdout."""
     print(text, flush=True)
 
 
 def first_step(node: Node, now: Seconds) -> list[str]:
-    """Return a line where this process's first step takes longer than LONG_STEP_S, none otherwise."""
+    """Return a warning if the first step of this process takes longer than LONG_STEP_S, else []."""
     progress = node.progress
     if node.phase is not NodePhase.TRAINING or progress.tokens or progress.joined_at is None:
         return []
@@ -132,35 +143,34 @@ def first_step(node: Node, now: Seconds) -> list[str]:
 
 
 def introduction(node: Node, folder: Path) -> str:
-    """What the user reads first: the run, the device, and how others join."""
+    """Return the text that a user reads first: the run, the device, and how other peers join."""
     setup, profile = node.setup, node.setup.profile
     parameters = sum(fragment.parameters for fragment in setup.fragments)
-    speed = f"{profile.tokens_per_s:,.0f}" if profile.tokens_per_s else "its first steps will tell its"
+    speed = f"{profile.tokens_per_s:,.0f}" if profile.tokens_per_s else "its first steps will measure its"
     adapters = setup.config.model.lora is not None
     trained = "trained parameters (adapters; the other weights are frozen)" if adapters else "parameters"
     return (
         f"run {setup.run}: {parameters / 1e6:.2f} M {trained} in {plural(len(setup.fragments), 'fragment')}\n"
         f"peer {setup.own.peer} on {profile.device}: {speed} tokens/s\n"
-        f"state in {folder}; go on later with: python -m decentral.peer --state-dir {shlex.quote(str(folder))}\n"
+        f"state in {folder}; continue later with: python -m decentral.peer --state-dir {shlex.quote(str(folder))}\n"
         f"others join with:\n    {' '.join(['python -m decentral.peer --join', setup.addresses[0], *_needed(setup)])}"
     )
 
 
 def openness(setup: NodeSetup, folder: Path) -> str:
-    """Who may join, in one line."""
+    """Return a line that says who may join the swarm."""
     if setup.private is None:
         public = "this swarm is public: anybody who has an address may join, read the weights and change them"
         if (used := setup.config.gossip.algorithm) == "pull":
             return public
-        return f"{public}; with gossip.algorithm={used} one hostile peer can undo training; pull is made against that"
+        return f"{public}; with gossip.algorithm={used} one hostile peer can undo training; pull limits that"
     if founder_path(folder).exists():
         return f"this swarm is private; invite others with: python -m decentral.invite --state-dir {folder} --for NAME"
-    return "this swarm is private: only those whom its founder has invited take part"
+    return "this swarm is private: only peers that its founder has invited may join"
 
 
 def _needed(setup: NodeSetup) -> list[str]:
-    """Return the flags without which nobody can join, in the sense of ReceivedConfig.adopt: no peer takes code or paths
-    from another."""
+    """Return the flags that a user must give each joining peer, since peers accept no code or paths from each other."""
     model, data = setup.config.model, setup.config.data
     reads_folder = model.lora is not None and model.weights is not None
     needed = {
@@ -174,7 +184,14 @@ def _needed(setup: NodeSetup) -> list[str]:
 
 
 def farewell(node: Node, folder: Path, reason: str, unsaved: str = "") -> None:
-    """Prints what the user reads last. `unsaved`: why there is no checkpoint of the end."""
+    """Print the last line for the user: why the peer stopped, what it trained, and where its state is.
+
+    Args:
+        node: The peer.
+        folder: The peer's state folder.
+        reason: Why the peer stopped.
+        unsaved: Why the last checkpoint could not be written; "" if it was written.
+    """
     progress = node.progress
     done = f"after {progress.tokens:,} tokens, loss {progress.losses}"
     why, said = printable(unsaved, REASON_CHARS), printable(reason, REASON_CHARS)
@@ -190,7 +207,7 @@ def farewell(node: Node, folder: Path, reason: str, unsaved: str = "") -> None:
 
 
 def figures(node: Node, now: Seconds) -> dict[str, str]:
-    """The figures of both displays, by their names."""
+    """Return the name and the text of each figure that both displays show."""
     progress = node.progress
     return {
         "step": f"{progress.step}",
@@ -212,13 +229,13 @@ def _held_out(known: Evaluations, now: Seconds) -> str:
 
 
 def _windows(node: Node) -> str:
-    """How long windows are now, and which bound stretches them."""
+    """Return the present length of a gossip window and, if the window was lengthened, the reason."""
     count, bound = node.gossip.windows
     return f"{node.selection.window_s() * count:g} s" + (f" ({bound})" if bound else "")
 
 
 def _busy(node: Node) -> str:
-    """Training's share of the training thread's time, and what else took a per cent of it or more."""
+    """Return the shares of the training thread's time for training and for other kinds of work above 1%."""
     shares = node.progress.spent.shares()
     training = shares.pop("training")
     aside = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.01)
@@ -247,6 +264,7 @@ def _peers(node: Node) -> Table:
 
 
 def _progress(node: Node, now: Seconds) -> tuple[float, float | None, str]:
+    """Return the progress towards --stop-after, the goal (None if there is no goal), and a text that shows both."""
     goal, progress = node.progress.stop_after, node.progress
     if node.phase is not NodePhase.TRAINING or goal is None:
         return 0.0, None, ""

@@ -27,7 +27,7 @@ JOIN_WAIT = ["--join-wait", "600"]
 
 @ray.remote(num_cpus=0)
 def first_address(folder: str) -> tuple[str, str]:
-    """This node's id, and the address of the peer that will run here with this folder."""
+    """Return this node's id, and the address of the peer that will run here with this folder."""
     with socket.socket() as free:
         free.bind(("", 0))
         place = f"/ip4/{ray.util.get_node_ip_address()}/tcp/{free.getsockname()[1]}"
@@ -38,7 +38,7 @@ def first_address(folder: str) -> tuple[str, str]:
 
 @ray.remote(max_retries=-1)
 def run_peer(folder: str, flags: list[str]) -> int:
-    """Runs a peer until it ends. Where Ray ends this task first, the peer saves and leaves. Returns its exit code."""
+    """Run a peer and return its exit code. If Ray ends this task first, the peer saves and leaves."""
     command = [sys.executable, "-m", "decentral.peer", "--plain", "--state-dir", folder, *flags]
     peer = subprocess.Popen(command, start_new_session=True)
     try:
@@ -52,6 +52,7 @@ def run_peer(folder: str, flags: list[str]) -> int:
 
 
 def main() -> int:
+    """Start the swarm's peers as Ray tasks, wait for them, and return their largest exit code."""
     flags = parse()
     ray.init()
     folders = [str(Path(flags.state).absolute() / str(number)) for number in range(flags.peers)]
@@ -74,13 +75,14 @@ def main() -> int:
 
 
 def leave(tasks: list[ray.ObjectRef]) -> None:
-    """Ends the tasks that still run, and waits until their peers have saved."""
+    """End the tasks that still run, and wait until their peers have saved."""
     for task in tasks:
         ray.cancel(task)
     ray.wait(tasks, num_returns=len(tasks), timeout=LEAVE_S)
 
 
 def parse() -> argparse.Namespace:
+    """Return the flags of the command line."""
     parser = argparse.ArgumentParser(description="A swarm on a Ray cluster.")
     parser.add_argument("--peers", type=int, default=3, metavar="N")
     parser.add_argument("--cpus", type=float, default=1, help="of a peer")

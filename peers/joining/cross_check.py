@@ -1,11 +1,12 @@
-"""Compares samples of what a donor sent with what two other peers hold there, so that no donor is believed alone.
+"""Compare samples of a donor's state with the same bytes of two other peers (witnesses), to detect a lying donor.
 
-A fast donor gives most of a newcomer's pieces. Replicas of honest peers differ by little, so where a sample is far from
-the median of three peers' numbers, its donor is left out and all that it sent is fetched again. Samples are drawn after
-the pieces have come, and a donor cannot tell which they will be: for each fragment and donor one at random, and the one
-around the largest number that it sent, so that what was not sampled is no larger than what was.
+The replicas of honest peers differ only a little. If a donor's sample is far from the median of the three peers'
+samples, the donor is not asked again, and every fragment with a piece from the donor is fetched again.
 
-With fewer than three peers nobody can tell who is right, and nothing is compared.
+Two samples are checked for each fragment and donor: a random sample, and the sample with the largest number that the
+donor sent. Both are chosen after the donor's pieces have arrived, so that the donor cannot predict them.
+
+A sample needs two witnesses: with one witness, nobody could tell whether the donor or the witness is wrong.
 """
 
 from collections.abc import Sequence
@@ -20,64 +21,75 @@ from decentral.core.reasons import Reason
 from decentral.core.synthetic import Blob, SyntheticBlob
 from decentral.core.units import KiB
 
-SAMPLE_BYTES = 2 * KiB  # smaller than what is paced (comm/net/uplink_queue.py): it waits behind no piece
-SAMPLE_DEADLINE_S = 10.0
-WITNESSES = 2  # peers that each sample is compared with: one liar of three does not move the median far
-MOST_WITNESSES = 4  # witnesses asked for one sample until two have answered
-MOST_DISTANCE = 0.5  # of a sample from the median, over the median's length; honest replicas differed by 0.14
-MOST_SPREADS = 4.0  # and in distances of the two others from each other, where that is more
-ACCUSED_SHARE = 3  # of so many peers one may be left out for this: where most differ, replicas do
+SAMPLE_BYTES = 2 * KiB  # a check compares this many bytes of a piece, few enough to overtake pieces in the uplink queue
+SAMPLE_DEADLINE_S = 10.0  # a request to a witness (another holder of the bytes) fails after this time
+WITNESSES = 2  # two other holders check each sample: the median of three values withstands one liar
+MOST_WITNESSES = 4  # at most this many peers are asked to check one sample, in case some do not answer
+MOST_DISTANCE = 0.5  # a false sample is further from the median than this share of the median's norm (honest: 0.14)
+MOST_SPREADS = 4.0  # a false sample is further from the median than this many times the distance between the other two
+ACCUSED_SHARE = 3  # at most a third of the peers is excluded as liars; if more differ, honest peers have drifted apart
 
 
 @dataclass(slots=True)
 class DonorSample:
-    """What a donor said of one place, and what others hold there."""
+    """The bytes that a donor sent for one offset of a fragment's state, and the bytes that witnesses sent for it."""
 
     donor: PeerId
     said: Blob
-    version: tuple[int, bytes]  # step and version of the fragment
-    left: list[PeerId]  # peers that may be asked yet
-    held: list[bytes] = field(default_factory=list)  # by the witnesses that have answered
-    under_way: int = 0
+    version: tuple[int, bytes]  # (learning-rate step, version); in a synchronous run, only equal versions are compared
+    left: list[PeerId]  # holders that can still be asked to compare the bytes
+    held: list[bytes] = field(default_factory=list)  # the bytes that each witness has sent
+    under_way: int = 0  # number of requests to witnesses without an answer yet
 
     def ask(self) -> PeerId:
-        """Return the witness that is asked now."""
+        """Remove the next witness from `self.left`, count it as asked, and return it."""
         self.under_way += 1
         return self.left.pop(0)
 
     def answered(self, held: bytes | None) -> None:
-        """Take what a witness holds there; None: nothing that can be compared."""
+        """Record the bytes of a witness; `held` is None if the request failed or the bytes cannot be compared."""
         self.under_way -= 1
         if held is not None:
             self.held.append(held)
 
     @property
     def wanted(self) -> int:
-        """How many more witnesses are to be asked now."""
+        """Return how many further witnesses to ask now to get WITNESSES answers."""
         return min(len(self.left), WITNESSES - len(self.held) - self.under_way)
 
     @property
     def over(self) -> bool:
-        """Whether two have answered, or none is left that could."""
+        """Return whether WITNESSES witnesses have answered, or no further answer can come."""
         return len(self.held) >= WITNESSES or (not self.left and not self.under_way)
 
 
 def largest(piece: Blob) -> tuple[float, int]:
-    """The largest magnitude of the numbers in a piece, and the byte at which the sample around it begins.
+    """Return the largest magnitude among a piece's fp32 numbers, and the offset of the sample that contains it.
 
-    States travel as fp32. Raises ProtocolError for a number that is not finite.
+    Returns:
+        (magnitude, offset in bytes); (0.0, 0) if a simulated piece has no numbers, or the length is no multiple of 4.
+
+    Raises:
+        ProtocolError: If a number is not finite.
     """
     if isinstance(piece, SyntheticBlob) or len(piece) % 4:
         return 0.0, 0
     sizes = np.abs(_numbers(piece))
     at = int(sizes.argmax())
-    if not np.isfinite(sizes[at]):  # argmax finds what is no number first
-        raise ProtocolError(Reason.NAN, "a state with a number that is not finite")
+    if not np.isfinite(sizes[at]):  # argmax returns the position of NaN if there is one
+        raise ProtocolError(Reason.NAN, "a donated state must have finite numbers only, but has NaN or infinity")
     return float(sizes[at]), 4 * at // SAMPLE_BYTES * SAMPLE_BYTES
 
 
 def differs(sample: DonorSample, exact: bool) -> bool:
-    """Whether the donor's numbers are none that an honest replica holds; `exact`: replicas are equal."""
+    """Return whether a donor's sample is too far from the bytes of two witnesses to be from an honest replica.
+
+    Args:
+        sample: The donor's and witnesses' bytes. With fewer than WITNESSES witnesses, or with a number that is not
+            finite, the result is False.
+        exact: Whether replicas are bit-identical. If so, the result is True if the witnesses agree with each other
+            and not with the donor.
+    """
     if len(sample.held) < WITNESSES or any(map(_not_comparable, (sample.said, *sample.held))):
         return False
     if exact:
@@ -91,6 +103,7 @@ def differs(sample: DonorSample, exact: bool) -> bool:
 
 
 def most_accused(peers: Sequence[PeerId]) -> int:
+    """Return how many of these peers may be excluded as liars: a third (ACCUSED_SHARE) of them, but at least 1."""
     return max(1, len(peers) // ACCUSED_SHARE)
 
 

@@ -1,16 +1,23 @@
-"""The other side of a join: a donor's fragments, given to newcomers piece by piece.
+"""The donor's side of a join: send a peer's fragments to newcomers, piece by piece. Start at `Donor`.
 
-The worker encodes a fragment's state when a newcomer asks for it. The export is reused for EXPORT_KEPT_S; one
-who has begun to fetch it may take FINISHED_S more, so that a large state on a slow link is not encoded again and again.
-For peers without a record STRANGER_EXPORTS fragments at a time are encoded; further questions wait until one of these
-was taken whole, or is forgotten. So strangers do not keep the worker encoding, and there is never more than one copy of
-the fragments that this peer holds.
-MOST_SERVED newcomers at a time are served; the others are told that the donor is busy, and ask elsewhere or later.
+When a newcomer requests a fragment, the worker thread encodes the fragment's state. The encoded state is called an
+export. It is reused for EXPORT_KEPT_S, and for FINISHED_S longer by newcomers that have begun to fetch it, so that a
+newcomer with a slow link does not cause the same state to be encoded again and again.
+
+For strangers (peers whose record is not known), at most STRANGER_EXPORTS fragments are encoded at a time, so that
+strangers cannot keep the worker busy. A stranger's request for another fragment waits until one of these exports was
+fetched completely or has expired.
+
+At most MOST_SERVED newcomers are served at a time, since no piece would arrive before its deadline if many newcomers
+shared a slow uplink. While many pieces wait for the uplink (MOST_OWED_S), only one newcomer is admitted in every
+PIECE_DEADLINE_S; so a newcomer that never stops requesting pieces cannot keep all others out. A newcomer that is not
+admitted is refused as BUSY.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.messages import Refused, StateChunk, StateRequest
@@ -20,53 +27,81 @@ from decentral.core.fragments import Fragment, Layout
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import RetainedExported, RetainedStates
 from decentral.core.reasons import Reason
-from decentral.core.units import Seconds
+from decentral.core.units import MiB, Seconds
+from decentral.peers.joining.fetch import PIECE_DEADLINE_S
 
-MOST_SERVED = 8  # newcomers at a time: eight that are done soon are donors themselves
-STRANGERS_SERVED = 4  # of them, those whose record we do not know: they may have any number of names
-STRANGER_EXPORTS = 2  # fragments that are encoded, or kept, because of strangers alone
-MOST_WAITING = 32  # questions that wait for an export: a quarter of those answered at once (comm/net/fair_shares.py)
-SERVED_S = 5.0  # time after its last request until a newcomer's place goes to another one
-EXPORT_KEPT_S = 5.0  # any longer, and newcomers would start too far behind the swarm
-FINISHED_S = 25.0
+MOST_SERVED = 8  # at most this many newcomers are served at a time, since fewer finish sooner and can then serve others
+STRANGERS_SERVED = 4  # at most this many newcomers without a known record, as an attacker may have many ids
+STRANGER_EXPORTS = 2  # at most this many fragments are encoded or kept only for peers without a known record
+MOST_WAITING = 32  # at most this many requests wait until a fragment is encoded: a quarter of all streams (MAX_STREAMS)
+SERVED_S = 5.0  # a newcomer stays admitted at least this long after its last request or piece
+MOST_OWED_S = 2.0  # no newcomer is admitted while the uplink needs longer than this to send all waiting pieces
+FP32_BYTES = 4
+MOST_OWED = 4 * MiB  # if the uplink's rate is unknown, no newcomer is admitted while more than this waits to be sent
+EXPORT_KEPT_S = 5.0  # after this time, an encoded state is too old for a newcomer that has not begun to fetch it
+FINISHED_S = 25.0  # a newcomer that began in time gets this much longer to fetch the rest of an encoded state
 
 ExportName = tuple[int, bool]
-"""A fragment, and whether the export is its retained state on the disk (else it is its live state)."""
+"""A fragment's index, and whether the export is its retained state on the disk (else of the weights in training)."""
 
 
 @dataclass(slots=True)
 class Export:
-    step: int  # learning-rate step of this state
+    """One fragment's encoded state, kept so that several newcomers can fetch it piece by piece."""
+
+    step: int
     layout: Layout
     blob: bytes
     expires_at: Seconds
-    version: bytes = bytes(16)
-    begun: Counter[PeerId] = field(default_factory=Counter)  # bytes that newcomers have of it
+    version: bytes = bytes(16)  # the fragment's version in a synchronous run; else zeros
+    begun: Counter[PeerId] = field(default_factory=Counter)
 
     def serves(self, newcomer: PeerId, now: Seconds) -> bool:
+        """Return whether this newcomer may fetch the export; a newcomer that has begun has FINISHED_S more time."""
         return now < self.expires_at + (FINISHED_S if newcomer in self.begun else 0.0)
+
+
+class MeasuredUplink(Protocol):
+    """Interface that measures the rate of our uplink; `Meter` (comm/wire/meter.py) implements it."""
+
+    def best_up(self) -> float | None:
+        """Return the rate of the fastest recent upload in bytes/s; None before the first upload."""
 
 
 @dataclass(slots=True)
 class Donor:
-    """Answers every StateRequest with a piece, at once or when the worker has encoded it, or with a refusal."""
+    """The state machine that answers newcomers' StateRequests with pieces of this peer's fragments, or refuses them."""
 
     run: RunId
-    fragments: Sequence[Fragment]  # fragments that this peer holds
-    retained: RetainedStates = ()  # states on the disk of fragments that this peer has given up
-    exact: bool = False  # whether an export of an earlier step than the present one is useless (synchronous runs)
+    fragments: Sequence[Fragment]
+    retained: RetainedStates = ()  # states of fragments that this peer gave up but keeps on disk
+    uplink: MeasuredUplink | None = None
+    exact: bool = False  # whether the run is synchronous: only states of the present step may be sent
     exports: dict[ExportName, Export] = field(default_factory=dict)
+    # requests that wait until a state is encoded: (number, newcomer, request)
     _waiting: dict[ExportName, list[tuple[int, PeerId, StateRequest]]] = field(default_factory=dict)
-    _served: dict[PeerId, Seconds] = field(default_factory=dict)  # when each newcomer has last asked
-    _strangers: set[PeerId] = field(default_factory=set)  # of those that are served
-    _unknown: set[PeerId] = field(default_factory=set)  # those that wait for an export, and have no record yet
+    _served: dict[PeerId, Seconds] = field(default_factory=dict)  # until when each newcomer stays admitted
+    _owed: float = 0.0  # bytes queued for the uplink at time `_owed_at`
+    _owed_at: Seconds = 0.0
+    _admitted_at: Seconds = 0.0
+    _strangers: set[PeerId] = field(default_factory=set)  # the newcomers in `_served` whose records are not known
+    _unknown: set[PeerId] = field(default_factory=set)  # peers without a known record whose requests wait
     _encoding: set[ExportName] = field(default_factory=set)
-    _for_strangers: set[ExportName] = field(default_factory=set)  # what is encoded or kept because of strangers alone
+    _for_strangers: set[ExportName] = field(default_factory=set)
 
     def asked(
         self, request: int, sender: PeerId, pull: StateRequest, step: int, now: Seconds, known: bool = True
     ) -> list[Effect]:
-        """`step`: the learning-rate step of the live weights now. `known`: whether we know the newcomer's record."""
+        """Answer a StateRequest, or keep it until the worker has encoded the fragment.
+
+        Args:
+            request: Number of the request, for the reply.
+            sender: The newcomer.
+            pull: The request: fragment, offset and length in bytes, and whether to send a state retained on disk.
+            step: Learning-rate step of the weights in training.
+            now: Unix time in seconds.
+            known: Whether the newcomer's record is known; if not, the limits for strangers apply.
+        """
         if not self._admits(sender, now, known):
             return [_refuse(request, Reason.BUSY)]
         held = (index for index, _ in self.retained) if pull.kept else (fragment.index for fragment in self.fragments)
@@ -76,7 +111,7 @@ class Donor:
         export = self.exports.get(name)
         outdated = self.exact and export is not None and not pull.kept and export.step != step
         if export is not None and export.serves(sender, now) and not outdated:
-            return [self._piece(request, sender, pull, export), *self._encode()]
+            return [self._piece(request, sender, pull, export, now), *self._encode()]
         if sum(map(len, self._waiting.values())) >= MOST_WAITING:
             return [_refuse(request, Reason.BUSY)]
         self._waiting.setdefault(name, []).append((request, sender, pull))
@@ -87,7 +122,14 @@ class Donor:
     def exported(
         self, done: jobs.StateExported | RetainedExported, step: int, now: Seconds, version: bytes = bytes(16)
     ) -> list[Effect]:
-        """The worker has encoded a state, or has none: then its layout is empty."""
+        """Keep a state that the worker has encoded, and answer the requests that wait for it.
+
+        Args:
+            done: The worker's result. If its layout is empty, the state does not exist, and the requests are refused.
+            step: Learning-rate step of the weights in training.
+            now: Unix time in seconds.
+            version: The fragment's version in a synchronous run.
+        """
         name = (done.fragment, isinstance(done, RetainedExported))
         waiting = self._waiting.pop(name, [])
         self._encoding.discard(name)
@@ -96,30 +138,33 @@ class Donor:
             return [_refuse(request, Reason.FRAGMENT) for request, _, _ in waiting]
         own_step = done.step if isinstance(done, RetainedExported) else step
         export = self.exports[name] = Export(own_step, done.layout, done.blob, now + EXPORT_KEPT_S, version)
-        return [self._piece(request, sender, pull, export) for request, sender, pull in waiting] + self._encode()
+        return [self._piece(request, sender, pull, export, now) for request, sender, pull in waiting] + self._encode()
 
     def hold(self, fragments: Sequence[Fragment]) -> None:
-        """From now on this peer holds these fragments."""
+        """Serve only these fragments from now on, because this peer now holds other layers."""
         self.fragments = fragments
 
     def changed(self, event: jobs.SpanChanged) -> None:
-        """The training thread has changed the layers, or could not: the disk may retain other states."""
+        """Record which states this peer retains on its disk after a change of its layers, unless the change failed."""
         if event.accepted:
             self.retained = event.kept
 
     def forget_old(self, now: Seconds) -> list[Effect]:
-        """Forgets the exports that nobody may want any more, and has those encoded that have waited for it."""
+        """Drop the encoded states that have expired, and return jobs to encode states that newcomers wait for.
+
+        A stranger may have had to wait until now, because STRANGER_EXPORTS states were kept for other strangers.
+        """
         self.exports = {name: one for name, one in self.exports.items() if now < one.expires_at + FINISHED_S}
         self._for_strangers &= self.exports.keys() | self._encoding
         return self._encode() if self._waiting else []
 
     def recognise(self, knows: Callable[[PeerId], bool]) -> list[Effect]:
-        """Records have come: some of those that wait are no strangers any more."""
+        """Stop limiting newcomers whose record is known by now, and return jobs to encode what they have requested."""
         self._unknown = {peer for peer in self._unknown if not knows(peer)}
         return self._encode()
 
     def _encode(self) -> list[Effect]:
-        """What the worker encodes now of the fragments that newcomers wait for."""
+        """Return jobs to encode the requested fragments; if only strangers requested them, at most STRANGER_EXPORTS."""
         effects: list[Effect] = []
         for name, waiting in self._waiting.items():
             by_strangers = all(sender in self._unknown for _, sender, _ in waiting)
@@ -133,25 +178,50 @@ class Donor:
         return effects
 
     def _admits(self, newcomer: PeerId, now: Seconds, known: bool) -> bool:
-        """Whether this newcomer is one of those that are served."""
+        """Admit this newcomer unless a limit is reached, and return whether it may be served."""
         if known:
             self._strangers.discard(newcomer)
             self._unknown.discard(newcomer)
         if newcomer not in self._served:
             if len(self._served) >= MOST_SERVED or not known:
-                self._served = {peer: at for peer, at in self._served.items() if now < at + SERVED_S}
+                waiting = {sender for questions in self._waiting.values() for _, sender, _ in questions}
+                self._served = {peer: until for peer, until in self._served.items() if now < until or peer in waiting}
                 self._strangers &= self._served.keys()
-            if len(self._served) >= MOST_SERVED or (not known and len(self._strangers) >= STRANGERS_SERVED):
+            may_wait = now < self._admitted_at + PIECE_DEADLINE_S
+            is_full = len(self._served) >= MOST_SERVED or (may_wait and self._owes_much(now))
+            if is_full or (not known and len(self._strangers) >= STRANGERS_SERVED):
                 return False
             if not known:
                 self._strangers.add(newcomer)
-        self._served[newcomer] = now
+            self._admitted_at = now
+        self._served[newcomer] = max(self._served.get(newcomer, 0.0), now + SERVED_S)
         return True
 
-    def _piece(self, request: int, newcomer: PeerId, pull: StateRequest, export: Export) -> Reply:
+    def _owes_much(self, now: Seconds) -> bool:
+        """Return whether our uplink must still send so many pieces that no further newcomer may be admitted."""
+        sizes = {(one.index, False): FP32_BYTES * one.parameters for one in self.fragments}
+        asked = ((pull.length, sizes.get(name)) for name, some in self._waiting.items() for _, _, pull in some)
+        owed = self._still_owed(now) + sum(min(length, size or length) for length, size in asked)
+        measured = self._measured()
+        return owed > (MOST_OWED if measured is None else MOST_OWED_S * measured)
+
+    def _still_owed(self, now: Seconds) -> float:
+        """Return an estimate of the bytes of pieces that our uplink has not sent yet."""
+        return max(0.0, self._owed - (now - self._owed_at) * self._rate())
+
+    def _rate(self) -> float:
+        """Return the rate of our uplink in bytes/s; 140 kB/s if it was not measured."""
+        return self._measured() or MOST_OWED / PIECE_DEADLINE_S
+
+    def _measured(self) -> float | None:
+        return self.uplink.best_up() if self.uplink else None
+
+    def _piece(self, request: int, newcomer: PeerId, pull: StateRequest, export: Export, now: Seconds) -> Reply:
         piece = export.blob[pull.offset : pull.offset + pull.length]
         export.begun[newcomer] += len(piece)
-        if export.begun[newcomer] >= len(export.blob):  # a stranger that takes all of it may have the next one
+        self._owed, self._owed_at = self._still_owed(now) + len(piece), now
+        self._served[newcomer] = now + SERVED_S + self._owed / self._rate()
+        if export.begun[newcomer] >= len(export.blob):  # once sent, it does not count for STRANGER_EXPORTS
             self._for_strangers.discard((pull.fragment, pull.kept))
         if not piece:
             return _refuse(request, Reason.OFFSET)

@@ -1,9 +1,11 @@
-"""Fetches fragments' state from several peers at once, piece by piece, for a newcomer or for a peer that moves.
+"""Fetch fragments' state from several peers at once, piece by piece, for a newcomer or a peer that changes its layers.
 
-A piece's bytes travel with their digests, as all blobs do (comm/wire/blobs.py). A donor that fails twice is left out;
-its pieces are asked of the others, and those that are here already stay. Pieces of one fragment may come from several
-donors, since replicas differ by little and a piece can be decoded by itself (no block of a codec crosses a piece).
-When a fragment is here, samples of what each donor sent are compared with other peers' (peers/joining/cross_check.py).
+`Fetch` is the machine, `Incoming` the state of one fragment as far as it has arrived.
+
+Pieces of one fragment may come from several donors, since their replicas differ only a little and each piece can be
+decoded by itself. Digests protect each piece in transit (comm/wire/blobs.py). A donor is not asked again after two
+failed requests, but its pieces are kept. Once a fragment is complete, samples of each donor's pieces are compared with
+the same bytes of other peers (peers/joining/cross_check.py).
 """
 
 from collections import Counter
@@ -28,45 +30,49 @@ from decentral.peers.joining import cross_check
 from decentral.peers.joining.cross_check import MOST_WITNESSES, SAMPLE_BYTES, SAMPLE_DEADLINE_S, WITNESSES, DonorSample
 
 PIECE_BYTES = 1 * MiB
-DONORS = 4  # number of donors at a time
-IN_FLIGHT = 2  # pieces asked of one donor at a time
-FRAGMENTS_AHEAD = 12  # first pieces requested ahead, because encoding waits for a step edge
-FAILURES = 2  # failed requests until a donor is left out
-PIECE_DEADLINE_S = 30.0
-MOST_HOLDERS = 16  # whose weights a command averages: more would change the mean by little
+DONORS = 4  # pieces come from at most this many peers at a time, plus one for a fragment that none of them holds
+IN_FLIGHT = 2
+FRAGMENTS_AHEAD = 12  # a donor is asked to encode up to this many fragments early, since it encodes only between steps
+FAILURES = 2
+PIECE_DEADLINE_S = 30.0  # a request for a piece fails after this time, so a donor must send at least 35 kB/s
+MOST_HOLDERS = 16  # decentral.generate averages at most this many peers' weights; more would change the mean little
 
 
 @dataclass(slots=True)
 class Incoming:
-    """One fragment's state, as far as it is here. `retained`: fetched from a peer's disk instead of from a holder."""
+    """One fragment's state while it is being fetched: the pieces that have arrived, and the open requests."""
 
     fragment: Fragment
-    layout: Layout  # the sections that a donor's state must have
-    retained: bool = False
-    total: int | None = None  # bytes; None until the first piece is here
-    pieces: dict[int, Blob] = field(default_factory=dict)  # by offset
-    here: int = 0  # bytes of the pieces
-    requested: set[int] = field(default_factory=set)  # offsets
-    had_holder: bool = False  # when donors were last chosen
-    holder_misses: int = 0  # times in a row that it had no holder any more
-    step: int = 0  # learning-rate step of the newest piece
-    version: bytes = b""
-    sources: dict[int, PeerId] = field(default_factory=dict)  # which donor each piece came from, by offset
-    largest: dict[PeerId, tuple[float, int]] = field(default_factory=dict)  # number of each donor, and its sample
-    refetched_for: int = 0  # the step of another fragment, for which this one was fetched again
-    _from: int = 0  # all pieces before this offset are here or requested
+    layout: Layout  # the sections that a valid state must have
+    retained: bool = False  # True: fetch from the disks of peers that gave up the fragment; False: from its holders
+    total: int | None = None  # bytes of the whole state; None until the first piece arrives
+    pieces: dict[int, Blob] = field(default_factory=dict)
+    here: int = 0  # number of bytes that have arrived
+    requested: set[int] = field(default_factory=set)  # byte offsets of requested pieces that have not arrived
+    had_holder: bool = False
+    holder_misses: int = 0  # since a holder was lost: number of searches in a row without success
+    step: int = 0
+    version: bytes = b""  # version of the piece that arrived last, in a synchronous run
+    sources: dict[int, PeerId] = field(default_factory=dict)  # by byte offset: the donor of the piece
+    # by donor: the largest absolute value in its pieces, and the byte offset of the sample that contains it
+    largest: dict[PeerId, tuple[float, int]] = field(default_factory=dict)
+    refetched_for: int = 0  # learning-rate step of another fragment for which all pieces were last discarded
+    _from: int = 0  # every piece before this byte offset has arrived or is requested
 
     def fetch_retained(self, retained: bool) -> None:
-        """Fetch a state that peers have retained on their disks; else that of the fragment's holders."""
+        """Set whether to fetch the state from the disks of former holders instead of from present holders."""
         self.retained = retained
 
     def looked_for_holder(self, found: bool) -> None:
-        """Note whether the fragment has a holder, as donors are chosen now."""
+        """Record whether a search for donors has found a holder of this fragment."""
         self.had_holder = self.had_holder or found
         self.holder_misses = 0 if found else self.holder_misses + self.had_holder
 
     def next_offset(self) -> int | None:
-        """An offset that is neither here nor requested. Before the first piece is here, 0 is the only one known."""
+        """Return the byte offset of the next piece to request; None if all pieces have arrived or are requested.
+
+        Until the first piece has arrived, the size of the state is unknown, and only offset 0 is returned.
+        """
         if self.complete():
             return None
         end = 1 if self.total is None else self.total
@@ -75,35 +81,39 @@ class Incoming:
         return self._from if self._from < end else None
 
     def request_over(self, offset: int) -> None:
-        """The request for this offset is over: the piece is here, or has to be requested again."""
+        """Record that the request for this offset was answered or failed; a missing piece is then requested again."""
         self.requested.discard(offset)
         self._from = min(self._from, offset)
 
     def complete(self) -> bool:
+        """Return whether all pieces have arrived."""
         return self.here == self.total
 
     def fetch_again_for(self, step: int) -> None:
-        """Forgets all pieces: another fragment is at this step already."""
+        """Discard all pieces, because the state of another fragment has the newer learning-rate step `step`."""
         self.refetched_for = step
         self.forget()
 
     def forget(self) -> None:
+        """Discard all pieces that have arrived, so that they are requested again."""
         self.pieces.clear()
         self.sources.clear()
         self.largest.clear()
         self.here = self._from = 0
 
     def take(self, donor: PeerId, chunk: StateChunk, blob: bytes) -> None:
-        """Adds a piece. Raises ProtocolError if it does not fit the fragment.
+        """Store a donor's piece. When the last piece has arrived, join all pieces into one blob.
 
-        The last one puts all together, so that their memory serves the next fragment's pieces.
+        Raises:
+            ProtocolError: If the sections of the state or the length of the piece are wrong, the learning-rate step is
+                MOST_FOLLOWED or more, or a number is not finite.
         """
         if chunk.layout != self.layout or chunk.total != layout_bytes(self.layout):
-            raise ProtocolError(Reason.SHAPE, "its sections are not this fragment's")
+            raise ProtocolError(Reason.SHAPE, "the donor's state does not have the sections of this fragment")
         if chunk.step >= MOST_FOLLOWED:
-            raise ProtocolError(Reason.NUMBER, f"step {chunk.step}")
-        if len(blob) != min(PIECE_BYTES, chunk.total - chunk.offset):
-            raise ProtocolError(Reason.SHAPE, "a piece of another length")
+            raise ProtocolError(Reason.NUMBER, f"learning-rate step {chunk.step} must be below {MOST_FOLLOWED}")
+        if len(blob) != (length := min(PIECE_BYTES, chunk.total - chunk.offset)):
+            raise ProtocolError(Reason.SHAPE, f"the piece has {len(blob)} bytes, but must have {length}")
         if self.complete():
             return
         size, at = cross_check.largest(blob)
@@ -117,79 +127,95 @@ class Incoming:
             self.pieces = {0: gathered([self.pieces[at] for at in sorted(self.pieces)])}
 
     def sample(self, donor: PeerId, offset: int, witnesses: list[PeerId]) -> DonorSample:
-        """What the donor said from that offset on. All pieces are here."""
+        """Return SAMPLE_BYTES of the donor's state from byte `offset` on, to compare with these witnesses.
+
+        All pieces must have arrived.
+        """
         return DonorSample(donor, self.pieces[0][offset : offset + SAMPLE_BYTES], (self.step, self.version), witnesses)
 
     def hand_over(self) -> Blob:
-        """The whole state, which is not kept here: whoever gets it may change it."""
-        assert self.complete(), "all pieces are here"
+        """Return the complete state without keeping it here, so that the caller may change it in place.
+
+        Raises:
+            AssertionError: If a piece is missing.
+        """
+        assert self.complete(), "all pieces have arrived"
         return self.pieces.pop(0)
 
 
 @dataclass(frozen=True, slots=True)
 class FetchTag(Tag):
-    """StateRequest: the piece of a fragment's state from `offset` on, or the sample there of what a donor has sent."""
+    """The tag of a StateRequest, which tells whether the answer is a donor's piece or a witness's sample."""
 
     fragment: int
-    offset: int
-    sample_of: PeerId | None = None
+    offset: int  # byte offset in the fragment's state
+    sample_of: PeerId | None = None  # the donor whose bytes a witness checks; None: the request is for a piece
 
 
 class StateHolders(Protocol):
-    """Knows which peers have the state of a fragment."""
+    """Interface that tells a fetch which peers have which states; `Join` and `SpanMove` implement it."""
 
     def can_donate(self, peer: PeerId, fragment: Fragment) -> bool:
-        """Whether this peer can be asked for the fragment."""
+        """Return whether this peer has the fragment's state and may be asked for it."""
 
 
 @dataclass(slots=True)
 class Fetch:
-    """Requests the pieces of all incoming fragments from a few donors, until everything is here."""
+    """The state machine that fetches the states of several fragments, piece by piece, from a few donors."""
 
     run: RunId
-    tag: type[FetchTag]  # class of the requests' tags
+    tag: type[FetchTag]  # marks the requests, so that their answers reach their sender: `Join` or `SpanMove`
     chance: Random
     holders: StateHolders = field(repr=False, compare=False)
-    exact: bool = False  # whether all pieces of a fragment have to be of one version
-    incoming: dict[int, Incoming] = field(default_factory=dict)
+    exact: bool = False  # whether the run is synchronous: all pieces of a fragment must have one version
+    incoming: dict[int, Incoming] = field(default_factory=dict)  # the fetch of each fragment, by its index
     donors: list[PeerId] = field(default_factory=list)
-    used: set[PeerId] = field(default_factory=set)  # donors that gave a piece
-    steps: dict[PeerId, int] = field(default_factory=dict)  # the newest learning-rate step of each of those donors
+    used: set[PeerId] = field(default_factory=set)
+    steps: dict[PeerId, int] = field(default_factory=dict)
     last_piece_at: Seconds = 0.0
-    busy: int = 0  # times that a donor served others and refused us
+    busy: int = 0  # number of requests that a donor refused for lack of capacity
     failures: Counter[PeerId] = field(default_factory=Counter)
-    unready: dict[PeerId, bool] = field(default_factory=dict)  # by peer asked: whether its last answer was NOT_READY
-    accused: set[PeerId] = field(default_factory=set)  # donors whose samples differed from others'
-    known: Sequence[PeerId] = ()  # peers that may be asked
-    samples: dict[tuple[int, int, PeerId], DonorSample] = field(default_factory=dict)  # by fragment, offset and donor
-    _in_flight: Counter[PeerId] = field(default_factory=Counter)
-    _ahead: dict[int, PeerId] = field(default_factory=dict)  # by fragment: who was asked ahead for its first piece
+    unready: dict[PeerId, bool] = field(default_factory=dict)  # by peer: whether its last answer was NOT_READY
+    accused: set[PeerId] = field(default_factory=set)
+    known: Sequence[PeerId] = ()  # peers that may be asked to check donors' samples
+    samples: dict[tuple[int, int, PeerId], DonorSample] = field(default_factory=dict)  # keys: (fragment, offset, donor)
+    _in_flight: Counter[PeerId] = field(default_factory=Counter)  # requests for pieces, by donor
+    _ahead: dict[int, PeerId] = field(default_factory=dict)
 
     def begin(self, incoming: Iterable[Incoming], now: Seconds) -> None:
+        """Set the fragments to fetch; then call `choose` to choose donors, and `ask` for the first requests."""
         self.incoming, self.last_piece_at = {one.fragment.index: one for one in incoming}, now
         self.samples.clear()
 
     @property
     def step(self) -> int:
-        """The learning-rate step to begin with: the lower median of the donors', as one of them may name any. The
-        swarm's clock (peers/runtime/step_clock.py) catches up. Where all pieces must be of one version, the newest."""
+        """Return the learning-rate step at which to begin training; 0 if no donor has answered.
+
+        The result is the lower median of the donors' steps, since one donor may lie; the step clock corrects a step
+        that is too low (peers/runtime/step_clock.py). In a synchronous run (`exact`) the highest step is the result.
+        """
         steps = sorted(self.steps.values())
         return (steps[-1] if self.exact else steps[(len(steps) - 1) // 2]) if steps else 0
 
     def keep_complete(self) -> None:
-        """Gives up the fragments of which some pieces are missing."""
+        """Stop fetching the fragments that are not complete, and discard their pieces."""
         self.incoming = {index: one for index, one in self.incoming.items() if one.complete()}
 
     @property
     def complete(self) -> bool:
+        """Return whether all pieces have arrived and all samples were compared."""
         return not self.missing() and not self.samples
 
     def donated(self) -> tuple[Donated, ...]:
-        """The states of all fragments, which are not kept here."""
+        """Return the states of all fragments in order of index, without keeping them; all pieces must have arrived."""
         return tuple((index, one.layout, one.hand_over()) for index, one in sorted(self.incoming.items()))
 
     def choose(self, known: Sequence[PeerId]) -> None:
-        """Makes some of these peers donors. Those that are donors already stay."""
+        """Choose up to DONORS donors among these peers, and one more for each missing fragment that they do not hold.
+
+        Donors that were chosen before stay. Peers that failed FAILURES times are not chosen, unless a missing fragment
+        has no other holder.
+        """
         self.known = known
         known = [peer for peer in known if peer not in self.accused]
         willing = [peer for peer in known if self.failures.get(peer, 0) < FAILURES]
@@ -199,13 +225,19 @@ class Fetch:
         kept = [peer for peer in self.donors if peer in willing]
         others = [peer for peer in willing if peer not in kept]
         self.donors = kept + self.chance.sample(others, max(0, min(len(others), DONORS - len(kept))))
-        for one in self.missing():  # one more donor for each of them that none of the donors holds
+        for one in self.missing():
             holders = [peer for peer in willing if self.holders.can_donate(peer, one.fragment)]
             if holders and not {*holders} & {*self.donors}:
                 self.donors.append(self.chance.choice(holders))
 
     def fetch_again(self) -> bool:
-        """Discards fragments of an earlier step than others, once for each step: their holders may have caught up."""
+        """Discard each fragment whose learning-rate step is lower than another fragment's, so that it is fetched again.
+
+        Donors of the fragment may have reached the higher step by now. A fragment is discarded only once per step.
+
+        Returns:
+            Whether at least one fragment was discarded.
+        """
         newest = max((one.step for one in self.incoming.values()), default=0)
         old = [one for one in self.incoming.values() if one.step < newest and one.refetched_for < newest]
         for one in old:
@@ -213,28 +245,28 @@ class Fetch:
         return bool(old)
 
     def _some_have_failed_holders_only(self, known: Sequence[PeerId]) -> bool:
-        """Whether all holders of some missing fragment have been left out: then they are asked again."""
+        """Return whether a missing fragment has holders, but each of them has failed FAILURES times."""
         if max(self.failures.values(), default=0) < FAILURES:
             return False
         held_by = ([peer for peer in known if self.holders.can_donate(peer, one.fragment)] for one in self.missing())
         return any(holders and all(self.failures[peer] >= FAILURES for peer in holders) for holders in held_by)
 
     def missing(self) -> list[Incoming]:
-        """The fragments of which some pieces are not here yet."""
+        """Return the fragments that are not complete."""
         return [one for one in self.incoming.values() if not one.complete()]
 
     def ask(self) -> list[Effect]:
-        """Requests pieces of each donor in turn."""
+        """Return requests for the next pieces, up to IN_FLIGHT per donor, and requests in advance (`_ask_ahead`)."""
         effects: list[Effect] = []
         if all(one.next_offset() is None for one in self.incoming.values()):
-            return effects  # everything is here or requested
+            return effects  # every piece has arrived or is requested
         for position, donor in [*enumerate(self.donors)] * IN_FLIGHT:
             if self._in_flight[donor] < IN_FLIGHT:
                 effects += self._ask_one(donor, position)
         return effects + [ask for position, donor in enumerate(self.donors) for ask in self._ask_ahead(donor, position)]
 
     def handle(self, event: Answered | AskFailed, now: Seconds) -> list[Effect]:
-        """Takes the answer to a request, and gives the next requests."""
+        """Handle the answer of a donor or witness, or a failed request, and return the next requests."""
         assert isinstance(event.tag, FetchTag)
         if event.tag.sample_of is not None:
             self.last_piece_at = now if isinstance(event, Answered) else self.last_piece_at
@@ -243,10 +275,10 @@ class Fetch:
         if offset or self._ahead.pop(event.tag.fragment, None) is None:
             self._in_flight[event.peer] -= 1
         if incoming is None:
-            return []  # this fragment is not fetched any more
+            return []  # this fragment is no longer fetched
         incoming.request_over(offset)
         if event.peer in self.accused:
-            return self.ask()  # what it sent before it was left out
+            return self.ask()  # the donor was accused while the request was open: ignore its answer
         if isinstance(event, AskFailed):
             return self._failed(event.peer, event.reason)
         message = event.envelope.message
@@ -255,7 +287,7 @@ class Fetch:
         if self.exact and message.step > incoming.step:
             incoming.forget()
         if self.exact and (message.step < incoming.step or (incoming.pieces and message.version != incoming.version)):
-            return self._not_now(event.peer)  # it will soon take the step that others have taken
+            return self._not_now(event.peer)  # this donor's state does not match the pieces of other donors
         try:
             incoming.take(event.peer, message, event.envelope.blob)
         except ProtocolError as error:
@@ -269,7 +301,11 @@ class Fetch:
         return [] if self.complete else self.ask() + self._ask_witnesses()
 
     def _draw_samples(self, incoming: Incoming) -> None:
-        """A fragment is here: two samples of each donor's pieces, if there are enough others to compare them with."""
+        """Choose two samples of each donor's pieces of a complete fragment, and the witnesses for each sample.
+
+        A donor is not checked if fewer than WITNESSES other peers hold the fragment, or if as many donors as
+        `most_accused` allows were accused before.
+        """
         index = incoming.fragment.index
         for donor, (_, peak) in sorted(incoming.largest.items()):
             others = [peer for peer in self.known if peer != donor and peer not in self.accused]
@@ -277,7 +313,7 @@ class Fetch:
             if len(others) < WITNESSES or len(self.accused) >= cross_check.most_accused(self.known):
                 continue
             self.chance.shuffle(others)
-            others.sort(key=lambda peer: peer not in self.donors)  # those have encoded the fragment already, perhaps
+            others.sort(key=lambda peer: peer not in self.donors)  # first ask donors, which may have encoded it
             piece = self.chance.choice([offset for offset, source in incoming.sources.items() if source == donor])
             length = min(PIECE_BYTES, layout_bytes(incoming.layout) - piece)
             anywhere = piece + self.chance.randrange(0, length, SAMPLE_BYTES)
@@ -294,11 +330,11 @@ class Fetch:
         return effects
 
     def _compare(self, event: Answered | AskFailed, tag: FetchTag) -> list[Effect]:
-        """A witness says what it holds, or does not. Once two have, the sample is judged."""
+        """Record a witness's answer. When enough witnesses have answered, accuse the donor if its sample differs."""
         name = (tag.fragment, tag.offset, tag.sample_of or PeerId(""))
         sample = self.samples.get(name)
         if sample is None:
-            return []  # the fragment is fetched again
+            return []  # the sample is judged already, or its fragment is fetched again
         held = None
         if isinstance(event, Answered) and isinstance(chunk := event.envelope.message, StateChunk):
             comparable = not self.exact or (chunk.step, chunk.version) == sample.version
@@ -313,7 +349,7 @@ class Fetch:
         return []
 
     def _leave_out(self, donor: PeerId) -> list[Effect]:
-        """What this donor sent is not what others hold: all fragments with pieces of it are fetched again."""
+        """Never ask this donor again, because its sample differed, and refetch each fragment with a piece from it."""
         self.accused.add(donor)
         self.used.discard(donor)
         self.steps.pop(donor, None)
@@ -325,7 +361,7 @@ class Fetch:
         return [Log(DonorFailedLine(peer=donor, reason=Reason.DIFFERS)), *self._not_now(donor)]
 
     def _ask_one(self, donor: PeerId, position: int) -> list[Effect]:
-        """The next request for this donor."""
+        """Return a request for the next missing piece that this donor can send; [] if there is no such piece."""
         for incoming in self._in_turn(donor, position):
             offset = incoming.next_offset()
             if offset is not None:
@@ -334,14 +370,14 @@ class Fetch:
         return []
 
     def _ask_ahead(self, donor: PeerId, position: int) -> list[Effect]:
-        """Requests for the first pieces of fragments of which nothing is here, while others are on their way."""
+        """Request the first pieces of further fragments, so that this donor encodes them in advance."""
         room = FRAGMENTS_AHEAD - sum(asked == donor for asked in self._ahead.values())
         untouched = [one for one in self._in_turn(donor, position) if one.total is None and not one.requested]
         self._ahead |= {one.fragment.index: donor for one in untouched[:room]}
         return [self._request(donor, one, 0) for one in untouched[:room]]
 
     def _in_turn(self, donor: PeerId, position: int) -> list[Incoming]:
-        """The fragments that this donor holds. Donors in different positions begin with different ones."""
+        """Return this donor's fragments, rotated by `position`, so that donors start with different fragments."""
         held = [one for _, one in sorted(self.incoming.items()) if self.holders.can_donate(donor, one.fragment)]
         turn = position % len(held) if held else 0
         return held[turn:] + held[:turn]
@@ -356,7 +392,7 @@ class Fetch:
     def _failed(self, donor: PeerId, reason: str) -> list[Effect]:
         if reason == Reason.NOT_READY:
             self.unready[donor] = True
-        if reason == Reason.BUSY:  # it serves enough newcomers: others are asked instead
+        if reason == Reason.BUSY:  # the donor serves other newcomers, which is not a failure
             self.busy += 1
             return self._not_now(donor)
         self.failures[donor] += 1

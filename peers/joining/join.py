@@ -1,11 +1,11 @@
-"""A newcomer's start: it fetches the state of every fragment from several donors at once (peers/joining/fetch.py).
+"""How a newcomer gets its state: it fetches every fragment from several donors at once. Start at `Join`.
 
-    WAITING --roster known--> FETCHING --all pieces here--> IMPORTING --StateImported--> DONE
+    WAITING --roster known--> FETCHING --all pieces arrived--> IMPORTING --StateImported--> DONE
 
-A peer with a checkpoint that is ahead of its donors keeps its own state, and so does a whole swarm that starts again.
-A peer without weights of its own asks its donors until one answers, however long they are silent: initial weights
-beside a swarm that has trained would be worth nothing, and no other peer could tell.
-The donors' side is peers/joining/donor.py.
+Pieces are requested by peers/joining/fetch.py and sent by peers/joining/donor.py. A peer whose checkpoint is ahead of
+its donors' state keeps the checkpoint, as all peers do when a whole swarm restarts. A peer without a checkpoint
+keeps asking until a donor answers. It does not start from initial weights, because gossip would mix them into the
+trained weights of the other peers.
 """
 
 from collections.abc import Sequence
@@ -23,16 +23,18 @@ from decentral.core.machine import Log, Woke
 from decentral.core.units import Seconds
 from decentral.peers.joining.fetch import Fetch, FetchTag, Incoming
 
-ROSTER_S = 4.0  # longest wait for the roster
-JOIN_RETRY_S = 2.0
-MOST_PATIENT = 2  # how many JOIN_RETRY_S longer a newcomer waits between two tries, where all donors are busy
-GIVE_UP_S = 12.0  # without a donor that answers, after which a peer goes on with its own weights, or says that it waits
-CLOCK_TIMES, CLOCK_MORE = 2, 1000  # donors may be so far ahead of the roster's median step: records are not new
-DONORS_COMPARED = 3  # so many donors, if there are, say which step they are at before we keep our own checkpoint
-HOLDER_RETRIES = 5  # tries to find a fragment's holder again whose record has expired: after a pause all records have
+ROSTER_S = 4.0  # a newcomer waits at most this long for other peers' records before it chooses donors
+JOIN_RETRY_S = 2.0  # a newcomer without all pieces chooses donors again after this time
+MOST_PATIENT = 2  # busy donors delay the next choice of donors by at most this many times JOIN_RETRY_S
+GIVE_UP_S = 12.0  # a peer that gets no piece for this time starts from its own weights, or warns if it has no weights
+CLOCK_TIMES, CLOCK_MORE = 2, 1000  # a newcomer's first learning-rate step is at most 2 * (median of other peers) + 1000
+DONORS_COMPARED = 3  # the step of a checkpoint is compared with up to this many peers that offer their state
+HOLDER_RETRIES = 5  # a lost holder of a fragment is searched this often, since a suspended machine may return
 
 
 class JoinPhase(Enum):
+    """The phases of a join; the module's docstring shows the transitions."""
+
     WAITING = auto()
     FETCHING = auto()
     IMPORTING = auto()
@@ -41,35 +43,37 @@ class JoinPhase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class JoinTag(FetchTag):
-    """StateRequest of a newcomer."""
+    """The tag of a newcomer's StateRequest; the node passes answers with this tag to `Join`."""
 
 
 class JoinView(Protocol):
-    """What a newcomer needs to know of the swarm; peers/runtime/peer_selection.py has it from the roster."""
+    """Interface through which a newcomer sees the swarm; peers/runtime/peer_selection.py implements it."""
 
     def donates(self, peer: PeerId, fragment: Fragment) -> bool:
-        """Whether this peer may be asked for the fragment, by its record."""
+        """Return whether this peer can send the fragment to a newcomer, according to the peer's record."""
 
     def newest_retained(self, fragment: int) -> tuple[int, Sequence[PeerId]]:
-        """Return the step of the newest state of this fragment on other peers' disks, and the peers that have it."""
+        """Return the learning-rate step of the fragment's newest state on other peers' disks, and the peers with it."""
 
     def swarm_step(self) -> int | None:
-        """Return the median step of the peers that train; None where too few are known."""
+        """Return the median learning-rate step of the peers that train; None if too few are known."""
 
 
 @dataclass(slots=True)
 class Join:
+    """The state machine that gets a newcomer's weights from donors, or starts the peer from its own weights."""
+
     run: RunId
     fragments: Sequence[Fragment]
-    layouts: Sequence[Layout]  # sections of each fragment's state
-    contacts: tuple[PeerId, ...]  # peers that have answered our Hello
-    own_step: int  # learning-rate step of our checkpoint; 0 without one
-    restored: bool  # whether there is a checkpoint
+    layouts: Sequence[Layout]
+    contacts: tuple[PeerId, ...]  # peers that answered when this process started
+    own_step: int  # learning-rate step of the own checkpoint; 0 without one
+    restored: bool
     chance: Random
     view: JoinView = field(repr=False, compare=False)
-    exact: bool = False  # whether all pieces of a fragment have to be of one version
-    has_weights: bool = False  # whether this peer can train without a donor: from a checkpoint, or from before
-    waits: str = ""  # why there are no weights yet, for the user; "": they come, or are here
+    exact: bool = False  # whether the run is synchronous: all pieces of a fragment must have one version
+    has_weights: bool = False  # whether the peer can train without donors: it has a checkpoint, or joins again
+    waits: str = ""  # message to the user while no donor has sent weights, else ""
     phase: JoinPhase = JoinPhase.WAITING
     imported: bool = False
     wake_at: Seconds | None = 0.0
@@ -77,24 +81,32 @@ class Join:
     fetch: Fetch = field(init=False)
 
     def __post_init__(self) -> None:
+        """Create `self.fetch`, the machine that requests pieces from donors."""
         self.fetch = Fetch(self.run, JoinTag, self.chance, self, self.exact)
 
     @property
     def has_state(self) -> bool:
-        """Whether this peer's weights are worth keeping: its own, its donors', or those that it begins the run with."""
+        """Return whether the weights are worth saving; False while this peer waits for weights from donors."""
         return self.has_weights or self.phase is JoinPhase.DONE or not self.contacts
 
     def taken(self) -> dict[int, tuple[int, bytes]]:
-        """Step and version of each fragment that came from donors."""
+        """Return the step and version of each fragment that was imported from donors; {} before an import."""
         return {index: (one.step, one.version) for index, one in self.fetch.incoming.items() if self.imported}
 
     def begin(self, now: Seconds) -> None:
+        """Begin to join. With contacts, wait up to ROSTER_S for the first records; without contacts, do not wait."""
         self.began_at = now
         self.wake_at = now + ROSTER_S if self.contacts else now
         self.fetch.begin(self._all_fragments(), now)
 
     def handle(self, event: Event, now: Seconds, live: Sequence[PeerId]) -> list[Effect]:
-        """`live`: the peers that may be asked for a state."""
+        """Return the effects of a wake-up, a donor's answer, or the worker's result of the import; ignore other events.
+
+        Args:
+            event: What has happened.
+            now: Present time.
+            live: The reachable peers in the roster; donors are chosen among them and `contacts`.
+        """
         match event:
             case Woke() if self.wake_at is not None and now >= self.wake_at:
                 return self._find_donors(now, live)
@@ -105,13 +117,13 @@ class Join:
         return []
 
     def roster_known(self, now: Seconds, live: Sequence[PeerId]) -> list[Effect]:
-        """The DHT has been read for the first time: there is no need to wait longer."""
+        """Choose donors, because the first records have been read; do nothing if the phase is not WAITING."""
         if self.phase is not JoinPhase.WAITING or (self.contacts and not live):
             return []
         return self._find_donors(now, live)
 
     def _find_donors(self, now: Seconds, live: Sequence[PeerId]) -> list[Effect]:
-        """Chooses donors and asks them; where there are none, starts from what is here."""
+        """Choose donors and request pieces; if there is no donor, wait, or start from this peer's own weights."""
         known = sorted({*live, *self.contacts})
         self._prefer_retained(known)
         missing, said = self.fetch.missing(), list[Effect]()
@@ -126,7 +138,7 @@ class Join:
         incoming = self.fetch.incoming.values()
         known_donor = any(self.can_donate(peer, one.fragment) for peer in known for one in incoming)
         if known and not live and not known_donor and not (self.has_weights and now >= self.began_at + GIVE_UP_S):
-            self.wake_at = now + JOIN_RETRY_S  # contacts are there, but their records, with their spans, are not yet
+            self.wake_at = now + JOIN_RETRY_S  # wait, because without records of the contacts their layers are unknown
             return said
         said += self._skip_fragments_without_holder(known)
         if self.fetch.complete:
@@ -135,9 +147,9 @@ class Join:
         return said + self.fetch.ask()
 
     def _waits_for_silent_holders(self, known: Sequence[PeerId]) -> bool:
-        """Return whether this peer has no weights and a peer that is silent now may have them.
+        """Return whether this peer has no weights, but a peer that has not answered yet may send them.
 
-        Peers that say that they have none yet are not waited for: a whole swarm may be at its beginning.
+        A peer that answered NOT_READY does not count, since all peers of a new swarm may be starting together.
         """
         silent = {peer for peer in (*known, *self.fetch.unready) if not self.fetch.unready.get(peer)}
         if self.has_weights or not silent:
@@ -154,7 +166,7 @@ class Join:
         return [Log(ErrorLine(reason=self.waits))]
 
     def _prefer_retained(self, known: Sequence[PeerId]) -> None:
-        """Fetches a retained state of fragments that nobody holds, unless our checkpoint has a newer one."""
+        """If no peer holds a fragment, fetch its state from former holders' disks, unless our checkpoint is newer."""
         for index, one in self.fetch.incoming.items():
             if not one.pieces:
                 held = any(self.view.donates(peer, one.fragment) for peer in known)
@@ -168,17 +180,20 @@ class Join:
         return self._import() if self.fetch.incoming else self._finish("checkpoint" if self.restored else "alone")
 
     def can_donate(self, peer: PeerId, fragment: Fragment) -> bool:
-        """Whether it holds the fragment, or, where we fetch a retained state, whether it has the newest one."""
+        """Return whether a peer can send the fragment's state.
+
+        If the state is fetched from the disks of former holders, only the peers with its newest version can send it.
+        """
         incoming = self.fetch.incoming.get(fragment.index)
         if incoming is None or not incoming.retained:
             return self.view.donates(peer, fragment)
         return peer in self.view.newest_retained(fragment.index)[1]
 
     def _skip_fragments_without_holder(self, known: Sequence[PeerId]) -> list[Effect]:
-        """Fragments that no other peer holds keep our checkpoint's weights, or the initial ones.
+        """Stop fetching fragments that no other peer holds; they start from our checkpoint or from initial weights.
 
-        A holder that has gone before we had all of its fragment may come back, and a peer without a checkpoint waits.
-        It waits for ever while it has no fragment at all; a part of them is of use to the others.
+        A holder that was lost before it had sent the whole fragment may return. So a peer without weights gives up the
+        fragment only after HOLDER_RETRIES searches, and only if another fragment is complete.
         """
         effects, some_are_here = list[Effect](), any(one.complete() for one in self.fetch.incoming.values())
         for index, one in list(self.fetch.incoming.items()):
@@ -191,8 +206,8 @@ class Join:
                 continue
             if may_wait:
                 layers = f"layers {one.fragment.first} to {one.fragment.last - 1}"
-                lost = "their last holder is gone, and with it what was trained in them"
-                remedy = "to keep that, start a peer that has them first"
+                lost = "their last holder is gone, and its training of these layers is lost"
+                remedy = "to keep that training, start a peer whose checkpoint has these layers before this one"
                 reason = f"{layers} start from the run's initial weights: {lost}; {remedy}"
                 effects.append(Log(ErrorLine(reason=reason)))
             del self.fetch.incoming[index]
@@ -203,11 +218,11 @@ class Join:
         if self.fetch.last_piece_at == now:
             self.waits = ""
         if self.restored and self._swarm_is_behind():
-            return self._finish("checkpoint")  # exchanges will reconcile the two
+            return self._finish("checkpoint")  # gossip then averages this peer's weights with the swarm's
         return self._import() if self.fetch.complete else effects
 
     def _swarm_is_behind(self) -> bool:
-        """Whether our checkpoint is ahead of the donors: of the lower median of a few, as one of them may name any."""
+        """Return whether the learning-rate step of our checkpoint is above the lower median of the donors' steps."""
         enough = self.fetch.complete or len(self.fetch.steps) >= min(DONORS_COMPARED, len(self.fetch.donors))
         return bool(self.fetch.steps) and enough and self.fetch.step < self.own_step
 
@@ -218,12 +233,15 @@ class Join:
         return [ImportState(self.fetch.donated(), self._first_step())]
 
     def _first_step(self) -> int:
-        """The learning-rate step to begin with, by the donors, unless the records of the others contradict them."""
+        """Return the learning-rate step at which this peer begins to train: the step of its donors.
+
+        In an asynchronous run, the result is at most CLOCK_TIMES * (median step of the swarm) + CLOCK_MORE.
+        """
         known = None if self.exact else self.view.swarm_step()
         return self.fetch.step if known is None else min(self.fetch.step, CLOCK_TIMES * known + CLOCK_MORE)
 
     def _start_over(self, reason: str, now: Seconds) -> list[Effect]:
-        """What the donors sent is no state of this model: the newcomer asks again, after a pause."""
+        """Discard the donated state, which the worker refused for this reason, and fetch again after JOIN_RETRY_S."""
         self.phase, self.wake_at = JoinPhase.WAITING, now + JOIN_RETRY_S
         self.fetch.failures.update(dict.fromkeys(self.fetch.used, 1))
         self.fetch.begin(self._all_fragments(), self.fetch.last_piece_at)

@@ -1,11 +1,12 @@
-"""Measures the links to a few peers: latency with small questions, bandwidth with a short download and a megabyte up.
+"""Measure the links to a few peers: latency with pings, bandwidth with a 256 KiB download and a 1 MiB upload.
 
-One link is measured at a time and the next one some time later, because a megabyte is seconds of a home's uplink, and
-peers that have come together would fill each other's links. Later every exchange measures the link towards us
-(comm/wire/meter.py), but our uplink is known from probes alone: when a few links are known, an upload is repeated over
-one of the two that were the fastest, in turn, and more and more rarely. One that says more of TCP's slow start than of
-our uplink is followed by four megabytes; not the first over a link, when latencies may have been measured through full
-queues. A peer that is alone looks for others more often.
+One link is probed at a time, with a pause before the next link, since 1 MiB takes seconds on a home uplink, and peers
+that join at the same time would slow down each other's probes. Later, gossip exchanges measure the downlink
+(comm/wire/meter.py), but only probes measure the uplink. So once PROBED_PEERS links are measured, uploads over the two
+fastest links are repeated in turn, at growing intervals.
+
+If TCP slow start explains the time of a repeated upload, an upload of LONG_PROBE_BYTES follows. No such upload follows
+the first upload over a link, since the link's latency may have been measured while queues were full.
 """
 
 from collections.abc import Sequence
@@ -23,56 +24,60 @@ from decentral.core.machine import Woke
 from decentral.core.reasons import Reason
 from decentral.core.units import KiB, MiB, Seconds
 
-PROBED_PEERS = 3  # as many links, one each time, before any is measured again
-PROBE_BYTES = 1 * MiB
-DOWN_PROBE_BYTES = 256 * KiB  # it fills the other's uplink, perhaps beside those of others that have just come
-LONG_PROBE_BYTES = MAX_PROBE_BYTES
-LEAST_PROBE_BYTES = 64 * KiB  # of an upload: in time over 3 kB/s
-PROBE_STEP = 4  # by which an upload that was too long, or said little, is changed
-PROBE_AFTER_S = 2.0  # from the start of training to the first probe
-PROBE_AGAIN_S = 15.0  # at first; twice as long each time, until
+PROBED_PEERS = 3  # at first, links to this many peers are probed; after that, only the two fastest links again
+PROBE_BYTES = 1 * MiB  # an upload has this size until one misses its deadline
+DOWN_PROBE_BYTES = 256 * KiB  # downloads are small, because other newcomers may use the same peer's uplink
+LONG_PROBE_BYTES = MAX_PROBE_BYTES  # such an upload takes longer than TCP slow start, which would hide the link's rate
+LEAST_PROBE_BYTES = 64 * KiB  # the smallest upload, which an uplink of 3 kB/s still sends within PROBE_DEADLINE_S
+PROBE_STEP = 4  # factor by which uploads shrink after a missed deadline, and grow if they were too short to measure
+PROBE_AFTER_S = 2.0
+PROBE_AGAIN_S = 15.0  # the pause between probes begins with this time and doubles up to PROBE_EVERY_S
 PROBE_EVERY_S = 120.0
-PROBE_SOON_S = 5.0  # while nobody is there: the first peer that comes must not find our uplink unknown for long
+PROBE_SOON_S = 5.0  # while no other peer is known, the next try comes after this time
 PROBE_DEADLINE_S = 20.0
 
 
 @lru_cache(maxsize=4)
 def zeros(size: int) -> bytes:
-    """A block of zeros, cached; no peer can ask for more than MAX_PROBE_BYTES."""
+    """Return `size` zero bytes from a cache; `size` is at most MAX_PROBE_BYTES, the bound of Probe messages."""
     return bytes(size)
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeTag(Tag):
-    """A probe: `ping` or `down`."""
+    """The tag of a probe; `what` is its kind: `ping`, `down` (a download), `up`, `up again` or `long up` (uploads)."""
 
     what: str
 
 
 @dataclass(frozen=True, slots=True)
 class UploadTag(ProbeTag):
-    """A probe: `up`, `up again`, or `long up`."""
+    """The tag of an upload; `what` is `up` (the first over a link), `up again`, or `long up` (LONG_PROBE_BYTES)."""
 
     may_be_late: ClassVar[bool] = True
 
 
 @dataclass(slots=True)
 class Prober:
-    """Probes one peer each time: ping, ping, download, upload."""
+    """The state machine that probes the link to one peer at each wake-up: with pings, a download and an upload."""
 
     meter: Meter
     rng: Random
-    wake_at: Seconds | None = None  # None: it has not begun
+    wake_at: Seconds | None = None  # time of the next probe; None before training starts
     _again_s: Seconds = PROBE_AGAIN_S
-    _up_bytes: int = PROBE_BYTES  # of the next upload
-    _queue: list[tuple[PeerId, str]] = field(default_factory=list)
-    _silent: set[PeerId] = field(default_factory=set)  # did not answer this time
+    _up_bytes: int = PROBE_BYTES
+    _queue: list[tuple[PeerId, str]] = field(default_factory=list)  # next probes: (peer, kind), such as "ping"
+    _silent: set[PeerId] = field(default_factory=set)
 
     def begin(self, now: Seconds) -> None:
-        """This peer trains from now on."""
+        """Schedule the first probe, PROBE_AFTER_S from now; the node calls it when this peer starts to train."""
         self.wake_at = now + PROBE_AFTER_S
 
     def handle(self, event: Event, now: Seconds, peers: Sequence[PeerId]) -> list[Ask]:
+        """Handle a wake-up, or a probe's answer or failure, and return the next probe, if any.
+
+        `peers` are the peers that may be probed. If a probe fails, another of these peers is probed instead.
+        """
         match event:
             case Woke() if self.wake_at is not None and now >= self.wake_at:
                 self.wake_at = now + (self._again_s if peers else PROBE_SOON_S)
@@ -98,16 +103,19 @@ class Prober:
         return []
 
     def _was_slow_start(self, upload: Answered) -> bool:
-        """Whether it took no longer than it would have over an uplink without a limit."""
+        """Return whether TCP slow start explains an upload's duration. Such an upload does not show our bandwidth."""
         measured = Upload(upload.peer, upload.sent_bytes, upload.seconds)
         return not measured.limited(self.meter.latency_s(upload.peer))
 
     def _choose(self, peers: Sequence[PeerId]) -> list[Ask]:
-        """Begins the probes of one link: of a new one until PROBED_PEERS are known, which is enough to know ours."""
+        """Choose the link to probe, and return its first probe.
+
+        Until PROBED_PEERS links are measured, choose an unmeasured link; later, one of the two fastest links.
+        """
         links = self.meter.links
         ups = {peer: links[peer].up or 0.0 for peer in sorted(peers) if peer in links and links[peer].up}
         new = [peer for peer in sorted(peers) if peer not in ups]
-        if new and len(ups) < PROBED_PEERS:  # no download from a peer whose downlink is known, such as a donor
+        if new and len(ups) < PROBED_PEERS:  # skip the download if one from this peer was measured before
             peer = self.rng.choice(new)
             whole = peer not in links or not links[peer].down.known
             self._queue = [(peer, what) for what in ("ping", "ping", "down", "up") if whole or what != "down"]
@@ -115,7 +123,8 @@ class Prober:
         last = self.meter.uploads[-1].peer if self.meter.uploads else None
         fastest = sorted(ups, key=lambda peer: -ups[peer])[:2]
         again = [peer for peer in fastest if peer != last or len(fastest) == 1][:1]
-        self._queue = [(peer, what) for peer in again for what in ("ping", "up again")]  # pulls wait for their peer
+        # Ping first, because a latency measured during gossip includes the time that the partner takes to answer.
+        self._queue = [(peer, what) for peer in again for what in ("ping", "up again")]
         return self._next()
 
     def _next(self) -> list[Ask]:

@@ -1,7 +1,7 @@
-"""A peer's record in the DHT: its profile, its span, its progress, its addresses.
+"""The record that each peer publishes in the DHT: device, layers, progress and addresses. Start at `PeerRecord`.
 
-A record's body is msgpack inside a seal (comm/wire/identity.py). Every field has a bound; a body that breaks one is
-counted and ignored.
+A record's body is msgpack, signed together with its DHT key and expiry (comm/wire/identity.py). Every field has bounds;
+readers count and ignore a record with a field out of bounds.
 """
 
 import dataclasses
@@ -14,8 +14,9 @@ import msgpack
 from pydantic import AfterValidator, Field, Strict, TypeAdapter, ValidationError
 
 from decentral.comm.wire.identity import Signer
-from decentral.comm.wire.messages import Count, Index, Run, UnixTime
+from decentral.comm.wire.message_fields import Count, Index, Run, UnixTime
 from decentral.comm.wire.transport import Directory
+from decentral.comm.wire.unpacking import read_msgpack
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.fragments import Fragment
 from decentral.core.ids import SUFFIX_CHARS, PeerId, RunId
@@ -26,52 +27,53 @@ from decentral.peers.membership import swarm_size
 
 Label = Annotated[str, Strict(), Field(max_length=SHOWN_CHARS), AfterValidator(plain_text)]
 Positive = Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
-MOST_PER_S = 1e12  # tokens/s, bytes/s: solvers of plans and routes fail with figures much larger than the others'
+MOST_PER_S = 1e12  # a record with more tokens/s or bytes/s is invalid, because such figures break the planning solver
 PerSecond = Annotated[float, Field(ge=0, le=MOST_PER_S, allow_inf_nan=False)]
 T = TypeVar("T")
 PeerPhase = Literal["joining", "training", "leaving"]
-MOST_ADDRESSES = 16  # of a peer
+MOST_ADDRESSES = 16
 ADDRESS_CHARS = 256
-MOST_KEPT = 256  # retained states that a record names
-MAX_BODY_BYTES = 12 * 1024  # of a record; the largest valid one has about 11 KiB
+MOST_KEPT = 256  # a record lists at most this many fragments whose state the peer keeps on disk without holding them
+MAX_BODY_BYTES = 12 * 1024  # a larger record is not read; a valid one has at most about 11 KiB
 Address = Annotated[str, Strict(), Field(max_length=ADDRESS_CHARS, pattern=r"^[!-~]*$")]
-MOST_LOSS = 1e6  # a larger one is none that a peer tells
+MOST_LOSS = 1e6  # a record with a larger absolute loss (nats per token) is invalid
+MOST_ITEMS = 4096  # a longer array makes a record invalid; the longest one is a plan's list of spans
 MOST_RECORDED_LINKS = 8
 PerMille = Annotated[int, Strict(), Field(ge=0, le=1000)]
 RecordedLink = tuple[Annotated[str, Strict(), Field(max_length=SUFFIX_CHARS, pattern=r"^[!-~]*$")], Count, Count]
-"""The end of a peer's id, bytes/s from it, and the round trip in ms; 0 where it was not measured."""
+"""The end of the other peer's id, bytes/s from that peer, and the round trip in ms; 0 stands for not measured."""
 Renewal = Annotated[float, Field(gt=0, le=swarm_size.MOST_RENEW_S, allow_inf_nan=False)]
 Addresses = Annotated[tuple[Address, ...], Field(max_length=MOST_ADDRESSES)]
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What this peer was measured to be. Only the region's name is declared and not measured."""
+    """A peer's device and links, as the peer has measured them; `region` is a name that its user has chosen."""
 
     device: Label
-    memory_bytes: Count  # memory for the model
-    flops: Positive  # FLOP/s of a matrix product in the training dtype
-    tokens_per_s: PerSecond  # speed on the run's whole model, throttling included
-    down: PerSecond = 0.0  # bytes/s, typical of its links; 0: not measured yet
-    up: PerSecond = 0.0
-    latency_s: Positive = 0.0
+    memory_bytes: Count
+    flops: Positive  # measured FLOP/s of a matrix product in the training dtype
+    tokens_per_s: PerSecond  # training speed on the whole model of the run, throttling included
+    down: PerSecond = 0.0  # download rate in bytes/s, median over links; 0: not measured yet
+    up: PerSecond = 0.0  # upload rate in bytes/s, highest of the last uploads; 0: not measured yet
+    latency_s: Positive = 0.0  # smallest of all links; 0: not measured yet
     region: Label = ""
     software: Label = ""
 
 
 class Standing(NamedTuple):
-    """How a peer's training goes, for people who look; no peer decides anything by it, as nobody can check it.
+    """A peer's training statistics, only for display: nobody can verify them, so no decision depends on them.
 
-    It travels as a list without names, and takes about 200 bytes of a record.
+    In a record, the statistics are a list of values without names, which takes about 200 bytes.
     """
 
-    loss: Annotated[float, Field(ge=-MOST_LOSS, le=MOST_LOSS, allow_inf_nan=False)] | None = None
-    held_out: Annotated[float, Field(ge=-MOST_LOSS, le=MOST_LOSS, allow_inf_nan=False)] | None = None
-    shares: Annotated[tuple[PerMille, ...], Field(max_length=16)] = ()  # of the training thread's time, by KINDS
-    exchanges: tuple[Count, Count, Count] = (0, 0, 0)  # done, solo, failed
+    loss: Annotated[float, Field(ge=-MOST_LOSS, le=MOST_LOSS, allow_inf_nan=False)] | None = None  # nats per token
+    held_out: Annotated[float, Field(ge=-MOST_LOSS, le=MOST_LOSS, allow_inf_nan=False)] | None = None  # nats per token
+    shares: Annotated[tuple[PerMille, ...], Field(max_length=16)] = ()  # time for each of time_spent.KINDS, per mille
+    exchanges: tuple[Count, Count, Count] = (0, 0, 0)  # exchanges: successful, without usable snapshot, failed
     sent_bytes: Count = 0
     received_bytes: Count = 0
-    links: Annotated[tuple[RecordedLink, ...], Field(max_length=MOST_RECORDED_LINKS)] = ()  # the latest used come first
+    links: Annotated[tuple[RecordedLink, ...], Field(max_length=MOST_RECORDED_LINKS)] = ()  # most recently used first
 
 
 NO_STANDING = Standing()
@@ -79,62 +81,65 @@ NO_STANDING = Standing()
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class PeerRecord:
+    """The record that a peer publishes about itself in the DHT."""
+
     run: Run
-    time: UnixTime  # unix seconds at the peer
+    time: UnixTime
     addresses: Addresses
     profile: Profile
-    first: Index  # span [first, last)
+    first: Index  # the peer holds the layers from `first` to `last` - 1
     last: Index
     step: Count
     lr_step: Count
     tokens: Count
-    round: Count = 0  # number of the all-reduce round
+    round: Count = 0
     phase: PeerPhase = "joining"
-    window_s: Positive = 0.0  # how long its links and cores need windows to be; 0: not known
+    window_s: Positive = 0.0  # shortest gossip window that the peer's links and cores can sustain; 0: not known
     kept: Annotated[
         tuple[tuple[Index, Count], ...], Field(max_length=MOST_KEPT)
-    ] = ()  # fragment and step of each state that it retains
+    ] = ()  # (fragment, learning-rate step) of each state kept on disk without holding the fragment
     standing: Standing = NO_STANDING
-    renew_s: Renewal = swarm_size.LEAST_TIMES.renew_s  # how often the peer renews it
+    renew_s: Renewal = swarm_size.LEAST_TIMES.renew_s
 
     @property
     def lifetime_s(self) -> Seconds:
-        """How long the record is believed from when it was found, whatever its seal says."""
+        """Return the seconds for which other peers trust the record after they read it, unless it expires earlier."""
         return RENEWALS * self.renew_s
 
     def covers(self, fragment: Fragment) -> bool:
-        """Whether the peer holds all layers of the fragment."""
+        """Return whether the peer holds all layers of the fragment."""
         return self.first <= fragment.first and fragment.last <= self.last
 
     def overlaps(self, first: int, last: int) -> bool:
-        """Whether the peer holds any of the layers [first, last)."""
+        """Return whether the peer holds any of the layers [first, last)."""
         return self.first < last and first < self.last
 
 
 _PEER = TypeAdapter(PeerRecord)
 _NAMES = [field.name for field in dataclasses.fields(PeerRecord)]
 _PROFILE_NAMES = [field.name for field in dataclasses.fields(Profile)]
-RENEWALS = 3  # of a record within its lifetime
-_held: WeakValueDictionary[bytes, PeerRecord] = WeakValueDictionary()  # those that somebody has, by their bodies
+RENEWALS = 3  # a record expires after this many renewal intervals, so that two lost renewals do no harm
+_held: WeakValueDictionary[bytes, PeerRecord] = WeakValueDictionary()  # encoded -> decoded records in use
 
 
 def pack(record: PeerRecord) -> bytes:
-    """Return the bytes of a record as they are signed and stored in the DHT."""
+    """Return a record's body: the msgpack bytes that are signed and stored in the DHT."""
     profile = {name: getattr(record.profile, name) for name in _PROFILE_NAMES}
     body: bytes = msgpack.packb({name: getattr(record, name) for name in _NAMES} | {"profile": profile})
     return body
 
 
 async def lookup(directory: Directory, run: RunId, own: Signer, now: float) -> dict[PeerId, PeerRecord]:
-    """Return the records of a run's peers in the DHT, except those that leave; of a large swarm those of some shards.
+    """Return the valid records of a run's peers in the DHT, without those of peers that are leaving.
 
-    Invalid records are left out. `own` reads the same shards each time.
+    If the swarm is large, only some shards of the records are read; the same reader (`own`) always reads the same
+    shards. `now` is unix time in seconds.
     """
     return (await look(directory, run, own, now))[1]
 
 
 async def look(directory: Directory, run: RunId, own: Signer, now: float) -> tuple[int, dict[PeerId, PeerRecord]]:
-    """Return the level of the swarm's records (swarm_size.py), and those that `lookup` returns."""
+    """Return the level of the DHT keys that the swarm uses (swarm_size.py), and the records that `lookup` returns."""
     read, found = swarm_size.Look(directory, run, own.peer), dict[PeerId, PeerRecord]()
     await read.read()
     for key, values in read.values.items():
@@ -149,13 +154,13 @@ async def look(directory: Directory, run: RunId, own: Signer, now: float) -> tup
 
 
 def unpack(body: bytes) -> PeerRecord:
-    """Return the record in a body. Simulated peers that read the same bytes share it, as it is frozen.
+    """Return the record in a body; equal bodies share one frozen record, which saves memory in a simulation.
 
     Raises:
-        ProtocolError: If the body is anything else.
+        ProtocolError: If the body has more than MAX_BODY_BYTES, or is not a valid record.
     """
     if len(body) > MAX_BODY_BYTES:
-        raise ProtocolError(Reason.OVERSIZE, f"a record of {len(body)} bytes")
+        raise ProtocolError(Reason.OVERSIZE, f"a record has at most {MAX_BODY_BYTES} bytes; this one has {len(body)}")
     record = _held.get(body)
     if record is None:
         record = _held[body] = checked(_PEER, body)
@@ -163,44 +168,55 @@ def unpack(body: bytes) -> PeerRecord:
 
 
 def publishable(addresses: Sequence[str]) -> tuple[str, ...]:
-    """Those of a peer's addresses, the first ones first, that a record has room for."""
+    """Return the addresses that fit into a record: at most MOST_ADDRESSES, each of at most ADDRESS_CHARS characters."""
     return tuple(address for address in addresses if len(address) <= ADDRESS_CHARS)[:MOST_ADDRESSES]
 
 
 def has_moved(before: Sequence[str], now: Sequence[str]) -> bool:
-    """Return whether a peer should publish its addresses `now` in the place of those `before`.
+    """Return whether a peer should publish the addresses `now` in place of the published addresses `before`.
 
-    A machine that is cut off has none but its loopback's for a while, which are of no use to others.
+    The result is False if `now` has only loopback addresses, since the machine has then probably lost its network.
     """
     return set(now) != set(before) and not all("/127.0.0.1/" in one or "/::1/" in one for one in now)
 
 
 def first_record(run: RunId, addresses: tuple[str, ...], profile: Profile) -> PeerRecord:
-    """What a peer tells of itself before it holds anything."""
+    """Return the record of a peer that holds no layers yet."""
     return PeerRecord(run, 0.0, addresses, profile, 0, 0, 0, 0, 0)
 
 
 def require_valid(record: PeerRecord) -> None:
-    """Raises UserError, which names the field, if all other peers would refuse this peer's own record."""
+    """Check that other peers will accept this peer's own record.
+
+    Raises:
+        UserError: If a field is out of bounds; the error names the field.
+    """
     try:
         _PEER.validate_python(msgpack.unpackb(pack(record), use_list=False))
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
-        unseen = "others would refuse this peer's record, and never see it"
+        unseen = "other peers would refuse this peer's record, and not see the peer"
         raise UserError(f"{field}: {first['msg']}, but it is {str(first['input'])[:300]!r}: {unseen}") from None
 
 
 class RecordSource(Protocol):
+    """Interface through which the roster gets this peer's own record from the node."""
+
     def compose_record(self, now: Seconds, leaving: bool) -> PeerRecord:
-        """Return our own record of this moment."""
+        """Return this peer's record as of `now`; if `leaving`, the record says that the peer leaves."""
 
 
 def checked(adapter: TypeAdapter[T], body: bytes) -> T:
-    """The value in a msgpack body, every field within its bounds. Raises ProtocolError if it is anything else."""
+    """Return the value in a msgpack body, validated by this adapter.
+
+    Raises:
+        ProtocolError: If the body is not msgpack (`Reason.GARBAGE`), or a field is missing, unknown or out of bounds
+            (`Reason.FIELDS`).
+    """
     try:
-        return adapter.validate_python(msgpack.unpackb(body, use_list=False, strict_map_key=True))
+        return adapter.validate_python(read_msgpack(body, max_array_len=MOST_ITEMS))
     except ValidationError as error:
-        raise ProtocolError(Reason.FIELDS, f"{error.error_count()} wrong") from None
-    except Exception as error:  # msgpack raises many kinds of errors for garbage
+        raise ProtocolError(Reason.FIELDS, f"{error.error_count()} fields are missing, unknown or invalid") from None
+    except Exception as error:  # msgpack raises many kinds of errors for invalid bytes
         raise ProtocolError(Reason.GARBAGE, type(error).__name__) from None

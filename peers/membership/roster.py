@@ -1,15 +1,10 @@
-"""Which peers are alive and hold which layers: their signed records in the DHT, and whether they answer our questions.
+"""The roster of one peer: which peers are reachable and which layers they hold. Start at `Roster`.
 
-A record expires a minute after its peer stops renewing it, later in a large swarm. That is slow for a crash, so a peer
-that fails to answer twice in a row is dropped at once, and comes back with its next record. A peer that leaves says so
-in its last one.
-
-The records of a small swarm are under one key. Those of a larger one are spread over several (swarm_size.py): each
-lookup then reads our own shard and one more by chance. So each peer knows a changing sample of the swarm, and its costs
-do not grow with the number of peers.
-
-Peers whose clock is ahead of ours by more than a record lives find our records expired, so we are none of theirs;
-and we refuse theirs. So a peer whose clock differs from all others' knows that it is alone, and can compare clocks.
+Peers publish signed records in the DHT. A record expires a minute after its peer stops renewing it; in a large swarm it
+expires later (swarm_size.py). A peer that leaves two requests in a row unanswered is dropped until it publishes a newer
+record. A peer that leaves the swarm says so in its last record. A record is refused if its date is in the future by
+more than its lifetime. So a peer with a very slow clock sees no other peers; it then compares clocks with them
+(startup/lost_peers.py).
 """
 
 import bisect
@@ -33,27 +28,26 @@ from decentral.core.machine import Log, Woke
 from decentral.core.reasons import SILENT, Reason
 from decentral.core.units import Seconds
 from decentral.peers.membership import records
+from decentral.peers.membership.publication import Publication
 from decentral.peers.membership.records import RENEWALS, PeerRecord, RecordSource
 from decentral.peers.membership.revocation_watch import RevocationWatch, WatchEffect
 from decentral.peers.membership.swarm_size import MERGE, SPLIT, SwarmSize, level_of, published
 
-REFRESH_SOON_S = 0.5  # until the next lookup after an unknown peer has asked us something
-SOUGHT_EACH = 4  # such lookups for one unknown peer
-MOST_SOUGHT = 1024  # unknown peers whose lookups are counted; beyond them, the first ones are forgotten
-EXPIRY_STEP_S = 1e-3  # each record of ours expires so much later than the one before
-FORGET_TTLS = 10  # lifetimes of a record after which a dropped peer is forgotten
-RECORDS_OF_COPY = 2  # foreign records under our id that prove a copy; one may be from a start with a fast clock
-DEAD_AFTER = 2  # unanswered questions in a row
-MAX_PEERS = 4096  # in the roster, those known already first
-MOST_DROPPED = 8192  # dropped peers whose last record's time is remembered; beyond them, the first ones are forgotten
-MOST_NEW = 2 * SPLIT  # peers that one lookup makes known
-NEIGHBOURS = 24  # holders of a layer that a peer knows
-SPEED_UNIT = 2.0**-40  # tokens/s: sums of speeds are whole numbers of it
+REFRESH_SOON_S = 0.5  # a request from an unknown peer causes an extra lookup of records, but no sooner than this
+SOUGHT_EACH = 4  # the requests of one unknown peer cause at most this many extra lookups
+MOST_SOUGHT = 1024  # extra lookups are counted for at most this many unknown peers; then the oldest count is deleted
+FORGET_TTLS = 10  # with over MAX_PEERS dropped peers, those dropped this many record lifetimes ago are forgotten
+DEAD_AFTER = 2  # a peer is dropped from the roster after this many of our requests in a row got no answer
+MAX_PEERS = 4096
+MOST_DROPPED = 8192  # the last record's date is remembered for this many dropped peers, to ignore older records
+MOST_NEW = 2 * SPLIT  # one lookup reads at most this many records of unknown peers, chosen at random
+NEIGHBOURS = 24  # a peer sends requests to only this many holders of a layer, so that it measures each link often
+SPEED_UNIT = 2.0**-40  # speeds (tokens/s) are added as integer multiples of this: float sums depend on their order
 
 
 @dataclass(frozen=True, slots=True)
 class Learn:
-    """Effect: tell the transport where a peer listens."""
+    """Effect: give a peer's addresses to the transport and to the address book."""
 
     peer: PeerId
     addresses: tuple[str, ...]
@@ -64,47 +58,52 @@ RosterEffect = WatchEffect | Learn
 
 @dataclass(slots=True)
 class RosterEntry:
+    """A reachable peer: its latest record, and how many of our requests it has left unanswered."""
+
     record: PeerRecord
-    expires: float  # unix seconds
-    failures: int = 0  # unanswered questions in a row
-    since: Seconds = 0.0  # when we heard of it first
-    failed_at: Seconds = 0.0  # when the last question was found unanswered
+    expires: float  # unix time
+    failures: int = 0
+    since: Seconds = 0.0  # time at which this peer's first record was read
+    failed_at: Seconds = 0.0
 
     def renewed(self, record: PeerRecord, expires: float) -> "RosterEntry":
-        """Return the entry with a newer record of the peer."""
+        """Return a copy of this entry with a newer record of the peer."""
         return RosterEntry(record, expires, self.failures, self.since, self.failed_at)
 
     def answered(self) -> None:
+        """Reset the count of unanswered requests, since the peer has answered a request."""
         self.failures = 0
 
     def failed(self, now: Seconds) -> None:
-        """Count a question that was found unanswered now."""
+        """Count one more unanswered request."""
         self.failures, self.failed_at = self.failures + 1, now
 
 
 @dataclass(slots=True)
 class Holders:
-    """The holders of each layer of a model with so many layers, as `own` sees them, kept up to date record by record.
+    """An index of the training peers that hold each layer, updated with each new record.
 
-    A query costs the same in a swarm of any size. A peer that is not training holds nothing. A peer asks only a few of
-    a layer's holders, its neighbours, so that it can measure each of them well. Different peers have different
-    neighbours (rendezvous hashing, Thaler and Ravishankar 1998), so work spreads over all holders.
+    A peer sends requests to only NEIGHBOURS holders of a layer, chosen by rendezvous hashing (Thaler and Ravishankar
+    1998), so that the requests of all peers spread evenly over all holders.
     """
 
     own: PeerId
-    layers: int
-    speeds: dict[tuple[int, int], float] = field(default_factory=dict)  # tokens/s of all peers with the same layers
-    changes: int = 0  # how often a span or a speed has changed so far
-    _totals: dict[tuple[int, int], int] = field(default_factory=dict)  # the speeds in SPEED_UNITs
-    _places: dict[PeerId, tuple[int, int, float]] = field(default_factory=dict)  # layers [first, last), tokens/s
-    _alike: dict[tuple[int, int], list[tuple[int, PeerId]]] = field(default_factory=dict)  # by layers, then distance
-    _near: dict[int, list[PeerId]] = field(default_factory=dict)  # answers since the last change, by layer
+    layers: int  # layers of the whole model; with 0, nothing is indexed
+    speeds: dict[tuple[int, int], float] = field(default_factory=dict)  # layers (first, last) -> holders' tokens/s
+    changes: int = 0  # increases whenever a peer's layers or speed change, so that caches can tell
+    _totals: dict[tuple[int, int], int] = field(default_factory=dict)  # `speeds` in units of SPEED_UNIT, for exact sums
+    _places: dict[PeerId, tuple[int, int, float]] = field(default_factory=dict)  # peer -> (first layer, end, tokens/s)
+    # Layers (first, last) -> peers with exactly these layers, each with the distance of its hash from ours, sorted.
+    _alike: dict[tuple[int, int], list[tuple[int, PeerId]]] = field(default_factory=dict)
+    _near: dict[int, list[PeerId]] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
+        """Return the number of peers that hold at least one layer."""
         return len(self._places)
 
     def put(self, peer: PeerId, record: PeerRecord) -> None:
+        """Add a peer by its record, or update its span and speed."""
         if not self.layers:
             return
         first, last = (record.first, min(record.last, self.layers)) if record.phase == "training" else (0, 0)
@@ -126,6 +125,7 @@ class Holders:
         self._near.clear()
 
     def drop(self, peer: PeerId) -> None:
+        """Remove a peer; do nothing if the index does not have it."""
         first, last, speed = self._places.pop(peer, (0, 0, 0.0))
         if first >= last:
             return
@@ -138,18 +138,18 @@ class Holders:
         self._near.clear()
 
     def span_and_speed(self, peer: PeerId) -> tuple[int, int, float]:
-        """The layers [first, last) that a peer holds, and its tokens/s; (0, 0, 0.0) if it holds none."""
+        """Return the layers [first, last) that a peer holds, and its tokens/s; (0, 0, 0.0) if it holds none."""
         return self._places.get(peer, (0, 0, 0.0))
 
     def near(self, layer: int) -> Sequence[PeerId]:
-        """Up to NEIGHBOURS holders of the layer, the nearest by hash, in the order of their ids."""
+        """Return the holders of the layer that are nearest to us by hash distance, at most NEIGHBOURS, sorted by id."""
         if layer not in self._near:
             spans = [held[:NEIGHBOURS] for (first, last), held in self._alike.items() if first <= layer < last]
             self._near[layer] = sorted(peer for _, peer in sorted(chain.from_iterable(spans))[:NEIGHBOURS])
         return self._near[layer]
 
     def _add(self, first: int, last: int, units: int) -> None:
-        """Whole numbers add up exactly: an absurd speed that is gone again takes nothing of the others' with it."""
+        """Add `units` multiples of SPEED_UNIT to the total speed of a span, without a rounding error."""
         total = self._totals[first, last] = self._totals.get((first, last), 0) + units
         self.speeds[first, last] = total * SPEED_UNIT
 
@@ -162,63 +162,20 @@ def _units(tokens_per_s: float) -> int:
 
 
 @dataclass(slots=True)
-class Publication:
-    """Our record in the directory, which keeps of a peer's records the one that expires later.
-
-    A record under our name that we have not written is of an earlier start, or of a peer that runs with a copy of our
-    identity. One of an earlier start is older than our first record, and nobody renews it.
-    """
-
-    expires: Seconds = 0.0
-    began: Seconds | None = None  # when we announced our first record
-    sealed: dict[bytes, Seconds] = field(default_factory=dict)  # ours that have not expired, and when they do
-    foreign: set[Seconds] = field(default_factory=set)  # when the first of those were written that are not ours
-    copy_seen_at: Seconds = -math.inf
-    copy_address: str = ""
-    keys: dict[str, Seconds] = field(default_factory=dict)  # under which we have a record, and when it expires
-
-    def announce(self, own: Signer, key: str, body: bytes, expires: Seconds, now: Seconds) -> Announce:
-        """A record that lives until then, or longer where the last one does."""
-        self.began = now if self.began is None else self.began
-        self.expires = max(expires, self.expires + EXPIRY_STEP_S)
-        self.sealed = {sealed: until for sealed, until in self.sealed.items() if until > now}
-        sealed = own.seal(key, body, self.expires)
-        self.sealed[sealed] = self.keys[key] = self.expires
-        return Announce(key, own.peer, sealed, self.expires)
-
-    def read(self, own: Signer, key: str, found: bytes, now: Seconds) -> bool:
-        """Read a record under our name; return whether it outlives ours, so that a longer one has to come soon."""
-        if found in self.sealed:
-            return False
-        try:
-            body, expires = own.open(key, own.peer, found, now)
-            record = records.unpack(body)
-        except ProtocolError:
-            return False
-        if self.began is not None and record.time > self.began and record.phase != "leaving":
-            if len(self.foreign) < RECORDS_OF_COPY:
-                self.foreign.add(record.time)
-            if len(self.foreign) == RECORDS_OF_COPY:
-                self.copy_seen_at, self.copy_address = now, next(iter(record.addresses), "an unknown address")
-        is_later, self.expires = expires > self.expires, max(expires, self.expires)
-        return is_later
-
-
-@dataclass(slots=True)
 class SoonerLookups:
-    """When records are looked up before it is time, because peers ask that we do not know.
+    """The limit on early lookups of records, which we make when an unknown peer, perhaps a newcomer, sends a request.
 
-    Strangers do not have us read all records as often as they ask: for each name a few lookups come sooner, and after
-    each that finds nobody new the rest is twice as long, until one has come in its own time.
+    Strangers must not be able to make us read all records as often as they like. So the pause before an early lookup
+    doubles after each early lookup, halves after each regular lookup, and is reset when a lookup finds a new peer.
     """
 
-    rest_s: Seconds = REFRESH_SOON_S  # from a lookup to one that comes sooner
+    rest_s: Seconds = REFRESH_SOON_S  # least time between a lookup and an extra lookup; doubles after each extra lookup
     _looked_at: Seconds = -math.inf
-    _sooner: bool = False  # whether the next lookup does
-    _sought: dict[PeerId, int] = field(default_factory=dict)  # such lookups, by the unknown peer
+    _sooner: bool = False
+    _sought: dict[PeerId, int] = field(default_factory=dict)
 
     def instead_of(self, at: Seconds, peer: PeerId, now: Seconds) -> Seconds:
-        """When the lookup comes that would come `at`."""
+        """Return when to look up records after an unknown peer's request: at the regular time `at`, or earlier."""
         soon, sought = max(now + REFRESH_SOON_S, self._looked_at + self.rest_s), self._sought.get(peer, 0)
         if soon >= at or sought >= SOUGHT_EACH:
             return at
@@ -227,10 +184,11 @@ class SoonerLookups:
         return soon
 
     def found(self) -> None:
-        """Note that a lookup found somebody new, so that the next one may come soon."""
+        """Reset the pause before an early lookup, since a lookup has found a new peer."""
         self.rest_s = REFRESH_SOON_S
 
     def looked(self, now: Seconds, longest_s: Seconds) -> None:
+        """Double the pause before the next early lookup, up to `longest_s`, if this lookup is early; else halve it."""
         rest_s = 2 * self.rest_s if self._sooner else self.rest_s / 2
         self.rest_s = max(REFRESH_SOON_S, min(rest_s, longest_s))
         self._looked_at, self._sooner = now, False
@@ -238,6 +196,8 @@ class SoonerLookups:
 
 @dataclass(slots=True)
 class Roster:
+    """The state machine that publishes our record, reads other peers' records, and keeps reachable peers in `live`."""
+
     run: RunId
     own: Signer
     limits: SwarmConfig
@@ -245,26 +205,28 @@ class Roster:
     size: SwarmSize
     holders: Holders
     live: dict[PeerId, RosterEntry] = field(default_factory=dict)
-    refused: Counter[str] = field(default_factory=Counter)  # records, by reason
-    changes: int = 0  # how often a record came or went so far
-    revocations: RevocationWatch | None = None  # None: the swarm is public
-    _dropped: dict[PeerId, float] = field(default_factory=dict)  # records up to this time say nothing of a dropped peer
-    _known: dict[PeerId, bytes] = field(default_factory=dict)  # each peer's last record, so that none is read twice
-    _valid: dict[PeerId, float] = field(default_factory=dict)  # when the record of a dropped peer expires
+    refused: Counter[str] = field(default_factory=Counter)
+    changes: int = 0
+    revocations: RevocationWatch | None = None
+    _dropped: dict[PeerId, float] = field(default_factory=dict)  # peer -> date of its last record
+    _known: dict[PeerId, bytes] = field(default_factory=dict)  # peer -> its last record, to skip equal ones
+    _valid: dict[PeerId, float] = field(default_factory=dict)  # dropped, silent peer -> expiry of its record
     _published: Publication = field(default_factory=Publication)
     _renew_at: Seconds = 0.0
     _refresh_at: Seconds = 0.0
     _sooner: SoonerLookups = field(default_factory=SoonerLookups)
-    _expiry_at: Seconds | None = None  # when to drop all expired records together
+    _expiry_at: Seconds | None = None
 
     @property
     def wake_at(self) -> Seconds | None:
+        """Return when to renew our record, look up other records, drop expired peers, or wake the revocation watch."""
         first = min(self._renew_at, self._refresh_at)
         first = first if self._expiry_at is None else min(first, self._expiry_at)
         revocations_at = self.revocations.wake_at if self.revocations else None
         return first if revocations_at is None else min(first, revocations_at)
 
     def handle(self, event: Event, now: Seconds) -> list[RosterEffect]:
+        """Handle a wake-up, records from the DHT, or a peer's answer or failure to answer, and return the effects."""
         match event:
             case Woke():
                 watched = self.revocations.handle(event, now) if self.revocations else []
@@ -278,38 +240,40 @@ class Roster:
         return []
 
     def knows(self, peer: PeerId) -> bool:
-        """Whether it has a valid record, also where it has left our own questions unanswered.
-
-        Where records are spread over several keys, nobody reads all of them, and no peer can be told from a stranger.
-        """
+        """Return whether we know a valid record of this peer; always True in a large swarm (level above 0)."""
         return peer in self.live or peer in self._valid or self.size.level > 0
 
+    def sealed(self, peer: PeerId) -> bytes:
+        """Return the latest record of a peer, or our own, as it is stored in the DHT; b"" if we have none."""
+        return self._published.newest if peer == self.own.peer else self._known.get(peer, b"")
+
     def renew_soon(self, now: Seconds) -> None:
-        """Renews our record at the next chance, because something in it has changed."""
+        """Renew our record at the next wake, because something in it has changed."""
         self._renew_at = min(self._renew_at, now)
 
     def refresh_soon(self, peer: PeerId, now: Seconds) -> None:
-        """Looks up records soon, because an unknown peer has asked us something, and is probably a newcomer."""
-        if not self.size.level:  # else nobody knows all peers
+        """Look up records earlier, since an unknown peer has sent us a request; do nothing in a large swarm."""
+        if not self.size.level:  # in a large swarm, most peers do not know each other
             self._refresh_at = self._sooner.instead_of(self._refresh_at, peer, now)
 
     def look_up(self, now: Seconds) -> list[RosterEffect]:
-        """Looks up records at once."""
+        """Return the effects that look up records at once, even if the next lookup is planned for later."""
         self._refresh_at = now
         return self._refresh(now)
 
     def watch_revocations(self, private: PrivateSwarm, chance: Random) -> RevocationWatch:
-        """From now on members whom the founder of this private swarm revokes are excluded."""
+        """Begin to watch the revocations of this private swarm, and return the watch, which excludes revoked peers."""
         self.revocations = RevocationWatch(self.own, private, chance, self)
         return self.revocations
 
     def exclude(self, peer: PeerId, now: Seconds) -> list[Log]:
-        """Drops a peer that is no member of this private swarm any more; its records are not opened again."""
+        """Drop a peer whose invitation to this private swarm was revoked, and return journal lines about it."""
         self._known.pop(peer, None)
         self._valid.pop(peer, None)
         return self._drop(peer, Reason.REVOKED, now) if peer in self.live else []
 
     def leave(self, now: Seconds) -> list[RosterEffect]:
+        """Return the effects that publish our last record under all our DHT keys; the record says that we leave."""
         return [*self._announce(now, leaving=True)]
 
     def _renew(self, now: Seconds) -> list[RosterEffect]:
@@ -322,7 +286,7 @@ class Roster:
     def _announce(self, now: Seconds, leaving: bool) -> list[Announce]:
         record = replace(self.source.compose_record(now, leaving), renew_s=self.size.renew_s)
         body, keys = records.pack(record), published(self.run, self.own.peer, self.size.level)
-        if leaving:  # those of another level that we had before have to hear of it as well
+        if leaving:  # older copies under the keys of earlier levels must not outlive this last record
             keys = list(dict.fromkeys([*keys, *(key for key, until in self._published.keys.items() if until > now)]))
         return [self._published.announce(self.own, key, body, now + record.lifetime_s, now) for key in keys]
 
@@ -343,13 +307,14 @@ class Roster:
         self._expiry_at = max(min([entry.expires for entry in self.live.values()]), now + rest_s) if self.live else None
         return [*lines]
 
-    def _found(self, key: str, values: Mapping[str, bytes], now: Seconds) -> list[RosterEffect]:
+    def read(self, key: str, values: Mapping[str, bytes], now: Seconds) -> list[RosterEffect]:
+        """Read records of peers, by peer, that are sealed for `key`, and return the effects."""
         effects: list[RosterEffect] = []
-        if len(values) > MAX_PEERS:  # those that we know come first
+        if len(values) > MAX_PEERS:  # limit the work that a flood of records causes; known peers come first
             values = dict(sorted(values.items(), key=lambda one: (one[0] not in self.live, one[0])))
             values = dict(islice(values.items(), MAX_PEERS))
         changed = [(PeerId(one), value) for one, value in values.items() if self._known.get(PeerId(one)) != value]
-        if len(changed) > MOST_NEW:  # the key has more than a shard: a sample of those that we do not know is enough
+        if len(changed) > MOST_NEW:  # more than honest peers write under one key: read a sample
             new = sorted(peer for peer, _ in changed if peer not in self.live and peer != self.own.peer)
             left_out = set(new) - set(self.size.chance.sample(new, min(len(new), MOST_NEW)))
             changed = [one for one in changed if one[0] not in left_out]
@@ -362,29 +327,33 @@ class Roster:
                 body, expires = self.own.open(key, peer, value, now)
                 record = records.unpack(body)
                 if record.run != self.run:
-                    raise ProtocolError(Reason.RUN, f"a record of {record.run!r}")
+                    raise ProtocolError(Reason.RUN, f"the record is of run {record.run}, not of our run {self.run}")
                 believed_until = now + record.lifetime_s
                 if record.time > believed_until:
-                    raise ProtocolError(Reason.AHEAD, f"a record of {record.time - now:.0f} s from now")
+                    raise ProtocolError(Reason.AHEAD, f"the record is dated {record.time - now:.0f} s in the future")
                 if peer not in self.live and len(self.live) >= MAX_PEERS:
-                    raise ProtocolError(Reason.BUSY, f"{MAX_PEERS} peers are known already")
+                    raise ProtocolError(Reason.BUSY, f"the roster is full: it has {MAX_PEERS} peers")
             except ProtocolError as error:
                 self.refused[error.reason] += 1
                 continue
             self._known[peer] = value
             effects += self._heard(peer, record, min(expires, believed_until), now)
+        return effects
+
+    def _found(self, key: str, values: Mapping[str, bytes], now: Seconds) -> list[RosterEffect]:
+        effects = self.read(key, values, now)
         if self.size.found(key, [PeerId(peer) for peer in values if peer in self.live or peer == self.own.peer]):
             self.renew_soon(now)
         if self.size.level and len(self.live) >= MERGE and self._refresh_at <= now + self.size.refresh_s(0):
-            self._refresh_at = now + self.size.refresh_s(len(self.live))  # a newcomer's first lookup was enough
+            self._refresh_at = now + self.size.refresh_s(len(self.live))  # this peer knows enough peers already
         return effects
 
     def copy_warning(self, now: Seconds) -> str:
-        """Return a line for the user if a copy of our identity was seen within two lifetimes of our record, or ""."""
+        """Return a warning if a copy of our identity was noticed within the last two record lifetimes, else ""."""
         address, seen_at = self._published.copy_address, self._published.copy_seen_at
         if not address or now >= seen_at + 2 * RENEWALS * self.size.renew_s:
             return ""
-        remedy = "so the swarm counts both as one: stop one, and start it again with --join and a new --state-dir"
+        remedy = "so the swarm counts both as one peer: stop one, and start it again with --join and a new --state-dir"
         return f"another peer at {address} uses a copy of this peer's identity, {remedy}"
 
     def _found_own(self, key: str, value: bytes, now: Seconds) -> list[RosterEffect]:
@@ -401,9 +370,9 @@ class Roster:
             self._dropped[peer] = max(self._dropped.get(peer, 0.0), record.time)
             if peer in self.live:
                 return [*self._drop(peer, "left", now)]
-            return [Log(GoodbyeLine(peer=peer))] if was_silent else []  # questions to it failed before we read this
+            return [Log(GoodbyeLine(peer=peer))] if was_silent else []  # log it only if the peer was dropped as silent
         if record.time <= self._dropped.get(peer, 0.0):
-            return []  # the record was written before the peer was dropped
+            return []
         known = self.live.get(peer)
         if known is not None and known.record.time >= record.time:
             return []
@@ -419,7 +388,7 @@ class Roster:
         return [Learn(peer, record.addresses)] if known.record.addresses != record.addresses else []
 
     def _unanswered(self, peer: PeerId, reason: str, asked_at: Seconds, now: Seconds) -> list[RosterEffect]:
-        """Questions that were under way together when a link stalled tell of one silence."""
+        """Count an unanswered request, and drop the peer after DEAD_AFTER in a row. Overlapping timeouts count once."""
         entry = self.live[peer]
         if reason == Reason.DEADLINE and asked_at < entry.failed_at <= now:
             return []
@@ -431,7 +400,7 @@ class Roster:
         return [*self._drop(peer, Reason.SILENT, now)]
 
     def _forget(self, now: Seconds) -> None:
-        """Forgets peers of long ago, so that peers that come and go do not fill our memory."""
+        """Forget peers that were dropped long ago, and cached records, so that memory stays bounded."""
         if len(self._known) > 2 * MAX_PEERS:
             self._known.clear()
         if len(self._dropped) > MAX_PEERS:

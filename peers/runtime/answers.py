@@ -1,8 +1,8 @@
-"""What other peers ask: each question gets one answer, sooner or later, or a refusal with its reason.
+"""Answer or refuse the questions of other peers. See `Answers`.
 
-Some answers take time: a snapshot that is not there yet, a state that the worker encodes, a micro-batch. The
-questions that wait are therefore known; they are refused when this peer leaves, or when it gives up the fragment that
-they are about.
+Some answers take time: a pull waits for a snapshot, a newcomer waits for a state that the worker encodes. A question
+without an answer is called open. A table has all open questions, so that this peer can refuse them when it leaves the
+swarm, or gives up the fragment that a question is about.
 """
 
 from collections.abc import Sequence
@@ -37,13 +37,15 @@ NO_FRAGMENT = -1
 
 
 class AnsweringPeer(Protocol):
+    """Interface of the node as `Answers` uses it; implemented by `Node`."""
+
     def is_training(self) -> bool:
-        """Whether this peer trains; else it is joining."""
+        """Return whether this peer trains; False while it joins and after it has left."""
 
 
 @dataclass(slots=True)
 class Answers:
-    """Answers what no other machine is registered for in `handlers`, and gives the rest to those that are."""
+    """The dispatcher that passes other peers' questions to their handlers, with a table of open questions."""
 
     setup: PresentSetup
     peer: AnsweringPeer = field(repr=False, compare=False)
@@ -52,14 +54,20 @@ class Answers:
     donor: Donor
     gossip: FragmentExchanges
     rounds: Rounds | None
-    waiting: dict[int, int] = field(default_factory=dict)  # the fragment of each open request, or NO_FRAGMENT
+    waiting: dict[int, int] = field(default_factory=dict)  # number of an open question -> its fragment
 
     def __post_init__(self) -> None:
+        """Register handlers for the messages that this object answers itself or passes to donor and exchanges."""
         self.handlers.register(self._any_run, messages.Hello, messages.Ping, messages.Probe)
         self.handlers.register(self._state, messages.StateRequest)
         self.handlers.register(self._pull, messages.Pull)
 
     def asked(self, event: Asked, now: Seconds) -> Sequence[PeerEffect]:
+        """Answer or refuse another peer's question, or leave it open for a later reply.
+
+        A question is refused if strangers may not ask it and the sender is a stranger (see `knows`), if the question
+        names another run, or if it has no handler.
+        """
         self.waiting[event.request] = NO_FRAGMENT
         question = event.envelope.message
         for_strangers = isinstance(question, messages.Question) and question.for_strangers
@@ -71,27 +79,28 @@ class Answers:
         return handler(event, now) if handler else [_reply(event, Refused(Reason.UNEXPECTED))]
 
     def knows(self, peer: PeerId) -> bool:
-        """Whether a peer has a standing with us: all others are answered only what a newcomer has to ask."""
+        """Return whether a peer has a valid record, or is a member of our round; all other peers are strangers."""
         return self.gossip.selection.knows(peer) or (self.rounds is not None and self.rounds.knows(peer))
 
     def replied(self, request: int) -> None:
+        """Remove a question from the table of open questions; the node calls this method for each reply."""
         self.waiting.pop(request, None)
 
     def exported(self, event: StateExported | RetainedExported, now: Seconds) -> list[Effect]:
-        """The worker has encoded a state that newcomers wait for."""
+        """Return replies with the state that the worker has encoded, for the newcomers that wait for the state."""
         version = self.rounds.versions.get(event.fragment, bytes(16)) if self.rounds else bytes(16)
         return self.donor.exported(event, self._state_step, now, version)
 
     def refuse_about(self, lost: Sequence[int]) -> list[Effect]:
-        """Refuses the open questions about these fragments, which this peer gives up."""
+        """Return refusals of all open questions about these fragments, because this peer gives the fragments up."""
         return [_refuse(request, Reason.FRAGMENT) for request, index in self.waiting.items() if index in lost]
 
     def leave(self) -> list[Effect]:
-        """Refuses all open questions."""
+        """Return refusals of all open questions, because this peer leaves the swarm."""
         return [_refuse(request, Reason.LEAVING) for request in sorted(self.waiting)]
 
     def blob_bound(self, message: Message) -> int:
-        """The largest blob, in bytes, that may come with this question; 0 if it carries none."""
+        """Return the largest allowed blob in another peer's question, in bytes; 0 if the question must have none."""
         setup = self.setup.now
         match message:
             case messages.Probe():
@@ -101,7 +110,7 @@ class Answers:
         return 0
 
     def _any_run(self, event: Asked, now: Seconds) -> list[Effect]:
-        """Answers the questions that peers of any run, or of none, may ask."""
+        """Answer Hello, Ping and Probe; these messages may also come from peers of other runs, or without a run."""
         match event.envelope.message:
             case messages.Hello(run):
                 welcome = messages.Welcome(self.setup.now.run, self.setup.now.config.canonical())
@@ -111,14 +120,14 @@ class Answers:
             case messages.Probe(download_bytes):
                 probed = messages.Probed(len(event.envelope.blob))
                 return [Reply(event.request, Envelope(probed, zeros(download_bytes)))]
-        raise AssertionError(f"nothing registers {event.envelope.message!r} here")
+        raise AssertionError(f"expected Hello, Ping or Probe, got {event.envelope.message!r}")
 
     def lease_refusal(self, event: Asked) -> list[Effect]:
-        """Refuse a lease while this peer does not train; [] where nothing speaks against it."""
+        """Return a refusal of this LeaseRequest if this peer does not train; else []."""
         return [] if self.peer.is_training() else [_reply(event, Refused(Reason.UNEXPECTED))]
 
     def lease(self, event: Asked, now: Seconds) -> list[Effect]:
-        """Answer a LeaseRequest where this peer never changes its layers."""
+        """Grant a LeaseRequest if we hold the fragment; this handler is for peers that never change their layers."""
         message = event.envelope.message
         assert isinstance(message, messages.LeaseRequest)
         held = message.fragment in self.setup.now.held
@@ -146,7 +155,7 @@ class Answers:
 
     @property
     def _state_step(self) -> int:
-        """The learning-rate step of our weights, for newcomers."""
+        """Return the learning-rate step of our weights; newcomers get this step together with the weights."""
         return self.rounds.number if self.rounds and self.rounds.now_in else self.progress.lr_step
 
     def _other_run(self, run: str) -> Refused:

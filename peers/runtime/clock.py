@@ -1,10 +1,10 @@
-"""The clock of one peer: unix time that never jumps, and that is the swarm's.
+"""The clock of one peer: unix time that never jumps, set once to the swarm's time. See `SwarmClock`.
 
-Peers compare times: a record expires, a snapshot has an age, windows end together. So they need one clock, and it need
-not be right. A peer reads its machine's clock once, and goes by the time that has passed since, suspension included:
-what happens to the machine's clock later (an hour forward, an hour back) is shown to the user and changes nothing.
-Before it begins it compares its clock with those of the peers that it has reached, and goes by theirs where they
-differ. It does so once: a clock that jumped under a running peer would confuse each of its deadlines.
+Peers compare times: records expire, snapshots have an age, windows end together. So all peers need the same time, even
+if it is not the right time. A peer reads its machine's clock once, and then adds the time that has passed, also while
+suspended. Later jumps of the machine's clock are shown to the user and change nothing. Before a peer begins to join, it
+compares its clock with the clocks of the peers that it has reached, and takes their time if it differs. A running peer
+never adjusts its clock, since a jump would upset its deadlines.
 """
 
 import asyncio
@@ -14,52 +14,62 @@ from statistics import median
 
 from decentral.core.units import Seconds
 
-MOST_AHEAD_S = 366 * 24 * 3600.0  # no clock that others go by is further from ours; infinity ended the peer
-CLOCKS_AGREE_S = 2.0  # clocks that differ by less are taken as they are: windows and ages have room for it
-MOST_FINDERS = 3  # peers in no roster that are asked for their time at once
+MOST_AHEAD_S = 366 * 24 * 3600.0  # clocks that differ from ours by more than a year are ignored as wrong or malicious
+CLOCKS_AGREE_S = 2.0  # clocks that differ by up to this time count as equal, since gossip tolerates such errors
+MOST_FINDERS = 3  # besides peers in the roster, at most this many other connected peers are asked for their time
 
 
 def steady_s() -> Seconds:
-    """Seconds since some moment. They go on while the machine is suspended, where the system can tell."""
+    """Return the seconds since some fixed moment, including suspended time if the system supports it."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class SwarmClock:
-    """Call it for the time, or `now`."""
+    """A clock that never jumps; calling it, or its method `now`, returns the swarm's unix time in seconds."""
 
     def __init__(self, wall: Callable[[], Seconds] = time.time, steady: Callable[[], Seconds] = steady_s) -> None:
+        """Set the clock to the machine's time; tests replace the system's clocks by `wall` and `steady`."""
         self._wall, self._steady = wall, steady
         self._offset = wall() - steady()
 
     def __call__(self) -> Seconds:
+        """Return the swarm's time."""
         return self._steady() + self._offset
 
     def now(self) -> Seconds:
+        """Return the swarm's time."""
         return self()
 
     async def sleep(self, seconds: Seconds) -> None:
+        """Wait without blocking the event loop."""
         await asyncio.sleep(seconds)
 
     def agree(self, ahead_s: Sequence[Seconds]) -> Seconds:
-        """Takes the swarm's time, and gives the seconds by which the clock was set.
+        """Set this clock to the swarm's time (see `agreed_s`); call it only before the peer begins to join.
 
-        `ahead_s` says how far other peers' clocks are ahead of this one. To be called before the peer begins only.
+        Args:
+            ahead_s: For each other peer, the seconds by which its clock is ahead of this clock (negative: behind).
+
+        Returns:
+            Seconds by which this clock was moved forward (negative: back); 0.0 if the clocks agree.
         """
         set_s = agreed_s(ahead_s)
         self._offset += set_s
         return set_s
 
     def machine_ahead_s(self) -> Seconds:
-        """How far the machine's clock is ahead of this one at present."""
+        """Return by how many seconds the machine's clock is ahead of this clock now; negative if it is behind."""
         return self._wall() - self()
 
 
 def agreed_s(ahead_s: Sequence[Seconds]) -> Seconds:
-    """The seconds by which a clock is to be set, where those of other peers are so far ahead of it.
+    """Return the seconds by which to move a peer's clock forward (negative: back) so that it shows the swarm's time.
 
-    It is the median's time; the own clock counts as well where there is no middle one. So of three clocks one that
-    lies, or is wrong, moves nobody; but a newcomer that knows one peer only believes it, up to a year. What is more, or
-    no number, is left out.
+    `ahead_s` has, for each other peer, the seconds by which its clock is ahead of this peer's clock.
+
+    The result is the median of `ahead_s`. If the number of other peers is even, a 0 for this peer's own clock is added.
+    So one wrong clock among three other peers changes nothing, but a peer that knows only one other peer adopts that
+    peer's time. Differences above MOST_AHEAD_S are ignored. A median of at most CLOCKS_AGREE_S counts as 0.
     """
     ahead_s = [ahead for ahead in ahead_s if abs(ahead) <= MOST_AHEAD_S]
     if not ahead_s:
@@ -69,5 +79,5 @@ def agreed_s(ahead_s: Sequence[Seconds]) -> Seconds:
 
 
 def difference(ahead_s: Seconds) -> str:
-    """`3600 s ahead of` or `3600 s behind`."""
+    """Return `ahead_s` as text: `3600 s ahead of` for 3600, and `3600 s behind` for -3600."""
     return f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'}"

@@ -1,7 +1,7 @@
-"""Whether training has diverged: many gradients are not finite, or the loss has risen far above its best.
+"""Detect that training has diverged: many gradients are not finite, or the loss has risen far above its lowest mean.
 
-A peer whose training has diverged goes on for a while, since the weights of others may bring it back. Meanwhile it
-warns, and keeps the checkpoint from before.
+A peer whose training has diverged goes on for a while, since gossip with other peers' weights may repair its own.
+Meanwhile it warns the user, and does not overwrite its last checkpoint.
 """
 
 from dataclasses import dataclass
@@ -11,37 +11,37 @@ from decentral.core.journal.events import ErrorLine
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
 
-SETTLED_STEPS = 20  # a mean over fewer steps is noise
-MOST_STEPS_DROPPED = 0.25  # of the last steps; a large model in bf16 drops one now and then
-LEAST_RISE = 1.0  # nats of the mean loss above its best: noise and harder text raise it by less
-BEST_FORGOTTEN = 1e-4  # share by which the best mean drifts to the present mean each step, since text may get harder
-HOPELESS = 2.0  # times the starting loss; below this, training may still recover by itself
-LEARNED = 0.85  # times the starting loss; below this, a loss that stays risen comes from harder text
-STOP_STEPS, STOP_S = 100, 60.0  # after both, without recovery, a peer stops, or takes the present loss as usual
+SETTLED_STEPS = 20  # the loss is averaged over about this many steps, as a mean over fewer is too noisy to judge
+MOST_STEPS_DROPPED = 0.25  # a larger share of skipped steps means that training has diverged; a few are usual in bf16
+LEAST_RISE = 1.0  # a mean loss this many nats above its minimum means that training has diverged; noise adds less
+BEST_FORGOTTEN = 1e-4  # each step moves the remembered minimum loss this share of the way to the mean, to forget it
+HOPELESS = 2.0  # if divergence lasts, a peer stops at a loss above this many times the starting loss
+LEARNED = 0.85  # lasting divergence does not stop a peer whose mean loss is below this share of the starting loss
+STOP_STEPS, STOP_S = 100, 60.0  # divergence "lasts" after both this many steps and this many seconds
 SAID_EVERY_S = 60.0
 
 
 @dataclass(slots=True)
 class Divergence:
-    """A detector of divergence, fed with each step's gradient and loss."""
+    """The detector of divergence; `stepped` must be called with the result of every step."""
 
-    guess: float  # nats: the loss of uniform guesses, which give each token the same probability
-    dropped: int = 0  # steps that trained nothing, as their gradients were not finite
-    hopeless: bool = False  # whether training has diverged for STOP_STEPS and STOP_S and shows no sign of recovery
+    guess: float  # loss in nats of a model that considers all tokens equally likely
+    dropped: int = 0
+    hopeless: bool = False  # whether divergence has lasted and the latest step was skipped or had a very high loss
     _steps: int = 0
     _dropped_share: float = 0.0
     _mean: float = 0.0
-    _best: float = 0.0  # of the means
-    _start: float = 0.0  # the first step's loss, or that of uniform guesses if it is larger; 0: no loss is known
-    _since: tuple[int, Seconds] | None = None  # step and time at which divergence began; None: training is well
+    _best: float = 0.0  # lowest mean loss, raised a little by each step (BEST_FORGOTTEN)
+    _start: float = 0.0  # loss of the first step, but at least `guess`; 0 before the first step
+    _since: tuple[int, Seconds] | None = None  # step and time at which divergence began; None if training is sound
     _said_at: Seconds = 0.0
 
     def stepped(self, dropped: bool, loss: float | None, now: Seconds) -> list[Log]:
-        """Take a step into account, and return a line for the journal now and then while training has diverged.
+        """Update the detector with a step; while training has diverged, return a warning every SAID_EVERY_S.
 
         Args:
-            dropped: Whether the step trained nothing, because its gradient was not finite.
-            loss: The step's mean loss in nats; None: it was not finite, or is not known.
+            dropped: Whether the step was skipped, because its gradient was not finite.
+            loss: The step's mean loss in nats per token; None: the loss was not finite, or is not known.
             now: Unix time in seconds.
         """
         self._steps, self.dropped = self._steps + 1, self.dropped + dropped
@@ -69,7 +69,7 @@ class Divergence:
 
     @property
     def trouble(self) -> str:
-        """Why training has diverged, and what the user can do; "" while it has not."""
+        """Return why training has diverged, and what the user can do; "" if it has not diverged."""
         if self._drops:
             why = f"{self._dropped_share:.0%} of recent steps were skipped, since their gradients were not finite"
         elif self._mean > self._best + max(LEAST_RISE, (self._start - self._best) / 2):

@@ -1,7 +1,7 @@
-"""The exchanges of all fragments that we hold: one machine each, of the run's algorithm (core/choices.py).
+"""Run the gossip exchanges of all fragments that this peer holds, one state machine per fragment.
 
-They begin when training does, and come and go with the fragments of a move. In a run with exact gradients there are
-none: its rounds (comm/rounds/round.py) take their place, and questions for exchanges are refused.
+Start at `FragmentExchanges`. Exchanges begin when training begins, or when the peer gets a new fragment. A synchronous
+run has rounds (comm/rounds/round.py) instead of exchanges, and its peers refuse pulls.
 """
 
 import math
@@ -24,32 +24,35 @@ from decentral.peers.runtime.setup import PresentSetup
 
 @dataclass(slots=True)
 class FragmentExchanges:
+    """The state machines of a peer's exchanges, one per fragment; the node passes events to them."""
+
     setup: PresentSetup
     selection: PeerSelection
     counts: ExchangeTotals = field(default_factory=ExchangeTotals)
-    running: dict[int, PullExchange] = field(default_factory=dict)  # by fragment
-    _dropped: set[int] = field(default_factory=set)  # fragments whose exchanges have been here before
-    _wake: Seconds | None = None  # when the first machine wants to wake; infinite: none does; None: not known yet
+    running: dict[int, PullExchange] = field(default_factory=dict)
+    _dropped: set[int] = field(default_factory=set)
+    _wake: Seconds | None = None
 
     @property
     def algorithm(self) -> Algorithm:
+        """Return the run's gossip algorithm."""
         return ALGORITHMS[self.setup.now.config.gossip.algorithm]
 
     @property
     def wake_at(self) -> Seconds | None:
-        """When the first machine wants to wake. It is looked up once after each event, as there may be many."""
+        """Return the time of the next Woke event that an exchange needs; None if no exchange needs a Woke event."""
         if self._wake is None:
             self._wake = earliest(one.wake_at for one in self.running.values()) or math.inf
         return None if self._wake == math.inf else self._wake
 
     @property
     def round(self) -> int:
-        """The round of the fragment that is furthest, where the algorithm blocks; else 0."""
+        """Return the number of the last round that we began, if the gossip algorithm is blocking; else 0."""
         return max((one.seq for one in self.running.values()), default=0) if self.algorithm.blocking else 0
 
     @property
     def windows(self) -> tuple[int, str]:
-        """How many of the shortest windows make one, and what stretches them."""
+        """Return our windows' length as a multiple of the shortest window, and its reason (`WindowLengths.windows`)."""
         if not self.running:
             return 1, ""
         index, size = self._first
@@ -57,35 +60,37 @@ class FragmentExchanges:
 
     @property
     def period_s(self) -> Seconds:
-        """How long our windows are at present."""
+        """Return the present length of our windows in seconds."""
         return self.selection.lengths.window_s() * self.windows[0]
 
     @property
     def needed_s(self) -> Seconds:
-        """How long our own links and cores need windows to be; 0: not known, as no window was closed yet."""
+        """Return the window length in seconds that our link and cores need; 0.0 until the first window has closed."""
         index, size = self._first if self.running else (0, 0)
         return self.selection.lengths.needed_s(index, size) if size else 0.0
 
     @property
     def _first(self) -> tuple[int, int]:
-        """A fragment, and the bytes of its snapshots: by its size those of all fragments are known."""
+        """Return the index and the snapshot size in bytes of our first fragment, which decide the windows' length."""
         index = min(self.running)
         return index, self.running[index].size
 
     def begin(self, now: Seconds) -> None:
-        """Begins the exchanges of those fragments of ours that have none yet."""
+        """Begin an exchange for each of our fragments that has none; called when training begins or layers change."""
         self._wake = None
         for fragment in self.setup.now.fragments:
             if fragment.index not in self.running:
                 self.running[fragment.index] = self._exchange(fragment, now)
 
     def drop(self, lost: Sequence[int]) -> None:
+        """End the exchanges of these fragments, because this peer gives the fragments up."""
         self._wake = None
         for index in lost:
             if self.running.pop(index, None) is not None:
                 self._dropped.add(index)
 
     def woke(self, event: Woke, now: Seconds) -> list[Effect]:
+        """Pass a Woke event to the exchanges whose `wake_at` has come, and return their effects."""
         effects: list[Effect] = []
         if self._wake is None or now >= self._wake:
             for index, exchange in self.running.items():
@@ -94,18 +99,18 @@ class FragmentExchanges:
         return effects
 
     def replan(self, now: Seconds) -> None:
-        """Brings forward the ends of windows that were planned when windows were longer than they are now."""
+        """Let each exchange end its present window earlier, if a shorter window is now enough."""
         self._wake = None
         for exchange in self.running.values():
             exchange.replan(now)
 
     def tell(self, index: int, event: Event, now: Seconds) -> list[Effect]:
-        """Passes an event to the exchange of a fragment, which must be running."""
+        """Pass an event to a fragment's exchange, which must be running, and return the effects."""
         self._wake = None
         return self.running[index].handle(event, now)
 
     def refusal(self, index: int) -> Refused | None:
-        """Why a fragment's exchange answers no pull; None if it does."""
+        """Return the refusal of another peer's pull of this fragment; None if our exchange can answer the pull."""
         if self.algorithm.exact:
             return Refused(Reason.ALGORITHM, f"this run gossips by {self.algorithm.name}")
         if index in self.running:
@@ -113,12 +118,13 @@ class FragmentExchanges:
         return Refused(Reason.NOT_READY if index in self.setup.now.held else Reason.FRAGMENT)
 
     def _exchange(self, fragment: Fragment, now: Seconds) -> PullExchange:
-        """Windows of the fragments are staggered, so that one at a time is on the wire."""
+        """Return a new exchange of a fragment; windows of different fragments end at different times."""
         setup, known = self.setup.now, self.algorithm
         assert not known.exact, f"{known.name} has no exchanges"
         others = self.selection.roster.live.values() if known.blocking else ()
         newest = max((one.record.round for one in others if one.record.round < MOST_FOLLOWED), default=0)
-        is_back = setup.restored_step is not None or fragment.index in self._dropped  # a move that failed, or one back
+        # Whether this peer held the fragment earlier, before a restart or before it dropped the fragment.
+        is_back = setup.restored_step is not None or fragment.index in self._dropped
         context = FragmentContext(
             run=setup.run,
             peer=setup.own.peer,

@@ -1,8 +1,8 @@
-"""Which machine handles what: one table, for events, for the tags of answers, for questions, and for keys of the DHT.
+"""Define the table that maps each kind of event to the function of a node that handles it.
 
-A node registers a machine's handlers where it makes the machine, so that a new machine or a new message needs no change
-of those that are there. An answer is looked up by its tag, a question by its message, and what was found in the DHT by
-its key.
+A node registers the handlers of a state machine where it makes the state machine, so that a new machine or message
+changes no other code. The table finds the handler of an answer by the class of the answer's tag, the handler of a
+question by the class of its message, the handler of DHT records by their key, and others by the class of the event.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,24 +21,30 @@ from decentral.scheduler.placement.evaluate import EvaluatePlans, PlansEvaluated
 HostEffect = Learn | Exclude | EvaluatePlans | Stop | MembershipOver
 PeerEffect = Effect | HostEffect
 PeerEvent = Event | CoresUsed | PlansEvaluated
-"""What a node asks of its host, and what it hears from it: both hosts carry out, or bring, all of these."""
+"""All effects that a node returns to its host, and all events that the host delivers to it."""
 
 Handler = Callable[[Any, Seconds], Sequence[PeerEffect]]
-"""It takes the events of the classes that it is registered for, and no others."""
+"""A function of (event, now) that returns effects. It gets only events of the names under which it is registered."""
 
 
 @dataclass(slots=True)
 class Handlers:
+    """The table of one node's handlers, by class or DHT key."""
+
     _by_name: dict[type | str, Handler] = field(default_factory=dict)
 
     def register(self, handler: Handler, *names: type | str) -> None:
-        """`handler` takes what is of these classes or of ones that derive from them, and what these keys have."""
+        """Register a handler for `names`: classes, which include their subclasses, and DHT keys.
+
+        Raises:
+            AssertionError: If a class or key has a handler already.
+        """
         for one in names:
             assert one not in self._by_name, f"{getattr(one, '__name__', one)} has a handler already"
             self._by_name[one] = handler
 
     def find(self, subject: PeerEvent | Tag | Message | str) -> Handler | None:
-        """The handler of a key of the DHT; or of the subject's class, or of the nearest base class that has one."""
+        """Return the handler for a DHT key, or for an object's class or nearest base class; None if there is none."""
         if isinstance(subject, str):
             return self._by_name.get(subject)
         for one in type(subject).__mro__:
@@ -47,6 +53,6 @@ class Handlers:
         return None
 
     def handle(self, subject: PeerEvent | Tag | str, event: PeerEvent, now: Seconds) -> Sequence[PeerEffect]:
-        """Gives the event to the handler of `subject`. An event that nobody handles has no effects."""
+        """Pass the event to the handler of `subject` (see `find`), and return the effects; [] if it has no handler."""
         handler = self.find(subject)
         return handler(event, now) if handler else []

@@ -1,13 +1,13 @@
-"""Drives a node in the real world: an event loop, a transport, a directory, a journal, and threads that compute.
+"""Drive a node with an event loop, a network, a journal and compute threads. Start at `Host.run`.
 
-Everything that happens becomes an event for the node, one at a time, in the loop's thread, and each effect that the
-node returns is carried out here. The threads that compute get jobs by `submit`, and report outcomes with
-`call_soon_threadsafe`.
+Messages of other peers, timers and outcomes of jobs become events for the node, one at a time, in the event loop's
+thread. The host carries out each effect that the node returns. Compute threads get jobs by `submit`, and report
+outcomes with `call_soon_threadsafe`.
 
-What fails on this machine has one of two ends, and never silence. Where training and gossip can go on they do: a full
-disk costs journal lines and the newest checkpoint, and `troubles` says so. Where they cannot, the peer saves what it
-can and `run` ends with a reason that begins with `error`; after an error of our own in the event loop too, because
-half of the machines would go on after it and the others never again.
+Every failure of this machine is reported. If training and gossip can go on, the peer goes on: on a full disk, it loses
+journal lines and the newest checkpoint, and `troubles` reports the full disk. Otherwise the peer saves what it can, and
+`run` returns a reason that begins with `error`. An exception in the node also ends the peer, since the node's state may
+then be inconsistent.
 """
 
 import asyncio
@@ -42,52 +42,58 @@ from decentral.peers.runtime.progress import Stop
 from decentral.scheduler.placement.evaluate import EvaluatePlans, evaluate_plans
 
 NOTHING_TO_SAVE = "no peer has given this one the run's weights yet"
-FAREWELL_S = 5.0  # time to tell others that we leave
-CORES_S = 5.0  # between two reports of what the processor did
-CLOCK_S = 5.0  # between two looks at the machine's clock
-SUSPENDED_S = 15.0  # an event loop that is so late was stopped
-REFUSED_S = 10.0  # between two checks whether something was refused
-SAID = 300  # characters of an error
-FINISH_S = 120.0  # time for the training thread's last step and checkpoint
+FAREWELL_S = 5.0  # a leaving peer waits this long at most for the DHT to store its goodbye
+CORES_S = 5.0
+CLOCK_S = 5.0  # the machine's clock is compared with the swarm's at this interval
+SUSPENDED_S = 15.0  # if the event loop wakes later than planned by more than this, the process was suspended
+REFUSED_S = 10.0
+SAID = 300  # longest text of a network error in the journal, in characters
+FINISH_S = 120.0  # a leaving peer waits this long at most for its last step and checkpoint
 
 
 class Computing(Protocol):
-    """What a host needs of engine/compute.py's Compute."""
+    """Interface through which the host uses the compute threads; engine/compute.py implements it."""
 
-    def submit(self, job: jobs.Job) -> None: ...
+    def submit(self, job: jobs.Job) -> None:
+        """Queue a job for the compute threads."""
 
     def training_s(self) -> Seconds:
-        """Processor time that training has had so far; on a GPU, that there was for it."""
+        """Return the processor seconds of training so far; on a GPU, elapsed seconds * number of cores."""
 
-    def run(self, report: Callable[[jobs.Outcome], None]) -> None: ...
+    def run(self, report: Callable[[jobs.Outcome], None]) -> None:
+        """Train and carry out submitted jobs until a Finish job comes; call `report` with the outcome of each job."""
 
 
 @dataclass(slots=True)
 class Host:
+    """One peer's node with its network, compute threads and journal; `run` drives it in an asyncio event loop."""
+
     node: Node
     transport: wire.Transport
     directory: wire.Directory
     compute: Computing
     journal: Journal
     book: AddressBook
-    now: Callable[[], Seconds]
-    wall: Callable[[], Seconds] = time.time  # the machine's clock
-    keep_revocations: Callable[[bytes], None] = lambda packed: None  # in the state folder
-    unsaved: str = ""  # why the last checkpoint failed; "": it did not
+    now: Callable[[], Seconds]  # the swarm's clock, unix seconds
+    wall: Callable[[], Seconds] = time.time  # the machine's clock, unix seconds
+    keep_revocations: Callable[[bytes], None] = lambda packed: None
+    unsaved: str = ""  # why the last checkpoint failed, or "" if it succeeded
     watch: HostWatch = field(init=False)
+    # Number of another peer's request -> the future that receives our answer to it.
     _requests: dict[int, asyncio.Future[Envelope]] = field(default_factory=dict)
     _tasks: set[asyncio.Task[object]] = field(default_factory=set)
     _last_request: int = 0
     _timer: asyncio.TimerHandle | None = None
-    _timer_at: Seconds = 0.0  # when the timer goes off, which may be before the node wants to be woken
+    _timer_at: Seconds = 0.0  # time at which `_timer` fires; it may be earlier than the node's `wake_at`, never later
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    _reason: str = ""  # why it stops, once it does
+    _reason: str = ""
 
     def __post_init__(self) -> None:
+        """Make `watch`, the table of this machine's troubles."""
         self.watch = HostWatch(self.journal, self.now)
 
     async def run(self) -> str:
-        """Trains until something stops it, writes a checkpoint, tells the others, and gives the reason."""
+        """Train until something stops the peer, write a checkpoint, leave the swarm, and return the reason."""
         loop = asyncio.get_running_loop()
         thread = threading.Thread(target=self._compute, args=(loop,), name="compute", daemon=True)
         thread.start()
@@ -102,14 +108,14 @@ class Host:
         return self._reason
 
     def troubles(self) -> list[str]:
-        """Return what is wrong with this machine, or keeps this peer from training, at present, a line each.
+        """Return the present problems for the user, one line each: of this machine, and of this peer's training.
 
-        Whether the last checkpoint could be written is not known while the peer stops: its farewell says it.
+        While the peer stops, an earlier failed checkpoint is left out, since the last checkpoint may still succeed.
         """
         failed = self.unsaved and not self._stopping.is_set()
         unsaved = f"no checkpoint could be written, the old one stays: {self.unsaved}" if failed else ""
         ahead_s = self.wall() - self.now()
-        clock = f"this machine's clock is {difference(ahead_s)} the swarm's, by which this peer goes; set the wrong one"
+        clock = f"this machine's clock is {difference(ahead_s)} the swarm's, which this peer uses; fix the wrong one"
         apart = [clock] if abs(ahead_s) > CLOCKS_AGREE_S else []
         unheld = self.node.route_planner.unheld if self.node.route_planner else ""
         progress, roster = self.node.progress, self.node.roster
@@ -117,12 +123,13 @@ class Host:
         return [one for one in (self.journal.trouble, unsaved, *of_node, *apart, *self.watch.present()) if one]
 
     def stop(self, reason: str) -> None:
-        """Make `run` save and leave, even before it has begun; call it in the loop's thread."""
+        """Make `run` save a checkpoint, leave the swarm and return `reason`; only the first call has an effect.
+
+        Call it in the event loop's thread; it may be called before `run`.
+        """
         if not self._stopping.is_set():
             self._reason = reason
             self._stopping.set()
-
-    # Events
 
     def _deliver(self, event: PeerEvent) -> None:
         match event:
@@ -132,11 +139,11 @@ class Host:
                 self.unsaved = reason
         try:
             self._carry_all(self.node.handle(event, self.now()))
-        except Exception as error:  # an error of our own
+        except Exception as error:  # a bug in the node: stop the peer
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Ends the peer, with the place of the error in the journal."""
+        """Stop the peer because of a bug, and write the error and its place in the code to the journal."""
         place = traceback.extract_tb(error.__traceback__)[-1:]
         where = "".join(f" ({Path(one.filename).name}:{one.lineno})" for one in place)
         reason = f"{type(error).__name__}: {error}{where}"
@@ -168,15 +175,13 @@ class Host:
 
         try:
             self.compute.run(report)
-        except Exception as error:  # a bug, or a device that is gone: the peer stops with this reason
-            with suppress(RuntimeError):  # the loop is closed, so there is nobody to report to
+        except Exception as error:  # a bug or a lost device: stop the peer with this reason
+            with suppress(RuntimeError):  # the event loop is closed, so nobody needs the report
                 report(jobs.JobFailed("training", f"{type(error).__name__}: {error}"))
 
     def _report(self, outcome: jobs.Outcome, at: Seconds) -> None:
-        """`at`: when the training thread was done. A window may be old, though nobody has heard of it yet."""
+        """Pass the outcome of a job that ended at `at` to the node; a WindowClosed also gets the seconds since `at`."""
         self._deliver(outcome.reported(self.now() - at) if isinstance(outcome, jobs.WindowClosed) else outcome)
-
-    # Effects
 
     def _carry_all(self, effects: list[PeerEffect]) -> None:
         for effect in effects:
@@ -214,9 +219,10 @@ class Host:
                 self.compute.submit(effect)
 
     def _arm(self) -> None:
-        """Sets the one timer, if it would go off after the time at which the node wants to be woken.
+        """Set the timer to the node's `wake_at`, unless it already fires sooner.
 
-        Most events move that time on, so a timer that goes off too early is set anew then, not with every event.
+        Most events move `wake_at` to a later time. A timer that fires too early is then set again, which costs less
+        than setting the timer at each event.
         """
         wake_at = self.node.wake_at
         if wake_at is None or (self._timer is not None and self._timer_at <= wake_at):
@@ -245,36 +251,36 @@ class Host:
                 self.watch.note(error.reason, str(error))
             self._deliver(wire.AskFailed(ask.tag, ask.to, error.reason, self.now() - began))
             return
-        except Exception as error:  # of the transport: whoever asked must not wait for ever
+        except Exception as error:  # a bug in the transport: tell the node that the request failed
             self._note(error)
             self._deliver(wire.AskFailed(ask.tag, ask.to, Reason.UNREACHABLE, self.now() - began))
             return
         self._deliver(answer.to(ask))
 
     async def _evaluate(self, asked: EvaluatePlans) -> None:
-        """Evaluates plans in a thread of their own, as it may take seconds."""
+        """Evaluate plans in another thread, since this may take seconds, and deliver the result."""
         self._deliver(await asyncio.to_thread(evaluate_plans, asked))
 
     async def _announce(self, record: wire.Announce) -> None:
         try:
             await self.directory.store(record.key, record.subkey, record.value, record.expires)
-        except Exception as error:  # of the directory: the record is announced again
+        except Exception as error:  # a bug or fault of the DHT: the node announces the record again later
             self._note(error)
 
     async def _lookup(self, key: str) -> None:
         try:
             found = await self.directory.fetch(key)
-        except Exception as error:  # of the directory: it is looked up again
+        except Exception as error:  # a bug or fault of the DHT: the node looks the key up again later
             self._note(error)
             return
         self._deliver(wire.Found(key, found))
 
     def _note(self, error: Exception) -> None:
-        """An error of the network's code, after which the peer goes on."""
+        """Record an error of the network code as a trouble of this machine; the peer goes on."""
         self.watch.note(type(error).__name__, f"{type(error).__name__}: {error}"[:SAID])
 
     async def _report_refusals(self) -> None:
-        """Writes to the journal how many invalid questions and records came from other peers, by reason."""
+        """Until cancelled, write new totals of refused requests and refused records to the journal, every REFUSED_S."""
         known: dict[str, int] = {}
         while True:
             await asyncio.sleep(REFUSED_S)
@@ -284,7 +290,7 @@ class Host:
                 self.journal.write(RefusedLine(by_reason=known))
 
     async def _report_cores(self) -> None:
-        """Tells the node what training and the network take of the processor."""
+        """Until cancelled, report the processor time of training and network to the node, every CORES_S."""
         known = self._processor()
         while True:
             await asyncio.sleep(CORES_S)
@@ -293,7 +299,7 @@ class Host:
             known = now
 
     async def _report_clock(self) -> None:
-        """Writes to the journal when the machine's clock has jumped, and when this process was suspended."""
+        """Until cancelled, write a journal line whenever the machine's clock jumps, or this process was suspended."""
         ahead_s = self.wall() - self.now()
         while True:
             began = self.now()
@@ -306,11 +312,9 @@ class Host:
                 ahead_s += jumped_s
 
     def _processor(self) -> CoresUsed:
-        """Return the processor time since some moment long ago; the network's has that of this thread, too."""
+        """Return the processor time so far of training, and of the network together with the event loop's thread."""
         network_s = time.thread_time() + self.transport.processor_s()
         return CoresUsed(time.monotonic(), self.compute.training_s(), network_s, _idle_s())
-
-    # Leaving
 
     async def _leave(self, reason: str, thread: threading.Thread) -> None:
         try:
@@ -329,16 +333,16 @@ class Host:
         if farewell:
             await asyncio.wait(farewell, timeout=FAREWELL_S)
         await asyncio.get_running_loop().run_in_executor(None, thread.join, FINISH_S)
-        await asyncio.sleep(0)  # so that the thread's last reports are delivered
+        await asyncio.sleep(0)  # let the event loop deliver the last outcomes
         for task in list(self._tasks):
             task.cancel()
         self.journal.write(StoppedLine(reason=reason, unsaved=self.unsaved))
 
 
 def _idle_s() -> Seconds:
-    """Processor time that no process has used since the machine started, over all cores. Only Linux says so."""
+    """Return the idle seconds since the machine started, summed over its cores; 0.0 if the system is not Linux."""
     try:
-        fields = Path("/proc/stat").read_text().split(maxsplit=5)  # cpu user nice system idle
+        fields = Path("/proc/stat").read_text().split(maxsplit=5)  # the line "cpu": ticks of user, nice, system, idle
         return int(fields[4]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return 0.0

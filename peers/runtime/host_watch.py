@@ -1,7 +1,7 @@
-"""What is wrong with this machine at present: for the journal, a line now and then, and for the view.
+"""Collect the troubles of this machine (such as a full disk), to show them live and, less often, in the journal.
 
-The journal has a line when a trouble begins, and with each repetition that comes REPEAT_S or more after the last line,
-with the number of times that it happened meanwhile. What has not happened for as long is over.
+The journal gets a line when a trouble begins. Repetitions are counted, and their number is written at most once in
+REPEAT_S. A trouble that has not occurred for REPEAT_S is over.
 """
 
 from collections.abc import Callable
@@ -11,29 +11,34 @@ from decentral.core.journal.events import ErrorLine
 from decentral.core.journal.file import Journal
 from decentral.core.units import Seconds
 
-REPEAT_S = 60.0
+REPEAT_S = 60.0  # the journal repeats a lasting trouble at this interval; a trouble absent for so long is over
 
 
 @dataclass(slots=True)
 class Trouble:
-    """Something that goes wrong again and again."""
+    """The latest occurrence of one kind of trouble, and when the journal last got a line about this kind."""
 
     text: str
     last_at: Seconds
     said_at: Seconds
-    unsaid: int = 0  # times that it happened since the last line
+    unsaid: int = 0
 
 
 @dataclass(slots=True)
 class HostWatch:
-    """Notes troubles by their kind. The kinds are few: each is a word of the code that notes it."""
+    """The table of one machine's troubles, with one entry per kind."""
 
     journal: Journal
     now: Callable[[], Seconds]
     _noted: dict[str, Trouble] = field(default_factory=dict)
 
     def note(self, kind: str, text: str) -> None:
-        """It happened now."""
+        """Record that a trouble occurs now; write it to the journal if its last line there is at least REPEAT_S old.
+
+        Args:
+            kind: Names the trouble; calls with the same `kind` count as repetitions of one trouble.
+            text: Describes the trouble for the user.
+        """
         now, known = self.now(), self._noted.get(kind)
         if known is None or now > known.last_at + REPEAT_S:
             self._noted[kind] = Trouble(text, now, now)
@@ -45,6 +50,6 @@ class HostWatch:
             known.said_at, known.unsaid = now, 0
 
     def present(self) -> list[str]:
-        """The troubles that are not over."""
+        """Return the latest text of each trouble that has occurred within REPEAT_S."""
         now = self.now()
         return [trouble.text for trouble in self._noted.values() if now <= trouble.last_at + REPEAT_S]

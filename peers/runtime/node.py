@@ -1,14 +1,15 @@
-"""A peer without its network, clock and tensors: makes the machines, and gives each event to the one that handles it.
+"""A peer without its network, clock and tensors: `Node` has the peer's state machines, and passes events to them.
 
     JOINING --Started--> TRAINING --leave--> LEFT
 
-One event in, a list of effects out. peers/runtime/host.py carries the effects out over libp2p; a simulator does it in
-virtual time. Nothing here raises for what another peer sends: it is refused, counted, and the journal shows it.
+`Node.handle` takes one event and returns a list of effects. In a real peer, peers/runtime/host.py carries the effects
+out over libp2p; a simulator carries them out in virtual time. Nothing that another peer sends makes `handle` raise: bad
+input is refused and counted, and the journal shows the count.
 
-Which handler takes an event, the answer to a question of ours, or another peer's question is in one table
-(handlers.py), and each machine is registered there where it is made. What several machines need is beside them: which
-peers to ask (peer_selection.py), where routes should run (route_planner.py), which layers to hold (span_manager.py),
-what this peer tells of itself (own_record.py), what it answers others (answers.py).
+A table (handlers.py) maps each event to the function of a state machine that handles it. Other files of this folder
+serve several state machines: they choose which peers to ask (peer_selection.py), weight routes (route_planner.py),
+decide which layers this peer holds (span_manager.py), compose this peer's record (own_record.py), and answer other
+peers' questions (answers.py).
 """
 
 import math
@@ -25,7 +26,7 @@ from decentral.comm.pipeline.tags import RouteTag
 from decentral.comm.rounds.round import Rounds
 from decentral.comm.rounds.tags import RoundTag
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.messages import LeaseRequest, Refused
+from decentral.comm.wire.messages import LeaseRequest, RecordsQuery, Refused
 from decentral.comm.wire.meter import Meter
 from decentral.comm.wire.transport import Answered, Asked, AskFailed, Effect, Event, Found, Reply
 from decentral.core import jobs, rng
@@ -36,6 +37,7 @@ from decentral.core.units import Seconds
 from decentral.peers.joining.donor import Donor
 from decentral.peers.joining.join import Join, JoinPhase, JoinTag
 from decentral.peers.membership.prober import Prober, ProbeTag
+from decentral.peers.membership.record_gossip import RecordGossip, RecordsTag
 from decentral.peers.membership.records import PeerRecord
 from decentral.peers.membership.roster import Holders, Roster
 from decentral.peers.membership.swarm_size import SwarmSize
@@ -53,14 +55,15 @@ from decentral.peers.runtime.step_clock import StepClock
 from decentral.peers.runtime.traffic import TrafficCounter
 from decentral.scheduler.placement.evaluate import PlansEvaluated
 from decentral.scheduler.placement.move import LeaseTag, MoveTag
-from decentral.scheduler.placement.plans import key_of as plan_key
 
-STOPPED_S = 5.0  # a Woke that comes so late tells that this process was stopped
+STOPPED_S = 5.0  # if a Woke event comes later than planned by more than this, the process was suspended
 ROUTE_OUTCOMES = (jobs.ForwardDone, jobs.BackwardDone, jobs.ExecutionFailed, jobs.Compared)
 FragmentJobDone = jobs.WindowClosed | jobs.SectionsEncoded | jobs.Merged
 
 
 class NodePhase(Enum):
+    """The phases of a node; the module's docstring shows the transitions."""
+
     JOINING = auto()
     TRAINING = auto()
     LEFT = auto()
@@ -68,6 +71,8 @@ class NodePhase(Enum):
 
 @dataclass(slots=True)
 class Node:
+    """All state machines of one peer; a host or simulator calls `begin`, `handle` and `leave`."""
+
     first_setup: InitVar[NodeSetup]
     phase: NodePhase = NodePhase.JOINING
     meter: Meter = field(default_factory=Meter)
@@ -75,6 +80,7 @@ class Node:
     handlers: Handlers = field(default_factory=Handlers)
     present: PresentSetup = field(init=False)
     roster: Roster = field(init=False)
+    record_gossip: RecordGossip = field(init=False)
     progress: TrainingProgress = field(init=False)
     clock: StepClock = field(init=False)
     selection: PeerSelection = field(init=False)
@@ -84,13 +90,12 @@ class Node:
     gossip: FragmentExchanges = field(init=False)
     own_record: OwnRecord = field(init=False)
     answers: Answers = field(init=False)
-    route_planner: RoutePlanner | None = None  # None: this peer takes part in no routes
-    rounds: Rounds | None = None  # None: the run is not synchronous
-    span_manager: SpanManager | None = None  # None: this peer never changes its layers
-
-    # The machines, and what each of them handles
+    route_planner: RoutePlanner | None = None  # None if this peer exchanges no micro-batches with other peers
+    rounds: Rounds | None = None
+    span_manager: SpanManager | None = None  # None if this peer always keeps its layers
 
     def __post_init__(self, first_setup: NodeSetup) -> None:
+        """Make the state machines that this peer needs, and register their handlers."""
         self.present = PresentSetup(first_setup)
         setup, run = self.setup, self.setup.config
         chance = rng.stream(run.seed, "node", setup.own.peer)
@@ -100,7 +105,7 @@ class Node:
         self.handlers.register(self._found, Found)
         self._make_membership(chance)
         self.join = self._new_join(setup.restored_step or 0, setup.restored_step is not None, chance)
-        self.donor = Donor(setup.run, setup.fragments, setup.retained, exact=run.synchronous)
+        self.donor = Donor(setup.run, setup.fragments, setup.retained, self.meter, run.synchronous)
         self.handlers.register(self._to_join, JoinTag, jobs.StateImported)
         self.handlers.register(self._started, jobs.Started)
         self.gossip = FragmentExchanges(self.present, self.selection)
@@ -129,10 +134,13 @@ class Node:
 
     def _make_membership(self, chance: Random) -> None:
         setup, run = self.setup, self.setup.config
-        holders = Holders(setup.own.peer, setup.layers if setup.routes else 0)  # only routes ask for holders
+        holders = Holders(setup.own.peer, setup.layers if setup.routes else 0)  # only routing looks up the holders
         roster_chance = rng.stream(run.seed, "roster", setup.own.peer)
         size = SwarmSize(setup.run, setup.own.peer, roster_chance, setup.start, lambda: self.gossip.period_s)
         self.roster = Roster(setup.run, setup.own, run.swarm, self, size, holders)
+        gossip_chance = rng.stream(run.seed, "records", setup.own.peer)
+        self.record_gossip = RecordGossip(setup.run, self.roster, setup.contacts, gossip_chance)
+        self.handlers.register(self._gossiped, RecordsTag, RecordsQuery)
         step, judge = setup.restored_step or 0, Divergence(math.log(run.model.vocabulary))
         self.progress = TrainingProgress(
             run.train, run.swarm, setup.stop_after, lr_step=step, evaluates=setup.whole, divergence=judge
@@ -163,7 +171,8 @@ class Node:
         self.handlers.register(spans.moved, MoveTag, LeaseTag)
         self.handlers.register(spans.asked, LeaseRequest)
         self.handlers.register(spans.changed, jobs.SpanChanged)
-        self.handlers.register(spans.swarm_plans.handle, PlansEvaluated, plan_key(self.setup.run))
+        self.handlers.register(spans.swarm_plans.handle, PlansEvaluated, spans.swarm_plans.key)
+        self.record_gossip.pass_on(spans.swarm_plans)
 
     def _new_join(self, step: int, restored: bool, chance: Random) -> Join:
         setup, selection = self.setup, self.selection
@@ -180,24 +189,23 @@ class Node:
             has_weights=restored or self.progress.joined_at is not None,
         )
 
-    # What a host calls
-
     @property
     def setup(self) -> NodeSetup:
-        """The present one."""
+        """Return the present setup, which changes when the peer changes its layers."""
         return self.present.now
 
     @property
     def routes(self) -> Router | None:
+        """Return the router; None if this peer neither sends nor accepts micro-batches along routes."""
         return self.route_planner.routes if self.route_planner else None
 
     @property
     def wake_at(self) -> Seconds | None:
-        """When the node wants a Woke; None if only another event can move it."""
+        """Return when the node needs the next Woke event; None if it has left, or needs no Woke event."""
         if self.phase is NodePhase.LEFT:
             return None
         times = [self.roster.wake_at, self.join.wake_at, self.prober.wake_at, self.progress.wake_at]
-        times.append(self.gossip.wake_at)
+        times += [self.gossip.wake_at, self.record_gossip.wake_at]
         if self.route_planner:
             times += [self.route_planner.routes.wake_at, self.route_planner.wake_at]
         if self.span_manager:
@@ -208,12 +216,13 @@ class Node:
         return earliest(times)
 
     def begin(self, now: Seconds) -> list[PeerEffect]:
+        """Begin to join the swarm, and return the first effects; call it once, before `handle`."""
         self.join.begin(now)
         return self.handle(Woke(), now)
 
     def handle(self, event: PeerEvent, now: Seconds) -> list[PeerEffect]:
-        """The effects of this event, in the order in which a host has to carry them out."""
-        if self.phase is NodePhase.LEFT:  # what still comes in while the last checkpoint is written
+        """Take one event, and return the effects in the order in which the host must carry them out."""
+        if self.phase is NodePhase.LEFT:  # only the last checkpoint may still end; other peers' questions are refused
             if isinstance(event, Asked):
                 return [Reply(event.request, Envelope(Refused(Reason.LEAVING)))]
             if isinstance(event, jobs.Saved | jobs.SaveFailed | jobs.JobFailed):
@@ -231,11 +240,12 @@ class Node:
         return effects
 
     def leave(self, reason: str, now: Seconds) -> list[PeerEffect]:
-        """The last effects: others need not wait until our record expires."""
+        """Leave the swarm, and return the last effects: refusals of open questions, and a record in phase `leaving`.
+
+        Afterwards `handle` only refuses questions, and records the outcome of the last checkpoint.
+        """
         self.phase = NodePhase.LEFT
         return [*self.answers.leave(), *self.progress.flush(now), self.traffic.line(), *self.roster.leave(now)]
-
-    # Events that concern several machines
 
     def _woke(self, event: Woke, now: Seconds) -> list[PeerEffect]:
         if self.routes and self.is_training():
@@ -243,6 +253,7 @@ class Node:
             if late_s > STOPPED_S:
                 self.routes.was_stopped(late_s)
         effects: list[PeerEffect] = [*self.roster.handle(event, now)]
+        effects += self.record_gossip.handle(event, now)
         if _is_due(self.join.wake_at, now):
             effects += self._to_join(event, now)
         if _is_due(self.prober.wake_at, now):
@@ -266,7 +277,7 @@ class Node:
         return self.answers.asked(event, now)
 
     def _answered(self, event: Answered | AskFailed, now: Seconds) -> list[PeerEffect]:
-        # An answer that waits for its peer's device, those behind it, or our uplink may be late though the peer lives.
+        # If the answer waits for a busy device or our uplink, a missed deadline does not show that the peer is gone.
         late = event.tag.may_be_late and isinstance(event, AskFailed) and event.reason == Reason.DEADLINE
         effects = [] if late else self.roster.handle(event, now)
         if isinstance(event, Answered):
@@ -280,12 +291,18 @@ class Node:
     def _found(self, event: Found, now: Seconds) -> Sequence[PeerEffect]:
         if handler := self.handlers.find(event.key):
             return handler(event, now)
-        effects: list[PeerEffect] = [*self.roster.handle(event, now)]  # any other key is one of peers' records
-        effects += self.donor.recognise(self.answers.knows)
+        return self._read(self.roster.handle(event, now), now)  # every other DHT key holds records of peers
+
+    def _gossiped(self, event: Asked | Answered | AskFailed, now: Seconds) -> list[PeerEffect]:
+        return self._read(self.record_gossip.handle(event, now), now)
+
+    def _read(self, effects: Sequence[PeerEffect], now: Seconds) -> list[PeerEffect]:
+        """Inform the machines that use records of those just read, and return `effects` together with theirs."""
+        effects = [*effects, *self.donor.recognise(self.answers.knows)]
         if self.join.phase is not JoinPhase.DONE:
             return effects + self.join.roster_known(now, self.selection.donors())
         if self.rounds:
-            return effects  # the number of the round is the learning-rate step
+            return effects  # synchronous rounds set the learning-rate step, so other peers' steps must not raise it
         return effects + self.clock.follow([entry.record.lr_step for entry in self.roster.live.values()])
 
     def _started(self, event: jobs.Started, now: Seconds) -> list[PeerEffect]:
@@ -312,14 +329,14 @@ class Node:
         routed = self.routes.handle(event, now) if self.routes else []
         routed += self.rounds.handle(event, now) if self.rounds else []
         effects: list[PeerEffect] = [*self.progress.handle(event, now), *routed]
-        if not self.setup.profile.tokens_per_s and (speed := self.progress.tokens_per_s):  # it was not measured before
+        if not self.setup.profile.tokens_per_s and (speed := self.progress.tokens_per_s):
             self.present.measured(speed)
             self.roster.renew_soon(now)
         return effects
 
     def _cores_used(self, event: CoresUsed, now: Seconds) -> list[PeerEffect]:
         joined_at, routes = self.progress.joined_at, self.routes
-        fetched = joined_at is None or joined_at > now - event.seconds  # our own state came in this interval
+        fetched = joined_at is None or joined_at > now - event.seconds  # whether joining took up a part of the interval
         routed = routes is not None and (not self.setup.whole or bool(routes.executions))
         alone = not (self.donor.exports or fetched or routed)
         self.selection.lengths.cost.measured(event, alone, self.traffic.gossip())
@@ -341,9 +358,9 @@ class Node:
         return self.gossip.tell(tag.fragment, event, now) if tag.fragment in self.gossip.running else []
 
     def _advance_round(self, rounds: Rounds, now: Seconds) -> list[PeerEffect]:
-        """After any event the round may go on. A peer that has fallen behind it fetches the state again.
+        """Advance the synchronous round; if this peer has fallen behind, stop its rounds and fetch the state again.
 
-        It looks the others up before: by old records it would miss the holders for whose weights it fell behind.
+        To find peers with newer weights, this peer looks up all records at once.
         """
         effects: list[PeerEffect] = [*rounds.handle(Woke(), now)]
         if rounds.behind and self.phase is NodePhase.TRAINING:
@@ -355,7 +372,7 @@ class Node:
         return effects
 
     def _review_routes_and_span(self, route_planner: RoutePlanner, now: Seconds) -> list[PeerEffect]:
-        """Every few seconds: where routes should run, and which layers we should hold. Others learn our new speed."""
+        """While training, resend lost micro-batches; when due, review published speed, routing weights and layers."""
         if self.phase is not NodePhase.TRAINING:
             return []
         effects: list[PeerEffect] = [*route_planner.look_for_lost(now)]
@@ -367,12 +384,12 @@ class Node:
             effects += self.span_manager.review(now)
         return effects
 
-    # What the machines ask the node
-
     def is_training(self) -> bool:
+        """Return whether this peer trains; False while it joins and after it has left."""
         return self.phase is NodePhase.TRAINING
 
     def compose_record(self, now: Seconds, leaving: bool) -> PeerRecord:
+        """Return our own record as of `now`, in phase "leaving" if `leaving` is True, else in the node's phase."""
         return self.own_record.compose("leaving" if leaving else "training" if self.is_training() else "joining", now)
 
 

@@ -1,8 +1,8 @@
-"""What a peer tells of itself: its record in the DHT, with the profile as it is measured by now.
+"""Compose this peer's own record for the DHT, and its status line for the journal. See `OwnRecord`.
 
-The profile is first measured before a peer joins, but for the speed of a newcomer that gets the whole model. From then
-on its links are known from what they carried, and its speed from what it trained. Others plan and route by both, so the
-record is renewed when the speed has changed much.
+The device is measured before the peer joins. Only the speed of a newcomer that fetches the whole model is measured in
+its first training steps. Later, transfers measure the links, and training measures the speed. Other peers plan and
+route by these figures, so the record is renewed early when the speed has changed much.
 """
 
 from dataclasses import dataclass, replace
@@ -35,6 +35,8 @@ from decentral.peers.runtime.traffic import TrafficCounter
 
 @dataclass(slots=True)
 class OwnRecord:
+    """Builder of this peer's DHT record; it remembers the figures of the last record."""
+
     setup: PresentSetup
     meter: Meter
     selection: PeerSelection
@@ -43,23 +45,24 @@ class OwnRecord:
     gossip: FragmentExchanges
     traffic: TrafficCounter
     routes: Router | None
-    published: Profile | None = None  # in our last record; None: there was none yet
-    window_s: Seconds = 0.0  # in our last record
-    moved_to: tuple[str, ...] = ()  # current addresses, if they changed since the start; (): those of the start hold
+    published: Profile | None = None
+    window_s: Seconds = 0.0
+    moved_to: tuple[str, ...] = ()  # new addresses of this machine; () while those it started with are valid
 
     @property
     def windows_outdated(self) -> bool:
-        """Whether we need windows of another length than our last record says."""
+        """Return whether our record must be renewed because we now need another window length."""
         return self.gossip.needed_s != self.window_s
 
     @property
     def speed_outdated(self) -> bool:
-        """Whether the speed that our routes have measured differs much from the one in our last record."""
+        """Return whether our speed, as routes measure it, is outside 0.8 to 1.25 times the speed in our last record."""
         speed = self.routes.load.speed if self.routes else 0.0
         published = self.published.tokens_per_s if self.published else 0.0
         return speed != 0 and not 0.8 < published / speed < 1.25
 
     def compose(self, phase: PeerPhase, now: Seconds) -> PeerRecord:
+        """Return our record as of `now`, and remember its profile and window length."""
         setup, progress, profile = self.setup.now, self.progress, self.profile(now)
         self.published, self.window_s = profile, self.gossip.needed_s
         return PeerRecord(
@@ -80,12 +83,12 @@ class OwnRecord:
         )
 
     def move_to(self, addresses: tuple[str, ...]) -> Log:
-        """Tell these addresses from the next record on, which is due in `renew_s` of the last one at the latest."""
+        """Use these addresses in later records, and return a journal line; the caller must then renew the record."""
         self.moved_to = addresses
         return Log(AddressesLine(addresses=addresses))
 
     def status(self) -> Log:
-        """The journal's line about what this peer holds, how long its windows are and why, and its latest links."""
+        """Return a journal line with this peer's layers, its window length and why it is so long, and its links."""
         setup, (count, bound) = self.setup.now, self.gossip.windows
         first, last = setup.fragments[0].first, setup.fragments[-1].last
         links = tuple(MeasuredLink(suffix, rate, latency_ms / 1e3) for suffix, rate, latency_ms in self._links())
@@ -112,8 +115,9 @@ class OwnRecord:
         ]
 
     def profile(self, now: Seconds) -> Profile:
+        """Return our device's profile, with links and speed as measured by `now`."""
         setup = self.setup.now
-        # A peer with the whole model trains alone. The speed of the others is that of their part in routes.
+        # Training steps measure the speed of a peer with the whole model; routed micro-batches measure that of others.
         measured = self.progress.speed(now) if setup.whole else self.routes.load.speed if self.routes else 0.0
         return replace(
             setup.profile,
@@ -125,5 +129,5 @@ class OwnRecord:
 
 
 def _told(loss: float | None) -> float | None:
-    """A record with another number would be refused by all peers."""
+    """Return the loss to publish: None if it exceeds MOST_LOSS, since other peers would refuse such a record."""
     return loss if loss is not None and abs(loss) <= MOST_LOSS else None

@@ -1,14 +1,12 @@
-"""Peer selection: which peers each machine asks, how many, how often, and how long it waits for them.
+"""Choose partners, donors and window lengths for one peer, from the roster and the measured links.
 
-The roster says who holds what and who trains, the meter what the links carry. Exchanges (comm/gossip/snapshots.py,
-GossipView), rounds (comm/rounds/round.py, RoundView), moves and newcomers see no more of the swarm than PeerSelection.
-Routes have their own view of it, peers/runtime/route_planner.py. What is kept here holds until the roster's next
-change: each answer is what is known now.
+`PeerSelection` shows the swarm to gossip (GossipView), to synchronous rounds (RoundView), to a joining peer (JoinView)
+and to changes of a peer's layers; routes use peers/runtime/route_planner.py instead. All results follow from the
+present roster; lists are cached until the roster changes.
 
-WindowLengths says how often a peer exchanges, and in which code: as its own link and cores allow, and as half of the
-swarm needs it. Windows are powers of two of the shortest one, so that those of all peers end together. The roster says
-what the others need, the meter what our links carry, and the costs of the windows so far what gossip takes of the
-cores.
+`WindowLengths` decides how long a peer's gossip windows are, and whether it sends sparsely coded snapshots. Windows are
+as long as the peer's own link and cores need, or longer if half of the swarm needs longer windows. Each length is a
+power of two times the shortest length, so that windows of different lengths end together.
 """
 
 import math
@@ -27,32 +25,39 @@ from decentral.peers.membership.roster import Roster
 from decentral.peers.runtime.progress import TrainingProgress
 from decentral.peers.runtime.setup import PresentSetup
 
-NEVER = -1  # the step of a state that nobody has
-SILENT_TTLS = 2  # lifetimes of a record, the last one's included, after which a peer that trains knows its speed
-FASTEST_DEVICE = 64.0  # times the usual speed in the swarm, or ours: a device that is faster still claims no more
-WEIGHT_FLOOR = 0.1  # a slow link's share of pulls, against the fastest one's
+NEVER = -1  # step number of a state that was never stored
+SILENT_TTLS = 2  # after this many record lifetimes without a published speed, a peer counts as the slowest
+FASTEST_DEVICE = 64.0  # published speeds are capped at this many times the median or our own speed, as they may be lies
+WEIGHT_FLOOR = 0.1  # a slow partner is chosen with at least this share of the fastest partner's probability
 
-LONGEST_WINDOW_S = 600.0  # whatever gossip costs: no measurement, ours or made by a partner, parts us from the swarm
-EARLY_TIMES = 3  # gossip's share of the cores, in the swarm's first steps, over what it is later
-ALONE_TIMES = 4  # our own need, at most, where one other peer alone tells us of its own
-NEED_ROUNDING = 0.01  # of a doubling, by which the swarm's windows may be shorter than what is needed
-THIN_PARTNERS = 2  # as many pulls in a window, where all of them make a link stretch it (docs/CONVERGENCE.md)
+LONGEST_WINDOW_S = 600.0  # a gossip window is never longer than this, whatever partners claim to need
+EARLY_TIMES = 3  # in the swarm's first steps, gossip may use this many times its share of cores, for shorter windows
+ALONE_TIMES = 4  # with only one other peer, our windows are at most this many times what we need, as that peer may lie
+NEED_ROUNDING = 0.01  # a needed length this little above a power of two (in log2) is rounded down to that power
+THIN_PARTNERS = 2  # on a slow link, a peer pulls from only this many partners per window (docs/GOSSIP.md)
 
 
 @dataclass(slots=True)
 class WindowLengths:
+    """The rule for the lengths of one peer's gossip windows, from its link, its cores and the swarm's need."""
+
     setup: PresentSetup
     roster: Roster
     meter: Meter
     progress: TrainingProgress
     cost: GossipCost = field(default_factory=GossipCost)
-    link_stretch: Stretch = field(default_factory=Stretch)
-    thin_stretch: Stretch = field(default_factory=Stretch)  # how long the link would need windows with all partners
-    dense_stretch: Stretch = field(default_factory=Stretch)  # the same, without sparse codes
-    _others: tuple[int, list[Seconds]] = (-1, [])  # what the others need, by the roster after so many changes
+    # How long windows must be, in units of the shortest window, so that our uplink suffices:
+    link_stretch: Stretch = field(default_factory=Stretch)  # if we pull from the present number of partners
+    thin_stretch: Stretch = field(default_factory=Stretch)  # if we pull from all partners
+    dense_stretch: Stretch = field(default_factory=Stretch)  # if we pull from all partners, without sparse codes
+    _others: tuple[int, list[Seconds]] = (-1, [])  # cache: (`roster.changes`, lengths that others need)
 
     def is_thin(self, fragment: int, size: int) -> bool:
-        """In the swarm's first steps no link is: what a sparse code costs there is more than shorter windows bring."""
+        """Return whether our uplink decides how long a fragment's windows are, so that a sparse code shortens them.
+
+        In the swarm's first steps the result is False, because a sparse code then costs more than shorter windows gain.
+        `size` is the number of bytes of the fragment's snapshots.
+        """
         window_s = self.window_s()
         if self._early or not (pull_s := self._pull_s(fragment, size)):
             return False
@@ -60,17 +65,24 @@ class WindowLengths:
         return link > self._cores_windows(window_s) and link * window_s >= self._common_need_s(window_s)
 
     def window_s(self) -> Seconds:
-        """The length of windows that nothing stretches."""
+        """Return the shortest window length in seconds; it applies if link, cores and other peers are fast enough."""
         gossip = self.setup.now.config.gossip
         return min(gossip.window_s, gossip.start_window_s) if self._early else gossip.window_s
 
     def period_s(self, fragment: int, size: int) -> Seconds:
+        """Return the length in seconds of a fragment's windows if its snapshots have `size` bytes."""
         return self.window_s() * self.windows(fragment, size)[0]
 
     def windows(self, fragment: int, size: int) -> tuple[int, str]:
-        """How many of the shortest windows make one, where this fragment's snapshots have `size` bytes, and what
-        stretches them: our link, our cores, or the swarm, of whose peers half need longer windows than we do. Only
-        windows that end together make fresh partners, and pulls from them without slow weights.
+        """Return our window length as a multiple of the shortest window length, and what determines it.
+
+        Args:
+            fragment: Index of the fragment.
+            size: Bytes of the fragment's snapshots; 0 if there are none yet.
+
+        Returns:
+            The multiple, a power of two, and why it is above 1: "link" or "cores" if our own are slow; "swarm" if at
+            least half of the peers need longer windows than we do, so that all windows end together; "" if it is 1.
         """
         own, bound = self._own_windows(fragment, size)
         common = self._common_need_s(own * self.window_s()) / self.window_s()
@@ -78,12 +90,14 @@ class WindowLengths:
         return (own, bound) if own >= times else (min(times, _most(self.window_s())), "swarm")
 
     def needed_s(self, fragment: int, size: int) -> Seconds:
-        """How long our own links and cores need windows to be."""
+        """Return the window length in seconds that our own link and cores need."""
         return self.window_s() * self._own_windows(fragment, size)[0]
 
     def _own_windows(self, fragment: int, size: int) -> tuple[int, str]:
-        """As many as all fragments take at our share of the link (P in Streaming DiLoCo, arXiv 2501.18512), or as many
-        as keep the cost below our share of the cores, whatever is more; but no more than LONGEST_WINDOW_S.
+        """Return the length that our link and cores need, in units of the shortest window, and which of them needs it.
+
+        The transfers of all fragments must fit into a window at gossip's share of the link (P in Streaming DiLoCo,
+        arXiv 2501.18512), and gossip's processor time must stay below its share of the cores.
         """
         window_s = self.window_s()
         cores, link = self._cores_windows(window_s), self._link_windows(fragment, size, window_s)
@@ -95,9 +109,10 @@ class WindowLengths:
         return self.cost.windows(window_s, len(self.setup.now.fragments), min(1.0, core_share))
 
     def _common_need_s(self, own_s: Seconds) -> Seconds:
-        """The upper median of what we and those who hold layers of ours need; a liar moves it by one place.
+        """Return the upper median of the window lengths that we and the peers with some of our layers need, in seconds.
 
-        Where only one other peer tells, a liar would set it: it makes ours ALONE_TIMES as long at most.
+        A peer that lies can move the median only to a neighbouring value. ALONE_TIMES limits the influence of a single
+        other peer.
         """
         if self._others[0] != self.roster.changes:
             first, last = self.setup.now.fragments[0].first, self.setup.now.fragments[-1].last
@@ -117,63 +132,81 @@ class WindowLengths:
         return self.progress.lr_step < self.setup.now.config.gossip.start_steps
 
     def _link_windows(self, fragment: int, size: int, window_s: Seconds) -> int:
-        """So many that we send for no more than our share of the time. As many pull from us as we pull from, and no
-        home's downlink is slower than its uplink. How slowly partners send is their need, and they tell it.
+        """Return the window length, in units of the shortest window, that fits gossip into its share of our uplink.
+
+        As many peers are assumed to pull from us as we pull from. Downlinks are ignored: they are seldom
+        slower than uplinks, and slow partners publish the length that they need.
         """
         if not size:
-            return self.link_stretch.times  # no window was closed yet
+            return self.link_stretch.times  # the size is unknown until the first window closes
         share_s, pull_s = self.setup.now.config.gossip.link_share * window_s, self._pull_s(fragment, size)
         self.thin_stretch.fit(self._served * pull_s / share_s)
         return self.link_stretch.fit(self.pulls(self._served) * pull_s / share_s)
 
     def _pull_s(self, fragment: int, size: int) -> Seconds:
-        """How long one partner's pulls of all our fragments take our uplink, where this one's snapshots have so many
-        bytes."""
+        """Estimate how long our uplink takes to send one partner all our fragments; `size` is one snapshot's bytes."""
         held = [one.parameters for one in self.setup.now.fragments]
         of_this = next((one.parameters for one in self.setup.now.fragments if one.index == fragment), 0)
-        whole = size / (of_this or max(held)) * sum(held)  # a fragment that we have just given up has no parameters
+        whole = size / (of_this or max(held)) * sum(held)  # if `fragment` was dropped, assume the largest
         return whole / (self.meter.best_up() or UNKNOWN_BANDWIDTH)
 
     @property
     def _served(self) -> int:
-        """About as many pull from us in a window as we pull from."""
+        """Return an estimate of how many peers pull from us in a window: as many as we pull from."""
         return max(1, min(self.setup.now.config.gossip.partners, len(self.roster.live)))
 
     def pulls(self, partners: int) -> int:
-        """Of so many pulls in a window, those that are made: fewer where the link is thin, for shorter windows."""
+        """Return from how many partners to pull in a window; if our uplink is slow, at most THIN_PARTNERS."""
         return min(THIN_PARTNERS, partners) if self.thin_stretch.times > 1 else partners
 
 
 @dataclass(slots=True)
 class PeerSelection:
+    """One peer's view of the swarm: which layers and states other peers hold, their speeds, and which peers to ask."""
+
     setup: PresentSetup
     roster: Roster
     meter: Meter
     progress: TrainingProgress
     chance: Random
     lengths: WindowLengths = field(init=False)
-    _changes: int = -1  # of the roster, after which the lists below were found; None: not yet
-    _speeds: list[float] | None = None  # tokens/s that others publish
+    _changes: int = -1
+    _speeds: list[float] | None = None
     _live: Sequence[PeerId] | None = None
     _trainers: Sequence[PeerId] | None = None
-    _holders: dict[int, Sequence[PeerId]] = field(default_factory=dict)  # of each fragment
+    _holders: dict[int, Sequence[PeerId]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Make `lengths`, the rule for window lengths."""
         self.lengths = WindowLengths(self.setup, self.roster, self.meter, self.progress)
 
-    # GossipView
+    # The next methods implement GossipView, the interface through which gossip sees the swarm.
 
     def partners(self, fragment: int, now: Seconds) -> Sequence[PeerId]:
-        """The peers to exchange with: drawn by the bandwidth of their links, so that each has a chance."""
+        """Return the peers to exchange a fragment with in this window.
+
+        Blocking algorithms get all other holders of the fragment. Other algorithms get a random sample of the holders,
+        weighted by our measured downlink from each holder.
+        """
         gossip, holders = self.setup.now.config.gossip, self.holders(fragment)
         if ALGORITHMS[gossip.algorithm].blocking:
             return holders
         return self._draw(holders, min(self.lengths.pulls(gossip.partners), len(holders)))
 
     def tokens_per_s(self, peer: PeerId, fragment: int) -> float:
-        """The published speed is that through the whole model; with routes a peer may compute this fragment only.
+        """Return the speed at which a peer trains one fragment, from the peer's published speed.
 
-        A peer that has been there for long and still publishes none is as fast as the slowest one.
+        Peers publish their speed through the whole model. With routes a peer may compute only this fragment, so the
+        speed is divided by the fragment's share of the model. A published speed may be a lie, so it is capped at
+        FASTEST_DEVICE times the median of all speeds or our own speed, whichever is higher. A peer that publishes no
+        speed within SILENT_TTLS record lifetimes counts as the slowest peer.
+
+        Args:
+            peer: Any peer.
+            fragment: Index of the fragment.
+
+        Returns:
+            Tokens/s; 0.0 if the peer is not in the roster, or has not published its speed yet.
         """
         entry, setup = self.roster.live.get(peer), self.setup.now
         if entry is None:
@@ -197,19 +230,23 @@ class PeerSelection:
         return self._speeds
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
+        """Return the deadline in seconds for a transfer of `size` bytes from a peer, by the measured link."""
         return self.meter.deadline_s(peer, size)
 
     def window_s(self) -> Seconds:
+        """Return the length in seconds of the shortest windows."""
         return self.lengths.window_s()
 
     def period_s(self, fragment: int, size: int) -> Seconds:
+        """Return the length in seconds of a fragment's windows if its snapshots have `size` bytes."""
         return self.lengths.period_s(fragment, size)
 
     def is_thin(self, fragment: int, size: int) -> bool:
+        """Return whether our uplink decides how long a fragment's windows are; its snapshots have `size` bytes."""
         return self.lengths.is_thin(fragment, size)
 
     def _draw(self, peers: Sequence[PeerId], count: int) -> list[PeerId]:
-        """`count` different peers, with probabilities by bandwidth (an unmeasured link counts as the fastest)."""
+        """Return a random sample of `count` peers, weighted by downlink; an unmeasured link counts as the fastest."""
         left, links = list(peers), self.meter.links
         measured = {peer: rate for peer in peers if peer in links and (rate := links[peer].down.known)}
         top = max(measured.values(), default=1.0)
@@ -221,28 +258,30 @@ class PeerSelection:
             del weights[place]
         return drawn
 
-    # RoundView
+    # The next methods implement RoundView, the interface through which synchronous rounds see the swarm.
 
     def member_deadline_s(self, peer: PeerId, size: int) -> Seconds:
+        """Return the seconds to wait for `size` bytes from a member of a round, even if its last answers were late."""
         return self.meter.first_deadline_s(peer, size)
 
     def knows(self, peer: PeerId) -> bool:
+        """Return whether a peer has a valid record, or answered us while this peer was starting."""
         return self.roster.knows(peer) or peer in self.setup.now.contacts
 
     def acquaintances(self) -> Sequence[PeerId]:
+        """Return all peers in the roster, and all peers that answered us while this peer was starting, sorted by id."""
         return sorted({*self.roster.live, *self.setup.now.contacts})
 
     def trainers(self) -> Sequence[PeerId]:
+        """Return the other peers that train, by their records, sorted by id."""
         self._forget_an_old_roster()
         if self._trainers is None:
             live = self.roster.live.items()
             self._trainers = sorted(peer for peer, entry in live if entry.record.phase == "training")
         return self._trainers
 
-    # For moves and newcomers
-
     def holders(self, fragment: int) -> Sequence[PeerId]:
-        """The other peers that hold the fragment and train."""
+        """Return the other peers that train and hold the whole fragment, sorted by id."""
         self._forget_an_old_roster()
         if fragment not in self._holders:
             cut = next(cut for cut in self.setup.now.cuts if cut.index == fragment)
@@ -250,15 +289,20 @@ class PeerSelection:
         return self._holders[fragment]
 
     def newest_retained(self, fragment: int) -> tuple[int, list[PeerId]]:
-        """The learning-rate step of the newest state that others retain, or NEVER, and the peers that retain it."""
+        """Return the step of the newest state of a fragment on other peers' disks, and the peers that have it.
+
+        Returns:
+            (learning-rate step, peers); (NEVER, []) if no peer retains a state of the fragment.
+        """
         found = {peer: dict(entry.record.kept).get(fragment, NEVER) for peer, entry in sorted(self.roster.live.items())}
         newest = max(found.values(), default=NEVER)
         return newest, [peer for peer, step in found.items() if step == newest > NEVER]
 
     def donates(self, peer: PeerId, fragment: Fragment) -> bool:
-        """Whether a newcomer may ask this peer for the fragment, by its record.
+        """Return whether we, as a newcomer, may ask this peer for the fragment, judged by the peer's record.
 
-        Where all peers hold everything, any may be asked: it refuses if it is not ready.
+        A newcomer that will hold the whole model may also ask peers that do not train yet, or that have no record:
+        such peers can refuse.
         """
         entry = self.roster.live.get(peer)
         if entry is None or entry.record.phase != "training":
@@ -266,15 +310,20 @@ class PeerSelection:
         return entry.record.covers(fragment)
 
     def donors(self) -> Sequence[PeerId]:
-        """The peers that a newcomer may ask: those that train, or all while nobody trains."""
+        """Return the peers that a newcomer may ask for a state: peers that train, else all reachable peers."""
         return self.trainers() or self.live()
 
     def swarm_step(self) -> int | None:
-        """The upper median of the learning-rate steps of those that train; None where one of them alone may set it."""
+        """Return the swarm's learning-rate step: the upper median over the peers that train.
+
+        Returns:
+            The step; None if fewer than three peers train, since a single peer could then choose the median.
+        """
         steps = sorted(self.roster.live[peer].record.lr_step for peer in self.trainers())
         return steps[len(steps) // 2] if len(steps) > 2 else None
 
     def live(self) -> Sequence[PeerId]:
+        """Return the reachable peers, sorted by id."""
         self._forget_an_old_roster()
         if self._live is None:
             self._live = sorted(self.roster.live)
@@ -287,5 +336,5 @@ class PeerSelection:
 
 
 def _most(window_s: Seconds) -> int:
-    """The largest power of two of windows that lasts no longer than LONGEST_WINDOW_S."""
+    """Return how many windows of `window_s` fit into LONGEST_WINDOW_S, rounded down to a power of two; at least 1."""
     return int(1 << int(max(1.0, LONGEST_WINDOW_S / window_s)).bit_length() - 1)

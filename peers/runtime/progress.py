@@ -1,4 +1,7 @@
-"""How far training is: step lines, evaluations, checkpoints, and when to stop."""
+"""Track one peer's training: measure speed and loss, and decide when to evaluate, save a checkpoint and stop.
+
+Start at `TrainingProgress`.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -13,20 +16,18 @@ from decentral.core.units import Amount, Seconds
 from decentral.peers.runtime.divergence import Divergence
 from decentral.peers.runtime.running_loss import RunningLoss, mean_loss
 
-LINE_S = 1.0  # between two `step` lines
-CHECKPOINT_SHARE = 0.01  # of the time: checkpoints that take longer come less often
-CHECKPOINT_BYTES_PER_S = (
-    32e6  # what a disk shall be written at, on average: a large model's checkpoints come less often
-)
-EVALUATION_SHARE = 0.005  # of the time
-RATE_S = 10.0  # time constant of the average of tokens/s
-PAUSE_STEPS = 4  # times as long as between the last two steps: a longer silence is a pause, not a long step
-LEAST_SPEED = 1e-3  # tokens/s of a peer that has stopped to train: 0 would say that it was not measured
+LINE_S = 1.0
+CHECKPOINT_SHARE = 0.01  # a slow checkpoint delays the next until checkpoints take at most this share of the time
+CHECKPOINT_BYTES_PER_S = 32e6  # a large checkpoint delays the next until the disk writes less than this on average
+EVALUATION_SHARE = 0.005  # evaluations are delayed until they take at most this share of the time
+RATE_S = 10.0
+PAUSE_STEPS = 4  # training counts as paused once a step takes this many times longer than the step before
+LEAST_SPEED = 1e-3  # published while training is paused, since 0 would mean "not measured yet"
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Effect: save a checkpoint and leave the swarm."""
+    """Effect: save a checkpoint and leave the swarm, for this reason."""
 
     reason: str
 
@@ -36,20 +37,24 @@ ProgressEffect = Evaluate | Save | Stop | Log
 
 @dataclass(slots=True)
 class TrainingSpeed:
-    tokens_per_s: float = 0.0  # on average; 0: not measured
+    """The running average of this peer's tokens/s, with a time constant of RATE_S."""
+
+    tokens_per_s: float = 0.0
     _stepped_at: Seconds | None = None
-    _step_s: Seconds = 0.0  # between the last two steps
+    _step_s: Seconds = 0.0
 
     def stepped(self, now: Seconds, joined_at: Seconds | None) -> None:
+        """Record that a step ended at `now`; the first step counts from `joined_at`."""
         before = joined_at if self._stepped_at is None else self._stepped_at
         self._step_s, self._stepped_at = 0.0 if before is None else now - before, now
 
     def trained(self, tokens: int, seconds: Seconds) -> None:
+        """Update the average with `tokens` that were trained in the last `seconds`."""
         share = min(1.0, seconds / RATE_S) if self.tokens_per_s else 1.0
         self.tokens_per_s += (tokens / seconds - self.tokens_per_s) * share
 
     def at(self, now: Seconds) -> float:
-        """Less than on average, where the last step is longer ago than a long step takes."""
+        """Return the average in tokens/s, which decays to LEAST_SPEED while training is paused (see PAUSE_STEPS)."""
         if self._stepped_at is None or not self.tokens_per_s:
             return self.tokens_per_s
         pause_s = now - self._stepped_at - max(RATE_S, PAUSE_STEPS * self._step_s)
@@ -58,25 +63,30 @@ class TrainingSpeed:
 
 @dataclass(slots=True)
 class Evaluations:
-    """The held-out loss, and when it is measured next. A peer that holds a part of the model cannot measure it."""
+    """The last held-out loss, and the schedule of evaluations that measure it."""
 
-    every_s: Seconds  # at least
+    every_s: Seconds  # least time between two evaluations
     held_out: float | None = None  # nats per token
     measured_at: Seconds = 0.0
     due_at: Seconds | None = None
-    _warm: bool = False  # whether one was made: the first one also pays for what later ones find ready
+    _warm: bool = False  # whether one evaluation has ended; the first also fills caches, so its duration says little
 
     def begin(self, now: Seconds, fetched: bool) -> None:
-        self.due_at = now + self.every_s if fetched else now  # donors have evaluated what was fetched
+        """Schedule the first evaluation: now, or after `self.every_s` if the weights were fetched from other peers."""
+        self.due_at = now + self.every_s if fetched else now  # the donor has evaluated fetched weights already
 
     def take_due(self, now: Seconds) -> bool:
-        """Return whether one is due. It is not due again before its outcome has come."""
+        """Return whether to evaluate now; after True, return False until `measured` schedules the next evaluation."""
         due = self.due_at is not None and now >= self.due_at
         self.due_at = None if due else self.due_at
         return due
 
     def measured(self, loss: float, seconds: Seconds, now: Seconds) -> None:
-        """Take a result. What it cost decides when the next one is due, unless it was this process's first one."""
+        """Record a held-out loss in nats per token, and schedule the next evaluation.
+
+        The next evaluation is due after `self.every_s`, or later if evaluations of `seconds` would otherwise take more
+        than EVALUATION_SHARE of the time. The duration of the first evaluation is ignored.
+        """
         least_s = seconds / EVALUATION_SHARE if self._warm else 0.0
         self.held_out, self.measured_at, self._warm = loss, now, True
         self.due_at = now + max(self.every_s, least_s)
@@ -84,24 +94,30 @@ class Evaluations:
 
 @dataclass(slots=True)
 class SaveTimes:
-    """When the next checkpoint is due, and since when one is being written."""
+    """The schedule of checkpoints: when the next one is due, and when the present one began."""
 
-    every_s: Seconds  # at least
-    due_at: Seconds | None = None  # None: with the next step, if none is being written
-    since: Seconds | None = None
+    every_s: Seconds
+    due_at: Seconds | None = None  # time of the next checkpoint; None: after the next step, unless one is being written
+    since: Seconds | None = None  # time at which the checkpoint being written began; None if none is
 
     def postpone(self, now: Seconds) -> None:
+        """Make the next checkpoint due `self.every_s` from now."""
         self.due_at = now + self.every_s
 
     def soon(self, now: Seconds) -> None:
+        """Make a checkpoint due now."""
         self.due_at = now
 
     def stepped(self, now: Seconds) -> None:
+        """Make a checkpoint due now if none is scheduled or being written; called after each step."""
         if self.due_at is None and self.since is None:
             self.due_at = now
 
     def take_due(self, now: Seconds, diverged: bool) -> bool:
-        """Return whether one is to be written now. While training has diverged, that of before stays."""
+        """Return whether to begin a checkpoint now; if True, record that it has begun.
+
+        While training has diverged, checkpoints are postponed, so that the old checkpoint stays.
+        """
         if self.due_at is None or now < self.due_at:
             return False
         if diverged:
@@ -111,11 +127,21 @@ class SaveTimes:
         return True
 
     def failed(self, now: Seconds) -> None:
+        """Record that the checkpoint failed; the next is due after `self.every_s`."""
         self.since = None
         self.postpone(now)
 
     def saved(self, size: int, cost_s: Seconds, now: Seconds) -> Seconds:
-        """Return how long it took; 0 for that of leaving, which nothing here began."""
+        """Record a finished checkpoint, schedule the next, and return how long it took.
+
+        Args:
+            size: Bytes written.
+            cost_s: Seconds that the compute threads spent on it.
+            now: Unix time in seconds.
+
+        Returns:
+            Seconds since `take_due` returned True; 0.0 for the last checkpoint, which is made when the peer leaves.
+        """
         self.due_at = now + max(self.every_s, cost_s / CHECKPOINT_SHARE, size / CHECKPOINT_BYTES_PER_S)
         took_s, self.since = 0.0 if self.since is None else now - self.since, None
         return took_s
@@ -123,31 +149,38 @@ class SaveTimes:
 
 @dataclass(slots=True)
 class TrainingProgress:
+    """The state machine that counts steps, tokens and losses, and decides when to evaluate, save and stop."""
+
     train: TrainConfig
     limits: SwarmConfig
     stop_after: Amount | None
-    evaluates: bool = True  # a peer that holds a part of the model cannot evaluate by itself
+    evaluates: bool = True  # False if this peer holds only some layers and so cannot compute a loss alone
     joined_at: Seconds | None = None
-    waits_since: Seconds | None = None  # for the first weights, which no peer gives; None: they come, or are here
-    step: int = 0
-    lr_step: int = 0
-    tokens: int = 0  # trained by this process since it joined
+    waits_since: Seconds | None = None  # when this peer began to wait for the run's weights; None: it does not wait
+    step: int = 0  # number of the last step that this peer trained
+    lr_step: int = 0  # step in the learning-rate schedule, raised to the swarm's step by step_clock.py
+    tokens: int = 0
     losses: RunningLoss = field(default_factory=RunningLoss)
     divergence: Divergence = field(default_factory=lambda: Divergence(math.log(BYTES)))
     evaluations: Evaluations = field(init=False)
     rate: TrainingSpeed = field(default_factory=TrainingSpeed)
-    spent: TimeSpent = NO_TIME  # by the training thread since it joined
+    spent: TimeSpent = NO_TIME
     micro_batches: int = 0
-    _steps: list[Stepped] = field(default_factory=list)  # steps since the last line
+    _steps: list[Stepped] = field(default_factory=list)
     _line_at: Seconds = 0.0
     _saves: SaveTimes = field(init=False)
 
     def __post_init__(self) -> None:
+        """Make the schedules of evaluations and checkpoints."""
         self.evaluations = Evaluations(self.train.eval_every_s)
         self._saves = SaveTimes(self.limits.checkpoint_every_s)
 
     def begin(self, now: Seconds, lr_step: int, fetched: bool = False) -> None:
-        """`fetched`: the state came from the swarm, and the disk has none or an older one: the first step saves it."""
+        """Record that training begins at this learning-rate step, and schedule evaluations and checkpoints.
+
+        If the state was `fetched` from other peers, the first checkpoint is due with the first step, because the disk
+        has no checkpoint of this state. Otherwise it is due after the usual interval.
+        """
         self.joined_at = self._line_at = now
         self.lr_step = max(self.lr_step, lr_step)
         if self.evaluates:
@@ -156,23 +189,28 @@ class TrainingProgress:
             self._saves.postpone(now)
 
     def waits_for_weights(self, waits: bool, now: Seconds) -> None:
-        """Count `--stop-after` in seconds from the begin of a wait for the first weights: such a wait may never end."""
+        """Record whether this peer waits for its first weights, and since when.
+
+        Until this peer begins to train, a --stop-after in seconds counts from the begin of the wait.
+        """
         self.waits_since = None if not waits else now if self.waits_since is None else self.waits_since
 
     def save_soon(self, now: Seconds) -> None:
-        """Saves at the next chance: the checkpoint on the disk is of another span than the present one."""
+        """Make a checkpoint due now; called when layers have changed, since the last checkpoint has the old layers."""
         self._saves.soon(now)
 
     @property
     def wake_at(self) -> Seconds | None:
+        """Return when to evaluate, save or stop next; None if no time is known."""
         return earliest((self.evaluations.due_at, self._saves.due_at, self._stop_at()))
 
     def handle(self, event: Event, now: Seconds) -> list[ProgressEffect]:
+        """Handle a step, a Woke event, or the outcome of an evaluation, checkpoint or failed job."""
         match event:
             case Stepped():
                 return self._stepped(event, now)
             case Sealed(sound=sound):
-                return [] if sound else self._judged(True, None, now)  # no step is taken with such a sum
+                return [] if sound else self._judged(True, None, now)  # without a finite gradient, the step is skipped
             case Evaluated(tokens, loss, seconds):
                 self.evaluations.measured(loss, seconds, now)
                 return [Log(EvalLine(tokens=tokens, loss=round(loss, 4), seconds=round(seconds, 4)))]
@@ -191,15 +229,15 @@ class TrainingProgress:
 
     @property
     def tokens_per_s(self) -> float:
-        """While steps are taken, on average."""
+        """Return the average training speed in tokens/s, which does not fall during a pause."""
         return self.rate.tokens_per_s
 
     def speed(self, now: Seconds) -> float:
-        """Tokens/s, which fall while no step is taken."""
+        """Return the average training speed in tokens/s, which decays during a pause."""
         return self.rate.at(now)
 
     def flush(self, now: Seconds) -> list[Log]:
-        """The journal line about the steps since the last one."""
+        """Return a journal line about the steps since the last line, and update the speed; [] without new steps."""
         if not self._steps:
             return []
         steps, self._steps = self._steps, []
@@ -237,7 +275,7 @@ class TrainingProgress:
         return [*lines, Stop(f"--stop-after {self.stop_after}")] if stops else lines
 
     def _judged(self, dropped: bool, loss: float | None, now: Seconds) -> list[ProgressEffect]:
-        """Look whether training has diverged."""
+        """Pass a step to `divergence`, and return its warnings; also return Stop if training does not recover."""
         lines = self.divergence.stepped(dropped, loss, now)
         return [*lines, *([Stop(self.divergence.trouble)] if self.divergence.hopeless else ())]
 

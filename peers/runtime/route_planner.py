@@ -1,9 +1,10 @@
-"""Where routes should run: keeps the flow that they follow up to date, and shows them the swarm.
+"""Compute routing weights, and tell the router which peers hold which layers. See `RoutePlanner`.
 
-Routes (comm/pipeline/router.py) carry micro-batches. They go by the routing weights that follow from a flow through the
-swarm (scheduler/throughput/routing.py), by the usual speed of the others, and by who holds which layer
-(comm/pipeline/forwarding.py, RouteView). The flow is solved again when the speeds in the roster have changed enough.
-That is checked every FLOW_CHECK_S, and less often in a large swarm, where one peer changes little.
+A route (comm/pipeline/router.py) takes a micro-batch through several peers, which hold different layers. The router
+chooses the next peer by routing weights, which come from a maximum flow through the swarm
+(scheduler/throughput/routing.py). It gets the holders of each layer and their speeds from a RouteView
+(comm/pipeline/forwarding.py). The flow is solved again if the speeds in the roster have changed enough. This is checked
+every FLOW_CHECK_S, but less often in a large swarm, where one peer hardly changes the flow.
 """
 
 from collections.abc import Sequence
@@ -28,35 +29,38 @@ from decentral.peers.runtime.setup import PresentSetup
 from decentral.scheduler.placement.span_choice import holder_of
 from decentral.scheduler.throughput import routing
 
-FLOW_CHECK_S = 2.0  # between two checks whether the speeds in the swarm have changed
-UNHELD_S = 10.0  # without a peer that trains a layer: its holder is not only late
-THIN_SHARE = 0.2  # of the uplink: what gossip leaves of it (gossip.link_share)
+FLOW_CHECK_S = 2.0
+UNHELD_S = 10.0  # the user is told of a layer that no training peer has held for this long
+THIN_SHARE = 0.2  # an uplink is too slow for bf16 activations if they need more than this share; gossip needs the rest
 BF16_BYTES = 2
-MAX_SPANS_KEPT = 4096  # spans of layers whose fragments are remembered
+MAX_SPANS_KEPT = 4096  # `whole_fragments` caches about this many entries, since other peers could make it fill memory
 
 
 @dataclass(slots=True)
 class RoutePlanner:
+    """The owner of the router and of synchronous rounds; it shows the router the swarm (RouteView)."""
+
     setup: PresentSetup
     roster: Roster
     meter: Meter
     round_view: RoundView
-    chance: Random  # a secret one: it draws which answers are audited
+    chance: Random  # has a secret seed: peers that could predict which answers are audited could cheat
     routes: Router = field(init=False)
-    rounds: Rounds | None = None  # in a synchronous run, where routes stay among the round's members
-    weights: RoutingWeights = field(default_factory=RoutingWeights)  # those of the present flow
-    usual_speed: float = 0.0  # as in RouteView
-    routed: bool = field(init=False)  # whether our own micro-batches go along routes
-    unheld: str = ""  # what the user reads when no peer has held some layer for UNHELD_S; "": all are held
-    _unheld_since: dict[int, Seconds] = field(default_factory=dict)  # by fragment
+    rounds: Rounds | None = None  # None in an asynchronous run
+    weights: RoutingWeights = field(default_factory=RoutingWeights)
+    usual_speed: float = 0.0
+    routed: bool = field(init=False)  # whether our own micro-batches visit other peers; False if we compute them alone
+    unheld: str = ""  # message to the user naming layers without a holder, or ""
+    _unheld_since: dict[int, Seconds] = field(default_factory=dict)  # fragment index -> time when its last holder left
     _check_at: Seconds = 0.0
-    _look_at: Seconds = 0.0  # when to look for peers that are gone
-    _changes: int = 0  # of the roster, at the last look for peers that are gone
-    _seen: tuple[int, str] = (0, "")  # the count of the roster's changes and our own speed at the last check
-    _solved: dict[routing.Span, float] = field(default_factory=dict)  # the speeds behind the present flow
-    _fragments: dict[tuple[int, int], range] = field(default_factory=dict)  # the fragments within layers [first, last)
+    _look_at: Seconds = 0.0  # time of the next search for micro-batches that were sent to peers which have since left
+    _changes: int = 0
+    _seen: tuple[int, str] = (0, "")  # inputs of the last `solve`, which does nothing if they are the same
+    _solved: dict[routing.Span, float] = field(default_factory=dict)
+    _fragments: dict[tuple[int, int], range] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Make the router, and in a synchronous run the state machine of the rounds."""
         setup, stage = self.setup.now, self.setup.now.routes
         assert stage is not None
         own = GradientLedger(stage.micro_batches_per_step, stage.slots)
@@ -67,37 +71,43 @@ class RoutePlanner:
         # A peer with the whole model computes its micro-batches alone, except in synchronous rounds.
         self.routed = not setup.whole or setup.config.synchronous
 
-    # RouteView: what routes ask about the swarm
+    # The next methods implement RouteView, the interface through which the router sees the swarm.
 
     def successors(self, layer: int) -> Sequence[PeerId]:
+        """Return the peers to which a micro-batch whose next layer is `layer` may be sent."""
         return self.rounds.successors(layer) if self.rounds else self.roster.holders.near(layer)
 
     def span_and_speed(self, peer: PeerId) -> tuple[int, int, float]:
+        """Return (first, last, tokens/s) of a peer that holds layers [first, last); (0, 0, 0.0) if it holds none."""
         return self.roster.holders.span_and_speed(peer)
 
     def is_thin(self) -> bool:
-        """Whether bf16 would take more of our uplink than THIN_SHARE while our device is busy: hidden values go on from
-        all stages but the last, their gradients back from all but the first."""
+        """Return whether routes in bf16 would take more than THIN_SHARE of our uplink at our device's full speed.
+
+        Only a peer without the last layers sends hidden values; only a peer without the first layers sends gradients.
+        """
         setup, up, speed = self.setup.now, self.meter.best_up(), self.routes.load.speed
         first, last = setup.fragments[0].first, setup.fragments[-1].last
         goes_on = self.routes.forwarding.usual_end(first) < setup.layers
-        numbers = setup.config.model.d_model * ((first > 0) + goes_on)  # for each token
+        numbers = setup.config.model.d_model * ((first > 0) + goes_on)  # hidden state goes forward, gradient backward
         through_us = speed / share(setup.cuts, first, last)
         return up is not None and BF16_BYTES * numbers * through_us > THIN_SHARE * up
 
-    # The flow
-
     @property
     def wake_at(self) -> Seconds | None:
+        """Return when to check the flow or look for lost peers next; None if our own micro-batches take no routes."""
         return min(self._check_at, self._look_at) if self.routes.active and self.routed else None
 
     def is_due(self, now: Seconds) -> bool:
-        """Whether a peer that trains should check the flow now."""
+        """Return whether it is time to call `refresh`, which checks the flow."""
         return self.routed and now >= self._check_at
 
     def refresh(self, now: Seconds) -> list[Effect]:
-        """Takes over the speeds in the roster, and solves the flow again if they have changed enough. The journal says
-        when no micro-batch can get through, because some layer has no holder, and when all have one again."""
+        """Solve the flow again if speeds in the roster have changed enough, and update `self.unheld`.
+
+        Returns:
+            A journal line if `self.unheld` has changed: layers have lost their holders, or have holders again; else [].
+        """
         holders = self.roster.holders
         beyond = max(0, self.weights.size - routing.SOLVED_AT_ONCE)
         self._check_at = now + FLOW_CHECK_S + routing.FLOW_PAUSE_S * beyond
@@ -111,8 +121,11 @@ class RoutePlanner:
         return [Log(line)]
 
     def look_for_lost(self, now: Seconds) -> list[Effect]:
-        """What was under way at peers that have left the roster goes to others. Where records are spread over several
-        keys a peer also leaves it because we do not read its key any more, and says so itself if it is gone."""
+        """Return effects that resend our micro-batches, if they were at peers that have left the roster.
+
+        Return [] in a synchronous run. Return [] in a large swarm too: we read only some shards of the records there,
+        so a peer may leave our roster although it is still running.
+        """
         if not self.routed or now < self._look_at:
             return []
         self._look_at = now + FLOW_CHECK_S
@@ -122,7 +135,7 @@ class RoutePlanner:
         return self.routes.look_for_lost(self.roster.live.__contains__, now)
 
     def _look_for_unheld(self, now: Seconds) -> Fragment | None:
-        """Return the layers that no peer that trains has held for UNHELD_S; of several, those that take most memory."""
+        """Return the largest fragment that no training peer has held for UNHELD_S; None if there is none."""
         setup, near = self.setup.now, self.roster.holders.near
         missing = [cut for cut in setup.cuts if cut.index not in setup.held and not near(cut.first)]
         self._unheld_since = {cut.index: self._unheld_since.get(cut.index, now) for cut in missing}
@@ -130,19 +143,19 @@ class RoutePlanner:
         return max(lasting, key=self._bytes_of, default=None)
 
     def _bytes_of(self, cut: Fragment) -> int:
-        """Return the memory that these layers take; 0 if it is not known."""
+        """Return how many bytes of memory a peer needs to hold a fragment; 0 if this is not known."""
         budget = self.setup.now.memory_budget
         return budget.needs.span_bytes(cut.index, cut.index + 1) if budget else 0
 
     def _without_holder(self, cut: Fragment) -> str:
-        """Return what to say of layers without a holder."""
+        """Return a line that tells the user that no training peer holds this fragment, and which peer to start."""
         least = f" with --memory {self._bytes_of(cut)} or more" if self.setup.now.memory_budget else ""
         what = f"no peer that trains holds layers {cut.first} to {cut.last - 1}"
         remedy = f"start a peer{least}, or begin a run with a smaller train.micro_batch"
         return f"{what}, so no micro-batch gets through the model: {remedy}"
 
     def solve(self, always: bool = False) -> None:
-        """Solves the flow if enough has changed since the last time; `always`: in any case."""
+        """Solve the flow for new routing weights, if speeds have changed enough since the last one, or if `always`."""
         held = self.setup.now.held
         own = held.start, held.stop
         seen = self.roster.holders.changes, f"{self.routes.load.speed:.1e}"
@@ -156,10 +169,10 @@ class RoutePlanner:
             self.weights = routing.solve(cuts, speeds, own, whole_alone)
 
     def _speeds(self, own: routing.Span) -> dict[routing.Span, float]:
-        """Tokens/s of the whole model, summed over all peers with the same fragments, ourselves included.
+        """Return the tokens/s of all peers, ourselves included, summed by the span of fragments that they hold.
 
-        With exact gradients those with the whole model are left out: spans wait for each other there, so each peer more
-        that could answer is worth more than its own work, and they have their turns by the times that were measured.
+        The speed of a peer is its tokens/s through the whole model. In an asynchronous run without `routes.overlap`,
+        other peers with the whole model are left out, because the router sends them work by measured times instead.
         """
         found = {own: self.routes.load.speed or self.setup.now.profile.tokens_per_s}
         for (first, last), speed in self.roster.holders.speeds.items():
@@ -169,7 +182,7 @@ class RoutePlanner:
         return routing.rounded(found)
 
     def whole_fragments(self, first: int, last: int) -> range:
-        """The numbers of the fragments that lie within layers [first, last)."""
+        """Return the indices of the fragments that lie within layers [first, last)."""
         found = self._fragments.get((first, last))
         if found is None:
             held = holder_of(self.setup.now.cuts, first, last, 0.0)

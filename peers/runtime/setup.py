@@ -1,7 +1,7 @@
-"""Who a peer is and what it trains: all that its machines are told at their start.
+"""The values from which a peer's node is made: identity, run, layers and device.
 
-A NodeSetup is a value. A move to other layers (scheduler/placement/move.py) puts another one in its place. Only
-PresentSetup keeps it, which all parts of a node share: none of them can go by an old one.
+`NodeSetup` is immutable. When the peer changes its layers (scheduler/placement/move.py), a new setup replaces the old
+one in `PresentSetup`, which all parts of a node share, so that no part uses an outdated setup.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,42 +22,48 @@ from decentral.scheduler.placement.move import MemoryBudget
 
 @dataclass(frozen=True, slots=True)
 class NodeSetup:
+    """The values from which a node makes its state machines; `prepare.prepare` or a simulator fills them in."""
+
     config: Config
     run: RunId
     own: Signer
-    fragments: Sequence[Fragment]  # the span of this peer
-    state_layouts: Sequence[Layout]  # sections of each held fragment's state, as newcomers get it
-    layers: int  # number of layers of the whole model
+    fragments: Sequence[Fragment]
+    state_layouts: Sequence[Layout]  # one for each held fragment: the arrays of the state that newcomers fetch
+    layers: int
     profile: Profile
     addresses: tuple[str, ...]
-    contacts: tuple[PeerId, ...] = ()  # peers that have answered already
-    restored_step: int | None = None  # the learning-rate step of our checkpoint; None: there is none
+    contacts: tuple[PeerId, ...] = ()  # peers that answered our greeting at the start
+    restored_step: int | None = None  # learning-rate step of our checkpoint; None if there is none
     stop_after: Amount | None = None
-    routes: StageConfig | None = None  # None: this peer takes part in no routes
-    memory_budget: MemoryBudget | None = None  # None: this peer never changes its layers
-    retained: RetainedStates = ()  # states on our disk of layers that were given up
-    secret: int = 0  # nobody else knows it: which answers of others are audited follows from it
-    versions: Mapping[int, bytes] = field(default_factory=dict)  # the checkpoint's, by fragment, if synchronous
-    private: PrivateSwarm | None = None  # None: the swarm is public
+    routes: StageConfig | None = None  # None if this peer exchanges no micro-batches with other peers
+    memory_budget: MemoryBudget | None = None  # None if this peer always keeps its layers
+    retained: RetainedStates = ()  # states kept on disk for layers that this peer no longer holds
+    secret: int = 0  # seeds the choice of answers to audit; peers that knew it could cheat unseen
+    versions: Mapping[int, bytes] = field(default_factory=dict)  # fragment index -> version in the checkpoint
+    private: PrivateSwarm | None = None
     start: SwarmStart = UNKNOWN
 
     @property
     def whole(self) -> bool:
-        """Whether this peer holds the whole model, so that it can train by itself. No move changes that."""
+        """Return whether this peer holds the whole model; such a peer trains alone, and never changes its layers."""
         return (self.fragments[0].first, self.fragments[-1].last) == (0, self.layers)
 
     @property
     def held(self) -> range:
-        """The numbers of the fragments that this peer holds."""
+        """Return the indices of the fragments that this peer holds."""
         return range(self.fragments[0].index, self.fragments[-1].index + 1)
 
     @property
     def cuts(self) -> Sequence[Fragment]:
-        """The fragments of the whole model. Without routes every peer holds all of them."""
+        """Return the fragments of the whole model; without routes every peer holds all of them."""
         return self.routes.cuts if self.routes else self.fragments
 
     def holding(self, held: range) -> "NodeSetup":
-        """The setup of the same peer after a move to these fragments."""
+        """Return a copy of this setup in which the peer holds the fragments `held`.
+
+        Raises:
+            AssertionError: If the setup has no memory budget or no routes.
+        """
         budget, stage = self.memory_budget, self.routes
         assert budget is not None
         assert stage is not None
@@ -70,15 +76,15 @@ class NodeSetup:
 
 @dataclass(slots=True)
 class PresentSetup:
-    """A peer's setup, as it is now."""
+    """A peer's present setup, which can be replaced; all parts of a node share this object."""
 
     now: NodeSetup
 
     def hold(self, held: range) -> NodeSetup:
-        """Return the setup after a move to these fragments, which is the present one from now on."""
+        """Replace the present setup by one in which the peer holds the fragments `held`, and return the new setup."""
         self.now = self.now.holding(held)
         return self.now
 
     def measured(self, tokens_per_s: float) -> None:
-        """Note this device's speed, which was not known at the start."""
+        """Set this device's tokens/s in the present setup; called after the first measurement in training."""
         self.now = replace(self.now, profile=replace(self.now.profile, tokens_per_s=tokens_per_s))

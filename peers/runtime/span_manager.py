@@ -1,13 +1,13 @@
-"""Which layers a peer holds and should hold, if it holds a part of the model and may move to another one.
+"""Decide which layers a peer with a part of the model should hold, and apply a change to all parts of the node.
 
-Lost layers come first, then those that are left to peers with the whole model (scheduler/placement/recover.py), then
-the span that the adopted plan gives this peer (scheduler/placement/plans.py). Any of these is one move
-(scheduler/placement/move.py), and no other begins before that one is over and its pause has passed. The three machines
-see the same swarm: whole fragments, by the records of the peers that train.
+A move is a change of this peer's span, the range of layers that it holds (scheduler/placement/move.py). There are three
+reasons for a move, the most urgent first: no peer holds some layers any more; only peers with the whole model hold some
+layers (both scheduler/placement/recover.py); the adopted plan gives this peer another span
+(scheduler/placement/plans.py). A move begins when the last move is over and the pause after it has passed.
 
-A move is carried out in the node's other machines as well. While it drains, routes take no new executions. Just before
-the training thread changes the layers, exchanges and questions about those that are given up end; after it, routes,
-exchanges, donor and record go by the new span.
+A move first waits until this peer has no stage execution in progress; meanwhile, routes accept no new stage executions.
+Just before the training thread changes the layers, this peer ends its gossip of the fragments that it gives up, and
+refuses open questions about these fragments. Afterwards routes, gossip, donor and record use the new span.
 """
 
 from collections.abc import Sequence
@@ -33,12 +33,14 @@ from decentral.scheduler.placement.move import Drained, HoldSpan, MoveEffect, Mo
 from decentral.scheduler.placement.plans import SwarmPlans
 from decentral.scheduler.placement.recover import LayerRecovery
 
-SPAN_REVIEW_S = 2.0  # between two reviews of the swarm
-WIRE_BYTES = {"auto": 2.0, "bf16": 2.0, "int8": 1.0, "int8-q4": 0.75, "fp32": 4.0}  # of a number between layers
+SPAN_REVIEW_S = 2.0
+WIRE_BYTES = {"auto": 2.0, "bf16": 2.0, "int8": 1.0, "int8-q4": 0.75, "fp32": 4.0}  # by `routes.wire`: bytes per value
 
 
 @dataclass(slots=True)
 class SpanManager:
+    """The owner of the state machines for moves, layer recovery and plans, and their view of the swarm (SpanView)."""
+
     setup: PresentSetup
     selection: PeerSelection
     route_planner: RoutePlanner
@@ -49,9 +51,10 @@ class SpanManager:
     span_move: SpanMove = field(init=False)
     layer_recovery: LayerRecovery = field(init=False)
     swarm_plans: SwarmPlans = field(init=False)
-    wake_at: Seconds = 0.0  # when a peer that trains reviews the swarm next
+    wake_at: Seconds = 0.0
 
     def __post_init__(self) -> None:
+        """Make the state machines for moves, layer recovery and plans."""
         setup = self.setup.now
         run, own, budget = setup.config, setup.own, setup.memory_budget
         assert budget is not None
@@ -62,7 +65,10 @@ class SpanManager:
         self.swarm_plans = SwarmPlans(setup.run, own, budget.needs, hidden_bytes, replicas, run.seed, chances[2], self)
 
     def review(self, now: Seconds) -> list[Effect | EvaluatePlans]:
-        """Begins a move if this peer should hold other layers: lost ones in its turn, or those of the adopted plan."""
+        """Begin a move if this peer should hold other layers; cancel a move that is no longer needed.
+
+        The node calls it every SPAN_REVIEW_S while this peer trains.
+        """
         self.wake_at = now + SPAN_REVIEW_S
         move, plans = self.span_move, self.swarm_plans
         members, joining = self._members(now)
@@ -71,7 +77,7 @@ class SpanManager:
         if move.why == "plan" and plans.adopted is not None:
             effects += self._carry_out(move.redirect(plans.planned_span(move.held), now), now)
         elif move.why == "relief" and not self.layer_recovery.is_left(move.target):
-            effects += self._carry_out(move.redirect(move.held, now), now)  # somebody else was there first
+            effects += self._carry_out(move.redirect(move.held, now), now)  # another peer has taken the layers: cancel
         if move.phase is not MovePhase.IDLE or now < move.rest_until:
             return effects
         lost = self.layer_recovery.span_to_take(members, joining, now, self._is_retained)
@@ -88,26 +94,27 @@ class SpanManager:
         self.layer_recovery.relief_tried(now)
         effects = self.span_move.begin(target, "relief", now)
         if self.span_move.phase is not MovePhase.IDLE:
-            self.swarm_plans.drop_adopted()  # it was made while somebody else held those layers, and may lead back
+            self.swarm_plans.drop_adopted()  # the plan is older than the move, and might move us back
         return effects
 
-    # Moves in the other machines
-
     def moved(self, event: Event | Drained, now: Seconds) -> list[Effect]:
-        """Give the move an event, and carry out in the other machines what follows."""
+        """Pass an event to the state machine for moves, and apply its effects to the other parts of the node."""
         return self._carry_out(self.span_move.handle(event, now), now)
 
     def asked(self, event: Asked, now: Seconds) -> list[Effect]:
-        """Answer another peer that asks for a replica lease, or gives one back."""
+        """Answer another peer's LeaseRequest, which asks us to keep a fragment (a lease) or ends the lease."""
         return self.answers.lease_refusal(event) or self.moved(event, now)
 
     def changed(self, event: SpanChanged, now: Seconds) -> list[Effect]:
-        """The training thread has changed the layers, or could not."""
+        """Continue a move after the training thread has changed the layers, or has failed to change them."""
         self.donor.changed(event)
         return self.moved(event, now)
 
     def settle(self, now: Seconds) -> list[Effect]:
-        """End the stage executions here while the move drains; once none is left, the layers change."""
+        """Refuse new stage executions if a move requires it, and continue the move when none is in progress.
+
+        The node calls it after each event.
+        """
         routes, effects = self.route_planner.routes, list[Effect]()
         if self.span_move.drains and not routes.draining:
             routes.drain()
@@ -117,7 +124,7 @@ class SpanManager:
         return effects
 
     def _carry_out(self, effects: list[MoveEffect], now: Seconds) -> list[Effect]:
-        """Return the move's effects, with what the other machines do about a change of layers in its place."""
+        """Apply the effects of a move that concern other parts of the node, and return the effects for the host."""
         done: list[Effect] = []
         for effect in effects:
             match effect:
@@ -147,36 +154,40 @@ class SpanManager:
         self.route_planner.solve(always=True)
         return self.route_planner.routes.handle(Woke(), now)
 
-    # SpanView: what moves ask about the swarm
+    # The next methods implement SpanView, the interface through which moves and plans see the swarm.
 
     def holders(self, fragment: int) -> Sequence[PeerId]:
+        """Return the other peers that train and hold the whole fragment."""
         return self.selection.holders(fragment)
 
     def part_holders(self, fragment: int) -> list[PeerId]:
+        """Return the other peers that train and hold the fragment, but not the whole model."""
         live, whole = self.selection.roster.live, len(self.setup.now.cuts)
         records = {peer: live[peer].record for peer in self.holders(fragment) if peer in live}
         spans = {peer: self.route_planner.whole_fragments(one.first, one.last) for peer, one in records.items()}
         return [peer for peer, span in spans.items() if len(span) < whole]
 
     def retainers(self, fragment: int) -> list[PeerId]:
+        """Return the peers whose disks have a fragment's newest state; [] unless our own disk's state is older."""
         step, peers = self.selection.newest_retained(fragment)
         return peers if step > dict(self.donor.retained).get(fragment, NEVER) else []
 
     def retains(self, fragment: int) -> bool:
+        """Return whether our disk has a stored state of this fragment from before we gave the fragment up."""
         return fragment in dict(self.donor.retained)
 
     def _is_retained(self, fragment: int) -> bool:
         return self.retains(fragment) or bool(self.retainers(fragment))
 
     def known_for_s(self, peer: PeerId, now: Seconds) -> Seconds | None:
+        """Return for how many seconds a peer has been in the roster; None if it is not in the roster."""
         entry = self.selection.roster.live.get(peer)
         return None if entry is None else now - entry.since
 
     def _members(self, now: Seconds) -> tuple[dict[PeerId, TrainingPeer], list[range]]:
-        """The peers that train, ourselves included, and the spans of the peers that are joining.
+        """Return the peers that train, ourselves included, and the spans of all other peers in the roster.
 
-        Our own figures, too, are those of our record: all peers have to judge a plan by the same ones, so that all
-        follow the same plan.
+        Our own figures come from our published record, so that all peers evaluate a plan by the same figures.
         """
         setup, live = self.setup.now, self.selection.roster.live
         fragments = self.route_planner.whole_fragments

@@ -1,9 +1,9 @@
-"""The learning-rate clock, which the swarm has in common.
+"""Raise one peer's learning-rate step to the swarm's step. See `StepClock`.
 
-The learning-rate step follows the fastest half of the swarm: each peer takes the upper median of what the live peers
-advertise, where that is ahead of its own. So a slow peer does not train at a warm-up rate while the others decay, and
-one peer that claims a billion steps moves nobody. Where there is only one other peer, it is followed ONE_TIMES as fast
-as we train ourselves and no faster: a liar may move us, but not at once to the end of the schedule.
+If a peer's step is below the upper median of its own step and the steps that reachable peers publish, it moves its step
+to this median. So a slow peer does not train at a warm-up learning rate while the other peers' rate already decays, and
+one peer that claims a billion steps has no effect. A single other peer can raise our step at most ONE_TIMES as fast as
+we train, so that a liar cannot move us to the end of the schedule at once.
 """
 
 from collections.abc import Iterable
@@ -13,18 +13,20 @@ from decentral.comm.wire.messages import MOST_FOLLOWED
 from decentral.core.jobs import Job, SetClock
 from decentral.peers.runtime.progress import TrainingProgress
 
-ONE_TIMES = 16  # our own steps: as many we catch up by the word of one other peer alone
-ONE_MOST = 64 * ONE_TIMES  # steps that we catch up so at a time
+ONE_TIMES = 16  # if only one other peer is known, it may raise our step by this much per step we train: it may lie
+ONE_MOST = 64 * ONE_TIMES  # if only one other peer is known, it can raise our step by at most this much at once
 
 
 @dataclass(slots=True)
 class StepClock:
+    """The rule that raises a peer's learning-rate step; the node calls `follow` after each lookup of peers' records."""
+
     progress: TrainingProgress
-    _own_step: int = 0  # our own step when the clock was looked at last
-    _catches_up: int = 0  # steps that one other peer's word may move us at present
+    _own_step: int = 0
+    _catches_up: int = 0  # by how much a single other peer may still raise our step
 
     def follow(self, lr_steps: Iterable[int]) -> list[Job]:
-        """Catches up with the upper median of the live peers' learning-rate steps."""
+        """Return a job that raises our step to the median of our step and `lr_steps`; [] if we are not behind."""
         own, trained = self.progress.lr_step, max(0, self.progress.step - self._own_step)
         self._own_step = self.progress.step
         self._catches_up = min(ONE_MOST, self._catches_up + ONE_TIMES * trained)

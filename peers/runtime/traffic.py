@@ -1,4 +1,4 @@
-"""Counts what a node sends and receives; the journal gets the totals now and then."""
+"""Count the bytes that a node sends and receives, for the journal and for the cost of gossip."""
 
 from dataclasses import dataclass
 
@@ -9,24 +9,28 @@ from decentral.core.journal.events import TrafficLine
 from decentral.core.machine import Log
 from decentral.core.units import KiB, Seconds
 
-TRAFFIC_S = 10.0  # between two `traffic` lines in the journal
-QUESTION_BYTES = 64 * KiB  # what a question costs besides its bytes, on either side
+TRAFFIC_S = 10.0
+QUESTION_BYTES = 64 * KiB  # one question costs about as much processor time as the transfer of this many bytes
+# The metrics show these counts of exchanges, by (outcome, reason), from the start.
 NO_EXCHANGES: dict[tuple[str, ...], float] = {
     ("done", ""): 0,
     ("solo", ""): 0,
     ("failed", ""): 0,
-}  # by outcome and reason
+}
 
 
 @dataclass(slots=True)
 class TrafficCounter:
+    """A count of the bytes of the blobs in messages that a node has sent and received, without message headers."""
+
     sent_bytes: int = 0
     received_bytes: int = 0
     _line_at: Seconds = 0.0
-    _work_bytes: float = 0.0  # since gossip was asked for
-    _exchange_bytes: float = 0.0  # of it, that of exchanges which we have asked for
+    _work_bytes: float = 0.0  # processor cost of all traffic since the last call of `gossip`, in byte equivalents
+    _exchange_bytes: float = 0.0
 
     def received(self, event: Asked | Answered) -> None:
+        """Count the bytes of another peer's question, or of our own question together with its answer."""
         moved = len(event.envelope.blob) if isinstance(event, Asked) else event.sent_bytes + event.received_bytes
         self._work_bytes += QUESTION_BYTES + moved
         if isinstance(event, Answered) and isinstance(event.tag, ExchangeTag):
@@ -38,22 +42,27 @@ class TrafficCounter:
             self.received_bytes += event.received_bytes
 
     def replied(self, blob_bytes: int) -> None:
-        """An answer of ours goes out."""
+        """Count the bytes of our answer's blob."""
         self.sent_bytes += blob_bytes
         self._work_bytes += blob_bytes
 
     def gossip(self) -> GossipTraffic:
-        """What exchanges had of the traffic since the last time. As many ask us as we ask; more is not gossip."""
+        """Return gossip's part of the traffic since the last call of this method, and begin to count anew.
+
+        Gossip's part is estimated as twice the traffic of our own exchanges, since about as many peers pull from us as
+        we pull from. If more peers pull from us, the excess is not counted as gossip.
+        """
         work, own = self._work_bytes, 2 * self._exchange_bytes
         self._work_bytes = self._exchange_bytes = 0.0
         return GossipTraffic(min(1.0, own / work) if work else 1.0, own)
 
     def lines(self, now: Seconds) -> list[Log]:
-        """The totals, if it is time for them."""
+        """Return the journal line with the totals if TRAFFIC_S have passed since the last line; else []."""
         if now < self._line_at:
             return []
         self._line_at = now + TRAFFIC_S
         return [self.line()]
 
     def line(self) -> Log:
+        """Return the journal line with the total bytes sent and received."""
         return Log(TrafficLine(sent_bytes=self.sent_bytes, received_bytes=self.received_bytes))

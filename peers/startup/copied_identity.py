@@ -1,8 +1,8 @@
-"""Refuse to start a peer whose identity another peer uses already: its state folder was copied.
+"""Refuse to start a peer if another running peer has the same identity, because the state folder was copied.
 
-libp2p never dials its own peer id, so the addresses in this peer's DHT record are dialled from a temporary identity.
-After a kill the record stays in the DHT until it expires; its addresses are usually those of the new start, and
-those are not dialled.
+This peer's record in the DHT does not prove that another peer runs, since the record of a killed peer stays there until
+it expires. So the addresses in the record are dialled, except those at which this process itself listens. A temporary
+identity dials them, because a libp2p node never dials its own peer id.
 """
 
 import asyncio
@@ -17,20 +17,20 @@ from decentral.peers.membership import records
 from decentral.peers.membership.swarm_size import Look, key_of
 from decentral.peers.startup.reach_swarm import SwarmAccess, connect
 
-ANSWERS_S = 5.0  # for the answer of a peer that runs; without one the check is skipped
+ANSWERS_S = 5.0  # a running copy of this identity is noticed only if it answers within this time
 
 
 async def refuse_copy(access: SwarmAccess, own: Signer, transport: PeerNetwork, named: Sequence[str]) -> None:
-    """Check that no peer with this identity runs elsewhere.
+    """Check that no other running peer has this peer's identity.
 
     Args:
-        access: The run, its DHT, and the addresses of this start.
+        access: The run, its DHT, and the addresses at which this peer listens.
         own: This peer's identity.
         transport: This peer's own network.
-        named: Addresses given by --join; those that end in this peer's id are tried too.
+        named: Addresses given by --join. Those that end in this peer's id are dialled too.
 
     Raises:
-        UserError: If such a peer answers within ANSWERS_S.
+        UserError: If a peer with this identity answers within ANSWERS_S.
     """
     places = [*await _in_record(access, own), *(address for address in named if address.endswith(f"/p2p/{own.peer}"))]
     places = [address for address in dict.fromkeys(places) if address not in access.addresses]
@@ -39,15 +39,16 @@ async def refuse_copy(access: SwarmAccess, own: Signer, transport: PeerNetwork, 
     with temporary_folder() as folder:
         caller: PeerNetwork | None = None
         try:
-            try:  # without a limit of its own: on a loaded machine a daemon takes long, and the check counts there, too
+            try:  # only the connection has a time limit: the libp2p daemon may start slowly on a loaded machine
                 key = folder / "identity.key"
                 caller = await peer_network().start(key, [ports.LOOPBACK], [], access.clock, only_dials=True)
-            except UserError:  # the check is worth no failed start
+            except UserError:  # the check needs a second, temporary identity; if that fails, start without the check
                 return
             async with asyncio.timeout(ANSWERS_S):
                 reached = await connect(caller, places)
-            if reached == own.peer and not await transport.has_connection_to(caller.peer):  # a router may lead to us
-                remedy = "stop it, or start this one with a new --state-dir, since a copied folder is the same peer"
+            # If our own network is connected to the temporary peer, the address that answered was our own.
+            if reached == own.peer and not await transport.has_connection_to(caller.peer):
+                remedy = "stop that peer, or start this one with a new --state-dir: a copied folder keeps the identity"
                 where = f"a peer with the identity in this --state-dir already runs at {', '.join(places)}"
                 raise UserError(f"{where}; {remedy}")
         except TimeoutError:
@@ -58,10 +59,10 @@ async def refuse_copy(access: SwarmAccess, own: Signer, transport: PeerNetwork, 
 
 
 async def _in_record(access: SwarmAccess, own: Signer) -> list[str]:
-    """Return the addresses in this peer's DHT record, relays left out; none if it has left, or has no record."""
+    """Return the addresses in this peer's DHT record, without relays; [] without a record or if the peer has left."""
     look = Look(access.directory, access.run, own.peer)
     await look.measure()
-    for level in range(look.level, -1, -1):  # that of the swarm, or of one that was smaller
+    for level in range(look.level, -1, -1):  # when the swarm was smaller, the record was stored at a lower level
         key = key_of(access.run, own.peer, level)
         sealed = (look.values.get(key) or await access.directory.fetch(key)).get(own.peer)
         if sealed is None:

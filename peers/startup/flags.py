@@ -1,4 +1,4 @@
-"""What the user of a peer asks for by flags, and one start of that peer."""
+"""The parsed flags of `decentral.peer` (`StartFlags`), and the inputs of one start of a peer (`PeerStart`)."""
 
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StartFlags:
-    """The flags of `decentral.peer`, as given. PeerStart and SwarmAccess hold what a start derives from them."""
+    """The flags of `decentral.peer`; flags in `peer` that the user does not give come from the state folder."""
 
-    peer: PeerFlags = field(default_factory=PeerFlags)  # as given, else as the state folder keeps them
+    peer: PeerFlags = field(default_factory=PeerFlags)
     own: OwnInputs = NOTHING_NAMED
     config: str | None = None
-    overrides: tuple[str, ...] = ()  # of --set
+    overrides: tuple[str, ...] = ()
     join: tuple[str, ...] = ()
     join_wait: Seconds = 0.0
     invite: str | None = None
@@ -33,26 +33,31 @@ class StartFlags:
 
     @property
     def say_config(self) -> bool:
-        """Whether they say what the config of a new run is."""
+        """Return whether CONFIG or --set is given, so that the flags define the config of a new run."""
         return bool(self.config or self.overrides)
 
     def without_address_of(self, peer: PeerId) -> "StartFlags":
-        """Return these flags without the addresses in --join that are this peer's own."""
+        """Return a copy of these flags whose --join lacks the addresses of `peer`, which is this peer itself."""
         return replace(self, join=tuple(address for address in self.join if not address.endswith(f"/p2p/{peer}")))
 
     def of_restart(self, has_run: bool, knows_peers: bool) -> "StartFlags":
-        """Return these flags for a peer that goes on from its folder, whatever its line says of the first start."""
+        """Return a copy of these flags for a restart, without the flags that the state folder replaces.
+
+        Args:
+            has_run: Whether the folder has a run, which replaces CONFIG, --set, --private and --invite.
+            knows_peers: Whether the folder has peers' addresses. They replace --join, whose peer may be gone by now.
+        """
         begun = replace(self, config=None, overrides=(), private=False, invite=None) if has_run else self
-        return replace(begun, join=()) if knows_peers else begun  # the peer at --join may be gone by now
+        return replace(begun, join=()) if knows_peers else begun
 
 
 @dataclass(frozen=True, slots=True)
 class PeerStart:
-    """One start of a peer: alone on its device, or as rank 0 of its island."""
+    """The inputs of one start of a peer, with one device or as rank 0 of several devices (an island)."""
 
     flags: StartFlags
     folder: StateFolder
     own: Identity
-    device: str  # on which this process computes
+    device: str
     island: "Island | None" = None
-    warnings: list[str] = field(default_factory=list)  # grows; the user is told when training begins
+    warnings: list[str] = field(default_factory=list)

@@ -1,11 +1,11 @@
-"""The files of a private swarm: an invitation, the founder's keys, and the founder's list of revocations.
+"""Read and write the files of a private swarm: invitations, the founder's keys, and the list of revocations.
 
-    FILE (--out, --invite)     an invitation with its secrets
-    STATE/invitation.json      the same, as a member keeps it
-    STATE/revoked              the latest list that a member has seen, so that no restart forgets it
-    STATE/founder.json         the founder's keys, and what was invited and revoked; only where the run began
+    FILE (--out, --invite)     an invitation with its secrets, as the founder sends it to a member
+    STATE/invitation.json      a member's copy of that file
+    STATE/revoked              the latest list of revocations that a member has seen, kept across restarts
+    STATE/founder.json         the founder's keys, invitations and revocations; only in the folder that began the run
 
-All but the list are secrets, and can be read by their owner only.
+All files but STATE/revoked are secret: only their owner may read them.
 """
 
 import fcntl
@@ -20,6 +20,7 @@ from decentral.comm.wire.invitations import (
     FOR_EVER,
     ID_BYTES,
     KEY_BYTES,
+    MAX_REVOCATIONS_BYTES,
     MOST_REVOKED,
     NOTHING_REVOKED,
     FounderKeys,
@@ -31,22 +32,27 @@ from decentral.comm.wire.invitations import (
     invitation_of,
 )
 from decentral.comm.wire.private_swarm import PrivateSwarm
+from decentral.core import foreign_file
 from decentral.core.atomic_file import SECRET, write_atomically
-from decentral.core.errors import ProtocolError, UserError
+from decentral.core.errors import ProtocolError, UserError, writing
 from decentral.core.ids import PeerId, RunId
 from decentral.core.strict_json import JsonObject
 from decentral.peers.runtime.clock import SwarmClock
 
-MAX_INVITATION_BYTES = 16 * 1024  # of an invitation; it has about 700
-FOUNDER = "founder"  # whom the founder's own invitation is for
+MAX_INVITATION_BYTES = 16 * 1024  # longer files are refused unread; an invitation has about 700 bytes
+FOUNDER = "founder"
 FORMAT = 1
-KEYS = ("secret", "swarm_key")  # of a founder
-KEPT_REVOKED_S = 30 * 86400.0  # after it has expired an invitation stays on the list for so long at least
-MOST_LISTS = 1 << 62  # of revocations: a number beyond it is none that a founder has counted to
+KEYS = ("secret", "swarm_key")
+KEPT_REVOKED_S = 30 * 86400.0  # a revoked invitation stays on the list for at least this long after its expiry
+MOST_LISTS = 1 << 62  # lists of revocations have lower numbers than this; a higher number shows a damaged file
 
 
 def write_holding(path: Path, holding: Holding) -> None:
-    """Writes an invitation with its secrets, for its owner only. Raises UserError."""
+    """Write an invitation with its secrets to a file that only its owner can read.
+
+    Raises:
+        UserError: If the file cannot be written.
+    """
     one = holding.invitation
     content = {
         "decentral invitation": FORMAT,
@@ -66,38 +72,46 @@ def write_holding(path: Path, holding: Holding) -> None:
 
 
 def read_holding(path: Path) -> Holding:
-    """Raises UserError if the file is no invitation that its run's founder has signed."""
-    content = _read(path, "no invitation")
+    """Return the invitation in a file, with its secrets.
+
+    Raises:
+        UserError: If the file cannot be read, has no invitation signed by the run's founder, or has a wrong key.
+    """
+    content = _read(path, "not a valid invitation")
     try:
         if content.get("decentral invitation") != FORMAT:
-            raise ValueError("another format")
+            raise ValueError(f"expected format {FORMAT}, got {content.get('decentral invitation')!r}")
         texts = (str(content[name]) for name in ("id", "founder", "key", "signature", "secret", "swarm_key"))
         number, founder, key, signature, secret, swarm_key = map(bytes.fromhex, texts)
         about = (str(content["run"]), number, str(content["for"]), float(content["until"]), str(content["may"]))
         invitation = invitation_of((*about, founder, key, signature))
         invitation.require_founder()
         if len(secret) != KEY_BYTES or len(swarm_key) != KEY_BYTES:
-            raise ValueError("a key is cut")
+            raise ValueError(f"`secret` and `swarm_key` need {KEY_BYTES} bytes, not {len(secret)} and {len(swarm_key)}")
         holding = Holding(invitation, secret, swarm_key)
         holding.require_secret()
     except (KeyError, ValueError, TypeError, OverflowError, ProtocolError) as error:
-        raise UserError(f"{path} is no invitation ({error}); ask the founder for it again") from None
+        raise UserError(f"{path} is not a valid invitation ({error}); ask the founder for it again") from None
     return holding
 
 
 @dataclass(slots=True)
 class FounderFile:
-    """The founder's keys, and what was made with them."""
+    """The founder's keys, invitations and revocations, as stored in founder.json; each change writes the file."""
 
     path: Path
     keys: FounderKeys
-    invited: list[JsonObject] = field(default_factory=list)  # id, for, until, may
-    number: int = 0  # of the latest list of revocations
+    invited: list[JsonObject] = field(default_factory=list)  # each with the keys id, for (holder), until, may (rights)
+    number: int = 0
     revoked: frozenset[bytes] = frozenset()
 
     @classmethod
     def create(cls, folder: Path, name: str) -> "FounderFile":
-        """Begins a private run of this name, and keeps its keys. Raises UserError."""
+        """Make the keys of a new private run with this name, write them to the folder, and return the founder's file.
+
+        Raises:
+            UserError: If the file cannot be written.
+        """
         founder = cls(founder_path(folder), FounderKeys.create(name, os.urandom))
         founder.save()
         return founder
@@ -105,44 +119,71 @@ class FounderFile:
     @classmethod
     @contextmanager
     def open(cls, folder: Path) -> Iterator["FounderFile"]:
-        """The founder's file, which no other process changes meanwhile; its peer may run. Raises UserError."""
+        """Return the founder's file of this folder, locked against other commands until the context ends.
+
+        Raises:
+            UserError: If the folder has no founder's file, or the file is damaged.
+        """
         path = founder_path(folder)
         if not founded(folder):
             raise UserError(
-                f"--state-dir {folder}: no private swarm was begun there (python -m decentral.peer --private)"
+                f"--state-dir {folder}: no private swarm was begun there; name the folder of the founder's peer, "
+                "which began the swarm with python -m decentral.peer --private"
             )
-        with (folder / "founder.lock").open("w") as lock:
+        with writing("--state-dir", folder, "folder"):
+            lock = foreign_file.opened_to_lock(folder / "founder.lock")
+        with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            yield cls._parsed(path, _read(path, "no founder's file"))
+            yield cls._parsed(path, _read(path, "not a founder's file"))
 
     @classmethod
     def _parsed(cls, path: Path, content: JsonObject) -> "FounderFile":
-        """Raises UserError if a part is spoilt: what is signed with wrong keys or numbers nobody takes back."""
+        """Return the founder's file with this content.
+
+        Raises:
+            UserError: If any part is invalid. A wrong key or number must not get into a list that members accept.
+        """
         try:
             secret, swarm_key = (bytes.fromhex(content[name]) for name in KEYS)
             keys = FounderKeys(RunId(content["run"]), secret, swarm_key)
             invited, number = content["invited"], content["number"]
             revoked = frozenset(map(bytes.fromhex, content["revoked"]))
             if len(keys.swarm_key) != KEY_BYTES or not founded_by(keys.run, keys.public):
-                raise ValueError("the keys are not those of the run")
+                raise ValueError(f"`swarm_key` needs {KEY_BYTES} bytes, and `secret` must be the key of `run`")
             if type(number) is not int or not 0 <= number < MOST_LISTS:
-                raise ValueError("the number of the list is none")
-            if not isinstance(invited, list) or not all(len(one) == ID_BYTES for one in revoked):
-                raise ValueError("a list is none")
+                raise ValueError(f"`number` must be an integer from 0 to {MOST_LISTS - 1}; it is {number!r:.60}")
+            if not isinstance(invited, list):
+                raise ValueError("`invited` is not a list")
+            if not all(len(one) == ID_BYTES for one in revoked):
+                raise ValueError(f"each id in `revoked` must have {ID_BYTES} bytes; at least one has another length")
             for one in invited:
                 _require_noted(one)
         except (KeyError, ValueError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} is damaged ({error}); get it back from a copy") from None
+            raise UserError(f"{path} is damaged ({error}); restore it from a backup") from None
         return cls(path, keys, invited, number, revoked)
 
     def save(self) -> None:
-        """Raises UserError."""
+        """Write the file so that only its owner can read it.
+
+        Raises:
+            UserError: If the file cannot be written.
+        """
         keys = {"run": self.keys.run, "secret": self.keys.secret.hex(), "swarm_key": self.keys.swarm_key.hex()}
         revoked = sorted(one.hex() for one in self.revoked)
         _write(self.path, {**keys, "invited": self.invited, "number": self.number, "revoked": revoked})
 
     def invite(self, holder: str, until: float, may: Permission) -> Holding:
-        """A new invitation, which is noted. Raises UserError."""
+        """Return a new invitation with its secrets, after recording it in the file.
+
+        Args:
+            holder: A name for the invited person or machine.
+            until: When the invitation expires, unix seconds; from FOR_EVER on, it never expires.
+            may: What the invitation allows.
+
+        Raises:
+            UserError: If the file cannot be written.
+        """
+        until = min(until, FOR_EVER)
         holding = self.keys.invite(holder, until, may, os.urandom)
         one = holding.invitation
         self.invited.append({"id": one.text(), "for": holder, "until": until, "may": may.value})
@@ -150,27 +191,38 @@ class FounderFile:
         return holding
 
     def revoke(self, number: bytes, now: float) -> Revocations:
-        """The next list, with this invitation and those revoked before. Raises UserError.
+        """Revoke an invitation, write the file, and return the next list of revocations.
 
-        What has expired long ago leaves it where there is no room for more: by a clock that is ahead, here or at a
-        member, an invitation may seem to have expired that others still take.
+        If the list is full, invitations that expired more than KEPT_REVOKED_S ago are removed from it first. Younger
+        ones stay, since a member's clock may be wrong.
+
+        Args:
+            number: Id of the invitation.
+            now: Unix time in seconds.
+
+        Raises:
+            UserError: If the file has no such invitation, the list is still full, or the file cannot be written.
         """
         ends = {str(one.get("id")): float(one.get("until", 0.0)) for one in self.invited}
         if number.hex() not in ends:
-            raise UserError(f"no invitation {number.hex()} was made here; --list shows those that were")
+            raise UserError(f"no invitation {number.hex()} was made here; --list shows the invitations of this folder")
         lasting = self.revoked
         if len(lasting | {number}) > MOST_REVOKED:
             lasting = frozenset(one for one in lasting if ends.get(one.hex(), FOR_EVER) > now - KEPT_REVOKED_S)
         return self._revoked(lasting | {number}, self.number + 1)
 
     def latest(self) -> Revocations:
-        """The list as others take it."""
+        """Return the present list of revocations, signed by the founder."""
         return self.keys.revoke(self.number, self.revoked)
 
     def catch_up(self, packed: bytes) -> None:
-        """What this list revokes stays revoked, if the founder has signed it. Raises UserError.
+        """Add the revocations of another list that this founder has signed, and write the file.
 
-        A file that was got back from a copy does not know it, and nobody would take a list with a lower number.
+        If the file was restored from a backup, members may have a newer list. Members ignore a list with a lower number
+        than theirs, so the next list gets a higher number. A list with another signature is ignored.
+
+        Raises:
+            UserError: If the list is full, or the file cannot be written.
         """
         with suppress(ProtocolError):
             found = Revocations.parse(packed, self.keys.run, self.keys.public)
@@ -180,20 +232,20 @@ class FounderFile:
     def _revoked(self, ids: frozenset[bytes], number: int) -> Revocations:
         if len(ids) > MOST_REVOKED:
             raise UserError(
-                f"{MOST_REVOKED} invitations are revoked that have not expired, and a list takes no more; "
-                "begin another private swarm, and invite for shorter times"
+                f"the list of revocations is full: {MOST_REVOKED} invitations that have not expired; "
+                "begin another private swarm, with invitations for shorter times"
             )
         self.number, self.revoked = number, ids
         self.save()
         return self.latest()
 
     def own_holding(self, may: Permission, until: float) -> Holding:
-        """An invitation for the founder itself, which is not noted: nobody else has it."""
+        """Return an invitation for the founder's own peer, valid until unix time `until`; the file does not list it."""
         return self.keys.invite(FOUNDER, until, may, os.urandom)
 
 
 def member(folder: Path, holding: Holding, peer: PeerId, clock: SwarmClock) -> PrivateSwarm:
-    """This peer as a member, with what the folder knows to be revoked."""
+    """Return this peer's membership of a private swarm, with the revocations that the folder has stored."""
     known, one = NOTHING_REVOKED, holding.invitation
     with suppress(ProtocolError):
         known = Revocations.parse(kept_revocations(folder), one.run, one.founder)
@@ -201,31 +253,31 @@ def member(folder: Path, holding: Holding, peer: PeerId, clock: SwarmClock) -> P
 
 
 def keep_revocations(folder: Path, packed: bytes) -> None:
-    """Keeps the latest list. On a full disk it is read from the DHT again."""
+    """Write the latest list of revocations to the folder; errors are ignored, since the DHT still has the list."""
     with suppress(OSError):
         write_atomically(folder / "revoked", packed)
 
 
 def kept_revocations(folder: Path) -> bytes:
-    """The list that `keep_revocations` has kept, unchecked; empty where there is none."""
+    """Return the folder's list of revocations without checking its signature; b"" if it cannot be read."""
     try:
-        return (folder / "revoked").read_bytes()
+        return foreign_file.read_bytes(folder / "revoked", MAX_REVOCATIONS_BYTES)
     except OSError:
         return b""
 
 
 def founded(folder: Path) -> bool:
-    """Whether a private swarm was begun in this folder."""
+    """Return whether a private swarm was begun in this folder."""
     return founder_path(folder).exists()
 
 
 def kept_path(folder: Path) -> Path:
-    """Where a member keeps its invitation."""
+    """Return the path of a member's invitation in its state folder."""
     return folder / "invitation.json"
 
 
 def described(one: Invitation, now: float) -> str:
-    """An invitation in a few words, for its user."""
+    """Return in words what an invitation allows and for how long, such as `to train, for 2.5 days`."""
     if one.until >= FOR_EVER:
         return f"to {one.may}, without an end"
     left = one.until - now
@@ -237,29 +289,35 @@ def described(one: Invitation, now: float) -> str:
 
 
 def _require_noted(one: JsonObject) -> None:
-    """Raises KeyError, TypeError or ValueError if this is no note of an invitation, as FounderFile.invite makes it."""
+    """Check that an entry of `invited` has the fields that `FounderFile.invite` writes.
+
+    Raises:
+        KeyError, TypeError, ValueError: If a field is missing or invalid.
+    """
     until, holder = one["until"], one["for"]
     Permission(one["may"])
     fits = type(until) in (int, float) and 0 <= until <= FOR_EVER and isinstance(holder, str)
     if not fits or len(bytes.fromhex(one["id"])) != ID_BYTES or one["id"] != bytes.fromhex(one["id"]).hex():
-        raise ValueError("a note of an invitation is none")
+        raise ValueError(
+            f"each entry of `invited` needs an `id` of {ID_BYTES} bytes in hex, a name `for`, a time `until`"
+        )
 
 
 def founder_path(folder: Path) -> Path:
+    """Return the path of the founder's file in a state folder."""
     return folder / "founder.json"
 
 
 def _read(path: Path, wrong: str) -> JsonObject:
     try:
-        if path.stat().st_size > MAX_INVITATION_BYTES * (64 if path.name == "founder.json" else 1):
-            raise ValueError("it is too large")
-        content = json.loads(path.read_text())
+        most = MAX_INVITATION_BYTES * (64 if path.name == "founder.json" else 1)
+        content = json.loads(foreign_file.read_text(path, most))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is {wrong} ({error})") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path} is {wrong}")
+        raise UserError(f"{path} is {wrong} (expected a JSON object)")
     return content
 
 

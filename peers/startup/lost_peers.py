@@ -1,12 +1,12 @@
-"""A swarm that came apart comes together again: a peer looks for those that it has known and that are in no roster.
+"""Bring a divided swarm together again: dial peers that are no longer in the roster. See `look_for_the_lost`.
 
-Records reach whom the DHT reaches. Parts of a swarm that were cut off from each other until their nodes of the DHT had
-forgotten each other, or a swarm that was down as a whole, would never see each other's records again. So a peer that is
-alone keeps looking where the others were, and any other one looks for one of those that it has lost, now and then.
+If parts of a swarm are cut off from each other for so long that their DHT nodes forget each other, or the whole swarm
+was down, the parts never see each other's records again. So a peer whose roster is empty keeps dialling the last
+addresses of all peers that it knew. Any other peer dials one of its lost peers every LOST_LOOK_S.
 
-Who is found may have another time. Neither sees the other's records then, and the lesser part is told to start again.
-Who would keep its time, because most of those that it knows have that, is not told. A part may know nobody of the
-other; so whoever is connected and in no roster counts as well, as it may have found us, and is known from then on.
+The clocks of this peer and a peer that it reaches may differ so much that neither accepts the other's records. If a
+restart would set this peer's clock to the time of most known peers, the user is told to restart it. The clocks of
+connected peers outside the roster are compared too, since such a peer may have dialled this peer.
 """
 
 import asyncio
@@ -19,18 +19,25 @@ from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 from decentral.peers.runtime.clock import MOST_FINDERS, agreed_s, difference
 from decentral.peers.runtime.host import Host
-from decentral.peers.startup.reach_swarm import connect_all
+from decentral.peers.startup.reach_swarm import by_peer, connect, connect_all
 
-ALONE_LOOK_S = 10.0  # a peer that is alone looks this often
-LOST_LOOK_S = 60.0  # any other one
+ALONE_LOOK_S = 10.0  # a peer that knows no others dials all the peers that it once knew at this interval
+LOST_LOOK_S = 60.0  # a peer that knows others dials one peer that it has lost at this interval
 
 Places = Sequence[tuple[str, ...]]
-"""The addresses of one peer each."""
+"""For each peer, its addresses."""
 AddressesByPeer = Mapping[PeerId, tuple[str, ...]]
 
 
 async def look_for_the_lost(host: Host, transport: PeerNetwork, directory: SwarmDirectory, join: Sequence[str]) -> None:
-    """Until it is cancelled. `join`: the addresses of --join, because a name there may lead somewhere else by now."""
+    """Dial lost peers at intervals, and warn the user if this peer's clock is wrong; run until cancelled.
+
+    Args:
+        host: The peer's host, with its roster and address book.
+        transport: The peer's network.
+        directory: The peer's node of the DHT.
+        join: Addresses of --join, dialled while the roster is empty, since a DNS name may lead to a new machine.
+    """
     looked_at = host.now()
     while True:
         await asyncio.sleep(ALONE_LOOK_S)
@@ -39,18 +46,18 @@ async def look_for_the_lost(host: Host, transport: PeerNetwork, directory: Swarm
             continue
         looked_at = host.now()
         lost = [addresses for peer, addresses in host.book.known.items() if peer not in live]
-        places = random.sample(lost, min(1, len(lost))) if live else [*((address,) for address in join), *lost]
-        found = await meet(transport, directory, places)
+        found = [] if live else await join_again(transport, directory, join)
+        found += await meet(transport, directory, random.sample(lost, min(1, len(lost))) if live else lost)
         finders = some_finders(await transport.connections(), live)
         if ahead_s := await time_to_take(transport, directory, [*found, *finders], host.book.known):
             for peer, addresses in finders.items():
                 host.book.learn(peer, addresses)
-            apart = f"this peer's clock is {difference(-ahead_s)} the others'"
-            host.watch.note("clock", f"{apart}; start this peer again, and it goes by theirs")
+            apart = f"this peer's clock is {difference(-ahead_s)} the other peers'"
+            host.watch.note("clock", f"{apart}; start this peer again, so that it takes their time")
 
 
 def some_finders(connections: AddressesByPeer, live: Collection[PeerId]) -> AddressesByPeer:
-    """A few of those that are connected and in no roster, by chance: they may have found us."""
+    """Return the addresses of up to MOST_FINDERS random peers that are connected to us but not in the roster."""
     strangers = [peer for peer in connections if peer not in live]
     return {peer: connections[peer] for peer in random.sample(strangers, min(MOST_FINDERS, len(strangers)))}
 
@@ -58,10 +65,10 @@ def some_finders(connections: AddressesByPeer, live: Collection[PeerId]) -> Addr
 async def time_to_take(
     transport: PeerNetwork, directory: SwarmDirectory, found: Sequence[PeerId], known: Mapping[PeerId, Sequence[str]]
 ) -> Seconds:
-    """How far those are ahead of our clock that this peer would go by if it started again; 0 if that changes nothing.
+    """Return the seconds by which a restart would move this peer's clock forward; negative to move it backward.
 
-    A start asks all that are `known`, each once (peers/startup/reach_swarm.py). So where one of those `found` has
-    another time, they are asked here.
+    First, the clocks of the `found` peers are compared with ours. If all agree, the result is 0.0. If one differs, all
+    `known` peers are asked for their time too, as in a restart (peers/startup/reach_swarm.py).
     """
     if not any(agreed_s([one]) for one in await directory.clocks_ahead_s(found)):
         return 0.0
@@ -69,8 +76,16 @@ async def time_to_take(
     return agreed_s(await directory.clocks_ahead_s(everyone))
 
 
+async def join_again(transport: PeerNetwork, directory: SwarmDirectory, join: Sequence[str]) -> list[PeerId]:
+    """Dial the addresses of --join, add the peers that answer to our DHT's routing table, and return them."""
+    reached = await at_once(connect(transport, addresses) for addresses in by_peer([join]).values())
+    found = [peer for peer in reached if peer is not None]
+    await at_once(map(directory.meet, found))
+    return found
+
+
 async def meet(transport: PeerNetwork, directory: SwarmDirectory, places: Places) -> list[PeerId]:
-    """Puts those that answer at these places into our node's routing table."""
+    """Dial the peers at these addresses, add the peers that answer to our DHT's routing table, and return them."""
     found = await connect_all(transport, places)
     await at_once(map(directory.meet, found))
     return found

@@ -1,10 +1,10 @@
-"""From a peer's flags, and what it has learned of its swarm, to a running host.
+"""Prepare and run a peer that has reached its swarm: choose its layers, load data and model, and train.
 
-claim_layers  choose the layers to hold, if the memory does not take the whole model (scheduler/placement/claim_span.py)
-prepare       load data and model, resume the checkpoint, measure the device
-train         until Ctrl-C or --stop-after; then save and leave
+claim_layers  chooses the peer's layers, if the whole model does not fit into memory (scheduler/placement/claim_span.py)
+prepare       loads data and model, resumes the checkpoint, measures the device
+train         runs the peer until Ctrl-C or --stop-after, then saves and leaves
 
-To load this module takes about a second: decentral/commands/peer.py does it while libp2p starts.
+Importing this module takes about a second, so peers/startup/start_peer.py does it while libp2p starts.
 """
 
 import asyncio
@@ -66,17 +66,28 @@ from decentral.view.page.record_lines import feed_page, watch_for_page
 if TYPE_CHECKING:
     from decentral.view.metrics_server import MetricsServer
 
-ADDRESSES_S = 15.0  # between two looks at this machine's addresses
-STEPS_REPORTED_S = 0.2  # how often, at most
+ADDRESSES_S = 15.0  # this machine's addresses are checked at this interval
+STEPS_REPORTED_S = 0.2  # the training thread waits at least this long between two reports of steps to the event loop
 
 
 def prove_kernels(device: str) -> tuple[OuterKernels, str]:
-    """The kernels of gossip for the device that --device names, and the reason. Raises UserError if it is not there."""
+    """Return the fastest gossip kernels that work on the device named by --device, and the reason for the choice.
+
+    Raises:
+        UserError: If the device does not exist.
+    """
     return best_kernels(measure.choose(device, "auto", 1.0, 0.0).device, blockwise)
 
 
 async def claim_layers(start: PeerStart, access: SwarmAccess) -> tuple[SpanRequest, ClaimedSpan]:
-    """Claims this peer's layers. A peer that comes back keeps those of its checkpoint. Raises UserError."""
+    """Choose this peer's layers and claim them in the DHT; return the inputs of the choice, and the claimed layers.
+
+    A peer that restarts keeps the layers of its checkpoint.
+
+    Raises:
+        UserError: If no part of the model fits into memory; or if the invitation is to donate, and this peer would hold
+            the whole model or the run is synchronous.
+    """
     shared.stage("choosing which layers this peer holds")
     own, wanted = access.signer(start.own), start.flags.peer.memory
     device = measure.choose(start.device, access.config.train.dtype, 1.0, 0.0)
@@ -95,8 +106,8 @@ async def claim_layers(start: PeerStart, access: SwarmAccess) -> tuple[SpanReque
     silent = partial(silent_peers, access.network)
     claimed = await claim(request, needs, access.directory, silent, access.clock)
     if not originates and (claimed.span is None or access.config.synchronous):
-        limits = "a part of the model (give less --memory), in a run that is not synchronous"
-        raise UserError(f"this peer's invitation is to donate: it may hold {limits}; ask for one to train")
+        limits = "donors need a part of the model (give less --memory), and a run that is not synchronous"
+        raise UserError(f"this peer's invitation is to donate: {limits}; or ask the founder for an invitation to train")
     memory.check_machine(access.config, claimed.span, measure.machine_bytes())
     return request, claimed
 
@@ -104,7 +115,11 @@ async def claim_layers(start: PeerStart, access: SwarmAccess) -> tuple[SpanReque
 async def prepare(
     start: PeerStart, access: SwarmAccess, request: SpanRequest, claimed: ClaimedSpan, kernels: OuterKernels
 ) -> Host:
-    """Build the node and its host. Raise UserError if the device, the data or the checkpoint cannot be used."""
+    """Load data and model, resume the checkpoint, measure the device, and return a host that is ready to run.
+
+    Raises:
+        UserError: If the device, the data or the checkpoint cannot be used.
+    """
     run, own, flags, folder = access.config, request.own, start.flags, start.folder
     device = measure.choose(start.device, run.train.dtype, flags.peer.throttle, run.train.emulated_micro_batch_s)
     device = replace(device, ranks=start.island or ALONE)
@@ -157,7 +172,11 @@ async def prepare(
 
 
 def _without(error: DamagedCheckpoint, start: PeerStart, access: SwarmAccess) -> None:
-    """Lets the peer start from the swarm instead. Where nobody is there the user has to decide: raises UserError."""
+    """Rename a damaged checkpoint and add a warning; the peer then fetches its state from the swarm.
+
+    Raises:
+        DamagedCheckpoint: If no other peer was reached, or the checkpoint cannot be renamed.
+    """
     if not access.contacts:
         raise error
     try:
@@ -173,14 +192,18 @@ def _model(compute: Compute, needs: MemoryNeeds) -> RoutedModel:
 
 
 def _profile(region: str, folder: state.StateFolder, compute: Compute, memory_bytes: int) -> Profile:
-    """The device's profile: measured once for this device, model and version, then read from the state folder."""
+    """Return the device's profile, read from the state folder (same device, model and version) or measured now.
+
+    While `compute` waits for state from other peers, no speed is measured: the profile has speed 0 until the peer
+    trains.
+    """
     device = compute.setup.device
     part = f" {compute.span.share}" if compute.span.share < 1 else ""
     ranks = f" {device.ranks.size} ranks" if device.ranks.size > 1 else ""
     key = f"{__version__} {device} {compute.setup.config.digest()}{part}{ranks}"
     measured = folder.read_profile(key)
     if measured is None and compute.awaits_state:
-        measured = measure.without_speed(device)  # its first steps tell its speed, and need not wait for a measurement
+        measured = measure.without_speed(device)  # the first training steps will measure the speed
     elif measured is None:
         shared.stage("measuring the device")
         model = compute.setup.config.model
@@ -189,7 +212,7 @@ def _profile(region: str, folder: state.StateFolder, compute: Compute, memory_by
         folder.write_profile(key, measured)
     return Profile(
         device=plain_text(measured.device),
-        memory_bytes=memory_bytes,  # --memory says how much of it is for the model
+        memory_bytes=memory_bytes,
         flops=measured.flops,
         tokens_per_s=measured.tokens_per_s,
         region=region,
@@ -205,11 +228,11 @@ async def train(
     page: DashboardProcess | None,
     metrics_server: "MetricsServer | None",
 ) -> None:
-    """Run the host until it stops, and show its progress. `kernels`: which kernels of gossip it has, and why.
+    """Run the host until it stops, and show its progress; `kernels` says which gossip kernels are used, and why.
 
     Raises:
-        SystemExit: 1 after an error or a failed save, 2 after divergence.
-        UserError: If this peer is no member of the swarm any more.
+        SystemExit: With 1 after an error or a failed checkpoint, with 2 after divergence.
+        UserError: If this peer's membership of a private swarm has ended.
     """
     node, setup, flags, folder = host.node, host.node.setup, start.flags, start.folder
     live = sys.stdout.isatty() and not flags.plain
@@ -260,18 +283,18 @@ async def train(
 
 
 def _exit(reason: str, unsaved: str) -> None:
-    """Raise what `train` raises where a peer has stopped for this reason."""
+    """Raise UserError if the membership is over, SystemExit(2) after divergence, SystemExit(1) after another fault."""
     if reason.startswith(NO_MEMBER):
         raise UserError(reason.removeprefix(f"{NO_MEMBER}: "))
     if reason.startswith(DIVERGED):
-        raise SystemExit(2)  # the user can mend it; whatever starts peers again would let this one diverge again
+        raise SystemExit(2)  # status 2 tells a supervisor not to restart a peer that would diverge again
     if reason.startswith("error") or unsaved not in ("", NOTHING_TO_SAVE):
         raise SystemExit(1)
 
 
 @asynccontextmanager
 async def _observed(host: Host, logs: Sequence[str], metrics_server: "MetricsServer | None") -> AsyncIterator[None]:
-    """Lets others look on while the host runs."""
+    """Serve metrics and write the scalar logs of --log, if the user asked for them, until the context ends."""
     async with AsyncExitStack() as stack:
         if metrics_server:
             from decentral.view.metrics_server import metrics_served
@@ -292,11 +315,11 @@ async def _show(host: Host, shown: terminal.Display) -> None:
 
 
 async def _watch_addresses(host: Host, transport: PeerNetwork) -> None:
-    """Tell the others when this machine has other addresses: another network, a new lease, a relay that was found."""
+    """Publish this machine's addresses when they change, for example after a new DHCP lease."""
     known = host.node.setup.addresses
     while True:
         await asyncio.sleep(ADDRESSES_S)
-        with suppress(AskError):  # the network may be starting again
+        with suppress(AskError):  # the network may be restarting; the next round tries again
             found = records.publishable(await transport.addresses())
             if records.has_moved(known, found):
                 known = found
@@ -305,5 +328,5 @@ async def _watch_addresses(host: Host, transport: PeerNetwork) -> None:
 
 
 async def _revive(host: Host, transport: PeerNetwork) -> None:
-    """Keep the network open; stop the peer if it cannot be opened again."""
+    """Open the network again whenever its daemon has ended; stop the peer if that fails."""
     host.stop(f"error: {await keep_daemon(transport, host.now, partial(host.watch.note, 'network'))}")

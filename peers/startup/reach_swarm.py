@@ -1,4 +1,4 @@
-"""How a peer gets into its swarm: the run that it is in, the peers that answer it, and its node of the DHT."""
+"""How a starting peer reaches its swarm: find its run, greet other peers, join the DHT. Start at `reach_swarm`."""
 
 import asyncio
 import secrets
@@ -32,19 +32,19 @@ from decentral.peers.startup.invitation_files import FounderFile
 from decentral.peers.startup.visit import NobodyAnswers, refused_member, say_hello
 from decentral.scheduler.placement import plans
 
-JOIN_AGAIN_S = 0.5  # between the first two tries of --join, within --join-wait; then ever longer
-JOIN_LONGER = 1.3  # times, from one try to the next
+JOIN_AGAIN_S = 0.5  # first pause between two tries to reach a peer at --join
+JOIN_LONGER = 1.3
 MOST_JOIN_AGAIN_S = 3.0
-JOIN_SAID_S = 30.0  # between two lines that say that this goes on
-REACH_S = 30.0  # for all addresses of a peer: a start waits for the slowest of those that it knows
-MOST_NAME_CHARS = 37  # of a private run, whose name also has the hash of the founder's key
+JOIN_SAID_S = 30.0  # interval at which the user is told that --join is still being tried
+REACH_S = 30.0  # longest time to connect to one peer, over all its addresses together
+MOST_NAME_CHARS = 37  # longest name of a private run, since the run's id also contains the hash of the founder's key
 
 Run = tuple[RunId, config.Config]
 
 
 @dataclass(frozen=True, slots=True)
 class SwarmAccess:
-    """The run that this peer is in, and how it reaches the other peers."""
+    """The run that this peer has reached, with the peer's network, DHT node and clock."""
 
     run: RunId
     config: config.Config
@@ -53,32 +53,47 @@ class SwarmAccess:
     directory: SwarmDirectory
     addresses: tuple[str, ...]
     clock: SwarmClock
-    private: PrivateSwarm | None  # None: the swarm is public
+    private: PrivateSwarm | None
 
     def signer(self, own: Signer) -> Signer:
-        """How this peer signs its records, and opens those of others."""
+        """Return the signer that signs this peer's records and checks the signatures of other peers' records.
+
+        In a private swarm, the signer also encrypts and decrypts the records.
+        """
         return MemberSigner(own, self.private) if self.private else own
 
 
 @dataclass(frozen=True, slots=True)
 class OwnRun:
-    """What a peer knows of its run before it asks anybody."""
+    """The result of `own_run`: the run that a starting peer's state folder and flags determine."""
 
-    kept: Run | None  # of its folder
-    known: Run | None  # that one, or the one that begins here; None: the swarm at --join has it
+    kept: Run | None  # run stored in the state folder; None if there is none
+    known: Run | None  # `kept`, or the new run that this peer founds; None: a peer at --join must say
 
 
 def own_run(flags: StartFlags, folder: state.StateFolder) -> OwnRun:
-    """Return the run of the folder, or a new one without --join. Raises UserError for flags that cannot be meant."""
+    """Return the run of the folder; if the folder has none and --join is not given, begin a new run.
+
+    Raises:
+        UserError: If flags contradict the folder or each other, or the config cannot be loaded.
+    """
     kept = folder.read_run(flags.own)
     _check_flags(flags, kept, folder.path)
     return OwnRun(kept, kept if kept or flags.join else _begin(flags, folder.path))
 
 
 async def reach_swarm(start: PeerStart, begun: OwnRun, transport: PeerNetwork, clock: SwarmClock) -> SwarmAccess:
-    """The run is the folder's, else the swarm's at --join, else a new one; the clock becomes the swarm's.
+    """Greet the peers at --join and in the folder's address book, join the DHT, and set `clock` to the swarm's time.
 
-    Raises UserError.
+    Args:
+        start: This start of the peer; warnings for the user are added to it.
+        begun: The result of `own_run`; if it has no run, the peers at --join are asked for their run.
+        transport: This peer's network.
+        clock: This peer's clock.
+
+    Raises:
+        UserError: If the folder has no run and no peer at --join answers, the invitation is missing or refused, or the
+            config is invalid.
     """
     kept, known, flags, folder = begun.kept, begun.known, start.flags, start.folder
     private = _membership(flags, folder.path, known, transport.peer, clock)
@@ -103,7 +118,7 @@ async def reach_swarm(start: PeerStart, begun: OwnRun, transport: PeerNetwork, c
     contacts = list(dict.fromkeys(contacts))
     if set_s := clock.agree(await directory.clocks_ahead_s(contacts)):
         theirs = "the other peers'" if len(contacts) > 1 else f"that of {contacts[0]}"
-        start.warnings.append(f"this machine's clock is {difference(-set_s)} {theirs}; this peer goes by theirs")
+        start.warnings.append(f"this machine's clock is {difference(-set_s)} {theirs}; this peer uses the swarm's time")
     if private and (over := private.over()):
         raise UserError(ENDINGS[over])
     return SwarmAccess(run, settings, tuple(contacts), transport, directory, addresses, clock, private)
@@ -112,10 +127,10 @@ async def reach_swarm(start: PeerStart, begun: OwnRun, transport: PeerNetwork, c
 def commit_start(flags: StartFlags, folder: state.StateFolder, access: SwarmAccess) -> None:
     """Write flags, invitation, port and run to the state folder, so that `--state-dir` alone resumes the peer.
 
-    To be called once the start has succeeded, so that a user can correct a wrong setting by another start.
+    It is called only when the start has succeeded, so that after a failed start the user can correct a wrong flag.
 
     Raises:
-        UserError: If the disk refuses.
+        UserError: If a file cannot be written.
     """
     folder.write_flags(flags.peer)
     if access.private:
@@ -127,9 +142,12 @@ def commit_start(flags: StartFlags, folder: state.StateFolder, access: SwarmAcce
 async def _greet(
     start: PeerStart, transport: PeerNetwork, run: RunId | None, kept: Run | None
 ) -> tuple[list[PeerId], Welcome | None]:
-    """The peers at --join, as `say_hello` finds them, for as long as --join-wait says.
+    """Greet the peers at --join; return those that welcome us, and the first welcome. Try again for --join-wait.
 
-    A peer that comes back goes on where they are not there.
+    A peer with a run in its folder does not try again: it goes on without these peers, and `start` gets a warning.
+
+    Raises:
+        UserError: If nobody answers and the folder has no run, or if no peer accepts this peer and one refuses it.
     """
     flags = start.flags
     end, again_s, say_at = time.monotonic() + flags.join_wait, JOIN_AGAIN_S, 0.0
@@ -140,7 +158,7 @@ async def _greet(
             return await say_hello(flags.join, transport, run or RunId(""))
         except NobodyAnswers as error:
             if kept:
-                alone = "this peer goes on with those that it knows, and tries again while it is alone"
+                alone = "this peer goes on with the peers that it knows, and tries again while it is alone"
                 start.warnings.append(f"{error}; {alone}")
                 return [], None
             if (now := time.monotonic()) >= end:
@@ -153,35 +171,46 @@ async def _greet(
 
 
 def _check_flags(flags: StartFlags, kept: Run | None, folder: Path) -> None:
-    """Raises UserError for flags that say otherwise than the folder, or the swarm, or each other.
+    """Check that flags do not contradict the folder's run or each other.
 
-    The line that a folder was begun with may be given again: whatever starts peers again repeats it.
+    The command line that made the folder is accepted again, since supervisors restart a peer with the same command.
+
+    Raises:
+        UserError: If flags contradict the run or each other; it names the flag to leave out.
     """
     if flags.join and flags.say_config:
         raise UserError("with --join the config comes from the swarm; leave CONFIG and --set out")
     if kept and flags.say_config and _said(flags, kept[1]).digest() != kept[1].digest():
-        settled = "whose config is settled, and differs from these CONFIG and --set"
+        settled = "whose config cannot change, and differs from these CONFIG and --set"
         raise UserError(f"{folder} belongs to run {kept[0]}, {settled}; leave CONFIG and --set out")
     if flags.private and (flags.join or (kept and not invitation_files.founder_path(folder).exists())):
-        raise UserError("--private begins a new swarm; leave it out with --join, or to go on with a state folder")
+        raise UserError("--private begins a new swarm; leave it out to join one, or to resume a peer")
     if flags.invite and not (flags.join or kept):
-        raise UserError("--invite is for a swarm that is there: give --join ADDR, the address of one of its peers")
+        raise UserError("--invite is for an existing swarm: give --join ADDR, the address of one of its peers")
     if flags.invite and kept and not is_private(kept[0]):
         raise UserError(f"--invite: {folder} belongs to run {kept[0]}, which is public; use another --state-dir")
 
 
 def _said(flags: StartFlags, kept: config.Config) -> config.Config:
-    """What CONFIG and --set say, with this peer's own files and code as the folder has them. Raises UserError."""
+    """Return the config of CONFIG and --set, but with the paths of the user's own files and code from `kept`.
+
+    Raises:
+        UserError: If the config cannot be loaded.
+    """
     return config.load(flags.config, flags.overrides, kept.own_inputs)
 
 
 def _begin(flags: StartFlags, folder: Path) -> Run:
-    """A new run. A private one's founder is this folder. Raises UserError."""
+    """Return a new run; with --private, also write the founder's keys and own invitation to the folder.
+
+    Raises:
+        UserError: If the config cannot be loaded, a private run's name is too long, or a file cannot be written.
+    """
     settings = run_inputs.sealed(config.load(flags.config, flags.overrides, flags.own))
     if not flags.private:
         return RunId(f"{settings.name}-{secrets.token_hex(3)}"), settings
     if len(settings.name) > MOST_NAME_CHARS:
-        raise UserError(f"the name of a private run has at most {MOST_NAME_CHARS} characters; it is {settings.name!r}")
+        raise UserError(f"a private run's name has at most {MOST_NAME_CHARS} characters; {settings.name!r} is longer")
     founder = FounderFile.create(folder, settings.name)
     holding = founder.own_holding(Permission.TRAIN, FOR_EVER)
     invitation_files.write_holding(invitation_files.kept_path(folder), holding)
@@ -191,24 +220,32 @@ def _begin(flags: StartFlags, folder: Path) -> Run:
 def _membership(
     flags: StartFlags, folder: Path, known: Run | None, peer: PeerId, clock: SwarmClock
 ) -> PrivateSwarm | None:
-    """This peer as a member by --invite, else by the folder; None: the swarm is public. Raises UserError."""
+    """Return this peer's membership from the invitation of --invite, or else of the folder; None in a public swarm.
+
+    Raises:
+        UserError: If the invitation is missing, invalid, for another run, or does not allow this peer to compute.
+    """
     if not (flags.invite or (known and is_private(known[0]))):
         return None
     path = Path(flags.invite) if flags.invite else invitation_files.kept_path(folder)
     if not path.exists():
-        raise UserError(f"{path} is not there; {folder} belongs to a private swarm: give --invite FILE")
+        raise UserError(f"{path} does not exist, but {folder} belongs to a private swarm: give --invite FILE")
     holding = invitation_files.read_holding(path)
     if known and holding.invitation.run != known[0]:
-        raise UserError(f"{path} is for run {holding.invitation.run}, but {folder} belongs to {known[0]}")
+        belongs = f"{folder} belongs to {known[0]}; use another --state-dir"
+        raise UserError(f"{path} is for run {holding.invitation.run}, but {belongs}")
     if not holding.invitation.may.allows(Permission.DONATE):
-        raise UserError(f"{path} allows only to look (decentral.plan, decentral.export); ask the founder for another")
+        raise UserError(
+            f"{path} allows only to look (decentral.plan, decentral.export); ask the founder for new rights"
+        )
     return invitation_files.member(folder, holding, peer, clock)
 
 
 async def _reconnect(folder: state.StateFolder, transport: PeerNetwork, private: PrivateSwarm | None) -> list[PeerId]:
-    """Connects to the peers that are where they were before this peer restarted.
+    """Connect to the peers in the folder's address book, and return those that answer and accept us.
 
-    In a private swarm each has to take us for a member. Raises UserError if the founder has revoked our invitation.
+    Raises:
+        UserError: In a private swarm, if our invitation was revoked, or all peers that can be reached refuse us.
     """
     peers = await connect_all(transport, AddressBook.load(folder.path / "peers.json").known.values())
     if private is None:
@@ -218,22 +255,37 @@ async def _reconnect(folder: state.StateFolder, transport: PeerNetwork, private:
         raise UserError(ENDINGS[Reason.REVOKED])
     trouble = [said for said in refusals if said]
     if peers and len(trouble) == len(peers):
-        raise UserError(f"all {len(peers)} peers that this folder knows refuse this one: {trouble[0]}")
+        raise UserError(f"every peer of this folder's address book that answers refuses this peer: {trouble[0]}")
     return [peer for peer, said in zip(peers, refusals, strict=True) if not said]
 
 
 async def connect_all(transport: PeerNetwork, places: Iterable[Sequence[str]]) -> list[PeerId]:
-    """The peers at these places that answer. All are asked at once, but one peer's addresses one after another:
-    dials of one peer fail together."""
-    by_peer: dict[str, list[str]] = {}
+    """Reach the peers that published these addresses, at the same time, and return those that are connected then."""
+    found = by_peer(places)
+
+    async def reaches(peer: PeerId) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REACH_S):
+                return await transport.reach(peer, found[peer])
+        return False
+
+    reached = await at_once(map(reaches, found))
+    return [peer for peer, is_reached in zip(found, reached, strict=True) if is_reached]
+
+
+def by_peer(places: Iterable[Sequence[str]]) -> dict[PeerId, list[str]]:
+    """Return addresses by the peer id at their end, since in libp2p concurrent dials of one peer fail together."""
+    found: dict[PeerId, list[str]] = {}
     for address in chain.from_iterable(places):
-        by_peer.setdefault(address.rpartition("/p2p/")[2], []).append(address)
-    reached = await at_once(connect(transport, addresses) for addresses in by_peer.values())
-    return [peer for peer in reached if peer is not None]
+        found.setdefault(PeerId(address.rpartition("/p2p/")[2]), []).append(address)
+    return found
 
 
 async def connect(transport: PeerNetwork, addresses: Sequence[str]) -> PeerId | None:
-    """The peer at the first of these addresses that answers."""
+    """Connect to a peer at the first of these addresses that answers, and return its id; None if none answers.
+
+    Pass only this peer's own addresses or addresses from the user, since no limit on dials applies.
+    """
     with suppress(TimeoutError):
         async with asyncio.timeout(REACH_S):
             for address in addresses:

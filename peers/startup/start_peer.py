@@ -1,9 +1,9 @@
-"""From a peer's flags to a peer that trains: opens the network, reaches the swarm, prepares and trains.
+"""Start a peer from its flags: open the network, reach the swarm, prepare, and train. See `start`.
 
 peers/startup/reach_swarm.py   says hello to the swarm, and learns the run and its config
 peers/startup/prepare.py       chooses layers, loads data and model, trains
 
-libp2p starts early: what computes is loaded meanwhile.
+libp2p starts first; torch and the training code are loaded in a thread meanwhile.
 """
 
 import asyncio
@@ -33,18 +33,22 @@ if TYPE_CHECKING:
     from decentral.engine.island import Island
     from decentral.view.metrics_server import MetricsServer
 
-LOADED_NETWORK = peer_network()  # it is there before the rest is loaded
-LOADING = "loading"  # how the names of the thread begin that loads the rest of the program
+LOADED_NETWORK = peer_network()  # imported with this module, so that the network can open while torch is still loading
+LOADING = "loading"
 
 
 async def start(flags: StartFlags, device: str, island: "Island | None" = None, again: bool = False) -> None:
     """Run one peer until it stops.
 
     Args:
-        flags: What its user asks for.
-        device: On which this process computes.
-        island: Of which it is rank 0; None: the peer is alone on its device.
-        again: Whether it is started once more by its launcher.
+        flags: What the user asks for.
+        device: The device on which this process computes, as named by --device.
+        island: The island of which this process is rank 0; None if the peer has one device.
+        again: Whether a launcher restarts the peer, so that the state folder's run and peers replace those in `flags`.
+
+    Raises:
+        UserError: If the user has to change something before the peer can start.
+        SystemExit: If the peer stops because of an error; `prepare.train` documents the exit codes.
     """
     _raise_file_limit()
     with (
@@ -56,7 +60,7 @@ async def start(flags: StartFlags, device: str, island: "Island | None" = None, 
         compile_caches.keep_in(folder.path)
         asked = flags.of_restart(bool(folder.read_run()), bool(_known_peers(folder))) if again else flags
         own = Identity.load_or_create(folder.path / "identity.key")
-        # On threads of its own: asyncio waits for those of its executor before a user who is refused would hear of it.
+        # Do not use asyncio's default executor: asyncio waits for it at exit, which would delay an error message.
         loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1, LOADING), load, device)
         begun, clock = PeerStart(asked.without_address_of(own.peer), folder, own, device, island), SwarmClock()
         run = own_run(begun.flags, folder)
@@ -79,9 +83,10 @@ async def start(flags: StartFlags, device: str, island: "Island | None" = None, 
 
 
 async def _listen(start: PeerStart, clock: SwarmClock) -> PeerNetwork:
-    """Open the network where this peer listened before, or at a free port if another program has that one now.
+    """Open the network at the ports of the last start; if another program has taken them, at free ports.
 
-    Raises UserError, also if a port is taken that --listen names.
+    Raises:
+        UserError: If the network cannot be opened, or a port that --listen names is taken.
     """
     key, announce = start.folder.path / "identity.key", start.flags.peer.announce
     wanted = list(start.flags.peer.listen) or ports.anywhere()
@@ -101,7 +106,11 @@ def _known_peers(folder: state.StateFolder) -> Mapping[PeerId, Sequence[str]]:
 
 
 def _metrics_server(address: tuple[str, int] | None) -> "AbstractContextManager[MetricsServer | None]":
-    """Return the server of --metrics, which has its port before anything is settled. Raises UserError if it cannot."""
+    """Return a context manager that yields the server of --metrics with its port bound, or None without an address.
+
+    Raises:
+        UserError: If the port cannot be bound.
+    """
     if address is None:
         return nullcontext()
     from decentral.view.metrics_server import bound
@@ -110,14 +119,18 @@ def _metrics_server(address: tuple[str, int] | None) -> "AbstractContextManager[
 
 
 def _raise_file_limit() -> None:
-    """Lets this process open as many files as the system allows it: each stream to another peer is one."""
+    """Raise this process's limit of open files to what the system allows, since each stream to a peer is a file."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def load(device: str) -> "tuple[OuterKernels, str]":
-    """Load the rest of the program. Return the kernels of gossip for this device, which are proven, and the reason."""
+    """Import the training code, and return the gossip kernels for this device and the reason for the choice.
+
+    Raises:
+        UserError: If the device does not exist.
+    """
     from decentral.peers.startup import prepare
 
     return prepare.prove_kernels(device)

@@ -1,8 +1,7 @@
-"""A peer's state folder: identity.key, run.json, flags.json, listen.json, profile.json, peers.json, journal.jsonl,
-checkpoint.
+"""A peer's state folder, with its identity, run, flags, measurements, journal and checkpoint. Start at `StateFolder`.
 
-One process at a time may use it; the lock goes with the process, however that ends. A start that fails before the peer
-trains settles nothing, and leaves no folder behind where there was none.
+Only one process at a time may use a folder. Its lock ends with the process, even if the process is killed. If a start
+fails before the peer trains, the files that this start made are removed, and the folder too if this start made it.
 """
 
 import fcntl
@@ -17,25 +16,26 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from decentral.comm.net import ports
-from decentral.core import config, received, strict_json
+from decentral.core import config, foreign_file, received, strict_json
 from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import UserError, writing
 from decentral.core.ids import RunId
 from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
-from decentral.core.units import Measured
+from decentral.core.units import KiB, Measured
 
-MADE_BY_A_START = (  # names, with wildcards, of what a start makes before the peer trains
+MADE_BY_A_START = (  # name patterns of the files that a start makes before the peer trains
     *("lock", "identity.key", "listen.json", "profile.json", "flags.json", "peers.json", "journal.jsonl", "compiled"),
     *("position.json", "names.key", "data-position.json", "data-position-*.json"),
     *("invitation.json", "founder.json", "founder.lock", "revoked"),
 )
-PEERS_NAMED = 8  # in an error
+MOST_STATE_BYTES = 64 * KiB  # longer JSON files in the folder are refused unread; the largest has at most 10 KiB
+PEERS_NAMED = 8  # an error about several peers' folders names at most this many
 DISK_REMEDY = "make room there, or use another --state-dir"
 
 
 @dataclass(frozen=True, slots=True)
 class PeerFlags:
-    """Flags that stay the same across restarts of a peer, kept in `flags.json`; `OwnInputs` are kept in `run.json`."""
+    """The flags that a peer keeps in `flags.json` for its next start; `run.json` has the user's own files and code."""
 
     device: str = "auto"
     memory: int | None = None  # bytes
@@ -43,7 +43,7 @@ class PeerFlags:
     announce: tuple[str, ...] = ()
     region: str = ""
     throttle: float = 1.0
-    metrics: tuple[str, int] | None = None  # host and port
+    metrics: tuple[str, int] | None = None  # host and port of the metrics server
     log: tuple[str, ...] = ()
 
 
@@ -53,23 +53,27 @@ _MEASURED = TypeAdapter(Measured)
 
 @dataclass(frozen=True, slots=True)
 class StateFolder:
-    """One peer's folder. Its files are read when they are asked for, and written atomically."""
+    """One peer's state folder; its files are read when asked for, and written atomically."""
 
     path: Path
 
     @classmethod
     @contextmanager
     def claim(cls, wanted: str | None) -> Iterator["StateFolder"]:
-        """Lock the folder, and make it if need be; if none is named, it is a new swarm/peer-N.
+        """Yield the folder `wanted`, or for None a new folder swarm/peer-N; lock the folder until the context ends.
 
-        Unless a run is written into it meanwhile, what this start has made is removed again. Raises UserError.
+        A missing folder is made. If the folder has no run when the context ends, the files and folders that this start
+        made are removed.
+
+        Raises:
+            UserError: If the folder cannot be made, or another process uses it.
         """
         path = Path(wanted) if wanted else new_path()
         made = [one for one in (path, *path.parents) if not one.exists()]
         before = _made_by_a_start(path)
         with writing("--state-dir", path, "folder"):
             path.mkdir(parents=True, exist_ok=True)
-            lock = (path / "lock").open("w")
+            lock = foreign_file.opened_to_lock(path / "lock")
         with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,26 +88,49 @@ class StateFolder:
                     _remove(claimed.path, left, [one.absolute() for one in made])
 
     def read_run(self, own: OwnInputs = NOTHING_NAMED) -> tuple[RunId, config.Config] | None:
-        """The run that this folder belongs to; None for a new folder. Raises UserError if the file is damaged.
+        """Return the run that this folder belongs to, with its config; None if the folder has no run.
 
-        `own`: what the user names this time, before what was named when the folder was made.
+        Only the folder's own peer calls this, since the config then names the files and code that `run.json` names.
+
+        Args:
+            own: The user's own files and code as given now; they replace those that the folder names.
+
+        Raises:
+            UserError: If `run.json` is damaged.
         """
+        kept = self._kept_run()
+        return None if kept is None else (kept[0], kept[1].adopt(own.or_else(kept[2])))
+
+    def look_at_run(self) -> tuple[RunId, received.ReceivedConfig] | None:
+        """Return the run that this folder belongs to, without the files and code that `run.json` names.
+
+        Commands that only read a folder call this, since somebody else may have written the folder. None: no run.
+
+        Raises:
+            UserError: If `run.json` is damaged.
+        """
+        kept = self._kept_run()
+        return None if kept is None else kept[:2]
+
+    def _kept_run(self) -> tuple[RunId, received.ReceivedConfig, OwnInputs] | None:
         kept = self._read("run.json")
         if kept is None:
             return None
         run, text, named = kept.get("run"), kept.get("config"), kept.get("own", {})
         if not isinstance(run, str) or not isinstance(text, str) or not isinstance(named, dict):
-            raise UserError(f"{self.path / 'run.json'} does not name a run; move it away, or use another --state-dir")
+            raise UserError(f"{self.path / 'run.json'} names no run; move it away, or use another --state-dir")
         try:
             settings = received.received(text)
         except UserError as error:
             raise UserError(f"{self.path / 'run.json'}: {error}; or use another --state-dir") from None
         kept_own = OwnInputs.of(lambda name: text if isinstance(text := named.get(name), str) else None)
-        return RunId(run), settings.adopt(own.or_else(kept_own))
+        return RunId(run), settings, kept_own
 
     def write_run(self, run: RunId, settings: config.Config) -> None:
-        """Keeps the config, and what the user has named; files with their whole path. Raises UserError if the disk
-        refuses.
+        """Write the run, its config, and the absolute paths of the user's own files and code to `run.json`.
+
+        Raises:
+            UserError: If the file cannot be written.
         """
         named = asdict(settings.own_inputs)
         for key in ("data", "model_folder", "tokenizer"):
@@ -113,7 +140,11 @@ class StateFolder:
         self._write("run.json", {"run": run, "config": settings.canonical(), "own": named})
 
     def read_flags(self) -> PeerFlags:
-        """Return the flags that the folder keeps, or the defaults. Raises UserError if the file is damaged."""
+        """Return the flags in the folder's `flags.json`; the default flags if the file is missing.
+
+        Raises:
+            UserError: If `flags.json` is damaged.
+        """
         repeat = "remove it, and repeat the flags of this peer (--listen, --device, ...) on the command line"
         try:
             return _PEER_FLAGS.validate_python(self._read("flags.json", repeat) or {})
@@ -121,24 +152,36 @@ class StateFolder:
             raise UserError(f"{self.path / 'flags.json'} is damaged; {repeat}") from None
 
     def write_flags(self, flags: PeerFlags) -> None:
-        """Keep these flags. Raises UserError if the disk refuses."""
+        """Write these flags to `flags.json`.
+
+        Raises:
+            UserError: If the file cannot be written.
+        """
         self._write("flags.json", asdict(flags))
 
     def listen(self, wanted: Sequence[str]) -> list[str]:
-        """The addresses to listen at: `wanted`, else where this peer listened before, so that others find it again."""
+        """Return the addresses to listen at: `wanted`, or all interfaces if `wanted` is empty.
+
+        Port 0 (tcp/0), which lets the system choose a port, is replaced by the port of the last start.
+        """
         kept = self._hints("listen.json")
         asked = list(wanted) or ports.anywhere()
         found = ((address, kept.get(address, address)) for address in asked)
         return [known if isinstance(known, str) else address for address, known in found]
 
     def listening(self) -> list[str]:
-        """Where a peer with this folder can be reached from this machine."""
+        """Return the loopback address at which this folder's peer was last reachable; [] if it is not known."""
         known = self._hints("listen.json").get(ports.LOOPBACK)
         return [known] if isinstance(known, str) else []
 
     def write_listen(self, addresses: Sequence[str], wanted: Sequence[str] = ()) -> None:
-        """Keep the port that `tcp/0` became, of the addresses that were `wanted` too."""
-        by_protocol: dict[str, set[str]] = {}  # "ip4" or "ip6": its ports
+        """Store which port the system chose for each `tcp/0` address, so that the next start uses the same port.
+
+        Args:
+            addresses: The addresses at which this start listens, with their ports.
+            wanted: The addresses of --listen.
+        """
+        by_protocol: dict[str, set[str]] = {}  # "ip4" or "ip6" -> ports in use
         for address in addresses:
             if "/tcp/" in address:
                 by_protocol.setdefault(address.split("/")[1], set()).add(address.split("/tcp/")[1].split("/")[0])
@@ -149,11 +192,11 @@ class StateFolder:
             if len(numbers) == 1:
                 kept[place] = place.removesuffix("0") + min(numbers)
         if kept:
-            with suppress(UserError):  # another port is found by the records that others read
+            with suppress(UserError):  # the peer works without this file: its record tells other peers the new port
                 self._write("listen.json", kept)
 
     def read_profile(self, key: str) -> Measured | None:
-        """What was measured of this device, model and version; None if nothing was, or the file is damaged."""
+        """Return the measurements stored with this key (device, model, version); None if there are no valid ones."""
         kept = self._hints("profile.json")
         try:
             return _MEASURED.validate_python(kept.get("measured")) if kept.get("key") == key else None
@@ -161,7 +204,8 @@ class StateFolder:
             return None
 
     def write_profile(self, key: str, measured: Measured) -> None:
-        with suppress(UserError):  # it is measured again
+        """Store the measurements with this key in place of older ones; if that fails, the next start measures again."""
+        with suppress(UserError):
             self._write("profile.json", {"key": key, "measured": asdict(measured)})
 
     def _read(self, name: str, remedy: str = "move it away, or use another --state-dir") -> dict[str, object] | None:
@@ -169,36 +213,50 @@ class StateFolder:
         if not path.exists():
             return None
         try:
-            content: dict[str, object] = strict_json.loads(path.read_text())
+            content: dict[str, object] = strict_json.loads(foreign_file.read_text(path, MOST_STATE_BYTES))
             if not isinstance(content, dict):
-                raise ValueError("not a mapping")
+                raise ValueError("expected a JSON object")
             return content
         except (OSError, ValueError):
             raise UserError(f"{path} is damaged; {remedy}") from None
 
     def _hints(self, name: str) -> dict[str, object]:
-        """The content of a file that the peer can do without; nothing, if it is damaged."""
+        """Return the content of a file that the peer can do without; {} if the file is missing or damaged."""
         try:
             return self._read(name) or {}
         except UserError:
             return {}
 
     def _write(self, name: str, content: Mapping[str, object]) -> None:
-        """A file that has this content is left as it is, so that a peer starts again on a full disk."""
+        """Write a file unless it already has this content, so that a peer can restart while the disk is full.
+
+        Raises:
+            UserError: If the file cannot be written.
+        """
         path, data = self.path / name, json.dumps(content, indent=1).encode()
         try:
-            if not path.exists() or path.read_bytes() != data:
-                write_atomically(path, data)
+            with suppress(OSError):
+                if foreign_file.read_bytes(path, len(data)) == data:
+                    return
+            write_atomically(path, data)
         except OSError as error:
             raise UserError(f"{path} cannot be written ({error.strerror}); {DISK_REMEDY}") from None
 
 
 def require_meant(wanted: str, says_run: bool, says_peer: bool = False) -> None:
-    """Raise UserError if `--state-dir` is probably mistyped, so that no new swarm starts by mistake.
+    """Check that the user did not mistype `--state-dir`, so that no new swarm starts by mistake.
 
-    A folder that does not exist, or whose first start was killed before it had a run, is accepted if the command names
-    a run (`says_run`), or has flags of a peer (`says_peer`) and no other peer's folder is beside it. A folder that
-    holds the folders of peers is not the folder of one peer.
+    A folder with a run is accepted, and so is an existing folder in which no peer was started. Any other folder either
+    does not exist, or has no run because its first start was killed. Such a folder is accepted if the command names a
+    run. It is also accepted if the command has flags of a peer and no folder of another peer is beside this folder.
+
+    Args:
+        wanted: The value of --state-dir.
+        says_run: Whether the command names a run, by CONFIG or --join.
+        says_peer: Whether the command has flags that `PeerFlags` keeps.
+
+    Raises:
+        UserError: If the folder is not accepted, or contains the folders of peers.
     """
     path = Path(wanted)
     if (path / "run.json").exists():
@@ -217,21 +275,21 @@ def require_meant(wanted: str, says_run: bool, says_peer: bool = False) -> None:
 
 
 def _made_by_a_start(folder: Path) -> set[str]:
-    """Return the names of what a start has made in this folder, and of temporary files of a write that was killed."""
+    """Return the names of the files in this folder that a start made, with temporary files of interrupted writes."""
     patterns = (pattern + end for pattern in MADE_BY_A_START for end in ("", ".new"))
     return {found.name for pattern in patterns for found in folder.glob(pattern)}
 
 
 def _peers_in(folder: Path) -> str:
-    """Return the names of the peers' folders in this one, some of them if there are many; "" if there are none."""
+    """Return the names of up to PEERS_NAMED peers' folders in `folder` as text, and how many more there are."""
     found = sorted(run.parent.name for run in folder.glob("*/run.json"))
     return ", ".join(found[:PEERS_NAMED]) + (f" and {len(found) - PEERS_NAMED} more" if found[PEERS_NAMED:] else "")
 
 
 def _remove(folder: Path, names: Iterable[str], made: Sequence[Path]) -> None:
-    """Remove these names of the folder, and folders of `made` that are empty then; the innermost comes first.
+    """Remove these files from the folder, the lock last; then remove the folders `made`, innermost first, if empty.
 
-    The lock goes last: until then no other peer begins there. What the disk does not remove stays.
+    Errors are ignored.
     """
     for path in sorted((folder / name for name in names), key=lambda path: path.name == "lock"):
         if path.is_dir():
@@ -245,6 +303,6 @@ def _remove(folder: Path, names: Iterable[str], made: Sequence[Path]) -> None:
 
 
 def new_path() -> Path:
-    """The folder of a peer for which the user has named none."""
+    """Return the first swarm/peer-N that does not exist: a peer without --state-dir uses this folder."""
     paths = (Path(f"swarm/peer-{number}") for number in count(1))
     return next(path for path in paths if not path.exists())

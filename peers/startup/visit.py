@@ -1,11 +1,12 @@
-"""How a command reaches a live swarm: it says hello. One that only looks does so under a key that it throws away."""
+"""Reach a running swarm from a command: greet a peer, which answers with its run and config. Start at `visit`."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from decentral.comm.net import ports
+from decentral.comm.net import names, ports
+from decentral.comm.net.dialling import Ranges
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Identity, Signer
 from decentral.comm.wire.invitations import Holding, is_private
@@ -24,18 +25,18 @@ from decentral.peers.membership.records import PeerRecord
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup import state
 
-HELLO_S = 15.0
-PEERS_TRIED = 4  # of those that the founder's peer has met: one that is gone may take ten seconds
+HELLO_S = 15.0  # a peer that does not answer our greeting within this time counts as unreachable
+PEERS_TRIED = 4  # at most this many peers of the address book are tried, as each dead address may take ten seconds
 CHECK = "check the address, that the peer there runs, and its port"
 
 
 class NobodyAnswers(UserError):
-    """No peer is at the addresses of --join, or none can be reached. It may be there later."""
+    """Raised if no peer of the run answers at the addresses of --join; a later try may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class VisitedSwarm:
-    """A swarm that a command looks at, and the connections through which it does."""
+    """A swarm that a command reads without joining it, with the network and DHT node that reach its peers."""
 
     transport: PeerNetwork
     run: RunId
@@ -43,18 +44,23 @@ class VisitedSwarm:
     contacts: list[PeerId]
     directory: SwarmDirectory
     clock: SwarmClock
-    own: Signer  # who looks; it opens the records in the DHT
+    own: Signer  # checks and, in a private swarm, decrypts other peers' records
 
     async def records(self) -> dict[PeerId, PeerRecord]:
-        """Return the records of all peers in the DHT, except those that leave."""
+        """Return the valid records in the DHT, without leaving peers; in a large swarm, only a part of the records."""
         return await records.lookup(self.directory, self.run, self.own, self.clock())
 
 
 @asynccontextmanager
 async def visit(join: Sequence[str], holding: Holding | None = None) -> AsyncIterator[VisitedSwarm]:
-    """Connects for as long as the swarm is looked at. Raises UserError if no peer at these addresses answers.
+    """Connect to a swarm under a temporary identity, and disconnect when the context ends.
 
-    `holding`: the invitation to a private swarm.
+    Args:
+        join: Addresses of the swarm's peers.
+        holding: The invitation, if the swarm is private.
+
+    Raises:
+        UserError: If no peer at these addresses answers, or none accepts the invitation.
     """
     with temporary_folder() as folder:
         clock = SwarmClock()
@@ -77,17 +83,39 @@ async def visit(join: Sequence[str], holding: Holding | None = None) -> AsyncIte
 
 
 def known_addresses(folder: Path) -> list[str]:
-    """Where the peer of this state folder listens, and where it has met others last."""
-    key, places = folder / "identity.key", state.StateFolder(folder).listening()
-    own = [f"{place}/p2p/{Identity.load_or_create(key).peer}" for place in places if key.exists()]
-    met = [known[0] for known in AddressBook.load(folder / "peers.json").known.values() if known]
-    return own + met[-PEERS_TRIED:]
+    """Return addresses at which the swarm of a state folder may be found.
+
+    These are the address of the folder's own peer, and one address of each of the last PEERS_TRIED peers in the
+    folder's address book. The book's addresses come from other peers, so those in private networks other than this
+    machine's are left out (comm/net/dialling.py), and so are loopback addresses, unless the folder's peer listens
+    there only.
+
+    Raises:
+        UserError: If the folder's flags or key cannot be read.
+    """
+    key, here = folder / "identity.key", state.StateFolder(folder)
+    own = [f"{place}/p2p/{Identity.load_or_create(key).peer}" for place in here.listening() if key.exists()]
+    listen = here.read_flags().listen
+    ranges = Ranges(names.source, bool(listen) and all(place.startswith(ports.OF_LOOPBACK) for place in listen))
+    known = AddressBook.load(folder / "peers.json").known
+    met = [next((one for one in known[peer] if ranges.permit(peer, one)), None) for peer in known]
+    return own + [one for one in met if one is not None][-PEERS_TRIED:]
 
 
 async def say_hello(join: Sequence[str], transport: PeerNetwork, run: RunId) -> tuple[list[PeerId], Welcome | None]:
-    """The peers at --join that gave a welcome, and the first welcome.
+    """Greet the peers at these addresses, and ask them for their run and its config.
 
-    Raises UserError if all addresses fail: NobodyAnswers, unless one that answers takes us for no member of its run.
+    Args:
+        join: Addresses of --join.
+        transport: Our network.
+        run: The run that the peers must be in; "" accepts any public run.
+
+    Returns:
+        The peers that gave a welcome, and the first welcome; ([], None) if `join` is empty.
+
+    Raises:
+        NobodyAnswers: If at every address either no peer answers, or the peer is in another run.
+        UserError: If no peer gives a welcome, and at least one peer refuses us, or claims a private run without proof.
     """
     contacts, welcome, trouble, silent = [], None, "", True
     for address in join:
@@ -101,9 +129,9 @@ async def say_hello(join: Sequence[str], transport: PeerNetwork, run: RunId) -> 
         message = answer.envelope.message
         if isinstance(message, Welcome) and is_private(RunId(message.run)) and message.run != run:
             silent = False
-            trouble = f"--join {address}: it says to be in private run {message.run}, and proves it to nobody"
+            trouble = f"--join {address}: it claims to be in private run {message.run}, but has not proved it"
         elif isinstance(message, Welcome) and run and message.run != run:
-            trouble = f"--join {address}: it was asked for run {run}, and says to be in {message.run}"
+            trouble = f"--join {address}: expected a peer of run {run}, but it is in {message.run}"
         elif isinstance(message, Welcome):
             contacts.append(peer)
             welcome = welcome or message
@@ -115,7 +143,7 @@ async def say_hello(join: Sequence[str], transport: PeerNetwork, run: RunId) -> 
 
 
 async def refused_member(transport: PeerNetwork, peer: PeerId, run: RunId) -> str:
-    """Why this peer of a private swarm does not take us for a member; "": it does, or does not answer."""
+    """Return why a peer of a private swarm refuses our membership; "" if it accepts us or does not answer."""
     try:
         message = (await transport.ask(peer, Envelope(Hello(run)), HELLO_S, 0)).envelope.message
     except AskError as error:
@@ -131,5 +159,5 @@ def _no_welcome(message: Message) -> str:
 
 
 def _why(reason: str, detail: str) -> str:
-    """What a user is told who is not taken for a member; "" for any other reason."""
+    """Return the text for the user if `reason` means that a peer refuses our membership; "" for other reasons."""
     return (detail or TELLS[Reason(reason)]) if reason in NOT_COUNTED else ""

@@ -1,20 +1,25 @@
-"""How often a peer pulls from each partner: the probabilities that mix fastest under the links' capacities.
+"""Choose how probable each gossip partner is in a plan of `decentral.plan`, so that weights mix fastest.
 
-Peer i that pulls from j is busy for seconds_ij = delay + bytes / bandwidth, and can give gossip `LINK_SHARE` of its
-time. With rates r_ij (exchanges per second, symmetric) the expected mixing of a layer's holders is the flow
-d/dt phi = -gamma L(r) phi, whose slowest part decays with the second eigenvalue of the Laplacian L(r). So
+Start at `partners`. A running peer draws its partners in peers/runtime/peer_selection.py instead. Weights mix when the
+replicas of a layer's holders approach their mean. Peer i is busy for seconds_ij = delay + bytes / bandwidth when it
+pulls from j, and may spend LINK_SHARE of its time on gossip. With symmetric rates r_ij of exchanges per second, the
+weights phi of a layer's holders change in expectation by d/dt phi = -gamma L(r) phi, where gamma is a constant and
+L(r) is the Laplacian of the rates. The slowest component decays with the second smallest eigenvalue lambda_2 of L(r).
+So the problem is
 
     maximise lambda_2(L(r))  over r >= 0  with  sum_j r_ij seconds_ij <= LINK_SHARE  for every i
 
-(fastest mixing Markov process: Sun, Boyd, Xiao, Diaconis, SIAM Review 2006). The objective is concave: every unit
-vector v orthogonal to the vector of ones gives lambda_2 <= sum r_ij (v_i - v_j)^2, a linear cut, whose slope
-(v_i - v_j)^2 says which pair's exchanges help most. Two anytime searches use it: `ascended` multiplies each pair's
-share of time by what it helps over what it takes (exponentiated gradient; any swarm), and `fastest` repeats a linear
-programme over the cuts found so far, which closes in on the optimum (Kelley; up to 32 peers). Where spans differ, each
-layer's holders give their own cuts, and the slowest layer counts.
+(fastest mixing Markov process: Sun, Boyd, Xiao, Diaconis, SIAM Review 2006). The objective is concave: for every unit
+vector v orthogonal to the vector of ones, lambda_2 <= sum r_ij (v_i - v_j)^2. This bound, a cut, is linear in r; its
+slope (v_i - v_j)^2 says which pair's exchanges help most. Two searches use the slopes, and can be stopped at any time:
 
-Everywhere `seconds` (inf where two peers share no layer) and `rate` (per second) are N x N,
-and a group is the numbers of the peers that hold the same layer.
+    ascended   exponentiated gradient: shift each pair's share of time towards pairs with much benefit for their cost
+    fastest    Kelley's method, for up to MOST_EXACT peers: repeat a linear programme over the cuts found so far
+
+If peers hold different layers, each layer's holders have their own cuts, and the least lambda_2 of any layer counts.
+
+In this file `seconds` (inf if two peers share no layer) and `rate` (per second) are N x N, and a group is an array of
+the indices of the peers that hold the same layer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,25 +33,28 @@ from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 from decentral.scheduler.topology.topology import Topology
 
-LINK_SHARE = 0.5  # the share of its time for which a peer's link may carry gossip
-MOST_EXACT = 32  # peers for which the linear programme is solved
-CUTS = 4  # for each round and group of holders
-SLOW = 6  # eigenvectors of a group whose slopes are mixed
-STEPS = 20  # of the ascent in one round
-ASCENT_ROUNDS = 40  # the most of either search
+LINK_SHARE = 0.5  # gossip may take at most this share of a peer's time
+MOST_EXACT = 32  # with more peers, the linear programme of `fastest` takes too long: only `ascended` runs
+CUTS = 4  # one round of `fastest` adds at most this many cutting planes for each group of holders
+SLOW = 6  # the slope of lambda_2 is a mean over this many slowest eigenvectors of each group
+STEPS = 20  # steps of gradient ascent in one round of `ascended`
+ASCENT_ROUNDS = 40
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partners:
-    """Pulling probabilities (rows sum to 1), and lambda_2 per second of these and of two simple rules."""
+    """The plan for gossip: each peer's probability of pulling from each partner, and how fast weights then mix.
 
-    weight_NN: Floats
+    The speed of mixing is lambda_2, in 1/s. For comparison, the plan also contains the speeds of two simple rules.
+    """
+
+    weight_NN: Floats  # probability that the row's peer pulls from the column's peer; a row without partners is 0
     mixing_per_s: float
-    uniform_per_s: float
-    bandwidth_per_s: float
+    uniform_per_s: float  # lambda_2 if each peer chooses its partner uniformly
+    bandwidth_per_s: float  # lambda_2 if each peer chooses fast links in proportion to 1 / seconds of an exchange
 
     def to_json(self, ids: Sequence[str]) -> JsonObject:
-        """The partners of each peer with their probabilities, and mixing of the plan and of the simple rules."""
+        """Return each peer's partners with their probabilities, and lambda_2 of the plan and of both simple rules."""
         weights = {
             ids[i]: {ids[int(j)]: round(float(row[j]), 5) for j in np.flatnonzero(row > 1e-4)}
             for i, row in enumerate(self.weight_NN)
@@ -56,15 +64,19 @@ class Partners:
 
 
 def partners(topology: Topology, holds_NL: Flags, snapshot_L: Floats, budget: SearchBudget) -> Partners:
-    """Pulling probabilities for these holders. `snapshot_L`: bytes that one exchange of a layer moves.
+    """Return probabilities of gossip partners with which weights mix at least as fast as with two simple rules.
 
-    They never mix more slowly than the better of the two simple rules, however small the budget.
+    Args:
+        topology: N peers and their links.
+        holds_NL: Whether each peer holds each of L layers.
+        snapshot_L: Bytes of each layer that one exchange moves, one way.
+        budget: Limits of the search.
     """
     common = holds_NL.astype(float) * snapshot_L @ holds_NL.T.astype(float)
     np.fill_diagonal(common, 0.0)
     shared = common > 0
     seconds = np.where(shared, topology.delay_s + common / topology.bandwidth, np.inf)
-    seconds = np.maximum(seconds, seconds.T)  # an exchange is as slow as its slower direction
+    seconds = np.maximum(seconds, seconds.T)  # the slower direction decides how long an exchange takes
     groups = _distinct_groups(holds_NL)
     rules = {
         "uniform": scaled(shared.astype(float), seconds),
@@ -84,7 +96,10 @@ def partners(topology: Topology, holds_NL: Flags, snapshot_L: Floats, budget: Se
 
 
 def ascended(seconds: Floats, groups: Sequence[Ints], start: Floats, budget: SearchBudget) -> Floats:
-    """Rates at least as fast as `start`, by ascent: lambda_2 over the busiest peer's time, pair by pair."""
+    """Return rates of the links that mix at least as fast as `start`.
+
+    The method is exponentiated gradient ascent on lambda_2, the second-smallest eigenvalue of the graph's Laplacian.
+    """
     cost = np.where(np.isfinite(seconds), seconds, 0.0)
     share = 0.9 * start * cost + 0.1 * scaled(np.where(cost > 0, 1.0, 0.0), seconds) * cost
     worth = np.divide(1.0, cost, out=np.zeros_like(cost), where=cost > 0)
@@ -110,7 +125,7 @@ def ascended(seconds: Floats, groups: Sequence[Ints], start: Floats, budget: Sea
 
 
 def fastest(seconds: Floats, groups: Sequence[Ints], start: Floats, budget: SearchBudget) -> Floats:
-    """Rates at least as fast as `start`, and with enough budget within 2% of the fastest, by cutting planes."""
+    """Return rates that mix at least as fast as `start`, by cutting planes; with enough time, within 2% of optimal."""
     i, j = np.nonzero(np.triu(np.isfinite(seconds), 1))
     peers, pairs = len(seconds), len(i)
     busy = np.zeros((peers, pairs + 1))
@@ -126,10 +141,10 @@ def fastest(seconds: Floats, groups: Sequence[Ints], start: Floats, budget: Sear
         value = np.append(np.zeros(pairs), -1.0)
         found = linprog(value, np.vstack((busy, *cuts)), limits, method="highs", options=left)
         if found.status != 0:
-            break  # out of time
+            break  # no more time, or no solution: return the best so far
         corner = np.zeros_like(seconds)
         corner[i, j] = corner[j, i] = found.x[:-1]
-        middle = (corner + best) / 2  # cut between the two: Kelley's method alone jumps from corner to corner
+        middle = (corner + best) / 2  # cut between corner and best, as cuts at corners make the search jump
         rate = max(corner, middle, key=lambda one: slowest(one, groups))
         if slowest(rate, groups) > best_value:
             best, best_value = rate, slowest(rate, groups)
@@ -141,14 +156,14 @@ def fastest(seconds: Floats, groups: Sequence[Ints], start: Floats, budget: Sear
 
 
 def scaled(weight: Floats, seconds: Floats) -> Floats:
-    """Symmetric rates in proportion to `weight` (N x N), as fast as the busiest peer's time allows."""
+    """Return symmetric rates proportional to `weight` (N x N); the busiest peer gossips for LINK_SHARE of its time."""
     weight = np.maximum(weight, weight.T)
     busy = np.where(weight > 0, weight * np.where(np.isfinite(seconds), seconds, 0.0), 0.0).sum(axis=1).max()
     return np.asarray(weight * (LINK_SHARE / busy if busy > 0 else 0.0))
 
 
 def slowest(rate: Floats, groups: Sequence[Ints]) -> float:
-    """The least lambda_2, per second, over the groups of holders; 0 without any group."""
+    """Return the lambda_2, per second, of the group of holders that mixes most slowly; 0 if there is no group."""
     return min((float(np.linalg.eigvalsh(_laplacian(rate, group))[1]) for group in groups), default=0.0)
 
 
@@ -158,12 +173,15 @@ def _laplacian(rate: Floats, group: Ints) -> Floats:
 
 
 def _slow_vectors(rate: Floats, groups: Sequence[Ints]) -> list[Floats]:
-    """The CUTS slowest eigenvectors of each group, 0 for peers outside it."""
+    """Return the CUTS slowest eigenvectors of each group; their elements for peers outside the group are 0."""
     return [np.nan_to_num(vector) for _, vector in _eigenvectors(rate, groups, CUTS)]
 
 
 def _eigenvectors(rate: Floats, groups: Sequence[Ints], count: int) -> Iterator[tuple[float, Floats]]:
-    """The `count` slowest eigenvalues and eigenvectors of each group but the constant one; NaN outside the group."""
+    """Yield lambda_2 and the next eigenvalues of each group, `count` in all, each with its eigenvector.
+
+    The elements of an eigenvector for peers outside the group are NaN.
+    """
     for group in groups:
         values, columns = np.linalg.eigh(_laplacian(rate, group))
         for number in range(1, min(1 + count, len(group))):
@@ -173,7 +191,7 @@ def _eigenvectors(rate: Floats, groups: Sequence[Ints], count: int) -> Iterator[
 
 
 def _slope(rate: Floats, groups: Sequence[Ints]) -> tuple[float, Floats]:
-    """The slowest lambda_2, and its slope for each pair, mixed from the slowest few vectors of all groups."""
+    """Return the least lambda_2 of all groups and its slope for each pair, averaged over the slowest eigenvectors."""
     found = list(_eigenvectors(rate, groups, SLOW))
     values = np.array([value for value, _ in found])
     least = float(values.min())
@@ -187,6 +205,6 @@ def _slope(rate: Floats, groups: Sequence[Ints]) -> tuple[float, Floats]:
 
 
 def _distinct_groups(holds_NL: Flags) -> list[Ints]:
-    """The different sets of at least two holders that a layer has."""
+    """Return the distinct groups of peers that hold a layer together; groups of one peer are left out."""
     groups = {tuple(np.flatnonzero(column)) for column in holds_NL.T}
     return [np.array(group) for group in sorted(groups) if len(group) > 1]

@@ -1,15 +1,19 @@
-"""Which layers a peer holds: all of them if they fit into its memory, else those that help the swarm most.
+"""Choose a starting peer's layers (`claim`), and build the `StageConfig` of the stage that it computes.
 
-    look into the DHT, and ask who of those is still there
-    -> choose (scheduler/placement/span_choice.py) -> claim, by a record -> wait, and look again
+All layers are chosen if they fit into the peer's memory, else those that help the swarm most:
 
-Of two peers that choose at the same time the later claim yields. A peer that comes back keeps its layers.
+    read records in the DHT, and ping their peers
+    -> choose (scheduler/placement/span_choice.py) -> claim, by a record -> wait, and read again
 
-A record outlives its peer, and who does not answer may be dead, or back in a moment. So a newcomer chooses twice: among
-all whose records it finds, and among those that answer. Where these hold all layers it takes the earlier of the two
-spans: a peer too many there begins micro-batches, while one too many at later layers has nothing to do, and what is
-left to whole-model peers alone is taken from them later (scheduler/placement/recover.py). Else it fills the gap.
-The speeds of those that are silent do not count.
+If two peers choose at the same time, the peer with the later claim chooses again. A restarted peer keeps its layers.
+
+A record outlives its peer: a peer that does not answer a ping may be dead, or briefly unreachable. So a newcomer
+makes two choices: one as if only the peers that answer existed, and one as if all peers with records existed. If the
+peers that answer do not hold all layers, the newcomer takes the first choice, which fills a gap. Otherwise it takes the
+choice that begins at the earlier layer, since an additional peer at the first layers can begin micro-batches, while an
+additional peer at later layers may have nothing to do. The published speeds of silent peers are not used.
+
+Layers that only peers with the whole model hold are taken over later (scheduler/placement/recover.py).
 """
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
@@ -37,53 +41,69 @@ from decentral.scheduler.placement import span_choice
 from decentral.scheduler.placement.evaluate import FIRST
 from decentral.scheduler.placement.span_choice import Holder
 
-CLAIM_S = 1.0  # how long a peer waits to see others' claims
-CLAIM_ROUNDS = 6  # after so many rounds of claiming the last choice stands
-TRIED_S = 3.0  # how long a peer that is asked whether it is there may take
-MOST_TRIED = 64  # half of them with the oldest records, and half with the latest
+CLAIM_S = 1.0  # after claiming layers, a peer waits this long for the claims of others that start at the same time
+CLAIM_ROUNDS = 6  # after this many rounds of choosing and claiming, a peer keeps its last claim
+TRIED_S = 3.0  # a peer that does not answer a ping within this time counts as gone
+MOST_TRIED = 64  # at most this many peers are pinged, half of them with the oldest records, half with the latest
 
 Records = Mapping[PeerId, PeerRecord]
 
 
 @dataclass(frozen=True, slots=True)
 class SpanRequest:
-    """A peer that looks for its layers, its run, and the memory that it has for the model."""
+    """The facts about a starting peer by which `claim` chooses the peer's layers."""
 
     run: config.Config
     name: RunId
     own: Signer
     addresses: tuple[str, ...]
     memory_bytes: int
-    kept: tuple[int, int] | None  # the layers of its checkpoint, if it has one
-    originates: bool = True  # whether it may train on data of its own
+    kept: tuple[int, int] | None  # layers [first, last) of the peer's checkpoint; None without a checkpoint
+    originates: bool = True  # False if the peer must not begin micro-batches with data of its own
     times: SwarmTimes = LEAST_TIMES
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimedSpan:
-    """The layers that a peer has claimed, and how many micro-batches under way fit beside them."""
+    """The layers that a peer has claimed."""
 
-    span: tuple[int, int] | None  # [first, last); None: the whole model
-    capacity: int
+    span: tuple[int, int] | None  # layers [first, last); None means the whole model
+    capacity: int  # micro-batches that fit into memory at the same time, beside the layers
     memory_bytes: int
 
 
 class Clock(Protocol):
-    """Unix time, and waiting: `SwarmClock` of a real peer; a simulator's is virtual."""
+    """A clock that can also wait: `SwarmClock` in a real peer, virtual time in a simulator."""
 
-    def now(self) -> Seconds: ...
+    def now(self) -> Seconds:
+        """Return unix time."""
 
-    async def sleep(self, seconds: Seconds) -> None: ...
+    async def sleep(self, seconds: Seconds) -> None:
+        """Wait for this time, real or virtual."""
 
 
 Silent = Callable[[Records], Awaitable[Collection[PeerId]]]
-"""Asks these peers whether they are there, and gives those that do not answer within TRIED_S."""
+"""A function that pings the peers of these records, and returns the peers that do not answer within TRIED_S."""
 
 
 async def claim(
     request: SpanRequest, needs: MemoryNeeds, directory: Directory, silent: Silent, clock: Clock
 ) -> ClaimedSpan:
-    """Chooses layers and claims them in the DHT. Raises UserError if not even the smallest part of the model fits."""
+    """Choose a starting peer's layers, and claim them by a record in the DHT.
+
+    Args:
+        request: The peer, its memory, and the layers of its checkpoint.
+        needs: The memory that the model's fragments take.
+        directory: The DHT.
+        silent: Function that pings peers and returns those that do not answer, such as `silent_peers`.
+        clock: Tells the time, and waits.
+
+    Returns:
+        The chosen layers. No claim is made for the layers of a checkpoint, or for the whole model if it fits.
+
+    Raises:
+        UserError: If not even the smallest part of the model, or the checkpoint's layers, fit into memory.
+    """
     memory_bytes, count = request.memory_bytes, len(needs.fragments)
     if request.kept is not None:
         return _keep(needs, request.kept, memory_bytes)
@@ -108,7 +128,7 @@ async def claim(
         chosen, claimed_at = choice, clock.now()
         key = swarm_size.key_of(request.name, own.peer, level)
         record = _record(request, needs.span(choice.begin, choice.end), claimed_at)
-        expires = claimed_at + record.lifetime_s  # by then the node's own record has taken its place
+        expires = claimed_at + record.lifetime_s  # by then the running peer has published a newer record
         await directory.store(key, own.peer, own.seal(key, records.pack(record), expires), expires)
         await clock.sleep(CLAIM_S)
     assert chosen is not None
@@ -117,8 +137,11 @@ async def claim(
 
 
 def _reach(request: SpanRequest, needs: MemoryNeeds) -> Callable[[int], int]:
-    """The end of the widest span that fits, by its begin. Who only donates begins no micro-batches, and has nothing to
-    do at the first layers: it takes them only where its memory is too small for all others."""
+    """Return a function that maps the first fragment of a span to the end of the widest span that fits into memory.
+
+    A peer that may not begin micro-batches has nothing to do at the first layers. So it gets a span there only if no
+    other span fits into its memory.
+    """
     widest = widest_span(needs, request.memory_bytes)
     if request.originates or all(widest(begin) == begin for begin in range(FIRST + 1, len(needs.fragments))):
         return widest
@@ -140,15 +163,15 @@ def _keep(needs: MemoryNeeds, kept: tuple[int, int], memory_bytes: int) -> Claim
     needed = needs.span_bytes(held.begin, held.end)
     if needed > memory_bytes:
         raise UserError(
-            f"--memory {memory_bytes}: this folder's checkpoint holds layers {kept[0]} to {kept[1] - 1}, which take "
-            f"{needed} bytes; give as much, or use another --state-dir"
+            f"the checkpoint in this state folder has layers {kept[0]} to {kept[1] - 1}, which take {needed} bytes; "
+            f"--memory is {memory_bytes}: give at least {needed}, or use another --state-dir"
         )
     whole = (held.begin, held.end) == (0, len(needs.fragments))
     return ClaimedSpan(None if whole else kept, needs.capacity(held.begin, held.end, memory_bytes), memory_bytes)
 
 
 async def silent_peers(transport: Transport, found: Records) -> set[PeerId]:
-    """Silent, of a real peer."""
+    """Ping the peers of these records over the network, and return the peers that do not answer."""
 
     async def is_silent(peer: PeerId) -> bool:
         transport.learn(peer, found[peer].addresses)
@@ -163,9 +186,10 @@ async def silent_peers(transport: Transport, found: Records) -> set[PeerId]:
 
 
 async def _gone(found: Records, own: PeerId, silent: Silent) -> Collection[PeerId] | None:
-    """The peers that train by their records, and are not there any more; None: nobody could be asked.
+    """Ping the peers that train, according to their records, and return those that do not answer.
 
-    Who hears nobody at all cannot tell.
+    Returns:
+        The peers; None if no peer trains; () if none of them answers, since our own network may be at fault.
     """
     training = [peer for peer, record in found.items() if record.phase == "training" and peer != own]
     by_age = sorted(training, key=lambda peer: (found[peer].time, peer))
@@ -180,8 +204,10 @@ async def _gone(found: Records, own: PeerId, silent: Silent) -> Collection[PeerI
 def _holders(
     needs: MemoryNeeds, found: Records, own: PeerId, claimed_at: float, silent: Collection[PeerId] = ()
 ) -> list[Holder]:
-    """The peers that train, and those that claimed before us. One that was not measured yet counts as typical, and so
-    does a silent one."""
+    """Return the spans and speeds of the other peers that train, or that have claimed their layers before us.
+
+    Silent peers, and peers that publish no speed, get the mean speed of the other peers.
+    """
     earlier = {
         peer: record
         for peer, record in found.items()
@@ -196,7 +222,7 @@ def _holders(
 
 
 def _mean(values: Iterable[float]) -> float:
-    """The mean of the positive values; 0 if there are none."""
+    """Return the mean of the positive values; 0.0 if there are none."""
     known = [value for value in values if value > 0]
     return sum(known) / len(known) if known else 0.0
 
@@ -209,16 +235,23 @@ def _record(request: SpanRequest, span: tuple[int, int], now: float) -> PeerReco
 
 @dataclass(frozen=True, slots=True)
 class RoutedModel:
-    """A model as routes see it: where it is cut, and how large the activations are that enter each layer."""
+    """The facts about a model that the router needs: the fragments, and the activations in and between them."""
 
-    cuts: tuple[Fragment, ...]  # the fragments of the whole model
+    cuts: tuple[Fragment, ...]
     most_sequences: int
-    activations: tuple[int, ...]  # bytes that a micro-batch keeps in each of the cuts
-    forms: Callable[[int, int], ActivationForms]  # (layer, sequences) -> what enters that layer
+    activations: tuple[int, ...]  # bytes that a micro-batch keeps in each fragment until its backward pass
+    forms: Callable[[int, int], ActivationForms]  # (layer, sequences) -> forms of the activations that enter that layer
 
 
 def stage_config(request: SpanRequest, model: RoutedModel, held: Sequence[Fragment], capacity: int) -> StageConfig:
-    """This peer's stage in the routes of micro-batches, with the fragments that it holds."""
+    """Return the config of the pipeline stage that this peer computes.
+
+    Args:
+        request: The peer and its run.
+        model: The model's fragments and activations.
+        held: The fragments that the peer holds.
+        capacity: Number of micro-batches that fit into memory at a time.
+    """
     whole = len(held) == len(model.cuts)
     return StageConfig(
         run=request.name,

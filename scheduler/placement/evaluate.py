@@ -1,7 +1,8 @@
-"""What plans are worth, and a search for a better one, by the scheduler's replanner; pure functions.
+"""Evaluate plans, and search for a better plan, with pure functions. See `evaluate_plans`.
 
-`evaluate_plans` takes from milliseconds (a handful of peers) to seconds (a hundred), so a host runs it in a thread. The
-scheduler's layers are fragments here: spans are whole fragments, and memory is what engine/memory.py says.
+An evaluation takes milliseconds for a handful of peers and seconds for a hundred, so a host runs it in a thread. The
+evaluation uses the planner's cost model (scheduler/throughput/layer_costs.py), but with fragments in place of layers,
+and with the memory needs of engine/memory.py.
 """
 
 import hashlib
@@ -16,88 +17,92 @@ from decentral.scheduler.throughput.layer_costs import FETCHED_BYTES, ROUND_S, S
 from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.search_budget import SearchBudget
 
-FIRST = 0  # the fragment at which micro-batches begin
-HORIZON_S = 600.0  # within which a plan has to pay, its moves included
-SEARCH_ROUNDS = 100_000  # rounds of a search, times peers and fragments squared: about a second
-LEAST_ROUNDS = 10  # least rounds of a search, which takes longer in a large swarm
-DRAIN_COST_S = 5.0  # computing that a move costs its peer
-MOST_PLANNED = 1024  # peers times fragments; a larger swarm makes no plans
-LEAST_TOKENS_PER_S = 1e-3  # of a peer that computes nothing
-UNMEASURED_LINK = 12.5e6  # bytes/s of a link that was not measured yet, as in scheduler/topology/topology.py
+FIRST = 0  # micro-batches enter the model at the fragment with this index
+HORIZON_S = 600.0  # a plan is worth the tokens that the swarm trains in this time; peers that move lose some
+SEARCH_ROUNDS = 100_000  # a search has this many rounds / (peers * fragments ** 2), about one second
+LEAST_ROUNDS = 10
+DRAIN_COST_S = 5.0  # assumed loss of training time for each peer that moves, while it finishes its micro-batches
+MOST_PLANNED = 1024  # with more peers * fragments than this, no plans are made
+LEAST_TOKENS_PER_S = 1e-3  # assumed speed of a peer without a published speed, to avoid division by zero
+UNMEASURED_LINK = 12.5e6  # assumed bytes/s of an unmeasured link, as in scheduler/topology/topology.py
 
 Spans = tuple[tuple[str, int, int], ...]
-"""Peers, each with its fragments [begin, end)."""
+"""A plan: peer ids, each with the fragments [begin, end) that the peer should hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPeer:
     """A peer that trains, as its record describes it."""
 
-    held: range  # fragments
-    memory_bytes: int  # memory for the model
-    tokens_per_s: float  # speed, if it computed the whole model
-    rate: float = 0.0  # bytes/s, the lesser of up and down; 0: not measured yet
-    originates: bool = True  # whether it may train on data of its own, and so begin micro-batches
+    held: range
+    memory_bytes: int
+    tokens_per_s: float  # speed at which the peer would train the whole model
+    rate: float = 0.0  # bytes/s of the slower of uplink and downlink; 0 if not measured
+    originates: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class PlanTask:
-    """The swarm as one peer knows it."""
+    """The inputs of an evaluation: the swarm as one peer knows it, and the costs of the model."""
 
     needs: MemoryNeeds
-    members: tuple[tuple[PeerId, TrainingPeer], ...]  # in the order of their ids
-    hidden_bytes: float  # size of a token's hidden state between two layers
-    holders: int  # number of holders that each fragment should have
+    members: tuple[tuple[PeerId, TrainingPeer], ...]  # sorted by peer id
+    hidden_bytes: float  # bytes that one token takes between two layers
+    holders: int  # each fragment should keep at least this many holders
 
     def digest(self) -> bytes:
-        """Names the topology that a plan is made for: all measurements, rounded to two digits."""
+        """Return a digest of all peers' memories, speeds and links; `SwarmPlan.topology` is such a digest."""
         facts = [(peer, one.memory_bytes, _round(one.tokens_per_s), _round(one.rate)) for peer, one in self.members]
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluatePlans:
-    """Effect: find what these proposals are worth. Its outcome is PlansEvaluated with the same number."""
+    """Effect: evaluate these proposals in a thread, and return a PlansEvaluated with the same number."""
 
     number: int
     task: PlanTask
     proposals: tuple[Spans, ...]
-    searches: bool  # whether to search for a better plan as well
+    searches: bool
     seed: int
 
 
 @dataclass(frozen=True, slots=True)
 class PlansEvaluated:
-    """Event: the tokens that the swarm would train within HORIZON_S."""
+    """Event: the number of tokens that the swarm would train within HORIZON_S with each plan."""
 
     number: int
-    topology: bytes
-    stay_tokens: float  # tokens if all peers stay where they are
-    proposed: tuple[float, ...]  # tokens with each proposal; 0 for one that is impossible
-    found: Spans = ()  # the plan that the search has found
-    found_tokens: float = 0.0  # tokens with that plan
-    moved: int = 0  # peers that have to move for that plan
+    topology: bytes  # `PlanTask.digest` of the evaluated swarm
+    stay_tokens: float  # tokens trained if no peer moves
+    proposed: tuple[float, ...]  # tokens trained with each proposal, in their order; 0 if it is impossible
+    found: Spans = ()
+    found_tokens: float = 0.0
+    moved: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FragmentCosts(LayerCosts):
-    """The scheduler's costs, with fragments as layers and the memory model of a run."""
+    """The planner's cost model, in which each layer is a whole fragment; spans need the memory that a run needs."""
 
     needs: MemoryNeeds
-    tokens_per_s: float  # of all devices together
+    tokens_per_s: float
 
     def compute_bound(self) -> float:
-        """Sum of speeds: a donor-only peer's infinite first fragment must not count."""
+        """Return the sum of all peers' speeds in tokens/s, including peers that may not begin micro-batches."""
         return self.tokens_per_s
 
     def bytes_of(self, first: int, last: int, sequences: int) -> float:
-        """Infinite for the whole model: no peer moves to it (scheduler/placement/move.py)."""
+        """Return the bytes that fragments [first, last) need; infinite for the whole model, to which no peer moves."""
         return self.needs.span_bytes(first, last) if last - first < self.layers else float("inf")
 
 
 def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
-    """Raises nothing: a plan that is impossible, or a swarm too large to plan for, is worth 0 tokens."""
-    from decentral.scheduler.throughput import span_search  # loads numba: only where peers plan, in the host's thread
+    """Return the worth of each proposal: the number of tokens that the swarm would train within HORIZON_S.
+
+    If `asked.searches`, a better plan is searched for too. An impossible plan is worth 0 tokens. If the swarm exceeds
+    MOST_PLANNED, all plans are worth 0 tokens.
+    """
+    from decentral.scheduler.throughput import span_search  # imported late, in the host's thread, as it loads numba
 
     task = asked.task
     count = len(task.members) * len(task.needs.fragments)
@@ -112,7 +117,7 @@ def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
     rounds = max(LEAST_ROUNDS, SEARCH_ROUNDS // (count * len(task.needs.fragments)))
     nowhere, budget = np.zeros(len(old), np.int64), SearchBudget(rounds=rounds)
     new, _ = span_search.spans_replan(work, nowhere, old, budget, asked.seed, HORIZON_S)
-    new = np.where((new[:, 1] > new[:, 0])[:, None], new, old)  # peers that the plan does not need stay
+    new = np.where((new[:, 1] > new[:, 0])[:, None], new, old)  # a peer without a span in the plan keeps its old span
     new, tokens = _without_useless_moves(task, work, old, new, rounds)
     found = tuple((peer, int(a), int(b)) for (peer, _), (a, b) in zip(task.members, new, strict=True))
     moved = int((new != old).any(axis=1).sum())
@@ -120,7 +125,7 @@ def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
 
 
 def work_of(task: PlanTask) -> FragmentCosts:
-    """The task as the scheduler takes it. Axes: N peers, L fragments."""
+    """Return the costs with which the solver compares spans; arrays have the axes N (peers) and L (fragments)."""
     needs = task.needs
     parameters = np.array([one.parameters for one in needs.fragments], dtype=np.float64)
     speeds = np.array([max(LEAST_TOKENS_PER_S, _round(one.tokens_per_s)) for _, one in task.members])
@@ -139,21 +144,25 @@ def work_of(task: PlanTask) -> FragmentCosts:
         memory_N=np.array([float(one.memory_bytes) for _, one in task.members]),
         link_NN=links,
         hidden_bytes=task.hidden_bytes,
-        holders=min(task.holders, max(1, min(held))),  # a plan need not raise the number of holders
+        holders=min(task.holders, max(1, min(held))),  # demand no more than the scarcest fragment has
         needs=needs,
         tokens_per_s=float(speeds.sum()),
     )
 
 
 def _held(spans: Sequence[range], fragments: int) -> list[int]:
-    """The number of holders of each fragment."""
+    """Return the number of holders of each fragment."""
     return [sum(index in span for span in spans) for index in range(fragments)]
 
 
 def reachable(old: Ints, new: Ints, fragments: int, holders: int) -> bool:
-    """Whether the peers can move one after another so that each given-up fragment keeps `holders` other holders.
+    """Return whether the peers can move one after another so that no move leaves a fragment with too few holders.
 
-    `old` and `new`: int [peers, 2], each row the fragments [begin, end) of a peer.
+    Args:
+        old: (peers, 2), the fragments [begin, end) that each peer holds.
+        new: (peers, 2), the fragments that each peer should hold.
+        fragments: Number of fragments of the model.
+        holders: Other holders that a fragment must keep when a peer gives it up.
     """
     now = [range(a, b) for a, b in old]
     targets = [range(a, b) for a, b in new]
@@ -171,7 +180,7 @@ def reachable(old: Ints, new: Ints, fragments: int, holders: int) -> bool:
 
 
 def _worth(task: PlanTask, work: LayerCosts, old: Ints, new: Ints) -> float:
-    """Tokens within HORIZON_S, less what movers do not train while they drain; 0 for a plan that cannot be reached."""
+    """Return a plan's tokens within HORIZON_S, less the tokens lost while peers drain; 0.0 if it is impossible."""
     from decentral.scheduler.throughput import span_search
 
     if not work.valid(new) or not reachable(old, new, work.layers, task.holders):
@@ -181,7 +190,7 @@ def _worth(task: PlanTask, work: LayerCosts, old: Ints, new: Ints) -> float:
 
 
 def _without_useless_moves(task: PlanTask, work: LayerCosts, old: Ints, new: Ints, most: int) -> tuple[Ints, float]:
-    """The plan without moves that gain nothing, of which `most` are tried; and its worth in tokens."""
+    """Return the plan without moves that gain nothing, and its worth in tokens; check up to `most` moves."""
     best = _worth(task, work, old, new)
     for peer in np.flatnonzero((new != old).any(axis=1))[:most]:
         fewer = new.copy()
@@ -193,11 +202,11 @@ def _without_useless_moves(task: PlanTask, work: LayerCosts, old: Ints, new: Int
 
 
 def _placed(task: PlanTask, old: Ints, spans: Spans) -> Ints:
-    """A proposal as an array. Peers that it does not name stay; peers that we do not know are left out."""
+    """Return the spans of a proposal as a (peers, 2) array; a peer that the proposal does not name keeps its span."""
     named = {peer: (begin, end) for peer, begin, end in spans}
     return np.array([named.get(peer, tuple(old[at])) for at, (peer, _) in enumerate(task.members)])
 
 
 def _round(value: float) -> float:
-    """Two digits: measurements are no better."""
+    """Round to two significant digits, the precision of measurements."""
     return float(f"{value:.1e}")

@@ -1,18 +1,16 @@
-"""A peer changes its layers while it trains, and no layer loses its last holder by that.
+"""Change a peer's layers while it trains, so that no layer loses its last holder. Start at `SpanMove`.
 
     IDLE --begin--> FETCHING --state here--> LEASING --granted--> DRAINING --nothing under way--> SWITCHING --> IDLE
 
-The state of the new layers is fetched while the old ones serve on. For each layer that is given up, `replicas` other
-holders have to grant a replica lease (`GrantedLeases`). Of two peers that want to give up the same layer the lower id
-yields: it stays, and grants its lease. Then no new stage executions are taken until those under way are done, and the
-training thread changes the layers between two optimizer steps.
+The peer fetches the state of the new layers while it still serves the old layers. Then it needs a replica lease from
+`replicas` other holders of each layer that it gives up. Once it has these leases, it takes no new stage executions and
+waits until the running ones have finished. Then the training thread changes the layers between two optimizer steps. If
+an earlier part of the move fails, the peer keeps serving its old layers. The state of given-up layers stays on the disk
+(engine/checkpoint.py), in case their last holder is lost.
 
-Whatever fails before that leaves the old span serving. The state of what was given up is retained on the disk
-(engine/checkpoint.py), in case its last holder is lost.
-
-A replica lease is a holder's promise to another holder that it goes on holding a fragment, for LEASE_S. A peer gives a
-fragment up only with the leases of enough other holders, since a record in the DHT may be old and a lease is not. A
-peer that has granted a lease keeps the fragment until the lease ends, or is given back.
+A **replica lease** is a holder's promise to keep a fragment for LEASE_S, or until the lease is given back. A move needs
+leases because a record in the DHT may be out of date. If two peers want to give up the same layer, the peer with the
+lower id yields: it abandons its move and grants the lease.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -35,17 +33,17 @@ from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.joining.fetch import Fetch, FetchTag, Incoming
 
-MOVE_RETRY_S = 2.0
-FETCH_STALLED_S = 20.0  # time without a new piece after which the move fails
-LEASE_REQUEST_S = 5.0  # deadline of a lease request
-DRAIN_MOST_S = 30.0  # longest wait for the stage executions under way
-SPARE_REQUESTS = 4  # lease requests for a layer beyond the leases that it needs
-LEASE_S = 90.0  # more than a move takes after it was granted a lease
-MOST_LEASES = 64  # of one fragment at a time; there are not so many moves
+MOVE_RETRY_S = 2.0  # a running move is reviewed at this interval, and a failed move is not repeated sooner
+FETCH_STALLED_S = 20.0  # a move fails if no piece of state arrives for this long
+LEASE_REQUEST_S = 5.0
+DRAIN_MOST_S = 30.0  # a move fails if running micro-batches do not finish within this time
+SPARE_REQUESTS = 4  # for each layer, this many more leases are requested than needed, as some peers may refuse
+LEASE_S = 90.0  # a lease ends by itself after this time, which is longer than the rest of a move takes
+MOST_LEASES = 64  # a peer grants at most this many leases of a fragment at a time; fewer moves overlap in practice
 
 
 class MovePhase(Enum):
-    """A move goes from each phase to the next one, or back to IDLE."""
+    """The phases of a move. Each phase leads to the next phase, or back to IDLE."""
 
     IDLE = auto()
     FETCHING = auto()
@@ -56,76 +54,83 @@ class MovePhase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """What fits into this peer's device. `layouts`: the sections of each fragment's state, for the whole model."""
+    """The memory of this peer's device, and the memory that each fragment of the model needs."""
 
     needs: MemoryNeeds
     memory_bytes: int
-    layouts: tuple[Layout, ...]
+    layouts: tuple[Layout, ...]  # for each fragment of the model: the arrays of its state
 
     def fits(self, begin: int, end: int) -> bool:
-        """A peer with a part of the model never moves to the whole model, which would train without routes."""
+        """Return whether fragments [begin, end) fit into memory and are not the whole model.
+
+        No peer moves to the whole model, since it would then train without routes.
+        """
         return 0 < end - begin < len(self.needs.fragments) and self.needs.span_bytes(begin, end) <= self.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class HoldSpan:
-    """Effect for the node: from now on this peer holds these fragments, and takes stage executions for them."""
+    """Effect: serve stage executions for these fragments: the new span after a move, the old span if it failed."""
 
     fragments: range
 
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """Event: no stage execution is under way at this peer any more."""
+    """Event: no stage execution is under way at this peer."""
 
 
 MoveEffect = Effect | HoldSpan
 
 
 class SpanView(Protocol):
-    """What a move needs to know of the swarm; peers/runtime/span_manager.py has it from the roster.
+    """Interface that tells a move which peers have a fragment; peers/runtime/span_manager.py implements it."""
 
-    The other peers that hold a fragment and train, those of them with a part of the model, those that retain its newest
-    state if that is newer than the one that we retain, and whether we retain one ourselves.
-    """
+    def holders(self, fragment: int) -> Sequence[PeerId]:
+        """Return the other peers that train and hold a fragment."""
 
-    def holders(self, fragment: int) -> Sequence[PeerId]: ...
-    def part_holders(self, fragment: int) -> Sequence[PeerId]: ...
-    def retainers(self, fragment: int) -> Sequence[PeerId]: ...
-    def retains(self, fragment: int) -> bool: ...
+    def part_holders(self, fragment: int) -> Sequence[PeerId]:
+        """Return the other peers that train and hold a fragment, but not the whole model."""
+
+    def retainers(self, fragment: int) -> Sequence[PeerId]:
+        """Return the peers whose disks have a fragment's newest state; [] unless our own disk's state is older."""
+
+    def retains(self, fragment: int) -> bool:
+        """Return whether our own disk has a state of a fragment that we have given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoveTag(FetchTag):
-    """StateRequest for a fragment of the new span."""
+    """The tag of a StateRequest that fetches the state of a fragment of the new span."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseTag(Tag):
-    """LeaseRequest for a fragment that we want to give up. Answers to an earlier round `number` count for nothing."""
+    """The tag of a LeaseRequest for a fragment that we want to give up."""
 
     fragment: int
-    number: int
+    number: int  # round of requests; answers to earlier rounds are ignored
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseOverTag(Tag):
-    """LeaseRequest that gives a lease back. Nobody waits for the answer."""
+    """The tag of a LeaseRequest that gives a lease back; its answer is ignored."""
 
 
 @dataclass(slots=True)
 class GrantedLeases:
     """The leases that this peer has granted to others."""
 
-    until: dict[int, dict[PeerId, Seconds]] = field(
-        default_factory=dict
-    )  # by fragment, then by the peer with the lease
-
-    rests: dict[tuple[int, PeerId], Seconds] = field(default_factory=dict)  # until then the peer gets no other lease
+    # Fragment -> {peer with the lease: time at which the lease expires}.
+    until: dict[int, dict[PeerId, Seconds]] = field(default_factory=dict)
+    rests: dict[tuple[int, PeerId], Seconds] = field(default_factory=dict)  # (fragment, peer) -> no new lease before
 
     def grant(self, fragment: int, peer: PeerId, now: Seconds) -> bool:
-        """Whether the peer has a lease now. It binds us for LEASE_S, or until it is given back, and then the same peer
-        gets no other one for as long as it had this: so no peer binds us for more than half of the time."""
+        """Grant a peer a lease of a fragment for LEASE_S if possible, and return whether the peer has a lease now.
+
+        After a lease, the peer gets no further lease of the fragment for as long as the lease has lasted. So no peer
+        can force us to keep a fragment for more than half of the time.
+        """
         self._forget(now)
         leases = self.until.setdefault(fragment, {})
         if peer in leases:
@@ -136,18 +141,19 @@ class GrantedLeases:
         return True
 
     def end(self, fragment: int, peer: PeerId, now: Seconds) -> None:
+        """Delete the lease of a fragment that a peer gives back before the lease expires."""
         until = self.until.get(fragment, {}).pop(peer, None)
         if until is not None and now < until:
             self.rests[fragment, peer] = 2 * now - (until - LEASE_S)
 
     def _forget(self, now: Seconds) -> None:
-        """Forgets what is over."""
+        """Delete the leases and the waiting times that have ended."""
         self.rests = {name: until for name, until in self.rests.items() if now < until}
         unexpired = {index: {peer: at for peer, at in of.items() if now < at} for index, of in self.until.items()}
         self.until = {index: of for index, of in unexpired.items() if of}
 
     def bind(self, fragment: int, holders: Collection[PeerId], now: Seconds) -> bool:
-        """Whether one of the present holders has an unexpired lease. Expired ones are forgotten."""
+        """Return whether at least one of these holders has an unexpired lease, so this peer must keep the fragment."""
         unexpired = {peer: until for peer, until in self.until.pop(fragment, {}).items() if now < until}
         if unexpired:
             self.until[fragment] = unexpired
@@ -156,17 +162,19 @@ class GrantedLeases:
 
 @dataclass(slots=True)
 class LeaseRequests:
-    """The leases that this peer has asked for, for the move under way."""
+    """The leases that this peer has requested for its move under way."""
 
-    number: int = 0  # number of the present round of requests
+    number: int = 0
     unanswered: int = 0
-    granted: dict[int, list[PeerId]] = field(default_factory=dict)  # by fragment
+    granted: dict[int, list[PeerId]] = field(default_factory=dict)  # fragment -> peers that have granted a lease
 
     def begin(self, fragments: Iterable[int]) -> None:
+        """Begin a new round of requests for these fragments, and forget the leases of earlier rounds."""
         self.number += 1
         self.granted = {index: [] for index in fragments}
 
     def answered(self, fragment: int, granted_by: PeerId | None) -> None:
+        """Count an answer; `granted_by` is the peer that granted the lease, None if it was refused or failed."""
         self.unanswered -= 1
         if granted_by is not None:
             self.granted[fragment].append(granted_by)
@@ -174,46 +182,57 @@ class LeaseRequests:
 
 @dataclass(slots=True)
 class SpanMove:
+    """The state machine that carries out one move at a time, and grants leases for the moves of other peers."""
+
     run: RunId
     own: PeerId
     budget: MemoryBudget
     view: SpanView
     chance: Random
-    replicas: int  # other holders that a layer must keep when we give it up
-    held: range  # fragments
+    replicas: int  # a layer may be given up only if this many other peers hold it
+    held: range
     phase: MovePhase = MovePhase.IDLE
     target: range = range(0)
-    why: str = ""
+    why: str = ""  # cause of the last move: "lost" or "relief" (recover.py), or "plan" (plans.py)
     wake_at: Seconds | None = None
     fetch: Fetch = field(init=False)
     granted: GrantedLeases = field(default_factory=GrantedLeases)
     requests: LeaseRequests = field(default_factory=LeaseRequests)
-    rest_until: Seconds = 0.0  # end of the pause after a move that failed
+    rest_until: Seconds = 0.0
     _began_at: Seconds = 0.0
     _drain_until: Seconds = 0.0
 
     def __post_init__(self) -> None:
+        """Create `self.fetch`, the machine that fetches state."""
         self.fetch = self._new_fetch()
 
     @property
     def drains(self) -> bool:
-        """Whether no new stage executions should be taken."""
+        """Return whether this peer must refuse new stage executions, because it is about to change its layers."""
         return self.phase in (MovePhase.DRAINING, MovePhase.SWITCHING)
 
     @property
     def needed(self) -> int:
-        """Other holders that each given-up layer must keep. To recover a lost layer, which stops all, one is enough."""
+        """Return how many other holders each given-up layer must keep.
+
+        The number is `replicas`, or 1 if the move recovers a lost layer, since a lost layer stops all training.
+        """
         return 1 if self.why == "lost" else self.replicas
 
     @property
     def lost(self) -> list[int]:
-        """Fragments that the move under way gives up."""
+        """Return the fragments that this peer gives up by the move under way; [] without a move."""
         return [] if self.phase is MovePhase.IDLE else [index for index in self.held if index not in self.target]
 
     def begin(self, target: range, why: str, now: Seconds, may_initialise: bool = False) -> list[MoveEffect]:
-        """Begins a move to these fragments, unless one is under way or this peer holds them already.
+        """Begin a move; do nothing if a move is under way or this peer holds the target already.
 
-        `may_initialise`: a fragment that nobody holds or retains starts from its initial weights; else the move fails.
+        Args:
+            target: The fragments to hold afterwards.
+            why: The cause: "lost", "relief" or "plan".
+            now: Unix time in seconds.
+            may_initialise: Whether fragments that no peer holds or retains may start from initial weights. Otherwise
+                a move to such fragments fails.
         """
         if self.phase is not MovePhase.IDLE or target == self.held:
             return []
@@ -224,7 +243,7 @@ class SpanMove:
         if any(self.granted.bind(index, set(self.view.holders(index)), now) for index in self.lost):
             return self._fail(Reason.PROMISED, now)
         if any(len(self._keepers(index)) < self.needed for index in self.lost):
-            return self._fail(Reason.NEEDED, now)  # before anything is fetched in vain
+            return self._fail(Reason.NEEDED, now)  # too few other holders: fail before the fetch
         self.fetch = self._new_fetch()
         incoming = {index: self._incoming(index) for index in target if index not in self.held}
         if not may_initialise and any(one is None and not self.view.retains(index) for index, one in incoming.items()):
@@ -233,12 +252,13 @@ class SpanMove:
         return self._review(now)
 
     def redirect(self, target: range, now: Seconds) -> list[MoveEffect]:
-        """Gives up a move to another target, unless the training thread changes the layers already."""
+        """Abandon the move under way if its target differs from `target`, unless the layers are already changing."""
         if self.phase in (MovePhase.IDLE, MovePhase.SWITCHING) or self.target == target:
             return []
         return self._fail(Reason.REPLANNED, now)
 
     def handle(self, event: Event | Drained, now: Seconds) -> list[MoveEffect]:
+        """Handle an event of the move under way, or answer a lease request, and return the effects."""
         match event:
             case Woke() if self.wake_at is not None and now >= self.wake_at:
                 return self._review(now)
@@ -268,8 +288,6 @@ class SpanMove:
                 return self._end(line)
         return []
 
-    # The move under way
-
     def _enter(self, phase: MovePhase) -> None:
         ends = phase is MovePhase.IDLE and self.phase is not MovePhase.IDLE
         assert ends or phase.value == self.phase.value + 1, (
@@ -282,7 +300,7 @@ class SpanMove:
         if self.phase is MovePhase.DRAINING and now >= self._drain_until:
             return self._fail(Reason.LEGS, now)
         if self.phase is MovePhase.DRAINING and self._lessors_are_gone():
-            return self._fail(Reason.NEEDED, now)  # while we drain, nobody else serves these layers
+            return self._fail(Reason.NEEDED, now)  # keep the old layers: too few other peers hold them now
         if self.phase is not MovePhase.FETCHING:
             return []
         if self.fetch.complete:
@@ -310,7 +328,7 @@ class SpanMove:
         return self.phase is MovePhase.LEASING and tag.number == self.requests.number
 
     def _drain(self, now: Seconds) -> list[MoveEffect]:
-        """Begins to drain, if enough leases were granted."""
+        """Begin to drain if enough leases were granted; otherwise fail the move."""
         if any(len(self.requests.granted[index]) < self.needed for index in self.lost):
             return self._fail(Reason.NEEDED, now)
         self._enter(MovePhase.DRAINING)
@@ -319,11 +337,11 @@ class SpanMove:
         return []
 
     def _keepers(self, index: int) -> Sequence[PeerId]:
-        """The other holders whose leases count. Who takes layers from whole-model peers must not leave them others."""
+        """Return the other holders whose leases count; in a "relief" move, peers with the whole model do not count."""
         return self.view.part_holders(index) if self.why == "relief" else self.view.holders(index)
 
     def _lessors_are_gone(self) -> bool:
-        """Whether too few of the peers that granted a lease still hold what we give up."""
+        """Return whether, for some given-up layer, too few of the peers that granted a lease still hold the layer."""
         held = {index: set(self._keepers(index)) for index in self.lost}
         return any(len(held[index].intersection(self.requests.granted[index])) < self.needed for index in self.lost)
 
@@ -332,7 +350,7 @@ class SpanMove:
         return self._end(self._line("failed", reason, now))
 
     def _end(self, line: Log) -> list[MoveEffect]:
-        """Gives the leases back, and forgets what was fetched."""
+        """End the move, give the leases back, and discard the fetched state."""
         granted, self.requests.granted = self.requests.granted, {}
         self._enter(MovePhase.IDLE)
         self.target, self.wake_at, self.fetch = range(0), None, self._new_fetch()
@@ -352,9 +370,10 @@ class SpanMove:
         return Log(line)
 
     def _grant(self, request: int, sender: PeerId, index: int, now: Seconds) -> list[MoveEffect]:
-        """Answers a lease request. If we are about to give up the same fragment, the lower of the two ids yields.
+        """Answer another peer's lease request for a fragment.
 
-        Only a holder of the fragment, by its record, gives it up, and only a lease that is granted ends our own move.
+        If both peers are giving up the fragment, the peer with the lower id yields. If that is this peer, its move
+        fails and it grants the lease; otherwise it refuses the lease.
         """
         if index not in self.held:
             return [_reply(request, Refused(Reason.FRAGMENT))]
@@ -372,16 +391,17 @@ class SpanMove:
         return Fetch(self.run, MoveTag, self.chance, self)
 
     def can_donate(self, peer: PeerId, fragment: Fragment) -> bool:
+        """Return whether `peer` can send us a fragment's state, as a holder or from its disk."""
         return peer in self._donors(fragment.index)
 
     def _incoming(self, index: int) -> Incoming | None:
-        """An empty Incoming for a fragment; None if no other peer has it, or none has a newer state than our disk."""
+        """Return an empty Incoming for a fragment; None if no peer holds it, and no other disk has a newer state."""
         fragment, layout = self.budget.needs.fragments[index], self.budget.layouts[index]
         held = bool(self.view.holders(index))
         return Incoming(fragment, layout, not held) if held or self.view.retainers(index) else None
 
     def _donors(self, index: int) -> Sequence[PeerId]:
-        """The holders of a fragment, or the peers that retain its newest state if we fetch a retained one."""
+        """Return the peers that can send a fragment: its holders, or, if it had none at first, its retainers."""
         incoming = self.fetch.incoming.get(index)
         return self.view.retainers(index) if incoming is not None and incoming.retained else self.view.holders(index)
 

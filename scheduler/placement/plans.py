@@ -1,28 +1,26 @@
-"""Plans without a leader: any peer may propose who holds what; every peer judges for itself, and moves if it agrees.
+"""Plans without a leader: any peer may propose which peer should hold which fragments, and all may adopt the proposal.
 
     the swarm changed --pause, back-off--> evaluate, with a search --better--> announce, adopt
     another's plan    --checked----------> evaluate ---------------better--> adopt
     adopted           --own span differs-> move (scheduler/placement/move.py), again while it fails
 
-There is one figure of merit (`tokens_ahead` in scheduler/throughput/span_search.py): the tokens that the swarm trains
-within HORIZON_S, moves included, by the measured speeds, memories and links in the records. A plan is adopted only if
-its figure exceeds that of staying by a margin (`adopts`), and dropped when it does not any more. Of several plans the
-best is adopted, and where several are known they are judged again when peers have moved, as a plan that is better by
-then than staying may be the one that the others follow already, and until the plan that is followed has been carried
-out: figures are averages that follow late, so peers that judge at other moments take another plan for the best, and who
-has to move for one plan may follow another. Each change of mind doubles the time to the next judgement, so that in the
-end a move has the time that it takes, however near two plans are. Plans that are equal within the margin have an order
-that all peers agree on, whichever they heard of first: the one for which the fewest have still to move, so that each
-move for one speaks for it, then those proposed in the earlier interval of TIES_S, then the lowest digest. An evaluation
-takes all known plans, so that a newcomer finds the one that others follow. It may take seconds in a large swarm, so a
-host does it beside its event loop: effect EvaluatePlans, event PlansEvaluated.
+`SwarmPlans` is the machine, `SwarmPlan` one proposal. Peers that hold the whole model are in no plan.
 
-A search (`SearchSchedule`) follows when the swarm has changed and has become steady again, in this peer's turn. A
-change is a peer that has come or gone, or one whose speed or memory is CHANGED_TIMES as much or as little as when plans
-were last evaluated. Each peer then waits for a pause, so that others' measurements follow, and for a random back-off,
-so that mostly one peer's plan is there before the others search.
+**Figure of merit.** A plan is worth the number of tokens that the swarm trains within HORIZON_S, including the time for
+moves. It is computed from the speeds, memories and links in the records (`tokens_ahead` in
+scheduler/throughput/span_search.py). The best plan is adopted if its worth exceeds the worth of staying by a margin
+(`adopts`), and dropped once it is worth no more than staying. An evaluation covers all known plans and may take
+seconds, so the host runs it in a thread: effect EvaluatePlans, event PlansEvaluated.
 
-Peers that hold the whole model train without routes, and are in no plan.
+**Agreement.** Measurements are averages, so peers that evaluate at different moments may prefer different plans.
+Therefore known plans are evaluated again when peers have moved, and until the adopted plan is carried out. Each change
+to another plan doubles the time until the next evaluation, so that a move has time to finish. If plans are equal within
+the margin, all peers rank them in the same way: by the fewest outstanding moves, then by the earlier interval of TIES_S
+in which a plan was proposed, then by the lower digest.
+
+**Search.** A peer searches for a better plan (`SearchSchedule`) when the swarm has changed: a peer has joined or left,
+or its speed or memory is CHANGED_TIMES larger or smaller than at the last evaluation. It first waits for a pause, so
+that measurements catch up, and for a random back-off, so that mostly one peer proposes a plan before others search.
 """
 
 import dataclasses
@@ -38,7 +36,8 @@ import msgpack
 from pydantic import AfterValidator, Field, Strict, TypeAdapter
 
 from decentral.comm.wire.identity import Signer
-from decentral.comm.wire.messages import Count, Digest, Index, Peer, Run, UnixTime
+from decentral.comm.wire.message_fields import Count, Digest, Index, Peer, Run, UnixTime
+from decentral.comm.wire.messages import MAX_PLANS
 from decentral.comm.wire.transport import Announce, Found, Lookup
 from decentral.core import rng
 from decentral.core.errors import ProtocolError
@@ -59,28 +58,26 @@ from decentral.scheduler.placement.evaluate import (
 )
 
 MOST_PLANNED_SPANS = 4096
-MOST_PLANS = 8  # plans that are evaluated at a time: of those that have been here for long, the latest ones
-SENIOR_S = HORIZON_S  # after so long in the roster all peers are alike; new names displace nobody's plan
-PLAN_S = HORIZON_S  # age at which all peers drop a plan
-PLAN_LOOKUP_S = 4.0  # between two lookups of others' plans
-FIRST_MOVE_WAIT_S = 6.0  # before the first move: meanwhile an equal plan may turn up that all adopt instead
-TIES_S = 10.0  # interval of proposal: equal plans of an earlier one go first, as some peers have moved for them
-PLAN_RETRY_S = 3.0  # between two tries to move
-JUDGE_AGAIN_S = 10.0  # between two evaluations of the same plans, at least
-JUDGED_SHARE = 0.1  # of the time goes to evaluations of the same plans, at most
-MOST_JUDGING_S = 6.0  # an evaluation that took longer was held up by something else, such as a suspended machine
-MARGIN = 0.02  # a new plan must be better by this share before a peer changes to it
-MEASUREMENT_NOISE = 0.03  # relative, on top of the margin of a plan whose figures are exact
+SENIOR_S = HORIZON_S  # all proposers that have been in the roster for at least this long have equal rank
+PLAN_S = HORIZON_S  # plans older than this are dropped
+PLAN_LOOKUP_S = 4.0
+FIRST_MOVE_WAIT_S = 6.0  # after adopting a plan, a peer waits this long before it moves, in case a better plan arrives
+TIES_S = 10.0  # equal plans are ranked by their date, rounded down to a multiple of this, then by digest
+PLAN_RETRY_S = 3.0  # two tries to move are at least this far apart, at most twice as far, at random
+JUDGE_AGAIN_S = 10.0  # the same plans are evaluated again no sooner than this
+JUDGED_SHARE = 0.1  # repeated evaluations of the same plans may take at most this share of the time
+MOST_JUDGING_S = 6.0  # a longer evaluation was probably suspended, so its duration is capped at this
+MARGIN = 0.02  # a peer changes to a plan only if it gains more than this share
+MEASUREMENT_NOISE = 0.03  # added to MARGIN, because speeds are measured with about this error
 
-# When a search is due
-
-NEWCOMER_PAUSE_S = 20.0  # after a peer has come: it chose a useful span itself, and its speed is not measured yet
-PLAN_PAUSE_S = 3.0  # pause after another change, as speeds are averages; again while the swarm goes on changing ...
-MOST_PAUSE_S = 8.0  # ... up to this long after the first change
-PLAN_BACKOFF_S = 6.0  # upper bound of the random back-off after the pause
-REPLAN_REST_S = 30.0  # pause after a plan was adopted, before changes of speeds alone lead to a search
-CHANGED_TIMES = 1.5  # a speed or a memory this many times larger or smaller is a change
-STEADY_TIMES = 1.1  # between two reviews; above that the change still goes on
+NEWCOMER_PAUSE_S = 20.0  # after a peer has joined, a search waits this long for its speed to be measured
+# After a peer has left, or changed its speed or memory, a search waits this long; a further change restarts the wait.
+PLAN_PAUSE_S = 3.0
+MOST_PAUSE_S = 8.0  # however often the swarm changes, a search waits at most this long after the first change
+PLAN_BACKOFF_S = 6.0  # each peer adds a random wait of up to this, so that not all peers search at once
+REPLAN_REST_S = 30.0  # after a plan is adopted, changed speeds alone cause no search for this long
+CHANGED_TIMES = 1.5  # a change of speed or memory by at least this factor may cause a search
+STEADY_TIMES = 1.1  # a change of speed or memory by at least this factor prolongs the wait before a search
 
 Members = Mapping[PeerId, TrainingPeer]
 PlanReason = Annotated[str, Strict(), Field(max_length=200), AfterValidator(partial(plain_text, most=200))]
@@ -89,17 +86,19 @@ Figure = Annotated[float, Strict(), Field(ge=0, lt=1e18, allow_inf_nan=False)]
 
 @dataclass(frozen=True, slots=True)
 class SwarmPlan:
-    """A proposal which peer should hold which fragments."""
+    """A proposal of which peer should hold which fragments."""
 
     run: Run
-    time: UnixTime  # when it was proposed
-    topology: Digest  # digest of the proposer's measurements
-    tokens_per_s: Figure  # expected by the proposer, moves included
-    moves: Count  # number of peers that have to move for it
+    time: UnixTime
+    topology: Digest  # digest of the measurements from which the plan was made
+    tokens_per_s: Figure  # speed of the whole swarm that the proposer expects, including the losses of moves
+    moves: Count
     reason: PlanReason
-    spans: Annotated[tuple[tuple[Peer, Index, Index], ...], Field(max_length=MOST_PLANNED_SPANS)]  # [begin, end)
+    # Each entry says that a peer should hold fragments [begin, end).
+    spans: Annotated[tuple[tuple[Peer, Index, Index], ...], Field(max_length=MOST_PLANNED_SPANS)]
 
     def digest(self) -> str:
+        """Return a digest of the whole plan, in hexadecimal."""
         return hashlib.blake2b(pack(self), digest_size=16).hexdigest()
 
 
@@ -107,23 +106,37 @@ _PLAN = TypeAdapter(SwarmPlan)
 
 
 def pack(plan: SwarmPlan) -> bytes:
+    """Return the bytes of a plan, which its proposer seals and stores in the DHT."""
     body: bytes = msgpack.packb(dataclasses.asdict(plan))
     return body
 
 
 def unpack(body: bytes) -> SwarmPlan:
-    """Raises ProtocolError for anything that is not a SwarmPlan."""
+    """Return the plan in these bytes, which `pack` has made.
+
+    Raises:
+        ProtocolError: If the body is not a valid SwarmPlan.
+    """
     return records.checked(_PLAN, body)
 
 
 def key_of(run: RunId) -> str:
-    """The key of a run's plans in the DHT. Each proposer has a subkey."""
+    """Return the DHT key of a run's plans, under which each proposer has a subkey."""
     return f"{run}/plan"
 
 
 @dataclass(frozen=True, slots=True)
+class KnownPlan:
+    """A proposer's latest valid plan."""
+
+    plan: SwarmPlan
+    expires: Seconds
+    sealed: bytes  # the plan with its proposer's signature, which we pass on to other peers
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluation:
-    """An evaluation under way: its number, the plans and the swarm that it is about, and the change that led to it."""
+    """An evaluation that the host's thread is carrying out, with its inputs."""
 
     number: int
     plans: tuple[SwarmPlan, ...]
@@ -134,31 +147,34 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The last evaluation."""
+    """The time, inputs and duration of the last evaluation of plans."""
 
-    spans: Mapping[PeerId, range] = field(default_factory=dict)  # what each peer held
+    spans: Mapping[PeerId, range] = field(default_factory=dict)
     at: Seconds = 0.0
-    first: bool = False  # whether spans or proposals had changed
+    first: bool = False
     took_s: Seconds = 0.0
 
 
 @dataclass(slots=True)
 class SearchSchedule:
+    """The schedule of one peer's searches for a better plan."""
+
     chance: Random
-    at: Seconds | None = None  # when the next search is due; None: nothing has changed
-    change: str = ""  # what has changed since plans were last evaluated
-    led_by: str = ""  # the change that led to the last search
-    _evaluated: Members = field(default_factory=dict)  # the swarm at that evaluation
-    _latest: Members = field(default_factory=dict)  # the swarm at the last review
+    at: Seconds | None = None  # when the next search is due; None if nothing has changed
+    change: str = ""
+    led_by: str = ""
+    _evaluated: Members = field(default_factory=dict)
+    _latest: Members = field(default_factory=dict)
     _changed_at: Seconds = 0.0
     _backoff_s: Seconds = 0.0
     _rest_until: Seconds = 0.0
 
     def is_due(self, now: Seconds) -> bool:
+        """Return whether a search is due."""
         return self.at is not None and now >= self.at
 
     def observe(self, members: Members, now: Seconds) -> None:
-        """Schedules a search if the swarm has changed, or postpones it while the swarm goes on changing."""
+        """Schedule a search if the swarm has changed, or postpone a scheduled search if the swarm is still changing."""
         before, self._latest = self._latest, dict(members)
         if not self._evaluated:
             self._evaluated = dict(members)
@@ -183,63 +199,83 @@ class SearchSchedule:
         self.at = now + (PLAN_PAUSE_S if gone or other else NEWCOMER_PAUSE_S) + self._backoff_s
 
     def evaluated(self, members: Members) -> str:
-        """Plans are evaluated for this swarm now. Gives the change that led to it."""
+        """Record that plans are being evaluated for this swarm, and return the change that caused the evaluation.
+
+        No search is due until the swarm changes again.
+        """
         change, self.change = self.change, ""
         self._evaluated, self.at = dict(members), None
         return change
 
     def adopted(self, members: Members, now: Seconds) -> None:
-        """A plan was adopted that was evaluated for this swarm: no search is due any more."""
+        """Cancel a scheduled search, because a plan for this swarm was adopted.
+
+        For REPLAN_REST_S, changes of speeds alone do not cause a new search.
+        """
         self.evaluated(members)
         self._rest_until = now + REPLAN_REST_S
 
 
 class RosterAges(Protocol):
-    """Knows since when peers are in the roster."""
+    """Interface that tells how long a peer has been known; peers/runtime/span_manager.py implements it."""
 
     def known_for_s(self, peer: PeerId, now: Seconds) -> Seconds | None:
-        """Return for how long a peer has been in the roster; None: it is not there."""
+        """Return the seconds for which a peer has been in the roster; None if it is not in the roster."""
 
 
 @dataclass(slots=True)
 class SwarmPlans:
+    """The state machine that proposes, evaluates and adopts plans, and tells this peer which span to move to."""
+
     run: RunId
     own: Signer
     needs: MemoryNeeds
-    hidden_bytes: float  # size of a token's hidden state between two layers
-    holders: int  # other holders that a fragment keeps when a peer gives it up
+    hidden_bytes: float  # bytes that one token takes between two layers
+    holders: int  # a fragment may be given up only if this many other peers hold it
     seed: int
     chance: Random
     roster: RosterAges = field(repr=False, compare=False)
     adopted: SwarmPlan | None = None
     search: SearchSchedule = field(init=False)
-    _move_at: Seconds = 0.0  # the next try to move
+    _move_at: Seconds = 0.0
     _lookup_at: Seconds = 0.0
-    _known: dict[PeerId, tuple[SwarmPlan, Seconds]] = field(default_factory=dict)  # latest plan and expiry by proposer
-    _has_new: bool = False  # whether some known plan has not been evaluated yet
+    known: dict[PeerId, KnownPlan] = field(default_factory=dict)
+    _has_new: bool = False
     _judged: Judged = field(default_factory=Judged)
-    _pause_s: Seconds = JUDGE_AGAIN_S  # until the same plans are judged again
+    _pause_s: Seconds = JUDGE_AGAIN_S
     _evaluation: Evaluation | None = None
-    _number: int = 0  # number of the last evaluation
+    _number: int = 0
 
     def __post_init__(self) -> None:
+        """Create `self.search`, the schedule of searches."""
         self.search = SearchSchedule(self.chance)
 
-    def review(self, swarm: Mapping[PeerId, TrainingPeer], now: Seconds) -> list[Lookup | EvaluatePlans]:
-        """Looks up plans, and evaluates them if there are new ones or a search is due.
+    @property
+    def key(self) -> str:
+        """Return the DHT key of the run's plans."""
+        return key_of(self.run)
 
-        `swarm`: all peers that train, ourselves included. To be called every few seconds.
+    def sealed(self, now: Seconds) -> dict[PeerId, bytes]:
+        """Return the sealed plans that are valid now, by proposer."""
+        return {proposer: known.sealed for proposer, known in self.known.items() if now < known.expires}
+
+    def review(self, swarm: Mapping[PeerId, TrainingPeer], now: Seconds) -> list[Lookup | EvaluatePlans]:
+        """Look up plans, and evaluate all known plans if some are new or a search is due; call it every few seconds.
+
+        Args:
+            swarm: All peers that train, ourselves included.
+            now: Unix time in seconds.
         """
         members = {peer: one for peer, one in swarm.items() if len(one.held) < len(self.needs.fragments)}
         effects: list[Lookup | EvaluatePlans] = []
         if now >= self._lookup_at:
             self._lookup_at = now + PLAN_LOOKUP_S
-            effects.append(Lookup(key_of(self.run)))
+            effects.append(Lookup(self.key))
         if self.adopted is not None and now > self.adopted.time + PLAN_S:
             self.adopted = None
         self.search.observe(members, now)
         held = {index for one in members.values() for index in one.held}
-        all_held = len(held) == len(self.needs.fragments)  # lost layers come first: scheduler/placement/recover.py
+        all_held = len(held) == len(self.needs.fragments)  # lost layers must be recovered before plans are made
         searches = self.search.is_due(now)
         spans = {peer: one.held for peer, one in members.items()}
         changed = searches or self._has_new or spans != self._judged.spans
@@ -247,15 +283,19 @@ class SwarmPlans:
         if self._has_new or members.keys() != self._judged.spans.keys():
             self._pause_s = JUDGE_AGAIN_S
         pause_s = max(self._pause_s, self._judged.took_s / JUDGED_SHARE)
-        again = len(self._known) > 1 and unsettled and now >= self._judged.at + pause_s
+        again = len(self.known) > 1 and unsettled and now >= self._judged.at + pause_s
         if self._evaluation is None and all_held and (searches or self._has_new or again):
             self._judged = Judged(spans, now, changed, self._judged.took_s)
             effects.append(self._evaluate(members, searches))
         return effects
 
     def handle(self, event: Found | PlansEvaluated, now: Seconds) -> list[Log | Announce]:
+        """Store the plans that were found, or adopt the best plan if an evaluation shows that it is better.
+
+        Plans that another peer has passed on (peers/membership/record_gossip.py) come as `Found`, too.
+        """
         match event:
-            case Found(key, values) if key == key_of(self.run):
+            case Found(key, values) if key == self.key:
                 self._read(values, now)
             case PlansEvaluated(number=number) if self._evaluation is not None and number == self._evaluation.number:
                 evaluation, self._evaluation = self._evaluation, None
@@ -265,20 +305,24 @@ class SwarmPlans:
         return []
 
     def _is_carried_out(self, held: Mapping[PeerId, range]) -> bool:
-        """Whether nobody has to move any more for the plan that we follow."""
+        """Return whether all peers hold the fragments that the adopted plan gives them; True without a plan."""
         spans = self.adopted.spans if self.adopted is not None else ()
         return all(held.get(PeerId(peer), range(begin, end)) == range(begin, end) for peer, begin, end in spans)
 
     def drop_adopted(self) -> None:
+        """Stop following the adopted plan, so that it causes no more moves here."""
         self.adopted = None
 
     def planned_span(self, held: range) -> range:
-        """The span that the adopted plan gives this peer; `held` if there is none."""
+        """Return the fragments that the adopted plan gives this peer; `held` without a plan."""
         spans = self.adopted.spans if self.adopted is not None else ()
         return next((range(begin, end) for peer, begin, end in spans if peer == self.own.peer), held)
 
     def due_move(self, held: range, now: Seconds) -> range | None:
-        """The span that this peer should try to move to now, by the adopted plan."""
+        """Return the fragments that this peer should try to move to now by the adopted plan; None if no try is due.
+
+        A call that returns fragments postpones the next try by a random time from PLAN_RETRY_S to twice PLAN_RETRY_S.
+        """
         span = self.planned_span(held)
         if span == held or now < self._move_at:
             return None
@@ -287,7 +331,7 @@ class SwarmPlans:
 
     def _evaluate(self, members: Mapping[PeerId, TrainingPeer], searches: bool) -> EvaluatePlans:
         self._number += 1
-        proposals = tuple(plan for plan, _ in self._known.values())
+        proposals = tuple(known.plan for known in self.known.values())
         has_new, self._has_new = self._has_new, False
         if searches or (has_new and self.search.at is None):
             self.search.led_by = self.search.evaluated(members)
@@ -297,7 +341,7 @@ class SwarmPlans:
         return EvaluatePlans(self._number, task, tuple(plan.spans for plan in proposals), searches, seed)
 
     def _evaluated(self, evaluation: Evaluation, found: PlansEvaluated, now: Seconds) -> list[Log | Announce]:
-        """Adopts the best plan, if one is better than staying and not adopted yet."""
+        """Adopt the best evaluated plan if it is better than staying, and announce it if this peer has proposed it."""
         plans = list(zip(found.proposed, evaluation.plans, strict=True))
         if any(plan == self.adopted and tokens <= found.stay_tokens for tokens, plan in plans):
             self.adopted = None
@@ -305,7 +349,7 @@ class SwarmPlans:
         ours = self._own_proposal(found, evaluation.change, now)
         if ours is not None:
             plans.append((found.found_tokens, ours))
-        # A peer that follows a plan switches without the margin.
+        # A peer that has adopted a plan accepts any gain over staying; other peers require a margin.
         is_better = operator.lt if follows else _is_better
         better = [(tokens, plan) for tokens, plan in plans if is_better(found.stay_tokens, tokens)]
         most = max((tokens for tokens, _ in better), default=0.0)
@@ -323,7 +367,7 @@ class SwarmPlans:
         return [line, self._announce(best, now)] if best is ours else [line]
 
     def _own_proposal(self, found: PlansEvaluated, change: str, now: Seconds) -> SwarmPlan | None:
-        """What the search has found, as a plan; None if it is no better than staying."""
+        """Return the plan that our search has found; None if it is not better than staying by a margin."""
         if not found.found or not _is_better(found.stay_tokens, found.found_tokens):
             return None
         before, after = found.stay_tokens / HORIZON_S, found.found_tokens / HORIZON_S
@@ -331,65 +375,71 @@ class SwarmPlans:
         return SwarmPlan(self.run, now, found.topology, after, found.moved, reason, found.found)
 
     def _announce(self, plan: SwarmPlan, now: Seconds) -> Announce:
-        key, expires = key_of(self.run), now + PLAN_S
-        self._known[self.own.peer] = plan, expires
-        return Announce(key, self.own.peer, self.own.seal(key, pack(plan), expires), expires)
+        expires = now + PLAN_S
+        sealed = self.own.seal(self.key, pack(plan), expires)
+        self.known[self.own.peer] = KnownPlan(plan, expires, sealed)
+        return Announce(self.key, self.own.peer, sealed, expires)
 
     def _read(self, values: Mapping[str, bytes], now: Seconds) -> None:
-        """Takes each proposer's latest plan, among them ours from before a restart; the DHT may show older ones again.
-
-        What is no plan of this run, or breaks its bounds, is ignored.
-        """
-        before = {proposer: one for proposer, one in self._known.items() if now < one[1]}
+        """Store each proposer's latest valid plan, including our own plan from before a restart."""
+        before = {proposer: one for proposer, one in self.known.items() if now < one.expires}
         found = dict(before)
         for subkey, value in sorted(values.items()):
             try:
-                body, expires = self.own.open(key_of(self.run), PeerId(subkey), value, now)
+                body, expires = self.own.open(self.key, PeerId(subkey), value, now)
                 plan = unpack(body)
             except ProtocolError:
                 continue
             sound = abs(plan.time - now) < PLAN_S and is_sound(plan.spans, len(self.needs.fragments))
             known = found.get(PeerId(subkey))
-            if plan.run == self.run and sound and (known is None or plan.time > known[0].time):
-                found[PeerId(subkey)] = plan, min(expires, plan.time + PLAN_S)
+            # of plans of one date the lower bytes win, so all peers keep the same one even if each was shown another
+            newer = known is None or (plan.time, known.sealed) > (known.plan.time, value)
+            if plan.run == self.run and sound and newer:
+                found[PeerId(subkey)] = KnownPlan(plan, min(expires, plan.time + PLAN_S), value)
         latest = self._best_known(found, now)
-        self._known = {proposer: found[proposer] for proposer in latest}
-        self._has_new |= any(before.get(one, (None,))[0] != self._known[one][0] for one in latest)
-        if all(plan != self.adopted for plan, _ in self._known.values()):
-            self.adopted = None  # its proposer has a newer plan
+        self.known = {proposer: found[proposer] for proposer in latest}
+        self._has_new |= any(before.get(one) != self.known[one] for one in latest)
+        if all(known.plan != self.adopted for known in self.known.values()):
+            self.adopted = None
 
-    def _best_known(self, found: Mapping[PeerId, tuple[SwarmPlan, Seconds]], now: Seconds) -> list[PeerId]:
-        """Of whom a plan is kept: our own, then of those longest in the roster, and of these the latest. A peer outside
-        the roster proposes nothing."""
+    def _best_known(self, found: Mapping[PeerId, KnownPlan], now: Seconds) -> list[PeerId]:
+        """Return up to MAX_PLANS proposers whose plans are kept, ranked by their time in the roster, longest first.
+
+        Our own plan and the adopted plan come first. All times above SENIOR_S rank alike. Proposers of the same rank
+        are ordered by the date of their plan, latest first; a date in the future counts as now. Plans of peers outside
+        the roster are ignored.
+        """
         ages = {peer: SENIOR_S if peer == self.own.peer else self.roster.known_for_s(peer, now) for peer in found}
         in_roster = {peer: min(age, SENIOR_S) for peer, age in ages.items() if age is not None}
-        order = sorted(in_roster, key=lambda peer: (-in_roster[peer], -found[peer][0].time, peer))
-        return order[:MOST_PLANS]
+        others = {peer: peer != self.own.peer and found[peer].plan != self.adopted for peer in in_roster}
+        dates = {peer: min(found[peer].plan.time, now) for peer in in_roster}
+        order = sorted(in_roster, key=lambda peer: (others[peer], -in_roster[peer], -dates[peer], peer))
+        return order[:MAX_PLANS]
 
 
 def is_sound(spans: Spans, fragments: int) -> bool:
-    """Whether each peer is named once, with existing fragments. An evaluation checks memory and coverage."""
+    """Return whether a plan names each peer only once and only existing fragments; memory is not checked here."""
     peers = [peer for peer, _, _ in spans]
     return len(set(peers)) == len(peers) and all(begin < end <= fragments for _, begin, end in spans)
 
 
 def _order(plan: SwarmPlan, members: Mapping[PeerId, TrainingPeer]) -> tuple[int, float, str]:
-    """The order of equal plans: all peers adopt the first one."""
+    """Return the key by which plans of equal worth are sorted, so that all peers prefer the same plan."""
     spans = ((members[PeerId(peer)].held, range(begin, end)) for peer, begin, end in plan.spans if peer in members)
     return sum(held != planned for held, planned in spans), plan.time // TIES_S, plan.digest()
 
 
 def _is_better(stay: float, proposed: float) -> bool:
-    """Compares seconds per token, as the margin does. A swarm that trains is better than one that does not."""
+    """Return whether `proposed` tokens exceed `stay` tokens by MARGIN and MEASUREMENT_NOISE, or `stay` is 0."""
     return proposed > 0 and (stay <= 0 or adopts((1 - MEASUREMENT_NOISE) / stay, 1 / proposed))
 
 
 def adopts(current: float, proposed: float) -> bool:
-    """Whether a peer that pays `current` seconds changes to a plan that its own evaluation puts at `proposed`."""
+    """Return whether the cost `proposed` is lower than the cost `current` by more than the share MARGIN."""
     return proposed < current * (1 - MARGIN)
 
 
 def _differ(one: TrainingPeer, other: TrainingPeer, times: float) -> bool:
-    """Whether its speed or its memory is larger or smaller by this factor."""
+    """Return whether the speeds or memory sizes of two peers differ by the factor `times` or more."""
     pairs = [(one.tokens_per_s, other.tokens_per_s), (one.memory_bytes, other.memory_bytes)]
     return any(not 1 / times < (a + 1e-9) / (b + 1e-9) < times for a, b in pairs)

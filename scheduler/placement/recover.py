@@ -1,19 +1,21 @@
-"""Layers that no peer holds any more, or first ones at which nobody begins: which peer takes them over, and when.
+"""Decide which peer takes over layers that have lost their last holder, and when. See `LayerRecovery`.
 
-All peers that know the same roster rank the same candidates. A candidate's span fits its memory, has the most of the
-lost layers, and gives up only layers that others hold. First layers count as held only by peers that may originate; a
-peer that only donates does not take them. After a random back-off the first candidate moves
-(scheduler/placement/move.py); every TURN_S later one more may, in case those before it could not.
+**Turns.** All peers rank the candidates in the same way, if their rosters agree. A candidate's new span fits into its
+memory, contains as many lost layers as possible, and gives up only layers that other peers hold. After a random
+back-off, the first candidate moves (scheduler/placement/move.py). Every TURN_S one more candidate may move, in case the
+earlier candidates could not.
 
-The state comes from a peer that retains one. Where none does, the layers wait for their holder, which may come back
-with its checkpoint: newly initialised weights, once they train, would be taken for the newer ones. Only after
-INITIALISE_AFTER_S the layers start from initial weights, and while a peer is joining with them, which may be that
-holder, after RETURN_S.
+**State.** The state of lost layers comes from a peer that retains it on its disk. If no peer retains it, the layers
+wait for their last holder, which may return with its checkpoint. After INITIALISE_AFTER_S the layers start from initial
+weights. If the last holder returns after that, its training of the layers is lost, since the new weights count as
+newer. While a peer with the lost layers is joining, it may be their last holder, so the others wait up to RETURN_S.
 
-Peers with the whole model begin no micro-batches for others. Where they alone hold the first layers, peers with other
-parts have nothing to do, so one of these takes the first layers, though they are not lost. Where they alone hold later
-layers, micro-batches wait there for work that these peers have anyway: a peer with a part takes such layers from them,
-if enough other parts hold what it gives up, and only after the time in which a holder starts again.
+**First layers.** Only peers that may begin micro-batches (`originates`) count as holders of the first layers, and only
+such peers take them. Peers with the whole model begin no micro-batches for others. If only they hold the first layers,
+a peer with another part takes these layers, since all peers with parts would otherwise be idle.
+
+**Relief.** If only peers with the whole model hold some later layers, micro-batches queue there behind the holders' own
+work. After RELIEVE_AFTER_S a peer with a part takes such layers over, if enough other parts hold what it gives up.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,22 +27,23 @@ from decentral.core.memory_needs import MemoryNeeds, widest_span
 from decentral.core.units import Seconds
 from decentral.scheduler.placement.evaluate import FIRST, TrainingPeer
 
-RECOVERY_BACKOFF_S = 2.0  # upper bound of the random back-off
-TURN_S = 10.0  # between the turns of two candidates
-RELIEF_TURN_S = 600.0  # likewise for layers that are not lost: two peers that move are worse than none
-RELIEF_PAUSE_S = 60.0  # from one try of a peer to the next, and twice as long each time; RELIEF_TURN_S at most
-JOINING_S = 120.0  # a peer that is joining keeps others from its layers for so long, whether it comes or not
-RELIEVE_AFTER_S = 30.0  # a peer that starts again is back by then
-RETURN_S = 1800.0  # likewise where all that was learned there would be lost
-INITIALISE_AFTER_S = 60.0  # without a holder, for a layer whose state nobody retains
+RECOVERY_BACKOFF_S = 2.0  # the first candidate for lost layers waits a random time of up to this before it moves
+TURN_S = 10.0  # each further candidate for lost layers moves this much later than the one before
+RELIEF_TURN_S = 600.0  # candidates to relieve whole-model peers take turns this far apart: simultaneous moves do harm
+RELIEF_PAUSE_S = 60.0  # first pause between two moves of a peer that relieve whole-model peers; doubles each time
+JOINING_S = 120.0  # a joining peer that has claimed lost layers may take this long to arrive before others take them
+RELIEVE_AFTER_S = 30.0  # peers wait this long before relief, since a holder that only restarts is back by then
+RETURN_S = 1800.0  # wait this long for a joining peer that may bring the only state of lost layers
+INITIALISE_AFTER_S = 60.0  # lost layers whose state nobody has then wait this long before they get initial weights
 
 
 @dataclass(slots=True)
 class Gaps:
-    """Fragments that no peer holds which trains, and since when.
+    """The fragments that lack a holder of one kind (such as any holder), and since when each fragment has lacked it.
 
-    One with which a peer is joining is waited for, but not without end: strangers could say so of all fragments, and
-    never come. The time is the gap's, so that it does not help to change names.
+    If a peer with such a fragment is joining, other peers wait for that peer, but only for a limited time, since a
+    stranger could announce all fragments and never join. The wait is counted per fragment and not per joining peer, so
+    that a stranger cannot prolong it with a new peer id.
     """
 
     _since: dict[int, Seconds] = field(default_factory=dict)
@@ -48,7 +51,16 @@ class Gaps:
     def not_waited_for(
         self, gaps: Sequence[int], joining: Sequence[range], now: Seconds, most_s: Seconds = JOINING_S
     ) -> list[int]:
-        """Those of these fragments with which no peer is joining, or which have been waited for so long."""
+        """Record which fragments lack a holder now, and return those for which peers need not wait any longer.
+
+        Peers wait for a fragment while a peer with this fragment is joining, but for at most `most_s`.
+
+        Args:
+            gaps: All fragments that lack a holder now.
+            joining: The spans of the peers that are joining.
+            now: Unix time in seconds.
+            most_s: Longest wait for a joining peer, counted from the first call that reported the fragment.
+        """
         self._since = {index: self._since.get(index, now) for index in gaps}
         return [
             index for index in gaps if now >= self._since[index] + most_s or not any(index in span for span in joining)
@@ -57,16 +69,18 @@ class Gaps:
 
 @dataclass(slots=True)
 class LayerRecovery:
+    """Decides when this peer takes over lost layers, or (relief) layers that only peers with the whole model hold."""
+
     own: PeerId
     needs: MemoryNeeds
     chance: Random
-    _unheld: Gaps = field(default_factory=Gaps)
-    _unbegun: Gaps = field(default_factory=Gaps)  # the first fragment, where no part begins micro-batches there
-    _unshared: Gaps = field(default_factory=Gaps)  # those that no part holds
-    _lost_since: dict[int, Seconds] = field(default_factory=dict)  # by lost fragment that may be initialised one day
-    _turns_at: Seconds | None = None  # when the first candidate's turn begins
-    _left_since: dict[int, Seconds] = field(default_factory=dict)  # by fragment that is left to whole-model peers
-    _relief_at: Seconds = 0.0  # when this peer may try to take some of these
+    _unheld: Gaps = field(default_factory=Gaps)  # fragments that no peer holds
+    _unbegun: Gaps = field(default_factory=Gaps)  # the first fragment, if no peer with a part can begin micro-batches
+    _unshared: Gaps = field(default_factory=Gaps)  # fragments held only by peers with the whole model
+    _lost_since: dict[int, Seconds] = field(default_factory=dict)  # lost fragment -> since when nobody joins with it
+    _turns_at: Seconds | None = None  # time of the first candidate's turn; None if no layer is lost
+    _left_since: dict[int, Seconds] = field(default_factory=dict)  # fragment -> time since which it has needed relief
+    _relief_at: Seconds = 0.0
     _relief_pause_s: Seconds = RELIEF_PAUSE_S
 
     def span_to_take(
@@ -76,9 +90,18 @@ class LayerRecovery:
         now: Seconds,
         is_retained: Callable[[int], bool],
     ) -> tuple[range, bool] | None:
-        """The span that this peer should move to now, if any, and whether lost layers in it may be initialised.
+        """Decide whether this peer should take over lost layers now.
 
-        `joining`: spans of the peers that are joining. `is_retained(fragment)`: whether some peer retains its state.
+        Call this method at each review, since it measures how long layers have been lost.
+
+        Args:
+            members: The peers that train, ourselves included.
+            joining: Spans of the peers that are joining.
+            now: Unix time in seconds.
+            is_retained: Function that tells whether some peer retains the state of the fragment with this index.
+
+        Returns:
+            The span to move to, and whether lost layers in it may start from initial weights; None to stay.
         """
         count = len(self.needs.fragments)
         unheld = _missing(count, members)
@@ -106,52 +129,68 @@ class LayerRecovery:
     def span_to_relieve(
         self, members: Mapping[PeerId, TrainingPeer], joining: Sequence[range], now: Seconds, keep: int
     ) -> range | None:
-        """The span that this peer should move to now, if any, as whole-model peers alone have held some of it for long.
+        """Decide whether this peer should now take layers that only peers with the whole model hold.
 
-        `keep`: other peers with parts that have to hold what it gives up. To be called at each review, for the times.
+        Call this method at each review, since it measures how long only such peers have held each layer.
+
+        Args:
+            members: The peers that train, ourselves included.
+            joining: Spans of the peers that are joining.
+            now: Unix time in seconds.
+            keep: Number of other peers with parts that must hold each fragment that this peer gives up.
+
+        Returns:
+            The span to move to; None to stay.
         """
         count = len(self.needs.fragments)
         parts = {peer: member for peer, member in members.items() if len(member.held) < count}
-        unshared = _missing(count, parts) if parts and not _missing(count, members) else []  # lost ones come first
+        unshared = _missing(count, parts) if parts and not _missing(count, members) else []  # recover lost layers first
         left = self._unshared.not_waited_for(unshared, [span for span in joining if len(span) < count], now)
         self._left_since = {index: self._left_since.get(index, now) for index in left}
         if not left:
             self._relief_at, self._relief_pause_s = 0.0, RELIEF_PAUSE_S
         waited = {index: now - since - RELIEVE_AFTER_S for index, since in self._left_since.items()}
         ready = [index for index, seconds in waited.items() if seconds >= 0]
-        if not ready or FIRST in left or now < self._relief_at:  # the first layers are not waited for: span_to_take
+        if not ready or FIRST in left or now < self._relief_at:  # the first fragment is left to `span_to_take`
             return None
-        # Equal speeds differ by how they were measured. All have to name the same peer, so they do not count here.
+        # Speeds are measured and vary from peer to peer; without them, all peers compute the same ranking.
         alike = {peer: replace(member, tokens_per_s=0.0) for peer, member in parts.items()}
         turns = 1 + int(max(waited.values()) / RELIEF_TURN_S)
         return next((span for peer, span in ranked(self.needs, alike, ready, keep)[:turns] if peer == self.own), None)
 
     def relief_tried(self, now: Seconds) -> None:
-        """This peer has begun to move there. Should that fail, it waits before it tries again, ever longer."""
+        """Record that this peer has begun a move for relief; the pause until its next try doubles each time."""
         self._relief_at = now + self._relief_pause_s
         self._relief_pause_s = min(RELIEF_TURN_S, 2 * self._relief_pause_s)
 
     def is_left(self, span: range) -> bool:
-        """Whether whole-model peers alone hold something of this span."""
+        """Return whether, at the last review, only peers with the whole model held some fragment of this span."""
         return any(index in span for index in self._left_since)
 
 
 def _missing(count: int, members: Mapping[PeerId, TrainingPeer]) -> list[int]:
-    """The fragments, of so many, that none of these peers holds."""
+    """Return the fragments from 0 to `count` - 1 that none of these peers holds."""
     return [index for index in range(count) if not any(index in member.held for member in members.values())]
 
 
 def _has(member: TrainingPeer, fragment: int) -> bool:
-    """Whether others may leave the fragment to this peer: at the first one, somebody has to begin micro-batches."""
+    """Return whether a peer holds a fragment; a holder of the first fragment must also begin micro-batches."""
     return fragment in member.held and (member.originates or fragment != FIRST)
 
 
 def ranked(
     needs: MemoryNeeds, members: Mapping[PeerId, TrainingPeer], lost: Sequence[int], keep: int = 1
 ) -> list[tuple[PeerId, range]]:
-    """The peers with a part that could take lost fragments, each with its best span; best first, equal ones by id.
+    """Rank the peers with a part of the model that could take lost fragments, each with its best new span.
 
-    `keep`: other holders among these that each fragment has to have which such a peer gives up.
+    Args:
+        needs: The memory that fragments take.
+        members: The peers that train.
+        lost: The lost fragments, at least one.
+        keep: Number of other members that must hold each fragment that a candidate gives up.
+
+    Returns:
+        (peer, span), sorted by most lost fragments taken, fewest fragments given up, highest speed, lowest id.
     """
     holders = [sum(_has(member, index) for member in members.values()) for index in range(len(needs.fragments))]
     found = []
@@ -162,7 +201,7 @@ def ranked(
         options = []
         for begin in range(FIRST if member.originates else FIRST + 1, max(lost) + 1):
             end = furthest(begin)
-            span = range(begin, end if end - begin < len(holders) else end - 1)  # never the whole model
+            span = range(begin, end if end - begin < len(holders) else end - 1)  # a move must not take the whole model
             taken = sum(index in span for index in lost)
             given_up = [index for index in member.held if index not in span]
             if taken and all(holders[index] - _has(member, index) >= keep for index in given_up):

@@ -1,18 +1,14 @@
-"""Which layers a peer takes when it joins: the span within its memory that raises the swarm's flow most.
+"""Choose a joining peer's layers: the span within its memory that raises the swarm's tokens/s most. See `choose`.
 
-As long as a layer has no holder nothing trains, so such layers come first. Then comes the span with which the holders'
-speeds carry the most tokens. Several spans may raise the flow equally, or, while several cuts are equally tight, not at
-all; of those the one is chosen whose layers have the least computing behind them. The flow through given spans counts
-computing, not links, and has a closed form: a cut S of fragments cannot carry more than the peers that hold any of S
-compute,
+Nothing trains unless each layer has a holder, so `choose` prefers spans with the most layers without a holder. Of such
+spans, it returns the span that lets the swarm train the most tokens/s (the flow). If several spans give the same flow,
+it returns the span whose layers have the least computing power. The flow counts computing, not links, and has a closed
+form. For any set S of fragments, the peers that hold some fragment of S must do all computing for S, so
 
-    tokens/s = min over S of  sum of the speeds of the peers that hold some of S / share of the model that S is
+    flow = min over S of  (sum of the speeds of the peers that hold some of S) / (share of the model's parameters in S)
 
-(Hall's theorem with capacities). A peer's span is an interval, so the peers that hold nothing of S are those that lie
-within one gap of S, and the best gaps are found by a walk over the fragments (Dinkelbach's iteration for the ratio).
-
-A peer that has chosen announces its span in the DHT and reads the records once more: of two peers that chose at the
-same time the later one yields.
+(Hall's theorem with capacities). A peer's span is an interval, so a peer that holds nothing of S lies within one gap of
+S. Dynamic programming over the fragments finds the best gaps, and Dinkelbach's iteration the minimum of the ratio.
 """
 
 import bisect
@@ -26,13 +22,13 @@ from decentral.core.fragments import Fragment
 
 Floats = NDArray[np.float64]
 
-DINKELBACH_ROUNDS = 50  # at most; a handful is usual
-EQUAL_FLOWS = 1e-6  # relative difference below which two flows, or speeds, count as equal
+DINKELBACH_ROUNDS = 50
+EQUAL_FLOWS = 1e-6  # two flows or speeds that differ by a smaller share than this count as equal
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A peer with fragments [begin, end), and its speed in tokens/s if it computed the whole model."""
+    """A peer's fragments [begin, end) and its speed, as input to the choice of spans."""
 
     begin: int
     end: int
@@ -40,7 +36,7 @@ class Holder:
 
 
 def holder_of(fragments: Sequence[Fragment], first: int, last: int, tokens_per_s: float) -> Holder:
-    """A peer with layers [first, last) as a holder of the whole fragments among them."""
+    """Return a Holder with this speed and with the fragments that lie within layers [first, last)."""
     begin = bisect.bisect_left(fragments, first, key=lambda one: one.first)
     end = bisect.bisect_right(fragments, last, key=lambda one: one.last)
     return Holder(begin, end, tokens_per_s) if begin < end else Holder(0, 0, tokens_per_s)
@@ -49,15 +45,21 @@ def holder_of(fragments: Sequence[Fragment], first: int, last: int, tokens_per_s
 def choose(
     fragments: Sequence[Fragment], others: Sequence[Holder], tokens_per_s: float, reach: Callable[[int], int]
 ) -> Holder:
-    """The best of the widest spans that fit. `reach(begin)`: the end of the widest span that begins there.
+    """Return the span that helps the swarm most, out of the widest spans that fit into the peer's memory.
 
-    Ties go to the earliest span. `others` and `tokens_per_s` have speeds in tokens/s of the whole model.
+    Of equally good spans, the earliest span is returned.
+
+    Args:
+        fragments: The fragments of the whole model.
+        others: The other peers' spans and speeds.
+        tokens_per_s: The peer's speed through the whole model.
+        reach: Function that maps the first fragment of a span to the end of the widest span that fits into memory.
     """
     count, share_F = len(fragments), _shares(fragments)
     options = [Holder(begin, reach(begin), tokens_per_s) for begin in range(count) if reach(begin) > begin]
     widest = [one for one in options if not any(o.begin < one.begin and one.end <= o.end for o in options)]
     behind_F, uncovered_F = np.zeros(count), np.ones(count, dtype=bool)
-    for other in others:  # a peer's speed is taken as spread evenly over its span
+    for other in others:  # assume that a peer's speed is spread evenly over its span
         span = slice(other.begin, other.end)
         behind_F[span] += other.tokens_per_s / max(1e-300, share_F[span].sum())
         uncovered_F[span] = False
@@ -74,7 +76,7 @@ def choose(
 
 
 def flow(fragments: Sequence[Fragment], holders: Sequence[Holder]) -> float:
-    """Tokens/s that these spans can carry, if each peer computes where it is needed most and links cost nothing."""
+    """Return the highest tokens/s that peers with these spans can reach together, if links cost no time."""
     return float(_flows(_shares(fragments), holders, [Holder(0, 0, 0.0)])[0])
 
 
@@ -85,7 +87,7 @@ def _shares(fragments: Sequence[Fragment]) -> Floats:
 
 
 def _flows(share_F: Floats, holders: Sequence[Holder], options: Sequence[Holder]) -> Floats:
-    """The flow (tokens/s) of the holders together with each single one of the options."""
+    """Return, for each option, the flow in tokens/s if the holders and that option's peer compute together."""
     speed_AB = np.zeros((len(share_F) + 1, len(share_F) + 1))
     for holder in holders:
         speed_AB[holder.begin, holder.end] += holder.tokens_per_s if holder.end > holder.begin else 0.0
@@ -106,16 +108,20 @@ def _flows(share_F: Floats, holders: Sequence[Holder], options: Sequence[Holder]
 
 
 def _tightest(share_F: Floats, within_OAB: Floats, total_O: Floats, rate_O: Floats) -> tuple[Floats, Floats]:
-    """For each option (speed, share) of the non-empty cut S that has the least speed - rate * share."""
+    """Return, for each option, speed and share of the set S of fragments for which speed - rate * share is least.
+
+    S is not empty. Its speed is the sum of the speeds of the peers that hold some fragment of S, in tokens/s. Its share
+    is the share of the model's parameters in S.
+    """
     count, many = len(share_F), np.arange(len(rate_O))
     before_F = np.concatenate(([0.0], share_F.cumsum()))
-    # The last axis has the cost of the gaps up to b, the speed within them, and their share. `closed_OB3` is the best
-    # choice of gaps in which fragment b - 1 belongs to S, or b is 0.
+    # The last axis has three entries for the best gaps among fragments [0, b): their cost, the speed of the peers
+    # within them, and their share of the model. In `closed_OB3`, fragment b - 1 belongs to S, or b is 0.
     closed_OB3 = np.zeros((len(rate_O), count + 1, 3))
     best_O3 = np.zeros((len(rate_O), 3))
     for b in range(1, count + 1):
         closed_OB3[:, b] = best_O3
-        first = 1 if b == count else 0  # a gap over everything would leave S empty
+        first = 1 if b == count else 0  # a gap over all fragments would leave S empty
         part_A = before_F[b] - before_F[first:b]
         speed_OA = within_OAB[:, first:b, b]
         cost_OA = closed_OB3[:, first:b, 0] + rate_O[:, None] * part_A - speed_OA

@@ -1,7 +1,7 @@
-"""Simulated annealing alone (Metropolis on the moves of local_search.py, as FlexFlow searches, arXiv 1807.05358).
+"""Find a synchronous layout by simulated annealing only: moves of local_search.py under Metropolis's rule.
 
-Every round starts from a random layout and cools twice as slowly as the one before, up to a limit. The memetic search
-(evolve.py) adds crossover, hand-drawn starts and changing smoothness to it.
+Each round starts from a random layout and cools twice as slowly as the round before, up to LONGEST proposals. FlexFlow
+(arXiv 1807.05358) searches in this way. The default solver (evolve.py) adds crossover and better starts.
 """
 
 import numpy as np
@@ -12,14 +12,14 @@ from decentral.scheduler.sync.local_search import Cooling
 from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 
-CHUNK = 5_000  # proposals between two looks at the clock
-LONGEST = 400_000  # proposals in one round
-ANNEALING_HOT, COLD = 0.1, 3e-4  # temperatures, as shares of the cost of the round's first layout
-ANNEALING_SMOOTH = 0.1  # see local_search.py
+CHUNK = 5_000  # proposed moves between two looks at the clock
+LONGEST = 400_000
+ANNEALING_HOT, COLD = 0.1, 3e-4  # first and last temperature, as shares of the first layout's cost
+ANNEALING_SMOOTH = 0.1  # weight of the mean costs in the smoothed cost, which guides the search (local_search.py)
 
 
 def search(problem: Problem, region_N: Ints, budget: SearchBudget, rng: np.random.Generator) -> Ints:
-    """The slots of the best layout that the budget finds."""
+    """Return the best layout found within the budget, as slots: the peers stage by stage, then the unused peers."""
     best_slots = layouts.random(region_N, problem.stages, problem.replicas, rng)
     best, proposals = np.inf, local_search.proposals(problem, rng)
     progress = SearchProgress(budget, best)

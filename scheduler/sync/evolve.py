@@ -1,9 +1,10 @@
-"""The default solver: a memetic search (genetic, with a local search in every child) over synchronous layouts.
+"""The default solver: a memetic search (genetic, with a local search on every child) over synchronous layouts.
 
-Each round makes one child and anneals it with compiled moves (local_search.py). The first children are hand-drawn
-layouts; then a child is in turn random, made from two parents (the stages on which they agree are kept, greedily:
-Galinier and Hao's partition crossover, 1999), or the best layout so far. The parents are the best distinct layouts.
-Every child's stages are put in the best order (Held-Karp) before it joins them.
+Start at `search`. Each round makes one child and anneals it with compiled moves (local_search.py). The first children
+are the layouts of layouts.py. Later children alternate: a random layout, crossovers of two parents, or a copy of the
+best layout so far. A crossover greedily copies whole stages from both parents (as Galinier and Hao's partition
+crossover, 1999). The parents are the best distinct layouts. A child's stages are put in the best order (Held-Karp)
+before it becomes a parent.
 """
 
 from dataclasses import dataclass, field
@@ -18,31 +19,33 @@ from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 
 PARENTS = 10
-CHUNK_WORK = 500_000  # pairs of peers that proposals look at: about 20 ms between two looks at the clock
-MOST_STEPS = 200_000  # proposals in one child
-MOST_DRAWS, DRAWN_PEERS = 1_000, 1_000_000  # layouts in one round, and peers in all of them together
-HOT = (0.04, 0.2)  # heat of random children, in turn: the cost of small swarms is rougher and needs more
-SMOOTH = (0.1, 0.3, 0.0, 1.0)  # in turn, since no single value is best everywhere
+CHUNK_WORK = 500_000  # pairs of peers that are evaluated between two looks at the clock, about 20 ms
+MOST_STEPS = 200_000
+MOST_DRAWS, DRAWN_PEERS = 1_000, 1_000_000  # per round: at most so many random layouts, with so many peers in all
+HOT = (0.04, 0.2)  # first temperatures of random starts, in turn, as shares of the best cost; small swarms need 0.2
+SMOOTH = (0.1, 0.3, 0.0, 1.0)  # weights of the mean costs in the smoothed cost, in turn, as no value is always best
 
 
 @dataclass(slots=True)
 class Pool:
-    """The best PARENTS layouts of distinct cost, cheapest first."""
+    """The layouts from which children are made: the PARENTS layouts of lowest distinct costs, cheapest first."""
 
     members: list[tuple[float, Ints]] = field(default_factory=list)
 
     def add(self, cost: float, slots: Ints) -> None:
+        """Add a copy of a layout if its cost, in seconds, is new and among the lowest."""
         if all(abs(cost - other) > 1e-6 for other, _ in self.members):
             self.members.append((cost, slots.copy()))
             self.members.sort(key=lambda member: member[0])
             del self.members[PARENTS:]
 
     def pick(self, rng: np.random.Generator) -> Ints:
+        """Return a random layout of the pool (not a copy)."""
         return self.members[int(rng.integers(len(self.members)))][1]
 
 
 def search(problem: Problem, region_N: Ints, budget: SearchBudget, rng: np.random.Generator) -> Ints:
-    """The slots of the best layout that the budget finds."""
+    """Return the best layout found within the budget, as slots: the peers stage by stage, then the unused peers."""
     progress = SearchProgress(budget, np.inf)
     search = _Search(problem, region_N, rng, local_search.proposals(problem, rng))
     starts = [start(region_N, problem.stages, problem.replicas, rng) for start in layouts.STARTS.values()]
@@ -60,22 +63,26 @@ def search(problem: Problem, region_N: Ints, budget: SearchBudget, rng: np.rando
 
 @dataclass(slots=True)
 class _Search:
+    """The state of a memetic search, and its steps: make a child, improve it, and offer it to the pool."""
+
     problem: Problem
     region_N: Ints
     rng: np.random.Generator
     proposals: Proposals
     pool: Pool = field(default_factory=Pool)
-    offer_s: float = np.inf  # what the quickest `offer` so far took: each child needs as much at its end
+    offer_s: float = np.inf  # a round ends early enough for one more call of `offer`, which takes at least this
 
     @property
     def best(self) -> float:
+        """Return the cost of the best layout so far, in seconds."""
         return self.pool.members[0][0]
 
     def cost(self, slots: Ints) -> float:
+        """Return the true cost of a layout, in seconds."""
         return local_search.total(local_search.initial_state(self.problem, slots.copy()))
 
     def child(self, number: int, starts: list[Ints]) -> tuple[Ints, float]:
-        """Where round `number` begins, and its heat: the share of the best cost that a move may lose at first."""
+        """Return round `number`'s child before annealing, and its heat: first temperature relative to the best cost."""
         if number < len(starts):
             return starts[number], 0.01
         match number % 4:
@@ -90,7 +97,11 @@ class _Search:
                 return self.pool.members[0][1], 0.02
 
     def long_child(self, progress: SearchProgress, starts: list[Ints]) -> tuple[Ints, float]:
-        """As `child`; single moves rearrange too few peers, so every other round takes the best of many cheap draws."""
+        """Return the round's child before annealing, and its heat, for a pipeline of more than EXACT_STAGES stages.
+
+        In such a long pipeline, a single move rearranges too few peers. In every second round the child is therefore
+        the best of many random layouts. In the other rounds, `child` makes the child.
+        """
         if progress.rounds % 2:
             return self.child(progress.rounds // 2, starts)
         best, least = self.pool.members[0][1], np.inf
@@ -104,14 +115,14 @@ class _Search:
         return best, 0.01
 
     def improve(self, slots: Ints, heat: float, smooth: float, progress: SearchProgress) -> None:
-        """Anneals the child and offers the result to the pool, both within the budget's seconds."""
+        """Anneal a copy of `slots` and offer the result to the pool, all within the budget's time."""
         problem = self.problem
         state = local_search.initial_state(problem, slots.copy())
         best_slots, best = slots.copy(), np.inf
         steps = min(1500 * problem.peers, MOST_STEPS)
         chunk = max(50, min(steps, CHUNK_WORK // (problem.replicas**2 + 100)))
-        share = min(1.0, 8 / problem.stages) * self.best  # a move changes a few of all boundaries,
-        share *= max(1.0, min(5.0, 64 / problem.peers))  # and in a small swarm more of the cost
+        share = min(1.0, 8 / problem.stages) * self.best  # with many stages, a move changes a small share of the cost
+        share *= max(1.0, min(5.0, 64 / problem.peers))  # with few peers, a move changes a larger share of the cost
         hot, cold = heat * share, 3e-4 * share
         decay = (cold / hot) ** (chunk / steps)
         for _ in range(0, steps, chunk):
@@ -124,14 +135,14 @@ class _Search:
         self.offer(best_slots, progress)
 
     def offer(self, slots: Ints, progress: SearchProgress) -> None:
-        """Orders the child's stages and offers it to the pool."""
+        """Put a layout's stages in the best order, and add the layout to the pool if its cost is among the lowest."""
         begin = progress.seconds()
         ordered = self.ordered(slots)
         self.pool.add(self.cost(ordered), ordered)
         self.offer_s = min(self.offer_s, progress.seconds() - begin)
 
     def ordered(self, slots: Ints) -> Ints:
-        """The same stages in the best order."""
+        """Return the layout with its stages in the best order."""
         problem = self.problem
         used = problem.stages * problem.replicas
         stages = slots[:used].reshape(problem.stages, problem.replicas)
@@ -140,11 +151,20 @@ class _Search:
 
 
 def crossover(one: Ints, two: Ints, twin_N: Ints, stages: int, replicas: int, rng: np.random.Generator) -> Ints:
-    """A child that takes, from each parent in turn, the stage with the most peers still free; the rest is random.
+    """Return a child of two layouts: copy stages from both parents alternately, then fill the gaps with random peers.
 
-    Twins (local_search.py) count as one kind of peer: stages of the same kinds agree, whichever their peers are. A
-    stage goes to its place in the parent's pipeline, or to the nearest free one. The second parent is reversed where
-    that makes the two agree better.
+    Each time, the stage with the most unplaced peers is copied. Twins (`local_search.twins`) are interchangeable, so a
+    copied stage has as many peers of each group of twins as the original stage, but not always the same peers. A copied
+    stage keeps its position in the pipeline, or gets the nearest free position. The order of the second parent's stages
+    is reversed first if its stages then match those of the first parent better.
+
+    Args:
+        one: Slots of the first parent.
+        two: Slots of the second parent.
+        twin_N: For each peer, the peer that stands for its group of interchangeable peers.
+        stages: Stages S.
+        replicas: Peers in a stage, R.
+        rng: Source of random choices.
     """
     kind_N: Ints = np.unique(twin_N, return_inverse=True)[1]
     free_K = np.bincount(kind_N)
@@ -167,14 +187,17 @@ def crossover(one: Ints, two: Ints, twin_N: Ints, stages: int, replicas: int, rn
 
 
 def _kinds(kinds: Ints, stages: int, count: int) -> Ints:
-    """How many peers of each of `count` kinds are in each stage, S x K. `kinds`: the kind in each used slot."""
+    """Return the number of peers of each kind in each stage, [S, K] with K = `count`.
+
+    `kinds` has the kind of the peer in each used slot, stage by stage.
+    """
     counts_SK = np.zeros((stages, count), np.int64)
     np.add.at(counts_SK, (np.arange(kinds.size) // (kinds.size // stages), kinds), 1)
     return counts_SK
 
 
 def _placed(counts_SK: Ints, kind_N: Ints, replicas: int, rng: np.random.Generator) -> Ints:
-    """Slots whose stages have these numbers of each kind, and are filled up at random."""
+    """Return a layout whose stage s has `counts_SK[s, k]` peers of each kind k, and random peers in all other slots."""
     peers = rng.permutation(kind_N.size)
     by_kind = [list(peers[kind_N[peers] == kind]) for kind in range(counts_SK.shape[1])]
     child = [[by_kind[kind].pop() for kind in np.repeat(np.arange(len(row)), row)] for row in counts_SK]

@@ -1,7 +1,8 @@
-"""The best synchronous layout, proven, for small swarms: branch and bound over partitions into stages.
+"""Find an optimal synchronous layout of a small swarm, by branch and bound over partitions. Start at `search`.
 
-Peers are placed one after the other, stages are opened in order of their first peer (so that no partition is met
-twice), and a branch ends where its data-parallel cost, plus the least that any boundary can cost, reaches the best.
+The search places one peer after the other. It numbers stages in the order of their first peers, so that it visits no
+partition twice. It abandons a branch whose data-parallel cost plus a lower bound for all stage boundaries is not below
+the best cost.
 """
 
 from typing import NamedTuple
@@ -15,24 +16,28 @@ from decentral.scheduler.sync.layout_cost import Problem
 from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.search_budget import SearchBudget
 
-MOST_PEERS = 16
+MOST_PEERS = 16  # an exact search may visit all partitions, which takes too long for more peers
 
 
 class _Partition(NamedTuple):
-    """The partition that is being enumerated, and the best one so far (N peers)."""
+    """The partition of N peers into stages that the search is building, and the best complete partition so far."""
 
-    stage_N: Ints  # -1: not placed yet
-    sums_N: Floats  # each placed peer's data-parallel seconds within its stage
+    stage_N: Ints  # stage of each peer; -1 if not placed yet
+    sums_N: Floats  # each placed peer's seconds of gradient averaging with the peers of its stage
     best_N: Ints
-    floor: float  # seconds that all boundaries cost at least
+    floor: float  # all boundaries between stages take at least this many seconds together
 
 
 def search(problem: Problem, _region_N: Ints, budget: SearchBudget, _rng: np.random.Generator) -> Ints:
-    """The slots of an optimal layout. Raises UserError for swarms that it cannot finish."""
+    """Return an optimal layout as slots, the peers stage by stage; the budget does not limit the search.
+
+    Raises:
+        UserError: If there are more than MOST_PEERS peers, or stages * replicas does not equal the number of peers.
+    """
     if problem.peers > MOST_PEERS or problem.stages * problem.replicas != problem.peers:
         raise UserError(
-            f"--solver exact takes up to {MOST_PEERS} peers, all used; got {problem.peers} for "
-            f"{problem.stages} x {problem.replicas}: use --solver genetic"
+            f"--solver exact needs at most {MOST_PEERS} peers, and stages * replicas equal to the number of peers; "
+            f"there are {problem.peers} peers for {problem.stages} * {problem.replicas}: use --solver genetic"
         )
     best_N = np.arange(problem.peers) // problem.replicas
     fastest = float(problem.pipe_NN[~np.eye(problem.peers, dtype=bool)].min())
@@ -45,7 +50,11 @@ def search(problem: Problem, _region_N: Ints, budget: SearchBudget, _rng: np.ran
 
 @compiled
 def _place(problem: Problem, partition: _Partition, peer: int, opened: int, best: float) -> float:
-    """The least cost of all ways to place `peer` and those after it; `opened` stages have a peer already."""
+    """Return the least cost in seconds of all ways to place `peer` and the later peers, or `best` if that is less.
+
+    The first `opened` stages already have a peer. A partition that costs less than `best` is copied to
+    `partition.best_N`.
+    """
     stage_N, sums_N, data_NN = partition.stage_N, partition.sums_N, problem.data_NN
     if peer == stage_N.size:
         cost = score(problem, stage_N)

@@ -1,18 +1,19 @@
-"""The published scheduler of Yuan et al. (NeurIPS 2022), as the baseline to beat: the same steps in our own code.
+"""The published genetic scheduler (DT-FM, NeurIPS 2022), reimplemented as the baseline to beat. Start at `search`.
 
-A population of 100 random balanced partitions. Each trial crosses two of them (five peers take the stage that they
-have in the first parent; peers of overfull stages then move to the first stage with a free place), improves the child
-by one pass of cyclic partitioning (Kang and Moon; chains of single moves, each peer moved once), and keeps it by the
-rule below. The stages' order is an exact travelling-salesman path, each boundary an exact bottleneck matching.
+The population is 100 random balanced partitions. A trial crosses two partitions: the child is a copy of the second
+parent, but five peers are in the stages that the first parent gives them. Then peers of stages that are too large move
+to the first stage that is too small. One pass of cyclic partitioning (Kang and Moon: chains of single moves, each peer
+moved once) improves the child. The stages' order is an exact travelling-salesman path; each boundary is an exact
+bottleneck matching.
 
-Two oddities of the published code are kept, because they decide what it finds:
-- its replacement test reads `child > max(score of parent 1, child > score of parent 2)`: the second is a boolean,
-  so a child no worse than the *first* parent replaces the worse of both, even when it is the worst of the three;
-- a chain chooses the peer whose nearest mate is nearest, and the stage whose mean distance is greatest.
-Two are not kept, because they change only what is reported: the returned matching belongs to the threshold *after* the
-last feasible one, and the seeding (`random.seed = i`) overwrites the function instead of calling it.
+Two oddities of the published code are reproduced, because they influence the result:
+- its replacement test reads `child > max(score of parent 1, child > score of parent 2)`. The second argument is a
+  boolean, so a child no worse than the *first* parent replaces the worse parent, even if it is the worst of the three;
+- a chain moves the peer that is nearest to another peer of its stage, to the stage with the greatest mean distance.
+Two oddities are corrected, because they change only what is reported: the published code returns the matching of the
+threshold *after* the last feasible one, and its seeding (`random.seed = i`) overwrites the function.
 
-benchmarks/planner_published.py is the interpreted form, which walks candidate by candidate as this compiled one does.
+benchmarks/planner_published.py is an interpreted version that evaluates the same candidates in the same order.
 """
 
 from typing import NamedTuple
@@ -26,13 +27,13 @@ from decentral.scheduler.sync.matching import held_karp
 from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 
-POPULATION = 100
-CROSSED = 5  # peers
-TRIALS = 25  # between two looks at the clock
+POPULATION = 100  # number of partitions, as in the paper
+CROSSED = 5  # number of peers that a child's first parent places, as in the paper
+TRIALS = 25
 
 
 class _Population(NamedTuple):
-    """Partitions, as the stage of each peer, and the best that was ever seen."""
+    """P partitions with the stage of every peer, their costs in seconds, and the best partition found so far."""
 
     stage_PN: Ints
     score_P: Floats
@@ -40,7 +41,10 @@ class _Population(NamedTuple):
 
 
 def search(problem: Problem, region_N: Ints, budget: SearchBudget, rng: np.random.Generator) -> Ints:
-    """The slots of the best candidate within the budget; a round of the budget is TRIALS trials."""
+    """Return the best layout found within the budget, as slots: the peers of each stage in turn.
+
+    A round of the budget is TRIALS trials. stages * replicas must equal the number of peers.
+    """
     assert problem.stages * problem.replicas == problem.peers, "the published algorithm leaves no peer unused"
     stage_PN = np.array([rng.permutation(problem.peers) // problem.replicas for _ in range(POPULATION)])
     score_P = np.array([score(problem, stage_N) for stage_N in stage_PN])
@@ -53,14 +57,17 @@ def search(problem: Problem, region_N: Ints, budget: SearchBudget, rng: np.rando
 
 
 def draws(rng: np.random.Generator, population: int, peers: int) -> tuple[Ints, Ints]:
-    """The random choices of one round: TRIALS pairs of parents, and the peers that take the first parent's stage."""
+    """Return the random choices of TRIALS trials: two parents [TRIALS, 2] and the peers to cross [TRIALS, CROSSED].
+
+    In the child, the peers to cross are in the stages that the first parent gives them.
+    """
     parents = rng.integers(0, population, (TRIALS, 2))
     return parents, np.array([rng.permutation(peers)[:CROSSED] for _ in range(TRIALS)])
 
 
 @compiled
 def score(problem: Problem, stage_N: Ints) -> float:
-    """The true cost of a partition in seconds, its stages in the best order."""
+    """Return the true cost in seconds of a partition, with its stages in the best order."""
     data_NN, stages, replicas = problem.data_NN, problem.stages, problem.replicas
     slots, filled = np.empty(stage_N.size, np.int64), np.zeros(stages, np.int64)
     for peer in range(stage_N.size):
@@ -87,7 +94,7 @@ def score(problem: Problem, stage_N: Ints) -> float:
 
 @compiled
 def _trials(problem: Problem, population: _Population, best: float, parents: Ints, crossed: Ints) -> float:
-    """Trials on the population, in place. `best`: the cost of `best_N` so far. Returns what it costs now."""
+    """Run trials that change the population in place, and return the least cost in seconds; at most `best`."""
     stage_PN, score_P, _ = population
     for trial in range(len(parents)):
         one, two = parents[trial]
@@ -105,7 +112,7 @@ def _trials(problem: Problem, population: _Population, best: float, parents: Int
 
 @compiled
 def _crossover(problem: Problem, first_N: Ints, second_N: Ints, crossed: Ints) -> Ints:
-    """The second partition, with the first one's stage for the peers `crossed`, made balanced again."""
+    """Return a copy of `second_N` with the stages of `first_N` for the peers `crossed`, with balanced stage sizes."""
     child = second_N.copy()
     for i in range(crossed.size):
         child[crossed[i]] = first_N[crossed[i]]
@@ -131,12 +138,17 @@ def _sizes(stage_N: Ints, stages: int) -> Ints:
 
 @compiled
 def _cyclic(problem: Problem, child: Ints) -> Ints:
-    """One pass of cyclic partitioning: up to S chains. Returns the partition after the best prefix of chains."""
+    """Improve a partition by one pass of cyclic partitioning: up to S chains of moves, each peer moved at most once.
+
+    Returns:
+        The partition after the first k chains, where k makes the sum of their gains greatest; `child` itself if no k
+        gains anything. `child` is not changed. As in the interpreted version, the last chain is never kept.
+    """
     pipe_NN, stages = problem.pipe_NN, problem.stages
     locked_N = np.zeros(child.size, np.bool_)
     touched_S = np.zeros(stages, np.bool_)
     state, kept = child.copy(), child
-    before, best = 0.0, 0.0  # what the chains before the last gain, and the most that a prefix gains
+    before, best = 0.0, 0.0  # gain of all chains but the newest, and of the best prefix of chains
     for _ in range(stages):
         previous = state.copy()
         gain = _chain(pipe_NN, state, stages, locked_N, touched_S)
@@ -153,7 +165,11 @@ def _cyclic(problem: Problem, child: Ints) -> Ints:
 
 @inner
 def _chain(pipe_NN: Floats, stage_N: Ints, stages: int, locked_N: Flags, touched_S: Flags) -> float:
-    """Moves peers along a chain of stages that ends where it began, and undoes it after its best prefix."""
+    """Move one peer from each stage in a chain of stages to the next stage, and return the chain's gain.
+
+    The last peer of the chain moves to the first stage; the chain's length is chosen for the greatest gain. The
+    function changes `stage_N`, locks the peers that it has moved, and marks the stages that received a peer.
+    """
     peers = stage_N.size
     moved, left = np.empty(peers, np.int64), np.empty(peers, np.int64)
     step_gain, closing_gain = np.empty(peers), np.empty(peers)
@@ -163,7 +179,7 @@ def _chain(pipe_NN: Floats, stage_N: Ints, stages: int, locked_N: Flags, touched
         if gain_S[stage] > gain_S[origin]:
             origin = stage
     here = origin
-    if peer_S[origin] < 0:  # every peer has moved once
+    if peer_S[origin] < 0:  # no peer is left to move
         return 0.0
     length = 0
     for _ in range(peers):
@@ -193,7 +209,11 @@ def _chain(pipe_NN: Floats, stage_N: Ints, stages: int, locked_N: Flags, touched
 
 @inner
 def _gains(pipe_NN: Floats, stage_N: Ints, stages: int, locked_N: Flags) -> tuple[Floats, Floats, Ints, Ints]:
-    """Of each stage's peer with the nearest mate: its gain in each other stage, the best gain, the peer, the target."""
+    """Return, for each stage, the gain of moving one peer to another stage.
+
+    The peer is the unlocked peer that is nearest to another peer of its stage. The results are the gain for each target
+    stage [S, S], the best gain [S], the peer [S], and the best target stage [S].
+    """
     sizes = _sizes(stage_N, stages)
     gain_NS = np.zeros((stage_N.size, stages))
     gain_SS, gain_S, nearest_S = np.empty((stages, stages)), np.empty(stages), np.empty(stages)

@@ -1,4 +1,6 @@
-"""What a synchronous layout costs: the model of Yuan et al. (arXiv 2206.01288, section 3), exactly.
+"""The communication cost of a synchronous layout, by the model of arXiv 2206.01288, section 3 (Yuan and others).
+
+Start at `best_layout`.
 
     data parallel = max over stages, max over the stage's devices d, of
                     the sum over its other devices d' of 2 (delay_dd' + gradient / (replicas * bandwidth_dd'))
@@ -6,12 +8,11 @@
                     the bottleneck perfect matching of delay + activation / bandwidth
     total         = data parallel + pipeline, in seconds
 
-Where a link differs by direction, both directions are used equally (all-reduce exchanges both ways; activations
-go forward, gradients back), so the mean of the two times stands for either. On symmetric links this is the paper's
-formula. This file is the reference that the compiled search is tested against; it is not fast.
+If a link's two directions differ, the mean of their times is used, because both directions carry the same bytes:
+all-reduce exchanges both ways; activations go forward, gradients back. On symmetric links this is the paper's formula.
+This file is slow; the compiled searches are tested against it.
 
-`slots` lists the peers of S stages of R, one stage after the other, and then
-the peers that no stage uses.
+`slots` lists the peers of S stages, R peers for each stage, then the peers that no stage uses.
 """
 
 import itertools
@@ -27,42 +28,51 @@ from decentral.scheduler.topology.topology import Topology, Workload
 
 
 class Problem(NamedTuple):
-    """Seconds for each pair of peers, and how many to place: S * R <= N. Compiled functions take the tuple as it is."""
+    """A placement problem: seconds for each pair of N peers, and S stages of R replicas to fill, S * R <= N.
 
-    data_NN: Floats  # 2 (delay + gradient / (R * bandwidth)), symmetric, diagonal 0
-    pipe_NN: Floats  # delay + activation / bandwidth, symmetric, diagonal 0
+    It is a NamedTuple, because functions that numba compiles cannot take a dataclass.
+    """
+
+    data_NN: Floats  # seconds to average gradients: 2 (delay + gradient / (R * bandwidth)); symmetric, diagonal 0
+    pipe_NN: Floats  # seconds to send activations: delay + activation / bandwidth; symmetric, diagonal 0
     stages: int
     replicas: int
 
     @property
     def peers(self) -> int:
+        """Return the number of peers, N."""
         return len(self.data_NN)
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds that one optimiser step communicates."""
+    """The seconds of communication in one optimizer step, in two parts."""
 
     data_parallel: float
     pipeline: float
 
     @property
     def total(self) -> float:
+        """Return the sum of both parts, in seconds."""
         return self.data_parallel + self.pipeline
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """`stages_SR`: each stage's peers, in pipeline order. A column is one pipeline, so the matchings are realised."""
+    """A complete layout: its stages, its pipelines and its cost."""
 
-    stages_SR: Ints
+    stages_SR: Ints  # a row is a stage, a column is a pipeline
     cost: Cost
 
 
 def problem_of(topology: Topology, workload: Workload) -> Problem:
-    """The problem of placing this workload. Raises UserError where the swarm has too few peers for it."""
+    """Return the problem of placing a workload on a swarm.
+
+    Raises:
+        UserError: If the workload does not set stages and replicas, or needs more peers than the swarm has.
+    """
     if workload.stages is None or workload.replicas is None:
-        raise UserError("workload: stages and replicas are left open; the degree search must set them first")
+        raise UserError("workload: stages and replicas must both be set in the topology; at least one is missing")
     needed = workload.stages * workload.replicas
     if needed > len(topology):
         raise UserError(
@@ -76,18 +86,18 @@ def problem_of(topology: Topology, workload: Workload) -> Problem:
 
 
 def best_layout(problem: Problem, slots: Ints) -> Layout:
-    """The cheapest layout whose stages are those of `slots`: their order, and which peers form a pipeline."""
+    """Return the cheapest layout with the stages of `slots`: order the stages, and match peers to pipelines."""
     stages = slots[: problem.stages * problem.replicas].reshape(problem.stages, problem.replicas)
     ordered = stages[stage_order(boundary_costs(problem, stages), np.arange(problem.stages))]
     partner = np.empty(problem.replicas, np.int64)
     for before, after in itertools.pairwise(ordered):
         bottleneck_matching(problem.pipe_NN[np.ix_(before, after)], np.inf, partner)
-        after[partner] = after.copy()  # the partner of row r of `before` moves to place r of `after`
+        after[partner] = after.copy()  # put each peer below its partner in `before`, so that columns are pipelines
     return Layout(ordered, cost_of_pipelines(problem, ordered))
 
 
 def cost_of_pipelines(problem: Problem, stages_SR: Ints) -> Cost:
-    """What these very pipelines (the columns) cost when run; the cost of every link comes from the matrices."""
+    """Return the cost of the layout that has the rows of `stages_SR` as stages and its columns as pipelines."""
     data = max((problem.data_NN[np.ix_(stage, stage)].sum(axis=1).max() for stage in stages_SR), default=0.0)
     hops = problem.pipe_NN[stages_SR[:-1], stages_SR[1:]]
     pipeline = 2 * float(hops.max(axis=1).sum()) if len(hops) else 0.0
@@ -95,7 +105,7 @@ def cost_of_pipelines(problem: Problem, stages_SR: Ints) -> Cost:
 
 
 def boundary_costs(problem: Problem, stages_SR: Ints) -> Floats:
-    """The bottleneck matching of any two stages, in seconds: S x S."""
+    """Return the cost in seconds of the bottleneck matching of each pair of stages, S x S."""
     count = len(stages_SR)
     cost_SS = np.zeros((count, count))
     partner = np.empty(problem.replicas, np.int64)

@@ -1,10 +1,10 @@
-"""Layouts that a person would draw by hand: starts for the searches, and baselines for their results.
+"""Simple layouts that a person would choose: the first layouts of the searches, and baselines for their results.
 
-On the published geo-distributed cases the best known layout *is* one of these, so a plan always names their cost
-beside its own.
+On the published geo-distributed cases, one of these layouts is the best known layout. A plan therefore always states
+the costs of the HAND layouts.
 
-Every function here takes each peer's region (region_N, numbered from 0), the numbers of stages S and replicas R, and a
-random generator, and returns slots: the peers of S stages of R, one stage after the other, then the unused ones.
+Every public function takes each peer's region (region_N, numbered from 0), the numbers of stages S and replicas R, and
+a random generator. It returns slots: the peers of S stages, R peers for each stage, then the unused peers.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,34 +14,34 @@ import numpy as np
 from decentral.scheduler.topology.arrays import Ints
 
 Start = Callable[[Ints, int, int, np.random.Generator], Ints]
-"""(region_N, stages, replicas, rng) -> slots"""
+"""A function (region_N, stages, replicas, rng) -> slots."""
 
 
 def random(region_N: Ints, stages: int, replicas: int, rng: np.random.Generator) -> Ints:
-    """Every peer at a random place."""
+    """Return a layout with every peer at a random place."""
     return rng.permutation(len(region_N))
 
 
 def region_pipeline(region_N: Ints, stages: int, replicas: int, rng: np.random.Generator) -> Ints:
-    """Each pipeline stays inside a region as far as the region's size allows, so that activations stay local."""
+    """Return a layout whose pipelines stay inside regions as far as sizes allow, so that activations stay local."""
     return _dealt(_by_region(region_N, stages, rng), stages, replicas)
 
 
 def region_data(region_N: Ints, stages: int, replicas: int, rng: np.random.Generator) -> Ints:
-    """Each stage stays inside a region as far as the region's size allows, so that gradients stay local."""
+    """Return a layout whose stages stay inside regions as far as sizes allow, so that gradients stay local."""
     return _by_region(region_N, replicas, rng)
 
 
 def deal(region_N: Ints, stages: int, replicas: int, rng: np.random.Generator) -> Ints:
-    """Each region is dealt over the stages like cards, so that every stage has some peers of every region."""
+    """Return a layout that deals each region's peers over the stages in turn, so that each stage has all regions."""
     return _dealt(_by_region(region_N, 1, rng), stages, replicas)
 
 
 def blocks(region_N: Ints, stages: int, replicas: int, rng: np.random.Generator) -> Ints:
-    """Runs of stages between which every pipeline stays in its region, the longest runs first.
+    """Return a layout of runs of stages, longest run first; within a run, every pipeline stays in one region.
 
-    A run of k stages needs R groups of k peers of one region. On a swarm of small regions (spot machines) this gives
-    some stage boundaries that are fast for all pipelines, where `region_pipeline` has a slow pair in each.
+    A run of k stages needs, for each of R pipelines, k peers of one region. With small regions (spot machines), all
+    links of the boundaries inside a run are fast, while `region_pipeline` has a slow link in each boundary.
     """
     left = _shuffled_regions(region_N, rng)
     slots: list[Sequence[int]] = []
@@ -56,10 +56,10 @@ def blocks(region_N: Ints, stages: int, replicas: int, rng: np.random.Generator)
 
 
 def random_blocks(region_N: Ints, stages: int, replicas: int, rng: np.random.Generator) -> Ints:
-    """As `blocks`, with runs of random lengths, from regions in about their proportions; for long pipelines.
+    """Return a layout of runs of stages; the runs have random lengths, and each has about the swarm's mix of regions.
 
-    Where two runs have nearly the same regions, the boundary between them needs few slow pairs, and only between near
-    regions. One draw is worth little: searches take the best of many.
+    In a run, the peers of each pipeline come from the region with the most unplaced peers, up to random noise. So few
+    pipelines change regions between two runs, which helps long pipelines. Searches use the best of many such layouts.
     """
     left = _shuffled_regions(region_N, rng)
     noise = float(rng.choice([0.0, 0.5, 1.0, 2.0]))
@@ -83,7 +83,7 @@ STARTS: dict[str, Start] = {
     "blocks": blocks,
     "random": random,
 }
-HAND = ("random", "region-pipeline", "region-data")
+HAND = ("random", "region-pipeline", "region-data")  # hand-made layouts with which every plan is compared
 
 
 def _shuffled_regions(region_N: Ints, rng: np.random.Generator) -> list[list[int]]:
@@ -91,13 +91,13 @@ def _shuffled_regions(region_N: Ints, rng: np.random.Generator) -> list[list[int
 
 
 def _longest_run(left: list[list[int]], stages: int, replicas: int) -> int:
-    """The longest run, of `stages` at most, for which the peers that are left form a group for each replica."""
+    """Return the largest k, at most `stages`, for which each replica can get k unplaced peers of one region."""
     runs = range(stages, 1, -1)
     return next((length for length in runs if sum(len(peers) // length for peers in left) >= replicas), 1)
 
 
 def _dealt(peers: Ints, stages: int, replicas: int) -> Ints:
-    """The peers dealt over the stages in turn, and those that are over."""
+    """Return a layout that puts the i-th of `peers` into stage i mod `stages`; unused peers come last."""
     used = stages * replicas
     return np.concatenate((peers[:used].reshape(replicas, stages).T.ravel(), peers[used:]))
 
@@ -107,7 +107,7 @@ def _flat(stages: Sequence[Sequence[int]], unused: Sequence[Sequence[int]]) -> I
 
 
 def _by_region(region_N: Ints, multiple: int, rng: np.random.Generator) -> Ints:
-    """All peers, region by region in random order: of each a whole multiple of `multiple`, and at the end the rests."""
+    """Return all peers, first a multiple of `multiple` from each region (in random order), then the remaining peers."""
     regions = [rng.permutation(np.flatnonzero(region_N == r)) for r in rng.permutation(int(region_N.max()) + 1)]
     cuts = [len(peers) - len(peers) % multiple for peers in regions]
     parts = [np.split(peers, [cut]) for peers, cut in zip(regions, cuts, strict=True)]

@@ -1,14 +1,14 @@
-"""The searches' inner loop, compiled: propose a move, compute the new cost from what changed, accept or reject.
+"""The compiled inner loop of the layout searches: propose a move, update the cost, accept or reject. Start at `anneal`.
 
-A layout is `slots`: S stages of R peers one after the other, in pipeline order, then the peers that are not used.
-Moves: swap two peers of different stages (or with an unused one), swap pieces of two pipelines, and reverse a run of
-stages. Swapping two peers changes the sums of two stages and at most four of the S - 1 stage boundaries, so only
-these are computed, and no further than needed to know that the move is too expensive.
+A layout is `slots`: S stages of R peers one after the other, in pipeline order, then the unused peers. The moves are:
+swap two peers of different stages, or a peer and an unused peer; swap segments of two pipelines; reverse a range of
+stages. A swap of two peers changes the sums of two stages and at most four of the S - 1 stage boundaries. Only these
+are recomputed, and the computation stops as soon as the move is known to be too expensive.
 
-The true cost is made of maxima and so has many plateaus. Therefore the searches walk on a smoothed cost, which adds
-`smooth` times the means (of `data_S`, and of `near_S`) to the maxima; the best layout is kept by its true cost.
+The true cost consists of maxima, so it has many plateaus. Therefore the searches use a smoothed cost: the true cost
+plus `smooth` times the mean costs (means of `data_S` and `near_S`). The best layout is chosen by its true cost.
 
-A stage boundary is numbered by the stage before it.
+Stage boundary s is between stages s and s + 1.
 """
 
 from typing import NamedTuple
@@ -21,44 +21,44 @@ from decentral.scheduler.sync.layout_cost import Problem
 from decentral.scheduler.sync.matching import matching_above
 from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 
-RandomState = NDArray[np.uint64]  # one word that is not 0; numba takes seconds to compile numpy's own generators
-REVERSALS, PIECES = 0.03, 0.12  # shares of the proposals
+RandomState = NDArray[np.uint64]  # one nonzero number; numba takes seconds to compile numpy's own generators
+REVERSALS, PIECES = 0.03, 0.12  # shares of proposals that reverse stages or swap segments; the others swap two peers
 
 
 class State(NamedTuple):
-    """A layout, and the parts of its cost that moves update in place. All but `slots` are seconds."""
+    """A layout, and the parts of its cost, which moves update in place. All costs are in seconds."""
 
     slots: Ints
-    row_N: Floats  # each peer's sum over its stage
-    data_S: Floats  # each stage's largest of these sums
-    boundary_S: Floats  # the bottleneck matching of stages s and s + 1; the last entry is 0
-    near_S: Floats  # smooth companion of boundary_S, from the mean distance to the nearest peer on the other side
+    row_N: Floats  # for each peer: seconds to average gradients with its stage
+    data_S: Floats  # for each stage: the largest `row_N` of its peers
+    boundary_S: Floats  # seconds between stages s and s + 1, by bottleneck matching; the last entry is 0
+    near_S: Floats  # a smoother boundary_S: mean seconds to the nearest peer of the next stage
 
 
 class Cooling(NamedTuple):
-    """A stretch of annealing: temperatures in seconds fall from `hot` to `cold` over `steps` proposals."""
+    """A part of an annealing schedule: the temperature falls from `hot` to `cold` seconds over `steps` proposals."""
 
     steps: int
-    hot: float  # 0 is pure descent
+    hot: float  # temperature in seconds; with 0, no move that raises the cost is accepted
     cold: float
     smooth: float
 
 
 class Proposals(NamedTuple):
-    """What proposals are drawn with: a random state, and which peers it is useless to swap."""
+    """A source of random moves; it knows each peer's twin, since a swap of twins changes nothing."""
 
     twin_N: Ints
     random: RandomState
 
 
 def proposals(problem: Problem, rng: np.random.Generator) -> Proposals:
-    """The peers' twins, and a random state drawn from `rng`."""
+    """Return a source of random moves, seeded from `rng`."""
     return Proposals(twins(problem), rng.integers(1, 1 << 63, 1, dtype=np.uint64))
 
 
 @inner
 def _unit(random: RandomState) -> float:
-    """A number drawn uniformly from [0, 1): xorshift64* (Vigna 2016)."""
+    """Return a uniform random number in [0, 1), by xorshift64* (Vigna 2016)."""
     word = random[0]
     word ^= word >> np.uint64(12)
     word ^= word << np.uint64(25)
@@ -69,7 +69,7 @@ def _unit(random: RandomState) -> float:
 
 @compiled
 def initial_state(problem: Problem, slots: Ints) -> State:
-    """The state of this layout, computed in full. It holds `slots` itself, which moves then change."""
+    """Compute the search state of a layout; moves that are applied to the state also change `slots`."""
     stages = problem.stages
     row_N, data_S = np.zeros(slots.size), np.zeros(stages)
     for stage in range(stages):
@@ -82,7 +82,7 @@ def initial_state(problem: Problem, slots: Ints) -> State:
 
 @inner
 def _sums(problem: Problem, slots: Ints, stage: int, row_N: Floats) -> float:
-    """Writes the sums of the stage's peers to `row_N`. Returns the largest."""
+    """Write the data-parallel seconds of the stage's peers to `row_N`, and return the largest."""
     data_NN, replicas, largest = problem.data_NN, problem.replicas, 0.0
     for p in range(stage * replicas, (stage + 1) * replicas):
         seconds = 0.0
@@ -95,7 +95,7 @@ def _sums(problem: Problem, slots: Ints, stage: int, row_N: Floats) -> float:
 
 @compiled
 def twins(problem: Problem) -> Ints:
-    """For each peer the first one that the links cannot tell from it (a twin): swapping the two changes nothing."""
+    """Return each peer's twin: the first peer with the same link costs. Swapping twins does not change the cost."""
     twin_N = np.arange(len(problem.data_NN))
     for peer in range(twin_N.size):
         for kind in range(peer):
@@ -117,7 +117,7 @@ def _alike(problem: Problem, a: int, b: int) -> bool:
 
 @compiled
 def total(state: State) -> float:
-    """The true cost in seconds: the most expensive stage, and each boundary forward and back."""
+    """Return the true cost in seconds: the most expensive stage, plus twice the cost of each boundary."""
     data_S, boundary_S, peak, path = state.data_S, state.boundary_S, 0.0, 0.0
     for stage in range(data_S.size):
         peak = max(peak, data_S[stage])
@@ -127,7 +127,7 @@ def total(state: State) -> float:
 
 @inner
 def boundary(pipe_NN: Floats, slots: Ints, replicas: int, first: int, second: int, limit: float) -> tuple[float, float]:
-    """The bottleneck matching of two stages (inf once it is known to exceed `limit`), and its smooth companion."""
+    """Return the seconds of two stages' bottleneck matching (inf if above `limit`), and a smooth measure of it."""
     cost_RR = np.empty((replicas, replicas))
     nearest = np.empty(replicas)
     for j in range(replicas):
@@ -155,7 +155,10 @@ def boundary(pipe_NN: Floats, slots: Ints, replicas: int, first: int, second: in
 def anneal(
     problem: Problem, state: State, best_slots: Ints, best: float, cooling: Cooling, proposals: Proposals
 ) -> float:
-    """Metropolis annealing of `state` in place. Copies the cheapest layout below `best` and returns its true cost."""
+    """Anneal `state` in place by Metropolis's rule, and return the least true cost found, in seconds; at most `best`.
+
+    If a layout costs less than `best`, the cheapest layout found is copied to `best_slots`.
+    """
     slots, random, twin_N, smooth = state.slots, proposals.random, proposals.twin_N, cooling.smooth
     stages, replicas = problem.stages, problem.replicas
     used = stages * replicas
@@ -187,10 +190,10 @@ def anneal(
 
 @inner
 def _try_swap(problem: Problem, state: State, p: int, q: int, limit: float, smooth: float) -> float:
-    """Swaps the peers in slots p and q if the cost stays within `limit`. Returns the new cost; inf if it did not."""
+    """Swap the peers in slots p and q if the smoothed cost stays within `limit`; return the new cost, else inf."""
     slots, _row_N, data_S, boundary_S, near_S = state
     stages, replicas = problem.stages, problem.replicas
-    s, t = p // replicas, q // replicas  # t >= stages: q is not used
+    s, t = p // replicas, q // replicas  # for t >= stages, the peer in slot q is unused
     a, b = slots[p], slots[q]
     into_s, sum_b = _stage_after(problem, state, p, b)
     into_t, sum_a = 0.0, 0.0
@@ -235,7 +238,7 @@ def _try_swap(problem: Problem, state: State, p: int, q: int, limit: float, smoo
 
 @inner
 def _stage_after(problem: Problem, state: State, slot: int, newcomer: int) -> tuple[float, float]:
-    """The largest sum of the slot's stage once `newcomer` has taken the slot, and the newcomer's own sum."""
+    """Return the largest data-parallel seconds in a stage, and those of `newcomer`, if `newcomer` took `slot`."""
     data_NN, slots, row_N = problem.data_NN, state.slots, state.row_N
     leaver, start = slots[slot], slot // problem.replicas * problem.replicas
     peak, own = 0.0, 0.0
@@ -250,7 +253,7 @@ def _stage_after(problem: Problem, state: State, slot: int, newcomer: int) -> tu
 
 @inner
 def _replace_in_sums(problem: Problem, state: State, slot: int, leaver: int, own: float) -> None:
-    """Updates the sums of a stage whose `slot` has a new peer in the place of `leaver`. `own`: the newcomer's sum."""
+    """Update `row_N` after a peer replaced `leaver` in `slot`; `own` is the new peer's data-parallel seconds."""
     data_NN, slots, row_N = problem.data_NN, state.slots, state.row_N
     newcomer, start = slots[slot], slot // problem.replicas * problem.replicas
     for other in range(start, start + problem.replicas):
@@ -262,9 +265,11 @@ def _replace_in_sums(problem: Problem, state: State, slot: int, leaver: int, own
 
 @inner
 def _try_pieces(problem: Problem, state: State, limit: float, smooth: float, random: RandomState) -> float:
-    """Swaps pieces of two pipelines, over different stages, if the cost stays within `limit`. Returns it, else inf.
+    """Swap segments of two pipelines if the smoothed cost stays within `limit`; return the new cost, else inf.
 
-    Pieces stay in a region: swapped peer by peer, each swap on the way would cost two slow boundaries."""
+    The segments are in different stages. Each segment is a path from a peer to the nearest peer in the next stage.
+    Swapping the peers one by one would lead through layouts that cost more.
+    """
     slots, stages, replicas = state.slots, problem.stages, problem.replicas
     length = 2 + int(_unit(random) * (stages // 2 - 1))
     s, t = int(_unit(random) * (stages - length + 1)), int(_unit(random) * (stages - length + 1))
@@ -289,7 +294,7 @@ def _try_pieces(problem: Problem, state: State, limit: float, smooth: float, ran
 
 @inner
 def _nearest(problem: Problem, slots: Ints, slot: int, stage: int, turn: int) -> int:
-    """The slot of the stage whose peer is nearest to that of `slot`; among equals the first after `turn`."""
+    """Return the slot in `stage` whose peer is nearest to the peer in `slot`; the search starts at position `turn`."""
     pipe_NN, replicas = problem.pipe_NN, problem.replicas
     best, found = np.inf, 0
     for i in range(replicas):
@@ -301,7 +306,10 @@ def _nearest(problem: Problem, slots: Ints, slot: int, stage: int, turn: int) ->
 
 @inner
 def _accepted(problem: Problem, state: State, touched_S: Flags, limit: float, smooth: float) -> float:
-    """The cost now that slots of the touched stages have changed; above `limit` it is inf, and no sums change."""
+    """Recompute the costs in `state` after changes in the stages `touched_S`, and return the smoothed cost.
+
+    If the smoothed cost exceeds `limit`, return inf and leave the costs in `state` unchanged.
+    """
     slots, row_N, data_S, boundary_S, near_S = state
     stages = problem.stages
     row, data, fresh, close = row_N.copy(), data_S.copy(), boundary_S.copy(), near_S.copy()
@@ -333,7 +341,7 @@ def _accepted(problem: Problem, state: State, touched_S: Flags, limit: float, sm
 def _try_reversal(
     problem: Problem, state: State, here: float, limit: float, smooth: float, random: RandomState
 ) -> float:
-    """Reverses a random run of stages if the cost stays within `limit`. Returns the new cost; inf if it did not."""
+    """Reverse a random range of stages if the smoothed cost stays within `limit`; return the new cost, else inf."""
     slots, _, data_S, boundary_S, near_S = state
     stages, replicas, pipe_NN = problem.stages, problem.replicas, problem.pipe_NN
     first = int(_unit(random) * stages)
@@ -370,7 +378,7 @@ def _try_reversal(
 
 @inner
 def _means(state: State) -> float:
-    """What `smooth` multiplies in the smoothed cost, in seconds."""
+    """Return the mean costs, in seconds, that the smoothed cost adds with weight `smooth`."""
     data_S, near_S, means = state.data_S, state.near_S, 0.0
     for stage in range(data_S.size):
         means += data_S[stage] / data_S.size + 2.0 * near_S[stage]

@@ -1,8 +1,8 @@
-"""Bottleneck perfect matching, and the shortest open path through all stages.
+"""Bottleneck perfect matching of two stages, and the cheapest open path through all stages.
 
-Both are parts of the cost of Yuan et al. (arXiv 2206.01288, section 3.2): the devices of two neighbouring stages are
-matched so that the slowest of their links is as fast as possible, and the stages are ordered along the open path
-(travelling salesman without return) that costs least.
+Start at `bottleneck_matching` and `stage_order`. Both are parts of the cost of Yuan et al. (arXiv 2206.01288, section
+3.2): the devices of two neighbouring stages are matched so that the slowest of their links is as fast as possible, and
+the stages are ordered along the cheapest open path (travelling salesman without return).
 """
 
 import numpy as np
@@ -10,21 +10,26 @@ import numpy as np
 from decentral.core.compiled import compiled, inner
 from decentral.scheduler.topology.arrays import Floats, Ints
 
-EXACT_STAGES = 14  # up to here the stage order is exact: 14 * 14 * 2**14 steps are 10 ms
+EXACT_STAGES = 14  # for more stages, their order is found by a heuristic; 14 * 14 * 2**14 steps take 10 ms
 
 
 @compiled
 def bottleneck_matching(cost_RR: Floats, limit: float, partner_R: Ints) -> float:
-    """The least maximum over a perfect matching's edges, inf if above `limit`; `partner_R` gets each column's row."""
+    """Find the perfect matching with the least largest edge cost, and return that cost; inf if it exceeds `limit`.
+
+    `cost_RR` has the edge costs in seconds. The row that is matched with each column is written to `partner_R`.
+    """
     return matching_above(cost_RR, _lower_bound(cost_RR), limit, partner_R)
 
 
 @inner
 def matching_above(cost_RR: Floats, bound: float, limit: float, partner_R: Ints) -> float:
-    """As `bottleneck_matching`, given a lower bound. O(R^3), in practice near O(R^2).
+    """Find the perfect matching with the least largest edge cost, and return that cost; inf if it exceeds `limit`.
 
-    Each unmatched row grows an alternating tree by its cheapest edge (Dijkstra with max in place of +), so that the
-    threshold rises exactly as far as Hall's condition demands."""
+    `bound` must not exceed the result. The time is O(R^3), mostly near O(R^2).
+    From each unmatched row an alternating tree grows by its cheapest edge (Dijkstra's algorithm with max in place of
+    +). The largest edge cost therefore rises only as far as Hall's condition requires.
+    """
     size = cost_RR.shape[0]
     value = bound
     if value > limit:
@@ -35,7 +40,7 @@ def matching_above(cost_RR: Floats, bound: float, limit: float, partner_R: Ints)
     column_of_row = np.empty(size, np.int64)
     for i in range(size):
         row_of[i] = column_of_row[i] = -1
-    for row in range(size):  # greedily match what fits the lower bound
+    for row in range(size):  # match greedily along edges that cost no more than the lower bound
         for column in range(size):
             if row_of[column] < 0 and cost_RR[row, column] <= value:
                 row_of[column] = row
@@ -77,7 +82,7 @@ def matching_above(cost_RR: Floats, bound: float, limit: float, partner_R: Ints)
 
 @inner
 def _lower_bound(cost_RR: Floats) -> float:
-    """The largest of all rows' and columns' least entries: no perfect matching costs less."""
+    """Return a lower bound of the largest edge in any perfect matching: the maximum of all row and column minima."""
     size = cost_RR.shape[0]
     bound = 0.0
     for i in range(size):
@@ -91,7 +96,10 @@ def _lower_bound(cost_RR: Floats) -> float:
 
 @compiled
 def held_karp(cost_SS: Floats) -> Ints:
-    """The cheapest open path through all stages, exactly (Held and Karp 1962): stages in order."""
+    """Return the stages in the order of the cheapest open path, exactly (Held and Karp 1962).
+
+    `cost_SS` has the cost of each pair of neighbouring stages. Time grows as S^2 2^S.
+    """
     count = cost_SS.shape[0]
     full = 1 << count
     best = np.full((full, count), np.inf)
@@ -121,7 +129,7 @@ def held_karp(cost_SS: Floats) -> Ints:
 
 @compiled
 def improved_path(cost_SS: Floats, order_S: Ints) -> Ints:
-    """An open path improved by 2-opt and Or-opt until neither helps, for more stages than Held-Karp can order."""
+    """Return the open path `order_S`, improved by 2-opt and Or-opt until neither helps; for many stages."""
     order = order_S.copy()
     count = order.size
     better = True
@@ -129,7 +137,7 @@ def improved_path(cost_SS: Floats, order_S: Ints) -> Ints:
         better = False
         for first in range(count):
             for last in range(first + 1, count):
-                gain = 0.0  # of reversing order[first..last]
+                gain = 0.0
                 if first > 0:
                     gain += cost_SS[order[first - 1], order[first]] - cost_SS[order[first - 1], order[last]]
                 if last < count - 1:
@@ -149,7 +157,7 @@ def improved_path(cost_SS: Floats, order_S: Ints) -> Ints:
 
 @inner
 def _best_insertion(cost_SS: Floats, order: Ints, source: int) -> int:
-    """The best position among the others for the stage at `source`; -1 if it is there already."""
+    """Return the cheapest position in the path for the stage at `source`; -1 if its present position is as cheap."""
     count = order.size
     stage = order[source]
     rest = np.concatenate((order[:source], order[source + 1 :]))
@@ -163,7 +171,7 @@ def _best_insertion(cost_SS: Floats, order: Ints, source: int) -> int:
 
 @inner
 def _insertion_cost(cost_SS: Floats, rest: Ints, position: int, stage: int) -> float:
-    """How much inserting `stage` before rest[position] adds to the path's cost."""
+    """Return the cost that inserting `stage` before rest[position] adds to the path."""
     added = 0.0
     if position > 0:
         added += cost_SS[rest[position - 1], stage]
@@ -175,7 +183,7 @@ def _insertion_cost(cost_SS: Floats, rest: Ints, position: int, stage: int) -> f
 
 
 def stage_order(cost_SS: Floats, start_S: Ints) -> Ints:
-    """The cheapest order of the stages: exact up to EXACT_STAGES, else improved from `start_S`."""
+    """Return the cheapest order of the stages: exact for up to EXACT_STAGES stages, else improved from `start_S`."""
     if cost_SS.shape[0] <= EXACT_STAGES:
         return held_karp(cost_SS)
     return improved_path(cost_SS, start_S)

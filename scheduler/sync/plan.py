@@ -1,11 +1,10 @@
-"""The plan for the objective `sync`: least communication of a synchronous step, in which all gradients are exact.
+"""The plan for the objective `sync`: the layout with the least communication in a synchronous training step.
 
     plan = sync_plan(topology, solver="genetic", seed=0, budget=SearchBudget(seconds=5, clock=time.monotonic))
 
-A workload that leaves degrees open gets a search for them (as AMP, arXiv 2210.07297): each pair of degrees that uses
-nearly all peers is tried briefly. Only communication is compared: with the same peers, computing is the same.
-
-A plan is far cheaper to verify than to find: `layout_cost.cost_of_pipelines` gives the cost of its pipelines.
+Start at `sync_plan`. If the workload does not set the number of stages or of replicas, each pair (stages, replicas)
+that uses nearly all peers is tried briefly (as in AMP, arXiv 2210.07297). Only communication is compared, because the
+same peers do the same computation. `layout_cost.cost_of_pipelines` verifies the cost of a plan.
 """
 
 import itertools
@@ -24,25 +23,26 @@ from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import Topology, Workload, regions_of
 
 Solver = Callable[[Problem, Ints, SearchBudget, np.random.Generator], Ints]
-"""(problem, region_N, budget, rng) -> slots, as in layout_cost.py"""
+"""A search (problem, region_N, budget, rng) -> slots (see layout_cost.py); `region_N` has the region of each peer."""
 
 Record = list[tuple[float, float]]
-"""(seconds, best cost so far), at each improvement"""
+"""A search's history: (seconds since its begin, best cost so far in seconds), at each improvement."""
 
-LEAST_USED = 0.95  # of the peers
-MOST_STAGES_TRIED = 64
-HAND_DRAWS = 5  # a hand layout depends on which region comes first, so the best of some draws counts
+LEAST_USED = 0.95  # numbers of stages and replicas that use a smaller share of the peers are a last resort
+MOST_STAGES_TRIED = 64  # more stages are not tried, unless the workload asks for them
+HAND_DRAWS = 5  # each hand layout is sampled this often, and the cheapest sample counts
 
 
 @dataclass(frozen=True, slots=True)
 class SyncSolver:
-    """A value of `--solver`."""
+    """A search for a SyncPlan, which the user can choose with `--solver`, and the swarms that it accepts."""
 
     search: Solver
-    compared: bool = False  # by `--compare`
-    uses_all_peers: bool = False  # it lays out no swarm that would leave some peers unused
+    compared: bool = False  # whether `solver_records` compares this solver with others
+    uses_all_peers: bool = False  # whether the solver accepts only stages * replicas == number of peers
 
     def takes(self, problem: Problem) -> bool:
+        """Return whether the solver accepts the problem's number of peers; the search itself checks other limits."""
         return not self.uses_all_peers or problem.stages * problem.replicas == problem.peers
 
 
@@ -55,9 +55,19 @@ SYNC_SOLVERS = {
 
 
 def sync_plan(topology: Topology, solver: str, seed: int, budget: SearchBudget) -> SyncPlan:
-    """The plan of least communication, within the budget's seconds (without those for compiling).
+    """Return the plan with the least communication that a solver finds within the budget.
 
-    Raises UserError for an unknown solver, or a swarm too small for its workload or too large for the exact solver.
+    The time to compile the solver does not count against the budget.
+
+    Args:
+        topology: The peers, their links and the workload.
+        solver: A name in SYNC_SOLVERS or `layouts.HAND`.
+        seed: Seed of all random choices.
+        budget: Limits of the search.
+
+    Raises:
+        UserError: If the solver is unknown, the swarm is too small for its workload, or the solver cannot take a swarm
+            of this size.
     """
     workload = topology.workload or Workload(stages=None, replicas=None)
     region_N = regions_of(topology)
@@ -71,7 +81,7 @@ def sync_plan(topology: Topology, solver: str, seed: int, budget: SearchBudget) 
     between = budget.clock()
     baselines = hand_costs(problem, region_N, seed)
     used = budget.clock() - begin
-    used += 2 * (budget.clock() - between) / (len(layouts.HAND) * HAND_DRAWS)  # for laying out the result
+    used += 2 * (budget.clock() - between) / (len(layouts.HAND) * HAND_DRAWS)
     slots = _solve(problem, region_N, solver, seed, budget.less(used))
     found = best_layout(problem, slots)
     return SyncPlan(
@@ -90,7 +100,10 @@ def sync_plan(topology: Topology, solver: str, seed: int, budget: SearchBudget) 
 def best_degrees(
     topology: Topology, region_N: Ints, workload: Workload, seed: int, budget: SearchBudget
 ) -> tuple[Workload, dict[str, float]]:
-    """The workload with both degrees set, and the cost of every pair tried, as `"8x8": seconds`."""
+    """Return the workload with the best numbers of stages and replicas, and the cost in seconds of each pair tried.
+
+    The key of a cost is its pair, such as "8x4" for 8 stages of 4 replicas.
+    """
     pairs = candidates(len(topology), workload.stages, workload.replicas)
     costs: dict[str, float] = {}
     best, least = workload, float("inf")
@@ -106,7 +119,11 @@ def best_degrees(
 
 
 def divided(workload: Workload, stages: int, replicas: int) -> Workload:
-    """The workload with these degrees; totals of the whole model and the whole batch are divided by them."""
+    """Return the workload with these numbers of stages and replicas, and the gigabytes of one stage and one replica.
+
+    If `workload.stages` is None, the workload's gradients are those of the whole model, and are divided by `stages`. If
+    `workload.replicas` is None, its activations are those of the whole batch, and are divided by `replicas`.
+    """
     gradient, activation = workload.gradient_gbytes, workload.activation_gbytes
     return replace(
         workload,
@@ -118,7 +135,10 @@ def divided(workload: Workload, stages: int, replicas: int) -> Workload:
 
 
 def candidates(peers: int, stages: int | None, replicas: int | None) -> list[tuple[int, int]]:
-    """The pairs of degrees to try. Pairs that leave more than a few peers unused count only where no other exists."""
+    """Return the pairs (stages, replicas) to try for this number of peers; a number that is not None stays as it is.
+
+    Pairs that use less than LEAST_USED of the peers are returned only if no pair uses more.
+    """
     counts = np.arange(1, min(peers, MOST_STAGES_TRIED) + 1) if stages is None else np.array([stages])
     found = [(int(s), replicas or peers // int(s)) for s in counts if s * (replicas or peers // int(s)) <= peers]
     full = [pair for pair in found if pair[0] * pair[1] >= LEAST_USED * peers]
@@ -126,7 +146,7 @@ def candidates(peers: int, stages: int | None, replicas: int | None) -> list[tup
 
 
 def hand_costs(problem: Problem, region_N: Ints, seed: int) -> dict[str, float]:
-    """What the layouts that a person would draw cost, in seconds; each is the best of HAND_DRAWS draws."""
+    """Return the cost in seconds of each hand layout, by name; each is the best of HAND_DRAWS random samples."""
     costs = {}
     for name in layouts.HAND:
         rng = chance.arrays(seed, "hand", name)
@@ -136,7 +156,7 @@ def hand_costs(problem: Problem, region_N: Ints, seed: int) -> dict[str, float]:
 
 
 def solver_records(topology: Topology, seed: int, seconds: float, clock: Callable[[], float]) -> dict[str, Record]:
-    """Each solver's progress within `seconds`, and the hand layouts as one point each, which no time improves."""
+    """Return cost histories by name, of each compared solver within `seconds` and of each hand layout (one point)."""
     problem = problem_of(topology, topology.workload or Workload())
     region_N = regions_of(topology)
     found: dict[str, Record] = {name: [(0.0, cost)] for name, cost in hand_costs(problem, region_N, seed).items()}
@@ -157,7 +177,7 @@ def solver_records(topology: Topology, seed: int, seconds: float, clock: Callabl
 
 
 def _compile(solver: str) -> None:
-    """Compiles what the solver runs, or loads it from disk, by solving for eight peers."""
+    """Compile the solver's functions, or load them from disk, by solving a problem of eight peers."""
     same = 1.0 - np.eye(8)
     _solve(Problem(same, same, 2, 4), np.zeros(8, np.int64), solver, 0, SearchBudget(rounds=1))
 
@@ -168,9 +188,12 @@ def _solve(problem: Problem, region_N: Ints, solver: str, seed: int, budget: Sea
         return layouts.STARTS[solver](region_N, problem.stages, problem.replicas, rng)
     if solver not in SYNC_SOLVERS:
         known = ", ".join([*SYNC_SOLVERS, *layouts.HAND])
-        raise UserError(f"--solver {solver} is not one for --objective sync; there are: {known}")
+        raise UserError(f"--solver {solver} is unknown: --objective sync expects one of {known}")
     if not SYNC_SOLVERS[solver].takes(problem):
-        raise UserError(f"--solver {solver} uses every peer: stages * replicas must be {problem.peers}; use genetic")
+        raise UserError(
+            f"--solver {solver} needs as many peers as stages * replicas; there are {problem.peers} for "
+            f"{problem.stages} * {problem.replicas}: use --solver genetic"
+        )
     return SYNC_SOLVERS[solver].search(problem, region_N, budget, rng)
 
 
@@ -179,25 +202,25 @@ def _named(topology: Topology, rows: Ints) -> list[list[str]]:
 
 
 def _reason(topology: Topology, found: Layout, baselines: dict[str, float], solver: str) -> str:
-    """One paragraph of plain words: what the layout costs, in which parts, and how it compares."""
+    """Return one paragraph that explains the layout's cost, its parts, and how it compares with the hand layouts."""
     best = min(baselines, key=lambda name: baselines[name])
     gain = 1 - found.cost.total / baselines[best] if baselines[best] > 0 else 0.0
     word = "below" if gain > 0 else "above"
     against = f"{abs(gain):.1%} {word} the best hand layout ({best}, {baselines[best]:.3f} s)"
     if abs(gain) < 5e-4:
-        against = f"the same as the hand layout {best}: on a swarm this regular, a person finds it too"
+        against = f"the same as the hand layout {best}: a swarm this regular needs no search"
     stages, replicas = found.stages_SR.shape
     local = _inside(topology, found.stages_SR.T)
     return (
         f"{stages} stages of {replicas} replicas cost {found.cost.total:.3f} s of communication a step: "
         f"{found.cost.pipeline:.3f} s for activations and gradients between stages, and "
-        f"{found.cost.data_parallel:.3f} s for averaging in the dearest stage. {local:.0%} of the pipelines' hops "
+        f"{found.cost.data_parallel:.3f} s for averaging in the slowest stage. {local:.0%} of the pipelines' hops "
         f"and {_inside(topology, found.stages_SR):.0%} of the neighbours within a stage stay inside a region. "
         f"The {solver} plan is {against}."
     )
 
 
 def _inside(topology: Topology, rows: Sequence[Sequence[int]] | Ints) -> float:
-    """The share of neighbours in these rows that are in one region."""
+    """Return the share, 0 to 1, of adjacent peers in `rows` that are in the same region."""
     pairs = [topology.regions[a] == topology.regions[b] for row in rows for a, b in itertools.pairwise(row)]
     return sum(pairs) / len(pairs) if pairs else 1.0

@@ -1,11 +1,11 @@
-"""What a model's layers cost: FLOPs and bytes per token and layer, and how much device memory a span takes.
+"""Estimate what a model's layers cost each peer: seconds per token, bytes on links, and device memory.
 
-    bytes of a span = parameters * 36 + micro-batch tokens * 34 * width * blocks + logits
+    bytes of a span = parameters * 36 + micro-batch tokens * 34 * width * blocks + bytes of the logits
 
-36 bytes a parameter: theta, phi, b, m, e, the gradient and two moments of AdamW in float32 (32), and two snapshots
-of int8 and 4-bit values (3; rounded up for the codec's scales). 34 bytes per channel and token are a block's
-activations in 16 bits without the attention matrix (Korthikanti et al., arXiv 2205.05198, equation 2; the attention
-kernel here never writes that matrix).
+36 bytes per parameter: eight vectors in float32 (32: the weights, four vectors of gossip, the gradient, two moments of
+AdamW), and two snapshots of int8 and 4-bit values (3; rounded up for the codec's scales). 34 bytes per channel and
+token: a block's activations in 16 bits without the attention matrix, which the attention kernel never writes
+(Korthikanti et al., arXiv 2205.05198, equation 2).
 """
 
 from dataclasses import dataclass
@@ -17,61 +17,66 @@ from decentral.core.errors import UserError
 from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.topology import Topology
 
-STATE_BYTES = 36.0  # per parameter
-FETCHED_BYTES = 4.0  # per parameter: donors give weights in fp32, and no moments (`donated` of the update rules)
-SNAPSHOT_BYTES = 1.5  # per parameter: what one exchange moves in one direction
-ROUND_S = 600.0  # any two holders of a layer exchange it once in this time
-MOST_PLANNED_SEQUENCES = 64  # a larger micro-batch makes no device faster
+STATE_BYTES = 36.0  # device memory per parameter; the module's docstring has the sum
+FETCHED_BYTES = 4.0  # per parameter, a newcomer downloads its weights in fp32, but no moments
+SNAPSHOT_BYTES = 1.5  # bytes per parameter that a gossip exchange sends in each direction
+ROUND_S = 600.0  # any two holders of a layer are assumed to exchange its snapshots at this interval
+MOST_PLANNED_SEQUENCES = 64  # larger micro-batches are not planned, as no device is faster with them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCosts:
-    """What the layers cost each peer, for the asynchronous swarm's throughput."""
+    """The time, memory and traffic that each of L layers costs each of N peers of an asynchronous swarm."""
 
-    seconds_NL: Floats  # a peer's seconds per token in a layer, forward and backward
-    state_L: Floats  # bytes of a layer's state
-    fetched_L: Floats  # bytes that a peer downloads to take over a layer
-    activation_L: Floats  # bytes of a layer's activations per sequence
-    snapshot_L: Floats  # bytes per second that gossip of a layer puts on each direction between two holders
+    seconds_NL: Floats  # each peer's seconds per token in each layer, forward and backward
+    state_L: Floats  # bytes of each layer's weights, moments and gossip state
+    fetched_L: Floats  # bytes that a newcomer downloads for each layer
+    activation_L: Floats  # bytes of each layer's activations per sequence
+    snapshot_L: Floats  # bytes/s of gossip about each layer between two holders, in each direction
     memory_N: Floats  # bytes
-    link_NN: Floats  # bytes/s, the lesser of both directions
-    hidden_bytes: float  # bytes of one token between two layers, one way
-    holders: int  # the least number of peers that must hold each layer
+    link_NN: Floats  # bytes/s in the slower direction; 0 from a peer to itself
+    hidden_bytes: float  # bytes of one token's activations between two layers, one way
+    holders: int  # each layer must be trained by at least this many peers
 
     @property
     def peers(self) -> int:
+        """Return the number of peers, N."""
         return len(self.memory_N)
 
     @property
     def layers(self) -> int:
+        """Return the number of layers, L."""
         return len(self.state_L)
 
     def compute_bound(self) -> float:
-        """Tokens/s if every device computed all the time and links cost nothing."""
+        """Return the tokens/s that the swarm would train if every device always computed and links cost nothing."""
         return float((1 / self.seconds_NL.sum(axis=1)).sum())
 
     def fits(self, peer: int, first: int, last: int) -> bool:
-        """Whether the peer's memory takes layers [first, last) with a micro-batch of one sequence."""
+        """Return whether layers [first, last) and a micro-batch of one sequence fit in a peer's memory."""
         return bool(self.bytes_of(first, last, 1) <= self.memory_N[peer])
 
     def bytes_of(self, first: int, last: int, sequences: int) -> float:
-        """Bytes that layers [first, last) take with a micro-batch of so many sequences."""
+        """Return the bytes that layers [first, last) take with a micro-batch of `sequences` sequences."""
         return float(self.state_L[first:last].sum() + sequences * self.activation_L[first:last].sum())
 
     def reach(self, peer: int, first: int) -> int:
-        """Where the longest span from `first` that fits this peer ends; `first` if no layer fits."""
+        """Return the end of the longest span from `first` that fits in a peer's memory; `first` if no layer fits."""
         last = first
         while last < self.layers and self.fits(peer, first, last + 1):
             last += 1
         return last
 
     def sequences(self, peer: int, first: int, last: int) -> int:
-        """The largest micro-batch of this span that fits the peer, up to MOST_PLANNED_SEQUENCES."""
+        """Return the largest micro-batch, in sequences, that fits in a peer's memory beside layers [first, last).
+
+        The result is between 1 and MOST_PLANNED_SEQUENCES, and 1 even if no sequence fits.
+        """
         free_bytes = self.memory_N[peer] - self.state_L[first:last].sum()
         return int(min(MOST_PLANNED_SEQUENCES, max(1, free_bytes // max(1.0, self.activation_L[first:last].sum()))))
 
     def valid(self, spans_N2: Ints) -> bool:
-        """Whether every span fits its peer and every layer has enough holders."""
+        """Return whether every span fits in its peer's memory, and every layer has at least `self.holders` holders."""
         held = np.zeros(self.layers, np.int64)
         for peer, (first, last) in enumerate(spans_N2):
             if first < last and not self.fits(peer, first, last):
@@ -81,15 +86,25 @@ class LayerCosts:
 
 
 def of_model(topology: Topology, config: Config, holders: int = 1) -> LayerCosts:
-    """What this run's model costs these peers. Raises UserError if they cannot hold it, or were not measured."""
+    """Return what a run's model costs the peers of a topology.
+
+    Args:
+        topology: Peers with measured FLOP/s and memory.
+        config: The run's config, which describes the model.
+        holders: Smallest number of peers that must train each layer.
+
+    Raises:
+        UserError: If the peers' memory cannot hold the model, a peer's FLOP/s or memory is 0, or the model is user
+            code (`model.layers`).
+    """
     flops_L, parameters_L = _layers(config)
     if not (topology.flops > 0).all() or not (topology.memory_bytes > 0).all():
         bad = topology.ids[int(np.argmin(np.minimum(topology.flops, topology.memory_bytes)))]
-        raise UserError(f"topology: the throughput objective needs tflops and memory_gb above 0; peer {bad} lacks one")
+        raise UserError(f"topology: the throughput objective needs tflops and memory_gb above 0; for {bad} one is 0")
     model = config.model
     activation_L = np.full(len(flops_L), 34.0 * model.d_model * model.context)
     activation_L[0] = 2.0 * model.d_model * model.context
-    activation_L[-1] = 6.0 * model.vocabulary * model.context  # logits and their gradient
+    activation_L[-1] = 6.0 * model.vocabulary * model.context  # the head: 6 bytes for each logit and its gradient
     state_L = STATE_BYTES * parameters_L
     link_NN = np.minimum(topology.bandwidth, topology.bandwidth.T)
     costs = LayerCosts(
@@ -108,31 +123,35 @@ def of_model(topology: Topology, config: Config, holders: int = 1) -> LayerCosts
 
 
 def flops_per_token(config: Config) -> float:
-    """FLOPs for training all layers on one token: it turns a measured rate of tokens into one of FLOPs."""
+    """Return the FLOPs per token that training all layers takes, forward and backward.
+
+    Raises:
+        UserError: If the model is user code (`model.layers`).
+    """
     return float(_layers(config)[0].sum())
 
 
 def _layers(config: Config) -> tuple[Floats, Floats]:
-    """Training FLOPs per token (three times forward) and parameters of embedding, blocks and head."""
+    """Return FLOPs per token (forward and backward) and parameters of each layer: embedding, blocks, head."""
     model = config.model
     if model.layers is not None:
-        raise UserError("--model: a model given as model.layers has no known costs; plan with depth and width")
+        raise UserError("--model: the costs of user code (model.layers) are unknown; plan with model.depth and width")
     parameters_L = np.array(model.layer_parameters, dtype=np.float64)
     flops_L = 2 * parameters_L
-    flops_L[0] = 2 * model.d_model  # a table is read, not multiplied
+    flops_L[0] = 2 * model.d_model  # the embedding only looks a row up
     reach = min(model.window or model.context, model.context)
-    attended = reach - reach**2 / (2 * model.context)  # positions, on average: half of them where there is no window
-    flops_L[1:-1] += 4 * attended * model.d_queries  # scores and values
+    attended = reach - reach**2 / (2 * model.context)  # mean number of positions to which a token attends
+    flops_L[1:-1] += 4 * attended * model.d_queries  # attention scores, and their products with the values
     return 3 * flops_L, parameters_L
 
 
 def _check_memory(costs: LayerCosts) -> None:
-    """Raises UserError if the peers cannot hold every layer often enough, or none can hold the largest layer."""
+    """Raise UserError if the peers together cannot hold `costs.holders` copies, or the largest layer fits no device."""
     need, have = costs.holders * float(costs.state_L.sum()), float(costs.memory_N.sum())
     if have < need:
         raise UserError(
-            f"topology: {costs.holders} holder(s) of every layer need {need / 1e9:.1f} GB of memory; the whole pool "
-            f"has {have / 1e9:.1f} GB: add peers, or plan a smaller model"
+            f"topology: {costs.holders} holder(s) of every layer need {need / 1e9:.1f} GB of memory; the peers "
+            f"together have {have / 1e9:.1f} GB: add peers, or plan a smaller model"
         )
     largest = float((costs.state_L + costs.activation_L).max())
     if costs.memory_N.max() < largest:

@@ -1,16 +1,18 @@
-"""The planner's linear programme: tokens per second through given spans and links, and the routes that carry them.
+"""Compute the greatest flow of tokens through given spans and links (`maximum`), and its routes (`routes`).
 
-Live routes are weighted by another one (routing.py), which every peer solves often: it is smaller, and knows no links.
-A token is computed in layer x by some holder of x, then stays in that peer or moves to another holder of x + 1. So
-spans may overlap, and a route may leave or enter a span anywhere (Helix, arXiv 2406.01566, generalised from whole
-spans to parts of them). As a linear programme (HiGHS):
+A peer that holds layer x computes a token in layer x; then the token stays in the peer or moves to another peer that
+holds layer x + 1. So spans may overlap, and a route may enter or leave a span at any layer (Helix, arXiv 2406.01566,
+generalised from whole spans to parts of spans). The linear programme (HiGHS):
 
     y_jx   tokens/s that peer j computes in layer x
-    k_jx   tokens/s that stay in j from layer x - 1 to x
-    m_ijx  tokens/s that move from i, after layer x - 1, to j for layer x
+    k_jx   tokens/s that stay in peer j from layer x - 1 to x
+    m_ijx  tokens/s that move from peer i, after layer x - 1, to peer j for layer x
     y_jx = k_jx + sum_i m_ijx  (x > 0);   y_j,x-1 = k_jx + sum_i m_jix;   maximise sum_j y_j0
-    sum_x seconds_jx * y_jx <= 1                                           a peer computes all the time at most
+    sum_x seconds_jx * y_jx <= 1                                           no peer computes for more than 1 s per second
     hidden * sum_x (m_ijx + m_jix) <= link_ij - gossip_ij                  forward one way, gradients back
+
+Planners solve this programme. Running peers often solve a smaller programme without links to weight their routes
+(routing.py).
 """
 
 import itertools
@@ -24,55 +26,55 @@ from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 
 FLOWS_REMEMBERED = 1024
-NEAREST = 8  # links that a peer keeps between two layers that many peers hold
-LINK_UNIT = 1e6  # bytes/s; it brings the links' constraints near 1
+NEAREST = 8  # for each layer, only this many of a peer's fastest links enter the linear programme, to keep it small
+LINK_UNIT = 1e6  # constraints of links are in units of this (bytes/s), as the solver needs numbers near 1
 
 Transfer = tuple[int, int, int, float]
-"""(from, to, layer entered, tokens/s)"""
+"""The flow from one peer to another: (sender, receiver, the layer that the receiver computes next, tokens/s)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaxFlow:
-    """The greatest flow through some spans."""
+    """The greatest flow of tokens through given spans."""
 
     tokens_per_s: float
-    computed_NL: Floats  # y: tokens/s that each peer computes in each layer
-    transfers: tuple[Transfer, ...]  # m, where it is not 0
-    idle_N: Floats  # the share of each peer's time without costs
-    price_L: Floats  # what more computing in this layer would be worth, relative to its holders' speed
+    computed_NL: Floats  # tokens/s that each peer computes in each layer (y)
+    transfers: tuple[Transfer, ...]
+    idle_N: Floats  # share of each peer's time without work, 0 to 1
+    price_L: Floats  # how scarce each layer is: proportional to the flow gained per speed added to its holders
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Variables:
-    """The linear programme's columns: all y, then all k, then all m."""
+    """The variables of the linear programme, in the order of its columns: all y, then all k, then all m."""
 
     holds_NL: Flags
     peer_Y: Ints
     layer_Y: Ints
     peer_K: Ints
-    layer_K: Ints  # the layer entered
+    layer_K: Ints  # the layer that the tokens enter
     sender_M: Ints
     receiver_M: Ints
-    layer_M: Ints  # the layer entered
+    layer_M: Ints  # the layer that the tokens enter
 
     @property
     def count(self) -> int:
         return len(self.peer_Y) + len(self.peer_K) + len(self.sender_M)
 
     def columns(self) -> tuple[Ints, Ints, Ints]:
-        """The numbers of the columns of all y, k and m."""
+        """Return the column numbers of all y, k and m."""
         first, second = len(self.peer_Y), len(self.peer_Y) + len(self.peer_K)
         return np.arange(first), np.arange(first, second), np.arange(second, self.count)
 
 
 def maximum(costs: LayerCosts, spans_N2: Ints) -> MaxFlow:
-    """The greatest throughput of these spans; none where the solver fails, as peers publish the figures."""
+    """Return the greatest flow through spans; a flow of 0 if the solver fails, which extreme costs may cause."""
     holds_NL = held(costs, spans_N2)
     peer_Y, layer_Y = np.nonzero(holds_NL)
     peer_K, layer_K = np.nonzero(holds_NL[:, 1:] & holds_NL[:, :-1])
     sender_M, receiver_M, layer_M = _transfers(costs, holds_NL)
     flow = _Variables(holds_NL, peer_Y, layer_Y, peer_K, layer_K + 1, sender_M, receiver_M, layer_M)
-    scale = costs.compute_bound()  # so that all numbers are near 1
+    scale = costs.compute_bound()  # rates are in units of this, as the solver needs numbers near 1
     balance, (use, limits) = _balance(flow), _capacities(costs, flow, scale)
     y, _, m = flow.columns()
     value = np.zeros(flow.count)
@@ -96,16 +98,16 @@ def maximum(costs: LayerCosts, spans_N2: Ints) -> MaxFlow:
 
 
 def _nothing(costs: LayerCosts) -> MaxFlow:
-    """No flow at all: every peer is idle."""
+    """Return a flow of 0, in which every peer is idle."""
     return MaxFlow(0.0, np.zeros(costs.seconds_NL.shape), (), np.ones(costs.peers), np.zeros(costs.layers))
 
 
 def _balance(flow: _Variables) -> coo_matrix:
-    """What a peer computes in a layer enters it there, and leaves it after the layer: one row for each."""
+    """Return constraints for each peer and layer: tokens that enter = tokens computed = tokens that leave."""
     enters, leaves = flow.layer_Y > 0, flow.layer_Y < flow.holds_NL.shape[1] - 1
     row_in = np.full(flow.holds_NL.shape, -1)
     row_in[flow.peer_Y[enters], flow.layer_Y[enters]] = np.arange(enters.sum())
-    row_out = np.full(flow.holds_NL.shape, -1)  # by the layer that was computed
+    row_out = np.full(flow.holds_NL.shape, -1)  # (peer, layer that tokens leave) -> row of the constraint
     row_out[flow.peer_Y[leaves], flow.layer_Y[leaves]] = enters.sum() + np.arange(leaves.sum())
     rows = [
         row_in[flow.peer_Y[enters], flow.layer_Y[enters]],
@@ -123,7 +125,7 @@ def _balance(flow: _Variables) -> coo_matrix:
 
 
 def _capacities(costs: LayerCosts, flow: _Variables, scale: float) -> tuple[coo_matrix, Floats]:
-    """The use of each peer's time (the first N rows) and of each link, and their limits."""
+    """Return the constraints as rows and upper bounds: the time of each of N peers, then the rate of each link."""
     peers = costs.peers
     low, high = np.minimum(flow.sender_M, flow.receiver_M), np.maximum(flow.sender_M, flow.receiver_M)
     pairs, row_of = np.unique(low * peers + high, return_inverse=True)
@@ -137,13 +139,13 @@ def _capacities(costs: LayerCosts, flow: _Variables, scale: float) -> tuple[coo_
 
 @dataclass(slots=True)
 class FlowSolver:
-    """Remembers the flows of spans, because the search of a small swarm returns to the same spans again and again."""
+    """Computes flows with a cache, for searches that evaluate the same spans several times."""
 
     costs: LayerCosts
     _known: dict[bytes, MaxFlow] = field(default_factory=dict)
 
     def maximum(self, spans_N2: Ints) -> MaxFlow:
-        """As the function `maximum`."""
+        """Return the greatest flow through spans, from the cache or by the function `maximum`."""
         key = spans_N2.tobytes()
         if key not in self._known:
             if len(self._known) >= FLOWS_REMEMBERED:
@@ -153,21 +155,28 @@ class FlowSolver:
 
 
 def held(costs: LayerCosts, spans_N2: Ints) -> Flags:
-    """Which peer holds which layer: N x L."""
+    """Return an N x L array of flags: whether each peer's span includes each layer."""
     layer = np.arange(costs.layers)
     return np.asarray((spans_N2[:, :1] <= layer) & (layer < spans_N2[:, 1:]))
 
 
 def link_left(costs: LayerCosts, holds_NL: Flags) -> Floats:
-    """Bytes/s between any two peers, one way, that gossip of their common layers leaves free: N x N."""
+    """Return the bytes/s, [N, N], that gossip of common layers leaves free on each link, in each direction."""
     holds = holds_NL.astype(np.float64)
     return np.asarray(np.maximum(0.0, costs.link_NN - (holds * costs.snapshot_L) @ holds.T))
 
 
 def routes(flow: MaxFlow, most: int = 256) -> list[tuple[float, list[tuple[int, int, int]]]]:
-    """The flow as routes: (share of all tokens, [(peer, first, last), ...]), the widest first, `most` at most.
+    """Split a flow into routes, and return the routes with the largest share of tokens first.
 
-    Less than a thousandth of the tokens may remain without a route."""
+    Args:
+        flow: A flow that `maximum` has returned.
+        most: Largest number of routes.
+
+    Returns:
+        (share of all tokens, [(peer, first, last), ...]) of each route, with layers [first, last) of each peer. The
+        shares sum to at least 0.999, unless `most` routes are too few.
+    """
     computed = flow.computed_NL.copy()
     transfers = {(i, x, j): rate for i, j, x, rate in flow.transfers}
     found: list[tuple[float, list[tuple[int, int, int]]]] = []
@@ -188,9 +197,9 @@ def routes(flow: MaxFlow, most: int = 256) -> list[tuple[float, list[tuple[int, 
 
 
 def _widest(computed: Floats, transfers: dict[tuple[int, int, int], float]) -> tuple[list[int], float]:
-    """The route whose narrowest part is widest (dynamic programme over the layers): each layer's peer, and tokens/s."""
+    """Return the route with the most tokens/s, as the peer of each layer, and its rate, by dynamic programming."""
     peers, layers = computed.shape
-    stay = np.zeros((layers, peers))  # tokens/s that stay in a peer: what it computed less what it sent away
+    stay = np.zeros((layers, peers))  # tokens/s that a peer passes to its own next layer
     stay[1:] = computed[:, :-1].T
     width = computed[:, 0].copy()
     before = np.full((layers, peers), -1)
@@ -213,8 +222,11 @@ def _widest(computed: Floats, transfers: dict[tuple[int, int, int], float]) -> t
 
 
 def _transfers(costs: LayerCosts, holds_NL: Flags) -> tuple[Ints, Ints, Ints]:
-    """Every (sender, receiver, layer entered) that the spans and links allow; of many only the NEAREST fastest of each
-    sender and receiver. What the smaller programme finds is still a flow that the swarm can carry."""
+    """Return all transfers that spans and links allow, as three arrays: sender, receiver, layer that tokens enter.
+
+    If many transfers enter a layer, only the NEAREST fastest links of each sender and receiver are returned. The flow
+    found may then be lower than the greatest flow, but the swarm can always carry it.
+    """
     parts = []
     for layer in range(1, costs.layers):
         senders, receivers = np.flatnonzero(holds_NL[:, layer - 1]), np.flatnonzero(holds_NL[:, layer])
@@ -229,7 +241,7 @@ def _transfers(costs: LayerCosts, holds_NL: Flags) -> tuple[Ints, Ints, Ints]:
 
 
 def _largest(links: Floats) -> Flags:
-    """Marks the NEAREST largest of each row; among equal links it chooses differently in each row."""
+    """Return a mask of the NEAREST largest entries of each row; among equal entries, each row prefers other columns."""
     rows, columns = links.shape
     turn = (np.arange(columns)[None, :] - np.arange(rows)[:, None]) % columns
     order = np.lexsort((turn, -links), axis=1)[:, :NEAREST]
@@ -244,6 +256,6 @@ def _matrix(values: list[Floats], rows: list[Ints], columns: list[Ints], height:
 
 
 def _prices(marginal_N: Floats, holds_NL: Flags, seconds_NL: Floats) -> Floats:
-    """What more time of a layer's holders is worth, relative to their speed: high where a layer is scarce."""
+    """Return MaxFlow.price_L; minus `marginal_N` is the flow gained per second of time that is added to each peer."""
     worth = np.maximum(0.0, -marginal_N)[:, None] / (1 / seconds_NL.sum(axis=1))[:, None]
     return np.asarray((worth * holds_NL).sum(axis=0) / np.maximum(1, holds_NL.sum(axis=0)))

@@ -1,8 +1,8 @@
-"""The best spans, proven, for small swarms: one mixed-integer programme (HiGHS).
+"""Find the optimal spans of a small swarm by one mixed-integer programme (HiGHS). Start reading at `best_spans`.
 
-It is the linear programme of max_flow.py with every peer able to hold every layer, and a binary choice of one span (or
-none) per peer: a layer is computed only where it is held. Gossip takes its part of a link for each layer that both ends
-hold; a link that gossip overloads carries no tokens, as in max_flow.py.
+The programme is the linear programme of max_flow.py plus binary variables, which choose at most one span for each peer;
+a peer computes only the layers of its span. Gossip uses a part of a link for each layer that both ends hold. A link
+that gossip overloads carries no tokens, as in max_flow.py.
 """
 
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ from decentral.scheduler.topology.arrays import Floats, Ints
 
 
 def options(costs: LayerCosts) -> int:
-    """How many spans all peers together could hold: the number of binary choices."""
+    """Return the number of binary choices: the (peer, span) pairs whose span fits in the peer's memory."""
     return sum(1 for _ in _choices(costs))
 
 
 def best_spans(costs: LayerCosts, seconds: float = 600.0) -> Ints | None:
-    """Spans (N x 2) of the greatest throughput found within `seconds`, at most 600; None if no valid ones were."""
+    """Return the best spans_N2 found in `seconds` (600 at most); None if the solver finds no valid spans in time."""
     model = _Model(costs)
     limits = {"time_limit": min(seconds, 600.0), "mip_rel_gap": 1e-7}
     found = milp(model.value, integrality=model.integer, bounds=model.bounds, constraints=model.rules(), options=limits)
@@ -42,8 +42,12 @@ def _choices(costs: LayerCosts) -> Iterator[tuple[int, int, int]]:
 
 
 class _Model:
-    """Columns: z (choices), y and k (peer, layer), m (from, to, layer), b (pair, layer: 1 where both hold it), and
-    v (pair: 1 where gossip leaves nothing of the link)."""
+    """The programme's columns and rows.
+
+    Columns, in order: z (a possible span of a peer: 1 if chosen), y and k (peer, layer), m (sender, receiver, layer), b
+    (pair, layer: 1 if both peers hold the layer), and v (pair: 1 if gossip uses up the link). max_flow.py defines y, k
+    and m.
+    """
 
     def __init__(self, costs: LayerCosts) -> None:
         self.costs = costs
@@ -73,7 +77,7 @@ class _Model:
         return int(self.at[3]) + (i * self.costs.peers + j) * self.costs.layers + layer
 
     def _upper(self) -> Floats:
-        """Upper bounds: all tokens together; 0 for entering layer 0, and for pairs of peers without a link."""
+        """Return the columns' upper bounds: 0 for impossible transfers (into layer 0, without a link), else 1."""
         upper = np.ones(self.count)
         linked = set(self.pairs)
         for i in range(self.costs.peers):
@@ -85,7 +89,7 @@ class _Model:
         return upper
 
     def rules(self) -> LinearConstraint:
-        """Every constraint as a sparse row between two limits."""
+        """Return all constraints, each as a sparse row with a lower and an upper limit."""
         self._spans()
         self._tokens()
         self._links()
@@ -97,11 +101,11 @@ class _Model:
         return LinearConstraint(matrix.tocsr(), low, high)
 
     def _holding(self, peer: int, layer: int, sign: float) -> dict[int, float]:
-        """The peer's choices that hold the layer, each with the factor `sign`."""
+        """Return {column: sign} for each possible span of the peer that includes the layer."""
         return {n: sign for n, (p, first, last) in enumerate(self.choices) if p == peer and first <= layer < last}
 
     def _spans(self) -> None:
-        """Each peer has one span at most, and each layer enough holders."""
+        """Add the rows that give each peer at most one span, and each layer at least `holders` holders."""
         costs = self.costs
         for peer in range(costs.peers):
             self._rows.append(({n: 1.0 for n, choice in enumerate(self.choices) if choice[0] == peer}, 0, 1))
@@ -110,7 +114,7 @@ class _Model:
             self._rows.append((holding, costs.holders, np.inf))
 
     def _tokens(self) -> None:
-        """Peers compute only layers that they hold, within their time, and tokens are conserved."""
+        """Add the rows that let peers compute only layers that they hold, within their time, and conserve tokens."""
         costs = self.costs
         for j in range(costs.peers):
             seconds = {self.y(j, x): float(costs.seconds_NL[j, x] * self.scale) for x in range(costs.layers)}
@@ -124,7 +128,10 @@ class _Model:
                     self._rows.append(({self.y(j, x - 1): 1.0, self.k(j, x): -1.0, **leaves}, 0, 0))
 
     def _links(self) -> None:
-        """On each link hidden * moved + gossip <= rate, or nothing moves (v = 1)."""
+        """Add a row for each link: hidden values and gossip must fit its rate.
+
+        If gossip alone uses up the link (v = 1), no micro-batch may travel over it.
+        """
         costs = self.costs
         for number, (i, j) in enumerate(self.pairs):
             full = int(self.at[5]) + number

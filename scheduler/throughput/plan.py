@@ -1,7 +1,7 @@
-"""The plan for the objective `throughput` of an asynchronous swarm: spans, routes, micro-batches, gossip partners.
+"""Plan an asynchronous swarm for throughput: spans, routes, micro-batches and gossip partners.
 
-Two figures stand beside the plan's own: an upper bound (all devices compute all the time, and links cost nothing), so
-that a user sees what the network and the memory cost, and the flow through equal spans placed at random.
+Start reading at `throughput_plan`. A plan's throughput can be compared with two figures: an upper bound (all devices
+always compute, and links cost nothing), and the throughput of equal spans that are placed at random.
 """
 
 from collections.abc import Callable
@@ -20,16 +20,25 @@ from decentral.scheduler.topology.plan import ThroughputPlan
 from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import Topology, regions_of
 
-RANDOM_DRAWS = 5
-GOSSIP_SHARE = 0.2  # of the seconds for the search of partners
+RANDOM_DRAWS = 5  # the baseline is the best of this many random placements
+GOSSIP_SHARE = 0.2  # share of the planning time for the choice of gossip partners
 
 
 def throughput_plan(
     topology: Topology, config: Config, solver: str, seed: int, budget: SearchBudget, holders: int = 1
 ) -> ThroughputPlan:
-    """The plan of greatest throughput for this model, with at least `holders` peers for each layer, in budget.seconds.
+    """Return the plan with the greatest throughput that a solver finds within the budget.
 
-    Raises UserError if the swarm cannot hold the model, or if the solver is unknown.
+    Args:
+        topology: The swarm's devices and links.
+        config: The run's config, which describes the model.
+        solver: A name in THROUGHPUT_SOLVERS.
+        seed: Seed of all random choices.
+        budget: Limit of the whole search, first for spans, then for gossip partners.
+        holders: Smallest number of peers that must hold each layer.
+
+    Raises:
+        UserError: If the swarm cannot hold the model, no such solver exists, or the swarm is too large for the solver.
     """
     start = budget.clock()
     costs = layer_costs.of_model(topology, config, holders)
@@ -37,7 +46,7 @@ def throughput_plan(
     rest = budget.less(budget.clock() - start)
     chosen = _solve(costs, regions_of(topology), solver, seed, rest.part(1 - GOSSIP_SHARE))
     if not costs.valid(chosen):
-        raise UserError(f"--holders {holders}: no spans found that give every layer its holders; add memory or peers")
+        raise UserError(f"--holders {holders}: found no plan where so many peers hold each layer; add memory or peers")
     found = max_flow.maximum(costs, chosen)
     bound = costs.compute_bound()
     share = rest.part(GOSSIP_SHARE).silent()
@@ -60,23 +69,26 @@ def throughput_plan(
 
 
 def _solve(costs: LayerCosts, region_N: Ints, solver: str, seed: int, budget: SearchBudget) -> Ints:
-    """The spans that the solver of this name chooses."""
+    """Return the spans that the solver of this name finds; raise UserError if there is no such solver."""
     rng = chance.arrays(seed, "spans", solver)
     if solver not in THROUGHPUT_SOLVERS:
         known = ", ".join(THROUGHPUT_SOLVERS)
-        raise UserError(f"--solver {solver} is not one for --objective throughput; there are: {known}")
+        raise UserError(f"--solver {solver} is unknown: --objective throughput expects one of {known}")
     return THROUGHPUT_SOLVERS[solver](costs, region_N, budget, rng)
 
 
 def _exact(costs: LayerCosts, region_N: Ints, budget: SearchBudget, rng: np.random.Generator) -> Ints:
     found = milp.best_spans(costs, budget.seconds) if milp.options(costs) <= 2_000 else None
     if found is None:
-        raise UserError("--solver exact takes up to about 6 peers and 8 layers; use --solver genetic")
+        raise UserError(
+            "--solver exact is for at most about 6 peers with 8 layers; it found no plan for "
+            f"{costs.peers} peers with {costs.layers} layers: use --solver genetic"
+        )
     return found
 
 
 def _flow(costs: LayerCosts, region_N: Ints, budget: SearchBudget, rng: np.random.Generator) -> Ints:
-    """Return the hand-drawn chains with the greatest flow."""
+    """Return the spans of the best chain from which `span_search.search` would start, without a search."""
     chains = [span_search.chains(costs, groups, rng) for groups in span_search.groupings(costs, region_N)]
     valid = [spans for spans in chains if costs.valid(spans)]
     valid = valid or [span_search.repaired(costs, span_search.fill(costs, rng))]
@@ -92,13 +104,16 @@ THROUGHPUT_SOLVERS: dict[str, Callable[[LayerCosts, Ints, SearchBudget, np.rando
 
 
 def random_throughput(costs: LayerCosts, seed: int) -> float:
-    """Tokens/s through equal spans placed at random, the best of RANDOM_DRAWS draws."""
+    """Return the throughput, in tokens/s, of the best of RANDOM_DRAWS random plans.
+
+    In each, the model is cut into stages of equally many layers, and each peer gets a random stage.
+    """
     rng = chance.arrays(seed, "equal spans")
     return max(max_flow.maximum(costs, span_search.equal_random(costs, rng)).tokens_per_s for _ in range(RANDOM_DRAWS))
 
 
 def _micro_batches(topology: Topology, costs: LayerCosts, chosen: Ints) -> dict[str, int]:
-    """Sequences in each peer's micro-batch: as many as fit into its memory beside its layers."""
+    """Return the sequences in each peer's micro-batch: as many as fit in its memory beside its layers."""
     named = zip(topology.ids, chosen, strict=True)
     return {name: costs.sequences(i, int(a), int(b)) for i, (name, (a, b)) in enumerate(named) if a < b}
 
@@ -111,7 +126,7 @@ def _routes(topology: Topology, found: max_flow.MaxFlow) -> list[JsonObject]:
 
 
 def _reason(costs: LayerCosts, chosen: Ints, found: max_flow.MaxFlow, baseline: float) -> str:
-    """One paragraph of plain words: what the plan reaches, and how much computing waits for links or layers."""
+    """Return a paragraph for the user: the plan's throughput, and the share of computing power that stays idle."""
     bound = costs.compute_bound()
     whole = int(((chosen[:, 1] - chosen[:, 0]) == costs.layers).sum())
     speed = 1 / costs.seconds_NL.sum(axis=1)
@@ -123,6 +138,6 @@ def _reason(costs: LayerCosts, chosen: Ints, found: max_flow.MaxFlow, baseline: 
     return (
         f"{found.tokens_per_s:.4g} tokens/s, {found.tokens_per_s / bound:.1%} of what all devices could compute with "
         f"free links{times}. {shape[0].upper()}{shape[1:]}. {idle:.1%} of the swarm's computing power waits for "
-        f"links or for layers that it does not hold. Each layer has at least "
+        f"links, or for layers that the waiting peers do not hold. Each layer has at least "
         f"{int(np.min(max_flow.held(costs, chosen).sum(axis=0)))} holder(s)."
     )

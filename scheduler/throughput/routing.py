@@ -1,21 +1,21 @@
-"""The linear programme of live routes: which share of micro-batches each peer sends to which next peer.
+"""Compute routing weights: the share of its micro-batches that a peer sends to each next peer. Start at `solve`.
 
-The planner's programme, of which spans peers should hold, is another one (max_flow.py). Every peer solves this for
-itself from the roster, in which speeds are measured; equal rosters give equal flows. Peers with the same span count as
-one that is as fast as all of them, so the program grows with the model and hardly with the swarm. It is a linear
-program (HiGHS) over hops (span i carries from cut a to cut b; cuts are where fragments meet):
+Every peer solves the same linear programme (HiGHS) from its roster, which has all peers' measured speeds; equal rosters
+give equal flows. Peers with the same span count as one peer with the sum of their speeds, so that the programme's
+size depends on the model and hardly on the number of peers. The programme's variables are hops: span i computes from
+cut a to cut b, which is share_ab of the model. A cut is a boundary between two fragments, or an end of the model.
 
-    z_iab >= 0                                         micro-batches' tokens/s on that hop
-    sum_ia z_iab = sum_jc z_jbc                        at each cut b between the ends
+    z_iab >= 0                                         tokens/s on that hop
+    sum_ia z_iab = sum_jc z_jbc                        at each cut b inside the model
     sum_ab z_iab share_ab <= speed_i                   no span computes more than its peers can
     maximise sum_ib z_i0b - HOP_COST sum z             a hop must carry more than it costs
 
-Peers with the whole model train by themselves, but carry others' micro-batches to the end when they are asked. They are
-in the program with only the hops that end there. So they take others' micro-batches where spans would be idle without
-them, for what a whole-model peer loses by one stage is less than what the stages before it gain, and no others.
+Peers with the whole model train alone, but on request they execute the last layers for other peers' micro-batches. In
+the programme they have only hops to the model's end. Such a hop costs a whole-model peer less throughput than the peers
+of the earlier hops gain, because those peers would otherwise be idle.
 
-Links are not in it: each hop costs a little for their delay, and what they cannot carry shows in the times that routes
-measure.
+Links are not part of the programme. HOP_COST stands for their delay, and measured times of routes show overloaded
+links. Another programme (max_flow.py) plans which spans peers should hold.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,26 +30,26 @@ from scipy.sparse import coo_matrix
 from decentral.comm.pipeline.next_peer import RoutingWeights
 from decentral.core.fragments import Fragment
 
-HOP_COST = 0.01  # the part of the flow that may be lost for one hop less
-MOST_HOPS = 40_000  # variables, some seconds; with more different spans routes go by measured times alone
-LEAST_RATE = 1e-6  # smaller rates, relative to the sum of all speeds, count as none
-SOLVED_AT_ONCE = 200  # variables of a small swarm's flow, which is solved whenever enough has changed
-FLOW_PAUSE_S = 2.0  # between two solutions for each variable beyond these: one peer changes little in a large swarm
-FLOWS_KEPT = 128  # solutions in the cache: many simulated peers know the same roster
-SPEED_CHANGED = 0.1  # the part of all speed that has to change before the flow is solved again
+HOP_COST = 0.01  # each hop costs this share of its flow, so that routes with fewer hops are preferred
+MOST_HOPS = 40_000  # with more hops, the solver would take too long, and no weights are returned
+LEAST_RATE = 1e-6  # rates below this share of all peers' speed count as 0, as the solver is not exact
+SOLVED_AT_ONCE = 200  # up to this many hops, the flow is solved again at once when speeds change
+FLOW_PAUSE_S = 2.0  # each hop beyond SOLVED_AT_ONCE delays the next solution by this
+FLOWS_KEPT = 128
+SPEED_CHANGED = 0.1  # the flow is solved again once speeds have changed by this share of their sum
 Span = tuple[int, int]  # fragments [begin, end)
-Ends = dict[Span, dict[int, dict[int, float]]]  # RoutingWeights.ends of the peers with each span
+Ends = dict[Span, dict[int, dict[int, float]]]  # span of a peer -> its `RoutingWeights.ends`
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int_]
 
 
 def rounded(speed: Mapping[Span, float]) -> dict[Span, float]:
-    """Speeds with three digits, in order, so that rosters that differ only by rounding give equal flows."""
+    """Return the speeds rounded to three digits, sorted by span, so that nearly equal rosters give equal flows."""
     return {span: float(f"{one:.2e}") for span, one in sorted(speed.items())}
 
 
 def changed(before: Mapping[Span, float], now: Mapping[Span, float]) -> bool:
-    """Whether the speeds have changed enough to solve the flow again."""
+    """Return whether the speeds, in tokens/s by span, have changed so much that the flow should be solved again."""
     if not before or not now:
         return bool(before) != bool(now)
     differing = sum(abs(before.get(span, 0.0) - now.get(span, 0.0)) for span in {*before, *now})
@@ -57,10 +57,10 @@ def changed(before: Mapping[Span, float], now: Mapping[Span, float]) -> bool:
 
 
 def _hops(spans: Sequence[Span], whole: Span | None) -> tuple[Ints, Ints, Ints]:
-    """(number of the span, from cut, to cut) of each hop, between cuts at which some span begins or ends.
+    """Return all hops as three arrays: the number of the hop's span, the hop's first cut, the hop's last cut.
 
-    Any other cut could be replaced by taking turns between its two neighbours, so no hop needs it. The hops of the span
-    `whole` end where it ends.
+    Only cuts at which a span begins or ends are used, because a mixture of hops to these cuts can replace a hop to any
+    other cut. The span `whole` has only hops to the end of the model.
     """
     cuts = np.unique(np.array(spans))
     inside = [cuts[(begin <= cuts) & (cuts <= end)] for begin, end in spans]
@@ -74,11 +74,17 @@ def _hops(spans: Sequence[Span], whole: Span | None) -> tuple[Ints, Ints, Ints]:
 def solve(
     cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span, whole_alone: bool = False
 ) -> RoutingWeights:
-    """The routing weights of a peer with the span `own`: how far to carry what enters, and which peers come next.
+    """Return the routing weights of a peer with span `own`: which layers to compute, and which peers to send to.
 
-    `speed`: tokens/s of the whole model, by span. `whole_alone`: peers with the whole model train by themselves. The
-    weights are empty if nothing can flow from the first layer to the last, if there are too many different spans, or if
-    the solver fails: speeds are what others publish.
+    Args:
+        cuts: All fragments of the model.
+        speed: Tokens/s through the whole model for each span, summed over the peers with that span.
+        own: This peer's span, fragments [begin, end).
+        whole_alone: Whether peers with the whole model train alone.
+
+    Returns:
+        The weights. They are empty if no flow reaches the last layer, if there are more than MOST_HOPS hops, or if the
+        solver fails, as it may if other peers publish extreme speeds.
     """
     useful = useful_speeds(cuts, speed) if whole_alone else speed
     most = _most_through(cuts, useful)
@@ -92,12 +98,12 @@ def solve(
 
 
 def useful_speeds(cuts: Sequence[Fragment], speed: Mapping[Span, float]) -> dict[Span, float]:
-    """The speeds, that of peers with the whole model cut down to what the other spans can hand to them.
+    """Return the speeds, but cap the speed of whole-model peers at the tokens/s that other peers can send them.
 
-    However fast such peers are, or say that they are, what the others do stays visible beside it.
+    Without the cap, a whole-model peer with a very high published speed would push other rates below LEAST_RATE.
     """
     whole, model = (0, len(cuts)), sum(cut.parameters for cut in cuts)
-    begun = 0.0  # tokens/s that enter the model at the others, each busy with the whole of its span
+    begun = 0.0  # tokens/s that peers with only the first part of the model can begin
     for (first, last), one in speed.items():
         if first == 0 and last < len(cuts):
             begun += one * model / max(1, sum(cut.parameters for cut in cuts[:last]))
@@ -105,9 +111,10 @@ def useful_speeds(cuts: Sequence[Fragment], speed: Mapping[Span, float]) -> dict
 
 
 def _most_through(cuts: Sequence[Fragment], speed: Mapping[Span, float]) -> float:
-    """Tokens/s: what the holders of the scarcest fragment could compute in it, if they did nothing else.
+    """Return the tokens/s that the holders of the scarcest fragment could compute if they computed no other fragment.
 
-    No span can use more, and one that publishes far more must not make the others' flow too small to count.
+    No span can use a higher speed. `solve` caps speeds at this rate, so that a peer that publishes a far higher speed
+    does not push the other peers' rates below LEAST_RATE.
     """
     whole = sum(cut.parameters for cut in cuts)
     held = [sum(one for (begin, end), one in speed.items() if begin <= i < end) for i in range(len(cuts))]
@@ -118,10 +125,12 @@ def _most_through(cuts: Sequence[Fragment], speed: Mapping[Span, float]) -> floa
 def _flow(
     cuts: tuple[Fragment, ...], speeds: tuple[tuple[Span, float, float], ...], whole: Span | None
 ) -> tuple[Ends, RoutingWeights] | None:
-    """The `ends` of each span, and all other weights, in parts of the sum of all speeds.
+    """Return `RoutingWeights.ends` of each span, and the weights that are common to all spans.
 
-    `speeds`: of each span, what it can use and what is published. `whole`: the span that trains by itself.
-    None if there is no hop, if there are too many different spans, or if the solver fails.
+    Rates are shares of the sum of all usable speeds.
+
+    `speeds` lists (span, usable tokens/s, published tokens/s). `whole` is the span whose peers train alone, if any.
+    The result is None if there is no hop, if there are more than MOST_HOPS hops, or if the solver fails.
     """
     spans = [span for span, _, _ in speeds]
     index, a, b = hops = _hops(spans, whole)
@@ -138,7 +147,7 @@ def _flow(
     for hop in np.flatnonzero(rates > LEAST_RATE).tolist():
         (span, speed, published), rate, enters = speeds[index[hop]], float(rates[hop]), layers[a[hop]]
         if speed < LEAST_RATE * total:
-            continue  # the solver's tolerance lets it carry something all the same
+            continue  # the inexact solver may give a small rate to a span without speed
         ends.setdefault(span, {}).setdefault(enters, {})[layers[b[hop]]] = rate
         carried, held = nexts.setdefault(enters, {}), (layers[span[0]], layers[span[1]])
         carried[held] = carried.get(held, 0.0) + rate / published
@@ -147,7 +156,7 @@ def _flow(
 
 
 def _rates(cuts: Sequence[Fragment], speeds: Sequence[float], hops: tuple[Ints, Ints, Ints]) -> Floats | None:
-    """z of each hop, as a part of the sum of all speeds; None if the solver fails."""
+    """Return each hop's tokens/s (z) as a share of the sum of all speeds; None if the solver fails."""
     whole = sum(cut.parameters for cut in cuts)
     before = np.concatenate(([0.0], np.cumsum([cut.parameters / whole for cut in cuts])))
     index, a, b = hops

@@ -1,18 +1,17 @@
-"""Which layers each peer holds, for the greatest throughput: a memetic search over spans, and an exact one.
+"""Search for the spans (each peer's layers) with the greatest throughput. Start reading at `search`.
 
-A peer whose memory takes the whole model is free to hold all of it. Otherwise peers start as a chain in each group
-of regions whose memory takes the model: cut points follow the devices' speed (so that all finish together), and
-every span then grows to what the memory allows, because overlap lets the flow balance what whole layers cannot.
-The search moves, swaps, grows and shrinks spans of idle peers towards layers that are scarce, and compares the results
-by their flow (max_flow.py). Small swarms are then solved exactly (mixed-integer programme, HiGHS).
+The search starts from the whole model on each peer whose memory is large enough, and from a chain of peers in each
+group of regions whose memory is large enough. The layers of a chain are cut by the devices' speeds, so that all peers
+need the same time; then every span grows to fill its peer's memory, because overlapping spans let the flow balance the
+peers' work. The search moves, swaps, grows and shrinks spans, preferably those of idle peers and towards scarce layers,
+and compares the results by their flow (max_flow.py). In a small swarm, the exact solver (milp.py) runs afterwards.
 
-`spans_replan` finds new spans from old ones, after peers left, joined, or changed their speed: to move layers costs
-time, too.
+`spans_replan` finds new spans from old spans after peers left, joined, or changed their speed. It takes into account
+how long downloads last:
 
-    worth of spans = tokens/s * (seconds ahead - the seconds that their moves take)
+    tokens of new spans = tokens/s * (seconds ahead - seconds of the slowest download)
 
-A peer that keeps its layers downloads nothing. Others download what they did not hold, all at the same time, and so the
-slowest download counts.
+All peers download the layers that are new to them at the same time.
 """
 
 import itertools
@@ -27,20 +26,28 @@ from decentral.scheduler.throughput.max_flow import FlowSolver, MaxFlow
 from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 
-SMALL_SWARM = 250  # possible spans of all peers together: below this the exact solver finishes the search
-DRAWS = 12  # random starts beside the chains
-SEARCH_PATIENCE = 12  # children without gain, per peer, before the search restarts elsewhere
+SMALL_SWARM = 250  # with at most this many pairs of peer and span, an exact solver follows the search
+DRAWS = 12  # number of random starts in a swarm of at most 16 peers; larger swarms get 2
+SEARCH_PATIENCE = 12  # after this many mutations per peer without gain, the search restarts elsewhere
 MOST_RESTARTS = 30
-SLIGHTLY = 1e-9  # flows that differ by less count as equal
+SLIGHTLY = 1e-9  # flows that differ by a smaller share than this count as equal
 
 Candidate = tuple[MaxFlow, Ints]
-"""Spans and their flow."""
+"""Spans that the search considers: (the flow through them, spans_N2)."""
 
 
 def search(
     costs: LayerCosts, region_N: Ints, budget: SearchBudget, rng: np.random.Generator, first: Ints | None = None
 ) -> Ints:
-    """Spans N x 2 of the best throughput found. `first`: spans to begin with (replanning)."""
+    """Return the spans_N2 with the greatest throughput that the search finds within the budget.
+
+    Args:
+        costs: What layers cost each peer.
+        region_N: Each peer's region as a number.
+        budget: Limit of the search; in a small swarm, half of its seconds is reserved for the exact solver.
+        rng: Source of all random choices.
+        first: When replanning, spans_N2 that are an additional start; None: no additional start.
+    """
     small = milp.options(costs) <= SMALL_SWARM
     search = _Search(FlowSolver(costs), SearchProgress(budget.part(0.5) if small else budget, np.inf), rng)
     starts = [first] if first is not None else []
@@ -55,7 +62,7 @@ class _Search:
     flows: FlowSolver
     progress: SearchProgress
     rng: np.random.Generator
-    longest_s: float = 0.0  # what the slowest flow so far took: a flow that is begun is finished
+    longest_s: float = 0.0  # longest time that one flow has taken; the search ends early enough for one more
 
     def evaluated(self, spans: Ints) -> Candidate:
         begin = self.progress.seconds()
@@ -64,7 +71,7 @@ class _Search:
         return flow, spans
 
     def best_start(self, starts: list[Ints]) -> Candidate:
-        """The best of these spans, or of the first ones as far as the seconds go."""
+        """Return the best of these spans; evaluate as many as the budget's time allows, but at least one."""
         found: list[Candidate] = []
         for spans in starts:
             if not found or not self.progress.late(self.longest_s):
@@ -72,7 +79,7 @@ class _Search:
         return max(found, key=lambda pair: (self.flows.costs.valid(pair[1]), pair[0].tokens_per_s))
 
     def climb(self, best: Candidate) -> Candidate:
-        """The best candidate that mutations lead to, with restarts where they have not helped for a while."""
+        """Return the best candidate that mutations of `best` lead to; restart after many mutations without gain."""
         costs = self.flows.costs
         here, stuck, restarts = best, 0, 0
         while self.progress.goes_on(self.longest_s) and not _reaches_bound(costs, best[0].tokens_per_s):
@@ -87,7 +94,7 @@ class _Search:
                 found = self.evaluated(child)
                 if found[0].tokens_per_s > here[0].tokens_per_s * (1 + SLIGHTLY):
                     stuck = 0
-                if found[0].tokens_per_s > here[0].tokens_per_s * (1 - SLIGHTLY):  # equal ones are a walk on a plateau
+                if found[0].tokens_per_s > here[0].tokens_per_s * (1 - SLIGHTLY):  # accept equal flows, too
                     here = found
                 if found[0].tokens_per_s > best[0].tokens_per_s:
                     best = here
@@ -95,7 +102,7 @@ class _Search:
         return best
 
     def restarted(self, best: Ints) -> Candidate:
-        """Other spans to go on from: a random start, or half of the time a mixture of the best spans and of one."""
+        """Return new spans to continue from: random spans, or with probability 1/2 a mix of random and best spans."""
         costs = self.flows.costs
         spans = fill(costs, self.rng)
         if self.rng.random() < 0.5:
@@ -107,7 +114,7 @@ class _Search:
 
 
 def _valid(costs: LayerCosts, spans: Ints) -> Ints:
-    """The spans, repaired where that is needed."""
+    """Return the spans if they are valid, otherwise a copy in which layers with too few holders get more."""
     return spans if costs.valid(spans) else repaired(costs, spans)
 
 
@@ -116,7 +123,7 @@ def _reaches_bound(costs: LayerCosts, tokens_per_s: float) -> bool:
 
 
 def _finished(costs: LayerCosts, spans: Ints, tokens_per_s: float, budget: SearchBudget) -> Ints:
-    """The proven optimum of a small swarm, where that is better than these spans."""
+    """Return the exact solver's spans if they are better than the given spans, else the given spans."""
     if not _reaches_bound(costs, tokens_per_s):
         exact = milp.best_spans(costs, budget.seconds / 2)
         if exact is not None and max_flow.maximum(costs, exact).tokens_per_s > tokens_per_s:
@@ -125,7 +132,11 @@ def _finished(costs: LayerCosts, spans: Ints, tokens_per_s: float, budget: Searc
 
 
 def groupings(costs: LayerCosts, region_N: Ints) -> list[list[Ints]]:
-    """Groups that each hold a chain: all peers, single peers, and regions (joined to the nearest where too small)."""
+    """Return several ways to divide the peers into groups, each of which can form a chain.
+
+    The divisions are: all peers in one group, one group per peer, and one group per region. A region whose memory is
+    too small for the model is joined to the region with the fastest link to it.
+    """
     everyone = [np.arange(costs.peers)]
     groups = [np.flatnonzero(region_N == region) for region in range(int(region_N.max()) + 1)]
     divisions = [everyone, [np.array([peer]) for peer in everyone[0]]]
@@ -147,7 +158,11 @@ def _enough(costs: LayerCosts, group: Ints) -> bool:
 
 
 def chains(costs: LayerCosts, groups: list[Ints], rng: np.random.Generator) -> Ints:
-    """In each group a chain of peers by their memory, in which a peer's share of the layers follows its speed."""
+    """Return spans that form a chain in each group: the peers in order of memory, with layers in proportion to speed.
+
+    Every span then grows to fill its peer's memory. `rng` chooses whether a chain begins or ends with the largest
+    memory.
+    """
     spans = np.zeros((costs.peers, 2), np.int64)
     cost_L = costs.seconds_NL[0] / costs.seconds_NL[0].sum()
     edges = np.concatenate(([0.0], np.cumsum(cost_L)))
@@ -164,7 +179,10 @@ def chains(costs: LayerCosts, groups: list[Ints], rng: np.random.Generator) -> I
 
 
 def grown(costs: LayerCosts, peer: int, first: int, last: int) -> tuple[int, int]:
-    """The span [first, last) shortened, or widened to both sides in turn, to what the peer's memory takes."""
+    """Return the span [first, last), shortened to fit in the peer's memory or widened on both sides to fill it.
+
+    The result is (0, 0) if not even layer `first` fits.
+    """
     while last > first + 1 and not costs.fits(peer, first, last):
         last -= 1
     if not costs.fits(peer, first, last):
@@ -178,7 +196,7 @@ def grown(costs: LayerCosts, peer: int, first: int, last: int) -> tuple[int, int
 
 
 def fill(costs: LayerCosts, rng: np.random.Generator) -> Ints:
-    """Peers in random order, each with the widest span that fits, where holders have the least speed so far."""
+    """Return spans that fill every peer's memory; peers in random order get the layers whose holders are slowest."""
     spans = np.zeros((costs.peers, 2), np.int64)
     speed_L = np.zeros(costs.layers)
     for peer in rng.permutation(costs.peers):
@@ -196,7 +214,10 @@ def fill(costs: LayerCosts, rng: np.random.Generator) -> Ints:
 
 
 def repaired(costs: LayerCosts, spans: Ints) -> Ints:
-    """Gives layers without enough holders the peers whose own layers have the most, within a few rounds."""
+    """Return a copy of the spans in which layers with too few holders get peers from layers with the most holders.
+
+    The number of moves is limited, so the result may still not be valid.
+    """
     spans = spans.copy()
     for _ in range(4 * costs.peers):
         held = max_flow.held(costs, spans).sum(axis=0)
@@ -216,7 +237,10 @@ def repaired(costs: LayerCosts, spans: Ints) -> Ints:
 
 
 def mutated(costs: LayerCosts, spans: Ints, flow: MaxFlow, rng: np.random.Generator) -> Ints:
-    """A child of `spans`: by their flow, one (rather idle) peer moves to scarce layers, shifts, resizes or swaps."""
+    """Return a copy of the spans with one mutation: a random peer, more often an idle peer, gets another span.
+
+    The peer moves to scarce layers, shifts or resizes its span, or swaps spans with another peer.
+    """
     child = spans.copy()
     idle = np.maximum(0.0, flow.idle_N) + 0.02
     peer = int(rng.choice(costs.peers, p=idle / idle.sum()))
@@ -247,7 +271,11 @@ def mutated(costs: LayerCosts, spans: Ints, flow: MaxFlow, rng: np.random.Genera
 
 
 def equal_random(costs: LayerCosts, rng: np.random.Generator) -> Ints:
-    """The baseline "equal spans, random placement": as few equal stages as every device can hold."""
+    """Return the spans_N2 of the baseline "equal spans, random placement".
+
+    The model is cut into the fewest equal stages that fit in every peer's memory, and each peer gets a random stage. If
+    some peer cannot even hold a single layer, peers whose stage does not fit get no layers.
+    """
     for stages in range(1, costs.layers + 1):
         cuts = np.round(np.linspace(0, costs.layers, stages + 1)).astype(np.int64)
         every = all(costs.fits(p, int(a), int(b)) for p in range(costs.peers) for a, b in itertools.pairwise(cuts))
@@ -262,10 +290,18 @@ def equal_random(costs: LayerCosts, rng: np.random.Generator) -> Ints:
 def spans_replan(
     costs: LayerCosts, region_N: Ints, old_N2: Ints, budget: SearchBudget, seed: int, seconds_ahead: float
 ) -> tuple[Ints, float]:
-    """Spans after a change, N x 2, and the tokens that they train within `seconds_ahead`.
+    """Return new spans_N2 after a change of the swarm, and the tokens that the swarm will train with these spans.
 
-    `old_N2` has (0, 0) for newcomers. The candidates are the old spans with newcomers placed and layers without enough
-    holders repaired, and what a search finds from there.
+    The function compares two candidates: the old spans, with newcomers placed and layers with too few holders repaired,
+    and the spans that a search finds from this start.
+
+    Args:
+        costs: What layers cost each peer, after the change.
+        region_N: Each peer's region as a number.
+        old_N2: Spans before the change; (0, 0) for newcomers.
+        budget: Limit of the search.
+        seed: Seed of all random choices.
+        seconds_ahead: Seconds from now over which the tokens are counted, including the time of downloads.
     """
     kept = np.array([span if costs.fits(i, int(span[0]), int(span[1])) else (0, 0) for i, span in enumerate(old_N2)])
     patched = repaired(costs, _newcomers_placed(costs, kept))
@@ -277,7 +313,7 @@ def spans_replan(
 
 
 def tokens_ahead(costs: LayerCosts, old_N2: Ints, new_N2: Ints, seconds_ahead: float) -> float:
-    """Tokens that the new spans train in `seconds_ahead`, of which the slowest download of layers is lost."""
+    """Return the tokens trained with new spans in `seconds_ahead` seconds; training waits for the slowest download."""
     before_NL, after_NL = max_flow.held(costs, old_N2), max_flow.held(costs, new_N2)
     fetched_N = ((after_NL & ~before_NL) * costs.fetched_L).sum(axis=1)
     rate_N = np.maximum(costs.link_NN.max(axis=1), 1.0)
@@ -286,7 +322,7 @@ def tokens_ahead(costs: LayerCosts, old_N2: Ints, new_N2: Ints, seconds_ahead: f
 
 
 def _newcomers_placed(costs: LayerCosts, kept_N2: Ints) -> Ints:
-    """Peers without a span take the layers that the fewest hold."""
+    """Return a copy of the spans in which each peer without layers gets a span at the layer with the fewest holders."""
     placed = kept_N2.copy()
     for peer in np.flatnonzero(kept_N2[:, 0] >= kept_N2[:, 1]):
         layer = int(np.argmin(max_flow.held(costs, placed).sum(axis=0)))

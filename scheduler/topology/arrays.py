@@ -1,7 +1,7 @@
-"""Array types of the planner.
+"""Array types of the planners, and the suffixes of their arrays' names.
 
-The suffix of an array's name is its shape: N peers, S stages, R replicas (devices in a stage), L layers, K kinds of
-peers, P partitions. An array `spans_N2` holds each peer's layers [first, last); `(0, 0)` is a peer without layers.
+A suffix is the array's shape: N peers, S stages, R replicas (devices in a stage), L layers, K kinds of peers,
+P partitions. For example, `spans_N2` has one row [first, last) of layers per peer; a peer without layers has (0, 0).
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""What a plan says, of either objective. To load it takes no solver."""
+"""Define the plans for both objectives, synchronous steps and throughput. This module imports no solver."""
 
 from dataclasses import asdict, dataclass
 from typing import ClassVar
@@ -10,18 +10,18 @@ LAST_IN_JSON = ("baselines", "reason", "digest")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How a plan was found, what it is compared with, why it is as it is, and for which topology it was made."""
+    """The fields that `SyncPlan` and `ThroughputPlan`, the plans for the two objectives, have in common."""
 
     objective: ClassVar[str]
     solver: str
     seed: int
-    seconds: float  # what planning took
-    baselines: dict[str, float]  # the objective's value for each simple layout beside the plan
-    reason: str  # one paragraph of plain words
-    digest: str  # of the topology
+    seconds: float  # how long the search took
+    baselines: dict[str, float]  # simple layout -> its cost (s/step) or throughput (tokens/s), for comparison
+    reason: str
+    digest: str  # digest of the topology
 
     def to_json(self) -> JsonObject:
-        """All fields in a fixed order: the objective's own stand between `seconds` and `baselines`."""
+        """Return all fields in a fixed order: `objective`, the fields of the plan, and LAST_IN_JSON at the end."""
         own = asdict(self)
         last = {name: own.pop(name) for name in LAST_IN_JSON}
         return {"objective": self.objective} | own | last
@@ -29,21 +29,21 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPlan(Plan):
-    """Which peers form the stages and pipelines of a synchronous step, and what its communication costs."""
+    """A plan for synchronous steps: the peers of each stage and pipeline, and the cost of communication."""
 
     objective: ClassVar[str] = "sync"
-    cost: dict[str, float]  # seconds: total, data_parallel, pipeline
-    stages: list[list[str]]  # peer ids
-    pipelines: list[list[str]]
+    cost: dict[str, float]  # seconds per step by part: "total", "data_parallel" and "pipeline"
+    stages: list[list[str]]  # peer ids of each stage
+    pipelines: list[list[str]]  # peer ids of each pipeline, one for each stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputPlan(Plan):
-    """Which layers each peer holds, and how tokens and snapshots travel between them."""
+    """A plan for an asynchronous swarm: each peer's layers, and how tokens and snapshots travel between peers."""
 
     objective: ClassVar[str] = "throughput"
-    throughput: dict[str, float]  # tokens_per_s, and the upper bound for it
-    spans: dict[str, list[int]]  # peer id -> layers [first, last)
-    micro_batches: dict[str, int]  # peer id -> sequences
-    routes: list[JsonObject]  # share of the tokens, and hops: [peer id, first, last]
-    gossip: JsonObject  # as Partners.to_json of partners/mixing.py
+    throughput: dict[str, float]  # `tokens_per_s` of the plan, and `bound`, which no plan can exceed
+    spans: dict[str, list[int]]  # peer id -> [first, last): its layers
+    micro_batches: dict[str, int]  # peer id -> sequences in one micro-batch
+    routes: list[JsonObject]  # each has its `share` of the tokens and its `hops`: peer id, first layer, end
+    gossip: JsonObject  # result of Partners.to_json (scheduler/partners/mixing.py)

@@ -1,19 +1,22 @@
-"""A swarm's devices and links as arrays, read from a topology file or from measured profiles.
+"""Describe a swarm's devices and links as arrays, read from a topology file (`load`) or from measured profiles.
 
-    peers: [{id, region, device, memory_gb, tflops}, ...]        one entry per peer, or
+A file lists its N peers either one by one (`peers`) or by region (`regions`), and its links either as matrices or as
+`inside`, `across` and `links`:
+
+    peers: [{id, region, device, memory_gb, tflops}, ...]        one entry per peer
     regions: {Oregon: {count: 8, device: V100, memory_gb: 16, tflops: 112}, ...}
-                                                                 either may also have up_gbps, down_gbps: of each peer
-    delay_ms, bandwidth_gbps: N x N                              in the order of the peers, one-way; or
-    inside: {delay_ms, bandwidth_gbps}                           between two peers of one region
-    across: {delay_ms, bandwidth_gbps}                           between regions that no link names
+                                                                 both forms may have up_gbps and down_gbps, per peer
+    delay_ms, bandwidth_gbps: N x N                              one way, in the order of the peers
+    inside: {delay_ms, bandwidth_gbps}                           link between two peers of one region
+    across: {delay_ms, bandwidth_gbps}                           link between two regions that are not in `links`
     links: [{between: [Oregon, Ohio], delay_ms: 49, bandwidth_gbps: 1.10}, ...]
-                                                                 any of these may have `loss`, a share of the packets
-    based_on: ten-cities                                         `inside` and `links` from another file
+                                                                 each link may have `loss`, the share of lost packets
+    based_on: ten-cities                                         takes `inside` and `links` from this other topology
     workload: {stages, replicas, gradient_gbytes, activation_gbytes}      optional
 
-A file has the units in which people know these figures (ms, Gb/s, GB, TFLOP/s); the arrays are in seconds, bytes/s,
-bytes and FLOP/s. In names of arrays N is the number of peers. A peer's uplink and downlink bound each of its pairs, and
-all of them together; `bandwidth` is that of a pair while nobody else sends.
+A file uses the customary units (ms, Gb/s, GB, TFLOP/s); the arrays are in seconds, bytes/s, bytes and FLOP/s. A peer's
+uplink and downlink rates limit each of its links, and all its links together; `bandwidth` is the rate of a link while
+all other links are idle.
 """
 
 import hashlib
@@ -25,53 +28,55 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from decentral.core import foreign_file, own_yaml
 from decentral.core.errors import UserError
 from decentral.core.strict_json import JsonFields
 from decentral.scheduler.topology.arrays import Floats, Ints
 
-MAX_FILE_BYTES = 256 * 1024 * 1024  # two matrices of 4,096 peers as text
-GBIT = 1e9 / 8  # bytes
+MAX_FILE_BYTES = 256 * 1024 * 1024  # larger files are refused unread; the two matrices of 4,096 peers fit
+MOST_TOPOLOGY_PEERS = 4096  # a file with more peers is refused, because each N x N array would take over 128 MiB
+GBIT = 1e9 / 8
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What one optimiser step of a synchronous pipeline communicates (Yuan et al., arXiv 2206.01288).
+    """The data that the peers send in one optimiser step of a synchronous pipeline (Yuan et al., arXiv 2206.01288).
 
     The replicas of a stage average `gradient_gbytes`, and in each pipeline a stage sends `activation_gbytes` to the
-    next. Where `stages` or `replicas` is None, these figures are totals of the whole model and of the whole batch, and
-    the search for the degrees of parallelism (sync/plan.py) divides them.
+    next. If `stages` or `replicas` is None, both sizes are those of the whole model and the whole batch, and the
+    planner (sync/plan.py) divides the sizes when it searches for the numbers of stages and replicas.
     """
 
     stages: int | None = 8
     replicas: int | None = 8
     gradient_gbytes: float = 0.65
-    activation_gbytes: float = 0.47124928  # 62,500 tokens x 2,024 channels x 4 bytes, over 2**30
+    activation_gbytes: float = 0.47124928  # 62,500 tokens x 2,024 channels x 4 bytes, divided by 2**30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Topology:
-    """N peers and the links between them. A peer has no delay and unlimited bandwidth to itself."""
+    """N peers and the links between them. A peer has zero delay and infinite bandwidth to itself."""
 
     ids: tuple[str, ...]
     regions: tuple[str, ...]
     devices: tuple[str, ...]
-    memory_bytes: Floats  # N
-    flops: Floats  # N, FLOP/s
-    delay_s: Floats  # N x N, one way, from the row's peer to the column's
-    bandwidth: Floats  # N x N, bytes/s in the same direction
-    up: Floats  # N, bytes/s of all that a peer sends; inf: unlimited
-    down: Floats  # N
-    loss: Floats  # N x N, the share of packets that are lost
+    memory_bytes: Floats
+    flops: Floats
+    delay_s: Floats  # N x N, one way, from the row's peer to the column's peer
+    bandwidth: Floats  # N x N, bytes/s from the row's peer to the column's peer
+    up: Floats  # bytes/s that each peer sends to all others together; inf: unlimited
+    down: Floats  # bytes/s that each peer receives from all others together; inf: unlimited
+    loss: Floats  # N x N, share of packets lost
     workload: Workload | None = None
 
     def __len__(self) -> int:
+        """Return the number of peers."""
         return len(self.ids)
 
     def digest(self) -> str:
-        """A digest that is equal for equal swarms, whatever the order of their peers in the file."""
+        """Return a hex digest of the peers, delays and bandwidths that is the same for any order of the peers."""
         order = sorted(range(len(self)), key=self.ids.__getitem__)
         text = json.dumps([[self.ids[i], self.regions[i], self.devices[i]] for i in order])
         state = hashlib.blake2b(text.encode(), digest_size=16)
@@ -83,26 +88,37 @@ class Topology:
 
 
 def regions_of(topology: Topology) -> Ints:
-    """Each peer's region as a number, in order of first appearance: region_N."""
+    """Return region_N: each peer's region as a number from 0, in order of first appearance."""
     number = {name: i for i, name in enumerate(dict.fromkeys(topology.regions))}
     return np.array([number[region] for region in topology.regions])
 
 
 def load(path: str | Path) -> Topology:
-    """Reads a topology file (YAML or JSON), or the shipped one of that name. Raises UserError if it is not valid."""
+    """Return the topology in the YAML or JSON file `path` or, without such a file, the shipped topology of that name.
+
+    Raises:
+        UserError: If there is no such file, or it is not a valid topology.
+    """
     source = _find(Path(path))
     return parse(_read(source), source)
 
 
 def parse(tree: Any, source: Path | None = None) -> Topology:
-    """A topology from the tree that a YAML or JSON file holds; `based_on` is looked up beside `source`.
+    """Return the topology that the parsed content of a topology file describes.
 
-    Raises UserError, in one line, for a tree that is no topology.
+    Args:
+        tree: The content: mappings, lists, strings and numbers.
+        source: Path of the topology file, if there is one; `based_on` may name another file in the same folder.
+
+    Raises:
+        UserError: If the tree is not a valid topology.
     """
     spec = _validated(tree)
     if spec.based_on is not None:
         base = _validated(_read(_find(Path(spec.based_on), beside=source)))
         spec = spec.model_copy(update={"inside": spec.inside or base.inside, "links": [*base.links, *spec.links]})
+    count = len(spec.peers) or sum(group.count for group in spec.regions.values())
+    _require(count <= MOST_TOPOLOGY_PEERS, f"a swarm of at most {MOST_TOPOLOGY_PEERS} peers", f"{count}")
     peers = spec.peers or [peer for name, group in spec.regions.items() for peer in group.peers(name)]
     _require(len(peers) >= 2, f"a swarm of at least 2 peers; the file has {len(peers)}")
     ids = tuple(peer.id for peer in peers)
@@ -114,12 +130,17 @@ def parse(tree: Any, source: Path | None = None) -> Topology:
 def topology_from_profiles(
     profiles: Mapping[str, JsonFields], links: Mapping[tuple[str, str], tuple[float, float]]
 ) -> Topology:
-    """A live swarm's topology from what its peers measured. Raises UserError for fewer than two peers.
+    """Return the topology of a running swarm from its peers' measurements.
 
-    `profiles`: peer id -> {region, device, memory_bytes, flops (FLOP/s), up, down (bytes/s), latency_s}. An entry that
-    is missing or zero was not measured: `up` and `down` then count as 12.5 MB/s, `latency_s` as 50 ms, others as 0.
-    `links`: (from, to) -> (one-way delay in seconds, bytes/s) of the links that were measured; any other link gets
-    the sum of both latencies and the lesser of the sender's `up` and the receiver's `down`.
+    Args:
+        profiles: Peer id -> {region, device, memory_bytes, flops (FLOP/s), up, down (bytes/s), latency_s (seconds)}. A
+            missing or zero entry was not measured: `up` and `down` then count as 12.5 MB/s, `latency_s` as 50 ms, other
+            numbers as 0, and names as "unknown".
+        links: (from, to) -> (one-way delay in seconds, bytes/s) of the measured links. Any other link gets the sum of
+            both peers' latencies, and the lesser of the sender's `up` and the receiver's `down`.
+
+    Raises:
+        UserError: If there are fewer than two peers.
     """
     ids = sorted(profiles)
     _require(len(ids) >= 2, f"a swarm of at least 2 peers; it has {len(ids)}")
@@ -143,9 +164,6 @@ def topology_from_profiles(
         for name in ids
     ]
     return _topology(peers, (delay, bandwidth, np.zeros_like(delay)), None)
-
-
-# The fields of a topology file
 
 
 class _Strict(BaseModel):
@@ -207,26 +225,24 @@ class _File(_Strict):
 
 
 def _find(path: Path, beside: Path | None = None) -> Path:
-    """The path itself, else the file of that name beside the one that refers to it, else the shipped one."""
+    """Return the first existing file: `path`, `path`.yaml in the folder of `beside`, or the shipped topology `path`."""
     shipped = Path(str(files("decentral.configs") / "topologies"))
     tried = [path, *([beside.parent / f"{path}.yaml"] if beside else []), shipped / f"{path}.yaml"]
     for candidate in tried:
         if candidate.is_file():
             return candidate
     names = ", ".join(sorted(file.stem for file in shipped.glob("*.yaml")))
-    raise UserError(f"topology: no file {path}; shipped ones: {names}")
+    raise UserError(f"topology: no file {path}; name a topology file or a shipped topology: {names}")
 
 
 def _read(path: Path) -> Any:
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise UserError(f"topology: {path} is larger than {MAX_FILE_BYTES >> 20} MiB; is it a topology?")
-        text = path.read_text()
-        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        text = foreign_file.read_text(path, MAX_FILE_BYTES)
+        return json.loads(text) if path.suffix == ".json" else own_yaml.tree(text, f"topology: {path}")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"topology: cannot read {path} ({error})") from None
-    except (yaml.YAMLError, ValueError, RecursionError):
-        raise UserError(f"topology: {path} is not valid {path.suffix.lstrip('.') or 'YAML'}") from None
+        raise UserError(f"topology: cannot read {path} ({getattr(error, 'strerror', error)})") from None
+    except (ValueError, RecursionError):
+        raise UserError(f"topology: {path} is not valid JSON") from None
 
 
 def _validated(tree: Any) -> _File:
@@ -243,12 +259,12 @@ def _validated(tree: Any) -> _File:
 
 
 def _matrices(spec: _File, regions: list[str]) -> tuple[Floats, Floats, Floats]:
-    """Delay in seconds, bandwidth in bytes/s and loss between any two peers, each N x N."""
+    """Return delay (seconds), bandwidth (bytes/s) and loss (share of packets) between peers, each N x N."""
     count = len(regions)
     if (spec.delay_ms is None) != (spec.bandwidth_gbps is None):
-        raise UserError("topology: delay_ms and bandwidth_gbps belong together; one of them is missing")
+        raise UserError("topology: expected both delay_ms and bandwidth_gbps, or neither; one of them is missing")
     if spec.loss is not None and spec.delay_ms is None:
-        raise UserError("topology: a matrix of loss needs delay_ms and bandwidth_gbps; links have a loss of their own")
+        raise UserError("topology: loss needs delay_ms and bandwidth_gbps; without these, set loss in each of links")
     if spec.delay_ms is not None and spec.bandwidth_gbps is not None:
         delay = _full("delay_ms", spec.delay_ms, count)
         rate = _full("bandwidth_gbps", spec.bandwidth_gbps, count)
@@ -259,7 +275,7 @@ def _matrices(spec: _File, regions: list[str]) -> tuple[Floats, Floats, Floats]:
 
 
 def _full(name: str, rows: list[list[float]], count: int) -> Floats:
-    """The file's own matrix, count x count. Raises UserError for another shape, or a value outside its range."""
+    """Return a matrix of the file as a count x count array; raise UserError if its shape or a value is not valid."""
     shape = f"{len(rows)} rows of {sorted({len(row) for row in rows})}"
     square = len(rows) == count and all(len(row) == count for row in rows)
     _require(square, f"{name} of {count} x {count} numbers, one row per peer", shape)
@@ -274,7 +290,7 @@ def _full(name: str, rows: list[list[float]], count: int) -> Floats:
 
 
 def _by_region(spec: _File, names: list[str], region_N: Ints) -> tuple[Floats, Floats, Floats]:
-    """The matrices that `inside`, `across` and `links` describe. Raises UserError if a link is missing."""
+    """Return delay (s), bandwidth (bytes/s) and loss of links, N x N each; raise UserError if a link is missing."""
     count = len(names)
     default = spec.across
     delay = np.full((count, count), default.delay_ms if default else np.nan)
@@ -294,17 +310,20 @@ def _by_region(spec: _File, names: list[str], region_N: Ints) -> tuple[Floats, F
             delay[a, b] = delay[b, a] = link.delay_ms
             rate[a, b] = rate[b, a] = link.bandwidth_gbps
             loss[a, b] = loss[b, a] = link.loss
-    alone = np.bincount(region_N, minlength=count) < 2  # a region of one peer needs no link inside
+    alone = np.bincount(region_N, minlength=count) < 2  # a region with one peer needs no link within the region
     missing = np.isnan(rate) & ~np.diag(alone)
     if missing.any():
         a, b = np.argwhere(missing)[0]
-        raise UserError(f"topology: no link between {names[a]} and {names[b]}; add it to links, or inside or across")
+        raise UserError(f"topology: no link between {names[a]} and {names[b]}; add one to links, inside or across")
     grid = np.ix_(region_N, region_N)
     return np.nan_to_num(delay)[grid] / 1e3, np.nan_to_num(rate, nan=1.0)[grid] * GBIT, loss[grid]
 
 
 def _topology(peers: Sequence[_Peer], matrices: tuple[Floats, Floats, Floats], workload: Workload | None) -> Topology:
-    """`matrices`: delay, bandwidth and loss. A pair's bandwidth is also bounded by the peers' uplink and downlink."""
+    """Return the topology of these peers; their uplinks and downlinks limit each link's bandwidth.
+
+    `matrices` are delay (seconds), bandwidth (bytes/s) and loss (share of packets), each N x N.
+    """
     delay, bandwidth, loss = matrices
     up = np.array([peer.up_gbps * GBIT for peer in peers])
     down = np.array([peer.down_gbps * GBIT for peer in peers])

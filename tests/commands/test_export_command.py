@@ -10,7 +10,7 @@ from torch import nn
 
 from decentral.comm.wire.identity import Identity
 from decentral.commands import export
-from decentral.core import jobs
+from decentral.core import jobs, strict_json
 from decentral.core.config import Config, ModelConfig
 from decentral.core.errors import UserError
 from decentral.core.ids import RunId
@@ -121,7 +121,7 @@ def test_a_layer_that_nobody_holds_is_named(folders: list[Path], capfd: pytest.C
     weights = replicas.read(folders[0])
     assert weights is not None
     del weights[1]
-    with pytest.raises(UserError, match="nobody holds layers 1 to 1 of the model"):
+    with pytest.raises(UserError, match="no peer holds layers 1 to 1 of the model"):
         replicas.layers_with(run[1], weights)
 
 
@@ -134,7 +134,18 @@ def test_a_folder_whose_model_is_code_is_refused_before_the_code_runs(
     folder.mkdir()
     StateFolder(folder).write_run(RUN, Config(model=ModelConfig(layers="elsewhere:layers")))
     said = refusal(capfd, "--state-dir", str(folder), "--out", str(tmp_path / "out"))
-    assert "this run's model is code" in said
+    assert "this run's model is Python code (elsewhere:layers)" in said
+
+
+def test_a_file_that_the_folder_names_is_not_published(folders: list[Path], tmp_path: Path) -> None:
+    """Somebody else may have written the folder, and the export is made to be published."""
+    secret, out = tmp_path / "id_ed25519", tmp_path / "out"
+    secret.write_text("a private key")
+    run = strict_json.loads((folders[0] / "run.json").read_text())
+    run["own"]["tokenizer"] = str(secret)
+    (folders[0] / "run.json").write_text(strict_json.dumps(run))
+    assert export.main(["--state-dir", str(folders[0]), "--out", str(out)]) == 0
+    assert not [file for file in out.iterdir() if b"a private key" in file.read_bytes()]
 
 
 # Errors
@@ -142,17 +153,17 @@ def test_a_folder_whose_model_is_code_is_refused_before_the_code_runs(
 
 def test_neither_peers_nor_folders(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     said = refusal(capfd, "--out", str(tmp_path / "out"))
-    assert said == "expected either --join ADDR of a live peer, or --state-dir DIR... of stopped ones"
+    assert said == "expected either --join ADDR of a running peer, or --state-dir DIR... of stopped ones"
 
 
 def test_a_folder_that_is_no_peers(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     said = refusal(capfd, "--state-dir", str(tmp_path), "--out", str(tmp_path / "out"))
-    assert said == f"--state-dir {tmp_path}: no peer's state folder, nor a folder of such"
+    assert said == f"--state-dir {tmp_path} has no peer's state; give a state folder, or a folder of state folders"
 
 
 def test_a_folder_without_a_checkpoint(capfd: pytest.CaptureFixture[str], folders: list[Path], tmp_path: Path) -> None:
     (folders[0] / "checkpoint.safetensors").unlink()
-    assert "no checkpoint there" in refusal(capfd, "--state-dir", str(folders[0]), "--out", str(tmp_path / "out"))
+    assert "has no checkpoint" in refusal(capfd, "--state-dir", str(folders[0]), "--out", str(tmp_path / "out"))
 
 
 def test_an_out_folder_that_cannot_be(capfd: pytest.CaptureFixture[str], folders: list[Path], tmp_path: Path) -> None:

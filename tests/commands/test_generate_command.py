@@ -108,10 +108,10 @@ def test_the_holders_are_named_with_their_steps() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["x"], "expected one of --join ADDR of a live peer, --state-dir DIR, and --model FOLDER"),
-        (["x", "--join", "a", "--model", "b"], "expected one of"),
+        (["x"], "expected exactly one of --join ADDR of a running peer, --state-dir DIR, or --model FOLDER"),
+        (["x", "--join", "a", "--model", "b"], "expected exactly one of"),
         (["x", "--model", "gone"], "--model gone: there is no config.json"),
-        (["x", "--state-dir", "gone"], "--state-dir gone: no peer's state folder"),
+        (["x", "--state-dir", "gone"], "--state-dir gone has no peer's state"),
         (["x", "--model", "b", "--max-tokens", "0"], "--max-tokens must be between 1 and"),
         (["x", "--model", "b", "--temperature", "nan"], "--temperature must be between 0 and"),
         (["x", "--model", "b", "--top-p", "1.5"], "--top-p must be between 0 and 1; it is 1.5"),

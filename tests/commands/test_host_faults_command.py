@@ -33,6 +33,7 @@ def goes_on(peers: Peers, name: str, after: str) -> None:
     peers.until(f"{name} exchanges {after}", lambda: exchanged(peers, name, since=last + 0.001))
 
 
+@pytest.mark.night
 @pytest.mark.swarm
 def test_a_lack_of_files_and_a_damaged_checkpoint(peers: Peers) -> None:
     peers.start("A", *QUICK)
@@ -54,10 +55,11 @@ def test_a_lack_of_files_and_a_damaged_checkpoint(peers: Peers) -> None:
     peers.start("B")
     peers.until("B joined again", lambda: len(peers.lines("B", "joined")) == 2)
     goes_on(peers, "B", "with the swarm's state")
-    assert "this peer starts from the swarm" in output(peers, "B")
+    assert "this peer starts with the swarm's weights" in output(peers, "B")
     assert peers.lines("B", "joined")[1]["donors"] == [peers.lines("A", "started")[0]["peer"]]
 
 
+@pytest.mark.night
 @pytest.mark.swarm
 def test_a_disk_that_takes_no_more(peers: Peers) -> None:
     """No file of C may grow beyond its limit, as on a disk that is full."""

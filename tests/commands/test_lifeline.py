@@ -8,26 +8,27 @@ import sys
 import pytest
 
 from tests.patient_time import LIMIT_S
+from tests.processes import piped
 
 CHILD = """
 import os, signal
 from decentral.commands import lifeline
 
-def notice(*_):
-    os.write(1, b"notice\\n")  # in one piece: both children write to one pipe
-    os._exit(0)
+def say(line):
+    os.write(1, f"{line}\\n".encode())  # in one piece: both children write to one pipe
 
-signal.signal(signal.SIGTERM, notice)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until sigwait: one that comes sooner is not lost
 lifeline.heed()
 lifeline.heed()  # a command's main does again what was done while it was loaded
-print(lifeline.VARIABLE in os.environ, flush=True)
-while True:
-    signal.pause()
+say(lifeline.VARIABLE in os.environ)
+signal.sigwait({signal.SIGTERM})
+say("notice")
 """
 PARENT = f"""
 import os, signal, subprocess, sys
 from decentral.commands import lifeline
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 for _ in range(2):
     subprocess.Popen([sys.executable, "-c", {CHILD!r}], start_new_session=True, **lifeline.tied(dict(os.environ)))
 signal.pause()
@@ -36,7 +37,7 @@ signal.pause()
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_children_get_notice_when_their_parent_has_ended(end: signal.Signals) -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+    with piped(sys.executable, "-c", PARENT) as parent:
         assert parent.stdout is not None
         assert [parent.stdout.readline() for _ in range(2)] == ["False\n"] * 2
         parent.send_signal(end)

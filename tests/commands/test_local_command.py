@@ -80,6 +80,12 @@ def test_a_number_of_peers_out_of_bounds(capfd: pytest.CaptureFixture[str], peer
     assert refusal(capfd, f"--peers={peers}") == f"--peers expects 1 to 64; got {peers}"
 
 
+def test_metrics_ports_beyond_the_last_one(capfd: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capfd, "--peers", "4", "--metrics", "65533")
+    assert said == "--metrics expects a port of at most 65532; got 65533"
+    assert local.parse(["--peers", "4", "--metrics", "65532"]).metrics == ("127.0.0.1", 65532)
+
+
 def test_a_stop_after_that_is_no_amount(capfd: pytest.CaptureFixture[str]) -> None:
     assert refusal(capfd, "--stop-after", "soon") == "expected 90s, 500steps or 2e6tokens; got 'soon'"
 
@@ -94,7 +100,8 @@ def test_a_summary_that_could_not_be_written_is_said_before_any_peer_starts(
 ) -> None:
     (tmp_path / "a-file").touch()
     said = refusal(capfd, "--state-dir", str(tmp_path / "swarm"), "--summary", str(tmp_path / summary_file))
-    assert said == f"--summary {tmp_path / summary_file} cannot be written; name a file in a folder that can be"
+    reason = "cannot be written; choose a file in a folder that can be written"
+    assert said == f"--summary {tmp_path / summary_file} {reason}"
     assert not (tmp_path / "swarm").exists()
 
 
@@ -124,7 +131,7 @@ def test_layers_that_fit_none_of_the_peers_are_said_before_any_starts(
     overrides = [part for one in LARGE for part in ("--set", one)]
     said = refusal(capfd, "--memory", "420MB", "--device", "cpu", "--state-dir", str(tmp_path / "swarm"), *overrides)
     assert said.startswith("--memory 420000000: layers 4 to 5 take ")
-    assert said.endswith("so no peer could hold them, and nothing would train; give more, or lower train.micro_batch")
+    assert said.endswith("so nothing can be trained; give more memory, or lower train.micro_batch")
     assert not (tmp_path / "swarm").exists()
 
 
@@ -266,7 +273,7 @@ def test_each_peer_of_a_private_swarm_has_an_invitation_of_its_own(tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The folder and the summary of three peers that trained 300 steps each, one of them four times slower."""
+    """The folder and the summary of three peers that trained 150 steps each, one of them four times slower."""
     folder = tmp_path_factory.mktemp("swarm")
     flags = [
         "--peers",
@@ -274,7 +281,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
         "--throttle",
         "1,1,4",
         "--stop-after",
-        "300steps",
+        "150steps",
         "--summary",
         str(folder / "summary.json"),
     ]

@@ -62,7 +62,7 @@ def test_wrong_flags_leave_no_folder_behind(folder: Path) -> None:
 @pytest.mark.parametrize("region", ["r" * 129, "two\nlines", "\x1b[2J", "[red]"])
 def test_a_region_that_would_make_this_peer_invisible(folder: Path, region: str) -> None:
     said = refusal(folder, "--region", region)
-    assert said.startswith("--region expects at most 128 printable characters")
+    assert said.startswith("--region expects up to 128 printable characters")
     assert said.isprintable()
 
 
@@ -70,7 +70,7 @@ def test_a_region_that_would_make_this_peer_invisible(folder: Path, region: str)
 @pytest.mark.parametrize("addresses", [["/ip4/203.0.113.7/tcp/4001"] * 17, ["/dns4/" + "a" * 300]])
 def test_addresses_that_would_make_this_peer_invisible(folder: Path, flag: str, addresses: list[str]) -> None:
     said = refusal(folder, *(part for address in addresses for part in (flag, address)))
-    assert said.startswith(f"{flag} expects 16 addresses of at most 256 characters")
+    assert said.startswith(f"{flag} expects at most 16 addresses of at most 256 characters")
 
 
 # The state folder
@@ -101,7 +101,7 @@ def test_a_state_folder_that_is_a_file(folder: Path) -> None:
 def test_a_damaged_identity(folder: Path) -> None:
     folder.mkdir()
     (folder / "identity.key").write_bytes(b"garbage")
-    assert "move it away to get a new one" in refusal(folder, "default")
+    assert "move it away to get a new identity" in refusal(folder, "default")
 
 
 def test_a_folder_that_is_not_there_begins_nothing_unless_the_line_says_what(folder: Path) -> None:
@@ -243,8 +243,8 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlayedSwarm]:
     [
         ({"model": {"layers": "evil:go"}}, [], "if you trust it, give --trust-model-code evil:go"),
         ({"model": {"layers": "evil:go"}}, ["--trust-model-code", "my:own"], "--trust-model-code my:own: this swarm's"),
-        ({"data": {"kind": "text"}}, [], "each peer on its own: give --data PATH"),
-        ({"data": {"kind": "text", "path": "/etc/passwd"}}, ["--data", "."], "names files of this peer (data.path)"),
+        ({"data": {"kind": "text"}}, [], "on its own data of kind text: give --data PATH"),
+        ({"data": {"kind": "text", "path": "/etc/passwd"}}, ["--data", "."], "sets data.path, which only"),
         ({}, ["--data", "."], "this swarm trains on Python's standard library"),
         ({"model": {"depth": 3_000_000_000}}, [], "model.depth must be less than or equal to 1024; it is 3000000000"),
     ],

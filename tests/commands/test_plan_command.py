@@ -54,6 +54,20 @@ def test_what_is_wrong_is_one_clear_line(capsys: pytest.CaptureFixture[str], fla
     assert line in refusal(capsys, *flags)
 
 
+def test_aliases_of_a_topology_expand_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Without the refusal this file of 400 bytes would make a list of a billion entries."""
+    lines = ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]" for n in range(1, 10))]
+    path = tmp_path / "swarm.yaml"
+    path.write_text("\n".join(lines))
+    assert refusal(capsys, str(path)) == f"topology: {path} has an anchor or an alias at line 1; write the values out"
+
+
+def test_a_topology_of_a_billion_peers_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "swarm.yaml"
+    path.write_text("regions: {x: {count: 1_000_000_000}}")
+    assert "expected a swarm of at most 4096 peers; got 1000000000" in refusal(capsys, str(path))
+
+
 # A live swarm
 
 
@@ -69,7 +83,7 @@ def test_a_live_swarm_of_one_is_too_small_and_one_of_two_is_planned_for_its_own_
     swarm: PlayedSwarm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     swarm.wait(swarm.announce("one", "here"))
-    assert "that swarm has 1 peer; a plan needs at least 2" in refusal(capsys, "--join", swarm.address)
+    assert "a plan needs at least 2 peers; that swarm has 1" in refusal(capsys, "--join", swarm.address)
     swarm.wait(swarm.announce("two", "there"))
     assert plan.main(["--join", swarm.address, "--json", *QUICK]) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -83,7 +97,7 @@ def test_the_plan_of_a_swarm_whose_model_is_code_runs_none_of_it(
     swarm: PlayedSwarm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(swarm, "config", Config(model=ModelConfig(layers="strangers:layers")).canonical())
-    assert "this swarm's model is code, strangers:layers" in refusal(capsys, "--join", swarm.address)
+    assert "this run's model is Python code (strangers:layers)" in refusal(capsys, "--join", swarm.address)
 
 
 @pytest.mark.swarm

@@ -1,6 +1,7 @@
 """What all commands share: flags, signals that end them, and output that nobody reads."""
 
 import argparse
+import io
 import os
 import signal
 import subprocess
@@ -23,6 +24,16 @@ from decentral.core.errors import UserError
 )
 def test_sizes_as_people_write_them(text: str, size: int) -> None:
     assert shared.size(text) == size
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
+def test_a_terminal_without_a_character_shows_a_question_mark(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example a region that a peer names in Japanese."""
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert shared.run(lambda: print("region \u6771\u4eac")) == 0
+    shown = "region \u6771\u4eac" if encoding == "utf-8" else "region ??"
+    assert terminal.buffer.getvalue().decode(encoding) == shown + "\n"
 
 
 @pytest.mark.parametrize("text", ["", "much", "-1", "0", "1e30", "nan", "MB"])
@@ -85,8 +96,8 @@ def test_a_missing_extra_is_one_line_that_names_the_command() -> None:
 def test_the_ports_of_a_local_swarm_follow_the_first() -> None:
     flags = local.parse(["--peers", "2", "--metrics", "[::1]:9100"])
     assert flags.metrics is not None
-    assert [local.metrics_address(flags.metrics, number) for number in (0, 1)] == ["[::1]:9100", "[::1]:9101"]
-    assert local.metrics_address(("127.0.0.1", 0), 3) == "127.0.0.1:0"
+    assert [shared.metrics_address(flags.metrics, number) for number in (0, 1)] == ["[::1]:9100", "[::1]:9101"]
+    assert shared.metrics_address(("127.0.0.1", 0), 3) == "127.0.0.1:0"
 
 
 # Output that nobody reads

@@ -61,6 +61,9 @@ BAD = {
     "no peers": ["--peers", "0"],
     "no time": ["--seconds", "0"],
     "a word for a number": ["--peers", "many"],
+    "no number of seconds": ["--seconds", "nan"],
+    "endless noise": ["--noise", "inf"],
+    "a throttle that is no number": ["--throttle", "1,nan"],
     "an unknown flag": ["--quickly"],
     "an unknown key": ["--set", "gossip.windows=3"],
     "no such config": ["nowhere.yaml"],
@@ -123,7 +126,7 @@ def test_a_sweep_can_play_only_the_seeds_with_faults_of_machines_or_with_liars(
         kinds = {(fault.kind, fault.how) for fault in sweep.scenario_of(seed).faults}
         assert any(kind in faults.HOSTS or how in (*faults.KNOWING_LIES, *faults.HOP_LIES) for kind, how in kinds)
     assert simulate.main(["--sweep", "1", "--only", "disks"]) == 2
-    assert "expected hosts or liars, or both" in capsys.readouterr().err
+    assert "expected one or several of hosts, liars, eclipses" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("uncounted")

@@ -58,7 +58,7 @@ def test_a_vocabulary_of_more_than_two_bytes_is_written_in_four(rows: Path, tmp_
         (["--out", "x", "--train", "9"], "--train expects at least 257"),
         (["--out", "x", "--train", "300"], "no column text; it has body"),
         (["--out", "{rows}/x", "--column", "body", "--train", "300"], "cannot be written"),
-        (["--out", "x", "--tokenizer", "gone"], "--tokenizer gone: nothing is there; name the folder or the file"),
+        (["--out", "x", "--tokenizer", "gone"], "--tokenizer gone: no such file or folder; name the folder"),
     ],
 )
 def test_errors_take_one_line(rows: Path, capfd: pytest.CaptureFixture[str], flags: list[str], said: str) -> None:

@@ -171,7 +171,7 @@ RETIRED = [(section, key, value) for section, keys in config.RETIRED_KEYS.items(
 def test_a_retired_key_is_taken_with_its_old_default_alone(section: str, key: str, value: float) -> None:
     assert load(None, [f"{section}.{key}={value}"]) == load(None)
     assert refusal(f"{section}.{key}=0.25") == (
-        f"config: {section}.{key} is {value} in every run; it is 0.25 here; "
+        f"config: {section}.{key} must be {value} in this release, but is 0.25; "
         "leave it out, or use the release that the run began with"
     )
 
@@ -190,7 +190,8 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None
 
 
 def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
-    assert "larger than" in refusal(path=file(tmp_path, "#" * (config.MAX_YAML_BYTES + 1)))
+    said = refusal(path=file(tmp_path, "#" * (config.MAX_YAML_BYTES + 1)))
+    assert "expected at most 65536 bytes; it has 65537" in said
 
 
 def test_a_missing_file_is_refused_with_the_names_of_the_shipped_ones(tmp_path: Path) -> None:
@@ -213,6 +214,9 @@ def test_a_folder_is_refused(tmp_path: Path) -> None:
     "text",
     [
         pytest.param("seed: " + "9" * 5000, id="a number of 5000 digits"),
+        pytest.param("seed: " + ":".join(["1"] * 5000), id="a number to base 60"),
+        pytest.param("seed: 0x" + "f" * 5000, id="a hexadecimal number"),
+        pytest.param("seed: 0x_", id="a hexadecimal number without digits"),
         pytest.param("name: 2001-99-99", id="a date that is none"),
         pytest.param('"two\\nlines": 1', id="a key with a line break"),
         pytest.param("name: " + "a" * 60_000, id="a very long value"),
@@ -245,6 +249,11 @@ def test_merge_keys_that_double_thirty_times_expand_nothing(tmp_path: Path) -> N
     assert "anchor" in refusal(path=file(tmp_path, "a0: &a0 {x: 1}\n" + doubled))
 
 
+@pytest.mark.parametrize("seed", ["1:1:1", "1:1:1.5", "0x_", "2001-01-01", "true", "1.5", ".nan"])
+def test_a_seed_that_is_no_whole_number_is_refused(seed: str) -> None:
+    assert "seed" in refusal(f"seed={seed}")
+
+
 def test_an_alias_in_an_override_is_refused() -> None:
     assert "--set" in refusal("name=&a [*a]")
 
@@ -272,7 +281,7 @@ def test_every_number_and_text_of_a_config_has_bounds() -> None:
         ("swarm.max_peers=1000000000", "swarm.max_peers"),
         ("train.eval_sequences=1000000", "train.eval_sequences times model.context"),
         ("train.micro_batch=1000000", "train.micro_batch times model.context"),
-        ("model.context=1000000", "context times channels of a head"),
+        ("model.context=1000000", "channels of a head is "),
         ("gossip.window_s=1e-9", "gossip.window_s"),
         ("swarm.checkpoint_every_s=1e-9", "swarm.checkpoint_every_s"),
         ("train.clip_norm=.inf", "train.clip_norm"),
@@ -339,21 +348,21 @@ def test_what_holders_would_round_apart_is_not_for_exact_gradients(option: str) 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["model.window=8"], "family llama has no window; mistral has one"),
-        (["model.family=mistral", "model.window=8", "model.context=32768"], "context must be at most 16384"),
+        (["model.window=8"], "family llama does not support window; omit window"),
+        (["model.family=mistral", "model.window=8", "model.context=32768"], "context 32768 must be at most 16384"),
         (["model.heads=3"], "must be an even multiple of heads 3"),
-        (["model.heads=1024", "model.kv_heads=1024", "model.head_channels=128"], "heads times head_channels must be"),
+        (["model.heads=1024", "model.kv_heads=1024", "model.head_channels=128"], "head_channels is 131072; expected"),
         (
             ["model.layers=mine:layers", "model.weights=" + 32 * "a"],
-            "model.layers is code, which starts from no folder",
+            "cannot start from a folder's weights; omit model.from",
         ),
         (["model.weights=short"], "model.weights must"),
         (["model.from=[1]"], "model.from must be"),
         (["model.rope_scaling={kind: yarn, factor: 0.5}"], "model.rope_scaling.factor must be"),
-        (["data.part=3/2"], "part expects k/n with k from 1 to n; it is 3/2"),
+        (["data.part=3/2"], "data.part expects k/n with k from 1 to n; it is 3/2"),
         (
             ["data.kind=tokens", "data.path=x", "model.vocabulary=65537"],
-            "data.token_bytes 2 allows a vocabulary of 65536",
+            "data.token_bytes 2 allows at most 65536 tokens",
         ),
         (["data.kind=huggingface"], "kind huggingface needs data.path, or the flag --data PATH"),
         (["data.kind=huggingface", "data.path=x"], "needs data.tokenizer, or the flag --tokenizer PATH"),

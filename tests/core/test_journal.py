@@ -144,10 +144,13 @@ class Disk:
         self.room -= written
         return written
 
-    def open(self, path: os.PathLike[str], flags: int, mode: int = 0o777) -> int:
-        if self.room is not None and not Path(path).exists():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return self._open(path, flags, mode)
+    def open(self, path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        try:
+            if self.room is not None:
+                os.stat(path, dir_fd=dir_fd)
+        except FileNotFoundError:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
+        return self._open(path, flags, mode, dir_fd=dir_fd)
 
 
 @pytest.fixture

@@ -137,3 +137,7 @@ def test_people_are_told_plain_text_of_a_length_that_can_be_read() -> None:
     _, words = told(ErrorLine(reason="[red]\x1b" + "y" * 1000)) or ("", "")
     assert words.startswith("(red)?yy")
     assert len(words) == 300
+
+
+def test_one_lost_line_is_told_in_the_singular() -> None:
+    assert told(LostLine(lines=1, reason="no room")) == ("warning", "lost 1 line of its journal: no room")

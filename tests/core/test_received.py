@@ -127,11 +127,11 @@ def test_other_code_than_the_swarm_s_is_refused_and_both_are_named(code: str, tm
 
 
 def test_trusted_code_that_the_run_does_not_use_is_refused() -> None:
-    assert "the built-in one" in refusal(Config().canonical(), OwnInputs(model_code="mine:layers"))
+    assert "is built in" in refusal(Config().canonical(), OwnInputs(model_code="mine:layers"))
 
 
 def test_a_command_that_looks_runs_no_code(code: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="model is code, strangers:layers"):
+    with pytest.raises(UserError, match="model is Python code \\(strangers:layers\\)"):
         received(code).built_in()
     assert not (tmp_path / "ran").exists()
 
@@ -169,7 +169,7 @@ def test_a_tokenizer_comes_from_the_user_s_own_flag() -> None:
 @pytest.mark.parametrize("kind", ["text", "tokens"])
 def test_data_come_from_the_user_s_own_flag(kind: str) -> None:
     text = changed("data", kind=kind)
-    assert refusal(text) == f"this swarm trains on data of kind {kind}, each peer on its own: give --data PATH"
+    assert refusal(text) == f"each peer of this swarm trains on its own data of kind {kind}: give --data PATH"
     data = received(text).adopt(OwnInputs(data="/my/text", data_glob="*.md")).data
     assert (data.kind, data.path, data.glob) == (kind, "/my/text", "*.md")
 
@@ -208,9 +208,9 @@ def test_a_member_may_have_the_folder_in_another_place_or_not_at_all(model_folde
 def test_a_folder_of_another_model_is_refused_and_the_key_is_named(model_folder: Path) -> None:
     own = OwnInputs(model_folder=str(model_folder))
     drawn = Config().canonical()
-    assert refusal(drawn, own) == "--model-from: this swarm's model starts from no folder; leave the flag out"
+    assert refusal(drawn, own) == "--model-from: this swarm's model does not start from a folder; leave the flag out"
     other = changed("model", weights="0" * 32, width=32, vocabulary=256, depth=2, heads=2, hidden=64)
-    assert "model.depth is 1; this swarm's is 2" in refusal(other, own)
+    assert "model.depth is 1; in this swarm it is 2" in refusal(other, own)
     windowed = changed("model", weights="0" * 32, family="mistral", window=8, depth=1, width=32, heads=2, hidden=64)
     assert "--model-from" in refusal(windowed, own)
 

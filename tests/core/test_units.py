@@ -1,9 +1,9 @@
-"""Amounts of work as a user types them."""
+"""Amounts of work as a user types them, and figures for people."""
 
 import pytest
 
 from decentral.core.errors import UserError
-from decentral.core.units import Amount, readable_bytes
+from decentral.core.units import Amount, plural, readable_bytes
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,11 @@ def test_what_an_amount_prints_is_read_back_as_the_same(text: str) -> None:
 )
 def test_bytes_are_read_in_powers_of_a_thousand(count: float, text: str) -> None:
     assert readable_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "text"),
+    [(0, "peer", "0 peers"), (1, "peer", "1 peer"), (1000, "line", "1,000 lines"), (2, "batch", "2 batches")],
+)
+def test_a_count_of_one_has_a_singular_noun(count: int, noun: str, text: str) -> None:
+    assert plural(count, noun) == text

@@ -238,7 +238,7 @@ def test_a_chat_longer_than_a_piece_of_text_is_one_document(marked: Callable[...
         ({"text": "x"}, "chat", "no column messages; it has text; set data.format=text"),
         ({"messages": []}, "text", "no column text; it has messages; set data.format=chat"),
         ({"conversations": []}, "completion", "it has conversations; set data.format=chat"),
-        ({"prompt": "x", "completion": "y"}, "chat", "prompt and completion are texts: set data.format=completion"),
+        ({"prompt": "x", "completion": "y"}, "chat", "messages as prompt, not text: set data.format=completion"),
         ({"instruction": "x", "output": "y"}, "text", "set data.format=completion"),
         ({"prompt": "x", "chosen": "y", "rejected": "z"}, "completion", "expected completion or instruction"),
         ({"messages": [{"content": "x"}]}, "chat", "a message has no role"),

@@ -13,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("datasets", reason="needs the extra hf: pip install 'decentral[hf]'")
 pytest.importorskip("transformers", reason="needs the extra hf: pip install 'decentral[hf]'")
 import tokenizers
+import transformers
 
 from decentral.comm.codecs import blockwise
 from decentral.comm.pipeline.activations import ActivationFormat
@@ -169,7 +170,7 @@ def test_what_is_held_out_is_masked_likewise(stream: Callable[..., TextStream]) 
 
 def test_one_document_is_too_few_to_hold_one_out(stream: Callable[..., TextStream]) -> None:
     with pytest.raises(
-        UserError, match=r"must have at least two documents to train on, one of them to hold out; it has fewer$"
+        UserError, match=r"must have at least two documents to train on, since one of them is held out; it has fewer$"
     ):
         stream(chats(CHAT), "chat").evaluation(4)
 
@@ -188,7 +189,7 @@ def test_one_document_is_too_few_to_hold_one_out(stream: Callable[..., TextStrea
             r"line 1 of .*rows.jsonl: prompt is a number \(3\); expected text",
         ),
         ([{"messages": "hello"}], "chat", "the messages of a chat are text; expected a list of"),
-        ([{"messages": [{"role": "user", "content": 3}]}], "chat", r"content of a message of user is a number \(3\)"),
+        ([{"messages": [{"role": "user", "content": 3}]}], "chat", r"message with role user is a number \(3\)"),
     ],
 )
 def test_a_row_of_another_kind(stream: Callable[..., TextStream], rows: list[object], form: str, said: str) -> None:
@@ -200,12 +201,12 @@ def test_a_tokenizer_without_the_run_s_template_is_another_than_the_run_s(tmp_pa
     folder = tokenizer_in(tmp_path / "tokenizer", None)
     data = {"kind": "huggingface", "path": "x", "format": "chat", "tokenizer": str(folder)}
     run = config.validated({"data": data | {"tokenizer_digest": "0" * 32}})
-    with pytest.raises(UserError, match="it has no chat template, and this run's tokenizer has one; name a copy"):
+    with pytest.raises(UserError, match="has no chat template, and this run's tokenizer has one; name a copy"):
         run_inputs.check(run, begun=False)
 
 
 def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nothing is there; name the folder or the file"):
+    with pytest.raises(UserError, match=r"no such file or folder; name the folder or the file"):
         tokenizer.load(str(tmp_path / "none"))
 
 
@@ -253,7 +254,7 @@ def test_chats_of_which_the_template_writes_no_turn_say_so(stream: Callable[...,
 
 
 def test_a_format_needs_rows() -> None:
-    with pytest.raises(UserError, match=r"config: data\.format chat needs data\.kind huggingface; it is text"):
+    with pytest.raises(UserError, match=r"config: data\.format chat needs data\.kind huggingface; data\.kind is text"):
         config.load(None, ["data.kind=text", "data.path=x", "data.format=chat"])
 
 
@@ -282,7 +283,7 @@ def test_all_peers_of_a_run_have_one_chat_template(stream: Callable[..., TextStr
     sealed = run_inputs.sealed(run)
     run_inputs.check(sealed, begun=False)
     tokenizer_in(tmp_path / "tokenizer", FORGETFUL)
-    with pytest.raises(UserError, match="or its chat template, is another"):
+    with pytest.raises(UserError, match="or its chat template, differs"):
         run_inputs.check(sealed, begun=False)
 
 
@@ -371,7 +372,7 @@ def test_masked_targets_travel(vocabulary: int) -> None:
     job = jobs.Forward(1, 1, 3, 1, layout, blob)
     assert torch.equal(formats.unpack(job)[1], targets_BT)
     layout, blob = formats.pack(1, torch.zeros(1, 4, 32), torch.full((1, 4), MASKED))
-    with pytest.raises(ProtocolError, match="none that is trained"):
+    with pytest.raises(ProtocolError, match="all targets are masked"):
         formats.unpack(dataclasses.replace(job, layout=layout, blob=blob))
 
 
@@ -379,7 +380,7 @@ def test_a_run_of_text_takes_no_masked_targets() -> None:
     run = config.Config(model=config.ModelConfig(depth=1, width=32, context=4, vocabulary=61))
     formats = ActivationFormat(run, blockwise, decoder.widths(run.model))
     layout, blob = formats.pack(1, torch.zeros(1, 4, 32), torch.tensor([[3, MASKED, 2, 1]]))
-    with pytest.raises(ProtocolError, match="a target that is no token"):
+    with pytest.raises(ProtocolError, match="a target is not a token"):
         formats.unpack(jobs.Forward(1, 1, 3, 1, layout, blob))
 
 
@@ -398,3 +399,19 @@ def test_the_offsets_of_a_token_decide_and_not_its_first_character(tmp_path: Pat
     tokens, marks = packer.take()
     assert tokens[:3].tolist() == [1, 3, 4]
     assert marks[:3].tolist() == [False, True, True]
+
+
+class Panic(BaseException):
+    """What `tokenizers` raises where its Rust code panics."""
+
+
+def test_a_panic_over_the_tokens_that_settings_add_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child's trial knows tokenizer.json alone; transformers then adds the tokens in tokenizer_config.json."""
+
+    def panics(*_: object, **__: object) -> None:
+        raise Panic("no entry found")
+
+    folder = tokenizer_in(tmp_path / "tokenizer")
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", panics)
+    with pytest.raises(UserError, match=r"cannot be loaded \(no entry found\)"):
+        conversations.template(str(folder))

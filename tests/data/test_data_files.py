@@ -122,14 +122,15 @@ def test_a_name_with_a_pattern_s_characters_is_a_name(tmp_path: Path, name: str)
 
 def test_an_empty_file_is_left_out_and_named_if_there_is_no_other(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").touch()
-    assert refusal(tmp_path) == refusal(tmp_path / "a.jsonl").replace("/a.jsonl", "") == f"data: {tmp_path} is empty"
+    empty = f"data: {tmp_path} is empty; check data.path"
+    assert refusal(tmp_path) == refusal(tmp_path / "a.jsonl").replace("/a.jsonl", "") == empty
     (tmp_path / "b.jsonl").write_text(LINES)
     assert read(tmp_path) == TEXTS
 
 
 def test_a_table_without_rows_is_left_out_and_named_if_there_is_no_other(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "a.parquet")
-    assert refusal(tmp_path) == f"data: {tmp_path} is empty"
+    assert refusal(tmp_path) == f"data: {tmp_path} is empty; check data.path"
     parquet.write_table(pa.table({"text": TEXTS}), tmp_path / "b.parquet")
     assert read(tmp_path) == TEXTS
 
@@ -193,8 +194,8 @@ def test_half_a_character_is_replaced(tmp_path: Path) -> None:
     [
         ('{"text": 5}', "text is a number (5); expected text"),
         ('{"text": ["a"]}', "text is a list; expected text"),
-        ('{"text": "a"', "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
+        ('{"text": "a"', "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ("7", "expected a JSON object with the key text; got a number (7)"),
     ],
 )

@@ -200,6 +200,15 @@ def test_a_document_in_pieces_is_all_there_in_their_order(stream: Callable[..., 
     assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
+@pytest.mark.parametrize("last", ["end\n", "a long last line " * 1000, "a long last line " * 1000 + "\nend"])
+def test_only_the_last_piece_of_a_text_file_ends_its_document(
+    last: str, stream: Callable[..., TextStream], tmp_path: Path
+) -> None:
+    (tmp_path / "long.txt").write_text("".join(f"line {number} of many\n" for number in range(40_000)) + last)
+    pieces = list(documents.Documents(stream(path=str(tmp_path / "long.txt")).data).all_pieces())
+    assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+
 # Peers, ranks and shares
 
 
@@ -334,7 +343,7 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(stream: Callabl
 
 def test_files_that_cannot_be_told_apart_or_read_are_refused(stream: Callable[..., TextStream], tmp_path: Path) -> None:
     assert "no file at" in refusal(lambda: stream(path=str(tmp_path / "json_lines"), glob="*.parquet"))
-    assert "is not here" in refusal(lambda: stream(path="gone.parquet"))
+    assert "neither a file or folder here" in refusal(lambda: stream(path="gone.parquet"))
     (tmp_path / "json_lines" / "b.parquet").write_bytes(b"no parquet")
     assert "several kinds (json, parquet)" in refusal(stream)
     assert "cannot be read" in refusal(lambda: stream(glob="*.parquet"))
@@ -401,12 +410,12 @@ def test_a_tokenizer_s_digest_is_of_its_tokens_and_its_separator(tokenizer: Path
     padded.enable_padding(length=9)
     padded.enable_truncation(4)
     padded.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match="names no token for the end of a text"):
+    with pytest.raises(UserError, match="names no end-of-text token"):
         ours.load(str(tmp_path))
     assert ours.load(str(tmp_path), END).digest == known.digest
     assert [len(one) for one in ours.load(str(tmp_path), END).tokens([TEXTS[0], "w1x1"])] == [WORDS_OF_A_DOCUMENT, 1]
     assert ours.load(str(tmp_path), "w1x1").digest != known.digest
-    with pytest.raises(UserError, match="it has no token 'gone'"):
+    with pytest.raises(UserError, match="has no token 'gone'"):
         ours.load(str(tmp_path), "gone")
 
 
@@ -417,7 +426,7 @@ def test_a_peer_with_another_tokenizer_is_refused(stream: Callable[..., TextStre
     other.save(str(tmp_path / "other.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": END}}))
     mine = run.model_copy(update={"data": run.data.model_copy(update={"tokenizer": str(tmp_path / "other.json")})})
-    with pytest.raises(UserError, match="this run's tokenizer, or the token between its texts, is another"):
+    with pytest.raises(UserError, match="the tokenizer, or its token between texts, differs from this run"):
         run_inputs.check(mine, begun=True)
 
 

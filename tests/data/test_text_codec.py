@@ -77,7 +77,7 @@ def test_a_tokenizer_of_another_folder_leaves_the_ends_that_the_model_names(tmp_
 def test_settings_that_are_no_object_are_named(tmp_path: Path) -> None:
     folder = bytes_and(tmp_path, "<end>", eos_token="<end>")
     (folder / "generation_config.json").write_text("[1]")
-    with pytest.raises(UserError, match=r"generation_config\.json must be an object; it is a list"):
+    with pytest.raises(UserError, match=r"generation_config\.json must be a JSON object; it is a list"):
         text_codec.of_folder(folder, None)
 
 
@@ -137,5 +137,5 @@ def test_a_tokenizer_reads_and_ends_a_text_and_another_one_is_refused(tmp_path: 
     assert round_trip(codec, "ï☃") == ["", "ï", "", "", "☃"]
     assert isinstance(text_codec.of_folder(tmp_path, None), TokenizerCodec)
     other = config.Config(data=data.model_copy(update={"tokenizer_digest": "0" * 32}))
-    with pytest.raises(UserError, match="is another"):
+    with pytest.raises(UserError, match="differs from this run"):
         text_codec.of_run(other, str(tmp_path))

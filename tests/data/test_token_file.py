@@ -69,7 +69,7 @@ def test_a_file_of_another_program_is_compared_by_the_tokenizer_that_its_user_na
 ) -> None:
     run, theirs = run_inputs.sealed(run_on(tokens_in(tmp_path / "a.bin", ours))), tokens_in(tmp_path / "b.bin")
     with pytest.raises(
-        UserError, match=r"b\.bin has no description .*b\.bin\.json\) of the tokenizer.*; name it with --tokenizer"
+        UserError, match=r"b\.bin has no description .*b\.bin\.json\) .*; name that tokenizer with --tokenizer"
     ):
         run_inputs.check(of_run(run, run_on(theirs)), begun=True)
     run_inputs.check(of_run(run, run_on(theirs, ours)), begun=True)
@@ -85,7 +85,7 @@ def test_a_run_of_files_that_say_nothing_goes_on_as_before(tmp_path: Path, ours:
 
 def test_a_user_who_names_another_tokenizer_than_the_file_is_told(tmp_path: Path, ours: Path, other: Path) -> None:
     with pytest.raises(
-        UserError, match=r"is not the tokenizer that made .*a\.bin \(their digests differ\); name that one"
+        UserError, match=r"is not the tokenizer that made .*a\.bin \(their digests differ\); name the tokenizer"
     ):
         run_inputs.sealed(run_on(tokens_in(tmp_path / "a.bin", ours), other))
 
@@ -120,7 +120,7 @@ def test_an_array_of_numpy_is_mapped_in_its_own_width(tmp_path: Path, dtype: typ
     ("array", "said"),
     [
         (NUMBERS.astype(np.float32), "has float32 of shape"),
-        (NUMBERS.reshape(2, -1), "expected one row of whole numbers"),
+        (NUMBERS.reshape(2, -1), "expected a one-dimensional array of integers"),
         (NUMBERS - 1, "has the token -1; a token is at least 0"),
         (np.array([object()]), "cannot map"),
     ],
@@ -142,7 +142,7 @@ def test_an_array_under_another_name_is_refused(tmp_path: Path) -> None:
 def test_a_damaged_description_is_named(tmp_path: Path, content: str) -> None:
     path = tokens_in(tmp_path / "a.bin")
     (tmp_path / "a.bin.json").write_text(content, encoding="latin-1")
-    with pytest.raises(UserError, match=r"a\.bin\.json is no description of a file of tokens"):
+    with pytest.raises(UserError, match=r"a\.bin\.json is not a description of a file of tokens"):
         corpora.corpus(run_on(path).data, MODEL)
 
 
@@ -161,7 +161,7 @@ def test_a_description_with_a_value_of_another_type_is_named(
     path = tokens_in(tmp_path / "a.bin", ours)
     beside = tmp_path / "a.bin.json"
     beside.write_text(json.dumps({**json.loads(beside.read_text()), key: value}))
-    with pytest.raises(UserError, match=rf"a\.bin\.json is no description .*\({key} is .*; expected {expected}\)"):
+    with pytest.raises(UserError, match=rf"a\.bin\.json is not a description .*\({key} is .*; expected {expected}\)"):
         corpora.corpus(run_on(path).data, MODEL)
 
 

@@ -119,14 +119,14 @@ def test_a_bit_that_the_disk_has_turned_is_a_user_error(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)
-    assert "theta has another checksum" in refusal(tmp_path)
+    assert "theta does not match" in refusal(tmp_path)
 
 
 def test_a_damaged_checkpoint_is_set_aside_where_a_swarm_is_there(tmp_path: Path) -> None:
     (tmp_path / checkpoint.FILE).write_bytes(b"damaged")
     with pytest.raises(checkpoint.DamagedCheckpoint) as caught:
         checkpoint.span(tmp_path)
-    assert "starts from the swarm" in caught.value.set_aside()
+    assert "starts with the swarm's weights" in caught.value.set_aside()
     assert checkpoint.span(tmp_path) is None
     assert (tmp_path / checkpoint.DAMAGED).read_bytes() == b"damaged"
 

@@ -182,7 +182,7 @@ def test_a_peer_with_muon_resumes_bit_for_bit(setup_of: MakeSetup) -> None:
 def test_a_checkpoint_of_the_other_optimizer_is_a_user_error(setup_of: MakeSetup) -> None:
     setup = setup_of()
     Compute(setup).do(jobs.Save())
-    with pytest.raises(UserError, match="holds a checkpoint of another run"):
+    with pytest.raises(UserError, match="has a checkpoint of another run"):
         Compute(with_train(setup, optimizer="adamw")).resume()
 
 

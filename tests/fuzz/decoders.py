@@ -5,7 +5,9 @@ of others, UserError for the user's own files. Anything else is a crash. tests/f
 and finds decoders that are missing here; tests/fuzz/guided.py looks for new bytes by coverage (make fuzz).
 """
 
+import asyncio
 import dataclasses
+import logging
 import struct
 from collections.abc import Callable, Coroutine, Sequence
 from functools import cache
@@ -34,12 +36,15 @@ from decentral.core.jobs import Contribution
 from decentral.core.journal import file as journal
 from decentral.core.plain_text import plain_text
 from decentral.engine import checkpoint, gossip_jobs
+from decentral.engine.step import Device
 from decentral.peers.joining.fetch import Incoming
 from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.startup.state import StateFolder
 from decentral.scheduler.placement import plans
 from decentral.scheduler.topology import topology
+from decentral.serving import endpoint
+from decentral.serving.served_model import ServedModel
 from decentral.sim import faults
 from decentral.view.page.follow import SwarmTime
 from decentral.view.page.source_lines import PAGE_LINES
@@ -47,6 +52,7 @@ from decentral.view.page.sources import JournalFolder
 from decentral.view.page.swarm_view import SwarmView
 from tests.fuzz import private
 from tests.fuzz.files import folder, written
+from tests.view.page.played_page import Page
 
 RUN = "fuzzed-000000"
 NOW = 1.7e9
@@ -252,6 +258,39 @@ def token_claim(data: bytes) -> None:
             assert 0 <= claims.believed(PeerId("B"), tokens, speed, now) <= tokens
 
 
+# HTTP
+
+
+def http(data: bytes) -> None:
+    """What a caller sends to the page and to /v1 before it hangs up: nothing fails, and nothing goes on without it."""
+    page, runner, failures = _page()
+
+    async def call() -> None:
+        wire = page.connect()
+        page.send(wire, data)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        wire.abort()
+        await asyncio.gather(*page.state.tasks)
+
+    runner.run(call())
+    page.timers.pass_(0.0)
+    assert not page.updates.browsers
+    assert not page.state.connections
+    assert failures == []
+
+
+@cache
+def _page() -> tuple[Page, asyncio.Runner, list[str]]:
+    """The page, what runs it, and what it has logged as its own failures."""
+    failures, failing = list[str](), logging.Handler(logging.ERROR)
+    failing.emit = lambda record: failures.append(record.getMessage())  # type: ignore[method-assign]
+    page = Page(endpoint.api(ServedModel("m", Device(torch.device("cpu"), torch.float32))))
+    for name in ("asyncio", "uvicorn.error"):
+        logging.getLogger(name).addHandler(failing)
+    return page, asyncio.Runner(), failures
+
+
 # Files that a disk may have spoilt
 
 
@@ -349,7 +388,7 @@ DECODERS: dict[str, Decoder] = {
     ),
     "stream": Decoder(stream, ("comm.wire.blobs.read_rest", "comm.wire.blobs.read_length")),
     "seal": Decoder(seal, ("comm.wire.identity.open_sealed", "comm.wire.identity._parts")),
-    "dht_record": Decoder(dht_record, ("comm.net.libp2p_directory.validate",)),
+    "dht_record": Decoder(dht_record, ("comm.net.libp2p_directory.validate", "comm.net.dht_values.plain")),
     "proof": Decoder(
         private.proof,
         (
@@ -371,7 +410,7 @@ DECODERS: dict[str, Decoder] = {
     "record": Decoder(record, ("peers.membership.records.unpack", "peers.membership.records.checked")),
     "plan": Decoder(plan, ("scheduler.placement.plans.unpack",)),
     "received_config": Decoder(received_config, ("core.received.received",)),
-    "own_config": Decoder(own_config, ("core.own_yaml.mapping", "core.config.validated")),
+    "own_config": Decoder(own_config, ("core.own_yaml.tree", "core.config.validated")),
     "yaml_value": Decoder(yaml_value, ("core.own_yaml.value",)),
     "address": Decoder(address, ("comm.net.libp2p.parse_address",)),
     "libp2p_answer": Decoder(
@@ -401,6 +440,15 @@ DECODERS: dict[str, Decoder] = {
     ),
     "activation": Decoder(activation, ("comm.pipeline.activations.unpack", "comm.pipeline.activations._decode")),
     "gradient": Decoder(gradient, ("comm.pipeline.activations.decode_gradient",)),
+    "http": Decoder(
+        http,
+        (
+            "view.page.connections.buffer_updated",
+            "view.page.connections.data_received",
+            "view.callers.is_ours",
+            "serving.openai_requests.parsed",
+        ),
+    ),
     "token_claim": Decoder(token_claim, ("comm.gossip.snapshots.believed",)),
     "journal_file": Decoder(
         journal_file,

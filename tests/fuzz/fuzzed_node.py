@@ -337,10 +337,9 @@ class FuzzedNode:
     def _propose(self) -> None:
         """A plan of a liar."""
         assert self.node.span_manager
-        peer, key, expires = self.chance.choice(self._present().crowd), plans.key_of(RUN), self.now + 60
-        body = plans.pack(grammar.plan(self._present()))
-        self.deliver(Found(key, {peer: VirtualSigner(peer).seal(key, body, expires)}))
-        kept = peer in self.node.span_manager.swarm_plans._known
+        peer = self.chance.choice(self._present().crowd)
+        self.deliver(Found(plans.key_of(RUN), {peer: grammar.sealed_plan(self._present(), peer)}))
+        kept = peer in self.node.span_manager.swarm_plans.known
         self.figures.add("plan", "" if kept else "refused")
 
 

@@ -16,10 +16,13 @@ from decentral.comm.wire.transport import Ask
 from decentral.core.fragments import Fragment, Layout, Section
 from decentral.core.ids import PeerId, RunId
 from decentral.peers.joining.fetch import PIECE_BYTES
+from decentral.peers.membership import records, swarm_size
 from decentral.peers.membership.prober import zeros
 from decentral.peers.membership.records import PeerPhase, PeerRecord
 from decentral.peers.runtime.node import Node
+from decentral.scheduler.placement import plans
 from decentral.scheduler.placement.plans import SwarmPlan
+from decentral.sim.virtual_signer import VirtualSigner
 from tests.fuzz import values
 from tests.fuzz.device import FORMS, ON_REQUEST, SPARSE_WINDOW, STATE, TOKENS, WINDOW, blob_of
 
@@ -44,6 +47,7 @@ QUESTIONS: tuple[type[Message], ...] = (
     messages.CommitDecision,
     messages.CommitQuery,
     messages.LeaseRequest,
+    messages.RecordsQuery,
     messages.RoundQuery,
     messages.CollectRequest,
 )
@@ -195,6 +199,11 @@ def question(known: Known, kind: type[Message]) -> Envelope:
             return Envelope(messages.CommitQuery(run, known.executions()))
         case messages.LeaseRequest:
             return Envelope(messages.LeaseRequest(run, fragment, chance.random() < 0.3))
+        case messages.RecordsQuery:
+            brought = chance.choice([b"", sealed_record(known, known.peer()), chance.randbytes(100)])
+            short = tuple(chance.randbytes(8) for _ in range(chance.choice((0, 3))))
+            number, lacking = chance.choice((0, 1, 1000)), chance.choice((None, (), short))
+            return Envelope(messages.RecordsQuery(run, brought, short, number, plans=lacking))
         case messages.RoundQuery:
             return Envelope(messages.RoundQuery(run, known.round(), *known.span(), chance.random() < 0.5))
     assert kind is messages.CollectRequest
@@ -220,6 +229,10 @@ def answer(known: Known, ask: Ask) -> Envelope:
             piece = blob_of(STATE)[offset : offset + PIECE_BYTES]
             step = known.round() if known.node.rounds else chance.choice((0, 3, 3, 3, 1 << 40))
             return Envelope(messages.StateChunk(run, fragment, offset, total, step, STATE), piece)
+        case messages.RecordsQuery():
+            brought = tuple((peer, sealed_record(known, peer)) for peer in known.crowd[:3])
+            passed_on = tuple((peer, sealed_plan(known, peer)) for peer in known.crowd[: chance.choice((0, 1, 8))])
+            return Envelope(messages.PeerRecords(run, brought, chance.choice((b"", b"no list")), passed_on))
         case messages.Offer(first=first):
             return Envelope(messages.Load(run, chance.random(), chance.random(), min(first + 3, known.cuts[-1].last)))
         case messages.ForwardRequest(first=first):
@@ -283,6 +296,16 @@ def record(known: Known, peer: PeerId) -> PeerRecord:
         profile = dataclasses.replace(plain.profile, tokens_per_s=1e4, down=1e6, up=1e6, latency_s=0.01)
         plain = dataclasses.replace(plain, profile=profile, tokens=100)
     return _spoilt(plain, known.chance)
+
+
+def sealed_record(known: Known, peer: PeerId) -> bytes:
+    """A record that this peer has signed, as it is stored in the DHT."""
+    return VirtualSigner(peer).seal(swarm_size.key(known.run, 0, 0), records.pack(record(known, peer)), known.now + 60)
+
+
+def sealed_plan(known: Known, peer: PeerId) -> bytes:
+    """A plan that this peer has signed, as it is stored in the DHT."""
+    return VirtualSigner(peer).seal(plans.key_of(known.run), plans.pack(plan(known)), known.now + 60)
 
 
 def plan(known: Known) -> SwarmPlan:

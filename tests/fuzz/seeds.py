@@ -78,6 +78,8 @@ def seeds(name: str, folder: Path) -> Iterator[bytes]:
             yield b"/ip4/203.0.113.7/tcp/4001/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
         case "libp2p_answer":
             yield from _of_daemons()
+        case "http":
+            yield from _of_callers()
         case "fault":
             yield b"crash 2 at 20; slow 0 x5 at 10 for 20; cut 0-1 at 5 for 3"
         case _:
@@ -94,6 +96,29 @@ def _of_daemons() -> Iterator[bytes]:
     for response in (b"\x08\0\x1a\x08" + address, b"\x08\x64\x12\x06failed", b"\x08\xff\xff\xff\xff\x0f"):
         body = b"\x08\x01\x1a" + bytes([len(response)]) + response
         yield bytes([1, len(body)]) + body
+
+
+def _of_callers() -> Iterator[bytes]:
+    """Requests of browsers and programs, also several in one, half a request, and what no browser sends."""
+    host = b"HTTP/1.1\r\nhost: 127.0.0.1:8420\r\n"
+    paths = (b"/", b"/stream", b"/api/swarm", b"/api/peers/0", b"/static/main.js", b"/static/%00", b"/static/%2e%2e/a")
+    yield from (b"GET " + path + b" " + host + b"\r\n" for path in (*paths, b"/v1/models", b"/" + b"x" * 300))
+    yield (b"GET / " + host + b"\r\n") * 3 + b"GET /stream " + host
+    yield b"HEAD /stream " + host + b"connection: close\r\n\r\n"
+    yield b"GET / HTTP/1.1\r\nhost: evil.example\r\n\r\n"
+    yield b"GET / " + host + b"connection: upgrade\r\nupgrade: websocket\r\n\r\n"
+    yield b"GET / " + host + b"a:\r\n" * 200
+    chunked = host + b"content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+    yield b"POST /v1/completions " + chunked + b"1\r\n{\r\n" + b"1\r\n}\r\n" + b"0\r\n\r\n"
+    yield b"POST /stream " + chunked + b"nonsense"
+    for path, body in (
+        (b"completions", b'{"model": "m", "prompt": [1, 2], "stream": true}'),
+        (b"completions", b'{"model": "m", "prompt": ["a"], "stop": ["b"], "seed": 5}'),
+        (b"chat/completions", b'{"model": "m", "messages": [{"role": "user", "content": [{"type": "text"}]}]}'),
+    ):
+        head = b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+        yield b"POST /v1/" + path + b" " + host + head + body
+        yield b"POST /v1/" + path + b" " + host + b"expect: 100-continue\r\n" + head + body[:9]
 
 
 def _stream(message: messages.Message, blob: bytes) -> bytes:

@@ -14,6 +14,7 @@ from tests.test_rooms import MODULES
 
 PARSERS = {
     "msgpack.unpackb",
+    "read_msgpack",
     "json.loads",
     "strict_json.loads",
     "yaml.load",
@@ -28,8 +29,12 @@ PARSERS = {
 }  # what libraries read bytes with
 NEVER_ACCEPTED = {"identity_file"}  # no whole private key is in the repository
 NOT_OF_BYTES = {
+    "comm.net.dht_values.require_records": "tests/fuzz/dht_calls.py makes its answers",
     "comm.net.fair_shares.begin": "counts what a sender has",
     "comm.net.fair_shares.reserve": "counts what a sender has",
+    "comm.net.dht_calls.begin": "counts the calls of a peer",
+    "comm.net.dht_calls.check_request": "a call that hivemind has parsed: tests/comm/net/test_dht_calls.py",
+    "comm.wire.blobs.require_bound": "a decoded message and a length, which read_rest has read",
     "comm.net.streams._next_question": "four bytes of a length, which read_rest checks",
     "sim.network.virtual_network._serve": "the size of a question in virtual time",
     "sim.network.virtual_network.check": "the size of a question in virtual time, which private_swarm.check has taken",
@@ -43,6 +48,7 @@ NOT_OF_BYTES = {
     "model.families.read": "the user's own config.json: tests/model/test_families.py",
     "model.start_weights._file": "the user's own folder, whose errors are one line",
     "model.start_weights._places": "the user's own folder, whose errors are one line",
+    "data.library_trial.tried": "what a child of our own prints",
     "data.tokenizer._digest": "the user's own tokenizer, which the library has read",
     "data.tokenizer.settings": "the user's own tokenizer, whose errors are one line",
     "data.documents._hash": "a digest of our own",
@@ -53,7 +59,7 @@ NOT_OF_BYTES = {
     "comm.codecs.blockwise._tensor": "a part of those formulas",
     "comm.gossip.kernels_cuda.merge": "numbers that were read before",
     "comm.gossip.kernels_cuda.distance": "numbers that were read before",
-    "peers.membership.roster._found": "a decoded record of another run: tests/fuzz/fuzzed_node.py",
+    "peers.membership.roster.read": "a decoded record of another run: tests/fuzz/fuzzed_node.py",
     "comm.rounds.round_state.accept": "a decoded message: tests/fuzz/fuzzed_node.py",
     "core.rng.seed_of": "a digest of our own",
     "engine.micro_batch_names._mixed": "a digest of our own",

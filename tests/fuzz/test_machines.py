@@ -46,6 +46,7 @@ MACHINES: dict[str, tuple[str, Kind, tuple[type[Message], ...]]] = {  # class ->
     "peers.membership.prober.Prober": ("handle", "pull", (messages.Probe, messages.Ping)),
     "peers.membership.revocation_watch.RevocationWatch": ("handle", "private", ()),
     "peers.membership.roster.Roster": ("handle", "pull", ()),
+    "peers.membership.record_gossip.RecordGossip": ("handle", "pull", (messages.RecordsQuery,)),
     "peers.runtime.answers.Answers": ("asked", "pull", ()),
     "peers.runtime.handlers.Handlers": ("handle", "allreduce", ()),
     "peers.runtime.node.Node": ("handle", "spans", ()),
@@ -130,6 +131,8 @@ def handling_classes() -> Iterator[str]:
     for module, path in MODULES.items():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and module.split(".")[0] in ("comm", "peers", "scheduler"):
+                if any(ast.unparse(base) == "Protocol" for base in node.bases):
+                    continue
                 methods = {one.name: one.args.args for one in node.body if isinstance(one, ast.FunctionDef)}
                 if "now" in [argument.arg for argument in methods.get("handle", [])]:
                     yield f"{module}.{node.name}"

@@ -116,6 +116,7 @@ def play(swarm: RealSwarm, lie: str) -> None:
     swarm.play(story())
 
 
+@pytest.mark.night
 @pytest.mark.swarm
 def test_a_liar_that_floods_is_refused_by_reason_and_the_others_learn(swarm: RealSwarm) -> None:
     play(swarm, "flipped")

@@ -181,7 +181,7 @@ def test_one_file_counts_before_an_index_as_it_does_for_transformers(tmp_path: P
 def test_an_adapter_beside_a_model_is_not_passed_over(tmp_path: Path) -> None:
     made(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert "is an adapter (adapter_config.json); expected a whole model: merge it with peft's PeftModel" in refusal(
+    assert "is an adapter (adapter_config.json); expected a whole model; merge it with peft's PeftModel" in refusal(
         tmp_path
     )
 
@@ -193,7 +193,7 @@ def test_other_weights_have_another_digest_and_are_refused(tmp_path: Path) -> No
     other.save_pretrained(tmp_path / "other")
     sealed = start_weights.digest(run_from(tmp_path / "one").model)
     model = run_from(tmp_path / "other").model.model_copy(update={"weights": sealed})
-    with pytest.raises(StartWeightsError, match="its weights are not those that this run starts from"):
+    with pytest.raises(StartWeightsError, match="its weights are not this run's initial weights"):
         decoder.build(model, 0)
 
 
@@ -242,7 +242,7 @@ def test_a_field_that_is_not_computed_is_named(tmp_path: Path, field: str, value
 def test_a_field_that_is_missing_is_named(tmp_path: Path, field: str) -> None:
     made(tmp_path)
     edited(tmp_path, {field: None})
-    assert refusal(tmp_path) == f"{tmp_path / 'config.json'} lacks {field}"
+    assert refusal(tmp_path) == f"{tmp_path / 'config.json'} lacks {field}; give a folder that transformers saved"
 
 
 def test_fields_as_transformers_4_wrote_them_mean_the_same(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_fields_as_transformers_4_wrote_them_mean_the_same(tmp_path: Path) -> No
 def test_sizes_that_do_not_fit_the_weights_are_named(tmp_path: Path) -> None:
     made(tmp_path)
     edited(tmp_path, {"intermediate_size": 128})
-    assert "mlp.gate_proj.weight has the shape [96, 64]; config.json says [128, 64]" in refusal(tmp_path)
+    assert "mlp.gate_proj.weight has shape [96, 64]; config.json expects [128, 64]" in refusal(tmp_path)
 
 
 def test_a_folder_that_lacks_a_tensor_or_all_of_them_is_refused(tmp_path: Path) -> None:
@@ -266,17 +266,17 @@ def test_a_folder_that_lacks_a_tensor_or_all_of_them_is_refused(tmp_path: Path) 
     edited(tmp_path, {"num_hidden_layers": 3})
     assert "has no tensor model.layers.2." in refusal(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
-    assert "its weights cannot be read" in refusal(tmp_path)
+    assert "the weights cannot be read" in refusal(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     assert "expected model.safetensors" in refusal(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"a pickle")
     said = refusal(tmp_path)
-    assert "found only the pickle pytorch_model.bin: convert it with transformers' AutoModelForCausalLM" in said
+    assert "found only the pickle pytorch_model.bin; convert it with transformers' AutoModelForCausalLM" in said
 
 
 def test_a_key_that_contradicts_the_folder_is_refused(tmp_path: Path) -> None:
     made(tmp_path)
-    assert refusal(tmp_path, "model.depth=3").startswith("config: model.depth is 3, and")
+    assert refusal(tmp_path, "model.depth=3").startswith("config: model.depth is 3, but")
     assert run_from(tmp_path, "model.depth=2", "model.context=32").model.context == 32
 
 
@@ -315,4 +315,4 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_bytes_are_no_data_for_a_model_of_other_tokens(tmp_path: Path) -> None:
     made(tmp_path, vocab_size=300)
-    assert "take data.kind huggingface, or tokens" in refusal(tmp_path)
+    assert "set data.kind to huggingface or tokens" in refusal(tmp_path)

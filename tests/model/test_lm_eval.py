@@ -54,7 +54,8 @@ def test_an_export_has_the_perplexity_that_we_compute(
         compute.step()
     compute.do(jobs.Save())
     StateFolder(setup.folder).write_run(RunId("words-3fa2c1"), run)
-    assert export.main(["--state-dir", str(setup.folder), "--format", form, "--out", str(out)]) == 0
+    flags = ["--state-dir", str(setup.folder), "--model-from", str(base)]
+    assert export.main([*flags, "--format", form, "--out", str(out)]) == 0
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "words.yaml").write_text(TASK.format(rows=tmp_path / "rows.jsonl"))

@@ -1,5 +1,6 @@
 """Adapters: what is trained, what stays, what travels, and what peft and transformers make of an export."""
 
+import asyncio
 import dataclasses
 import shutil
 from collections.abc import Callable
@@ -20,11 +21,11 @@ from decentral.data import run_inputs
 from decentral.engine import checkpoint, memory
 from decentral.engine.compute import Compute, ComputeSetup
 from decentral.engine.fragment import Live, fragments_of
-from decentral.engine.step import Chain
+from decentral.engine.step import Chain, Device
 from decentral.model import decoder, lora
 from decentral.model.shape import LoraConfig
 from decentral.peers.startup.state import StateFolder
-from decentral.serving import replicas
+from decentral.serving import replicas, served_model
 from tests.engine.test_memory import really_kept
 from tests.model.hf_folders import SMALL, loaded, logits, made
 
@@ -159,7 +160,7 @@ def test_a_peer_goes_on_from_its_checkpoint(member: MakeSetup) -> None:
 
 def test_who_joins_needs_the_folder(member: MakeSetup, tmp_path: Path) -> None:
     text = member("A").config.canonical()
-    with pytest.raises(UserError, match="each peer reads itself: give --model-from DIR"):
+    with pytest.raises(UserError, match="each peer needs the base model: give --model-from DIR"):
         received(text).adopt(OwnInputs(data="words.txt"))
     own = OwnInputs(data="words.txt", model_folder=str(tmp_path / "model"))
     assert received(text).adopt(own).model.lora == LoraConfig(rank=4)
@@ -167,12 +168,12 @@ def test_who_joins_needs_the_folder(member: MakeSetup, tmp_path: Path) -> None:
 
 def test_without_its_folder_a_peer_says_what_to_name(member: MakeSetup) -> None:
     model = member("A").config.model.model_copy(update={"start_from": None})
-    with pytest.raises(UserError, match="adapters of a folder's weights: name it with --model-from DIR"):
+    with pytest.raises(UserError, match="give the model's folder with --model-from DIR"):
         decoder.build(model, 0, drawn=False)
 
 
 def test_a_users_own_layers_have_no_adapters() -> None:
-    with pytest.raises(UserError, match=r"model\.lora adapts the built-in model, and model\.layers is code"):
+    with pytest.raises(UserError, match=r"model\.lora works only with the built-in model; omit model\.lora"):
         config.load(None, ["model.layers=my.module:layers", "model.lora.rank=4"], NOTHING_NAMED)
 
 
@@ -230,7 +231,8 @@ def test_adapters_of_some_of_a_fused_matrix_load_in_peft(member: MakeSetup, tmp_
 def test_transformers_loads_the_merged_model_with_the_same_logits(member: MakeSetup, tmp_path: Path, name: str) -> None:
     compute = Compute(member("A", name=name))
     folder, out = saved(compute, 20), tmp_path / "out"
-    assert export.main(["--state-dir", str(folder), "--format", "huggingface", "--out", str(out)]) == 0
+    flags = ["--state-dir", str(folder), "--model-from", str(tmp_path / "model")]
+    assert export.main([*flags, "--format", "huggingface", "--out", str(out)]) == 0
     merged = loaded(out)
     assert torch.allclose(forward(compute.span.layers), logits(merged, TOKENS), atol=1e-4)
     assert merged.config.tie_word_embeddings is ("tied" in name)
@@ -239,14 +241,15 @@ def test_transformers_loads_the_merged_model_with_the_same_logits(member: MakeSe
 def test_an_adapter_and_a_whole_model_are_never_in_one_folder(
     member: MakeSetup, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--state-dir", str(saved(Compute(member("A")), 1)), "--out", str(tmp_path / "out")]
+    start = str(tmp_path / "model")
+    flags = ["--state-dir", str(saved(Compute(member("A")), 1)), "--model-from", start, "--out", str(tmp_path / "out")]
     assert export.main(flags) == export.main(flags) == 0
     assert export.main([*flags, "--format", "huggingface"]) == 2
     assert (
-        "another model's files (adapter_config.json, adapter_model.safetensors), which would be loaded"
+        "another model's files (adapter_config.json, adapter_model.safetensors), which programs would load"
         in capfd.readouterr().err
     )
-    assert export.main([*flags[:3], str(tmp_path / "model")]) == 2
+    assert export.main([*flags[:5], start]) == 2
     assert "another model's files (config.json, model.safetensors)" in capfd.readouterr().err
 
 
@@ -259,9 +262,18 @@ def test_an_adapter_is_written_without_its_folder_and_a_merged_model_is_not(
     flags = ["--state-dir", str(folder), "--out", str(out)]
     assert export.main(flags) == 0
     assert export.main([*flags, "--format", "huggingface"]) == 2
-    assert "its weights cannot be read" in capfd.readouterr().err
+    assert "give the model's folder with --model-from DIR" in capfd.readouterr().err
     flags = ["--state-dir", str(folder), "--out", str(tmp_path / "merged"), "--format", "huggingface"]
     assert export.main([*flags, "--model-from", str(tmp_path / "moved")]) == 0
+
+
+def test_adapters_are_served_over_the_named_folder(member: MakeSetup, tmp_path: Path) -> None:
+    folder, cpu = saved(Compute(member("A")), 1), Device(torch.device("cpu"), torch.float32)
+    with pytest.raises(UserError, match="give the model's folder with --model-from DIR"):
+        asyncio.run(served_model.of_folder(folder, None, cpu).load_first())
+    source = served_model.of_folder(folder, None, cpu, str(tmp_path / "model"))
+    asyncio.run(source.load_first())
+    assert source.served.model is not None
 
 
 def test_a_run_without_adapters_has_none_to_export(
@@ -269,7 +281,7 @@ def test_a_run_without_adapters_has_none_to_export(
 ) -> None:
     folder = saved(Compute(setup_of("A")), 1)
     assert export.main(["--state-dir", str(folder), "--format", "peft", "--out", str(tmp_path / "out")]) == 2
-    assert "this run trains all weights, no adapters" in capfd.readouterr().err
+    assert "this run has no adapters, since it trains all weights" in capfd.readouterr().err
 
 
 def test_a_merged_layer_is_a_plain_one_with_the_same_output() -> None:

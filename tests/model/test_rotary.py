@@ -55,7 +55,7 @@ def test_usual_ones_are_accepted(kind: str) -> None:
         ({"rope_scaling": {"kind": "longrope", "factor": 4.0}}, "short and long"),
         ({"rope_scaling": {"kind": "longrope", "factor": 4.0, "short": [1.0], "long": [1.0]}}, "long has 1 numbers"),
         ({"rope_scaling": {"kind": "linear", "factor": 4.0, "short": [1.0], "long": [1.0]}}, "short and long"),
-        ({"block": {"attention_multiplier": 2.0}}, "family llama has no block.attention_multiplier"),
+        ({"block": {"attention_multiplier": 2.0}}, "family llama does not support block.attention_multiplier"),
     ],
 )
 def test_what_cannot_be_computed_is_refused_by_name(model: dict[str, object], said: str) -> None:

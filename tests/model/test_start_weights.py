@@ -97,7 +97,7 @@ def test_a_peer_without_the_folder_takes_layers_that_others_give_and_no_others(m
 def test_a_folder_of_another_start_is_refused_unless_the_peer_has_begun(member: MakeSetup, tmp_path: Path) -> None:
     run = member("A").config
     other = run.model_copy(update={"model": run.model.model_copy(update={"weights": "0" * 32})})
-    with pytest.raises(UserError, match="its weights are not those that this run starts from"):
+    with pytest.raises(UserError, match="its weights are not this run's initial weights"):
         run_inputs.check(other, begun=False)
     run_inputs.check(other, begun=True)
     run_inputs.check(run, begun=False)

@@ -15,6 +15,10 @@ QWEN = (
     "{%- endfor %}\n"
     "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}\n"
 )
+TRAINED = (
+    "{% set who = 'user' %}{% for m in messages %}{% generation %}{% set who = m.role %}{{ who }}: {{ m.content }}\n"
+    "{% endgeneration %}{{ who }}{% endfor %}"
+)  # as templates mark the model's turns for training
 HELLO = [ChatMessage(role="system", content="be kind"), ChatMessage(role="user", content="hi")]
 SAID = "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
@@ -51,13 +55,19 @@ def test_special_tokens_may_stand_in_the_older_file(tmp_path: Path) -> None:
     assert rendered(settings(tmp_path, chat_template="{{ bos_token }}" + QWEN)) == "<s>" + SAID
 
 
-def test_transformers_writes_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("template", [QWEN, TRAINED])
+def test_transformers_writes_the_same(tmp_path: Path, template: str) -> None:
+
     utils = pytest.importorskip("transformers.utils.chat_template_utils", reason="needs pip install 'decentral[hf]'")
     turns = [{"role": one.role, "content": one.text} for one in HELLO]
     (theirs,), _ = utils.render_jinja_template(
-        [turns], chat_template=QWEN, add_generation_prompt=True, eos_token="<|im_end|>"
+        [turns], chat_template=template, add_generation_prompt=True, eos_token="<|im_end|>"
     )
-    assert rendered(settings(tmp_path, chat_template=QWEN)) == theirs
+    assert rendered(settings(tmp_path, chat_template=template)) == theirs
+
+
+def test_the_tag_that_transformers_adds_writes_what_is_in_it(tmp_path: Path) -> None:
+    assert rendered(settings(tmp_path, chat_template=TRAINED)) == "system: be kind\nuseruser: hi\nuser"
 
 
 def test_there_may_be_none(tmp_path: Path) -> None:
@@ -74,11 +84,21 @@ def test_a_template_does_not_leave_its_sandbox(tmp_path: Path, text: str) -> Non
 
 
 @pytest.mark.parametrize(
+    "text", ["{{ 1 / 0 }}", "{{ messages[0].content % 5 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"]
+)
+def test_a_template_that_fails_refuses_the_conversation(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ApiError, match="chat template"):
+        rendered(settings(tmp_path, chat_template=text))
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("[", r"tokenizer_config\.json cannot be read"),
-        ('{"chat_template": "{% for %}"}', "the chat template of"),
-        ("[1]", r"tokenizer_config\.json must be an object; it is a list"),
+        ('{"chat_template": "{% for %}"}', "the chat template in"),
+        ('{"chat_template": "{% break %}"}', "the chat template in"),
+        ('{"chat_template": "{% generation %}"}', "the chat template in"),
+        ("[1]", r"tokenizer_config\.json must be a JSON object; it is a list"),
     ],
 )
 def test_settings_that_cannot_be_read_are_the_user_s_to_mend(tmp_path: Path, text: str, said: str) -> None:

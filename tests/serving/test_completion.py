@@ -111,7 +111,7 @@ def test_a_prompt_may_be_as_long_as_the_model_s_positions() -> None:
     wide = TINY.model_copy(update={"positions": 64})
     loaded = LoadedModel(wide, decoder.build(wide, 0), ByteCodec(), "weights of A at step 3")
     assert Completion(loaded, [1] * 60, Sampling(tokens=1), (), CPU).prompt_tokens == 60
-    with pytest.raises(ApiError, match="reads 64 tokens at once, and the prompt has 65"):
+    with pytest.raises(ApiError, match="the prompt has 65 tokens; this model reads at most 64"):
         Completion(loaded, [1] * 65, Sampling(), (), CPU)
 
 

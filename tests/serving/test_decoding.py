@@ -106,7 +106,7 @@ def test_in_bfloat16_the_logits_are_close(tokens: list[int]) -> None:
 def test_a_model_whose_tokens_take_more_than_the_device_has_is_refused() -> None:
     wide = ModelConfig(depth=100, width=2, heads=1024, kv_heads=1024, head_channels=64, context=1 << 18)
     decoding.check_memory(wide, 1, 9, 1 << 30)
-    with pytest.raises(UserError, match="parameters and 1001 positions take"):
+    with pytest.raises(UserError, match="parameters and a text of 1001 tokens take"):
         decoding.check_memory(wide, 1, 1000, 1 << 30)
 
 

@@ -3,7 +3,10 @@
 import asyncio
 import json
 import re
+import threading
+from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +23,12 @@ from decentral.engine.step import Device
 from decentral.model import decoder
 from decentral.serving import chat_template, decoding, endpoint
 from decentral.serving.loaded_model import LoadedModel
-from decentral.serving.openai_requests import MOST_BODY_BYTES, ApiError
+from decentral.serving.openai_requests import MOST_BODY_BYTES, ApiError, TextRequest, parsed
 from decentral.serving.served_model import ServedModel
 from decentral.serving.turns import Turns
 from decentral.view.page.server import Updates, application
 from decentral.view.page.swarm_view import SwarmView
+from tests.patient_time import LIMIT_S
 
 CPU = Device(torch.device("cpu"), torch.float32)
 TINY = ModelConfig(depth=1, width=32, heads=2, context=64)
@@ -44,9 +48,9 @@ def client(served: ServedModel) -> TestClient:
     return client_of(served)
 
 
-def client_of(served: ServedModel) -> TestClient:
+def client_of(served: ServedModel, host: str = "127.0.0.1") -> TestClient:
     app = application(Updates(SwarmView()), model_api=endpoint.api(served))
-    return TestClient(app, base_url="http://127.0.0.1:8420", raise_server_exceptions=False)
+    return TestClient(app, base_url="http://127.0.0.1:8420", raise_server_exceptions=False, client=(host, 5))
 
 
 @pytest.fixture
@@ -218,6 +222,8 @@ def test_paths_and_methods_that_are_not_there_are_errors_in_openai_s_form(client
     [
         ({"origin": "http://evil.example"}, 403),
         ({"origin": "null"}, 403),
+        ({"origin": "http://["}, 403),
+        ({"origin": "127.0.0.1:8420"}, 403),
         ({"origin": "http://127.0.0.1:9999"}, 403),
         ({"content-type": "text/plain"}, 415),
         ({"content-type": "application/x-www-form-urlencoded"}, 415),
@@ -258,6 +264,33 @@ def test_weights_that_are_not_finite_are_an_error(served: ServedModel, stream: b
     assert found["type"] == "server_error"
 
 
+def test_requests_are_parsed_outside_of_the_event_loop_one_after_another(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one begins only when the first is done, and the event loop goes on meanwhile."""
+    begun, go_on = list[int](), threading.Event()
+
+    def slow(kind: type[TextRequest], body: bytes) -> TextRequest:
+        begun.append(threading.get_ident())
+        assert go_on.wait(LIMIT_S)
+        return parsed(kind, body)
+
+    monkeypatch.setattr(endpoint, "parsed", slow)
+
+    async def story() -> None:
+        here = endpoint.Endpoint(served, Turns())
+        tasks = [asyncio.create_task(called(here.completions, asked(max_tokens=1))) for _ in range(3)]
+        while not begun:
+            await asyncio.sleep(0)
+        assert len(begun) == 1
+        go_on.set()
+        await asyncio.gather(*tasks)
+
+    run(story())
+    assert len(begun) == 3
+    assert threading.get_ident() not in begun
+
+
 # Turns
 
 
@@ -265,27 +298,56 @@ def run(found: Any) -> Any:
     return asyncio.run(found)
 
 
-def test_one_request_more_than_may_wait_is_refused_and_turns_come_free() -> None:
-    async def crowd() -> list[str]:
-        here, found = Turns(at_once=1, waiting=1), []
-        leave = asyncio.Event()
+def crowd(turns: Turns, callers: str) -> tuple[list[str], list[str]]:
+    """Return who is answered or refused while nobody's answer ends, and then in all, if these callers ask in turn."""
 
-        async def one(name: str) -> None:
+    async def story() -> tuple[list[str], list[str]]:
+        found, leave = list[str](), asyncio.Event()
+
+        async def one(caller: str) -> None:
             try:
-                async with here.turn():
-                    found.append(name)
+                async with turns.turn(caller):
+                    found.append(caller)
                     await leave.wait()
             except ApiError as error:
-                found.append(f"{name} {error.status}")
+                found.append(f"{caller} {error.status}")
 
-        tasks = [asyncio.create_task(one(name)) for name in "ABC"]
-        while len(found) < 2:
+        tasks = [asyncio.create_task(one(caller)) for caller in callers]
+        for _ in callers:
             await asyncio.sleep(0)
+        before = list(found)
         leave.set()
         await asyncio.gather(*tasks)
-        return [*found, f"{here.present} left"]
+        return before, found
 
-    assert run(crowd()) == ["A", "C 429", "B", "0 left"]
+    return run(story())  # type: ignore[no-any-return]
+
+
+def test_one_request_more_than_may_wait_is_refused_and_turns_come_free() -> None:
+    turns = Turns(at_once=1, waiting=1)
+    before, found = crowd(turns, "ABC")
+    assert (sorted(before), found[2:], turns.present) == (["A", "C 429"], ["B"], 0)
+
+
+def test_one_caller_takes_half_of_the_turns_and_of_those_that_may_wait() -> None:
+    before, found = crowd(Turns(), "A" * 20 + "BC")
+    assert Counter(before) == {"A": 2, "A 429": 10, "B": 1, "C": 1}
+    assert Counter(found) == {"A": 10, "A 429": 10, "B": 1, "C": 1}
+
+
+def test_all_networks_of_a_customer_with_ipv6_are_one_caller(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callers, turn = list[str](), Turns.turn
+
+    def noted(turns: Turns, caller: str) -> AbstractAsyncContextManager[None]:
+        callers.append(caller)
+        return turn(turns, caller)
+
+    monkeypatch.setattr(Turns, "turn", noted)
+    for host in ("2001:db8:1:2::3", "2001:db8:1:4::5", "192.0.2.1"):
+        client_of(served, host).post("/v1/completions", json=asked(max_tokens=1))
+    assert callers == ["2001:db8:1::/48"] * 2 + ["192.0.2.1"]
 
 
 def test_a_busy_server_says_so_in_openai_s_form(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:

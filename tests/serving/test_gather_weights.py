@@ -86,9 +86,9 @@ def test_layers_come_from_several_peers_where_nobody_holds_all(setup_of: Callabl
 
 
 def test_a_layer_that_nobody_gives_is_named_with_the_reason(setup_of: Callable[..., ComputeSetup]) -> None:
-    with pytest.raises(UserError, match=r"nobody gave layers 2 to 2 of the model \(peer B: unreachable\)"):
+    with pytest.raises(UserError, match=r"no peer gave layers 2 to 2 of the model \(peer B: unreachable\)"):
         Serving(setup_of, dead="B").gathered(1, A=(0, 2), B=(1, 3))
-    with pytest.raises(UserError, match=r"nobody gave layers 2 to 2 of the model \(nobody holds them\)"):
+    with pytest.raises(UserError, match=r"no peer gave layers 2 to 2 of the model \(no peer holds them\)"):
         Serving(setup_of).gathered(1, A=(0, 2))
 
 
@@ -98,7 +98,7 @@ def test_a_machine_gathers_as_many_copies_as_fit_and_refuses_a_model_of_which_no
     run = setup_of("A").config
     assert memory.copies_that_fit(run, 16, 1 << 30) == 16
     assert memory.copies_that_fit(run, 16, 1 << 20) == 5
-    with pytest.raises(UserError, match="parameters: to gather them takes"):
+    with pytest.raises(UserError, match=r"gathering \d+ parameters takes"):
         memory.copies_that_fit(run, 1, 1 << 18)
 
 

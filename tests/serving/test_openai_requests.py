@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from pydantic import ValidationError
 
 from decentral.serving.openai_requests import MOST_SERVED_TOKENS, ApiError, ChatRequest, CompletionRequest, parsed
 
@@ -89,7 +90,7 @@ def test_what_is_not_computed_is_refused_by_name(fields: dict[str, object], para
         b'{"model": "m", "prompt": "\\ud800"}',
         b'{"model": "m", "prompt": "x", "temperature": NaN}',
         b'{"model": "m", "prompt": "x", "temperature": 1e999}',
-        b'{"model": "m", "prompt": ' + b"[" * 100_000,
+        b'{"model": "m", "prompt": ' + b"[" * 10_000,
     ],
 )
 def test_bytes_that_are_no_request_are_refused(body: bytes) -> None:
@@ -104,3 +105,37 @@ def test_a_chat_without_messages_is_refused() -> None:
         chat(messages=[])
     with pytest.raises(ApiError, match="messages"):
         chat(messages=[{"role": "tool", "content": "x"}])
+
+
+def body(field: str, element: str, count: int) -> bytes:
+    """A request whose field is a list of the same element."""
+    return f'{{"model": "m", "{field}": [{", ".join([element] * count)}]}}'.encode()
+
+
+@pytest.mark.parametrize("element", ["-1", "{}", "[]", "1"])
+def test_more_values_than_a_request_may_have_are_refused_before_they_are_checked(element: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        parsed(CompletionRequest, body("prompt", element, 340_000))
+    assert (refused.value.status, refused.value.code) == (413, "request_too_large")
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "element"),
+    [
+        (CompletionRequest, "prompt", "-1"),
+        (CompletionRequest, "prompt", "{}"),
+        (ChatRequest, "messages", '{"a": 0, "b": 0}'),
+        (ChatRequest, "messages", '{"role": "user", "content": [{}, {}, {}, {}, {}]}'),
+    ],
+)
+def test_a_thousand_wrong_elements_are_not_described_one_by_one(
+    kind: type[CompletionRequest | ChatRequest], field: str, element: str
+) -> None:
+    with pytest.raises(ValidationError) as wrong:
+        kind.model_validate_json(body(field, element, 1000))
+    assert wrong.value.error_count() <= 5
+
+
+def test_commas_in_a_text_are_no_values() -> None:
+    text = '",\\",' * 20_000
+    assert completion(prompt=text).text == text

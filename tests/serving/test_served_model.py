@@ -100,9 +100,9 @@ def test_an_exported_folder_is_served(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--serve-model", "gone"], "--serve-model gone: no folder is there"),
+        (["--serve-model", "gone"], "--serve-model gone is not a folder"),
         (["--serve-model"], "expected --join ADDR"),
-        (["--serve-model", "."], "no peer's state folder"),
+        (["--serve-model", "."], "has no peer's state"),
         (["--serve-model", ".", "--device", "abacus"], "--device expects"),
     ],
 )

@@ -310,6 +310,18 @@ def test_late_and_stale_records_only_delay_the_rosters() -> None:
     faulty.settle()
 
 
+@pytest.mark.parametrize("key", faults.ECLIPSED)
+def test_hostile_nodes_that_own_a_key_of_the_dht_change_no_roster(key: str) -> None:
+    faulty = FaultySwarm(f"eclipse {key} at 10 for 150; join 1 at 40", peers=10)
+    for now in range(45, 160, 5):
+        faulty.play(now)
+        rosters = [set(member.host.node.roster.live) for member in faulty.swarm.members if member.host]
+        late = 1 if now < 70 else 0  # the newcomer may be known to some only
+        assert min(map(len, rosters)) >= 10 - late, now
+    faulty.settle()
+    assert all(member.training for member in faulty.swarm.members)
+
+
 # Byzantine answers
 
 CAUGHT = {

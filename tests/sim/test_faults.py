@@ -32,6 +32,10 @@ EXAMPLES = {
     "lie 2 nan at 10 for 20": Fault("lie", 10, (2,), lasts=20, how="nan"),
     "loss 0.05 at 5 for 20": Fault("loss", 5, value=0.05, lasts=20),
     "late 2 at 5 for 20": Fault("late", 5, value=2, lasts=20),
+    "lie 1,2 withheld at 5 for 20": Fault("lie", 5, (1, 2), lasts=20, how="withheld"),
+    "revoke 2 at 5": Fault("revoke", 5, (2,)),
+    "propose 2 at 5": Fault("propose", 5, (2,)),
+    "eclipse peers at 5 for 20": Fault("eclipse", 5, lasts=20, how="peers"),
 }
 
 
@@ -94,23 +98,23 @@ def test_peers_are_numbers_ranges_and_lists() -> None:
 
 
 BAD = {
-    "crash": "is no fault",
-    "crash 2": "is no fault",
-    "crash 2 at noon": "is no fault",
-    "crash 2 at 1.2.3": "is no fault",
+    "crash": "expected a fault such as",
+    "crash 2": "expected a fault such as",
+    "crash 2 at noon": "expected a fault such as",
+    "crash 2 at 1.2.3": "expected a fault such as",
     "explode 2 at 3": "unknown fault 'explode'",
-    "freeze 1 at 3": "must end",
-    "part 0,1 at 20": "must end",
-    "slow 0 at 3 for 4": "is not complete",
-    "slow 0 xfast at 3 for 4": "is not complete",
-    "slow 0 x0 at 3 for 4": "is not complete",
-    "degrade 0-1 at 3 for 4": "is not complete",
-    "oneway 0 at 3 for 2": "is not complete",
-    "crash 3-1 at 2": "is not complete",
-    "crash two at 2": "is not complete",
-    "loss nan at 3 for 2": "is not complete",
-    "full-disk 1 at 3": "must end",
-    "clock 1 at 3": "is not complete",
+    "freeze 1 at 3": "needs a duration",
+    "part 0,1 at 20": "needs a duration",
+    "slow 0 at 3 for 4": "a number is wrong or missing",
+    "slow 0 xfast at 3 for 4": "a number is wrong or missing",
+    "slow 0 x0 at 3 for 4": "a number is wrong or missing",
+    "degrade 0-1 at 3 for 4": "a number is wrong or missing",
+    "oneway 0 at 3 for 2": "a number is wrong or missing",
+    "crash 3-1 at 2": "a number is wrong or missing",
+    "crash two at 2": "a number is wrong or missing",
+    "loss nan at 3 for 2": "a number is wrong or missing",
+    "full-disk 1 at 3": "needs a duration",
+    "clock 1 at 3": "a number is wrong or missing",
     "lie 1 sideways at 3 for 4": "a lie is one of nan, scaled",
 }
 
@@ -133,7 +137,13 @@ def test_a_trace_is_churn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["time,peer\n1,2\n", "time,peer,up/down\nnoon,2,up\n", "time,peer,up/down\n1,2,sideways\n", None]
+    "text",
+    [
+        "time,peer\n1,2\n",
+        *("time,peer,up/down\n" + row for row in ("noon,2,up\n", "1,2,sideways\n", "nan,2,up\n", "inf,2,up\n")),
+        *("time,peer,up/down\n" + row for row in ("-1,2,up\n", "1,-1,up\n", "1,nan,up\n", f"1,{'9' * 5000},up\n")),
+        None,
+    ],
 )
 def test_what_is_no_trace_is_told_in_one_line(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "spot.csv"

@@ -6,9 +6,11 @@ from random import Random
 
 from decentral.comm.wire.invitations import FounderKeys
 from decentral.comm.wire.private_swarm import MemberSigner, PrivateSwarm, revoked_key
+from decentral.comm.wire.transport import Found
 from decentral.core import config
 from decentral.peers.membership.revocation_watch import NO_MEMBER
 from decentral.sim import faults
+from decentral.sim.fault_injector import FaultInjector
 from decentral.sim.host import Pace
 from decentral.sim.network.geography import SwarmGeography, TypicalLink
 from decentral.sim.report import RunReport
@@ -62,7 +64,7 @@ def names(members: list[SimulatedPeer]) -> set[str]:
     return {member.peer for member in members}
 
 
-def revoke(found: SimulatedSwarm, member: SimulatedPeer) -> None:
+def revoke(found: SimulatedSwarm, member: SimulatedPeer) -> tuple[str, dict[str, bytes]]:
     """The founder's list comes into the DHT, as `python -m decentral.invite --revoke` brings it there."""
     assert member.holding is not None
     packed = FOUNDER.revoke(1, frozenset({member.holding.invitation.id})).packed
@@ -70,7 +72,9 @@ def revoke(found: SimulatedSwarm, member: SimulatedPeer) -> None:
     assert herald.holding is not None
     signer = MemberSigner(VirtualSigner(herald.peer), PrivateSwarm(herald.peer, herald.holding, found.clock(herald)))
     key, expires = revoked_key(FOUNDER.run), EPOCH + found.agenda.now + 600
-    assert found.records.store(herald.peer, key, herald.peer, signer.seal(key, packed, expires), expires)
+    value = signer.seal(key, packed, expires)
+    assert found.records.store(herald.peer, key, herald.peer, value, expires)
+    return key, {herald.peer: value}
 
 
 def test_members_find_each_other_and_exchange() -> None:
@@ -108,6 +112,22 @@ def test_a_revoked_peer_is_dropped_by_all_and_stops_within_a_minute() -> None:
     assert all(roster_of(member) == names(others) - {member.peer} for member in others)
     found.agenda.run(150.0)
     assert all(member.training for member in others)
+
+
+def test_hostile_nodes_that_hide_the_list_of_revocations_do_not_keep_it_from_the_members() -> None:
+    """The revoked peer itself may own the DHT's key. One member was told by the founder's command."""
+    found = swarm(10)
+    FaultInjector(found).plan(faults.parse("eclipse revoked at 25 for 200"))
+    found.agenda.run(30.0)
+    gone, told, *others = found.members
+    key, values = revoke(found, gone)
+    assert told.host is not None
+    told.host.deliver(Found(key, values))
+    found.agenda.run(90.0)
+    members = [told, *others]
+    assert all(roster_of(member) == names(members) - {member.peer} for member in members)
+    assert gone.host is not None
+    assert (gone.host.ended or "").startswith(NO_MEMBER)
 
 
 def test_the_same_seed_gives_the_same_private_swarm() -> None:

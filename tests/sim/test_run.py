@@ -12,6 +12,7 @@ from decentral.sim import faults, sweep
 from decentral.sim import run as runs
 from decentral.sim.host import Pace
 from decentral.sim.invariants.evidence import Violation
+from decentral.sim.network.geography import TypicalLink
 from decentral.sim.real_training import real_gradients
 from decentral.sim.run import Scenario, StopRun, run, shrink
 from decentral.sim.swarm import SwarmSettings
@@ -96,6 +97,13 @@ def test_a_device_ten_times_slower_stays_near_the_others(monkeypatch: pytest.Mon
     near = run(swarm).replicas
     monkeypatch.setattr(snapshots, "ASKED_LATE_WINDOWS", 0)
     assert near.spread < 0.3 * run(swarm).replicas.spread
+
+
+def test_many_newcomers_at_once_get_the_state_over_their_donors_slow_uplinks() -> None:
+    """The first donor shared its uplink among so many that every piece came after its deadline: nobody ever began."""
+    slow, windows = TypicalLink(0.02, up=6e5, spread=0.0), ("gossip.window_s=60", "gossip.start_window_s=60")
+    settings = SwarmSettings.of(config.load(None, windows), Pace(0.5, 0.05, report_s=5.0), (1.0,), 1024)
+    assert run(Scenario(settings, 40, 90.0, 1, link=slow, audited=False)).samples[-1].training == 40
 
 
 def test_real_gradients_learn_and_are_reproducible(text: Path, tmp_path: Path) -> None:

@@ -82,10 +82,11 @@ FOUND = {
 }
 
 SWEPT = int(MAKEFILE.partition("--sweep ")[2].split()[0])  # seeds below it are played by the sweep of `make test`
-# Seeds of six seconds and more, which take too long by day
-LONG = (6935, 9743, 25615, 28575, 32943, 46615, 210223, 445255)
+# Seeds of two seconds and more, which take too long by day
+LONG = {115, 167, 199, 256, 298, 487, 535, 1019, 6935, 9743, 15655, 23055, 25615, 28575, 32943, 45175, 46615}
+LONG |= {75, 155, 38101, 48655, 204255, 210223, 445255, 495583, 550262, 602863, 694375, 947263}
 FAR = ("staleness limit", "write deadline", "others' plans")  # defences whose seed takes 15 seconds and more, the same
-NIGHT = {seed for seed in FOUND if seed < SWEPT or seed in LONG}
+NIGHT = LONG | {seed for seed in FOUND if seed < SWEPT}
 
 
 @pytest.mark.parametrize("seed", [pytest.param(one, marks=pytest.mark.night) if one in NIGHT else one for one in FOUND])

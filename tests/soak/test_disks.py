@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.soak.disks import FILLING, LimitedFiles, used_bytes
+from tests.processes import piped
 from tests.wan.test_lab import ROOT, needs_root
 
 # It writes to a file at each word that comes, and says how that went.
@@ -49,10 +50,8 @@ sys.stdin.read()
 
 @pytest.fixture
 def writer(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
-    command = [sys.executable, "-I", "-S", "-c", WRITER, str(tmp_path / "file")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with piped(sys.executable, "-I", "-S", "-c", WRITER, str(tmp_path / "file")) as process:
         yield process
-        process.kill()
 
 
 def writes(process: "subprocess.Popen[str]") -> str:
@@ -75,12 +74,10 @@ def test_a_process_may_not_let_a_file_grow_until_it_is_freed(writer: "subprocess
 @needs_root
 def test_a_mounted_disk_is_full_then_free_and_gone_with_its_process(tmp_path: Path) -> None:
     place = tmp_path / "place"
-    command = [sys.executable, "-c", MOUNTS, str(place)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with piped(sys.executable, "-c", MOUNTS, str(place), cwd=ROOT) as process:
         assert process.stdout is not None
         said = [process.stdout.readline().strip() for _ in range(3)]
         assert str(place) not in Path("/proc/self/mounts").read_text()
-        process.kill()
     assert said == ["written", "No space left on device", "written"]
     assert list(place.iterdir()) == []
 

@@ -124,7 +124,7 @@ CHANGES: list[tuple[Callable[[Evidence], None], str]] = [
     (slower, "survivors with the whole model trained 0.9"),
     (starving, "survivors trained 0.9"),
     (hanging, "survivors with the whole model trained 0.9"),
-    (counting_twice, "1 micro-batches counted twice"),
+    (counting_twice, "1 micro-batch counted twice"),
     (counting_what_no_step_took, "800 tokens counted that no step took"),
     (counting_nothing, "no micro-batch was counted"),
     (lambda found: found.tracebacks.append("peer 3"), "a traceback in the output of peer 3"),

@@ -158,7 +158,7 @@ def test_a_line_that_is_not_as_it_should_be_is_counted_and_passed_over(tmp_path:
     run = history_of([("a", path)])
     assert [peer.bad for peer in run.peers] == [1]
     assert run.tokens == 10
-    assert "1 lines of the journals could not be read" in page_of(run)
+    assert "1 line of the journals could not be read" in page_of(run)
 
 
 VALUES = st.recursive(

@@ -67,7 +67,7 @@ def test_a_peer_that_joins_says_so_instead_of_figures(
     ours, _ = met
     ours.phase = NodePhase.JOINING
     terminal.LineDisplay().update(ours, NOW)
-    assert capsys.readouterr().out == f"starting: joining; {len(NAMES)} peers are known, 0 B received\n"
+    assert capsys.readouterr().out == f"starting: joining; known peers: {len(NAMES)}, received: 0 B\n"
     ours.phase = NodePhase.TRAINING
     terminal.LineDisplay().update(ours, NOW)
     assert capsys.readouterr().out.startswith("step 0  loss ")
@@ -156,7 +156,7 @@ def test_the_line_for_others_names_the_flags_without_which_they_cannot_join(tmp_
 
 def test_the_line_to_go_on_with_can_be_given_to_a_shell(tmp_path: Path) -> None:
     said = terminal.introduction(node(tmp_path, Config()), Path("/home/my peers/one"))
-    assert "go on later with: python -m decentral.peer --state-dir '/home/my peers/one'\n" in said
+    assert "continue later with: python -m decentral.peer --state-dir '/home/my peers/one'\n" in said
 
 
 @pytest.mark.parametrize("algorithm", ["pull", "allreduce"])

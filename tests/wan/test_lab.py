@@ -2,7 +2,6 @@
 
 import os
 import select
-import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -18,6 +17,7 @@ from benchmarks.wan.links import Count
 from decentral.core.errors import UserError
 from decentral.scheduler.topology import topology
 from tests.patient_time import LIMIT_S
+from tests.processes import piped
 
 ROOT = Path(__file__).parent.parent.parent
 SILENT_S = 0.3  # after which no answer is taken to come: on a slow machine one that comes later is missed
@@ -71,14 +71,11 @@ needs_root = pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.mi
 
 @needs_root
 def test_packets_travel_and_a_killed_lab_leaves_nothing_behind() -> None:
-    with subprocess.Popen([sys.executable, "-c", STARTS], cwd=ROOT, stdout=subprocess.PIPE, text=True) as lab:
-        try:
-            assert lab.stdout is not None
-            router, sleeper, round_trip_s, rate = lab.stdout.readline().split()
-            inside = os.readlink(f"/proc/{sleeper}/ns/net")
-            ends = [os.pidfd_open(int(pid)) for pid in (router, sleeper)]
-        finally:
-            lab.send_signal(signal.SIGKILL)
+    with piped(sys.executable, "-c", STARTS, cwd=ROOT) as lab:
+        assert lab.stdout is not None
+        router, sleeper, round_trip_s, rate = lab.stdout.readline().split()
+        inside = os.readlink(f"/proc/{sleeper}/ns/net")
+        ends = [os.pidfd_open(int(pid)) for pid in (router, sleeper)]
     for end in ends:  # the kernel kills the router with the lab, and all others with the router
         assert select.select([end], [], [], LIMIT_S)[0]
         os.close(end)

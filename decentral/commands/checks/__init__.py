@@ -1,1 +1,1 @@
-"""The checks of `python -m decentral.doctor`, a file for each family. Each says what it found, and the remedy."""
+"""The checks of `python -m decentral.doctor`, one file per subject. A check returns what it found, and the remedy."""

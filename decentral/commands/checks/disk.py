@@ -1,4 +1,4 @@
-"""Checks of the state folder and its disk: can it be written, has it room, how fast is it, is what is there whole."""
+"""Check the state folder and its disk: write access, speed, free space, and whether the folder's files are intact."""
 
 import fcntl
 import os
@@ -11,21 +11,22 @@ from pathlib import Path
 
 from decentral.comm.wire.identity import Identity
 from decentral.commands.checks.finding import Finding, ok, unknown, warn, wrong
+from decentral.core import foreign_file
 from decentral.core.errors import UserError
 from decentral.core.journal.file import JOURNAL_FILE_BYTES, JOURNAL_FILES_KEPT
 from decentral.core.units import MiB, readable_bytes
 from decentral.engine import checkpoint
 from decentral.peers.startup.state import DISK_REMEDY, StateFolder
 
-PROBE_FILE_BYTES = 16 * MiB  # written and synced to measure the disk; a second on a slow one
-SLOW_DISK_PER_S = 32e6  # bytes/s: as fast as checkpoints may be written (swarm.checkpoint_every_s)
+PROBE_FILE_BYTES = 16 * MiB  # the check writes and syncs this many bytes to measure the disk's speed
+SLOW_DISK_PER_S = 32e6  # on a disk that writes fewer bytes/s, checkpoints are saved less often, and the user is warned
 JOURNALS_BYTES = (JOURNAL_FILES_KEPT + 1) * JOURNAL_FILE_BYTES
-LEAST_FREE_BYTES = 64 * MiB  # beside a checkpoint: the journal of a day
-CHECKED_BYTES = 4096 * MiB  # a larger checkpoint is not read whole: that would take minutes
+LEAST_FREE_BYTES = 64 * MiB  # must be free besides the next checkpoint's space: a journal grows by about this in a day
+CHECKED_BYTES = 4096 * MiB  # if a checkpoint is larger, only its head is checked: reading all of it would take minutes
 
 
 def checks(folder: Path, of_a_peer: bool) -> Iterator[Finding]:
-    """Checks of the place where a state folder is or would be; if it is `of_a_peer`, of what is in it as well."""
+    """Yield the findings about the disk at `folder`, and, if it is a peer's state folder, about the files in it."""
     yield write_speed(folder)
     yield room(folder)
     if of_a_peer:
@@ -34,7 +35,7 @@ def checks(folder: Path, of_a_peer: bool) -> Iterator[Finding]:
 
 
 def room(folder: Path) -> Finding:
-    """Whether the disk takes another checkpoint beside the present one, and the journals."""
+    """Return the finding on whether the disk has room for another checkpoint and the journals."""
     free = shutil.disk_usage(_nearest(folder)).free
     file = folder / checkpoint.FILE
     needed = (file.stat().st_size if file.exists() else 0) + LEAST_FREE_BYTES
@@ -50,7 +51,7 @@ ROOM = f"{DISK_REMEDY} on a disk with more"
 
 
 def write_speed(folder: Path) -> Finding:
-    """Writes a file, and removes it: whether the folder can be written, and how fast."""
+    """Write and remove a test file; return the finding on whether the folder can be written, and how fast."""
     place = _nearest(folder)
     path = place / f".doctor-{os.getpid()}"
     try:
@@ -62,14 +63,14 @@ def write_speed(folder: Path) -> Finding:
             path.unlink(missing_ok=True)
     seen = f"writes {readable_bytes(rate)}/s"
     if rate < SLOW_DISK_PER_S:
-        return warn("disk", f"{seen}: checkpoints will be rare", "use --state-dir on a local disk, not a network's")
+        return warn("disk", f"{seen}: checkpoints will be rare", "use a --state-dir on a local disk")
     return ok("disk", seen)
 
 
 def belongs_to(folder: Path) -> Finding:
-    """Which run the folder belongs to, and whether a peer uses it now."""
+    """Return the finding on which run the state folder belongs to, and whether a peer uses it now."""
     try:
-        kept, key = StateFolder(folder).read_run(), folder / "identity.key"
+        kept, key = StateFolder(folder).look_at_run(), folder / "identity.key"
         StateFolder(folder).read_flags()
         if key.exists():
             Identity.load_or_create(key)
@@ -80,9 +81,9 @@ def belongs_to(folder: Path) -> Finding:
 
 
 def in_use(folder: Path) -> bool:
-    """Whether a peer holds the folder's lock."""
+    """Return whether a running peer has locked the folder."""
     try:
-        with (folder / "lock").open("r") as lock:
+        with foreign_file.opened(folder / "lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
     except FileNotFoundError:
@@ -92,7 +93,7 @@ def in_use(folder: Path) -> bool:
 
 
 def saved(folder: Path) -> Finding:
-    """Whether the checkpoint is what was written, by its checksums."""
+    """Return the finding on whether the checkpoint is intact, by its checksums."""
     file = folder / checkpoint.FILE
     if not file.exists():
         return ok("checkpoint", "none yet")
@@ -100,15 +101,15 @@ def saved(folder: Path) -> Finding:
     try:
         checkpoint.span(folder) if size > CHECKED_BYTES else checkpoint.verify(folder)
     except UserError as error:
-        remedy = f"move {file} away, and the peer starts from the swarm; or get it back from a copy"
+        remedy = f"move {file} away, so that the peer fetches its state from the swarm; or restore it from a backup"
         return wrong("checkpoint", str(error), remedy)
     if size > CHECKED_BYTES:
-        return unknown("checkpoint", f"{readable_bytes(size)}; too large to read it whole here; its head is well")
-    return ok("checkpoint", f"{readable_bytes(size)}, as it was written")
+        return unknown("checkpoint", f"{readable_bytes(size)}; its head is intact, the rest is too large to read here")
+    return ok("checkpoint", f"{readable_bytes(size)}, intact")
 
 
 def _nearest(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """Return the folder, or the nearest existing folder above it."""
     path = folder.absolute()
     while not path.is_dir() and path != path.parent:
         path = path.parent
@@ -116,13 +117,13 @@ def _nearest(folder: Path) -> Path:
 
 
 def _written_per_s(path: Path) -> float:
-    """Bytes/s of a file, synced. Raises OSError."""
-    block = os.urandom(MiB)  # disks and file systems that compress would not write zeros
+    """Write and sync a file, and return the rate in bytes/s. Raise OSError if that fails."""
+    block = os.urandom(MiB)  # random, since some disks and file systems compress zeros
     began = time.perf_counter()
     with path.open("wb", buffering=0) as file:
         for _ in range(PROBE_FILE_BYTES // MiB):
             if file.write(block) < len(block):
-                file.write(block)  # it raises what kept the first write short
+                file.write(block)  # after a short write, the next write raises the OSError with the cause
         os.fsync(file.fileno())
     return PROBE_FILE_BYTES / (time.perf_counter() - began)
 
@@ -132,7 +133,7 @@ def _disk_remedy(error: OSError) -> str:
         case e if e in (ENOSPC, EDQUOT):
             return ROOM
         case e if e == EFBIG:
-            return "raise the limit of a file's size: ulimit -f unlimited"
+            return "raise the limit on file sizes: ulimit -f unlimited"
         case e if e in (EROFS, EACCES, EPERM):
             return "choose a --state-dir that this user can write, on a file system that is not mounted read-only"
-    return "look at the disk (dmesg), or use another --state-dir"
+    return "check the disk (dmesg), or use another --state-dir"

@@ -1,4 +1,4 @@
-"""Which checks are made, in the order in which one needs another: machine, disk, network, swarm, running peer."""
+"""Run all checks in the order in which they depend on each other: machine, disk, network, swarm, running peer."""
 
 import argparse
 import os
@@ -28,26 +28,30 @@ LOADED_NETWORK = peer_network()
 
 @dataclass(frozen=True, slots=True)
 class PeerPlace:
-    """The peer that is looked at: the one of a state folder, or one that would start here."""
+    """The peer that is checked: the peer of a state folder, or a new peer that would start on this machine."""
 
-    folder: Path | None  # None: a new one
+    folder: Path | None  # the peer's state folder; None: a new peer, which would start in a new folder
     running: bool
-    device: str  # on which it computes; of several, the first
-    announce: list[str]  # where its user says that others reach it
-    listen: list[str]  # where libp2p is started for the checks
-    addresses: list[str]  # of peers to say hello to
-    given: bool  # whether the user has named these
-    run: RunId  # that the folder or the invitation is for; "": any
-    peer: PeerId | None  # the folder's own
+    device: str
+    announce: list[str]  # addresses of --announce, at which other peers reach this peer
+    listen: list[str]  # addresses at which the checks start libp2p on this machine
+    addresses: list[str]
+    given: bool  # whether the user gave `addresses` with --join
+    run: RunId  # the run that the folder or the invitation names; "": any run
+    peer: PeerId | None  # id of the peer, from the folder; None: the folder has no readable key
     holding: Holding | None
 
     @classmethod
     def of(cls, flags: argparse.Namespace) -> "PeerPlace":
-        """Raises UserError for an address of --join that is none."""
+        """Return the peer that the flags of decentral.doctor describe.
+
+        Raises:
+            UserError: If an address of --join is not valid, or the state folder cannot be read.
+        """
         for address in flags.join:
             LOADED_NETWORK.parse_address(address)
         if flags.state_dir and Path(flags.state_dir).is_dir() and not os.access(flags.state_dir, os.R_OK | os.X_OK):
-            raise UserError(f"--state-dir {flags.state_dir} cannot be read; run this as the user whose peer it is")
+            raise UserError(f"--state-dir {flags.state_dir} cannot be read; run doctor as the peer's user")
         folder = Path(flags.state_dir) if flags.state_dir and Path(flags.state_dir).is_dir() else None
         kept = _kept_flags(folder)
         running = folder is not None and disk.in_use(folder)
@@ -71,15 +75,15 @@ class PeerPlace:
 
 
 def _kept_flags(folder: Path | None) -> PeerFlags:
-    """Return the flags that the folder keeps; the defaults where it keeps none, or they cannot be read."""
+    """Return the flags that are stored in the folder; the default flags if none are stored or they cannot be read."""
     try:
         return StateFolder(folder).read_flags() if folder else PeerFlags()
-    except UserError:  # the check of the folder says it
+    except UserError:  # disk.belongs_to reports this error to the user
         return PeerFlags()
 
 
 def _holding(invite: str | None, folder: Path | None) -> Holding | None:
-    """The invitation of --invite, or the folder's; None if there is none. One that cannot be read is a finding."""
+    """Return the invitation of --invite, or else that in the folder; None if there is no readable invitation."""
     path = _invitation_path(invite, folder)
     try:
         return invitation_files.read_holding(path) if path else None
@@ -93,10 +97,10 @@ def _invitation_path(invite: str | None, folder: Path | None) -> Path | None:
 
 
 def _known(folder: Path, running: bool) -> list[str]:
-    """Return where the folder's peer has met others, and, while it runs, where it listens, by its journal as well."""
+    """Return the addresses of peers that the folder's peer has met; if that peer is running, also its own address."""
     tail = running_peer.JournalTail.of(folder)
     found = list(tail.facts.addresses) if tail and running else []
-    with suppress(UserError):  # of a damaged key; the check of the folder says it
+    with suppress(UserError):  # the key is damaged; disk.belongs_to reports that to the user
         found = [*known_addresses(folder), *found[:1]]
     own = _own_peer(folder)
     return [one for one in dict.fromkeys(found) if running or not one.endswith(f"/p2p/{own}")]
@@ -111,14 +115,18 @@ def _own_peer(folder: Path | None) -> PeerId | None:
 
 def _run(folder: Path | None) -> RunId:
     try:
-        kept = StateFolder(folder).read_run() if folder else None
-    except UserError:  # the check of the folder says it
+        kept = StateFolder(folder).look_at_run() if folder else None
+    except UserError:  # disk.belongs_to reports this error to the user
         kept = None
     return kept[0] if kept else RunId("")
 
 
 async def findings(flags: argparse.Namespace) -> AsyncIterator[Finding]:
-    """What all checks find, those of Python and its packages apart. Raises UserError."""
+    """Yield the findings of all checks except those of Python and its packages.
+
+    Raises:
+        UserError: If an address of --join is not valid, or the state folder cannot be read.
+    """
     place = PeerPlace.of(flags)
     for finding in _machine_and_disk(flags, place):
         yield finding
@@ -143,7 +151,7 @@ def _machine_and_disk(flags: argparse.Namespace, place: PeerPlace) -> Iterator[F
 
 
 async def _from_here(place: PeerPlace, swarm_clock: SwarmClock) -> AsyncIterator[Finding]:
-    """Starts libp2p as a peer would, under a key that is thrown away, and looks from there."""
+    """Start libp2p as a peer would, under a temporary key, and yield the findings about network and swarm."""
     with temporary_folder() as folder:
         key = folder / "identity.key"
         try:
@@ -171,7 +179,7 @@ async def _swarm(
         yield finding
     if not contacts:
         if not place.addresses:
-            yield unknown("swarm", "no peer's address is known", "give --join ADDR to look at a swarm from here")
+            yield unknown("swarm", "no peer's address is known", "give --join ADDR to check a swarm from here")
         yield clock.clock([])
         return
     try:
@@ -188,7 +196,11 @@ async def _swarm(
 
 
 def _excused(refusals: list[Finding], answered: bool, given: bool) -> list[Finding]:
-    """A peer that is gone is no fault while others answer: of those that a folder knows some always are."""
+    """Return which of these failed connections to report to the user.
+
+    If no peer answered, all are reported. Else failures at --join addresses (`given`) are reported as warnings, and
+    failures at addresses from the state folder are left out, since some peers there have usually left the swarm.
+    """
     if not answered:
         return refusals
     return [warn(one.check, one.seen, one.remedy) for one in refusals] if given else []
@@ -201,13 +213,11 @@ async def _links(place: PeerPlace, visit: Visit) -> AsyncIterator[Finding]:
     came = await network.dialled_back(transport, seen, place.announce)
     reachable = network.reachability(addresses, seen, came)
     if place.running and reachable.state == FindingState.WARN:
-        there = "from another machine: python -m decentral.doctor --join, with this peer's address"
+        there = "run this on another machine: python -m decentral.doctor --join ADDR, with this peer's address"
         reachable = unknown("reachability", f"{reachable.seen} (a port of this check, not the peer's)", there)
     yield reachable
-    if not others:  # the way to this machine's own peer tells nothing of the ways to others
-        gone = (
-            "no other peer is there" if visit.known.keys() <= {place.peer} else "no other peer can be reached from here"
-        )
+    if not others:  # do not measure the link to this machine's own peer: links to other peers may be slower
+        gone = "the swarm has no other peer" if visit.known.keys() <= {place.peer} else "no other peer can be reached"
         yield unknown("latency", gone)
         return
     yield await network.latency(transport, others)

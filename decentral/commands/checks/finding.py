@@ -1,4 +1,4 @@
-"""What a check has found: one line for the user, and what to do where something is wrong."""
+"""The result of a check: one line for the user, and a remedy if something is wrong."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,42 +6,44 @@ from enum import StrEnum
 
 
 class FindingState(StrEnum):
+    """How serious a finding is."""
+
     OK = "ok"
-    WARN = "warn"  # it works, but worse than it could
-    WRONG = "wrong"  # a peer does not start, join or average like this
-    UNKNOWN = "unknown"  # it could not be found out here
+    WARN = "warn"  # a peer works, but worse than it could
+    WRONG = "wrong"  # a peer cannot start, join or average
+    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One check's result. `seen` may quote other peers and is escaped where it is shown; figures have units."""
+    """The result of one check: its state, what it saw, and a remedy."""
 
     check: str
     state: FindingState
-    seen: str
+    seen: str  # what the check saw, in one line; it may quote other peers, so it is escaped when it is shown
     remedy: str = ""
 
 
 def ok(check: str, seen: str) -> Finding:
-    """All well."""
+    """Return a finding that nothing is wrong."""
     return Finding(check, FindingState.OK, seen)
 
 
 def warn(check: str, seen: str, remedy: str) -> Finding:
-    """It works, but worse than it could."""
+    """Return a finding that a peer works, but worse than it could."""
     return Finding(check, FindingState.WARN, seen, remedy)
 
 
 def wrong(check: str, seen: str, remedy: str) -> Finding:
-    """A peer does not start, join or average like this."""
+    """Return a finding that a peer cannot start, join or average."""
     return Finding(check, FindingState.WRONG, seen, remedy)
 
 
 def unknown(check: str, seen: str, remedy: str = "") -> Finding:
-    """It could not be found out; the remedy says how it can be."""
+    """Return a finding that the check could not be made; `remedy` says how to make the check possible."""
     return Finding(check, FindingState.UNKNOWN, seen, remedy)
 
 
 def any_wrong(findings: Iterable[Finding]) -> bool:
-    """Whether something keeps a peer from averaging."""
+    """Return whether some finding keeps a peer from starting, joining or averaging."""
     return any(finding.state == FindingState.WRONG for finding in findings)

@@ -1,6 +1,6 @@
-"""Checks of this machine: Python, packages, the device, open files.
+"""Check this machine: Python, packages, the device, open files.
 
-This file loads neither torch nor hivemind, so that their absence is a finding and no traceback.
+This file imports neither torch nor hivemind at its top, so that a missing package is a finding instead of a traceback.
 """
 
 import importlib
@@ -15,18 +15,18 @@ from decentral import __version__
 from decentral.commands.checks.finding import Finding, ok, warn, wrong
 from decentral.core.errors import UserError
 
-FILES_NEEDED = 128  # in the soaks a peer had at most 45 open, its libp2p daemon 70 (`make soak`)
-FILES_GOOD = 1024  # a stream to each of several hundred peers
-LOADED = ("torch", "hivemind")  # packages that are compiled, and so may be there and not load
+FILES_NEEDED = 128  # a process must be allowed this many open files; a peer needs up to 45, its libp2p daemon up to 70
+FILES_GOOD = 1024  # this many open files suffice for a stream to each of several hundred peers
+LOADED = ("torch", "hivemind")  # the check imports these packages, because their compiled code may fail to load
 
 
 def python_and_packages() -> list[Finding]:
-    """What everything else needs."""
+    """Return the findings about Python and the packages, on which all other checks depend."""
     return [python(), packages()]
 
 
 def python() -> Finding:
-    """Whether the installed project takes this Python."""
+    """Return the finding on whether decentral supports this Python version."""
     version = ".".join(map(str, sys.version_info[:3]))
     wanted = (_installed("decentral") or {}).get("Requires-Python") or ""
     if version not in SpecifierSet(wanted):
@@ -35,7 +35,7 @@ def python() -> Finding:
 
 
 def packages() -> Finding:
-    """Whether the packages that the project needs are there, in versions that it takes, and load."""
+    """Return the finding on whether the packages that decentral needs are installed in supported versions, and load."""
     requirements = [Requirement(one) for one in metadata.requires("decentral") or ()] if _installed("decentral") else []
     needed = [one for one in requirements if one.marker is None or one.marker.evaluate({"extra": ""})]
     bad = {one.name: complaint for one in needed if (complaint := _complaint(one))}
@@ -47,28 +47,31 @@ def packages() -> Finding:
         try:
             importlib.import_module(name)
         except Exception as error:  # a compiled package may raise anything while it loads
-            seen = f"{name} is installed and does not load: {type(error).__name__}: {error}"
+            seen = f"{name} is installed but does not load: {type(error).__name__}: {error}"
             return wrong("packages", seen, f"{sys.executable} -m pip install --force-reinstall {name}")
     versions = ", ".join(f"{name} {(_installed(name) or {}).get('Version')}" for name in LOADED)
     return ok("packages", f"{versions}; {len(needed)} requirements met")
 
 
 def open_files() -> Finding:
-    """Whether a peer may open enough files: each stream to another peer is one. It raises its limit to the hard one."""
+    """Return the finding on whether a peer may open enough files; each stream to another peer counts as a file.
+
+    Only the hard limit is checked, since a peer raises its soft limit to the hard limit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = hard in (resource.RLIM_INFINITY, -1)
     seen = f"limit {'none' if unlimited else hard} (now {soft}; a peer raises it)"
     remedy = f"raise the limit: ulimit -Hn {FILES_GOOD} as root, LimitNOFILE={FILES_GOOD} in a systemd unit, "
     remedy += f"or --ulimit nofile={FILES_GOOD} of a container"
     if not unlimited and hard < FILES_NEEDED:
-        return wrong("open files", f"{seen}: questions to other peers will fail", remedy)
+        return wrong("open files", f"{seen}: requests to other peers will fail", remedy)
     if not unlimited and hard < FILES_GOOD:
         return warn("open files", f"{seen}: enough for a small swarm only", remedy)
     return ok("open files", seen)
 
 
 def compute_device(wanted: str) -> Finding:
-    """Whether the device that --device names is there and computes."""
+    """Return the finding on whether the device that --device names exists and can compute."""
     from decentral.engine import device_check
 
     try:
@@ -80,7 +83,7 @@ def compute_device(wanted: str) -> Finding:
 
 
 def _complaint(requirement: Requirement) -> str:
-    """What is wrong with the installed package; "": nothing."""
+    """Return why the installed package does not meet the requirement; "" if it does."""
     found = _installed(requirement.name)
     if found is None:
         return "is not installed"
@@ -91,7 +94,7 @@ def _complaint(requirement: Requirement) -> str:
 
 
 def _installed(name: str) -> dict[str, str] | None:
-    """Version and Requires-Python of an installed package; None where it is not installed."""
+    """Return Version and Requires-Python of an installed package; None if it is not installed."""
     try:
         found = metadata.metadata(name)
     except metadata.PackageNotFoundError:

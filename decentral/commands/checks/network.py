@@ -1,6 +1,6 @@
-"""Checks of this machine's network: its ports, the routers before it, whether others reach it, how fast links are.
+"""Check this machine's network: ports, address translation, whether other peers reach it, and the speed of links.
 
-Whether others reach it is said by them: they dial back (`PeerNetwork.dial_back`).
+To find out whether other peers reach this machine, a check asks some peers to dial back (`PeerNetwork.dial_back`).
 """
 
 import ipaddress
@@ -19,38 +19,38 @@ from decentral.core.at_once import at_once
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.reasons import Reason
-from decentral.core.units import KiB, Seconds, readable_bytes
+from decentral.core.units import KiB, Seconds, plural, readable_bytes
 from decentral.peers.membership.records import Profile
 
-ASKED = 3  # peers that are asked to dial back; each is asked once
+ASKED = 3  # at most this many peers are asked to dial back, and at most this many for a download
 PINGS = 3
 PING_S = 10.0
-DOWNLOAD_S = 60.0
-FIRST_PIECE_BYTES = 256 * KiB  # of a newcomer's state; the next piece is larger if this one came within
-QUICK_S = 1.0
-SLOW_LINK_PER_S = 625e3  # bytes/s: over 5 Mb/s a swarm of four recovers 0.74 of what it could (docs/results/wan.md)
+DOWNLOAD_S = 60.0  # a download of a part of the model's state fails after this time
+FIRST_PIECE_BYTES = 256 * KiB
+QUICK_S = 1.0  # if the first download takes less, a larger download follows, to measure a fast link better
+SLOW_LINK_PER_S = 625e3  # bytes/s (5 Mb/s); a slower link is reported, as gossip gains less there (docs/results/wan.md)
 BIT = 8
 
 FORWARD = "forward TCP port {port} on the router to this machine, and start the peer with --listen "
 FORWARD += "{everywhere}/tcp/{port} --announce {outside}/tcp/{port}"
 OPEN = "open TCP port {port} in this machine's firewall (and the cloud's security group), and start the peer with "
 OPEN += "--listen {everywhere}/tcp/{port}"
-SMALLER_PACKETS = "make this machine's packets smaller: ip link set dev INTERFACE mtu 1280; if that helps, mend the "
+SMALLER_PACKETS = "make this machine's packets smaller: ip link set dev INTERFACE mtu 1280; if that helps, correct the "
 SMALLER_PACKETS += "tunnel, VPN or router on the way (its MTU, or the ICMP messages that it drops)"
-ALL_OF_THEM = "--listen takes this machine's addresses; /ip4/0.0.0.0/tcp/PORT is all of IPv4, /ip6/::/tcp/PORT of IPv6"
+ALL_OF_THEM = "--listen expects this machine's addresses, such as /ip4/0.0.0.0/tcp/PORT (all IPv4) or /ip6/::/tcp/PORT"
 UNTIL_THEN = "until then it exchanges with peers that can be reached, and with others through their relays"
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """How one other peer sees this machine."""
+    """Another peer's answer to libp2p's identify request: it says at which address the peer sees this machine."""
 
     peer: PeerId
     said: Identified
 
 
 async def seen_by(network: PeerNetwork, peers: Sequence[PeerId]) -> list[Seen]:
-    """What these peers say of us; those that say nothing are left out."""
+    """Ask these peers how they see this machine, and return the answers; peers that do not answer are left out."""
 
     async def one(peer: PeerId) -> Seen | None:
         try:
@@ -62,9 +62,11 @@ async def seen_by(network: PeerNetwork, peers: Sequence[PeerId]) -> list[Seen]:
 
 
 def address_translation(own: Sequence[str], seen: Sequence[Seen]) -> Finding:
-    """Whether this machine is behind a router that translates addresses, and of which kind (RFC 4787).
+    """Return the finding on whether a router translates this machine's addresses (NAT), and its kind (RFC 4787).
 
-    `own`: the addresses of this machine's interfaces, with the port that it listens at.
+    Args:
+        own: Multiaddresses of this machine's interfaces, with the port that it listens at.
+        seen: How other peers see this machine.
     """
     observed = sorted({place for one in seen if (place := _ip_and_port(one.said.observed))})
     inside = {place[0] for address in own if (place := _ip_and_port(address))}
@@ -72,11 +74,11 @@ def address_translation(own: Sequence[str], seen: Sequence[Seen]) -> Finding:
         return unknown("NAT", "no peer says how it sees this machine")
     if all(address in inside for address, _ in observed):
         return ok(
-            "NAT", f"none: others see {' and '.join(sorted({address for address, _ in observed}))}, as it is here"
+            "NAT", f"none: others see {' and '.join(sorted({address for address, _ in observed}))}, this machine's own"
         )
     outside = [place for place in observed if place[0] not in inside]
     address = mode(place[0] for place in outside)
-    kind = "two peers tell of which kind, and one did"
+    kind = "its kind is unknown, since only one peer answered"
     if len(seen) > 1:
         same = len({port for _, port in outside}) == 1
         kind = "one port for all others" if same else "another port for each other peer (symmetric)"
@@ -85,7 +87,13 @@ def address_translation(own: Sequence[str], seen: Sequence[Seen]) -> Finding:
 
 
 async def dialled_back(network: PeerNetwork, seen: Sequence[Seen], announced: Sequence[str]) -> list[DialBack]:
-    """Asks some of these peers to begin a connection to us. `announced`: where the user says that we are reached."""
+    """Ask up to ASKED of these peers to connect back to this machine; return the answers that arrive.
+
+    Args:
+        network: This machine's network.
+        seen: How other peers see this machine; only these peers are asked.
+        announced: Addresses of --announce. The peers dial these addresses and the machine's own.
+    """
     own = [*announced, *await network.addresses()]
 
     async def one(peer: PeerId) -> DialBack | None:
@@ -99,38 +107,44 @@ async def dialled_back(network: PeerNetwork, seen: Sequence[Seen], announced: Se
 
 
 def reachability(own: Sequence[str], seen: Sequence[Seen], came: Sequence[DialBack]) -> Finding:
-    """Whether others can begin a connection to this machine. `came`: what those that were asked to have said."""
+    """Return the finding on whether other peers can connect to this machine.
+
+    Args:
+        own: Multiaddresses of this machine's interfaces.
+        seen: How other peers see this machine.
+        came: Answers of peers that were asked to dial back.
+    """
     inside = {place[0] for address in own if (place := _ip_and_port(address))}
     observed = [place[0] for one in seen if (place := _ip_and_port(one.said.observed))]
     if _all_loopback(inside) and observed and not _all_loopback(observed):
-        said = f"this machine listens at {' and '.join(sorted(inside))}, which only itself reaches"
+        said = f"this machine listens at {' and '.join(sorted(inside))}, which only itself can reach"
         everywhere = _everywhere(observed[0])
         return warn("reachability", said, f"start the peer with --listen {everywhere}/tcp/PORT, or without --listen")
     reached = [answer.address for answer in came if answer.status == DialStatus.OK]
     if reached:
-        return ok("reachability", f"{len(reached)} of {len(came)} peers dialled back: {reached[0]}")
+        return ok("reachability", f"{len(reached)} of {plural(len(came), 'peer')} dialled back: {reached[0]}")
     failed = [answer for answer in came if answer.status == DialStatus.ERROR]
     if not failed:
         return _nobody_dials(observed, came)
     outside, port = mode(observed) if observed else "ADDRESS", port_of(own)
     advice, everywhere = OPEN if outside in inside else FORWARD, _everywhere(outside)
     remedy = advice.format(port=port, outside=f"/ip{_version(outside)}/{outside}", everywhere=everywhere)
-    said = f"{len(failed)} of {len(came)} peers could not dial back to {outside}, port {port}"
+    said = f"{len(failed)} of {plural(len(came), 'peer')} could not dial back to {outside}, port {port}"
     return warn("reachability", f"{said}: no route to this machine from outside", f"{remedy}; {UNTIL_THEN}")
 
 
 def _nobody_dials(observed: Sequence[str], came: Sequence[DialBack]) -> Finding:
-    """Where the question has no answer: peers dial no private addresses, and not often."""
+    """Return the finding that no peer has tried to dial back: our address is not public, or peers dial rarely."""
     if observed and not any(ipaddress.ip_address(address).is_global for address in observed):
         where = "on this machine" if _all_loopback(observed) else "in this private network"
-        there = "while a peer runs here, try from another machine: python -m decentral.doctor --join, with its address"
+        there = "while a peer runs here, run on another machine: python -m decentral.doctor --join ITS-ADDRESS"
         return unknown("reachability", f"the other peers are {where}, where AutoNAT does not dial back", there)
     text = next((answer.text for answer in came if answer.text), "no answer")
     return unknown("reachability", f"no peer dialled back ({text})", "try again in a minute: peers dial rarely")
 
 
 def _version(address: str) -> int:
-    """Return the IP version of an address, 4 or 6; 4 for a placeholder that is no address."""
+    """Return the IP version of an address, 4 or 6; a text that is not an IP address counts as version 4."""
     try:
         return ipaddress.ip_address(address).version
     except ValueError:
@@ -138,7 +152,7 @@ def _version(address: str) -> int:
 
 
 def _everywhere(address: str) -> str:
-    """Return the multiaddress of all interfaces, in the IP version of this address."""
+    """Return the multiaddress for listening at all interfaces, in the IP version of `address`."""
     return "/ip6/::" if _version(address) == 6 else "/ip4/0.0.0.0"
 
 
@@ -147,14 +161,13 @@ def _all_loopback(addresses: Iterable[str]) -> bool:
 
 
 async def latency(transport: Transport, peers: Sequence[PeerId]) -> Finding:
-    """Round trips of small questions to these peers, the best of a few each."""
+    """Ping each peer PINGS times; return the finding with the round trips to the nearest and to the farthest peer."""
     found = await at_once(_round_trip_s(transport, peer) for peer in peers)
     times_ms = sorted(1e3 * one for one in found if one is not None)
     if not times_ms:
         return unknown("latency", "no answer to a ping")
-    return ok(
-        "latency", f"{times_ms[0]:.0f} ms to the nearest of {len(times_ms)} peers, {times_ms[-1]:.0f} to the farthest"
-    )
+    nearest = f"{times_ms[0]:.0f} ms to the nearest of {plural(len(times_ms), 'peer')}"
+    return ok("latency", f"{nearest}, {times_ms[-1]:.0f} to the farthest")
 
 
 async def _round_trip_s(transport: Transport, peer: PeerId) -> Seconds | None:
@@ -170,7 +183,10 @@ async def _round_trip_s(transport: Transport, peer: PeerId) -> Seconds | None:
 
 
 async def download(transport: Transport, peers: Sequence[PeerId], run: RunId) -> Finding:
-    """Bytes/s of a piece of state, which is what a newcomer fetches first. Strangers may not upload to measure."""
+    """Download part of the model's state from one of these peers; return the finding about the download rate.
+
+    The upload rate is not measured, because peers refuse a Probe from a peer that has no record in the DHT.
+    """
     refusals: list[str] = []
     for peer in peers[:ASKED]:
         try:
@@ -190,13 +206,13 @@ async def download(transport: Transport, peers: Sequence[PeerId], run: RunId) ->
             return rate("download", answer.received_bytes / max(1e-6, answer.seconds - answer.first_byte_s))
     if refusals and set(refusals) <= {Reason.DEADLINE, Reason.CUT} and await _answers_small(transport, peers[:ASKED]):
         size = readable_bytes(FIRST_PIECE_BYTES)
-        seen = f"small answers come, and none of {size}: the path drops large packets (MTU)"
+        seen = f"small answers arrive, but none of {size}: the path drops large packets (MTU)"
         return wrong("download", seen, SMALLER_PACKETS)
-    return unknown("download", f"no peer gives state now ({', '.join(refusals) or 'nobody asked'})", "try again later")
+    return unknown("download", f"no peer sends state now ({', '.join(refusals) or 'none asked'})", "try again later")
 
 
 async def _answers_small(transport: Transport, peers: Sequence[PeerId]) -> bool:
-    """Return whether one of these peers answers a ping, which fits one small packet."""
+    """Return whether one of these peers answers a ping. Question and answer fit into small packets."""
     return any(await at_once(_round_trip_s(transport, peer) for peer in peers))
 
 
@@ -205,43 +221,46 @@ async def _piece(transport: Transport, peer: PeerId, run: RunId, length: int) ->
 
 
 def rate(check: str, bytes_per_s: float) -> Finding:
-    """A link's rate, and what follows where it is low."""
+    """Return the finding `check` about a link's rate; it is a warning if the rate is below SLOW_LINK_PER_S."""
     seen = f"{BIT * bytes_per_s / 1e6:.1f} Mb/s"
     if bytes_per_s < SLOW_LINK_PER_S:
-        remedy = "use a wire in the place of Wi-Fi, end other transfers, or train a smaller model: windows stretch"
+        remedy = "use a cable instead of Wi-Fi, end other transfers, or train a smaller model: exchanges become rarer"
         return warn(check, seen, remedy)
     return ok(check, seen)
 
 
 def measured(profile: Profile) -> list[Finding]:
-    """The rates that a running peer has measured by its exchanges; none while it has not."""
+    """Return findings about the download and upload rates that a running peer's exchanges measured."""
     rates: Mapping[str, float] = {"download": profile.down, "upload": profile.up}
     return [rate(check, bytes_per_s) for check, bytes_per_s in rates.items() if bytes_per_s]
 
 
 def listens(addresses: Sequence[str], running: bool) -> Finding:
-    """Where libp2p has started for the checks: at the peer's own port, or at another one while the peer has that."""
+    """Return the finding with the addresses at which libp2p listens for the checks.
+
+    If the peer is `running`, the text adds that the peer itself listens at another port.
+    """
     places = ", ".join(address.partition("/p2p/")[0] for address in addresses)
     return ok("port", f"{places}{' (for this check; the peer has its own)' if running else ''}")
 
 
 def cannot_listen(error: str, listen: Sequence[str]) -> Finding:
-    """Where libp2p does not start at the addresses of --listen."""
+    """Return the finding that libp2p could not start at the addresses of --listen, because of this error."""
     if "address already in use" in error:
         return wrong("port", f"{', '.join(listen)}: address already in use", ports.TAKEN)
     if "cannot assign" in error:
         return wrong("port", error, ALL_OF_THEM)
     if "permission denied" in error:
-        return wrong("port", error, "ports below 1024 are for root: --listen at a higher one")
+        return wrong("port", error, "ports below 1024 are for root: choose a higher one with --listen")
     return wrong("port", error, "choose other addresses with --listen")
 
 
 def port_of(addresses: Sequence[str]) -> int:
-    """The TCP port of the first address that has one; 0: none has."""
+    """Return the TCP port of the first address with a TCP port; 0 if no address has a TCP port."""
     return next((place[1] for address in addresses if (place := _ip_and_port(address))), 0)
 
 
 def _ip_and_port(address: str) -> tuple[str, int] | None:
-    """Of `/ip4/1.2.3.4/tcp/4001...`; None for an address of another kind, such as one through a relay."""
+    """Return (IP address, TCP port) of `/ip4/1.2.3.4/tcp/4001...`; None for relayed and other addresses."""
     found = re.match(r"/ip[46]/([0-9a-fA-F.:]+)/tcp/(\d+)", address)
     return (found[1], int(found[2])) if found and "/p2p-circuit" not in address else None

@@ -1,6 +1,6 @@
-"""Checks of a peer by its state folder: the process, and what its journal says of the last minutes.
+"""Check the peer of a state folder: its process, and the last 10 minutes of its journal.
 
-A peer that has stopped is read as well: its journal's last line says why it stopped.
+A stopped peer is checked as well: the last line of its journal says why it stopped.
 """
 
 import os
@@ -24,12 +24,12 @@ from decentral.core.plain_text import plain_text
 from decentral.core.units import MiB, Seconds
 from decentral.peers.startup.state import StateFolder
 
-RECENT_S = 600.0  # of the journal, that count
-RECENT_BYTES = 8 * MiB  # of the journal, that are read
-SILENT_S = 60.0  # a peer that trains writes a line at least every 10 s
-GOOD_SHARE = 0.5  # of exchanges, those that should be done
+RECENT_S = 600.0  # lines that are older than the journal's last line by more than 10 minutes are not checked
+RECENT_BYTES = 8 * MiB  # at most this many bytes at the end of a journal are read, to bound the time
+SILENT_S = 60.0  # a peer that writes no journal line for longer has a problem; a training peer writes every 10 s
+GOOD_SHARE = 0.5  # a peer has a problem if a smaller share of its gossip exchanges ends as `done`
 PEERS_NAMED = 8
-FEW_FILES = 16  # left to open
+FEW_FILES = 16  # a peer has a problem if its limit of open files lets it open fewer than this many more
 
 Line = Recorded[events.JournalEvent]
 EventT = TypeVar("EventT", bound=events.JournalEvent)
@@ -37,15 +37,15 @@ EventT = TypeVar("EventT", bound=events.JournalEvent)
 
 @dataclass(frozen=True, slots=True)
 class JournalTail:
-    """The last lines of a journal that belong to the present life of the peer."""
+    """The last lines of a journal since the latest start of its peer."""
 
-    started_at: Seconds
+    started_at: Seconds  # Unix time
     facts: events.PeerFacts
-    lines: Sequence[Line]  # since then, oldest first, at most RECENT_S before the last one
+    lines: Sequence[Line]  # oldest first; only lines from the last RECENT_S before the latest line
 
     @classmethod
     def of(cls, folder: Path) -> "JournalTail | None":
-        """None: there is no journal, or none of a peer that has started."""
+        """Return the last lines of the journal in a state folder; None if no line says that the peer has started."""
         path = folder / "journal.jsonl"
         read = list(recorded(journal.recent(path, RECENT_BYTES)))
         begins = [place for place, line in enumerate(read) if isinstance(line.event, events.StartedLine)]
@@ -57,19 +57,21 @@ class JournalTail:
         return cls(started.t, started.event, [line for line in life if line.t >= last - RECENT_S])
 
     def of_event(self, kind: type[EventT]) -> list[EventT]:
+        """Return the events of class `kind` in these lines, oldest first."""
         return [line.event for line in self.lines if isinstance(line.event, kind)]
 
     def last_of(self, kind: type[EventT]) -> list[EventT]:
-        """The last event of this kind; none if there is none."""
+        """Return a list with the latest event of class `kind`; [] if there is no such event."""
         return self.of_event(kind)[-1:]
 
     @property
     def last_t(self) -> Seconds:
+        """Return the Unix time of the latest line."""
         return max(line.t for line in self.lines)
 
     @property
     def work(self) -> WorkDone:
-        """What these lines add up to."""
+        """Return sums over these lines: training, exchanges and traffic."""
         work = WorkDone()
         for line in self.lines:
             work.take(line.t, line.event)
@@ -77,7 +79,12 @@ class JournalTail:
 
 
 def checks(folder: Path, swarm_now: Seconds) -> Iterator[Finding]:
-    """All checks of the peer in this folder. `swarm_now`: unix time as the peer's journal has it."""
+    """Yield the findings about the peer in a state folder.
+
+    Args:
+        folder: The state folder.
+        swarm_now: Unix time by the swarm's clock, which journals use.
+    """
     pid = holder(folder)
     tail = JournalTail.of(folder)
     if pid is not None:
@@ -99,18 +106,18 @@ def checks(folder: Path, swarm_now: Seconds) -> Iterator[Finding]:
 
 
 def _takes_rounds(folder: Path) -> bool:
-    """Return whether the folder's run is synchronous: then nothing is exchanged but gradients, in each step."""
-    with suppress(UserError):  # of a damaged file; the check of the folder says it
-        kept = StateFolder(folder).read_run()
+    """Return whether the folder's run is synchronous, so that its journal has no exchanges."""
+    with suppress(UserError):  # the file is damaged; disk.belongs_to reports that to the user
+        kept = StateFolder(folder).look_at_run()
         return kept is not None and kept[1].synchronous
     return False
 
 
-_AGAIN = "start it again: python -m decentral.peer --state-dir DIR; dmesg says whether the system killed it (memory)"
+_AGAIN = "start it again: python -m decentral.peer --state-dir DIR; dmesg shows if the system killed it (memory)"
 
 
 def holder(folder: Path) -> int | None:
-    """The process that holds the folder's lock, where the system says so (Linux); None: no process does."""
+    """Return the id of the process that has locked the folder; None if it is not locked, or the system is not Linux."""
     try:
         inode = (folder / "lock").stat().st_ino
     except OSError:
@@ -119,10 +126,10 @@ def holder(folder: Path) -> int | None:
 
 
 def process(pid: int) -> Finding:
-    """Whether it runs, and may open files."""
+    """Return the finding on whether a running peer's process is suspended, or close to its limit of open files."""
     status = dict(line.split(":\t", 1) for line in _text(f"/proc/{pid}/status").splitlines() if ":\t" in line)
     if status.get("State", "").startswith(("T", "t")):
-        remedy = f"let it go on: kill -CONT {pid}, or fg in its terminal"
+        remedy = f"continue it: kill -CONT {pid}, or fg in its terminal"
         return wrong("process", f"process {pid} is stopped (Ctrl-Z, or a debugger)", remedy)
     limits = [line.split() for line in _text(f"/proc/{pid}/limits").splitlines() if line.startswith("Max open files")]
     try:
@@ -131,50 +138,55 @@ def process(pid: int) -> Finding:
         return ok("process", f"process {pid} runs")
     if opened > most - FEW_FILES:
         remedy = f"raise it: prlimit --pid {pid} --nofile=4096:4096, and ulimit -Hn 4096 before the next start"
-        return wrong("process", f"process {pid} has {opened} files open of {most} that it may", remedy)
+        return wrong("process", f"process {pid} has {opened} files open, of {most} allowed", remedy)
     return ok("process", f"process {pid} runs, {opened} files open of {most}")
 
 
 def ended(line: events.StoppedLine) -> Finding:
-    """Why the peer has stopped."""
+    """Return the finding that a peer has stopped, with the reason in its last journal line."""
     reason = line.reason
     unsaved = f"; not saved: {line.unsaved}" if line.unsaved else ""
     if reason.startswith(("error", "no member")) or unsaved:
-        return wrong("journal", f"the peer has stopped: {reason}{unsaved}", "mend that, and start it again")
+        return wrong("journal", f"the peer has stopped: {reason}{unsaved}", "correct that, and start the peer again")
     return ok("journal", f"the peer has stopped: {reason}")
 
 
 def training(tail: JournalTail, now: Seconds) -> Finding:
-    """Whether a running peer trains, by its latest steps."""
+    """Return the finding on whether a running peer trains, by its latest steps; `now` is Unix time."""
     silent_s, steps = now - tail.last_t, tail.work
     joined = bool(steps.stepped_at or tail.of_event(events.JoinedLine))
     if silent_s > SILENT_S:
-        remedy = "its disk may be full (below), or its process hangs: look at its output, and start it again"
+        remedy = "its disk may be full (below), or its process hangs: read its output, and start it again"
         return wrong("training", f"no journal line for {silent_s:.0f} s", remedy)
     if not joined:
         waits_s = now - tail.started_at
         if waits_s < SILENT_S:
-            return unknown("training", f"it has started {waits_s:.0f} s ago and joins", "look again in a minute")
+            return unknown("training", f"it started {waits_s:.0f} s ago and is joining", "check again in a minute")
         reasons = Counter(line.reason for line in tail.of_event(events.DonorFailedLine))
         said = f"; donors failed: {_counted(reasons)}" if reasons else ""
         remedy = remedy_of(reasons.most_common(1)[0][0]) if reasons else "see whether other peers answer, above"
         return wrong("training", f"it has not joined for {waits_s:.0f} s{said}", remedy)
     if not steps.stepped_at:
-        return warn("training", "it has joined, and took no step in the last minutes", "see layers, and errors below")
+        return warn("training", "it has joined, but took no step in the last 10 minutes", "see layers and errors below")
     loss = "unknown" if steps.loss is None else f"{steps.loss:.4g}"
     return ok("training", f"step {steps.step}, loss {loss}, {now - steps.stepped_at:.0f} s ago")
 
 
 def exchanges(tail: JournalTail, stopped: bool) -> Finding:
-    """How the exchanges of the last minutes ended, and what their commonest reason means."""
+    """Return the finding on how the exchanges of the last 10 minutes ended, with a remedy for the commonest reason.
+
+    Args:
+        tail: The last lines of the journal.
+        stopped: Whether the peer has stopped in an orderly way.
+    """
     found = tail.work.exchanges
     outcomes, reasons = found.outcomes, found.reasons
     if not outcomes and stopped:
-        return ok("exchanges", "none in the last minutes before the peer stopped")
+        return ok("exchanges", "none in the last 10 minutes before the peer stopped")
     if not outcomes:
-        remedy = "while no other peer is there, none is tried: see whether other peers are in the swarm, above"
-        return warn("exchanges", "none in the last minutes", remedy)
-    seen = f"{outcomes['done']}/{outcomes['solo']}/{outcomes['failed']} (done/solo/failed) in the last minutes"
+        remedy = "a peer that is alone makes no exchanges: see whether the swarm has other peers, above"
+        return warn("exchanges", "none in the last 10 minutes", remedy)
+    seen = f"{outcomes['done']}/{outcomes['solo']}/{outcomes['failed']} (done/solo/failed) in the last 10 minutes"
     if not reasons:
         return ok("exchanges", seen)
     seen = f"{seen}: {_counted(reasons)}"
@@ -185,7 +197,15 @@ def exchanges(tail: JournalTail, stopped: bool) -> Finding:
 
 
 def departure(folder: Path | None, now: Seconds) -> str:
-    """Return which peer has said farewell last, in the last minutes, and how long ago; "": none has."""
+    """Return which peer left the swarm last with a goodbye, such as "QmAbcdef left 40 s ago".
+
+    Args:
+        folder: The state folder of the peer whose journal is read; None if there is no folder.
+        now: Unix time.
+
+    Returns:
+        The text; "" if the last RECENT_S of the journal have no such peer, or there is no journal.
+    """
     tail = JournalTail.of(folder) if folder else None
     for line in reversed(tail.lines if tail else ()):
         match line.event:
@@ -195,7 +215,7 @@ def departure(folder: Path | None, now: Seconds) -> str:
 
 
 def missed(tail: JournalTail) -> Iterator[Finding]:
-    """Yield a warning that names the peers that disappeared without a goodbye and have not come back."""
+    """Yield a warning if peers disappeared without a goodbye and have not come back; the warning names the peers."""
     last = {
         line.event.peer: line.event
         for line in tail.lines
@@ -211,19 +231,22 @@ def missed(tail: JournalTail) -> Iterator[Finding]:
 
 
 def troubles(tail: JournalTail) -> Iterator[Finding]:
-    """What the peer itself has said is wrong, in the last minutes."""
-    errors = {line.reason[:40]: line.reason for line in tail.of_event(events.ErrorLine)}  # figures come after these
+    """Yield the findings about errors that the peer wrote to its journal in the last 10 minutes.
+
+    Errors whose first 40 characters are equal differ only in figures, and are reported once.
+    """
+    errors = {line.reason[:40]: line.reason for line in tail.of_event(events.ErrorLine)}
     for reason in errors.values():
-        yield warn("error", reason, "what it says; docs/results/host-faults.md has what each means")
+        yield warn("error", reason, "do what the error says; docs/results/host-faults.md explains each")
     layers = [line.event for line in tail.lines if isinstance(line.event, events.UnheldLine | events.HeldLine)]
     if layers and isinstance(unheld := layers[-1], events.UnheldLine):
-        yield wrong("layers", unheld.reason, "start a peer with memory for them, or those that held them")
+        yield wrong("layers", unheld.reason, "start a peer with enough memory, or restart their former holders")
     for lost in tail.last_of(events.LostLine):
-        seen = f"{lost.lines} journal lines were lost: {lost.reason}"
+        seen = f"journal lines lost: {lost.lines} ({lost.reason})"
         yield warn("journal lines", seen, "make room on the disk of the state folder")
     for jump in tail.last_of(events.ClockLine):
         seen = f"this machine's clock has jumped by {jump.jumped_s:.4g} s"
-        yield warn("clock jump", seen, "let ntp keep it; a running peer is not hurt")
+        yield warn("clock jump", seen, "keep the clock with ntp; a running peer is not affected")
     for pause in tail.last_of(events.SuspendedLine):
         seen = f"this machine, or the peer, was suspended for {pause.seconds:.4g} s"
         yield warn("suspension", seen, "turn off sleep while the peer runs")
@@ -232,7 +255,7 @@ def troubles(tail: JournalTail) -> Iterator[Finding]:
 
 
 def refused(line: events.RefusedLine) -> Finding:
-    """What other peers sent that this one does not take: it is theirs to mend, or ours to upgrade."""
+    """Return the finding about malformed messages and records from other peers."""
     found = Counter(line.by_reason)
     most = found.most_common(1)[0][0].removeprefix("record-") if found else ""
     return warn("refused", f"from other peers, since the start: {_counted(found)}", remedy_of(most))

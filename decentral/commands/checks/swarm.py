@@ -1,6 +1,6 @@
-"""Checks of the swarm: who answers, in which version and run, whether this peer may join, who is there.
+"""Check the swarm: which peers answer, their versions and run, whether this peer may join, which layers have a holder.
 
-`meet` says hello at each address. `Visit` then looks into the DHT as a visitor, under a key that is thrown away.
+`meet` sends Hello to the peer at each address. `Visit` then reads the peers' records in the DHT, under a temporary key.
 """
 
 import asyncio
@@ -31,11 +31,11 @@ from decentral.peers.membership import records, swarm_size
 from decentral.peers.membership.records import PeerRecord
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup import invitation_files
-from decentral.peers.startup.reach_swarm import connect
+from decentral.peers.startup.reach_swarm import connect_all
 from decentral.peers.startup.visit import HELLO_S
 
-LOOKS, LOOK_PAUSE_S = 4, 1.0  # into the DHT, until the records of those are there that we have met
-CLOCKS_ASKED = 9  # peers whose clocks are compared with ours
+LOOKS, LOOK_PAUSE_S = 4, 1.0  # most reads of the DHT to find the answering peers' records, and the pause between two
+CLOCKS_ASKED = 9
 UPGRADE = "python -m pip install --upgrade decentral"
 NEW_INVITATION = (
     "ask the swarm's founder for a new invitation (python -m decentral.invite), and give it with --invite FILE"
@@ -44,7 +44,7 @@ NEW_INVITATION = (
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """A peer that has welcomed us."""
+    """A peer that answered Hello with a Welcome, which has the run's config."""
 
     peer: PeerId
     address: str
@@ -52,14 +52,20 @@ class Contact:
 
 
 async def meet(transport: PeerNetwork, addresses: Sequence[str], run: RunId) -> tuple[list[Contact], list[Finding]]:
-    """Says hello at these addresses. `run`: the one that the state folder or the invitation is for; "": any."""
+    """Send Hello to the peer at each address; return the peers that answer Welcome, and a finding for each failure.
+
+    Args:
+        transport: The network.
+        addresses: Addresses as a user gives them with --join.
+        run: The run that the state folder or the invitation names; "": any run.
+    """
     met = await at_once(_greet(transport, address, run) for address in addresses)
-    contacts = {one.peer: one for one in met if isinstance(one, Contact)}  # one peer may have several addresses
+    contacts = {one.peer: one for one in met if isinstance(one, Contact)}  # one address is enough for each peer
     return list(contacts.values()), [one for one in met if isinstance(one, Finding)]
 
 
 def welcomed(contact: Contact, own: PeerId | None) -> Finding:
-    """Return the finding for a peer that has welcomed us. `own`: the peer of the state folder, if there is one."""
+    """Return the finding that a contact answers; `own` is the id of the state folder's peer, if there is one."""
     who = f"this peer itself, at {contact.address}," if contact.peer == own else contact.address
     return ok("join", f"{who} answers; run {contact.welcome.run}, protocol {VERSION}")
 
@@ -79,31 +85,31 @@ async def _greet(transport: PeerNetwork, address: str, run: RunId) -> Contact | 
     if isinstance(message, Refused):
         return _refused(address, message.reason, message.detail, run)
     if not isinstance(message, Welcome):
-        return wrong("join", f"{address}: it gave no welcome", "check that a decentral peer runs there")
+        return wrong("join", f"{address}: its answer is not a welcome", "check that a decentral peer runs there")
     if is_private(RunId(message.run)) and message.run != run:
-        return wrong("join", f"{address}: it says to be in private run {message.run}, unasked", TELLS[Reason.UNINVITED])
+        return wrong("join", f"{address}: it claims the private run {message.run}", TELLS[Reason.UNINVITED])
     return Contact(peer, address, message)
 
 
 def _no_connection(detail: str) -> tuple[str, str]:
-    """What is seen, and the remedy, where no connection comes about. `detail` is libp2p's last line."""
+    """Return a text and a remedy for a failed connection; `detail` is the last line of libp2p's error."""
     if "connection refused" in detail:
-        return "connection refused: that machine is there, and nothing listens at that port", (
-            "start that peer, or take the address that it prints now: its port may be another one"
+        return "connection refused: that machine is there, but nothing listens at that port", (
+            "start that peer, or use the address that it prints now: its port may have changed"
         )
     if "peer id mismatch" in detail:
-        return "another peer listens there", "take the address that the peer prints now: it has another identity"
+        return "another peer listens there", "use the address that the peer prints now: it has another identity"
     if "no route" in detail or "unreachable" in detail:
         return "this machine has no route there", "check network, VPN and address: a private address needs its network"
     if "timeout" in detail.lower() or "deadline" in detail:
         return "no answer: packets are dropped on the way, or that machine is off", (
-            "open that TCP port in the firewalls of both machines, and forward it where the peer is behind a router"
+            "open that TCP port in the firewalls of both machines, and forward it if the peer is behind a router"
         )
     return detail or "no connection", "check the address, that the peer there runs, and its port"
 
 
 def _refused(address: str, reason: str, detail: str, run: RunId) -> Finding:
-    """Of a peer that is there and gives no welcome."""
+    """Return the finding about a peer that refused our Hello for this reason."""
     match reason:
         case Reason.VERSION:
             return wrong("version", f"{address}: {detail.removeprefix('version: ')}", _upgrade(detail))
@@ -117,21 +123,21 @@ def _refused(address: str, reason: str, detail: str, run: RunId) -> Finding:
             return wrong("invitation", f"{address}: {TELLS[Reason(reason)]}", NEW_INVITATION)
         case Reason.DEADLINE:
             seen = f"{address}: connected, but no answer within {HELLO_S:g} s"
-            return wrong("join", seen, "that peer hangs, is suspended or overloaded: look at its machine")
+            return wrong("join", seen, "that peer hangs, is suspended or overloaded: check its machine")
         case Reason.NOT_READY:
             return wrong("join", f"{address}: it is still starting", "try again in a minute")
     return wrong("join", f"{address}: {reason}: {detail}", "check that a decentral peer of this version runs there")
 
 
 def _upgrade(detail: str) -> str:
-    """Who has to upgrade: an answer that we cannot read says `this peer speaks version 5; that one 4`."""
+    """Return the remedy for different protocol versions; `detail`, from the refusing peer, names both versions."""
     theirs = re.search(r"that one (\d+)", detail)
     older = theirs is not None and int(theirs[1]) < VERSION
     return f"{'upgrade the peer there' if older else 'upgrade this machine'}: {UPGRADE}"
 
 
 def invitation(path: Path) -> Finding:
-    """Whether the file is an invitation with which a peer may join. Its end is looked at by the swarm's time."""
+    """Return the finding on whether a file is an invitation that lets a peer join; the expiry is checked later."""
     try:
         one = invitation_files.read_holding(path).invitation
     except UserError as error:
@@ -144,7 +150,10 @@ def invitation(path: Path) -> Finding:
 
 @dataclass(slots=True)
 class Visit:
-    """A look into a swarm in which somebody has welcomed us. Begin it with `begin`."""
+    """A visit to the swarm of `contacts`. Await `begin` before any other call.
+
+    The constructor raises UserError if the swarm's config is not valid, or names code that builds the model.
+    """
 
     transport: PeerNetwork
     contacts: list[Contact]
@@ -152,29 +161,33 @@ class Visit:
     own: Signer
     private: PrivateSwarm | None
     config: Config = field(init=False)
-    ahead_s: list[Seconds] = field(init=False)  # other peers' clocks, by this machine's
+    ahead_s: list[Seconds] = field(init=False)  # seconds by which other peers' clocks are ahead of this machine's
     known: dict[PeerId, PeerRecord] = field(init=False)
-    reached: list[PeerId] = field(init=False)  # peers that we are connected to
+    reached: list[PeerId] = field(init=False)
 
     def __post_init__(self) -> None:
+        """Read the config from the first welcome."""
         self.config = received.received(self.contacts[0].welcome.config).built_in()
 
     @property
     def run(self) -> RunId:
+        """Return the id of the swarm's run."""
         return RunId(self.contacts[0].welcome.run)
 
     async def begin(self, own: PeerId | None) -> None:
-        """Compare clocks, that of the state folder's peer (`own`) apart, and read the records in the DHT."""
+        """Set `clock` to the swarm's time, and fill `known`, `reached` and `ahead_s`.
+
+        `ahead_s` leaves out the clock of `own`, the state folder's peer.
+        """
         keys = [*swarm_size.keys(self.run), *([revoked_key(self.run)] if self.private else ())]
         met = [contact.peer for contact in self.contacts]
         directory = await self.transport.directory(keys, met)
         self.clock.agree(await directory.clocks_ahead_s(met))
         self.known = await self._records(directory, set(met))
-        others = [record for peer, record in self.known.items() if peer not in met][: CLOCKS_ASKED - len(met)]
-        reached = await at_once(connect(self.transport, record.addresses) for record in others)
-        self.reached = [*met, *(peer for peer in reached if peer)]
+        others = [peer for peer in self.known if peer not in met][: CLOCKS_ASKED - len(met)]
+        self.reached = [*met, *await connect_all(self.transport, (self.known[peer].addresses for peer in others))]
         ahead_s = await directory.clocks_ahead_s(peer for peer in self.reached if peer != own)
-        set_s = -self.clock.machine_ahead_s()  # the clock is the swarm's by now
+        set_s = -self.clock.machine_ahead_s()  # seconds by which `agree` has set our clock ahead of the machine's
         self.ahead_s = [ahead + set_s for ahead in ahead_s]
 
     async def _records(self, directory: SwarmDirectory, met: set[PeerId]) -> dict[PeerId, PeerRecord]:
@@ -187,7 +200,12 @@ class Visit:
         return known
 
     def findings(self, own: PeerId | None, departed: str) -> Iterator[Finding]:
-        """`own`: the peer of the state folder, if there is one. `departed`: which peer has left it last; "": none."""
+        """Yield the findings about members, layers, versions, model and invitation.
+
+        Args:
+            own: Id of the state folder's peer; None: there is no such peer.
+            departed: Text about the peer that left most recently; "": no peer has left in the last 10 minutes.
+        """
         yield self._members(own, departed)
         yield self._layers()
         yield self._software()
@@ -204,7 +222,7 @@ class Visit:
             remedy = "start others with the line that this peer printed; or see reachability, below"
             return wrong("swarm", f"run {self.run}: no peer but this one", remedy)
         if not others:
-            remedy = "those that answer do not train yet, or cannot reach each other: try again in a minute"
+            remedy = "peers that answer do not train yet, or cannot reach each other: try again in a minute"
             return warn("swarm", f"run {self.run}: no peer's record is in the DHT", remedy)
         step = max(record.lr_step for record in others)
         parts = f"{phases.count('training')} train, {phases.count('joining')} join"
@@ -218,8 +236,8 @@ class Visit:
             return unknown("layers", "no peer trains yet")
         if missing:
             places = ", ".join(f"{cut.first} to {cut.last - 1}" for cut in missing)
-            remedy = "start a peer with memory for them (--memory), or those that held them, from their state folders"
-            return wrong("layers", f"no peer that trains holds layers {places}: no micro-batch gets through", remedy)
+            remedy = "start a peer with enough memory (--memory), or restart former holders from their state folders"
+            return wrong("layers", f"no training peer holds layers {places}: no micro-batch gets through", remedy)
         return ok("layers", f"all {fragments[-1].last} layers are held")
 
     def _software(self) -> Finding:
@@ -230,7 +248,7 @@ class Visit:
         return ok("software", f"decentral {__version__} everywhere")
 
     def _model(self) -> Finding:
-        """Whether a peer with this machine's memory can take a part in the run."""
+        """Return the finding on whether a peer with this machine's memory can take part in the run."""
         needs, here = memory.needs(self.config), measure.machine_bytes()
         whole = needs.span_bytes(0, len(needs.fragments))
         seen = f"{readable_bytes(whole)} for the whole model; this machine has {readable_bytes(here)}"
@@ -239,4 +257,4 @@ class Visit:
             received.received(self.contacts[0].welcome.config).adopt(NOTHING_NAMED)
         except UserError as error:
             return warn("model", seen, str(error))
-        return ok("model", seen if whole <= here else f"{seen}, and would hold a part")
+        return ok("model", seen if whole <= here else f"{seen}, so a peer would hold a part")

@@ -1,1 +1,1 @@
-"""The journal of a peer: a file with one JSON line for each event."""
+"""A peer's journal, a file with one JSON line for each event. Start reading at `events.py`."""

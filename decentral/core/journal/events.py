@@ -1,10 +1,10 @@
-"""The events of a peer's journal: a class for each, with its fields in the order in which a line has them.
+"""The events of a peer's journal. Each event has a class, whose fields are in the same order as in a line.
 
-A class is named after its event: `PeerJoinedLine` is what a `peer_joined` line says. A field without a default is
-always written; one with a default is written only where it differs from it. lines.py makes lines of events, and events
-of lines; tests/test_docs.py compares these classes with the table of docs/PROTOCOL.md.
+A class is named after its event: `PeerJoinedLine` is the content of a `peer_joined` line. A field without a default is
+always written; a field with a default is written only if it has another value. lines.py converts between events and
+lines. tests/test_docs.py compares these classes with the table in docs/PROTOCOL.md.
 
-`told` has the words for people, of the page and of reports.
+`told` describes an event in words for people who read the dashboard or a report.
 """
 
 from dataclasses import dataclass
@@ -12,23 +12,21 @@ from typing import assert_never
 
 from decentral.core.journal import field_kinds as kind
 from decentral.core.plain_text import plain_text
+from decentral.core.units import plural
 
-TOLD_CHARS = 300  # of a reason
-
-
-# A peer's life
+TOLD_CHARS = 300  # people are shown at most this many characters of a reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFacts:
-    """What the peer is. It holds layers [first, last)."""
+    """The peer's own description when it starts: its identity, device and region, and its layers [first, last)."""
 
     peer: kind.Peer
     run: kind.Run
     addresses: kind.Words
     device: kind.Word
     throttle: kind.Number
-    kernels: kind.Text  # which kernels of gossip this machine uses, and why
+    kernels: kind.Text  # the implementation of the gossip kernels that this machine uses, and why
     region: kind.Word
     first: kind.Layer
     last: kind.Layer
@@ -36,33 +34,33 @@ class PeerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedLine(PeerFacts):
-    """The process has found its run and begins to join. A new life of the peer begins with this line."""
+    """Event: the process has started, knows its run and begins to join the swarm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuedLine(PeerFacts):
-    """The first line of a file that follows a full one: it repeats `started`, of the same life."""
+    """Event: a new journal file begins, because the old file is full; the line repeats the latest `started` line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IslandLine:
-    """The peer has several devices; of each rank its `pid device memory_bytes`."""
+    """Event: the peer is an island: several devices, one process for each, that train as one peer."""
 
-    ranks: kind.Facts
+    ranks: kind.Facts  # one row for each rank: its `pid`, `device` and `memory_bytes`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedLine:
-    """The peer has its state and trains. `peers`: others that it knows; `seconds` since it began to join."""
+    """Event: the peer has the model's state and begins to train."""
 
     peers: kind.Count
     donors: kind.Peers
-    seconds: kind.Number
+    seconds: kind.Number  # time since the beginning of the join
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DonorFailedLine:
-    """A peer that was asked for the model's state sent none, or one that other peers contradict."""
+    """Event: a donor sent no state, or its state differs from the state of other peers."""
 
     peer: kind.Peer
     reason: kind.Text
@@ -70,140 +68,119 @@ class DonorFailedLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoppedLine:
-    """The peer ends in order, and says why. `unsaved`: why its last checkpoint failed; "": it did not."""
+    """Event: the peer leaves the swarm in an orderly way, and its process ends."""
 
     reason: kind.Text
-    unsaved: kind.Text = ""
-
-
-# Training
+    unsaved: kind.Text = ""  # why the last checkpoint failed; "" if it did not fail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLine:
-    """Optimizer steps were taken: all since the last such line, about once a second.
-
-    `loss` is the mean of those that are finite, `lost` how many are not, `dropped` how many steps trained nothing, as
-    their gradients were not finite. `seconds` of training, and `aside` those that the training thread spent otherwise,
-    by kind.
-    """
+    """Event: totals over the optimizer steps since the previous `step` line; written about once a second."""
 
     step: kind.Count
     lr_step: kind.Count
     tokens: kind.Count
     micro_batches: kind.Count
-    loss: kind.MaybeNumber
-    lost: kind.Count = 0
-    seconds: kind.Number
-    dropped: kind.Count = 0
-    aside: kind.NumberByName
+    loss: kind.MaybeNumber  # mean of the finite losses, nats per token
+    lost: kind.Count = 0  # number of losses that are not finite
+    seconds: kind.Number  # seconds that the training thread spent on training
+    dropped: kind.Count = 0  # steps that trained nothing, because their gradients were not finite
+    aside: kind.NumberByName  # seconds that the training thread spent on other work, by kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalLine:
-    """The held-out loss of the live weights, in nats per token, was measured in so many seconds."""
+    """Event: the held-out loss of the live weights was measured."""
 
     tokens: kind.Count
-    loss: kind.GivenNumber
+    loss: kind.GivenNumber  # nats per token
     seconds: kind.Number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointLine:
-    """A checkpoint is on the disk. `seconds` from the snapshot to the disk, while training went on."""
+    """Event: a checkpoint is on the disk."""
 
     step: kind.Count
     bytes: kind.Count
-    seconds: kind.Number
-
-
-# Gossip and rounds
+    seconds: kind.Number  # time from copying the weights to the finished file; training continues meanwhile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeLine:
-    """An exchange with a partner is over; with none, if it was `solo`. `age_s` is that of a merged snapshot."""
+    """Event: an exchange of a fragment with a partner has ended."""
 
     fragment: kind.Count
-    partner: kind.MaybePeer
+    partner: kind.MaybePeer  # None if the outcome is `solo`
     outcome: kind.Outcome
     reason: kind.Text
     seconds: kind.Number
     sent_bytes: kind.Count
     received_bytes: kind.Count
-    age_s: kind.MaybeNumber = None
+    age_s: kind.MaybeNumber = None  # age of the partner's snapshot when it was merged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithoutLine:
-    """A synchronous round went on without that peer's report (no fragment), or its sum."""
+    """Event: a synchronous round continued without a peer's report, or without the peer's sum for a fragment."""
 
     round: kind.Count
     peer: kind.Peer
-    fragment: kind.MaybeCount
+    fragment: kind.MaybeCount  # None if the whole report was missing
     reason: kind.Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BehindLine:
-    """The peer fell out of the synchronous rounds, and fetches the state anew."""
+    """Event: the peer fell behind the other members of synchronous rounds, and fetches the state again."""
 
     round: kind.Count
     reason: kind.Text
 
 
-# Micro-batches through several peers
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedLine:
-    """The gradients of these stage executions went into a step. `round`: of a synchronous one."""
+    """Event: an optimizer step used the gradients of the stage executions in `of`."""
 
-    of: tuple[kind.CountedExecution, ...]
-    round: kind.MaybeCount = None
+    of: tuple[kind.CountedExecution, ...]  # (origin peer, number of its micro-batch, first layer, end layer) of each
+    round: kind.MaybeCount = None  # number of the synchronous round; None in asynchronous training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UncountedLine:
-    """The gradients of these stage executions were thrown away.
+    """Event: the gradients of the stage executions in `of` were discarded."""
 
-    `void`: how many of the executions were aborted; `reason`: `nan` where no step could be taken with their sum.
-    """
-
-    of: tuple[kind.CountedExecution, ...]
-    void: kind.Count
-    reason: kind.Text = ""
-    round: kind.MaybeCount = None
+    of: tuple[kind.CountedExecution, ...]  # (origin peer, number of its micro-batch, first layer, end layer) of each
+    void: kind.Count  # number of executions in `of` that were aborted
+    reason: kind.Text = ""  # `nan` if the sum of the gradients was not finite
+    round: kind.MaybeCount = None  # number of the synchronous round; None in asynchronous training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppliedLine:
-    """A step with gradients of routes was taken in these fragments: layers [first, last) and tokens of each."""
+    """Event: an optimizer step trained each fragment in `of` on micro-batches that passed through several peers."""
 
-    of: tuple[tuple[kind.GivenLayer, kind.GivenLayer, kind.GivenCount], ...]
+    of: tuple[tuple[kind.GivenLayer, kind.GivenLayer, kind.GivenCount], ...]  # (first layer, end layer, tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditLine:
-    """A stage execution was repeated by other peers. The first of `peers` is the audited one.
-
-    `wrong` is the peer that was alone, and `left` the share of its routes that it keeps. `cosine` and `ratio` (of
-    lengths) compare each later answer with each earlier one; `loss` is of each answer.
-    """
+    """Event: an audit ended: several peers repeated one stage execution, and all their gradients were compared."""
 
     verdict: kind.Verdict
-    wrong: kind.MaybePeer = None
-    left: kind.MaybeNumber = None
-    of: tuple[kind.GivenWord, kind.GivenCount, kind.GivenLayer]  # origin peer, number, first layer
-    peers: kind.Peers
-    cosine: kind.Numbers
-    ratio: kind.Numbers
+    wrong: kind.MaybePeer = None  # the peer whose gradient differs from those of all other peers
+    left: kind.MaybeNumber = None  # the wrong peer still receives this share, 0 to 1, of its usual micro-batches
+    of: tuple[kind.GivenWord, kind.GivenCount, kind.GivenLayer]  # audited execution: origin, number, first layer
+    peers: kind.Peers  # the audited peer, then the other peers in the order of their answers
+    cosine: kind.Numbers  # cosine similarity of the two gradients in each pair of answers
+    ratio: kind.Numbers  # for each pair of answers: norm of the later gradient over norm of the earlier gradient
     loss: kind.Numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbandonedLine:
-    """A micro-batch of this peer's own did not get through, after so many tries."""
+    """Event: this peer abandoned a micro-batch of its own data before the micro-batch had passed through all layers."""
 
     number: kind.Count
     reason: kind.Text
@@ -212,7 +189,7 @@ class AbandonedLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnheldLine:
-    """No training peer has held layers [first, last) for 10 s, so no micro-batch can pass through the whole model."""
+    """Event: for 10 s no training peer has held layers [first, last); no micro-batch can pass through the model."""
 
     reason: kind.Text
     first: kind.Layer
@@ -221,24 +198,24 @@ class UnheldLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldLine:
-    """Every layer is held by a training peer again, after an `unheld` line."""
+    """Event: every layer is held by a training peer again, after an `unheld` line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanLine:
-    """A plan was adopted. `cost` is what this peer expects of it, in tokens/s."""
+    """Event: a plan was adopted."""
 
     digest: kind.Word
-    cost: kind.Number
+    cost: kind.Number  # throughput that this peer expects from the plan, tokens/s
     reason: kind.Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveLine:
-    """A change of this peer's span to layers [first, last) is over. `why`: what it was for."""
+    """Event: a change of this peer's span to layers [first, last) has succeeded or failed."""
 
     outcome: kind.Outcome
-    reason: kind.Text
+    reason: kind.Text  # why the move failed
     why: kind.Word
     first: kind.Layer
     last: kind.Layer
@@ -246,12 +223,9 @@ class MoveLine:
     seconds: kind.Number
 
 
-# The network, and other peers
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficLine:
-    """What this life has sent and received so far, every 10 s."""
+    """Event: the bytes sent and received since the process started, written every 10 s."""
 
     sent_bytes: kind.Count
     received_bytes: kind.Count
@@ -259,28 +233,25 @@ class TrafficLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusLine:
-    """With each `traffic` line, and when the peer has joined: its layers, its windows, its eight latest links.
-
-    `window_s` is how long its windows are, and `bound` what stretches them.
-    """
+    """Event: the peer's layers, window length and links, written after the join and with each `traffic` line."""
 
     first: kind.Layer
     last: kind.Layer
     window_s: kind.Number
-    bound: kind.Word
-    links: kind.MeasuredLinks
+    bound: kind.Word  # name of the bottleneck for which this peer makes its windows longer than the config says
+    links: kind.MeasuredLinks  # the eight links that were measured last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddressesLine:
-    """The addresses that this peer publishes from now on; they replace the previous ones."""
+    """Event: the addresses that this peer publishes from now on; they replace the previous ones."""
 
     addresses: kind.Words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerJoinedLine:
-    """Another peer was added to the roster."""
+    """Event: another peer was added to the roster."""
 
     peer: kind.Peer
     device: kind.Word
@@ -289,68 +260,62 @@ class PeerJoinedLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLeftLine:
-    """Another peer was dropped from the roster. `reason`: `left`, `silent` or `expired`."""
+    """Event: another peer was dropped from the roster."""
 
     peer: kind.Peer
-    reason: kind.Text
+    reason: kind.Text  # `left`, `silent` or `expired`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoodbyeLine:
-    """A peer that had been dropped as silent has left in order: its final record says so, which was read later."""
+    """Event: a silent peer was dropped, but its last record, which was read later, says that the peer left in order."""
 
     peer: kind.Peer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedLine:
-    """Counts, since the start and by reason, of what other peers sent that broke the format.
+    """Event: how many malformed messages and records have come from other peers since the process started."""
 
-    A reason that begins with `record-` is of a record in the DHT.
-    """
-
-    by_reason: kind.CountByName
+    by_reason: kind.CountByName  # reason -> number; reasons that begin with `record-` are about records in the DHT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RevokedLine:
-    """The founder's revocation list `number` has arrived; it excludes these peers from the swarm."""
+    """Event: a list of revoked invitations has arrived from the swarm's founder."""
 
-    number: kind.Count
-    peers: kind.Peers
-
-
-# This machine
+    number: kind.Count  # a list with a higher number replaces this one
+    peers: kind.Peers  # peers that the list excludes from the swarm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorLine:
-    """Something is wrong. `times`: how often it has happened since the last such line, if it repeats."""
+    """Event: an error occurred; afterwards the peer either continues or stops."""
 
     reason: kind.Text
-    times: kind.Count = 0
+    times: kind.Count = 0  # how often the same error has occurred again since its previous line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockLine:
-    """The machine's clock has jumped by so much, which changes nothing."""
+    """Event: the machine's clock has jumped; the peer continues as before."""
 
     jumped_s: kind.Number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendedLine:
-    """The process was stopped for so long, for example while its machine slept."""
+    """Event: the process was suspended, for example while its machine slept."""
 
     seconds: kind.Number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostLine:
-    """The disk has refused this many lines before this one, the first of them at Unix time `since`."""
+    """Event: the disk refused `lines` journal lines before this line; those lines are lost."""
 
     lines: kind.GivenCount
-    since: kind.MaybeNumber = None
+    since: kind.MaybeNumber = None  # Unix time of the first lost line
     reason: kind.Text = ""
 
 
@@ -361,19 +326,16 @@ SpanLine = PlanLine | MoveLine
 NetworkLine = TrafficLine | StatusLine | AddressesLine | PeerJoinedLine | PeerLeftLine | GoodbyeLine | RefusedLine
 MachineLine = RevokedLine | ErrorLine | ClockLine | SuspendedLine | LostLine
 JournalEvent = LifeLine | TrainingLine | RouteLine | SpanLine | NetworkLine | MachineLine
-"""What a line of a journal says."""
-
-
-# What people are told
+"""The content of any line of a journal."""
 
 
 GOOD, PLAIN, WARNING, BAD = "good", "plain", "warning", "bad"  # how serious an event is
 
 
 def told(event: JournalEvent) -> tuple[str, str] | None:
-    """Return how serious an event is and what people are told of it, in plain text; None: people are told nothing.
+    """Return an event's severity and one printable line about it for people; None if people are not told about it.
 
-    What other peers are said to do (`peer_joined`, `peer_left`, `goodbye`) the page tells itself, since it knows more.
+    The result for `peer_joined`, `peer_left` and `goodbye` is None, because the dashboard describes these itself.
     """
     match event:
         case ContinuedLine():
@@ -398,15 +360,15 @@ def told(event: JournalEvent) -> tuple[str, str] | None:
         case DonorFailedLine():
             return WARNING, f"a donor failed: {_said(event.reason)}"
         case RevokedLine():
-            return WARNING, "took over a list of revoked invitations"
+            return WARNING, "received the founder's list of revoked invitations"
         case ClockLine():
             return WARNING, f"its machine's clock jumped by {_amount(event.jumped_s)} s"
         case SuspendedLine():
             return WARNING, f"was stopped for {_amount(event.seconds)} s"
         case LostLine():
-            return WARNING, f"lost {event.lines:,} lines of its journal: {_said(event.reason)}"
+            return WARNING, f"lost {plural(event.lines, 'line')} of its journal: {_said(event.reason)}"
         case AuditLine():
-            return (BAD, "found a wrong gradient by an audit") if event.verdict == "wrong" else None
+            return (BAD, "found another peer's wrong gradient in an audit") if event.verdict == "wrong" else None
         case StepLine() | EvalLine() | CheckpointLine() | ExchangeLine() | WithoutLine() | TrafficLine() | StatusLine():
             return None
         case CountedLine() | UncountedLine() | AppliedLine() | AbandonedLine() | IslandLine():

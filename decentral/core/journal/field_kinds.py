@@ -1,7 +1,7 @@
-"""What a field of a journal's line may hold: its kind and its size, which lines.py checks by pydantic.
+"""The types of the fields of a journal's lines, with their bounds and defaults; lines.py checks them with pydantic.
 
-A number is finite and of a size that a peer can mean; a text and a name are as long as such are. A field that a line
-lacks has the default that stands here, because earlier versions wrote fewer fields; a kind without one must be there.
+Numbers are finite and bounded, and so are the lengths of texts and names. A field that a line lacks gets the default of
+its type, because earlier versions wrote fewer fields. A field whose type has no default (`Given...`) must be present.
 """
 
 from collections.abc import Mapping
@@ -11,14 +11,14 @@ from pydantic import Field, Strict
 
 from decentral.core.ids import PeerId, RunId
 
-MOST_NUMBER = 10**18  # bytes of an exabyte, tokens of all that was ever written
-MOST_LAYERS = 4096  # more than a config allows
-WORD_CHARS = 256  # of a peer, a run, a device, a region
-TEXT_CHARS = 1 << 16  # of a reason, which may quote an error of a library
+MOST_NUMBER = 10**18  # larger numbers are invalid: 10**18 bytes are an exabyte, and no run trains so many tokens
+MOST_LAYERS = 4096  # a larger layer index is invalid; a config allows fewer layers
+WORD_CHARS = 256
+TEXT_CHARS = 1 << 16  # a reason has at most this many characters; it may quote an error of a library
 
 Outcome = Literal["done", "solo", "failed"]
-OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)  # of an exchange
-Verdict = Literal["agreed", "wrong", "undecided"]  # of an audit
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+Verdict = Literal["agreed", "wrong", "undecided"]
 
 GivenCount = Annotated[int, Strict(), Field(ge=0, lt=MOST_NUMBER)]
 GivenLayer = Annotated[int, Strict(), Field(ge=0, le=MOST_LAYERS)]
@@ -45,7 +45,7 @@ CountByName = Annotated[Mapping[GivenWord, GivenCount], Field(default={})]
 
 
 class CountedExecution(NamedTuple):
-    """A stage execution: the micro-batch, by its origin peer and number, through layers [first, last)."""
+    """A stage execution: micro-batch `number` of the peer `origin`, executed in layers [first, last)."""
 
     origin: GivenWord
     number: GivenCount
@@ -55,12 +55,12 @@ class CountedExecution(NamedTuple):
 
 
 class MeasuredLink(NamedTuple):
-    """A peer's measurement of one link; a number is 0 where nothing was measured."""
+    """A peer's measurement of one link."""
 
-    partner: GivenWord  # the end of its id
-    bytes_per_s: GivenAmount  # from the partner
-    round_trip_s: GivenAmount
+    partner: GivenWord
+    bytes_per_s: GivenAmount  # rate from the partner to this peer; 0 if not measured
+    round_trip_s: GivenAmount  # 0 if not measured
 
 
 MeasuredLinks = Annotated[tuple[MeasuredLink, ...], Field(default=())]
-Facts = Annotated[tuple[Mapping[GivenWord, GivenCount | GivenWord], ...], Field(default=())]  # by their names
+Facts = Annotated[tuple[Mapping[GivenWord, GivenCount | GivenWord], ...], Field(default=())]  # rows {column: value}

@@ -1,37 +1,41 @@
-"""`journal.jsonl`: the events of one peer, a line each, for people and for tools.
+"""Write, read and follow a peer's journal, `journal.jsonl`, which has one line for each event.
 
-Every line is `{"t": unix seconds, "event": ..., ...}`; docs/PROTOCOL.md lists the events. A line is written whole and
-at once, so that after `kill -9` at most the last line is cut; readers skip a cut line.
+Every line is `{"t": unix seconds, "event": ..., ...}`; docs/PROTOCOL.md lists the events. A line is written in one
+piece, so that after `kill -9` at most the last line is cut; readers skip a cut line.
 
-A disk that refuses a line never stops the peer: the line is lost and counted, and the next one that the disk takes
-comes after a `lost` line, which says how many there were and why. A file that is full becomes `journal-N.jsonl`, with N
-one more than the last such file's, and the oldest of these files is deleted. The new file begins with a `continued`
-line, which repeats what `started` said.
+If the disk refuses a line, the line is lost and the peer keeps running. A `lost` line before the next line that the
+disk stores says how many lines were lost and why. A full file is renamed to `journal-N.jsonl`, where N counts up from
+1, and only the newest `JOURNAL_FILES_KEPT` full files are kept. The new file begins with a `continued` line, which
+repeats the `started` line.
 """
 
 import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from errno import EDQUOT, EMFILE, ENFILE, ENOSPC
+from errno import EDQUOT, EINVAL, EMFILE, ENFILE, ENOSPC
 from pathlib import Path
 from typing import IO
 
-from decentral.core import strict_json
+from decentral.core import foreign_file, strict_json
 from decentral.core.errors import UserError
 from decentral.core.journal.events import ContinuedLine, JournalEvent, LostLine, StartedLine
 from decentral.core.journal.lines import JOURNAL_LINES, name_of
 from decentral.core.strict_json import JsonObject
 from decentral.core.units import MiB
 
-JOURNAL_FILE_BYTES = 32 * MiB  # of one file; some days of a peer with few partners
-LONGEST_LINE_BYTES = 4 * MiB  # that is read; no event of a peer is nearly as long
-JOURNAL_FILES_KEPT = 8  # besides the one that is written
-PASSING = (ENOSPC, EDQUOT, EMFILE, ENFILE)  # the errors at the start after which a journal may be written later
+JOURNAL_FILE_BYTES = 32 * MiB  # a file of this size is full; a peer with few partners fills one in a few days
+MOST_READ_BYTES = 4 * JOURNAL_FILE_BYTES  # readers refuse a larger file, which no peer has written
+LONGEST_LINE_BYTES = 4 * MiB  # readers skip longer lines; the longest lines that peers write are much shorter
+JOURNAL_FILES_KEPT = 8
+PASSING = (ENOSPC, EDQUOT, EMFILE, ENFILE)  # errors that may pass: a full disk or quota, too many open files
 
 
 class Journal:
-    """Appends to one file, and rotates it. No error of the disk is raised. Not for use from several threads."""
+    """A peer's journal, opened for appending. It rotates its files. Once it is open, disk errors raise no exception.
+
+    Not thread-safe. `lost` is the number of lines that the disk has refused since it last stored a line.
+    """
 
     def __init__(
         self,
@@ -40,15 +44,25 @@ class Journal:
         file_bytes: int = JOURNAL_FILE_BYTES,
         files_kept: int = JOURNAL_FILES_KEPT,
     ) -> None:
-        """Raises UserError where the file cannot be written at all; a full disk may have room later."""
+        """Open the journal at `path`.
+
+        Args:
+            path: The journal's file; it need not exist.
+            clock: Returns Unix time, seconds.
+            file_bytes: Size at which a file is full.
+            files_kept: Number of full files to keep.
+
+        Raises:
+            UserError: If the file cannot be opened, unless the disk is full or too many files are open.
+        """
         self.path, self.lost, self.reason = path, 0, ""
         self._clock, self._file_bytes, self._files_kept = clock, file_bytes, files_kept
         self._started: StartedLine | None = None
         self._lost_since = 0.0
         self._file: int | None = None
-        self._size = 0  # bytes of the file that are whole lines
-        self._begins = False  # whether the file still wants its first line
-        self._cut = False  # whether a part of a line stands at its end
+        self._size = 0
+        self._begins = False  # whether the file still needs a `continued` line as its first line
+        self._cut = False  # whether the file ends with an incomplete line
         try:
             self._open()
         except OSError as error:
@@ -58,11 +72,11 @@ class Journal:
 
     @property
     def trouble(self) -> str:
-        """Why lines are being lost at present, and how many were; "": none is."""
-        return f"the journal cannot be written ({self.reason}): {self.lost} lines lost so far" if self.lost else ""
+        """A line with the disk's error and the number of lines lost to it so far; "" if the last line was stored."""
+        return f"the journal cannot be written ({self.reason}); lines lost so far: {self.lost}" if self.lost else ""
 
     def write(self, event: JournalEvent) -> None:
-        """Append a line. One that the disk refuses is lost, and counted."""
+        """Append the line of an event. If the disk refuses the line, count the line as lost."""
         if isinstance(event, StartedLine):
             self._started = event
         try:
@@ -75,7 +89,7 @@ class Journal:
             self.lost, self.reason = self.lost + 1, error.strerror or type(error).__name__
 
     def close(self) -> None:
-        """Closes the file. Lines that were lost since the last one are noted, if the disk has room."""
+        """Close the file. If lines were lost and the disk has room, write a `lost` line first."""
         if self.lost:
             with suppress(OSError):
                 self._append(self._note())
@@ -84,21 +98,23 @@ class Journal:
             self._file = None
 
     def _note(self) -> bytes:
-        """The line about lost ones."""
+        """Return the `lost` line."""
         return self._line(LostLine(lines=self.lost, since=self._lost_since, reason=self.reason))
 
     def _line(self, event: JournalEvent, name: str = "") -> bytes:
-        """The line of an event, or one of another name that repeats its fields."""
+        """Return the line of an event. If `name` is given, the line has `name` in place of the event's name."""
         line = JOURNAL_LINES.line(round(self._clock(), 3), event)
         return strict_json.dumps(line | ({"event": name} if name else {})).encode() + b"\n"
 
     def _open(self) -> None:
+        if self.path.is_fifo():  # a write to a named pipe would wait for a reader
+            raise OSError(EINVAL, "expected a file; it is a pipe", str(self.path))
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         self._size = os.fstat(self._file).st_size
-        self._cut = self._size > 0 and os.pread(self._file, 1, self._size - 1) != b"\n"  # as a kill leaves it
+        self._cut = self._size > 0 and os.pread(self._file, 1, self._size - 1) != b"\n"
 
     def _make_room(self, size: int) -> None:
-        """Opens the file if it could not be opened before, and begins a new one if `size` more bytes are too many."""
+        """Open the file if it is not open, and begin a new file if `size` more bytes would make this file too large."""
         if self._file is None:
             self._open()
             self._begins = not self._size
@@ -120,7 +136,7 @@ class Journal:
         self._open()
 
     def _append(self, data: bytes) -> None:
-        """Writes all of it, or nothing and raises OSError."""
+        """Append all of the data, or raise OSError and append nothing."""
         assert self._file is not None
         left = data = b"\n" + data if self._cut else data
         try:
@@ -141,13 +157,13 @@ class Journal:
 
 
 def rotated(path: Path) -> list[Path]:
-    """The files that this journal has filled and that are still kept, oldest first."""
+    """Return the journal's full files that still exist, oldest first."""
     found = (file for file in path.parent.glob(f"{path.stem}-*{path.suffix}") if _number(path, file))
     return sorted(found, key=lambda file: _number(path, file))
 
 
 def deleted(path: Path) -> int:
-    """How many of the files that this journal has filled are no more there."""
+    """Return how many of the journal's full files have been deleted."""
     there = rotated(path)
     return _number(path, there[-1]) - len(there) if there else 0
 
@@ -157,27 +173,32 @@ def _numbered(path: Path, number: int) -> Path:
 
 
 def _number(path: Path, file: Path) -> int:
-    """The number of a file that the journal has filled; 0 for any other."""
+    """Return the number N of a full file `journal-N.jsonl`; 0 for any other file."""
     found = re.fullmatch(rf"{re.escape(path.stem)}-([1-9][0-9]{{0,17}}){re.escape(path.suffix)}", file.name)
     return int(found[1]) if found else 0
 
 
 class Tail:
-    """Follows a journal that somebody else writes, from one file to the next."""
+    """A reader of a journal that another process is still writing. After a full file, it reads the next file."""
 
     def __init__(self, path: Path) -> None:
+        """Start at the journal's oldest line. The journal need not exist yet."""
         self.path = path
-        self._number = 0  # that the file which is being read has, or will have when it is full
-        self._offset = 0  # bytes of it that were read
+        self._number = 0  # N of the file being read: journal-N.jsonl, or journal.jsonl before its renaming
+        self._offset = 0
 
     def skip(self) -> None:
-        """Passes over the lines that are there now."""
+        """Skip all lines that the journal has now, so that only later lines are read."""
         older = rotated(self.path)
         self._number = _number(self.path, older[-1]) + 1 if older else 1
         self._offset = self.path.stat().st_size if self.path.exists() else 0
 
     def new(self) -> Iterator[JsonObject]:
-        """The lines written since the last call, oldest first. A line that is not at its end yet comes next time."""
+        """Yield the lines written since the previous call, oldest first, without an unfinished last line.
+
+        Raises:
+            UserError: If a file of the journal cannot be read.
+        """
         for number, file in _opened(self.path):
             with file:
                 if number < self._number:
@@ -197,47 +218,55 @@ class Tail:
 
 
 def read(path: Path) -> Iterator[JsonObject]:
-    """The lines of a journal, oldest first, of all its files; cut or garbled lines are skipped."""
+    """Yield the lines of all files of a journal, oldest first, without lines that are cut or not valid JSON.
+
+    Raises:
+        UserError: If a file of the journal cannot be read.
+    """
     for _, file in _opened(path):
         with file:
             yield from _entries(file)
 
 
 def recent(path: Path, most_bytes: int) -> Iterator[JsonObject]:
-    """The lines in the last bytes of the file that is being written, oldest first; none where it cannot be read."""
-    with suppress(OSError), path.open("rb") as file:
+    """Yield the whole lines in the last `most_bytes` bytes of the journal's current file, oldest first.
+
+    Nothing is yielded if the file cannot be read.
+    """
+    with suppress(OSError), foreign_file.opened(path, MOST_READ_BYTES) as file:
         if file.seek(0, os.SEEK_END) > most_bytes:
             file.seek(-most_bytes, os.SEEK_END)
-            next(_lines(file), None)  # a part of a line
+            next(_lines(file), None)  # skip the rest of a line whose beginning was not read
         else:
             file.seek(0)
         yield from _entries(file)
 
 
 def first(path: Path) -> Iterator[JsonObject]:
-    """The first line of the file that is being written: of a full file's successor, it repeats `started`."""
-    with suppress(OSError), path.open("rb") as file:
+    """Yield the first line of the journal's current file, if it can be read: a `started` or `continued` line."""
+    with suppress(OSError), foreign_file.opened(path, MOST_READ_BYTES) as file:
         if (entry := _entry(file.readline(LONGEST_LINE_BYTES))) is not None:
             yield entry
 
 
 def _opened(path: Path) -> Iterator[tuple[int, IO[bytes]]]:
-    """The journal's files that are there, oldest first, each with its number; the last one will have one more.
+    """Open all files of a journal, and yield each file's number and the file, oldest first.
 
-    The last one is opened first: were it to become full meanwhile, it would stand among the others as well.
+    The current file gets the number that it will have when it is full. The current file is opened first, because a
+    writer may rename it while the older files are listed.
     """
     while True:
         older = rotated(path)
         number = _number(path, older[-1]) + 1 if older else 1
-        last = path.open("rb") if path.exists() else None
+        last = _readable(path) if path.exists() else None
         if rotated(path)[-1:] == older[-1:]:
             break
         if last is not None:
             last.close()
     try:
         for one in older:
-            with suppress(FileNotFoundError):  # it was the oldest, and is gone by now
-                yield _number(path, one), one.open("rb")
+            with suppress(FileNotFoundError):  # the writer may have deleted the oldest file meanwhile
+                yield _number(path, one), _readable(one)
         if last is not None:
             yield number, last
     finally:
@@ -245,12 +274,25 @@ def _opened(path: Path) -> Iterator[tuple[int, IO[bytes]]]:
             last.close()
 
 
+def _readable(path: Path) -> IO[bytes]:
+    """Open a file of a journal. Raises UserError if it cannot be read, except FileNotFoundError if it is missing."""
+    try:
+        return foreign_file.opened(path, MOST_READ_BYTES)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); omit its folder") from None
+
+
 def _entries(file: IO[bytes]) -> Iterator[JsonObject]:
     return (entry for line, _ in _lines(file) if (entry := _entry(line)) is not None)
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
-    """The lines from here on, and the bytes that each takes in the file. Of too long a line only its end is given."""
+    """Yield (line, size of the line in bytes) for each line from the current position on.
+
+    For a line longer than LONGEST_LINE_BYTES, only the line's last byte is yielded, with the size of the whole line.
+    """
     while line := file.readline(LONGEST_LINE_BYTES):
         size, part = len(line), line
         while not part.endswith(b"\n") and (part := file.readline(LONGEST_LINE_BYTES)):

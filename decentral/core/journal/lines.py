@@ -1,8 +1,7 @@
-"""Events to lines of a journal, and lines that somebody else may have written to events.
+"""Convert events into journal lines, and journal lines into checked events.
 
-A line is JSON: `{"t": Unix seconds, "event": name, ...}`. Its fields are checked here, once, so that whoever reads
-events needs no checks of his own. What a newer version added is passed over: fields, and events, of which only the time
-is known.
+A line is JSON: `{"t": Unix seconds, "event": name, ...}`. Another program may have written the line, so all fields are
+checked. Fields that a newer version added are ignored; of an event that a newer version added, only the time is read.
 """
 
 import re
@@ -16,49 +15,50 @@ from decentral.core.journal.events import JournalEvent
 from decentral.core.strict_json import JsonFields, JsonObject
 from decentral.core.units import Seconds
 
-MOST_TIME_S = 1e11  # Unix time in the year 5138; as in messages
+MOST_TIME_S = 1e11  # a line with a later Unix time (after the year 5138) is malformed, as in messages between peers
 
 EventT = TypeVar("EventT")
 EventT_co = TypeVar("EventT_co", covariant=True)
 
 
 def name_of(kind: type) -> str:
-    """Return the name of this kind of event in a line: `peer_joined` for `PeerJoinedLine`."""
+    """Return the event name that lines use for an event class: `peer_joined` for `PeerJoinedLine`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__.removesuffix("Line")).lower()
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded(Generic[EventT_co]):
-    """A line that was read. `event` is None where it is one that this version does not know."""
+    """A line that was read from a journal."""
 
-    t: Seconds
-    event: EventT_co | None
+    t: Seconds  # Unix time
+    event: EventT_co | None  # None if this version does not know the event
 
 
 class LineForms(Generic[EventT]):
-    """The lines of some kinds of events."""
+    """A converter between events and journal lines, for a given set of event classes."""
 
     def __init__(self, kinds: Sequence[type[EventT]]) -> None:
+        """Make a converter for these event classes."""
         self._kinds = {name_of(kind): kind for kind in kinds}
         self._names: dict[type, str] = {kind: name for name, kind in self._kinds.items()}
         self._defaults: dict[type, list[tuple[str, object]]] = {kind: _defaults(kind) for kind in kinds}
-        self._checks: dict[str, TypeAdapter[EventT]] = {}  # made when the first such line is read, as it takes long
+        self._checks: dict[str, TypeAdapter[EventT]] = {}  # event name -> validator, made at first use
 
     def name(self, event: EventT) -> str:
         """Return the event's name."""
         return self._names[type(event)]
 
     def fields(self, event: EventT) -> JsonObject:
-        """Return the fields of an event as its line has them, in their order; what has its default is left out."""
+        """Return an event's fields in the order of their declaration, without fields that have their default values."""
         written = self._defaults[type(event)]
         return {name: value for name, default in written if (value := getattr(event, name)) != default}
 
     def line(self, t: Seconds, event: EventT) -> JsonObject:
-        """Return the line of an event that was written at that Unix time."""
+        """Return the line of an event at Unix time `t`."""
         return {"t": t, "event": self.name(event), **self.fields(event)}
 
     def parse(self, line: JsonFields) -> Recorded[EventT] | None:
-        """Return what the line says; None if its time or a field is not of the kind and size that a peer writes."""
+        """Return the time and event of a line; None if the time or a field has a wrong type or is out of bounds."""
         t, name = line.get("t"), line.get("event")
         if not isinstance(name, str) or not _is_time(t):
             return None
@@ -72,7 +72,7 @@ class LineForms(Generic[EventT]):
 
 
 def _defaults(kind: Any) -> list[tuple[str, object]]:
-    """Return the names of the fields, each with its default; MISSING, which no value is, if it has none."""
+    """Return (name, default) of each field. MISSING, which equals no value, stands for no default."""
     return [(one.name, one.default) for one in fields(kind)]
 
 
@@ -84,5 +84,5 @@ JOURNAL_LINES = LineForms[JournalEvent](JournalEvent.__args__)
 
 
 def recorded(lines: Iterable[JsonFields]) -> Iterator[Recorded[JournalEvent]]:
-    """The lines of a journal that can be read."""
+    """Yield the lines of a journal that are valid, as events with their times."""
     return (found for line in lines if (found := JOURNAL_LINES.parse(line)) is not None)

@@ -1,13 +1,14 @@
-"""Whether each layer counted each micro-batch once, or not at all, by what peers' journals say.
+"""Check from peers' journals that no layer was trained twice on the same micro-batch. Start reading at `audit`.
 
-A `counted` line says which micro-batches' gradients went into an optimizer's step, and through which layers. No two
-executions of a micro-batch, which has the origin peer's id and number, may count in the same layer. If together they
-cover all layers, the micro-batch counted everywhere. If not, it counted in part: a peer died after others had counted
-it, or was told too late.
+A `counted` line says which micro-batches' gradients an optimizer step used, and in which layers: there the
+micro-batch counts. A micro-batch is named by its origin peer and number. Two executions of a micro-batch must not count
+in the same layer. If the executions cover all layers, the micro-batch counted everywhere. If not, it counted in part: a
+peer died after other peers had counted the micro-batch, or a peer learned too late that the micro-batch was committed.
 
-An `applied` line says how many tokens an optimizer's step took into each fragment's weights. What a peer has counted,
-its steps must have taken: of each of its lives, layer by layer, whatever it counts beyond that is a claim without
-weights behind it, but for the last few lines, whose steps may have died with the process.
+An `applied` line says how many tokens an optimizer step trained in each fragment. A life of a peer lasts from one start
+of its process to the next. In each life and each layer, the tokens in `counted` lines must not exceed the tokens in
+`applied` lines; any excess is reported as unapplied. The last `counted` lines of a life are exempt, since the process
+may have ended before the steps that they announced.
 """
 
 import itertools
@@ -18,43 +19,46 @@ from dataclasses import dataclass, field, replace
 from decentral.core.journal import events
 from decentral.core.journal.lines import Recorded
 
-NOT_TAKEN_YET = 8  # `counted` lines whose steps may not have been taken when a process ended: one for each sealed sum
+# After a process was killed, this many of its last `counted` lines may lack an `applied` line; > config.SEALED_SUMS.
+NOT_TAKEN_YET = 8
 
 Span = tuple[int, int]
 MicroBatch = tuple[str, int]
-"""The origin peer, and its number for the micro-batch."""
+"""(origin peer, number of the micro-batch at that peer)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CountAudit:
-    """How many micro-batches were counted everywhere, in part or twice."""
+    """How many micro-batches counted in all layers, in only some layers, or twice in a layer."""
 
-    everywhere: int
-    in_part: int
-    twice: tuple[MicroBatch, ...]  # those that some layer counted twice
-    dropped: int  # executions whose gradients were thrown away
-    tokens: int  # tokens of the micro-batches that counted everywhere
-    unapplied: int = 0  # tokens that a peer counted in a layer, and took no optimizer's step with
+    everywhere: int  # micro-batches that counted in all layers
+    in_part: int  # micro-batches that counted in only some layers
+    twice: tuple[MicroBatch, ...]  # micro-batches that some layer counted twice
+    dropped: int
+    tokens: int  # tokens of the micro-batches that counted in all layers
+    unapplied: int = 0  # counted tokens that no step used: the maximum over layers, summed over processes
 
     @property
     def sound(self) -> bool:
+        """Whether no micro-batch counted twice in a layer, and optimizer steps applied all counted tokens."""
         return not self.twice and not self.unapplied
 
     def figures(self) -> dict[str, int]:
+        """Return the counts by name, for a report; `unapplied` is left out."""
         figures = {"everywhere": self.everywhere, "in_part": self.in_part, "twice": len(self.twice)}
         return figures | {"thrown_away": self.dropped, "tokens": self.tokens}
 
 
 @dataclass(slots=True)
 class MicroBatchCounts:
-    """What journals say of micro-batches, added up line by line."""
+    """The layers in which each micro-batch counted, collected from journals line by line."""
 
     spans: dict[MicroBatch, list[Span]] = field(default_factory=dict)
     tokens: dict[MicroBatch, int] = field(default_factory=dict)
     dropped: int = 0
 
     def take(self, event: events.JournalEvent | None) -> None:
-        """Take a line of any peer."""
+        """Add a `counted` or `uncounted` event of any peer; ignore None and all other events."""
         match event:
             case events.UncountedLine():
                 self.dropped += len(event.of)
@@ -64,24 +68,25 @@ class MicroBatchCounts:
                     self.tokens[one.origin, one.number] = one.tokens
 
     def result(self, layers: int) -> CountAudit:
-        """The counts so far, for a model of so many layers."""
-        twice = tuple(sorted(name for name, held in self.spans.items() if overlap(held)))
+        """Return the counts so far, for a model of `layers` layers; `unapplied` is left at 0."""
+        twice = {name for name, held in self.spans.items() if overlap(held)}
         everywhere = [name for name, held in self.spans.items() if name not in twice and covered(held) == layers]
         in_part = len(self.spans) - len(everywhere) - len(twice)
-        return CountAudit(len(everywhere), in_part, twice, self.dropped, sum(self.tokens[name] for name in everywhere))
+        tokens = sum(self.tokens[name] for name in everywhere)
+        return CountAudit(len(everywhere), in_part, tuple(sorted(twice)), self.dropped, tokens)
 
 
 @dataclass(slots=True)
 class LifeClaims:
-    """What one life of a peer has counted, and what its optimizer's steps have taken, in tokens by layer."""
+    """Tokens per layer in one life of a peer (one run of its process), in `counted` lines and in `applied` lines."""
 
     counted: Counter[int] = field(default_factory=Counter)
     applied: Counter[int] = field(default_factory=Counter)
-    tells: bool = False  # whether its journal says what its steps took
+    tells: bool = False  # whether the journal has `applied` lines, which older versions did not write
     _last: deque[events.CountedLine] = field(default_factory=lambda: deque(maxlen=NOT_TAKEN_YET))
 
     def take(self, event: events.JournalEvent | None) -> None:
-        """Take the next line of the same life."""
+        """Add the next `counted`, `applied` or `lost` event of the life; ignore None and all other events."""
         match event:
             case events.AppliedLine():
                 self.tells = True
@@ -90,20 +95,20 @@ class LifeClaims:
             case events.CountedLine():
                 self.counted.update(_by_layer(event))
                 self._last.append(event)
-            case events.LostLine():  # lines that a full disk took, of either kind: what is compared begins anew
+            case events.LostLine():  # `counted` or `applied` lines may be lost: start the comparison again
                 for kept in (self.counted, self.applied, self._last):
                     kept.clear()
 
     @property
     def unapplied(self) -> int:
-        """The tokens that were counted and that no step took, in the worst layer, without the last lines."""
+        """Counted tokens that no step applied: the maximum over layers. The last NOT_TAKEN_YET lines are left out."""
         open_claims = sum(map(_by_layer, self._last), Counter[int]())
         claims = self.counted - open_claims if self.tells else Counter[int]()
         return max((self.counted - self.applied - open_claims)[layer] for layer in claims) if claims else 0
 
 
 def _by_layer(line: events.CountedLine) -> Counter[int]:
-    """Return, for each layer, the tokens that a `counted` line claims in it."""
+    """Return the number of tokens in a `counted` line for each layer."""
     found: Counter[int] = Counter()
     for one in line.of:
         found.update(dict.fromkeys(range(one.first, one.last), one.tokens))
@@ -111,7 +116,7 @@ def _by_layer(line: events.CountedLine) -> Counter[int]:
 
 
 def audit(journals: Iterable[Iterable[Recorded[events.JournalEvent]]], layers: int) -> CountAudit:
-    """Count all lines of all peers' journals, over all their lives."""
+    """Return the counts over the journals of all peers, one iterable per peer, for a model of `layers` layers."""
     counts, unapplied = MicroBatchCounts(), 0
     for journal in journals:
         life = LifeClaims()
@@ -126,10 +131,10 @@ def audit(journals: Iterable[Iterable[Recorded[events.JournalEvent]]], layers: i
 
 
 def overlap(spans: Sequence[Span]) -> bool:
-    """Whether some layer is in two of the spans."""
+    """Return whether some layer is in two of the spans [first, last)."""
     return any(after[0] < before[1] for before, after in itertools.pairwise(sorted(spans)))
 
 
 def covered(spans: Sequence[Span]) -> int:
-    """The number of layers in spans that do not overlap."""
+    """Return the number of layers in spans [first, last) that do not overlap."""
     return sum(last - first for first, last in spans)

@@ -1,6 +1,7 @@
-"""What the lines of one peer's journal add up to: its lives, its training, its exchanges, its traffic.
+"""Add up one peer's journal: its lives, training, exchanges and traffic. Start reading at `PeerTotals`.
 
-The page, reports, the summary of a local swarm, the doctor, curves and the simulator's statistics all add up here.
+A life lasts from one start of the peer's process to its end. The dashboard, reports, the summary of a local swarm,
+the doctor and the simulator's statistics all use these sums.
 """
 
 from collections import Counter
@@ -16,46 +17,50 @@ from decentral.core.strict_json import JsonFields
 from decentral.core.time_spent import NO_TIME, TimeSpent
 from decentral.core.units import Seconds
 
-MOST_LIVES = 200  # of one peer: of more, the oldest ones count as one
+MOST_LIVES = 200  # at most this many runs of a peer's process are listed; the oldest are merged, to bound the memory
+# These values stand in until a `started` or `continued` line is read.
 NO_FACTS = events.PeerFacts(
     peer=PeerId(""), run=RunId(""), addresses=(), device="", throttle=1.0, kernels="", region="", first=0, last=0
-)  # of a journal whose start is not kept
+)
 
 
 @dataclass(slots=True)
 class Life:
-    """From a start of the peer's process to its end. `ended`: why; "": it was killed, or trains still."""
+    """One life of a peer, from the start of its process to its end. All times are Unix time, seconds."""
 
-    began: Seconds  # Unix time
-    last: Seconds
+    began: Seconds
+    last: Seconds  # Unix time of the latest line that the process wrote
     joined: Seconds | None = None
-    ended: str = ""
+    ended: str = ""  # why the process ended; "" if it was killed, or still runs
 
     def hear(self, t: Seconds) -> None:
+        """Extend the life to Unix time `t`, at which one of its lines was written."""
         self.last = max(self.last, t)
 
     def join(self, t: Seconds) -> None:
+        """Note that the peer joined at time `t`, if it had not joined before."""
         self.joined = self.joined or t
 
     def end(self, reason: str) -> None:
+        """Note why the process ended."""
         self.ended = reason or "stopped"
 
 
 @dataclass(slots=True)
 class ExchangeTotals:
-    """Counts of exchanges by outcome and reason. Reasons that this program does not know count as `other`."""
+    """Counts of exchanges by outcome and reason. Reasons that this version does not know count as `other`."""
 
-    ended: Counter[tuple[Outcome, str]] = field(default_factory=Counter)  # by outcome and reason
-    done_s: Seconds = 0.0  # that those done took, together
+    ended: Counter[tuple[Outcome, str]] = field(default_factory=Counter)
+    done_s: Seconds = 0.0  # total duration of the exchanges that ended as `done`
 
     def take(self, line: events.ExchangeLine) -> None:
-        """Count one more."""
+        """Count one more exchange."""
         self.ended[line.outcome, known_reason(line.reason)] += 1
         self.done_s += line.seconds if line.outcome == "done" else 0.0
 
     @property
     def outcomes(self) -> Counter[str]:
-        """The exchanges by outcome."""
+        """The number of exchanges by outcome."""
         found = Counter[str]()
         for (outcome, _), count in self.ended.items():
             found[outcome] += count
@@ -63,12 +68,12 @@ class ExchangeTotals:
 
     @property
     def reasons(self) -> Counter[str]:
-        """Why exchanges failed, or were made alone."""
+        """The number of failed and solo exchanges by reason."""
         return self._reasons("solo", "failed")
 
     @property
     def failures(self) -> Counter[str]:
-        """Why exchanges failed."""
+        """The number of failed exchanges by reason."""
         return self._reasons("failed")
 
     def _reasons(self, *outcomes: Outcome) -> Counter[str]:
@@ -79,26 +84,27 @@ class ExchangeTotals:
         return found
 
     def __add__(self, other: "ExchangeTotals") -> "ExchangeTotals":
+        """Return the sums of both objects' counts and seconds."""
         return ExchangeTotals(self.ended + other.ended, self.done_s + other.done_s)
 
 
 @dataclass(slots=True)
 class WorkDone:
-    """What a peer has trained, exchanged and moved: in one life, or in several."""
+    """Totals of a peer's training, exchanges and traffic, over one run of its process or several runs."""
 
-    step: int = 0  # the latest
-    stepped_at: Seconds = 0.0  # when its line was written
-    loss: float | None = None  # of that line; None: none was finite
-    first_held_out: float | None = None
+    step: int = 0
+    stepped_at: Seconds = 0.0
+    loss: float | None = None  # mean loss of the latest `step` line, nats per token; None if no loss was finite
+    first_held_out: float | None = None  # loss of the first `eval` line
     tokens: int = 0
     micro_batches: int = 0
-    spent: TimeSpent = NO_TIME  # by the training thread
+    spent: TimeSpent = NO_TIME
     exchanges: ExchangeTotals = field(default_factory=ExchangeTotals)
     sent_bytes: int = 0
     received_bytes: int = 0
 
     def take(self, t: Seconds, event: events.JournalEvent | None) -> None:
-        """Take the next line of the same life."""
+        """Add the next event of one run of the process. The event's line was written at Unix time `t`."""
         match event:
             case events.StepLine():
                 self.step, self.stepped_at, self.loss = event.step, t, event.loss
@@ -114,7 +120,7 @@ class WorkDone:
                 self.first_held_out = event.loss if self.first_held_out is None else self.first_held_out
 
     def __add__(self, later: "WorkDone") -> "WorkDone":
-        """The work of both; the other one came later."""
+        """Return this work and `later` added up; step and loss are from `later` if `later` has steps."""
         return WorkDone(
             later.step or self.step,
             later.stepped_at or self.stepped_at,
@@ -131,24 +137,24 @@ class WorkDone:
 
 @dataclass(slots=True)
 class PeerTotals:
-    """The sums of one peer's journal. Lines before its first `started` line count as a life of their own."""
+    """The sums of one peer's journal. Lines before its first `started` line count as a separate life."""
 
-    facts: events.PeerFacts = NO_FACTS  # what the peer last said of itself
+    facts: events.PeerFacts = NO_FACTS
     lives: list[Life] = field(default_factory=list)
-    starts: int = 0  # how many lives it had
-    earlier: WorkDone = field(default_factory=WorkDone)  # in the lives before the present one
-    work: WorkDone = field(default_factory=WorkDone)  # in the present life
+    starts: int = 0
+    earlier: WorkDone = field(default_factory=WorkDone)  # work in all runs of the process before the latest run
+    work: WorkDone = field(default_factory=WorkDone)  # work in the latest run of the process
 
     @classmethod
     def of(cls, lines: Iterable[JsonFields]) -> "PeerTotals":
-        """Add up a journal, leaving out lines that cannot be read."""
+        """Return the sums of a journal; lines that are not valid are ignored."""
         totals = cls()
         for line in recorded(lines):
             totals.take(line.t, line.event)
         return totals
 
     def take(self, t: Seconds, event: events.JournalEvent | None) -> None:
-        """Take the next line; None: of an event that this version does not know."""
+        """Add the next line, written at Unix time `t`; `event` is None if this version does not know the event."""
         if isinstance(event, events.PeerFacts):
             self.facts = event
         if isinstance(event, events.StartedLine) or not self.lives:
@@ -163,7 +169,7 @@ class PeerTotals:
                 self.work.take(t, event)
 
     def begin(self, t: Seconds) -> None:
-        """Begin a new life."""
+        """Begin a new life at Unix time `t`, and merge the two oldest lives if there are more than MOST_LIVES."""
         self.earlier, self.work = self.earlier + self.work, WorkDone()
         self.lives.append(Life(t, t))
         self.starts += 1

@@ -1,1 +1,1 @@
-"""What must hold in a simulated swarm whatever goes wrong, checked while it runs."""
+"""Rules that a simulated swarm must keep under any faults, checked while it runs; start reading at `audit.py`."""

@@ -1,16 +1,17 @@
-"""What must hold whatever goes wrong, checked while it goes.
+"""Check a simulated swarm, while it runs, against rules that must hold under any faults.
 
-    gossip.py       whole, once, baseline, timely, folded, fresh
-    routes.py        micro-batches that travel through several peers
-    convergence.py  together, drift, roster
-    here                  saved: a peer's checkpoint is no older than two intervals, but for a disk that was full
-                          holds state: no peer starts from nothing while a peer that trains can be reached
-                          bounded: requests open at a peer, its own requests, its jobs and held answers have limits,
-                          and all end in time
-                          never waits: a peer that trains is never longer without a step than its device needs, but
-                          for others' work
+    gossip.py        rules of gossip: whole, once, baseline, timely, folded, fresh
+    routes.py        rules of micro-batches that travel through several peers
+    convergence.py   rules of replicas and rosters: thrown, together, drift, roster
+    eclipses.py      rules of rosters, revocations and plans while hostile nodes own a key of the DHT
+    this file        saved        a peer's checkpoint is at most two checkpoint intervals old, unless its disk was full
+                     holds state  no peer starts from initial weights while it can reach a peer that trains
+                     bounded      the number of requests at a peer, of its own requests, of its queued jobs and of its
+                                  waiting answers is limited, and each request ends in time
+                     never waits  a training peer takes its next step in the time that its device needs, unless the
+                                  algorithm makes it wait for others
 
-A violation names the seed, the time, and what the peers concerned did last (evidence.py).
+Start reading at `InvariantAudit`. A broken rule raises Violation, with the peer's last events (evidence.py).
 """
 
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ from decentral.peers.runtime.progress import Stop
 from decentral.sim.fault_injector import FaultInjector
 from decentral.sim.host import VirtualHost
 from decentral.sim.invariants.convergence import ConvergenceAudit
+from decentral.sim.invariants.eclipses import EclipseAudit
 from decentral.sim.invariants.evidence import SLACK_S, Evidence, slowest_step_s
 from decentral.sim.invariants.gossip import GossipAudit
 from decentral.sim.invariants.routes import RouteAudit
@@ -39,31 +41,34 @@ from decentral.sim.network.virtual_network import OpenQuestion
 from decentral.sim.simulated_peer import SimulatedPeer
 from decentral.sim.swarm import SimulatedSwarm
 
-MOST_OWN_REQUESTS = 64  # of a peer, under way; offers of micro-batches aside, which routes.py counts
-MOST_OPEN = 2 * MAX_STREAMS  # those that are being refused as busy are open for a moment too
+MOST_OWN_REQUESTS = 64  # a peer may have this many unanswered requests; routes.py limits its offers of micro-batches
+MOST_OPEN = 2 * MAX_STREAMS
 MOST_JOBS = 256
-LONGEST_REQUEST_S = 75.0 + 60.0  # patience, and the longest deadline
-LONGEST_ANSWER_S = READ_S + 90.0 + WRITE_S + 1.0  # routes here are shorter than the protocol's longest
-STEP_STALLED_S = 5.0  # beyond a step, its jobs and the reporting interval
-SAVE_SLACK_S = 10.0  # for the jobs before a checkpoint
+LONGEST_REQUEST_S = 75.0 + 60.0  # within this time, each request gets an answer or an error
+LONGEST_ANSWER_S = READ_S + 90.0 + WRITE_S + 1.0  # longest time to answer; a micro-batch's route needs 90 s of it
+STEP_STALLED_S = 5.0  # rule "never waits": a step may take this much longer than its device needs
+SAVE_SLACK_S = 10.0  # rule "saved": a checkpoint may wait this long for jobs that were queued before it
 CHECK_S = 1.0
-SETTLED_S = 60.0  # after trouble in the network, or after a peer has joined, until others must have found it
+SETTLED_S = 60.0  # this long after a join or a network fault, peers may lack each other's records
 
 
 class InvariantAudit:
-    """An Observer of every event, effect and job of a swarm. It raises Violation."""
+    """An observer of every event, effect and job of a swarm, which raises Violation when a rule is broken."""
 
     def __init__(self, swarm: SimulatedSwarm, injector: FaultInjector) -> None:
+        """Prepare to audit this swarm. `injector` counts the swarm's faults and records false snapshots."""
         self.swarm = swarm
         self.evidence = Evidence(swarm, injector)
         self.gossip, self.routes = GossipAudit(self.evidence), RouteAudit(self.evidence)
         self.convergence = ConvergenceAudit(self.evidence)
-        self.checks = 0  # jobs that were audited
+        self.eclipses = EclipseAudit(self.evidence)
+        self.checks = 0
         self._stepped_at: dict[PeerId, Seconds] = {}
-        self._saved_at: dict[PeerId, Seconds] = {}  # or when it was excused last
+        self._saved_at: dict[PeerId, Seconds] = {}  # when each peer last saved a checkpoint, or was excused from saving
         self._blocking = ALGORITHMS[swarm.settings.config.gossip.algorithm].blocking
 
     def handled(self, host: VirtualHost, event: PeerEvent | Stop, effects: list[PeerEffect]) -> None:
+        """Check the effects of an event that a peer has handled; store the event, to show it with a later violation."""
         if not isinstance(event, jobs.Stepped):
             self.evidence.note(host, event)
         for effect in effects:
@@ -78,6 +83,7 @@ class InvariantAudit:
                     self.gossip.taken_for_merge(host, fragment, contributions)
 
     def done(self, host: VirtualHost, job: jobs.Job, outcome: jobs.Outcome) -> None:
+        """Check a job that a peer has done, and its outcome."""
         self.checks += 1
         match job, outcome:
             case jobs.CloseWindow(), jobs.WindowClosed():
@@ -102,24 +108,28 @@ class InvariantAudit:
                 self._saved_at[host.peer] = host.agenda.now
 
     def check(self) -> None:
-        """The rules that are checked every CHECK_S of virtual time."""
+        """Check all rules about the present state of the swarm; called every CHECK_S of virtual time."""
         self.evidence.note_network()
         self.convergence.check()
+        self.eclipses.check()
         for member in self.swarm.living:
             self._check_bounds(member)
         if self.swarm.settings.memory:
             self.routes.check()
 
     def finish(self, settled: bool) -> None:
-        """The rules at the end. `settled`: the last fault is long enough ago for all of them."""
+        """Check the rules at the end of a run. `settled`: the last fault ended long ago; also check convergence."""
         self.check()
-        if not self.evidence.injector.last_at:
+        if not self.evidence.injector.planned:
             self.routes.finish()
         if settled:
             self.convergence.finish()
 
     def _check_bounds(self, member: SimulatedPeer) -> None:
-        """A peer waits for others by design in all-reduce, and where it needs them for a micro-batch."""
+        """Check the rules "saved", "bounded" and "never waits" for one peer.
+
+        "never waits" is not checked with all-reduce or for peers with a part of the model: they must wait for others.
+        """
         assert member.host is not None
         host, now = member.host, self.swarm.agenda.now
         if member.frozen:
@@ -134,10 +144,10 @@ class InvariantAudit:
         self._stepped_at[member.peer] = last
         longest = slowest_step_s(host) + host.engine.pace.report_s + STEP_STALLED_S
         if now - last > longest:
-            self.evidence.violated("never waits", f"{member.peer} has made no step for {longest:.0f} s", host)
+            self.evidence.violated("never waits", f"{member.peer} has taken no step for {longest:.0f} s", host)
 
     def _check_saved(self, member: SimulatedPeer, host: VirtualHost) -> None:
-        """A full disk is written again one interval after it has room. What was fetched is saved after a first step."""
+        """Check the rule "saved" for one peer, unless its disk is full or it has not taken its first step."""
         stepped = bool(host.node.progress.spent.total)
         if member.disk.full or not member.training or not stepped or self.swarm.settings.gradients is not None:
             self._saved_at[member.peer] = self.swarm.agenda.now
@@ -149,6 +159,7 @@ class InvariantAudit:
             self.evidence.violated("saved", f"{member.peer} has had no checkpoint for {age_s:.0f} s", host)
 
     def _joined(self, host: VirtualHost, from_donors: bool) -> None:
+        """Check the rule "holds state" for a peer that joins. `from_donors`: it got its weights from other peers."""
         self._stepped_at[host.peer] = self._saved_at[host.peer] = host.agenda.now
         self.gossip.joined(host, from_donors)
         restored = host.node.setup.restored_step is not None
@@ -159,26 +170,26 @@ class InvariantAudit:
             if other.training and other.peer != host.peer and not other.byzantine and other.host is not None:
                 node, apart_s = other.host.node, abs(other.host.clock() - host.clock())
                 if apart_s > CLOCKS_AGREE_S or not held & set(node.setup.fragments):
-                    continue  # peers with another time do not see each other's records
+                    continue  # these peers cannot donate: their clocks differ too much, or they share no layers
                 if (node.progress.joined_at or 0) < host.clock() - SETTLED_S:
-                    self.evidence.violated("holds state", f"started from nothing while {other.peer} trains", host)
+                    self.evidence.violated("holds state", f"took initial weights while {other.peer} trains", host)
 
 
 def _patience_s(question: OpenQuestion) -> Seconds:
-    """What a micro-batch may wait besides: before any is counted, its origin peer waits as long as the protocol lets
-    it, since a layer that nobody holds may find a holder."""
+    """Return the extra time that a request may take: `patience_s` of a forward request, 0 for other requests."""
     request = question.envelope.message
     return request.patience_s if isinstance(request, ForwardRequest) else 0.0
 
 
 def _broken_bounds(host: VirtualHost, now: Seconds) -> Iterator[str]:
+    """Yield one message for each limit of the rule "bounded" that a peer exceeds."""
     port, queued = host.port, len(host.engine.inbox)
     asked = sum(not isinstance(one.envelope.message, Offer) for one in port.asked)
     if len(port.open) > MOST_OPEN or asked > MOST_OWN_REQUESTS or queued > MOST_JOBS:
         yield f"{len(port.open)} open, {asked} asked, {queued} jobs"
     waits = [
-        ("a question has been open", [(at, LONGEST_ANSWER_S + _patience_s(one)) for one, at in port.open.items()]),
-        ("an answer is written", [(one.writing, WRITE_S) for one in port.open if one.writing is not None]),
+        ("a request has been open", [(at, LONGEST_ANSWER_S + _patience_s(one)) for one, at in port.open.items()]),
+        ("an answer has been written", [(one.writing, WRITE_S) for one in port.open if one.writing is not None]),
         ("it has waited for an answer", [(one.began, LONGEST_REQUEST_S + _patience_s(one)) for one in port.asked]),
     ]
     for what, begun in waits:
@@ -187,4 +198,4 @@ def _broken_bounds(host: VirtualHost, now: Seconds) -> Iterator[str]:
             yield f"{what} for {max(late):.0f} s"
     for exchange in host.node.gossip.running.values():
         if len(exchange.published.waiting) > MAX_WAITING_PULLS:
-            yield f"{len(exchange.published.waiting)} answers are held"
+            yield f"{len(exchange.published.waiting)} answers wait"

@@ -1,12 +1,12 @@
-"""The rules of replicas and rosters: no replica is thrown away; in the end replicas are together, and rosters right.
+"""Check the rules of replicas and rosters: replicas stay near each other and the optimum, and rosters become right.
 
-thrown    at no moment is the replica of an honest peer further from the optimum than training explains; not judged
-          from the moment on at which most partners that an honest peer could have were liars
-together  after the last fault replicas come together again: no further apart than a few windows' noise; not judged
-          where at one time most partners that an honest peer could have were liars
-drift     pull: all corrections together have moved the mean of the replicas by a bounded amount
-roster    some time after the last fault every peer knows exactly which peers live, where the roster is not sharded; of
-          those that have left its questions unanswered it hears with their next record
+    thrown    an honest peer's replica is never further than MAX_THROWN from the optimum
+    together  some time after the last fault, replicas differ by no more than the noise of a few windows
+    drift     with the algorithm pull, all merges together have moved the mean of the replicas by at most MAX_DRIFT
+    roster    some time after the last fault, every peer's roster has exactly the running peers, unless rosters are
+              sharded; a peer that was dropped because it did not answer may be missing until its next record
+
+As soon as there are as many liars as honest peers, "thrown" and "together" are no longer checked.
 """
 
 from collections import Counter
@@ -25,33 +25,35 @@ from decentral.sim.invariants.evidence import Evidence
 from decentral.sim.simulated_peer import SimulatedPeer
 from decentral.sim.surrogate_model import STEP_NOISE
 
-MAX_DRIFT = 1.0  # initial distances from the optimum, and as much more as merges with forged snapshots have moved it
-MAX_THROWN = 1000.0  # initial distances from the optimum: of the liars' snapshots some are as far as floats go
-MAX_APART = 30.0  # windows' noise: replicas further apart than this have lost each other
-MAX_BEHIND = 0.5  # of the mean's distance from the optimum: slow peers lag behind where a liar threw all
+MAX_DRIFT = 1.0  # rule "drift": limit, as a multiple of the initial distance from the optimum
+MAX_THROWN = 1000.0  # rule "thrown": limit, as a multiple of the initial distance from the optimum
+MAX_APART = 30.0  # rule "together": limit of a replica's distance from the mean, as a multiple of a window's noise
+MAX_BEHIND = 0.5  # rule "together": slow peers may lag behind the mean by this share of its distance from the optimum
 
 
 @dataclass(slots=True)
 class ConvergenceAudit:
-    """Adds corrections up as they happen, and looks at the replicas when the run is over."""
+    """The audit of replicas and rosters; `check`, during a run, and `finish`, at its end, may raise Violation."""
 
     evidence: Evidence
-    farthest: float = 0.0  # the largest distance of a replica from the mean at the end, in windows' noise
-    drift: dict[int, Tensor] = field(default_factory=dict)  # the sum of all honest corrections, by fragment
-    forged: dict[int, float] = field(default_factory=dict)  # how far those with forged snapshots moved replicas
-    outvoted: bool = False  # for a moment most partners that an honest peer could have were liars
-    _dropped_at: dict[tuple[PeerId, PeerId], Seconds] = field(default_factory=dict)  # as the latter did not answer
-    _closed: dict[tuple[PeerId, int], Tensor] = field(default_factory=dict)  # baselines at the last close
+    farthest: float = 0.0
+    drift: dict[int, Tensor] = field(default_factory=dict)  # by fragment: sum of the changes by honest merges
+    forged: dict[int, float] = field(default_factory=dict)  # by fragment: size of the changes by merges of false blobs
+    outvoted: bool = False  # whether liars have ever been as many as honest peers, so that they may win
+    _dropped_at: dict[tuple[PeerId, PeerId], Seconds] = field(default_factory=dict)  # by (dropping peer, dropped peer)
+    _closed: dict[tuple[PeerId, int], Tensor] = field(default_factory=dict)  # (peer, fragment) -> baseline of a window
 
     def closed(self, host: VirtualHost, fragment: int) -> None:
+        """Copy the baseline of a peer that closes a window, so that `corrected` can compare it with a later one."""
         rule = host.training.gossip.of(fragment).rule
         if isinstance(rule, PullRule):
             self._closed[host.peer, fragment] = rule.baseline.clone()
 
     def corrected(self, host: VirtualHost, fragment: int, forged: bool) -> None:
-        """Adds what a merge moved the baseline by, and so what it moved the mean of all replicas by.
+        """Add up how a merge has moved a peer's baseline since the peer closed its window.
 
-        What a `forged` snapshot moved is the liar's. The others who mix with that replica later may move as much again.
+        `forged`: a snapshot in the merge was false. Then the root mean square of the move is added to `self.forged`;
+        otherwise the move itself is added to `self.drift`.
         """
         closed = self._closed.pop((host.peer, fragment), None)
         rule = host.training.gossip.of(fragment).rule
@@ -63,12 +65,11 @@ class ConvergenceAudit:
                 self.drift[fragment] = self.drift.get(fragment, torch.zeros_like(moved)) + moved
 
     def unanswered(self, host: VirtualHost, peer: PeerId) -> None:
-        """The peer here has dropped one that did not answer it, until that one's next record."""
+        """Record when the host's peer dropped `peer` from its roster because `peer` did not answer."""
         self._dropped_at[host.peer, peer] = host.agenda.now
 
     def check(self) -> None:
-        """To be called now and then: do honest peers have a majority of honest partners, as promises suppose? And has
-        no replica been thrown away?"""
+        """Check the rule "thrown", unless there were at any time as many liars as honest peers (`self.outvoted`)."""
         training = [member for member in self.evidence.swarm.living if member.training]
         honest = [member for member in training if not member.byzantine]
         self.outvoted |= 0 < len(honest) <= len(training) - len(honest)
@@ -83,6 +84,7 @@ class ConvergenceAudit:
                     self.evidence.violated("thrown", detail, member.host)
 
     def finish(self) -> None:
+        """Check the rules "roster", "together" and "drift", at the end of a run."""
         living = [member for member in self.evidence.swarm.living if member.training]
         known = [member for member in self.evidence.swarm.living if member.host]
         if not any(member.host.node.roster.size.level for member in known if member.host):
@@ -92,7 +94,7 @@ class ConvergenceAudit:
         self._check_drift(living)
 
     def _check_drift(self, living: Sequence[SimulatedPeer]) -> None:
-        """How far all corrections together have moved the mean, in distances from the optimum at the start."""
+        """Check the rule "drift": merges of honest snapshots have not moved the mean further than MAX_DRIFT."""
         holders = Counter(
             held.live.fragment.index for one in living if one.host for held in one.host.training.gossip.fragments
         )
@@ -100,7 +102,7 @@ class ConvergenceAudit:
             count = max(1, holders[index])
             drift, forged = _length(corrections) / count, self.forged.get(index, 0.0) / count
             if drift > MAX_DRIFT + forged:
-                detail = f"corrections have moved the mean by {drift:.2f}, those with forged snapshots by {forged:.2f}"
+                detail = f"honest merges have moved the mean by {drift:.2f}, merges of false snapshots by {forged:.2f}"
                 self.evidence.violated("drift", detail, living[0].host if living else None)
 
     def _check_rosters(self, living: Sequence[SimulatedPeer]) -> None:
@@ -109,13 +111,16 @@ class ConvergenceAudit:
             assert member.host is not None
             roster = member.host.node.roster
             wrong = set(roster.live) ^ (there - {member.peer})
-            wrong -= {peer for peer in there if roster.knows(peer) and self._record_is_due(member, peer)}
+            wrong -= {peer for peer in there if roster.knows(peer) and self._may_lack(member, peer)}
             if wrong:
                 self.evidence.violated("roster", f"{member.peer} is wrong about {sorted(wrong)}", member.host)
 
-    def _record_is_due(self, member: SimulatedPeer, peer: PeerId) -> bool:
-        """Whether a peer that this one has dropped may come back with its next record: who takes the state leaves aside
-        a donor that is late, and who waits for large answers over slow links one of which two were cut."""
+    def _may_lack(self, member: SimulatedPeer, peer: PeerId) -> bool:
+        """Return whether the member's roster may lack `peer` for now.
+
+        A peer that the member dropped may be missing until the peer renews its record and the member reads it. A member
+        that does not train yet may lack any peer, because it also drops donors that answer late.
+        """
         swarm, times = self.evidence.swarm, self.evidence.swarm.settings.times
         since = swarm.agenda.now - self._dropped_at.get((member.peer, peer), -inf)
         return not member.training or since <= times.renew_s + times.refresh_s
@@ -128,27 +133,27 @@ class ConvergenceAudit:
             noise = apart / unit
             self.farthest = max(self.farthest, noise)
             if noise > MAX_APART + MAX_BEHIND * to_go[peer] / unit and len(living) > 1:
-                detail = f"{peer} is {noise:.0f} windows' noise from the others"
+                detail = f"{peer} is {noise:.0f} times one window's noise from the others"
                 self.evidence.violated("together", detail, swarm.by_peer[peer].host)
 
 
 def _length(vector: Tensor) -> float:
-    """The root mean square."""
+    """Return the root mean square of a vector's elements."""
     return float(vector.square().mean().sqrt())
 
 
 def distances(peers: Iterable[SimulatedPeer]) -> dict[PeerId, float]:
-    """The distance of each replica from the mean of all that hold the same: root mean square over the numbers."""
+    """Return, by peer, the root mean square distance of its weights from the mean of all replicas."""
     return _by_peer(peers, lambda theta, mean: theta - mean)
 
 
 def _distances_of_means(peers: Iterable[SimulatedPeer]) -> dict[PeerId, float]:
-    """Likewise, the distance of that mean from a surrogate's optimum, which is zero."""
+    """Return, by peer, the root mean square of the mean replica (the optimum is 0) over the peer's fragments."""
     return _by_peer(peers, lambda theta, mean: mean)
 
 
 def _by_peer(peers: Iterable[SimulatedPeer], vector: Callable[[Tensor, Tensor], Tensor]) -> dict[PeerId, float]:
-    """The root mean square of a vector of each fragment's replica and mean, over all that a peer holds."""
+    """Return, by peer, the root mean square of `vector(replica, mean replica)` over all elements of its fragments."""
     squares: dict[PeerId, list[Tensor]] = {}
     for replicas in _by_fragment(peers).values():
         mean = torch.stack(list(replicas.values())).mean(dim=0)
@@ -158,7 +163,7 @@ def _by_peer(peers: Iterable[SimulatedPeer], vector: Callable[[Tensor, Tensor], 
 
 
 def loss_of_mean(peers: Iterable[SimulatedPeer]) -> float:
-    """The mean square of the average of the replicas: a surrogate's distance from its optimum, which is zero."""
+    """Return the surrogate loss of the mean of all replicas: the mean square of its weights, since the optimum is 0."""
     replicas = _by_fragment(peers).values()
     means = [torch.stack(list(held.values())).mean(dim=0).square() for held in replicas]
     return float(torch.cat(means).mean()) if means else 0.0

@@ -1,11 +1,14 @@
-"""The rules of gossip, checked at every close and merge: what is merged is whole, fresh, and counted once.
+"""Check the rules of gossip at every close of a window and every merge.
 
-whole     what is merged is, byte for byte, what its partner published, or a whole section of it
-once      no peer merges the same window of a partner twice, restarts from a checkpoint included
-baseline  after a close the baseline is the live weights: no progress is left to be counted again
-timely    slow weights that a partner gets are encoded before their window's merge, which changes them
-folded    what was trained while a fragment rested is in its slow weights when its next window has been closed
-fresh     no window is taken for a merge that was published longer ago than `SwarmTimes.max_age_s`, clocks aside
+    whole     the bytes that a peer merges equal bytes that its partner published, section by section
+    once      no peer merges the same window of a partner twice, even if the peer restarts from a checkpoint
+    baseline  after a window is closed, the baseline equals the live weights, so that no progress is published twice
+    timely    slow weights for a partner are encoded before the window is merged, because a merge changes slow weights
+    folded    training during a rest (a time without windows) is added to the slow weights by the first window after it
+    fresh     a window is merged at most `SwarmTimes.max_age_s` after it was closed, plus the error of the peers' clocks
+
+A window is a fragment's training between two publications; when a peer closes the window, it publishes the change.
+Live weights are those that each training step changes. Start reading at `GossipAudit`.
 """
 
 from collections import defaultdict
@@ -25,54 +28,53 @@ from decentral.sim.fault_injector import fingerprint
 from decentral.sim.host import VirtualHost
 from decentral.sim.invariants.evidence import SLACK_S, Evidence, slowest_step_s
 
-PUBLISHED = 512  # blobs and sections of a peer's fragment that are remembered
-FOLD_ERROR = 1e-5  # the difference of folded slow weights, relative to their length, that rounding explains
+PUBLISHED = 512  # the audit stores at most this many latest blobs of each fragment of each peer
+FOLD_ERROR = 1e-5  # the audit accepts a difference of slow and live weights up to this share of their norm as rounding
 
 Window = tuple[int, int]
-"""The life of the peer that published the window, and the window's number."""
+"""A published window: the number of its peer's life, and the window's own number."""
 
 Publication = tuple[Window, Seconds]
-"""A blob's window, and when it was closed. A peer that made no step publishes the same blob in several windows."""
+"""A window with a certain blob, and the virtual time of its close. Windows without a step have equal blobs."""
 
 
 @dataclass(frozen=True, slots=True)
 class MergeHistory:
-    """What has gone into one peer's weights. A restart from a checkpoint goes back to what the checkpoint has."""
+    """The newest windows of partners that one peer's weights, and its checkpoint, contain."""
 
-    merged: dict[tuple[PeerId, int], Window] = field(default_factory=dict)  # the newest, by partner and fragment
-    saved: dict[tuple[PeerId, int], Window] = field(default_factory=dict)  # `merged`, as the checkpoint has it
+    merged: dict[tuple[PeerId, int], Window] = field(default_factory=dict)  # newest window, by (partner, fragment)
+    saved: dict[tuple[PeerId, int], Window] = field(default_factory=dict)  # `merged` at the last checkpoint
 
 
 @dataclass(slots=True)
 class GossipAudit:
-    """Compares what peers merge with what their partners published."""
+    """The audit of gossip: it compares what peers merge with what their partners published, and raises Violation."""
 
     evidence: Evidence
     published: dict[tuple[PeerId, int], dict[bytes, list[Publication]]] = field(default_factory=dict)
     histories: dict[PeerId, MergeHistory] = field(default_factory=lambda: defaultdict(MergeHistory))
-    resting: set[tuple[PeerId, int]] = field(default_factory=set)  # the fragments of which no window is closed
-
-    # What happens to a peer's weights
+    resting: set[tuple[PeerId, int]] = field(default_factory=set)  # (peer, fragment) whose windows are suspended now
 
     def closed(self, host: VirtualHost, closed: jobs.WindowClosed) -> None:
+        """Check the rules "baseline" and "folded" for a window that has closed, and store the window's blob."""
         self._publish(host, closed.fragment, closed.seq, closed.blob)
         gossiped = host.training.gossip.of(closed.fragment)
         if isinstance(gossiped.rule, PullRule) and not torch.equal(gossiped.rule.baseline, gossiped.live.theta):
-            self.evidence.violated("baseline", "progress that was published is still in the baseline", host)
+            self.evidence.violated("baseline", "after a close the baseline differs from the live weights", host)
         if (host.peer, closed.fragment) in self.resting:
             self.resting.discard((host.peer, closed.fragment))
             if isinstance(gossiped.rule, PullRule) and not _folded(gossiped.rule.phi, gossiped.live.theta):
-                detail = f"fragment {closed.fragment}: what was trained in its rest is not in its slow weights"
+                detail = f"fragment {closed.fragment}: its slow weights lack what was trained while it rested"
                 self.evidence.violated("folded", detail, host)
 
     def encoded(self, host: VirtualHost, done: jobs.SectionsEncoded) -> None:
-        """A partner gets these sections behind those of the window."""
+        """Check the rule "timely" for sections that a peer added to a window's blob, and store the larger blob."""
         rule = host.training.gossip.of(done.fragment).rule
         if isinstance(rule, PullRule) and rule.closed is None:
             self.evidence.violated("timely", f"fragment {done.fragment} was encoded after its merge", host)
         exchange = host.node.gossip.running.get(done.fragment)
         if exchange is None:
-            return  # the peer has given the fragment up
+            return  # this peer no longer gossips the fragment
         for kept in exchange.published.latest:
             if kept.snapshot.seq == done.seq:
                 self._publish(host, done.fragment, done.seq, joined([kept.blob, done.blob]))
@@ -80,15 +82,15 @@ class GossipAudit:
     def _publish(self, host: VirtualHost, fragment: int, seq: int, blob: bytes) -> None:
         held = self.published.setdefault((host.peer, fragment), {})
         found = fingerprint(blob)
-        windows = held.pop(found, [])[-PUBLISHED:]  # re-inserted below, so the newest blob stands last
+        windows = held.pop(found, [])[-PUBLISHED:]  # re-inserted below, since the loop deletes the oldest first
         held[found] = [*windows, ((self.evidence.life(host.peer), seq), host.agenda.now)]
         while len(held) > PUBLISHED:
             del held[next(iter(held))]
 
     def taken_for_merge(self, host: VirtualHost, fragment: int, contributions: Sequence[jobs.Contribution]) -> None:
-        """Checks the age of contributions when the machine takes them. A process that is stopped later is excused.
+        """Check the rule "fresh" for the contributions that a peer is about to merge.
 
-        All-reduce has no limit: its round is as old as its slowest peer.
+        All-reduce has no age limit, because all peers of a round wait for the slowest peer.
         """
         node = host.node
         exchange = node.gossip.running.get(fragment)
@@ -103,6 +105,7 @@ class GossipAudit:
                 self.evidence.violated("fresh", f"window {found[-1][0]} of {one.peer} was {age_s:.0f} s old", host)
 
     def merged(self, host: VirtualHost, fragment: int, one: jobs.Contribution) -> None:
+        """Check the rules "whole" and "once" for a contribution that was merged."""
         merged = self.histories[host.peer].merged
         last = merged.get((one.peer, fragment), (0, 0))
         if not (found := self._publications(one, fragment)):
@@ -117,18 +120,19 @@ class GossipAudit:
         merged[one.peer, fragment] = newer[0]
 
     def saved(self, host: VirtualHost) -> None:
+        """Record that the peer's checkpoint contains all windows merged so far."""
         merged = self.histories[host.peer].merged
         self.histories[host.peer] = MergeHistory(merged, dict(merged))
 
     def joined(self, host: VirtualHost, from_donors: bool) -> None:
-        """A new life has merged what its checkpoint has."""
+        """Begin the history of a peer that joins: its checkpoint's history, or none if it gets weights from donors."""
         saved = self.histories[host.peer].saved
         self.resting = {name for name in self.resting if name[0] != host.peer}
         resumed = host.node.setup.restored_step is not None and not from_donors
         self.histories[host.peer] = MergeHistory(dict(saved) if resumed else {}, saved)
 
     def moved(self, host: VirtualHost) -> None:
-        """A fragment that was gained begins with a donor's state, though the peer may have held it before."""
+        """Forget the history of fragments that a peer has gained, because their weights come from a donor."""
         history, before = self.histories[host.peer], {one.index for one in host.node.setup.fragments}
         gained = {held.live.fragment.index for held in host.training.gossip.fragments} - before
         merged = {name: window for name, window in history.merged.items() if name[1] not in gained}
@@ -136,12 +140,15 @@ class GossipAudit:
         self.resting -= {(host.peer, index) for index in gained}
 
     def _publications(self, one: jobs.Contribution, fragment: int) -> list[Publication]:
-        """The windows that the contribution may be. A forged blob is none of them, even if one looks like it later."""
+        """Return all windows that the partner published with this blob, and when; [] if the blob is false."""
         if self.evidence.has_forged(one.peer, one.blob):
             return []
         return self.published.get((one.peer, fragment), {}).get(fingerprint(one.blob), [])
 
 
 def _folded(phi: Tensor, theta: Tensor) -> bool:
-    """By length: an element near zero differs by the rounding of what it was before, which may be many times itself."""
+    """Return whether the norm of `phi - theta`, slow less live weights, is small enough to be a rounding error.
+
+    Single elements are not compared, because rounding may change an element near zero by many times its value.
+    """
     return float(torch.linalg.vector_norm(phi - theta)) <= FOLD_ERROR * float(torch.linalg.vector_norm(phi))

@@ -1,16 +1,17 @@
-"""The rules of micro-batches that travel through several peers.
+"""Check the rules of micro-batches that travel through several peers, each with a part of the model.
 
-    counted      no layer's weights count a micro-batch twice, whichever peer retried or restarted. The audit
-                 goes by what the sums of gradients hold, not by what their peers believe
-    told         the journals' `counted` lines say exactly what the sums held
-    accounted    where nothing went wrong a micro-batch counts in all layers, or in none, or a journal says which
-                 peer threw its gradients away
-    covered      a layer's last living holder does not let go of it
-    bounded      executions, decisions that wait to be told, held activations and the ledger have limits
-    converges    all peers that follow a plan follow the same one, soon after some peer found it
-    goes on      while each layer has a holder and nothing is wrong with the network, micro-batches are counted
+    counted      no layer counts a micro-batch twice, even if peers retry or restart; the audit reads the gradient sums
+    told         the `counted` lines of the journals name exactly the gradients in the sums
+    accounted    in a run without faults, a micro-batch counts in all layers or in none, or a journal says which peer
+                 dropped its gradients
+    covered      a peer does not give up a layer that no other running peer holds
+    bounded      the numbers of stage executions, undelivered commit decisions, stored activations and gradients in sums
+                 have limits
+    converges    soon after any change, all peers that have adopted a plan have adopted the same plan
+    goes on      while each layer has a holder and the network has no fault, micro-batches are counted
 
-Assertions in sim/surrogate_stages.py check that activations and gradients come where they belong.
+A layer counts a micro-batch when it applies a sum with the micro-batch's gradient to its weights. Assertions in
+sim/surrogate_stages.py check that activations and gradients arrive at the right layers.
 """
 
 from collections import deque
@@ -34,43 +35,43 @@ from decentral.sim.simulated_peer import SimulatedPeer
 from decentral.sim.surrogate import SurrogateWorkload
 from decentral.sim.surrogate_stages import SurrogateGradient
 
-MOST_IN_SUMS = 64  # times a peer's capacity: a sum may wait for LONGEST_S
-MOST_OUTBOXES = 8  # times the number of living peers
-LONGEST_S = 60.0  # in which a micro-batch of these swarms is committed or aborted
-CONVERGED_S = 40.0  # in which all peers have seen each other and all plans, and have evaluated those
-ROUTE_STALLED_S = 2 * LONGEST_S  # without a micro-batch counted anywhere
-COUNTED_EVERYWHERE_S = 2 * LONGEST_S + 5.0  # after its first count a micro-batch counts everywhere, or never will
+MOST_IN_SUMS = 64  # a peer's sums may contain this many gradients for each micro-batch that fits into its memory
+MOST_OUTBOXES = 8  # per running peer, at most this many others may wait for a peer's commit or abort decisions
+LONGEST_S = 60.0  # a micro-batch must be committed or aborted within this time
+CONVERGED_S = 40.0  # all peers must follow one plan this long after the set of training peers last changed
+ROUTE_STALLED_S = 2 * LONGEST_S  # the audit fails if no peer applies a routed gradient for this time
+COUNTED_EVERYWHERE_S = 2 * LONGEST_S + 5.0  # once one layer applies a micro-batch, all layers must within this time
 
 
 @dataclass(slots=True)
 class UnmatchedGradients:
-    """Gradients of which only one is known so far: that a sum held them, or that the journal counted them."""
+    """Gradients of one peer that the audit has seen either in an applied sum or in the journal, but not in both."""
 
     life: int
-    summed: deque[SurrogateGradient] = field(default_factory=deque)
-    journaled: deque[SurrogateGradient] = field(default_factory=deque)
+    summed: deque[SurrogateGradient] = field(default_factory=deque)  # in an applied sum, but not yet in the journal
+    journaled: deque[SurrogateGradient] = field(default_factory=deque)  # in the journal, but not yet in an applied sum
 
 
 @dataclass(slots=True)
 class RouteAudit:
-    """Compares sums of gradients with journals, holders with fragments, and plans with one another."""
+    """The audit of routed micro-batches, of holders of layers, and of plans; its methods raise Violation."""
 
     evidence: Evidence
-    counted: dict[tuple[str, int], list[Span]] = field(default_factory=dict)  # by origin peer and number
-    first_at: dict[tuple[str, int], Seconds] = field(default_factory=dict)
+    # The key (str, int) is a micro-batch: its origin peer, and the number that this peer gave it.
+    counted: dict[tuple[str, int], list[Span]] = field(default_factory=dict)  # layers that applied its gradient
+    first_at: dict[tuple[str, int], Seconds] = field(default_factory=dict)  # time of the first step with its gradient
     thrown_away: set[tuple[str, int]] = field(default_factory=set)
-    troubled_at: Seconds = 0.0  # the last moment at which a layer had no holder or a peer could not be reached
+    troubled_at: Seconds = 0.0  # last time at which a layer had no holder, or the network had a fault
     counted_at: Seconds = 0.0
     _unmatched: dict[PeerId, UnmatchedGradients] = field(default_factory=dict)
-    _holders: dict[int, dict[PeerId, int]] = field(default_factory=dict)  # by fragment: peer, and which life
-    _followed: dict[PeerId, tuple[SwarmPlan | None, Seconds]] = field(default_factory=dict)  # a plan, and since when
-    _there: frozenset[tuple[PeerId, int]] = frozenset()  # the peers that train, and in which life
-    _changed_at: Seconds = 0.0  # when `_there` last changed
-
-    # Event by event
+    _holders: dict[int, dict[PeerId, int]] = field(default_factory=dict)  # by fragment and holder: number of starts
+    # The plan that each peer has adopted, and when the peer adopted it.
+    _followed: dict[PeerId, tuple[SwarmPlan | None, Seconds]] = field(default_factory=dict)
+    _there: frozenset[tuple[PeerId, int]] = frozenset()  # each training peer, with its number of starts
+    _changed_at: Seconds = 0.0
 
     def stepped(self, host: VirtualHost) -> None:
-        """Takes the gradients of a sum that has been applied to the weights."""
+        """Check the rules "counted" and "told" for a sum of gradients that a peer has applied to its weights."""
         training = host.training
         if not isinstance(training, SurrogateWorkload):
             return
@@ -85,7 +86,7 @@ class RouteAudit:
         self._compare(host, summed=training.span.stages.applied)
 
     def logged(self, host: VirtualHost, line: CountedLine | UncountedLine) -> None:
-        """Takes a line of a peer's journal."""
+        """Check the rule "told" for a `counted` line; record the dropped micro-batches of an `uncounted` line."""
         if isinstance(line, UncountedLine):
             self.thrown_away |= {(one.origin, one.number) for one in line.of}
         elif isinstance(host.training, SurrogateWorkload):
@@ -105,10 +106,8 @@ class RouteAudit:
             if held != told:
                 self.evidence.violated("told", f"the journal says {told}, the sum held {held}", host)
 
-    # Now and then
-
     def check(self) -> None:
-        """The rules that hold at any time."""
+        """Check the rules "covered", "bounded", "converges" and "goes on" for the present state of the swarm."""
         now, living = self.evidence.swarm.agenda.now, self.evidence.swarm.living
         for member in living:
             self._check_bounds(member, len(living))
@@ -116,10 +115,10 @@ class RouteAudit:
         layers = len(self.evidence.swarm.settings.fragments)
         routed = any(len(one.host.node.setup.fragments) < layers for one in living if one.training and one.host)
         if self.evidence.network_trouble_at == now or not all(self._holders.values()) or not routed:
-            self.troubled_at = now  # of peers that each hold the whole model nothing is routed
+            self.troubled_at = now
         quiet_since = max(self.troubled_at, self.counted_at)
         if now - quiet_since > ROUTE_STALLED_S:
-            self.evidence.violated("goes on", f"nothing was counted for {now - quiet_since:.0f} s", None)
+            self.evidence.violated("goes on", f"no micro-batch was counted for {now - quiet_since:.0f} s", None)
         self._check_plans(living, now)
 
     def _check_plans(self, living: list[SimulatedPeer], now: Seconds) -> None:
@@ -150,7 +149,7 @@ class RouteAudit:
         for index, before in self._holders.items():
             still = next((peer for peer, life in before.items() if there.get(peer) == life), None)
             if still is not None and not holders[index]:
-                detail = f"{still} was the last holder of fragment {index}, and let it go"
+                detail = f"{still} was the last holder of fragment {index}, and gave it up"
                 self.evidence.violated("covered", detail, None)
         self._holders = holders
 
@@ -176,13 +175,11 @@ class RouteAudit:
             if size > most:
                 self.evidence.violated("bounded", f"{member.peer}: {size:g} {what}, at most {most:g}", host)
 
-    # At the end
-
     def finish(self) -> None:
-        """The rule at the end of a run that had no faults."""
+        """Check the rule "accounted", at the end of a run without faults."""
         layers, now = self.evidence.swarm.settings.fragments[-1].last, self.evidence.swarm.agenda.now
         old = (name for name, at in self.first_at.items() if now - at > COUNTED_EVERYWHERE_S)
         missed = [name for name in old if covered(self.counted[name]) < layers and name not in self.thrown_away]
         if missed:
-            detail = f"{missed[0]} counts in layers {self.counted[missed[0]]} only"
+            detail = f"micro-batch {missed[0]} counts only in layers {self.counted[missed[0]]}"
             self.evidence.violated("accounted", detail, None)

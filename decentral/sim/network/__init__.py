@@ -1,1 +1,1 @@
-"""The virtual network: time, links, faults and places of simulated swarms."""
+"""The virtual network of a simulated swarm: time, links, faults and a DHT; start reading at `virtual_network.py`."""

@@ -1,4 +1,4 @@
-"""Virtual time: a queue of timed actions. Actions of equal times happen in the order in which they were asked for."""
+"""Virtual time: a queue of timed actions. Actions of equal times run in the order in which they were scheduled."""
 
 import heapq
 from collections import deque
@@ -8,37 +8,39 @@ from typing import Any
 
 from decentral.core.units import Seconds
 
-NEAR_S = 0.25  # only actions in the present bundle of this length are sorted; later bundles wait unsorted
+NEAR_S = 0.25  # later actions are kept unsorted in groups, each for this span of virtual time
 
 Action = Callable[[], None]
 
 
 class Timer(list[Any]):
-    """[when, number, action]: an action that may be called off. It is a list because lists are compared fast."""
+    """A scheduled action that can be cancelled: [when, number, action]. It is a list, because lists sort fast."""
 
     __slots__ = ()
 
     def cancel(self) -> None:
+        """Cancel the action; do nothing if the action has run."""
         self[2] = None
 
 
 @dataclass(slots=True)
 class Agenda:
-    """A heap of the next actions, small enough for the processor's cache, and bundles of later ones.
+    """Virtual time and the scheduled actions: a heap of the next actions, and unsorted groups of later actions.
 
-    Most of the timers that ten thousand peers set are called off, and those in a later bundle are then never sorted.
+    The heap is small enough for the processor's cache. Most timers of ten thousand peers are cancelled while they are
+    in a group, and are never sorted.
     """
 
     now: Seconds = 0.0
-    events: int = 0  # actions that have happened
-    _near: list[Timer] = field(default_factory=list)  # heap of the actions before `_horizon`
+    events: int = 0
+    _near: list[Timer] = field(default_factory=list)  # heap of the actions that are due before `_horizon`
     _horizon: Seconds = 0.0
-    _later: dict[int, list[Timer]] = field(default_factory=dict)  # bundles by their number, `when` / NEAR_S
-    _order: list[int] = field(default_factory=list)  # heap of the bundles' numbers
+    _later: dict[int, list[Timer]] = field(default_factory=dict)  # int(due time / NEAR_S) -> unsorted actions
+    _order: list[int] = field(default_factory=list)
     _asked: int = 0
 
     def at(self, when: Seconds, action: Action) -> Timer:
-        """Lets the action happen at `when`, or now if that is over."""
+        """Schedule an action for time `when`, or for now if `when` is in the past."""
         self._asked += 1
         when = when if when > self.now else self.now
         timer = Timer((when, self._asked, action))
@@ -53,10 +55,11 @@ class Agenda:
         return timer
 
     def after(self, delay_s: Seconds, action: Action) -> Timer:
+        """Schedule an action for `delay_s` from now."""
         return self.at(self.now + delay_s, action)
 
     def run(self, until: Seconds) -> None:
-        """Lets all actions up to `until` happen; `until` is the time afterwards."""
+        """Run all actions up to time `until`, then set `now` to `until`."""
         while self._more(until):
             near = self._near
             while near and near[0][0] <= until:
@@ -70,7 +73,7 @@ class Agenda:
         self.now = max(self.now, until)
 
     def _more(self, until: Seconds) -> bool:
-        """Whether an action is on the heap; opens the next bundles if need be, as far as `until`."""
+        """If the heap is empty, fill it from the next group that begins by `until`; return whether it has an action."""
         while not self._near and self._order and self._order[0] * NEAR_S <= until:
             number = heapq.heappop(self._order)
             self._near = [timer for timer in self._later.pop(number) if timer[2] is not None]
@@ -81,15 +84,16 @@ class Agenda:
 
 @dataclass(slots=True)
 class TimeLimit:
-    """A time limit that many things have, with one timer for the oldest of them instead of one for each."""
+    """One time limit for many tasks. Only one timer is set at a time, for the oldest unfinished task."""
 
     agenda: Agenda
     lasts_s: Seconds
+    # For each watched task: its deadline, whether it is done, and the action to run if it misses the deadline.
     _due: deque[tuple[Seconds, Callable[[], bool], Action]] = field(default_factory=deque)
     _armed: bool = False
 
     def watch(self, done: Callable[[], bool], late: Action) -> None:
-        """Calls `late` after `lasts_s` unless `done()` by then."""
+        """Call `late` after `lasts_s`, unless `done()` is true by then."""
         self._due.append((self.agenda.now + self.lasts_s, done, late))
         self._arm()
 

@@ -1,14 +1,14 @@
-"""What TCP lets a sender have under way, in virtual time: slow start, lost packets, and windows that idle away.
+"""Model TCP's congestion control in virtual time: slow start, lost packets, and windows that shrink when idle.
 
-A sender may have a window of bytes under way. When the window is used up it waits until the first bytes of it are
-acknowledged, a round trip after they were sent. In slow start the window grows by what was acknowledged, so that it is
-twice as large in the next round trip; from its ceiling on it grows by a packet in each (RFC 5681):
+A sender may have a window of bytes in flight. When the window is used up, the sender waits until the first bytes of the
+window are acknowledged, a round trip after they were sent. In slow start the window grows by the acknowledged bytes, so
+that it doubles in each round trip. Above the ceiling the window grows by one packet in each round trip (RFC 5681):
 
     round trip  |-- window --|  waits  |---- twice the window ----|  waits  |----- acknowledgements come in time -----
 
-A connection that is not used loses half of its window in each retransmission time-out (RFC 2861), as Linux does it by
-default (tcp_slow_start_after_idle), so that a transfer after a pause begins slowly again. comm/wire/slow_start.py has
-the same for one transfer alone, for the meter. Sizes are those of IP packets, rates bytes/s.
+An idle connection loses half of its window in each retransmission time-out (RFC 2861), as on Linux by default
+(tcp_slow_start_after_idle), so that a transfer after a pause begins slowly again. comm/wire/slow_start.py models a
+single transfer without other traffic. Sizes are in bytes of IP packets, rates in bytes/s.
 """
 
 from dataclasses import dataclass
@@ -17,38 +17,45 @@ from decentral.comm.wire.slow_start import INITIAL_BYTES
 from decentral.core.units import MiB, Seconds
 
 PACKET_BYTES = 1500
-WITH_HEADERS = PACKET_BYTES / 1448  # bytes on the link, for each byte of a message
+WITH_HEADERS = PACKET_BYTES / 1448  # bytes on the wire per byte of payload: a packet of 1500 bytes has 52 of headers
 FIRST_WINDOW = INITIAL_BYTES * WITH_HEADERS
-MOST_BYTES = 4.0 * MiB  # under way: the buffers of a stock Linux (tcp_wmem)
-SLOW_START_PATHS = 1.5  # HyStart ends slow start where one to two times what the path holds is under way
-AFTER_LOSS = 0.7  # of the window is left (CUBIC, RFC 9438)
-LEAST_TIMEOUT_S = 0.2  # a retransmission time-out is so much longer than the round trip (RFC 6298, as Linux has it)
-IN_TIME = float("inf")
+MOST_BYTES = 4.0 * MiB  # no connection has more bytes in flight: this is the default send buffer of Linux (tcp_wmem)
+SLOW_START_PATHS = 1.5  # slow start ends at this many bandwidth-delay products in flight (1 to 2 with HyStart)
+AFTER_LOSS = 0.7  # a loss shrinks the congestion window to this share (CUBIC, RFC 9438)
+LEAST_TIMEOUT_S = 0.2  # a retransmission time-out is a round trip plus this time (RFC 6298, with Linux's minimum)
+IN_TIME = float("inf")  # value of `Sender.sendable` while acknowledgements arrive fast enough to send without pause
 
 
 @dataclass(slots=True)
 class CongestionWindow:
-    """One direction of a connection: what its last transfer has left behind."""
+    """The congestion window of one direction of a connection, between transfers."""
 
-    size: float = FIRST_WINDOW
-    ceiling: float = MOST_BYTES
+    size: float = FIRST_WINDOW  # bytes that may be in flight
+    ceiling: float = MOST_BYTES  # slow start ends when the window has this size
     used_at: Seconds = 0.0
 
     def use(self, now: Seconds, round_trip_s: Seconds) -> None:
-        """The connection is used: it loses half of its window for each time-out in which it was not."""
+        """Record that the connection is used now; halve its window for each time-out since its last use."""
         timeouts = int((now - self.used_at) / (LEAST_TIMEOUT_S + round_trip_s))
         if timeouts > 0:
             self.size = max(FIRST_WINDOW, self.size / 2.0 ** min(timeouts, 64))
         self.used_at = max(self.used_at, now)
 
     def sender(self, size: float, path_rate: float, round_trip_s: Seconds, sharing: int) -> "Sender":
-        """A transfer of `size` bytes, which shares the connection with others, `sharing` with itself."""
+        """Return the sending side of a new transfer.
+
+        Args:
+            size: Bytes of the transfer's IP packets.
+            path_rate: Bytes/s of the slowest link on the path.
+            round_trip_s: Round trip of a packet, without queues.
+            sharing: Number of transfers on the connection, the new one included.
+        """
         own = self.size / sharing
         ceiling = min(self.ceiling / sharing, SLOW_START_PATHS * path_rate * round_trip_s, MOST_BYTES)
         return Sender(size, round_trip_s, own, max(own, ceiling))
 
     def leave(self, sender: "Sender", now: Seconds, sharing: int) -> None:
-        """The transfer is over, and what it has sent is acknowledged."""
+        """Update the window when a transfer ends; `sharing` is the number of transfers, including this transfer."""
         sender.acknowledge()
         self.size, self.used_at = min(MOST_BYTES, sender.window * sharing), now
         if sender.resent_at:
@@ -57,30 +64,30 @@ class CongestionWindow:
 
 @dataclass(slots=True)
 class Sender:
-    """A transfer under way, as of the time `at`."""
+    """State of a transfer's sending side at virtual time `at`."""
 
-    left: float  # bytes
+    left: float  # bytes that are not sent yet
     round_trip_s: Seconds
     window: float
-    ceiling: float  # of slow start
+    ceiling: float  # slow start ends when the window has this size
     at: Seconds = 0.0
-    sendable: float = 0.0  # bytes of the window that were not sent yet; IN_TIME: acknowledgements come before it ends
-    acknowledged_at: Seconds = 0.0  # when the first bytes of this window are
-    resent_at: Seconds = 0.0  # when what was lost has been sent again; 0: nothing was lost
-    at_once: bool = True  # the window goes out at once; later ones bit by bit, as acknowledgements come
+    sendable: float = 0.0  # bytes that may be sent before the next acknowledgement; IN_TIME: the sender need not wait
+    acknowledged_at: Seconds = 0.0
+    resent_at: Seconds = 0.0  # when lost bytes have been sent again; 0 if no bytes were lost
+    at_once: bool = True  # whether the whole window is sent in one burst: true for a transfer's first window
 
     @property
     def burst(self) -> float:
-        """Bytes by which this round makes the link's queue longer."""
+        """The largest number of bytes that the present window adds to the queue before the link."""
         return min(self.window, self.left) / (1 if self.at_once else 2)
 
     def begin_round(self, now: Seconds, queue_s: Seconds) -> None:
-        """It may send its window from now on; acknowledgements wait in a queue for so long."""
+        """Begin to send a window at time `now`; a queue delays its acknowledgements by `queue_s`."""
         self.at, self.sendable = now, self.window
         self.acknowledged_at = now + self.round_trip_s + queue_s
 
     def take_share(self, rate: float) -> Seconds:
-        """From `at` on it sends at this rate > 0. When it will have sent all, or all that it may."""
+        """Return when all bytes are sent or the window is used up, at `rate` bytes/s (> 0) from time `self.at` on."""
         if self.sendable == IN_TIME and self.window < rate * self.round_trip_s:
             self.begin_round(self.at, 0.0)
         if self.left > self.sendable:
@@ -91,7 +98,7 @@ class Sender:
         return self.at + self.left / rate
 
     def send(self, rate: float, now: Seconds) -> None:
-        """Has sent at this rate until now."""
+        """Count the bytes that were sent at this rate (bytes/s) from `self.at` until now."""
         sent = min(self.left, self.sendable, rate * (now - self.at))
         self.left, self.at = self.left - sent, now
         if self.sendable == IN_TIME:
@@ -100,20 +107,20 @@ class Sender:
             self.sendable -= sent
 
     def acknowledge(self) -> None:
-        """What was sent of the window is acknowledged. A window that was not half used does not grow."""
+        """Grow the window by the bytes acknowledged in this round, if more than half of the window was used."""
         used, self.at_once = self.window - self.sendable, False
         if 2 * used > self.window:
             self._grow(used)
 
     def lose(self, dropped: float, queue_s: Seconds, now: Seconds) -> None:
-        """Lose bytes now: they are sent again when later ones, which have waited in the queue, are acknowledged."""
+        """Shrink the window, and count `dropped` bytes as unsent; they are resent after a round trip plus `queue_s`."""
         self.at = now
         self.left += min(dropped, self.window)
         self.window = self.ceiling = max(FIRST_WINDOW, AFTER_LOSS * self.window)
         self.resent_at = self.at + queue_s + self.round_trip_s
 
     def queued(self, rate: float) -> float:
-        """Bytes that wait for the link: what is under way, beyond what is on the path."""
+        """Return how many bytes in flight wait in the queue before the link, if the sender sends at this rate."""
         under_way = min(self.left, self.window)
         if self.sendable == IN_TIME:
             return max(0.0, under_way - rate * self.round_trip_s)

@@ -1,6 +1,7 @@
-"""What may happen to a message on its way through a virtual network; decentral/sim/ has the faults of its scenarios.
+"""Define `NetworkFaultModel`, which a simulated network asks whether a message is lost, delayed, copied or damaged.
 
-A damaged message goes through the real codec: it is written out, changed, and read again.
+network_faults.py implements this interface. `written` and `read` convert a message to bytes, which a fault can damage,
+and back.
 """
 
 import asyncio
@@ -20,25 +21,27 @@ T = TypeVar("T")
 
 
 class NetworkFaultModel(Protocol):
+    """Interface of a network's faults: it decides what happens to each message; implemented by `NetworkFaults`."""
+
     @property
     def cuts(self) -> bool:
-        """Whether there are two peers with packets between them that do not arrive."""
+        """Whether a partition or a one-way link now blocks all packets from some peer to another peer."""
 
     def cut_off_at(self, source: PeerId, target: PeerId) -> Seconds | None:
-        """Since when packets from source to target do not arrive; None: they do."""
+        """Return the virtual time since which packets from `source` do not reach `target`; None if they do."""
 
     def delay_s(self, source: PeerId, target: PeerId, delay_s: Seconds) -> Seconds:
-        """The delay of this message with jitter and retransmissions; infinite: the stream is reset."""
+        """Return a message's total delay: `delay_s`, jitter and retransmissions; infinite if the stream is reset."""
 
     def damage(self, source: PeerId, target: PeerId, wire: Callable[[], bytes]) -> bytes | None:
-        """The bytes that arrive instead of `wire()`; None: the message is unharmed."""
+        """Return the damaged bytes that arrive in place of the bytes `wire()`; None if the message is undamaged."""
 
     def copies(self, source: PeerId, target: PeerId) -> int:
-        """How often a question arrives."""
+        """Return how many copies of a request arrive: 1, or 2 if it is duplicated."""
 
 
 def written(envelope: Envelope) -> bytes:
-    """The bytes of an envelope on the wire. A synthetic blob is written as its contents."""
+    """Return the bytes of an envelope on the wire, with only those bytes of a SyntheticBlob that are in memory."""
     if isinstance(envelope.blob, SyntheticBlob):
         envelope = Envelope(envelope.message, b"".join(content for _, content in envelope.blob.segments))
     stream = _Bytes()
@@ -47,7 +50,7 @@ def written(envelope: Envelope) -> bytes:
 
 
 def read(wire: bytes, bound: BlobBound) -> Envelope | ProtocolError:
-    """The envelope in these bytes, or the error that its reader gets."""
+    """Return the envelope in these bytes, or the error that the receiver's codec raises."""
     try:
         return _run(blobs.read(_Bytes(wire), bound))[0]
     except ProtocolError as error:
@@ -57,7 +60,7 @@ def read(wire: bytes, bound: BlobBound) -> Envelope | ProtocolError:
 
 
 class _Bytes:
-    """A stream that never waits."""
+    """An in-memory stream for the real codec, on which reads and writes never wait."""
 
     def __init__(self, data: bytes = b"") -> None:
         self.data = bytearray(data)
@@ -76,9 +79,9 @@ class _Bytes:
 
 
 def _run(work: Coroutine[object, None, T]) -> T:
-    """The result of a coroutine that never has to wait."""
+    """Return the result of a coroutine that never waits."""
     try:
         work.send(None)
     except StopIteration as over:
         return over.value  # type: ignore[no-any-return]
-    raise AssertionError("it waited")
+    raise AssertionError("expected a coroutine that never waits; this one has waited")

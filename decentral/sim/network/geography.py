@@ -1,4 +1,4 @@
-"""Where the simulated peers are: delays and rates of their links, from a topology file or from a few numbers."""
+"""Give simulated peers their links' delays and rates, from a topology file or at random around a typical link."""
 
 from dataclasses import dataclass, field
 
@@ -8,36 +8,38 @@ from decentral.core.plain_text import plain_text
 from decentral.core.units import Seconds
 from decentral.scheduler.topology.topology import Topology
 
-RELAY_DELAYS = 2.0  # a path through a relay is about this much longer
-RELAY_RATE = 1.25e6  # bytes/s: what a volunteer's relay gives away
-PROCESSING_S = 1e-4  # by the processes at both ends, of a message
+RELAY_DELAYS = 2.0  # a message through a relay takes this many times the delay of the direct path
+RELAY_RATE = 1.25e6  # bytes/s of one path through a volunteer's relay
+PROCESSING_S = 1e-4  # the processes at both ends together need this time for a message
 
 
 @dataclass(frozen=True, slots=True)
 class TypicalLink:
-    """The access links of peers of which nothing else is known. Rates in bytes/s."""
+    """The typical access link, around which peers' links are sampled if the swarm has no topology."""
 
-    delay_s: Seconds = 0.03  # one way, of the typical link
-    up: float = 2.5e6
-    down: float = 12.5e6
-    spread: float = 0.5  # standard deviation of the logarithm, of each figure from peer to peer
+    delay_s: Seconds = 0.03
+    up: float = 2.5e6  # bytes/s of the uplink
+    down: float = 12.5e6  # bytes/s of the downlink
+    spread: float = 0.5  # peers' delays and rates are log-normal, with this standard deviation of their logarithms
 
 
 @dataclass(slots=True)
 class SwarmGeography:
-    """A Geography: per peer where each differs, per pair where a topology says so, and what faults do to them."""
+    """The rates and delays of all peers' links, including the effect of faults; implements `Geography`."""
 
     seed: int
     link: TypicalLink = field(default_factory=TypicalLink)
     topology: Topology | None = None
     processing_s: Seconds = PROCESSING_S
-    relayed: set[PeerId] = field(default_factory=set)  # behind a NAT: others reach them through a relay
-    degraded: dict[frozenset[PeerId], float] = field(default_factory=dict)  # share of a link's rate that is left
+    relayed: set[PeerId] = field(default_factory=set)  # peers behind a NAT, which others reach through a relay
+    # By pair of peers: the share of the link's rate that a fault has left.
+    degraded: dict[frozenset[PeerId], float] = field(default_factory=dict)
     _places: dict[PeerId, int] = field(default_factory=dict)
-    _own: dict[PeerId, tuple[Seconds, float, float]] = field(default_factory=dict)  # half a delay, rates up and down
+    # By peer: its half of a path's delay, and its upload and download rate in bytes/s.
+    _own: dict[PeerId, tuple[Seconds, float, float]] = field(default_factory=dict)
 
     def add(self, peer: PeerId, number: int) -> None:
-        """Places a peer by its number in the swarm: the topology's places are taken in turn."""
+        """Add a peer with the links of the topology's peer `number` (modulo its size), or else with a random link."""
         self._places[peer] = number
         draw = rng.stream(self.seed, "wires", number)
         typical = self.link.delay_s / 2, self.link.up, self.link.down
@@ -45,19 +47,23 @@ class SwarmGeography:
         self._own[peer] = half, up, down
 
     def up(self, peer: PeerId) -> float:
+        """Return the rate of a peer's uplink, in bytes/s."""
         return self._own[peer][1] if self.topology is None else float(self.topology.up[self._at(peer)])
 
     def down(self, peer: PeerId) -> float:
+        """Return the rate of a peer's downlink, in bytes/s."""
         return self._own[peer][2] if self.topology is None else float(self.topology.down[self._at(peer)])
 
     def region(self, peer: PeerId) -> str:
-        """Its name in the topology; "" without one."""
+        """Return the name of a peer's region in the topology; "" without a topology."""
         return "" if self.topology is None else plain_text(self.topology.regions[self._at(peer)])
 
     def delay_s(self, source: PeerId, target: PeerId) -> Seconds:
+        """Return the one-way delay of a message, processing included."""
         return self._path_s(source, target) + self.processing_s
 
     def round_trip_s(self, source: PeerId, target: PeerId) -> Seconds:
+        """Return the round-trip time of a packet, without queues."""
         return self._path_s(source, target) + self._path_s(target, source)
 
     def _path_s(self, source: PeerId, target: PeerId) -> Seconds:
@@ -69,7 +75,7 @@ class SwarmGeography:
         return delay_s * RELAY_DELAYS if relayed else delay_s
 
     def bandwidth(self, source: PeerId, target: PeerId) -> float:
-        """The rate of the pair's own link in bytes/s, beside the two access links."""
+        """Return the bytes/s that the path between two peers' access links carries; infinite without a limit."""
         topology = self.topology
         rate = float("inf") if topology is None else float(topology.bandwidth[self._at(source), self._at(target)])
         if self.relayed and (target in self.relayed or source in self.relayed):

@@ -1,14 +1,14 @@
-"""How long transfers take that share links: a fluid model, event by event.
+"""Compute how long transfers on shared links take, by an event-driven fluid model. Start at `SharedLinks.start`.
 
-A transfer sends at the least of three equal shares: of the sender's uplink among all that it sends, of the receiver's
-downlink among all that it receives, and of the link between the two among all transfers on it. Those that wait for
-acknowledgements (decentral/sim/network/congestion.py) have no share meanwhile. What a transfer cannot use of its share
-is not given to others, so the model errs on the slow side; in return a change touches only the transfers at its two
-ends.
+All transfers of a sender have equal shares of its uplink, all transfers to a receiver have equal shares of its
+downlink, and all transfers on the link between two peers have equal shares of that link. A transfer sends at the
+smallest of its three shares. A transfer that waits for acknowledgements (congestion.py) has no share. If a transfer
+cannot use all of a share, the rest stays unused. So transfers are slower than in reality, but the start or end of a
+transfer affects only the other transfers of its sender and receiver.
 
-What is under way beyond what the path holds stands in the queue before the sender's uplink, or before the link of the
-pair where that is slower. Small messages and acknowledgements wait behind it. Where a transfer begins to send more than
-the uplink's queue has room for, the rest of it is dropped.
+Bytes in flight beyond the path's capacity wait in a queue before the sender's uplink, or before the link between both
+peers if that link is slower. Small messages and acknowledgements wait behind these bytes. If a transfer sends more
+bytes at once than the uplink's queue has room for, the rest is dropped.
 """
 
 from collections import Counter
@@ -22,70 +22,75 @@ from decentral.core.units import Seconds
 from decentral.sim.network.agenda import Agenda, Timer
 from decentral.sim.network.congestion import CongestionWindow, Sender
 
-QUEUE_S = 0.25  # the longest that a packet waits before a link; one that would wait longer is dropped (tail drop)
-LEAST_BYTES = 1e-3  # less is a rounding error
-MOST_WINDOWS = 100_000  # connections whose windows are remembered
+QUEUE_S = 0.25  # a link drops a packet that would have to wait longer than this in its queue
+LEAST_BYTES = 1e-3  # fewer unsent bytes than this are a rounding error, and count as 0
+MOST_WINDOWS = 100_000  # congestion windows of more connections are not kept: the least recently used one is forgotten
 
 
 class Geography(Protocol):
-    """A peer's uplink and downlink and the limit of a pair's link, in bytes per second.
+    """Interface of the rates and delays of all peers' links; implemented by `SwarmGeography`."""
 
-    `delay_s` is a message's way from one process to the other, `round_trip_s` a packet's way there and back.
-    """
+    def up(self, peer: PeerId) -> float:
+        """Return the rate of a peer's uplink, in bytes/s."""
 
-    def up(self, peer: PeerId) -> float: ...
+    def down(self, peer: PeerId) -> float:
+        """Return the rate of a peer's downlink, in bytes/s."""
 
-    def down(self, peer: PeerId) -> float: ...
+    def delay_s(self, source: PeerId, target: PeerId) -> Seconds:
+        """Return the one-way delay of a message between two processes."""
 
-    def delay_s(self, source: PeerId, target: PeerId) -> Seconds: ...
+    def round_trip_s(self, source: PeerId, target: PeerId) -> Seconds:
+        """Return the round-trip time of a packet, without queues."""
 
-    def round_trip_s(self, source: PeerId, target: PeerId) -> Seconds: ...
-
-    def bandwidth(self, source: PeerId, target: PeerId) -> float: ...
+    def bandwidth(self, source: PeerId, target: PeerId) -> float:
+        """Return the bytes/s that the path between two peers' access links carries; infinite without a limit."""
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A message on its way over shared links."""
+    """A message in flight over shared links."""
 
     source: PeerId
     target: PeerId
     sender: Sender
     done: Callable[[], None]
-    rate: float = 0.0  # bytes/s, its share since `sender.at`; 0 while it waits for acknowledgements
+    rate: float = 0.0  # bytes/s since `sender.at`; 0 while the transfer waits for acknowledgements
     timer: Timer | None = None
     over: bool = False
 
     def set_rate(self, rate: float, now: Seconds) -> None:
-        """Send at another rate from now on, or not at all."""
+        """Send at `rate` bytes/s from now on; 0 pauses the transfer."""
         self.sender.send(self.rate, now)
         self.rate = rate
 
     def schedule(self, agenda: Agenda, when: Seconds, action: Callable[[], None]) -> None:
-        """Set the transfer's only timer, which must have been cancelled before."""
+        """Set the transfer's only timer; call this only after an earlier timer has run or was cancelled."""
         self.timer = agenda.at(when, action)
 
     def cancel(self) -> None:
+        """Cancel the timer."""
         if self.timer is not None:
             self.timer.cancel()
 
     def end(self) -> bool:
-        """Return whether it was under way; from now on it is over."""
+        """End the transfer; return False if the transfer has ended already."""
         was_over, self.over = self.over, True
         return not was_over
 
 
 @dataclass(slots=True)
 class SharedLinks:
+    """All transfers in flight, and the congestion windows of connections."""
+
     agenda: Agenda
     geography: Geography
-    sending: dict[PeerId, dict[Transfer, None]] = field(default_factory=dict)  # without those that wait
+    sending: dict[PeerId, dict[Transfer, None]] = field(default_factory=dict)
     receiving: dict[PeerId, dict[Transfer, None]] = field(default_factory=dict)
     windows: dict[tuple[PeerId, PeerId], CongestionWindow] = field(default_factory=dict)
-    _sharing: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)  # transfers on a connection
+    _sharing: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)  # transfers of each (source, target)
 
     def start(self, source: PeerId, target: PeerId, size: float, done: Callable[[], None]) -> Transfer:
-        """Begins to send `size` bytes; `done` is called when the last one has left."""
+        """Begin to send `size` bytes from `source` to `target`; `done` is called when the last byte has left."""
         self._sharing[source, target] += 1
         geography, window = self.geography, self._window(source, target)
         path_rate = min(geography.up(source), geography.down(target), geography.bandwidth(source, target))
@@ -97,7 +102,7 @@ class SharedLinks:
         return transfer
 
     def stop(self, transfer: Transfer) -> None:
-        """Ends the transfer, finished or not; the others get its share."""
+        """End a transfer, finished or not, without calling `done`; other transfers get the transfer's shares."""
         if not transfer.end():
             return
         self._pause(transfer)
@@ -107,16 +112,16 @@ class SharedLinks:
         self._sharing[connection] -= 1
         if not self._sharing[connection]:
             del self._sharing[connection]
-        self.use(transfer.target, transfer.source)  # it has acknowledged what came
+        self.use(transfer.target, transfer.source)  # acknowledgements use the opposite direction
 
     def use(self, source: PeerId, target: PeerId) -> None:
-        """A small message is sent, so that the connection is not idle."""
+        """Record that a small message was sent, so that the connection does not count as idle."""
         window = self.windows.get((source, target))
         if window is not None:
             window.use(self.agenda.now, self.geography.round_trip_s(source, target))
 
     def queue_s(self, source: PeerId, target: PeerId) -> Seconds:
-        """How long a packet from one peer to the other waits before the links now, the receiver's downlink left out."""
+        """Return how long a packet from source to target would wait in queues now; the downlink has no queue."""
         sending = self.sending.get(source)
         if not sending:
             return 0.0
@@ -133,8 +138,6 @@ class SharedLinks:
         keep_latest(self.windows, (source, target), window, MOST_WINDOWS)
         return window
 
-    # Rounds
-
     def _begin_round(self, transfer: Transfer) -> None:
         source, target, sender = transfer.source, transfer.target, transfer.sender
         self._drop(transfer)
@@ -144,14 +147,14 @@ class SharedLinks:
         self._share(source, target)
 
     def _drop(self, transfer: Transfer) -> None:
-        """Drops what the uplink's queue has no room for."""
+        """Drop the bytes of the window to be sent that exceed the room in the uplink's queue."""
         up = self.geography.up(transfer.source)
         dropped = transfer.sender.burst - (QUEUE_S - self.queue_s(transfer.source, transfer.target)) * up
         if dropped > 0 and up > 0:
             transfer.sender.lose(dropped, QUEUE_S, self.agenda.now)
 
     def _stopped_sending(self, transfer: Transfer) -> None:
-        """It has sent all, or all that it may until acknowledgements come."""
+        """Finish the transfer if all its bytes are sent; otherwise let it wait for acknowledgements."""
         self._pause(transfer)
         sender, agenda = transfer.sender, self.agenda
         if sender.left > LEAST_BYTES:
@@ -162,7 +165,7 @@ class SharedLinks:
             self._finish(transfer)
 
     def _pause(self, transfer: Transfer) -> None:
-        """It sends nothing for now: the others have its share."""
+        """Stop a transfer's sending for now; other transfers get the transfer's shares."""
         source, target = transfer.source, transfer.target
         transfer.cancel()
         if transfer in self.sending.get(source, ()):
@@ -178,8 +181,6 @@ class SharedLinks:
         self.stop(transfer)
         transfer.done()
 
-    # Shares
-
     def _share(self, source: PeerId, target: PeerId) -> None:
         for transfer in {**self.sending.get(source, {}), **self.receiving.get(target, {})}:
             self._set_rate(transfer)
@@ -188,7 +189,7 @@ class SharedLinks:
         geography, sent, received = self.geography, self.sending[transfer.source], self.receiving[transfer.target]
         rate = min(geography.up(transfer.source) / len(sent), geography.down(transfer.target) / len(received))
         link = geography.bandwidth(transfer.source, transfer.target)
-        if link < rate * len(sent):  # else its shares are no less than the sender's
+        if link < rate * len(sent):  # else the path to the receiver is no bottleneck
             rate = min(rate, link / sum(1 for other in sent if other.target == transfer.target))
         if rate == transfer.rate:
             return

@@ -1,8 +1,8 @@
-"""A DHT in virtual time: records are seen late, sometimes stale, and not across a partition.
+"""Simulate a DHT in virtual time: readers find records late, sometimes an old version, and not across a partition.
 
-It behaves as a Kademlia DHT does towards its users, without nodes: a record is replaced by one that expires later; a
-reader may still get the one before, or none yet; both sides of a partition keep what was stored before it, and hear of
-nothing that is stored on the other side until it heals. Its nodes are the peers, so nothing is left when all are down.
+The simulation shows what users of a Kademlia DHT see, and has no DHT nodes. A record is replaced only by a version that
+expires later. A reader may find the previous version, or no version yet. During a partition, the peers on each side
+find the records stored before the partition and those stored on their own side. Start reading at `Records`.
 """
 
 from collections.abc import Mapping
@@ -14,36 +14,40 @@ from decentral.core.units import Seconds
 from decentral.sim.network.agenda import Agenda
 from decentral.sim.network.fault_model import NetworkFaultModel
 
-VERSIONS_KEPT = 2  # of each record
+VERSIONS_KEPT = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
+    """One stored version of a DHT record."""
+
     value: bytes
     expires: Seconds
     stored: Seconds
-    seen: Seconds  # from when on readers find it
+    seen: Seconds  # virtual time from which readers find this version
     writer: PeerId
 
 
 @dataclass(slots=True)
 class Records:
-    """The records, which all peers' directories share."""
+    """The simulated DHT: all records, by key and subkey, and the present faults of lookups."""
 
     agenda: Agenda
     chance: Random
     faults: NetworkFaultModel
-    late_s: Seconds = 0.0  # mean time until readers find a record
-    stale: float = 0.0  # the probability that a reader gets the version before
-    epoch: Seconds = 0.0  # unix time of the agenda's zero: records expire by the wall clock
-    ahead_s: dict[PeerId, Seconds] = field(default_factory=dict)  # of each reader's clock, where it is not right
+    late_s: Seconds = 0.0  # mean time from the storing of a record until lookups find it
+    stale: float = 0.0  # probability that a lookup returns a record's previous version
+    epoch: Seconds = 0.0  # Unix time at virtual time 0; records expire by Unix time
+    ahead_s: dict[PeerId, Seconds] = field(default_factory=dict)  # how far each reader's clock is ahead; default 0
+    eclipsed: set[str] = field(default_factory=set)  # kinds of keys without records: `peers`, `plan`
     _keys: dict[str, dict[str, list[Version]]] = field(default_factory=dict)
 
     def delay(self, late_s: Seconds, stale: float) -> None:
-        """From now on records are found so late, and reads are stale with this probability."""
+        """Set the faults of lookups: the mean delay, and the probability of finding a record's previous version."""
         self.late_s, self.stale = late_s, stale
 
     def store(self, writer: PeerId, key: str, subkey: str, value: bytes, expires: float) -> bool:
+        """Store a record until Unix time `expires`; return False if the stored version expires then or later."""
         versions = self._keys.setdefault(key, {}).setdefault(subkey, [])
         if versions and versions[-1].expires >= expires:
             return False
@@ -54,11 +58,11 @@ class Records:
         return True
 
     def clear(self) -> None:
-        """All peers are down, and they were the nodes."""
+        """Delete all records; called when no peer runs, because the peers are the DHT's nodes."""
         self._keys.clear()
 
     def newest(self, reader: PeerId, key: str) -> dict[str, bytes]:
-        """Return the newest records that no cut keeps from the reader, without the delays of `fetch`."""
+        """Return, by subkey, the newest valid records that reach the reader, even if lookups do not find them yet."""
         held, by_clock = self._keys.get(key, {}), self.epoch + self.agenda.now + self.ahead_s.get(reader, 0.0)
         return {
             subkey: versions[-1].value
@@ -67,9 +71,12 @@ class Records:
         }
 
     def fetch(self, reader: PeerId, key: str) -> dict[str, bytes]:
+        """Return, by subkey, the valid records under a key that the reader finds now; some may be old versions."""
+        if self.eclipsed and key.split("/")[1] in self.eclipsed:
+            return {}
         found, now = {}, self.agenda.now
         held, by_clock = self._keys.get(key, {}), self.epoch + now + self.ahead_s.get(reader, 0.0)
-        all_alike = not self.stale and not self.faults.cuts  # all readers find the same versions
+        all_alike = not self.stale and not self.faults.cuts
         for subkey, versions in held.items():
             newest = versions[-1]
             version = newest if all_alike and newest.seen <= now else self._version(versions, reader, now)
@@ -95,13 +102,16 @@ class Records:
 
 
 class VirtualDirectory:
-    """A Directory: one peer's view of the records."""
+    """One peer's access to the simulated DHT; implements `Directory`."""
 
     def __init__(self, records: Records, peer: PeerId) -> None:
+        """Prepare to store and look up `records` as `peer`."""
         self._records, self._peer = records, peer
 
     async def store(self, key: str, subkey: str, value: bytes, expires: float) -> bool:
+        """Store a record until Unix time `expires`; return False if the stored version expires then or later."""
         return self._records.store(self._peer, key, subkey, value, expires)
 
     async def fetch(self, key: str) -> Mapping[str, bytes]:
+        """Return the records under a key, by subkey."""
         return self._records.fetch(self._peer, key)

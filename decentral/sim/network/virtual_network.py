@@ -1,14 +1,13 @@
-"""A network in virtual time: what libp2p does, without sockets, bytes or waiting.
+"""Simulate requests and answers between peers in virtual time, as libp2p streams carry them.
 
-A question travels as in comm/net/streams.py: it is read within READ_S, answered within STREAM_ANSWER_S, the answer is
-written within WRITE_S, each asker has its share of what a peer answers at a time (comm/net/fair_shares.py), and the
-asker gives up at its deadline. Messages take the delay of their link, and blobs the time that
-decentral/sim/network/shared_links.py gives them; where a peer knows its uplink to be thin they leave at its pace
-(decentral/sim/network/virtual_uplink.py). Envelopes are handed over as they are; only those that a fault damages go
-through the real codec (decentral/sim/network/fault_model.py).
+Start reading at `Network.ask`. A request (question) follows the rules of comm/net/streams.py: the target must answer
+within STREAM_ANSWER_S and write the answer within WRITE_S, each asker has a fair share of a target's capacity
+(comm/net/fair_shares.py), and the asker gives up at its deadline. Each message takes the delay of its link. A large
+message also takes the transfer time that shared_links.py computes, and leaves piece by piece if the uplink is slow
+(virtual_uplink.py). Envelopes are passed as objects; only damaged ones go through the real codec (fault_model.py).
 
-    ask     question travels -> Asked at the other's host -> Reply -> answer travels -> Answered
-            refused at once (nobody listens there), cut (it died), or nothing until the deadline (silence)
+    ask     question travels -> Asked at the target's host -> Reply -> answer travels -> Answered
+            The question fails at once if the target does not run, when the target's process ends, or at the deadline.
 """
 
 from collections import Counter
@@ -34,53 +33,52 @@ from decentral.sim.network.shared_links import Geography, SharedLinks, Transfer
 from decentral.sim.network.virtual_proofs import ProvenAsk
 from decentral.sim.network.virtual_uplink import Begin, PacedMessage, VirtualUplink
 
-SMALL_MESSAGE_BYTES = 4 * KiB  # a smaller message takes no share of its link: its delay is all that counts
-CONNECT_RETRY_S = 0.3  # after a lost packet, doubled each time
+SMALL_MESSAGE_BYTES = 4 * KiB  # a message up to this size takes no transfer time, only its link's delay
+CONNECT_RETRY_S = 0.3  # pause before a lost packet is sent again for the first time; later pauses double
 Outcome = Answer | AskError
 Respond = Callable[[Envelope | None], None]
-"""It takes the answer; None: there will be none, and the stream ends."""
+"""Takes the answer, or None if there is none and the stream ends."""
 
 Serve = Callable[[PeerId, Envelope, Respond], None]
-"""It takes the sender, its question, and the function that takes the answer, once."""
+"""Takes the sender, its question, and the function to call once with the answer."""
 
 
 @dataclass(slots=True)
 class Port:
-    """A peer's place on the network."""
+    """One peer's end of the virtual network: its uplink, its request handler, and the questions in flight."""
 
     peer: PeerId
     uplink: VirtualUplink
     serve: Serve | None = None
     bound: BlobBound = lambda _: 0
-    shares: QuestionShares = field(default_factory=QuestionShares)  # of the questions that are not refused
-    private: PrivateSwarm | None = None  # None: the swarm is public
-    frozen: bool = False  # the process is stopped: nothing is read, and nothing it writes leaves
-    open: dict["OpenQuestion", Seconds] = field(default_factory=dict)  # questions to this peer, and since when
-    refused: Counter[str] = field(default_factory=Counter)
-    waiting: list[Callable[[], None]] = field(default_factory=list)  # what happens when the process goes on
-    asked: dict["OpenQuestion", None] = field(default_factory=dict)  # questions of this peer that are under way
+    shares: QuestionShares = field(default_factory=QuestionShares)  # limits the capacity that each asker uses
+    private: PrivateSwarm | None = None
+    frozen: bool = False
+    open: dict["OpenQuestion", Seconds] = field(default_factory=dict)  # questions to this peer, and when each arrived
+    refused: Counter[str] = field(default_factory=Counter)  # by reason: number of questions refused
+    waiting: list[Callable[[], None]] = field(default_factory=list)  # actions to run when a frozen process resumes
+    asked: dict["OpenQuestion", None] = field(default_factory=dict)
 
     def freeze(self) -> None:
+        """Stop reading and writing until `thaw`."""
         self.frozen = True
 
     def thaw(self) -> None:
-        """Let the process go on: all that arrived or was to leave while it was frozen does so now, in order."""
+        """Resume reading and writing: process the messages that waited during the freeze, in their order."""
         self.frozen = False
         while self.waiting and not self.frozen:
             self.waiting.pop(0)()
 
     def check(self, sender: PeerId, envelope: Envelope) -> None:
-        """Raises ProtocolError for a question that is refused, or whose blob is too large."""
+        """Raise ProtocolError if the sender of a question is not an admitted member, or if the blob is too large."""
         if self.private is not None:
             self.private.check(sender, envelope.message)
-        if len(envelope.blob) > self.bound(envelope.message):
-            kind = type(envelope.message).__name__
-            raise ProtocolError(Reason.OVERSIZE, f"{kind} with a blob of {len(envelope.blob)} bytes")
+        blobs.require_bound(envelope.message, len(envelope.blob), self.bound(envelope.message))
 
 
 @dataclass(slots=True, eq=False)
 class OpenQuestion:
-    """A question from its asking until its end, and what travels for it."""
+    """A request that has not ended yet, and its message in flight: the request itself or its answer."""
 
     source: Port
     target: PeerId
@@ -88,51 +86,59 @@ class OpenQuestion:
     began: Seconds
     max_blob_bytes: int
     done: Callable[[Outcome], None] | None
-    writing: Seconds | None = None  # since when the answer is on its way
-    first_byte_s: Seconds = 0.0  # from the question's beginning until the answer's
-    timers: list[Timer] = field(default_factory=list)  # of the asker
+    writing: Seconds | None = None
+    first_byte_s: Seconds = 0.0  # time from `began` until the answer's first byte arrives
+    timers: list[Timer] = field(default_factory=list)
     transfer: Transfer | None = None
-    paced: PacedMessage | None = None  # what leaves piece by piece
-    share: QuestionShare | None = None  # of its target's, while it is answered
-    alone: bool = False  # it has its asker's uplink for itself
+    paced: PacedMessage | None = None  # set while the sender's uplink sends the message piece by piece
+    share: QuestionShare | None = None
+    alone: bool = False  # whether the asker's other messages must wait until this question ends
 
     def begin_share(self, shares: QuestionShares) -> QuestionShare:
-        """Return its share of what its target answers; a question that arrives twice has one. Raises ProtocolError."""
+        """Return the question's share of the target's capacity, which a second copy of the question uses too.
+
+        Raises:
+            ProtocolError: If the target is busy.
+        """
         if self.share is None:
             self.share = shares.begin(self.source.peer)
         return self.share
 
     def begin_alone(self) -> bool:
-        """Return whether the asker still waits for the answer. Then the question has the uplink for itself."""
+        """Reserve the asker's uplink for this question. If the asker has given up, return False instead of True."""
         self.alone = self.done is not None
         return self.alone
 
     def end_share(self) -> None:
+        """Release the question's share of the target's capacity."""
         if self.share is not None:
             self.share.end()
             self.share = None
 
     def begin_answer(self, now: Seconds) -> bool:
-        """Return whether the asker still waits for the answer, which leaves now."""
+        """Return whether the asker still waits; if so, set `writing` to `now`."""
         if self.done is not None:
             self.writing = now
         return self.done is not None
 
     def first_byte(self, arrives_at: Seconds) -> None:
+        """Record when the answer's first byte arrives."""
         self.first_byte_s = arrives_at - self.began
 
     def await_turn(self, size: int, envelope: Envelope, sender: VirtualUplink, begin: Begin, landed: Action) -> None:
-        """Let a message leave the sender piece by piece."""
+        """Queue a message of `size` bytes at its sender's uplink, which sends the message piece by piece."""
         self.paced = sender.send(envelope, size, begin, landed)
 
     def begin_transfer(self, links: SharedLinks, source: PeerId, target: PeerId, size: float, done: Action) -> None:
+        """Begin a transfer of `size` bytes from `source` to `target`; `done` is called at its end."""
         self.transfer = links.start(source, target, size, done)
 
     def landed(self) -> None:
-        """Note that nothing is under way any more."""
+        """Record that the message in flight has arrived."""
         self.transfer = self.paced = None
 
     def stop_transfer(self, links: SharedLinks) -> None:
+        """Stop the message in flight, if there is one."""
         if self.paced is not None:
             self.paced.give_up()
         if self.transfer is not None:
@@ -140,7 +146,7 @@ class OpenQuestion:
         self.transfer = self.paced = None
 
     def end(self) -> None:
-        """End the question at its asker, who hears no more of it."""
+        """End the question for its asker: drop `done`, and cancel the asker's timers."""
         self.done = None
         self.source.asked.pop(self, None)
         for timer in self.timers:
@@ -149,14 +155,14 @@ class OpenQuestion:
 
 @dataclass(slots=True)
 class Serving:
-    """A question that its target is answering. It lets go of the question once that is done."""
+    """A question that a target is working on; `question` becomes None when it is answered or its stream is cut."""
 
     network: "Network"
     port: Port
     question: OpenQuestion | None
 
     def respond(self, answer: Envelope | None) -> None:
-        """The first answer counts; later ones are ignored."""
+        """Send the answer, or cut the stream if `answer` is None; do nothing after the first call."""
         question, self.question = self.question, None
         if question is None:
             return
@@ -167,15 +173,17 @@ class Serving:
             self.network.cut(question, self.port.peer)
 
     def late(self) -> None:
+        """Cut the stream if there is no answer yet; called after STREAM_ANSWER_S."""
         question, self.question = self.question, None
         if question is not None:
             self.network.late(question, self.port)
 
 
 class Network:
-    """All ports, and what travels between them. `faults` decides what happens to a message on its way."""
+    """The virtual network: the ports of all running peers, and the requests under way between them."""
 
     def __init__(self, agenda: Agenda, geography: Geography, faults: NetworkFaultModel) -> None:
+        """Begin without ports; `faults` decides what happens to messages in flight."""
         self.agenda, self.geography, self.faults = agenda, geography, faults
         self.links = SharedLinks(agenda, geography)
         self.ports: dict[PeerId, Port] = {}
@@ -183,10 +191,11 @@ class Network:
         self._header_bytes: dict[type[Message], int] = {}
 
     def plug(self, port: Port) -> None:
+        """Connect a peer's port."""
         self.ports[port.peer] = port
 
     def unplug(self, peer: PeerId) -> None:
-        """The process is gone: its own questions end, and peers that asked it see their streams end."""
+        """Disconnect a peer whose process has ended: end the questions that it asked, and cut the questions to it."""
         port = self.ports.pop(peer, None)
         if port is None:
             return
@@ -196,18 +205,17 @@ class Network:
             self.cut(question, peer)
 
     def drop(self, port: Port, peer: PeerId) -> None:
-        """Ends the questions between a port and a peer that is no member any more."""
+        """End all questions in both directions between a port and an excluded peer; each asker gets an error."""
         for question in [one for one in port.open if one.source.peer == peer]:
             self.cut(question, port.peer)
         for question in [one for one in port.asked if one.target == peer]:
             self._fail(question, Reason.CUT)
 
-    # A question
-
     def ask(self, source: Port, ask: Ask, done: Callable[[Outcome], None]) -> None:
-        """Calls `done` once, with an Answer or an AskError, within `ask.deadline_s` of virtual time.
+        """Send a question; call `done` once, with an Answer or an AskError, within `ask.deadline_s` of virtual time.
 
-        In a private swarm up to two more questions go before, each within that time.
+        In a private swarm, proofs of membership may be exchanged first, or after a refusal; then the question is sent
+        again. Each of these messages has its own deadline of `ask.deadline_s`.
         """
         if source.private is None:
             self._send(source, ask, done)
@@ -224,13 +232,13 @@ class Network:
             self._connect(question, CONNECT_RETRY_S)
 
     def _probe(self, question: OpenQuestion) -> bool:
-        """Sends an upload probe, and gives whether anybody waits for its answer."""
+        """Reserve the asker's uplink and send its upload probe; return False if the asker has given up."""
         if question.begin_alone():
             self._connect(question, CONNECT_RETRY_S)
         return question.alone
 
     def _connect(self, question: OpenQuestion, again_s: Seconds) -> None:
-        """Opens the stream and sends the question. Where packets are lost, TCP tries again, ever more rarely."""
+        """Open the stream and send the question; while packets are lost, retry at doubling intervals, as TCP does."""
         source, target = question.source.peer, question.target
         if question.done is None:
             return
@@ -244,7 +252,7 @@ class Network:
                 arriving = self._travel(question, question.envelope, arriving=arriving)
 
     def _arrive(self, question: OpenQuestion, envelope: Envelope | ProtocolError) -> None:
-        """The question has crossed the wire."""
+        """Serve a question that has arrived at its target; if the target is frozen, serve it after `thaw`."""
         port = self.ports.get(question.target)
         if port is None:
             self.cut(question, question.target)
@@ -271,16 +279,17 @@ class Network:
         if port.private is not None and isinstance(envelope.message, MembershipProof):
             serving.respond(port.private.answer(question.source.peer, envelope.message))
             return
-        assert port.serve is not None, "nobody serves here"
+        assert port.serve is not None, "a connected port has a handler"
         self._answers.watch(lambda: serving.question is None, serving.late)
         port.serve(question.source.peer, envelope, serving.respond)
 
     def answer(self, question: OpenQuestion, port: Port, answer: Envelope) -> None:
+        """Send the answer of `port` to the asker; if the port is frozen, send it after `thaw`."""
         if port.frozen:
             port.waiting.append(lambda: self.answer(question, port, answer))
             return
         if self.ports.get(port.peer) is not port or not question.begin_answer(self.agenda.now):
-            self._close(question, port)  # one of the two is gone
+            self._close(question, port)
             return
         self._writes.watch(lambda: question not in port.open, lambda: self.late(question, port))
         self._write(question, port, answer, CONNECT_RETRY_S)
@@ -306,8 +315,6 @@ class Network:
             took_s, sent, received = self.agenda.now - question.began, self._size(question.envelope), self._size(answer)
             self._finish(question, Answer(answer, took_s, question.first_byte_s, sent, received))
 
-    # Ends
-
     def _finish(self, question: OpenQuestion, outcome: Outcome) -> None:
         done = question.done
         if done is None:
@@ -325,13 +332,13 @@ class Network:
         question.timers.append(self.agenda.after(delay_s, lambda: self._fail(question, reason)))
 
     def late(self, question: OpenQuestion, port: Port) -> None:
-        """Ends a stream on which the port has worked for too long."""
+        """Cut the stream of a question that `port` has not finished in time."""
         if question in port.open:
             port.refused[Reason.DEADLINE] += 1
             self.cut(question, port.peer)
 
     def cut(self, question: OpenQuestion, at: PeerId) -> None:
-        """Ends the stream at the target; the asker hears of it if packets still pass."""
+        """End a question at its target (`at`). If packets from the target reach the asker, it gets an error."""
         port = self.ports.get(at)
         if port is not None:
             self._close(question, port)
@@ -339,7 +346,7 @@ class Network:
             self._fail_later(question, Reason.CUT, self.geography.delay_s(at, question.source.peer))
 
     def _end(self, question: OpenQuestion) -> None:
-        """Ends the stream at the asker. The target notices when it writes, if packets still pass."""
+        """End a question for its asker. If the asker's packets reach the target, it stops sending the answer."""
         question.end()
         question.stop_transfer(self.links)
         if question.alone:
@@ -353,8 +360,6 @@ class Network:
             question.end_share()
         question.stop_transfer(self.links)
 
-    # The wire
-
     def _reaches(self, source: PeerId, target: PeerId) -> bool:
         return self.faults.cut_off_at(source, target) is None
 
@@ -365,9 +370,10 @@ class Network:
         back: bool = False,
         arriving: Envelope | ProtocolError | None = None,
     ) -> Envelope | ProtocolError | None:
-        """Sends the question to its target, or the answer `back` to the asker. Gives what arrives.
+        """Send the question to its target or, with `back`, the answer to the asker; return the message as it arrives.
 
-        A message that comes twice is damaged in both copies alike (`arriving`), as it was damaged before it was copied.
+        `arriving`: None or, for the second copy of a duplicated question, the first copy as it arrives, since both
+        copies arrive with the same damage.
         """
         source, target = question.source.peer, question.target
         if back:
@@ -413,7 +419,7 @@ class Network:
         return read(wire, port.bound if port and not back else lambda _: question.max_blob_bytes if back else 0)
 
     def _size(self, envelope: Envelope) -> int:
-        """Bytes on the wire. Headers of one kind of message differ by a few bytes; the first one stands for all."""
+        """Return a message's size on the wire in bytes; a header counts as long as the first of its message type."""
         kind = type(envelope.message)
         if kind not in self._header_bytes:
             self._header_bytes[kind] = 4 + len(codec.encode(envelope.message, len(envelope.blob)))
@@ -422,5 +428,5 @@ class Network:
 
 
 def _is_upload_probe(question: OpenQuestion) -> bool:
-    """Whether nothing else leaves the asker meanwhile, as in comm/net/streams.py."""
+    """Return whether a question measures the asker's upload rate, which needs the uplink free of other messages."""
     return isinstance(question.envelope.message, Probe) and bool(question.envelope.blob)

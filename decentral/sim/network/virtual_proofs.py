@@ -1,4 +1,4 @@
-"""Proofs of membership on the virtual network: what comm/net/streams.py's `ask_member` does, in callbacks."""
+"""Exchange proofs of membership before a question: `ask_member` of comm/net/streams.py, but with callbacks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ SendAsk = Callable[[Ask, Done], None]
 
 @dataclass(frozen=True, slots=True)
 class ProvenAsk:
-    """A question in a private swarm, which both peers' proofs go before."""
+    """A question in a private swarm, before which the asker and the target prove their membership if necessary."""
 
     private: PrivateSwarm
     send: SendAsk
@@ -23,13 +23,14 @@ class ProvenAsk:
     done: Done
 
     def begin(self) -> None:
+        """Send the question; if the target has not proved its membership yet, exchange proofs first."""
         if self.private.admits(self.ask.to):
             self.send(self.ask, self._answered)
         else:
             self._prove()
 
     def _answered(self, outcome: Answer | AskError) -> None:
-        """The other side may have forgotten us, or know an older proof of ours."""
+        """Pass the outcome to `done`. If the target lacks the asker's proof, first send the proof and ask again."""
         if _refusal(outcome) in NOT_COUNTED:
             self._prove()
         else:

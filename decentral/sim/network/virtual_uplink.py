@@ -1,8 +1,8 @@
-"""What leaves a simulated peer next, and at which pace: the order of comm/net/uplink_queue.py on an agenda.
+"""Order and pace the messages that leave a simulated peer: the queue of comm/net/uplink_queue.py in virtual time.
 
-A message's transfer begins when its first piece leaves, and is through when the transfer is and the last piece as well.
-Nobody sees the pieces between. They leave as late as possible, each at its own time: before something changes, or with
-the last one.
+Start reading at `VirtualUplink`. A message's transfer begins when the message's first piece leaves. The message has
+been sent when the transfer has ended and the last piece has left. The pieces between the first and the last need no
+events of their own: `catch_up` counts them later, before the queue or its rate changes.
 """
 
 import math
@@ -14,7 +14,7 @@ from decentral.comm.wire.codec import Envelope
 from decentral.core.units import Seconds
 from decentral.sim.network.agenda import Agenda, Timer
 
-MOST_PIECES = 64  # of a message; those of a large one are larger than real ones, so that it costs no more events
+MOST_PIECES = 64  # a large message has at most this many pieces; smaller ones, as really sent, cost more events
 
 
 Begin = Callable[[Callable[[], None]], None]
@@ -22,30 +22,27 @@ Begin = Callable[[Callable[[], None]], None]
 
 @dataclass(slots=True, eq=False)
 class PacedMessage:
-    """A message that leaves in pieces.
-
-    `begin` is called when the first of them leaves, with what it has to call when the transfer is done; `through` is
-    called in the end.
-    """
+    """A message that leaves a `VirtualUplink` piece by piece, so that other messages can leave between pieces."""
 
     uplink: "VirtualUplink"
     kind: Kind
     turn: Turn
-    size: float  # bytes on the link
-    begin: Begin
-    through: Callable[[], None]
+    size: float  # bytes of the whole message
+    begin: Begin  # called when the first piece leaves; its argument is a function to call when the transfer ends
+    through: Callable[[], None]  # called when the transfer has ended and the last piece has left
     piece_bytes: int = field(init=False)
-    waiting: int = field(init=False)  # pieces that have not left
-    under_way: int = 2  # its transfer, and its pieces
+    waiting: int = field(init=False)
+    under_way: int = 2  # counts down when the transfer ends and when the last piece leaves; at 0, `through` is called
     has_begun: bool = False
     given_up: bool = False
 
     def __post_init__(self) -> None:
+        """Divide the message into pieces."""
         self.piece_bytes = max(TURN_BYTES, round(self.size / MOST_PIECES))
         self.waiting = max(1, math.ceil(self.size / self.piece_bytes))
 
     def leave(self) -> bool:
-        """Send a piece. Return whether more of them wait."""
+        """Send the next piece; return whether more pieces wait."""
         if not self.has_begun:
             self.has_begun = True
             self.begin(self.arrived)
@@ -53,38 +50,42 @@ class PacedMessage:
         return self.waiting > 0
 
     def give_up(self) -> None:
+        """Drop the pieces that have not left; `through` is then never called."""
         self.uplink.catch_up()
         self.given_up = True
         self.uplink.release()
 
     def arrived(self) -> None:
-        """Its transfer is done, or its last piece is through."""
+        """Record that the transfer has ended or the last piece has left; call `through` after both."""
         self.under_way -= 1
         if not self.under_way and not self.given_up:
             self.through()
 
 
 class MessageQueue(UplinkQueue[PacedMessage]):
-    """Pieces are the messages that they belong to."""
+    """The queue of messages at a `VirtualUplink`; a message is queued again for each of its pieces."""
 
     def is_given_up(self, item: PacedMessage) -> bool:
+        """Return whether the message was given up."""
         return item.given_up
 
 
 class VirtualUplink:
+    """The uplink of a simulated peer, and the messages that wait for it."""
+
     def __init__(self, agenda: Agenda, rate: Callable[[], float | None] = lambda: None) -> None:
-        """`rate` gives the bytes/s at which messages leave; None: they do not wait for each other."""
+        """Begin with an empty queue; `rate` returns the bytes/s at which messages leave, or None for no pacing."""
         self.agenda = agenda
         self.queue = MessageQueue(rate)
         self._timer: Timer | None = None
-        self._rate: float | None = None  # by which the timer was set
+        self._rate: float | None = None
 
     def paces(self, envelope: Envelope) -> bool:
-        """Whether this message has to wait for its turn."""
+        """Return whether this message must be queued with `send`."""
         return not self.queue.is_free(self.agenda.now) and self.queue.paces(envelope, self.agenda.now)
 
     def send(self, envelope: Envelope, size: float, begin: Begin, through: Callable[[], None]) -> PacedMessage:
-        """A message of so many bytes on the link leaves in its turn."""
+        """Queue a message of `size` bytes; call `begin` when its first piece leaves, and `through` when all is sent."""
         self.catch_up()
         turn = self.queue.turn(len(envelope.blob), self.agenda.now)
         message = PacedMessage(self, kind_of(envelope.message), turn, size, begin, through)
@@ -93,9 +94,9 @@ class VirtualUplink:
         return message
 
     def hold(self, begin: Callable[[], bool], yields: bool = False) -> None:
-        """Calls `begin` when what has left is through. If it returns True, nothing else leaves until `let_go`.
+        """Call `begin` as soon as the uplink is idle; if `begin` returns True, stop the uplink until `let_go`.
 
-        `yields`: a piece that is due at this moment leaves before, because it has waited for longer.
+        `yields`: first send a piece that is due now, because the piece has waited longer than this call.
         """
         self.catch_up()
         if yields:
@@ -108,17 +109,18 @@ class VirtualUplink:
             self.queue.hold(self.agenda.now)
 
     def let_go(self) -> None:
+        """End the stop that `hold` has begun, so that queued messages leave again."""
         self.catch_up()
         self.queue.let_go()
         self.release()
 
     def catch_up(self) -> None:
-        """Let the pieces go that were due before now. To be called before the rate changes."""
+        """Send the pieces that were due before now; call this before the queue or its rate changes."""
         while (next_at := self.queue.next_at()) is not None and next_at < self.agenda.now:
             self._take(next_at)
 
     def follow_rate(self) -> None:
-        """Let pieces leave at the present rate. To be called after it may have changed."""
+        """Reschedule the next piece if the rate has changed."""
         if self._timer is not None and self.queue.rate() != self._rate:
             self.release()
 
@@ -126,7 +128,7 @@ class VirtualUplink:
         self.queue.add(message.kind, message.turn, message.piece_bytes, message)
 
     def release(self) -> None:
-        """Lets the pieces go whose time has come, and wakes up for the next one that somebody sees."""
+        """Send the pieces that are due now, and set the timer for the next first or last piece of a message."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -150,7 +152,7 @@ class VirtualUplink:
             self.agenda.at(max(at, self.queue.free_at), message.arrived)
 
     def _seen_at(self, next_at: Seconds) -> Seconds:
-        """When the next piece leaves that begins or ends a message. The next one of all leaves at `next_at`."""
+        """Return when the next first or last piece of a message leaves. `next_at`: when the next piece leaves."""
         self._rate, message = self.queue.rate(), self.queue.next_alone()
         if message is None or message.given_up or not message.has_begun:
             return next_at

@@ -1,1 +1,1 @@
-"""The live page: a swarm as a person wants to see it, in a browser, from journals, a peer, a visit or the simulator."""
+"""The live page: a web page that shows a swarm, with data from journals, a running peer, the DHT or the simulator."""

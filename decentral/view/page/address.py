@@ -1,4 +1,4 @@
-"""Where the page is served: `[HOST:]PORT` as a user types it, and the socket."""
+"""Parse the address `[HOST:]PORT` of the live page, and open its socket."""
 
 import argparse
 import ipaddress
@@ -11,26 +11,34 @@ from decentral.commands import shared
 from decentral.core.errors import UserError
 
 DEFAULT_PORT = 8420
-HERE = "127.0.0.1"  # whoever may look at the page sees everything, and nobody is asked for a password
-NEEDED = ("starlette", "uvicorn")
+HERE = "127.0.0.1"  # default host; the page has no password, so it serves other machines only if the user names a host
+NEEDED = ("starlette", "uvicorn")  # packages of the extra `dashboard` (pip install decentral[dashboard])
 
 
 @dataclass(frozen=True, slots=True)
 class PageAddress:
-    """`port` 0: any free one. `strict`: no other port will do."""
+    """Host and port at which the page is served, and whether to use another port if this port is taken."""
 
     host: str = HERE
-    port: int = DEFAULT_PORT
-    strict: bool = False
+    port: int = DEFAULT_PORT  # 0: any free port
+    strict: bool = False  # True: a taken port is an error; False: any free port replaces it
 
     @classmethod
     def parse(cls, text: str) -> "PageAddress":
-        """Reads `8420`, `0.0.0.0:8420` or `[::]:8420`. Raises ArgumentTypeError for anything else."""
+        """Return the address in a text such as `8420`, `0.0.0.0:8420` or `[::]:8420`, with `strict` set to True.
+
+        Raises:
+            ArgumentTypeError: If the text is not `[HOST:]PORT`.
+        """
         host, port = shared.host_port(text)
         return cls(host, port, strict=True)
 
     def bind(self) -> socket.socket:
-        """The socket, listening. Raises UserError if the address cannot be had, or the page's libraries are missing."""
+        """Return a socket that listens at this address.
+
+        Raises:
+            UserError: If the address cannot be used, or the page's packages are not installed.
+        """
         if not all(map(find_spec, NEEDED)):
             raise UserError("the page needs two more packages: pip install 'decentral[dashboard]'")
         try:
@@ -47,15 +55,18 @@ class PageAddress:
 
 
 def reserved(address: PageAddress | None) -> AbstractContextManager[socket.socket | None]:
-    """Return the socket of a page that is served later, or None where the user wants no page. Raises UserError.
+    """Return a context manager that gives the listening socket for a page, or None if `address` is None.
 
-    So a port that is taken ends a command before it has made or settled anything.
+    A command calls this before anything else, so that a taken port ends the command before it has changed anything.
+
+    Raises:
+        UserError: If the address cannot be used, or the page's packages are not installed.
     """
     return address.bind() if address else nullcontext()
 
 
 def add_dashboard_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds `--dashboard [[HOST:]PORT]`: a PageAddress, or None where the user wants no page."""
+    """Add the flag `--dashboard [[HOST:]PORT]`, whose value is a PageAddress, or None if the flag is not given."""
     where = "show a live page in a browser; default 127.0.0.1:8420, or another port if that is taken"
     parser.add_argument(
         "--dashboard", nargs="?", const=PageAddress(), type=PageAddress.parse, metavar="[HOST:]PORT", help=where
@@ -63,7 +74,7 @@ def add_dashboard_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def link(listening: socket.socket) -> str:
-    """The link to the page: of one that listens everywhere, that on this machine."""
+    """Return the page's URL. A socket that listens on all interfaces has the URL of 127.0.0.1."""
     host, port = listening.getsockname()[:2]
     everywhere = ipaddress.ip_address(host).is_unspecified
     host = "127.0.0.1" if everywhere else f"[{host}]" if ":" in host else host

@@ -1,8 +1,8 @@
-"""The page of a command that trains or simulates: a process of its own, which gets lines through a pipe.
+"""Run the live page in a child process of a command that trains or simulates, and send it lines through a pipe.
 
-The socket is opened here, so that a port that is taken ends the command with one line. The process serves at a lower
-priority than what trains, in a session of its own (Ctrl-C is not for it), and ends when the pipe does: when this
-process ends, however that happens.
+Start reading at `dashboard`. The parent process opens the socket, so that a taken port ends the command with an error
+of one line. The child process has a lower priority than training. It has its own session, so that Ctrl-C does not
+reach it. It ends when the pipe closes, which also happens when the parent process ends.
 """
 
 import os
@@ -19,17 +19,17 @@ from decentral.core.units import MiB, Seconds
 from decentral.view.page.address import PageAddress, link
 from decentral.view.page.source_lines import PAGE_LINES, PageEvent
 
-MOST_UNREAD_BYTES = 1 * MiB  # bytes that the page has not read; beyond them lines are left out
-LEAVE_S = 5.0  # in which the page tells browsers that this is the end
+MOST_UNREAD_BYTES = 1 * MiB  # while more bytes than this wait for the page to read them, new lines are dropped
+LEAVE_S = 5.0  # the page has this time to tell browsers that the run is over; then its process is killed
 
 
 @dataclass(slots=True)
 class DashboardProcess:
-    """`waits`: every line counts, so that whoever tells lines waits until the page has read them."""
+    """The parent's handle of the child process that serves the page, and of the pipe to that process."""
 
     url: str
     process: "subprocess.Popen[bytes]"
-    waits: bool = False
+    waits: bool = False  # True: `tell` blocks while the pipe is full; False: `tell` drops lines if the page is slow
     left_out: int = 0
     _pipe: int = -1
     _waiting: bytearray = field(default_factory=bytearray)
@@ -45,13 +45,13 @@ class DashboardProcess:
         """Start the page's process.
 
         Args:
-            address: Where it is served.
-            folder: Of journals that the page reads itself.
-            waits: Whether `tell` waits until the page has read.
-            listening: The address's socket, if it was `reserved`; it is closed here.
+            address: Where the page is served.
+            folder: A folder of journals that the page reads itself.
+            waits: Whether `tell` blocks while the pipe is full. If False, `tell` drops lines if the page is slow.
+            listening: A socket that listens at the address, if it is open already; `start` closes it in this process.
 
         Raises:
-            UserError: If the address cannot be had.
+            UserError: If the address cannot be used, or the page's packages are not installed.
         """
         with listening or address.bind() as listening:
             theirs, ours = os.pipe()
@@ -63,7 +63,15 @@ class DashboardProcess:
             return cls(link(listening), process, waits, _pipe=ours)
 
     def tell(self, peer: str, t: Seconds, event: PageEvent) -> None:
-        """A line of this peer, at that Unix time. A page that has gone, or does not keep up, misses it."""
+        """Send the page an event of a peer.
+
+        The event is dropped if the page's process has ended, or if more than MOST_UNREAD_BYTES wait to be sent.
+
+        Args:
+            peer: The peer's id; "" if the event is not from the journal of a peer.
+            t: Unix time of the event.
+            event: What happened.
+        """
         if len(self._waiting) > MOST_UNREAD_BYTES:
             self.left_out += 1
         else:
@@ -71,7 +79,7 @@ class DashboardProcess:
         self._write()
 
     def close(self) -> None:
-        """Ends the page. It has a moment to tell browsers so."""
+        """Close the pipe, which ends the page's process. Kill the process if it still runs after LEAVE_S seconds."""
         if self._pipe >= 0:
             os.close(self._pipe)
             self._pipe = -1
@@ -82,6 +90,7 @@ class DashboardProcess:
             self.process.wait()
 
     def _write(self) -> None:
+        """Write waiting bytes to the pipe until none is left or, if the pipe does not block, until the pipe is full."""
         if self._pipe < 0:
             self._waiting.clear()
             return
@@ -90,7 +99,7 @@ class DashboardProcess:
                 del self._waiting[: os.write(self._pipe, self._waiting)]
         except BlockingIOError:
             pass
-        except OSError:  # the page has ended
+        except OSError:
             os.close(self._pipe)
             self._pipe = -1
 
@@ -102,9 +111,9 @@ def dashboard(
     waits: bool = False,
     listening: socket.socket | None = None,
 ) -> Iterator[DashboardProcess | None]:
-    """Yield the page of a command, until the block ends; None if the user has asked for none.
+    """Run the page's process until the block ends, and yield its handle; yield None if `address` is None.
 
-    The arguments and the errors are those of `DashboardProcess.start`.
+    The arguments have the same meaning as in `DashboardProcess.start`, and the same errors may be raised.
     """
     page = DashboardProcess.start(address, folder, waits, listening) if address else None
     try:

@@ -1,4 +1,4 @@
-"""Follows the sources of the page: history as fast as it can be read, then what is new, once a second."""
+"""Update the page's view of the swarm: read all old lines of the page's sources, then new lines once a second."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -10,25 +10,30 @@ from decentral.view.page.sources import JournalFolder, LineSource
 from decentral.view.page.swarm_view import SwarmView
 
 UPDATE_S = 1.0
-FRESH_LINE_S = 60.0  # a line that is older says nothing of what time it is now
-LINES_AT_ONCE = 2000  # between two chances for the server to answer
+FRESH_LINE_S = 60.0  # a line counts as new if its time differs from this machine's clock by less than this
+LINES_AT_ONCE = 2000  # after this many lines, reading pauses, so that the event loop can answer browsers
 
 
 @dataclass(slots=True)
 class SwarmTime:
-    """The time that the swarm's lines are written by.
+    """The clock of the swarm, computed from the times in the journal lines that the page reads.
 
-    The swarm's clock may be another than this machine's: from a fresh line on, that line's time counts, and goes on as
-    this machine's does. The simulator's is virtual. Of a run that is over, time has stopped with its last line.
+    The swarm's clock may differ from this machine's clock. The newest line that is written while the page runs shows
+    the difference. In a simulation, and in a run that is over, the clock stands at the time of the newest line.
     """
 
-    wall: Callable[[], Seconds]
+    wall: Callable[[], Seconds]  # returns this machine's Unix time
     virtual: bool = False
-    _ahead_s: Seconds | None = None  # None: there was no fresh line
+    _ahead_s: Seconds | None = None  # the swarm's clock minus this machine's clock; None before the first new line
     _newest: Seconds = 0.0
 
     def saw(self, line: PageLine, live: bool) -> None:
-        """`live`: it was written since the last look."""
+        """Update the clock from the time of a line.
+
+        Args:
+            line: The line.
+            live: Whether the line was written since the last update. If True, its time is taken as the present time.
+        """
         self.virtual = self.virtual or isinstance(line.event, NowLine)
         if line.t > self._newest:
             self._newest = line.t
@@ -37,10 +42,11 @@ class SwarmTime:
 
     @property
     def past(self) -> bool:
-        """Whether all lines so far are history."""
+        """Whether all lines so far are old, so that the run is probably over; always False in a simulation."""
         return self._ahead_s is None and not self.virtual
 
     def now(self) -> Seconds:
+        """Return the swarm's present time, in Unix seconds."""
         if self.virtual or self._ahead_s is None:
             return self._newest
         return self.wall() + self._ahead_s
@@ -48,12 +54,14 @@ class SwarmTime:
 
 @dataclass(slots=True)
 class PageFollower:
+    """The loop that reads all sources into a view of the swarm."""
+
     sources: Sequence[LineSource]
     time: SwarmTime
     view: SwarmView = field(default_factory=SwarmView)
 
     async def run(self, publish: Callable[[], None]) -> None:
-        """Calls `publish` after each update. Returns when a source is over."""
+        """Update the view once a second, and call `publish` after each update, until one of the sources has ended."""
         live = False
         while True:
             self._name_run()
@@ -70,7 +78,13 @@ class PageFollower:
             await asyncio.sleep(UPDATE_S)
 
     async def take(self, source: LineSource, live: bool) -> None:
-        """Of history, the totals are taken as often as the grid of the timeline has buckets."""
+        """Read all new lines of one source into the view.
+
+        Args:
+            source: The source.
+            live: Whether the lines were written since the last update. If False, the lines tell the past, and the
+                swarm's totals are computed once for each time bucket of the charts.
+        """
         ticked = 0.0
         for count, (peer, line) in enumerate(source.lines()):
             self.time.saw(line, live)
@@ -82,6 +96,7 @@ class PageFollower:
                 await asyncio.sleep(0)
 
     def _name_run(self) -> None:
+        """If the view has no name and settings of the run yet, read them from a source's folder of journals."""
         for source in self.sources:
             if isinstance(source, JournalFolder) and "run" not in self.view.facts:
                 self.view.learn(source.facts())

@@ -1,4 +1,4 @@
-"""One peer as the page shows it: what its own journal says, or what its record in the DHT says."""
+"""Store what the page shows of one peer. The source is the peer's journal or, without a journal, its DHT record."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,11 +12,11 @@ from decentral.core.time_spent import KINDS, TimeSpent
 from decentral.core.units import Seconds
 from decentral.peers.membership.records import PeerRecord
 
-SPEED_S = 10.0  # time constant of the average of tokens/s
-LOSS_SHARE = 0.1  # of the newest step line in the loss that is shown
-REASONS_SHOWN = 4
-LIVE = ("joining", "training")
-ROW = (  # what a peer's row has, in this order
+SPEED_S = 10.0  # tokens/s are an exponential moving average with this time constant
+LOSS_SHARE = 0.1  # weight of a new loss in its exponential moving average
+REASONS_SHOWN = 4  # a peer's row shows its most frequent reasons for exchange outcomes, up to this number
+LIVE = ("joining", "training")  # a peer in one of these states is in the swarm
+ROW = (  # browsers get a peer as a list of these values
     *("number", "peer", "state", "why", "since", "heard", "device", "region", "software", "throttle", "first", "last"),
     *("memory_bytes", "step", "tokens", "tokens_per_s", "loss", "held_out", "shares", "exchanges", "reasons"),
     *("sent_bytes", "received_bytes", "up", "down", "latency_s", "window_s", "evaluated"),
@@ -25,33 +25,33 @@ ROW = (  # what a peer's row has, in this order
 
 @dataclass(slots=True)
 class DeviceView:
-    """What the peer is: declared or measured once."""
+    """What the page shows of a peer's device, region, software and layers."""
 
     device: str = ""
     region: str = ""
     software: str = ""
-    throttle: float = 1.0
+    throttle: float = 1.0  # slowdown factor with which the peer imitates a slower device; 1.0: no slowdown
     memory_bytes: int = 0
-    first: int = 0  # span [first, last); none is known where both are 0
+    first: int = 0  # the peer holds the layers from `first` to `last` - 1; (0, 0): not known
     last: int = 0
 
     def place(self, device: str, region: str, throttle: float) -> None:
-        """Take what and where the peer is."""
+        """Set device, region and slowdown to the values in the peer's own journal or in a PlaceLine."""
         self.device = plain_text(device)
         self.region = plain_text(region) or self.region
         self.throttle = throttle or 1.0
 
     def span(self, first: int, last: int) -> None:
-        """Take layers [first, last); there are none where a line lacks them."""
+        """Set the layers to [first, last). Do nothing if `last` is not above `first`, or exceeds MOST_LAYERS."""
         if first < last <= MOST_LAYERS:
             self.first, self.last = first, last
 
     def met(self, device: str, region: str) -> None:
-        """Take what another peer has heard of it."""
+        """Set device and region to the values that another peer's journal contains."""
         self.device, self.region = plain_text(device), plain_text(region)
 
     def recorded(self, record: PeerRecord, own: bool) -> None:
-        """Take what its record says, but for what its own journal says better."""
+        """Update from the peer's DHT record. If the page reads the peer's journal (`own`), keep device and layers."""
         self.region = self.region or plain_text(record.profile.region)
         self.software, self.memory_bytes = plain_text(record.profile.software), record.profile.memory_bytes
         if not own:
@@ -61,23 +61,30 @@ class DeviceView:
 
 @dataclass(slots=True)
 class NetworkView:
-    """What the peer measures of its links. Rates in bytes/s; 0: not known."""
+    """What the peer measures on its links, and the length of its gossip windows. 0.0 means not known."""
 
-    up: float = 0.0
-    down: float = 0.0
+    up: float = 0.0  # bytes/s
+    down: float = 0.0  # bytes/s
     latency_s: Seconds = 0.0
-    window_s: Seconds = 0.0
+    window_s: Seconds = 0.0  # duration of local training between two exchanges
 
     def window(self, window_s: Seconds) -> None:
+        """Set the present length of a gossip window."""
         self.window_s = window_s
 
     def measured(self, rate: float, latency_s: Seconds, own: bool) -> None:
-        """Take what it measured of one link. Only its own journal says what its downlink carries."""
+        """Update the smallest delay from a measurement of one link and, if `own`, also the largest download rate.
+
+        Args:
+            rate: Download rate over the link, in bytes/s.
+            latency_s: The link's delay; 0.0 if not measured.
+            own: Whether the page reads the peer's own journal. If False, the peer's record gives the download rate.
+        """
         self.down = max(self.down, rate) if own else self.down
         self.latency_s = min((known for known in (self.latency_s, latency_s) if known), default=0.0)
 
     def recorded(self, record: PeerRecord, own: bool) -> None:
-        """Take what its record says, but for what its own journal says better."""
+        """Update from the peer's DHT record. If the page reads the peer's journal (`own`), keep delay and window."""
         self.up, self.down = record.profile.up, self.down or record.profile.down
         if not own:
             self.latency_s, self.window_s = record.profile.latency_s, record.window_s
@@ -85,18 +92,19 @@ class NetworkView:
 
 @dataclass(slots=True)
 class ProgressView:
-    """How fast the peer trains, and how well, smoothed as people look at it."""
+    """Speed and losses of a peer. The speed and the training loss are exponential moving averages."""
 
     tokens_per_s: float = 0.0
-    loss: float | None = None
-    held_out: float | None = None
-    evaluated: Seconds = 0.0  # when; 0.0: not known, as a record does not say it
+    loss: float | None = None  # on training data, nats per token
+    held_out: float | None = None  # on held-out data, nats per token
+    evaluated: Seconds = 0.0  # Unix time of the last evaluation; 0.0: not known
 
     def started(self) -> None:
+        """Reset the speed, because the peer has restarted."""
         self.tokens_per_s = 0.0
 
     def stepped(self, line: StepLine, since_s: Seconds) -> None:
-        """Take steps whose line comes so long after the peer's line before."""
+        """Update speed and loss from a journal line about steps, written `since_s` seconds after the previous line."""
         took = max(1e-3, since_s if self.tokens_per_s else line.seconds)
         share = min(1.0, took / SPEED_S) if self.tokens_per_s else 1.0
         self.tokens_per_s += (line.tokens / took - self.tokens_per_s) * share
@@ -104,51 +112,56 @@ class ProgressView:
             self.loss = line.loss if self.loss is None else self.loss + LOSS_SHARE * (line.loss - self.loss)
 
     def judged(self, t: Seconds, held_out: float | None, own: bool) -> bool:
-        """Take the held-out loss. Return whether it is a new one: a record repeats it, and the first may be old."""
+        """Set the held-out loss. Return whether a chart may show this loss as measured at time `t`.
+
+        The result is False for an unchanged loss. It is also False for the first loss from a DHT record, since a record
+        may repeat an old loss. A peer's own journal (`own`) repeats no old loss.
+        """
         news = held_out is not None and held_out != self.held_out
         fresh = news and (own or self.held_out is not None)
-        again = held_out is not None and own  # its journal has a line for each evaluation
+        again = held_out is not None and own  # a journal line is a new evaluation even if the loss is the same
         self.held_out, self.evaluated = held_out, t if fresh or again else self.evaluated
         return fresh
 
     def recorded(self, record: PeerRecord) -> None:
-        """Take what its record says, but for its held-out loss."""
+        """Set speed and training loss from the peer's record."""
         self.tokens_per_s, self.loss = record.profile.tokens_per_s, record.standing.loss
 
 
 @dataclass(slots=True)
 class PeerView:
-    """`heard`: the time of its own last line, or of its last record."""
+    """State of one peer on the live page. Times are Unix time."""
 
     number: int
     peer: str
-    state: str = "joining"  # joining, training; left, silent, ended (its process has, without a goodbye)
-    why: str = ""  # of the state
-    since: Seconds = 0.0  # when the state began
-    heard: Seconds = 0.0
-    doubted: Seconds = 0.0  # when another peer last missed it
-    gap_s: Seconds = 0.0  # the longest between two of its last step lines
-    own: bool = False  # whether its own journal is followed
+    state: str = "joining"  # joining, training, left, silent, or ended (the process ended without a goodbye message)
+    why: str = ""
+    since: Seconds = 0.0
+    heard: Seconds = 0.0  # time of the last line of the peer's journal, or of its last record
+    doubted: Seconds = 0.0  # when another peer last failed to reach this peer
+    gap_s: Seconds = 0.0  # longest recent time between two journal lines about steps
+    own: bool = False
     device: DeviceView = field(default_factory=DeviceView)
     network: NetworkView = field(default_factory=NetworkView)
     progress: ProgressView = field(default_factory=ProgressView)
-    totals: PeerTotals = field(default_factory=PeerTotals)  # of its journal; without one, of its record
+    totals: PeerTotals = field(default_factory=PeerTotals)  # from the peer's journal, or else its record in the DHT
 
     @property
     def live(self) -> bool:
+        """Whether the peer is joining or training."""
         return self.state in LIVE
 
     def is_gone_since(self, t: Seconds) -> bool:
-        """Return whether the peer left at `t` or later, so that a line of time `t` must not revive it."""
+        """Return whether the peer left, fell silent or ended at time `t` or later, so a report from `t` is outdated."""
         return not self.live and t <= self.since
 
     @property
     def series(self) -> str:
-        """The name of its loss in the timeline."""
+        """Name of the timeline's series of this peer's loss."""
         return f"loss {self.number}"
 
     def become(self, state: str, t: Seconds, why: str = "") -> bool:
-        """Whether that is another state than before."""
+        """Set the state and its reason; return whether the state has changed."""
         changed = state != self.state
         if changed:
             self.state, self.since = state, t
@@ -157,11 +170,11 @@ class PeerView:
 
     @property
     def work(self) -> WorkDone:
-        """What it has done in its present life."""
+        """What the peer has done since its last start."""
         return self.totals.work
 
     def follow(self, t: Seconds, event: JournalEvent | None) -> None:
-        """Take a line of its own journal, which is believed rather than its records from now on."""
+        """Update from a line of the peer's own journal. After the first line, the journal overrides DHT records."""
         if not self.own:
             self.own, self.totals = True, PeerTotals()
         self.totals.take(t, event)
@@ -176,10 +189,11 @@ class PeerView:
             self.device.span(event.first, event.last)
 
     def hear(self, t: Seconds) -> None:
+        """Record a sign of life at time `t`."""
         self.heard = max(self.heard, t)
 
     def doubt(self, t: Seconds, why: str) -> None:
-        """Note that another peer misses it."""
+        """Record that another peer failed to reach this peer at time `t`."""
         self.doubted, self.why = max(t, self.doubted), plain_text(why)
 
     def _stepped(self, t: Seconds, line: StepLine) -> None:
@@ -190,7 +204,7 @@ class PeerView:
         self.progress.stepped(line, t - self.heard)
 
     def recorded(self, t: Seconds, record: PeerRecord) -> None:
-        """Take what its record in the DHT says, but for its held-out loss. Its own journal knows better."""
+        """Update from the peer's DHT record, except the held-out loss and the values from the peer's own journal."""
         self.device.recorded(record, self.own)
         self.network.recorded(record, self.own)
         if not self.own:
@@ -199,7 +213,7 @@ class PeerView:
             self.totals = PeerTotals(work=_work_of(record))
 
     def row(self) -> list[Any]:
-        """The values of ROW, fit for JSON."""
+        """Return the values of ROW, ready for JSON."""
         device, network, progress, work = self.device, self.network, self.progress, self.work
         outcomes, reasons = work.exchanges.outcomes, work.exchanges.reasons.most_common(REASONS_SHOWN)
         shares = [round(share, 3) for share in work.spent.shares().values()] if work.spent.total else None
@@ -216,7 +230,7 @@ class PeerView:
 
 
 def gone_words(view: PeerView) -> str:
-    """What has become of a peer that is not live, in words for people."""
+    """Return words for the state of a peer that left, is silent or has ended, such as "is silent (deadline)"."""
     words = {"left": "left", "silent": f"is silent ({view.why})", "ended": f"has ended ({view.why})"}
     return words[view.state]
 
@@ -226,7 +240,7 @@ def _short(value: float | None) -> float | None:
 
 
 def _work_of(record: PeerRecord) -> WorkDone:
-    """What a record says that its peer has done. Of its time it says the shares."""
+    """Return the work that a peer's DHT record states; in `spent`, shares that sum to 1 replace the seconds."""
     told = record.standing
     ended = Counter({(outcome, ""): count for outcome, count in zip(OUTCOMES, told.exchanges, strict=True)})
     return WorkDone(

@@ -1,4 +1,4 @@
-"""What is wrong in the swarm, as the page says it: of the last minutes only, and the most serious first."""
+"""Find the present problems of a swarm for the live page. Start reading at `RecentTroubles.problems`."""
 
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -9,24 +9,24 @@ from decentral.core.reasons import known_reason
 from decentral.core.units import Seconds
 from decentral.view.page.peer_view import PeerView, gone_words
 
-TROUBLED_S = 120.0  # after which what went wrong is history
-STILL_MISSED_S = 3600.0  # how long a peer that ended without a goodbye is shown as missed
-EXCHANGES_SEEN = 300  # the last ones, by which failing ones are judged
-MOST_FAILED = 0.25  # of them, before it is a problem
-FEW_EXCHANGES = 20  # exchanges say nothing yet
+TROUBLED_S = 120.0  # a serious event is shown as a problem for this time
+STILL_MISSED_S = 3600.0  # a peer that ended without a goodbye message is shown as a problem for this time
+EXCHANGES_SEEN = 300  # the share of failures is computed over this many recent exchanges
+MOST_FAILED = 0.25  # the page reports a problem if at least this share of the recent exchanges failed
+FEW_EXCHANGES = 20  # with fewer recent exchanges, their failures are no problem yet
 PROBLEMS_SHOWN = 8
-ALONE_S = 30.0  # a peer that trains beside others for so long, and for ALONE_WINDOWS, has exchanged something
+ALONE_S = 30.0  # a peer is a problem if it has no exchange for this time and for ALONE_WINDOWS gossip windows
 ALONE_WINDOWS = 3
-LEAST_TRAINING = 0.5  # of the time: a peer that trains less is held up by something
+LEAST_TRAINING = 0.5  # a peer that trains less than this share of its time is a problem
 
-Problem = tuple[str, int, str]  # how serious, the peer's number or -1 for the swarm, words
+Problem = tuple[str, int, str]  # level; the peer's number, or -1 for the whole swarm; text
 
 
 @dataclass(frozen=True, slots=True)
 class RunKind:
-    """What of a run decides whether peers wait for each other."""
+    """Properties of a run that decide whether peers wait for each other by design."""
 
-    layers: int = 0  # of the model; 0: not known
+    layers: int = 0  # number of layers of the whole model; 0: not known
     synchronous: bool = False
 
 
@@ -35,29 +35,31 @@ USUAL_RUN = RunKind()
 
 @dataclass(slots=True)
 class RecentTroubles:
-    """The last exchanges, and the last serious events."""
+    """Recent exchanges, serious events, and reports of layers that no peer holds; `problems` finds problems in them."""
 
     _exchanges: deque[tuple[Seconds, str, str]] = field(default_factory=lambda: deque(maxlen=EXCHANGES_SEEN))
     _told: deque[tuple[Seconds, Problem]] = field(default_factory=lambda: deque(maxlen=EXCHANGES_SEEN))
-    _unheld: dict[int, tuple[range, str]] = field(default_factory=dict)  # by the peer that says it: layers, words
+    _unheld: dict[int, tuple[range, str]] = field(default_factory=dict)  # by peer: layers without a holder, warning
 
     def exchanged(self, t: Seconds, outcome: str, reason: str) -> None:
+        """Record a gossip exchange that ended at Unix time `t`."""
         self._exchanges.append((t, outcome, known_reason(reason)))
 
     def told(self, t: Seconds, peer: int, level: str, words: str) -> None:
+        """Record an event of the peer with this number, if the level is BAD or WARNING."""
         if level in (BAD, WARNING):
             self._told.append((t, (level, peer, words)))
 
     def unheld(self, peer: int, layers: range, words: str) -> None:
-        """Record that a peer reports layers without a holder."""
+        """Record a peer's report that no peer holds these layers."""
         self._unheld[peer] = layers, words
 
     def held(self, peer: int) -> None:
-        """Forget that peer's report, since it reports holders again, or has gone."""
+        """Remove this peer's report of layers that no peer holds, if there is one."""
         self._unheld.pop(peer, None)
 
     def problems(self, peers: Iterable[PeerView], now: Seconds, run: RunKind = USUAL_RUN) -> list[Problem]:
-        """Return what is wrong now, the most serious first: at most PROBLEMS_SHOWN, none twice."""
+        """Return at most PROBLEMS_SHOWN different problems that exist at Unix time `now`, the most serious first."""
         known = list(peers)
         found = [*_silent(known, now), *self._without_holder(known), *self._serious(now), *self._failing(now)]
         found += [] if run.synchronous else _alone(known, now)
@@ -68,7 +70,7 @@ class RecentTroubles:
         return [problem for t, problem in reversed(self._told) if t > now - TROUBLED_S]
 
     def _without_holder(self, known: list[PeerView]) -> list[Problem]:
-        """Return reports of layers without a holder, unless the table of peers shows a holder: rosters lag behind."""
+        """Return the reports of layers that no peer holds, except reports of layers that training peers now hold."""
         if not self._unheld:
             return []
         spans = {(peer.device.first, peer.device.last) for peer in known if peer.state == "training"}
@@ -76,6 +78,7 @@ class RecentTroubles:
         return [(BAD, -1, words) for layers, words in self._unheld.values() if not held.issuperset(layers)]
 
     def _failing(self, now: Seconds) -> list[Problem]:
+        """Return a problem if a quarter (MOST_FAILED) of at least FEW_EXCHANGES recent exchanges failed, else []."""
         recent = [(outcome, reason) for t, outcome, reason in self._exchanges if t > now - TROUBLED_S]
         failed = Counter(reason for outcome, reason in recent if outcome == "failed")
         count = sum(failed.values())
@@ -86,7 +89,7 @@ class RecentTroubles:
 
 
 def _silent(peers: Iterable[PeerView], now: Seconds) -> list[Problem]:
-    """Return peers that ended without a goodbye: BAD in the last 2 minutes, then WARNING for an hour."""
+    """Return a problem for each peer that went silent or ended: BAD for 2 minutes, then WARNING for an hour."""
     gone = [peer for peer in peers if peer.state in ("silent", "ended") and peer.since > now - STILL_MISSED_S]
     lost = [peer for peer in gone if peer.since > now - TROUBLED_S]
     missed = [peer for peer in gone if peer not in lost]
@@ -103,6 +106,7 @@ def _silent(peers: Iterable[PeerView], now: Seconds) -> list[Problem]:
 
 
 def _alone(peers: list[PeerView], now: Seconds) -> list[Problem]:
+    """Return a problem for each peer that has trained for too long without an exchange, though other peers train."""
     training = [peer for peer in peers if peer.state == "training"]
     waited = [peer for peer in training if peer.own and now > peer.since + _alone_s(peer)]
     beside = (peer for peer in waited if any(_share_layers(peer, other) for other in training if other is not peer))
@@ -116,24 +120,24 @@ def _alone(peers: list[PeerView], now: Seconds) -> list[Problem]:
 
 
 def _alone_s(peer: PeerView) -> Seconds:
-    """Return how long a peer beside others may train without an exchange."""
+    """Return how many seconds a peer may train without an exchange while other peers train."""
     return max(ALONE_S, ALONE_WINDOWS * peer.network.window_s)
 
 
 def _share_layers(one: PeerView, other: PeerView) -> bool:
-    """Return whether two peers have anything to exchange. A peer whose layers are not known may hold any."""
+    """Return whether two peers may hold a common layer. A peer whose layers are not known may hold any layer."""
     unknown = not one.device.last or not other.device.last
     return unknown or (one.device.first < other.device.last and other.device.first < one.device.last)
 
 
 def _waits_by_design(peer: PeerView, run: RunKind) -> bool:
-    """Return whether a peer's training thread waits for other peers: for micro-batches of routes, or for a round."""
+    """Return whether a peer waits for others by design: for a synchronous round, or as one stage of a pipeline."""
     part = 0 < peer.device.last - peer.device.first < run.layers
     return run.synchronous or part
 
 
 def _idle(peers: Iterable[PeerView], run: RunKind) -> list[Problem]:
-    """Return peers that train less than half of the time, time that they wait by design left out."""
+    """Return a problem for each peer that trains less than LEAST_TRAINING of its time, not counting waits by design."""
     found = []
     for peer in peers:
         spent = peer.work.spent

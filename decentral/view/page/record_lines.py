@@ -1,4 +1,8 @@
-"""What peers' records in the DHT say, as lines for the page; and how a peer that trains hands them on."""
+"""Send the live page lines that no journal contains: other peers' DHT records, and peers that do not answer a ping.
+
+Start reading at `ToldRecords`. `feed_page` sends the records that a training peer knows, and `watch_for_page` the
+results of its pings.
+"""
 
 import asyncio
 from collections.abc import Iterator, Mapping
@@ -14,20 +18,20 @@ from decentral.view.page.signs_of_life import ASKED_EVERY_S, SignsOfLife
 from decentral.view.page.source_lines import MissedLine, RecordLine
 
 FEED_S = 1.0
-RECORDS_AT_ONCE = 100  # in that time: each takes the event loop 30 us
+RECORDS_AT_ONCE = 100  # an update has at most this many records, because each takes the event loop about 30 us
 
 
 @dataclass(slots=True)
 class ToldRecords:
-    """Which records the page has, so that each is told once."""
+    """A filter that sends each version of a peer's record to the page only once."""
 
-    _times: dict[PeerId, Seconds] = field(default_factory=dict)  # of the last one, by peer; told last, it stands last
+    _times: dict[PeerId, Seconds] = field(default_factory=dict)  # by peer: when it wrote the record sent last
 
     def news(self, live: Mapping[PeerId, PeerRecord]) -> Iterator[RecordLine]:
-        """Lines about the records that are new, RECORDS_AT_ONCE at most; the others come the next time.
+        """Yield lines for the records in `live` that were not sent yet, at most RECORDS_AT_ONCE lines.
 
-        Those come first that were never told, and then those that were told longest ago: a peer that renews its record
-        all the time keeps no other out.
+        The next call yields further records. Peers without a sent record come first, then peers whose record was
+        sent longest ago. So a peer that renews its record very often does not delay the records of other peers.
         """
         turn = {peer: number for number, peer in enumerate(self._times)}
         new = [peer for peer, record in live.items() if self._times.get(peer) != record.time]
@@ -40,7 +44,7 @@ class ToldRecords:
 
 
 async def feed_page(host: Host, page: DashboardProcess) -> None:
-    """Hands what this peer knows of the others on to its page, once a second, for as long as it runs."""
+    """Send the page the records of all other peers that `host` knows, once a second, until cancelled."""
     told = ToldRecords()
     while True:
         live = {peer: entry.record for peer, entry in host.node.roster.live.items()}
@@ -50,8 +54,10 @@ async def feed_page(host: Host, page: DashboardProcess) -> None:
 
 
 async def watch_for_page(host: Host, page: DashboardProcess) -> None:
-    """Asks the others for signs of life, and tells the page who gives none. Exchanges find that out much later, where
-    windows are long."""
+    """Ping the other peers, and tell the page which peers do not answer, until cancelled.
+
+    Without pings, the page would learn that a peer is gone only from a failed gossip exchange, which may come late.
+    """
     signs = SignsOfLife(host.transport)
     while True:
         for peer, reason in await signs.missed(host.node.roster.live):

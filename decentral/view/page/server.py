@@ -1,19 +1,18 @@
-"""Serves the page: static files, one stream of server-sent events for each browser, and JSON for programs.
+"""Serve the live page: static files, a stream of server-sent events for each browser, and JSON for programs.
 
     /                    the page
-    /static/...          its parts; nothing comes from another host, and the policy below forbids it
-    /stream              first everything, then what has changed, about once a second
-    /api/swarm           everything, once
+    /static/...          the page's scripts and styles; the browser may load nothing from other hosts (HEADERS)
+    /stream              first the whole state, then changes, about once a second
+    /api/swarm           the whole state, once
     /api/peers/N         the loss of peer N over time
-    /v1/...              text from a model, where the user wants one served (decentral/serving)
+    /v1/...              text from a model, if the user serves one (decentral/serving)
 
-An update is encoded once for all browsers. One that is slow gets everything anew, so nothing queues up for it.
+Start reading at `application`. An update is encoded once for all browsers. There is no queue of updates for a slow
+browser: a browser that has missed an update receives the whole state.
 """
 
 import asyncio
-import ipaddress
 import re
-import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,13 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from decentral.core import strict_json
+from decentral.core.ip_networks import CALLER, network_of
+from decentral.view.callers import has_room, is_ours, own_names
+from decentral.view.page.address import HERE
 from decentral.view.page.swarm_view import SwarmView
 
 STATIC = Path(__file__).parent / "static"
-MOST_BROWSERS = 32
+MOST_BROWSERS = 64  # at most this many browsers get updates, half of them from one network, to bound an update's work
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -49,16 +51,18 @@ Send = Callable[[Scope], Awaitable[None]]
 
 
 class Updates:
-    """The updates of the page, numbered; the latest is encoded once, and whoever has missed one gets everything."""
+    """Sender of the page's numbered updates. Only the latest update is stored, encoded once for all browsers."""
 
     def __init__(self, view: SwarmView) -> None:
-        self.view, self.number, self.browsers = view, 0, 0
+        """Prepare to publish updates of `view`."""
+        self.view, self.number = view, 0
+        self.browsers: list[str] = []  # the network of each connected browser
         self._latest = b""
-        self._whole = (-1, "")  # everything as JSON, as of update N
+        self._whole = (-1, "")  # latest encoded update: its number, and the whole state as JSON
         self._news = asyncio.Event()
 
     def publish(self) -> None:
-        """What has changed goes to all who listen. While nobody does, nothing is encoded."""
+        """Send the changes since the last update to all browsers. If no browser listens, nothing is encoded."""
         self.number += 1
         if not self.browsers:
             return
@@ -67,42 +71,41 @@ class Updates:
         news.set()
 
     def everything(self) -> str:
-        """All that a page shows, as JSON; it is encoded once for an update, however many ask."""
+        """Return the whole state of the page as JSON, encoded at most once per update."""
         if self._whole[0] != self.number:
             self._whole = self.number, strict_json.dumps(self.view.snapshot())
         return self._whole[1]
 
     async def listen(self) -> AsyncGenerator[bytes]:
-        """Server-sent events, for one browser."""
+        """Yield server-sent events for one browser, which is in `browsers`: the whole state, then each change."""
         known = -1
-        self.browsers += 1
-        try:
-            while True:
-                if known != self.number:
-                    missed = known < 0 or known < self.number - 1
-                    known = self.number
-                    yield _message("everything", known, self.everything()) if missed else self._latest
-                else:
-                    await self._news.wait()
-        finally:
-            self.browsers -= 1
+        while True:
+            if known != self.number:
+                missed = known < 0 or known < self.number - 1
+                known = self.number
+                yield _message("everything", known, self.everything()) if missed else self._latest
+            else:
+                await self._news.wait()
 
 
 def _message(event: str, number: int, content: str) -> bytes:
     return f"event: {event}\nid: {number}\ndata: {content}\n\n".encode()
 
 
-def application(updates: Updates, names: frozenset[str] = frozenset(), model_api: ASGIApp | None = None) -> Starlette:
-    """The page's application. `names`: hosts by which browsers may ask for it, besides addresses and this machine.
-    `model_api`: what answers below /v1."""
+def application(updates: Updates, host: str = HERE, model_api: ASGIApp | None = None) -> Starlette:
+    """Return the page's web application.
+
+    Args:
+        updates: The state to show, and its changes.
+        host: Host name or IP address at which the page is served.
+        model_api: The application that answers below /v1, if a model is served.
+    """
 
     async def page(request: Request) -> Response:
         return FileResponse(STATIC / "index.html")
 
     async def stream(request: Request) -> Response:
-        if updates.browsers >= MOST_BROWSERS:
-            return PlainTextResponse(f"at most {MOST_BROWSERS} browsers look at one time; close one", 503)
-        return StreamingResponse(updates.listen(), media_type="text/event-stream")
+        return _Stream(updates, network_of(request.client.host if request.client else "", CALLER))
 
     async def swarm(request: Request) -> Response:
         return _json(updates.everything())
@@ -120,24 +123,41 @@ def application(updates: Updates, names: frozenset[str] = frozenset(), model_api
         Mount("/static", StaticFiles(directory=STATIC)),
         *([Mount("/v1", model_api)] if model_api else ()),
     ]
-    own = names | {"localhost", socket.gethostname().lower()}
-    return Starlette(routes=routes, middleware=[Middleware(Guarded, names=own)])
+    return Starlette(routes=routes, middleware=[Middleware(Guarded, names=own_names(host))])
 
 
 def _json(content: str) -> Response:
     return Response(content, media_type="application/json")
 
 
-class Guarded:
-    """Answers under this machine's names only, and says in each answer what a page of ours may do.
+class _Stream(StreamingResponse):
+    """The stream of updates for one browser, which counts towards MOST_BROWSERS until it has ended."""
 
-    A page of somebody else's whose name was made to lead here (DNS rebinding) has that name in its `Host` header.
-    """
+    def __init__(self, updates: Updates, network: str) -> None:
+        super().__init__(updates.listen(), media_type="text/event-stream")
+        self._browsers, self._network = updates.browsers, network
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._browsers.append(self._network)
+        try:
+            if has_room(self._network, self._browsers, MOST_BROWSERS):
+                await super().__call__(scope, receive, send)
+                return
+        finally:
+            self._browsers.remove(self._network)
+        text = f"at most {MOST_BROWSERS} browsers may show this page at one time, half of them from one network; "
+        await PlainTextResponse(text + "close one", 503)(scope, receive, send)
+
+
+class Guarded:
+    """Middleware that refuses foreign host names (status 421), and adds HEADERS to each answer."""
 
     def __init__(self, app: Any, names: frozenset[str]) -> None:
+        """Guard an application; `names` are the host names that requests may use, besides IP addresses."""
         self.app, self.names = app, names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, as an ASGI application."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -149,18 +169,10 @@ class Guarded:
             await send(message)
 
         host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
-        if not self._is_ours(host):
+        if not is_ours(host, self.names):
             refused = PlainTextResponse(
-                "this page is served under this machine's names only; name it by --dashboard", 421
+                "this page does not answer under this host name; give the name to --dashboard", 421
             )
             await refused(scope, receive, send_with_headers)
             return
         await self.app(scope, receive, send_with_headers)
-
-    def _is_ours(self, host: str) -> bool:
-        name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-        try:
-            ipaddress.ip_address(name.strip("[]"))
-            return True
-        except ValueError:
-            return name.lower() in self.names

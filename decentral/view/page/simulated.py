@@ -1,7 +1,7 @@
-"""A simulated swarm's lines for its page.
+"""Send a simulated swarm's events to its live page.
 
-What peers say of each other's coming and going is left out: in a large swarm each says it of each. Who lives is known
-here.
+The page does not receive the peers' reports that other peers joined or left, because in a large swarm every peer
+reports every other peer. Instead, the page learns from the simulator which peers run.
 """
 
 from dataclasses import dataclass, field
@@ -16,23 +16,24 @@ from decentral.sim.virtual_claims import EPOCH
 from decentral.view.page.child import DashboardProcess
 from decentral.view.page.source_lines import FactsLine, MissedLine, NowLine, PlaceLine
 
-LOOKED_S = 1.0  # of virtual time, between two looks at who lives
+LOOKED_S = 1.0
 SIMULATION_NOTE = (
-    "A simulation: time is virtual. Unless --gradients asks for it nothing is trained, a few numbers stand for the "
-    "model, and their gossip is real."
+    "This is a simulation in virtual time. Unless --gradients trains the real model, a few numbers stand for the "
+    "model; the gossip code is the real one."
 )
 
 
 @dataclass(slots=True)
 class SimulatedPage:
-    """A Watch (sim/run.py) that tells the page."""
+    """An observer of a simulation (a `Watch` of sim/run.py) that sends the simulation's events to the page."""
 
     page: DashboardProcess
     swarm: SimulatedSwarm = field(init=False)
     _living: set[PeerId] = field(default_factory=set)
-    _looked_at: Seconds = 0.0  # unix time, as all lines have it
+    _looked_at: Seconds = 0.0
 
     def begin(self, swarm: SimulatedSwarm) -> None:
+        """Send the run's name and settings, and a line that says that the run is a simulation."""
         self.swarm = swarm
         settings = swarm.settings
         facts = facts_of(settings.config) | {"layers": settings.fragments[-1].last}
@@ -40,16 +41,18 @@ class SimulatedPage:
         self.page.tell("", EPOCH, NowLine())
 
     def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
+        """Send the page a line of this peer's journal; once a virtual second, tell it which peers started or ended."""
         if t >= self._looked_at + LOOKED_S:
             self._look(t)
         if not isinstance(log.event, PeerJoinedLine | PeerLeftLine | GoodbyeLine):
             self.page.tell(peer, t, log.event)
 
     def end(self) -> None:
+        """Tell the page, at the end of the run, which peers have started or ended since the last check."""
         self._look(EPOCH + self.swarm.agenda.now)
 
     def _look(self, t: Seconds) -> None:
-        """Who began to live, and who does not live any more."""
+        """Tell the page which peers have started or ended since the last check."""
         self._looked_at, living = t, {member.peer for member in self.swarm.living}
         for peer in living - self._living:
             throttle = self.swarm.settings.throttle(self.swarm.by_peer[peer].number)

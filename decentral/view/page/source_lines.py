@@ -1,4 +1,4 @@
-"""The lines of the page: those of journals, and those that only the page's sources make."""
+"""Define the lines that the page reads: the lines of journals, and lines about facts that no journal contains."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -14,19 +14,19 @@ from decentral.peers.membership.records import PeerRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NowLine:
-    """The present of a simulation: times are virtual, and none is later than this line's."""
+    """Line that marks a simulation: times are virtual, and the time of the newest line is the present time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FactsLine:
-    """Facts about the run, by name, for a page that has no state folder to read them from."""
+    """Line with the run's name and settings, for a page that reads no state folder."""
 
     facts: Annotated[JsonObject, Field(default={})]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceLine:
-    """The device, region and slowness of a peer without a `started` line."""
+    """Line with device, region and slowdown of a peer whose journal has no `started` line."""
 
     peer: Peer
     device: Word
@@ -36,16 +36,16 @@ class PlaceLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissedLine:
-    """This peer does not answer somebody. `certain`: its process is known to have ended."""
+    """Line with a report that a peer does not answer, or that its process has ended."""
 
     peer: Peer
     reason: Text
-    certain: Annotated[bool, Strict()] = False
+    certain: Annotated[bool, Strict()] = False  # whether the peer's process is known to have ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordLine:
-    """What a peer's record in the DHT says."""
+    """Line with a peer's record in the DHT."""
 
     peer: Peer
     record: PeerRecord
@@ -55,6 +55,6 @@ SourceEvent = NowLine | FactsLine | PlaceLine | MissedLine | RecordLine
 PageEvent = JournalEvent | SourceEvent
 PageLine = Recorded[PageEvent]
 Told = tuple[str, PageLine]
-"""The peer whose line it is, and the line."""
+"""The id of the peer whose journal has the line ("" for a line of the source itself), and the line."""
 
 PAGE_LINES = LineForms[PageEvent](PageEvent.__args__)

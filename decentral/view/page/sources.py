@@ -1,7 +1,7 @@
-"""Where the page's lines come from: journals on this machine, a parent process, or both.
+"""Read the page's lines from journals on this machine and from a parent process.
 
-A source has `lines()`: what is new since the last call, as (peer, line) in the order of the lines' times. All that a
-journal has is taken once, so the page shows history from before it was opened. Lines that cannot be read are left out.
+The first call of a source's `lines()` yields all lines of the journals, so that the page shows what happened before it
+was opened. Later calls yield new lines. Lines that cannot be parsed are left out. Start reading at `LineSource`.
 """
 
 import heapq
@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from decentral.core import received, strict_json
+from decentral.core import foreign_file, received, strict_json
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.core.journal.events import PeerFacts
@@ -24,41 +24,52 @@ from decentral.core.strict_json import JsonObject
 from decentral.core.units import KiB, MiB
 from decentral.view.page.source_lines import PAGE_LINES, MissedLine, Told
 
-MOST_JOURNALS = 4096
-MOST_LINE_BYTES = 256 * KiB  # from a parent process; a longer line is skipped
-READ_BYTES = 1 * MiB  # from a parent process at once
+MOST_JOURNALS = 4096  # at most this many journals are read; others are ignored
+MOST_LINE_BYTES = 256 * KiB  # a longer line from the parent process is dropped
+MOST_RUN_BYTES = 64 * KiB  # a larger run.json is not read; a peer writes at most 10 KiB
+READ_BYTES = 1 * MiB
 
 
 class LineSource(Protocol):
-    """Lines about the swarm, and whether there can be more."""
+    """Interface of a source of the page's lines; implemented by JournalFolder, ParentFeed and Visitor."""
 
-    def lines(self) -> Iterator[Told]: ...
+    def lines(self) -> Iterator[Told]:
+        """Yield (peer, line) for each line written since the last call, in the order of the lines' times."""
 
     @property
-    def over(self) -> bool: ...
+    def over(self) -> bool:
+        """Whether the source has ended, so that no more lines can come."""
 
 
 class FollowedJournal:
-    """One journal: whose it is, as its first line says, and whether the process that writes it has ended."""
+    """A journal that the page reads, the id of the peer that writes it, and whether the peer's process still runs."""
 
     def __init__(self, path: Path) -> None:
+        """Prepare to read the journal at this path from its beginning."""
         self._tail, self._peer, self._t = Tail(path), PeerId(""), 0.0
         self._lock = path.parent / "lock"
-        self._unlocked: int | None = None  # for so many looks nobody has had the lock; None: nobody ever had
+        self._unlocked: int | None = None  # reads since a peer last locked the file; None: no peer ever did
 
     def lines(self, locks: Collection[int]) -> Iterator[Told]:
-        """`locks`: those that processes had when the look began. A process is said to have ended at the second look
-        without its lock, when all that it wrote was read, and those who know more have said it."""
+        """Yield the new lines, and a MissedLine when the process that writes the journal has ended.
+
+        The process counts as ended at the second call in a row that finds no process with the journal's lock. By then,
+        all its lines have been read, and also lines of other peers that say why the peer left.
+
+        Args:
+            locks: Inodes of the files that processes hold locked now.
+        """
         if self._inode() in locks:
             self._unlocked = 0
         elif self._unlocked is not None:
             self._unlocked += 1
-        for line in recorded(self._tail.new()):
-            self._t = line.t
-            if isinstance(line.event, PeerFacts):
-                self._peer = line.event.peer
-            if self._peer:
-                yield self._peer, line
+        with suppress(OSError, UserError):  # unreadable journal, or no free file descriptor: try again later
+            for line in recorded(self._tail.new()):
+                self._t = line.t
+                if isinstance(line.event, PeerFacts):
+                    self._peer = line.event.peer
+                if self._peer:
+                    yield self._peer, line
         if self._unlocked == 2 and self._peer:
             gone = MissedLine(peer=self._peer, reason="its process is gone", certain=True)
             yield self._peer, Recorded(self._t, gone)
@@ -71,31 +82,35 @@ class FollowedJournal:
 
 
 class JournalFolder:
-    """The journals of a peer's state folder, or of all state folders in a folder; new ones are found as they come."""
+    """Source of the lines of all journals in a state folder, or in a folder of state folders; it finds new journals."""
 
-    over = False  # a peer may go on at any time
+    over = False  # never ends, because a stopped peer may start again at any time
 
     def __init__(self, path: Path) -> None:
+        """Prepare to read the journals in this folder."""
         self.path = path
         self._followed: dict[Path, FollowedJournal] = {}
-        self._seen: set[Path] = set()  # journals that are followed, or are copies of one that is
+        self._seen: set[Path] = set()  # journals found so far, even older copies that are not read
 
     def lines(self) -> Iterator[Told]:
+        """Return the new lines of all journals, in the order of their times."""
         locks = lock_holders().keys()
-        self._follow_new([journal for journal in journals_in(self.path) if journal not in self._seen])
+        with suppress(OSError):  # too many open files; the next call finds the journals
+            self._follow_new([journal for journal in journals_in(self.path) if journal not in self._seen])
         each = (followed.lines(locks) for followed in self._followed.values())
         return heapq.merge(*each, key=lambda told: told[1].t)
 
     def facts(self) -> JsonObject:
-        """What is known of the run, from the first state folder that has its config; {} if none has."""
-        for journal in journals_in(self.path):
-            with suppress(OSError, ValueError, KeyError, TypeError, UserError):
-                kept = strict_json.loads((journal.parent / "run.json").read_text())
-                return {"run": plain_text(str(kept["run"])), **received.received(kept["config"]).facts()}
+        """Return the run's name and settings from the first readable `run.json`; {} if no `run.json` can be read."""
+        with suppress(OSError):
+            for journal in journals_in(self.path):
+                with suppress(OSError, ValueError, KeyError, TypeError, UserError):
+                    kept = strict_json.loads(foreign_file.read_text(journal.parent / "run.json", MOST_RUN_BYTES))
+                    return {"run": plain_text(str(kept["run"])), **received.received(kept["config"]).facts()}
         return {}
 
     def _follow_new(self, found: Sequence[Path]) -> None:
-        """Follow these journals, except those in copies of a peer's folder that are older than its own."""
+        """Start to read these journals. If several folders are copies of one peer's folder, only the newest is read."""
         if not found:
             return
         known = {journal.parent: math.inf for journal in self._followed}
@@ -107,14 +122,15 @@ class JournalFolder:
 
 
 class ParentFeed:
-    """What the process that has started this one writes: a JSON array [peer, line] in each line of text."""
+    """Source of the lines that the parent process writes to a pipe, as one JSON array [peer, line] per line of text."""
 
     def __init__(self, descriptor: int) -> None:
+        """Prepare to read from this file descriptor without blocking."""
         self._descriptor, self._rest, self.over = descriptor, b"", False
         os.set_blocking(descriptor, False)
 
     def lines(self) -> Iterator[Told]:
-        """At most READ_BYTES of them; `over` once the parent has closed its end."""
+        """Read up to READ_BYTES and yield the complete lines. Set `over` if the parent has closed the pipe."""
         try:
             data = os.read(self._descriptor, READ_BYTES)
         except BlockingIOError:

@@ -1,11 +1,12 @@
-"""The swarm as the page shows it: lines of journals and records go in, what has changed comes out. Pure and bounded.
+"""Compute the state that the live page shows from lines of journals and DHT records, and the changes of the state.
 
-    take(peer, line)     a line of this peer's journal, or one that a source of the page makes (source_lines.py)
-    tick(now)            about once a second: who is silent, the swarm's totals, what is wrong
-    snapshot() changes() what a page gets first, and after each tick
+    take(peer, line)     update from a line of this peer's journal, or from a line of a page source (source_lines.py)
+    tick(now)            about once a second: find silent peers, compute the swarm's totals, list problems
+    snapshot() changes() the whole state for a new browser, and what has changed since the last update
 
-A peer whose own journal is followed is silent when it writes nothing; another one when those that write say so. Texts
-that peers chose are made plain here, and the page shows them as text.
+Start reading at `SwarmView`. It does no I/O, and its memory is bounded. If the page reads a peer's own journal, the
+peer counts as silent when it writes no lines. Any other peer counts as silent when a source reports that the peer does
+not answer. Control characters are removed from texts that peers chose, and the page never interprets these texts.
 """
 
 from collections.abc import Iterable
@@ -27,18 +28,18 @@ from decentral.view.page.source_lines import FactsLine, MissedLine, NowLine, Pag
 from decentral.view.page.timeline import Timeline
 from decentral.view.page.totals import TOTAL_SERIES, Totals, totals_of
 
-PEERS_SHOWN = 4096  # beyond them those that have gone are forgotten, and newcomers are only counted
-ROWS_AT_ONCE = 250  # peers in one update; the others follow in the next ones
-SERIES_SHOWN = 12  # peers whose own loss is drawn; of more the median, and where four fifths of them are
-UNWRITTEN_S = 30.0  # without a line of its own; a peer that trains writes one every second, its machine permitting
-SILENT_GAPS = 4  # times as long as between its last lines: a slow peer writes less often
-MISSED_S = 3.0  # a peer that others miss is silent if it wrote nothing for so long
+PEERS_SHOWN = 4096  # at most this many peers are shown; a new peer replaces one that is gone, or else is left out
+ROWS_AT_ONCE = 250  # an update has at most this many peers; further changed peers follow in the next updates
+SERIES_SHOWN = 12  # a chart of more peers than this shows the median and the middle 80% instead of each peer's loss
+UNWRITTEN_S = 30.0  # a peer counts as silent after this time without a journal line; usually there is one each second
+SILENT_GAPS = 4  # a peer counts as silent only after a pause this many times as long as its longest recent pause
+MISSED_S = 3.0  # a peer that another peer cannot reach counts as silent after this time without a journal line
 PLAN_CHARS = 1000
 
 
 @dataclass(slots=True)
 class SwarmView:
-    """`facts`: what is known of the run, by name."""
+    """The state of a swarm that the live page shows."""
 
     facts: JsonObject = field(default_factory=dict)
     now: Seconds = 0.0
@@ -50,13 +51,18 @@ class SwarmView:
     plan: JsonObject = field(default_factory=dict)
     troubles: RecentTroubles = field(default_factory=RecentTroubles)
     problems: list[Problem] = field(default_factory=list)
-    uncounted: int = 0  # lines about peers for which there was no room
+    uncounted: int = 0  # number of lines ignored because their peers exceed PEERS_SHOWN
     _by_suffix: dict[str, PeerView] = field(default_factory=dict)
     _changed: dict[int, PeerView] = field(default_factory=dict)
-    _numbers: int = 0  # given to peers so far
+    _numbers: int = 0
 
     def take(self, peer: str, line: PageLine) -> None:
-        """Take a line. Lines of one peer come in their order, those of several about in that of their times."""
+        """Update the view from a line of a peer's journal or of a source.
+
+        Args:
+            peer: The id of the peer whose journal has the line; "" if the source wrote the line.
+            line: The next line of this peer. Lines of several peers come roughly in the order of their times.
+        """
         t, event = line.t, line.event
         self.now = max(self.now, t)
         match event:
@@ -77,11 +83,11 @@ class SwarmView:
                     self._own_line(view, t, event)
 
     def learn(self, facts: JsonObject) -> None:
-        """Take more of what is known of the run."""
+        """Add named facts about the run, such as its settings."""
         self.facts |= facts
 
     def tick(self, now: Seconds) -> None:
-        """Time has passed."""
+        """Find silent peers, compute totals and list problems, as of Unix time `now`."""
         self.now = max(self.now, now)
         for view in self.peers.values():
             self._look_after(view)
@@ -90,17 +96,15 @@ class SwarmView:
             self.timeline.put(name, self.now, value, total=name in TOTAL_SERIES)
         self.problems = self.troubles.problems(self.peers.values(), self.now, self._run_kind())
 
-    # What a page gets
-
     def snapshot(self) -> JsonObject:
-        """All that a page shows. It goes on with `changes` from the last time they were settled."""
+        """Return the whole state as JSON for a new browser. This does not mark any change as sent."""
         fixed = {"row": ROW, "link_row": LINK_ROW, "kinds": KINDS, "outcomes": OUTCOMES}
         rows = [view.row() for view in self.peers.values()]
         events = list(self.events.rows)
         return fixed | self._state(rows, self.links.newest(), events, 0)
 
     def changes(self) -> JsonObject:
-        """What has changed since this was called last."""
+        """Return the changes since the last call as JSON, for at most ROWS_AT_ONCE peers, and mark them as sent."""
         rows = [self._changed.pop(one).row() for one in list(self._changed)[:ROWS_AT_ONCE]]
         found = self._state(rows, self.links.changed(), self.events.changed(), self.timeline.changed)
         self.links.settle()
@@ -109,7 +113,7 @@ class SwarmView:
         return found
 
     def history(self, one: int) -> JsonObject | None:
-        """The loss of one peer over time; None if there is no such peer."""
+        """Return the loss of the peer with this number and the swarm's tokens over time; None for an unknown peer."""
         view = next((view for view in self.peers.values() if view.number == one), None)
         return None if view is None else self.timeline.since(0, ["tokens", view.series])
 
@@ -121,11 +125,9 @@ class SwarmView:
         return whole | parts | {"uncounted": self.uncounted}
 
     def _drawn(self) -> Iterable[str]:
-        """Series of single peers, where they are few."""
+        """Return the names of all peers' loss series, or [] if there are more than SERIES_SHOWN series."""
         known = [view for view in self.peers.values() if view.series in self.timeline.series]
         return [view.series for view in known] if len(known) <= SERIES_SHOWN else []
-
-    # A peer's own journal
 
     def _own_line(self, view: PeerView, t: Seconds, event: journal.JournalEvent | None) -> None:
         was_live = view.live
@@ -185,7 +187,7 @@ class SwarmView:
             self.links.exchanged(view.number, other.number, t, line.outcome)
 
     def _measured(self, view: PeerView, links: Iterable[MeasuredLink]) -> list[PeerView]:
-        """Take what it measured of its links. Return the partners, the latest used first."""
+        """Record a peer's measurements of its links; return the peers at the other ends that the view knows."""
         partners = []
         for link in links:
             view.network.measured(link.bytes_per_s, link.round_trip_s, view.own)
@@ -195,10 +197,8 @@ class SwarmView:
                 partners.append(other)
         return partners
 
-    # What is said of peers by others
-
     def _met(self, t: Seconds, line: journal.PeerJoinedLine) -> None:
-        """Another peer has heard of this one."""
+        """Update the view of a peer that has joined, according to another peer's journal."""
         view = self._view(line.peer, t)
         if view is None or view.own or view.is_gone_since(t):
             return
@@ -223,10 +223,14 @@ class SwarmView:
         for partner in self._measured(view, links):
             self.links.exchanged(view.number, partner.number, t, "")
         if view.become("training" if record.phase == "training" else "joining", t):
-            self.events.add(t, view.number, journal.GOOD, "is there")
+            self.events.add(t, view.number, journal.GOOD, "is present")
 
     def _missed(self, t: Seconds, peer: str, why: str, certain: bool = False) -> None:
-        """Somebody does not reach a peer any more, or has read its goodbye, which may come after failed questions."""
+        """Record a report that a peer does not answer, or has said goodbye (`why` is "left").
+
+        If `certain`, the peer's process has ended. If not, and the page reads the peer's own journal, the report is
+        only stored, and `_look_after` decides whether the peer is silent. A goodbye turns "silent" into "left".
+        """
         view = self.peers.get(peer)
         if view is None or not (view.live or (view.state == "silent" and why == "left")):
             return
@@ -238,7 +242,7 @@ class SwarmView:
             self._gone(view, t, "left" if why == "left" else "silent", why)
 
     def _look_after(self, view: PeerView) -> None:
-        """A peer that has written its own journal until now, and does not go on."""
+        """Mark a training peer as silent if the page reads its journal and the journal has had no line for too long."""
         if not view.own or view.state != "training":
             return
         quiet_s = self.now - view.heard
@@ -254,7 +258,7 @@ class SwarmView:
             self.events.add(t, view.number, journal.PLAIN if state == "left" else journal.BAD, gone_words(view))
 
     def _view(self, peer: str, t: Seconds) -> PeerView | None:
-        """The peer, from its first line on; None if there is no room for one more."""
+        """Return the view of the peer with this id; create it if needed. Return None for "" or if there is no room."""
         view = self.peers.get(peer) or self.peers.get(peer := plain_text(peer))
         if view is None and peer and (len(self.peers) < PEERS_SHOWN or self._forget_one()):
             view = PeerView(self._numbers, peer, since=t)
@@ -264,7 +268,7 @@ class SwarmView:
         return view
 
     def _forget_one(self) -> bool:
-        """Forgets the peer that has been gone for longest; False if none has gone."""
+        """Remove the peer that has been gone longest from the view; return False if no peer is gone."""
         gone = min((view for view in self.peers.values() if not view.live), key=lambda view: view.since, default=None)
         if gone is None:
             return False

@@ -1,4 +1,4 @@
-"""The figures of the whole swarm: what is trained, how fast, how well, and what exchanges and time come to."""
+"""Compute the figures of the whole swarm: tokens, speed, loss, exchanges, traffic, and how time is spent."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -11,55 +11,62 @@ from decentral.core.time_spent import KINDS
 from decentral.core.units import Seconds
 from decentral.view.page.peer_view import REASONS_SHOWN, PeerView
 
-TOTAL_SERIES = {"tokens", "live"}  # of which a bucket of the timeline has the last value
-TREND_S = 60.0  # over which the loss's trend is seen
+TOTAL_SERIES = {"tokens", "live"}  # names of series whose timeline buckets contain the last value, not the mean
+TREND_S = 60.0  # the trend is the change of the loss over this time
 
 
 @dataclass(slots=True)
 class Totals:
-    """`low` and `high`: between them are the losses of four fifths of the peers."""
+    """Figures of the whole swarm at one time, and earlier values from which the next figures are computed."""
 
     live: int = 0
     training: int = 0
     gone: int = 0
     tokens: int = 0
     tokens_per_s: float = 0.0
-    loss: float | None = None  # the median
-    low: float | None = None
-    high: float | None = None
-    held_out: float | None = None  # the latest evaluation of a peer; older ones say less
-    evaluated: Seconds = 0.0  # when that was, Unix time; 0.0: not known
-    trend: float | None = None  # of the loss: its relative change in the last minute
+    loss: float | None = None  # median of the peers' training losses
+    low: float | None = None  # 10th percentile of the peers' training losses
+    high: float | None = None  # 90th percentile of the peers' training losses
+    held_out: float | None = None
+    evaluated: Seconds = 0.0  # when `held_out` was measured; 0.0: not known
+    trend: float | None = None  # relative change of the median loss within a minute
     exchanges: list[int] = field(default_factory=lambda: [0] * len(OUTCOMES))
     reasons: dict[str, int] = field(default_factory=dict)
-    shares: list[float] = field(default_factory=list)  # of all training threads' time, by kind
+    shares: list[float] = field(default_factory=list)  # for each of KINDS: mean share of the training threads' time
     sent_bytes: int = 0
     received_bytes: int = 0
-    forgotten_tokens: int = 0  # of peers that are no more shown
-    _losses: list[tuple[Seconds, float]] = field(default_factory=list)  # of the last minute
+    forgotten_tokens: int = 0
+    _losses: list[tuple[Seconds, float]] = field(default_factory=list)
 
     def forget(self, view: PeerView) -> None:
-        """Keep the tokens of a peer that is shown no more."""
+        """Add the tokens of a peer that is removed from the view to `forgotten_tokens`."""
         self.forgotten_tokens += view.totals.tokens
 
     def series(self) -> dict[str, float]:
-        """What the timeline keeps of it."""
+        """Return, by name, those figures for the timeline whose values are known."""
         known = {"tokens": self.tokens, "tokens_per_s": self.tokens_per_s, "live": self.live}
         losses = {"median": self.loss, "low": self.low, "high": self.high}
         return known | {name: value for name, value in losses.items() if value is not None}
 
     def to_json(self) -> JsonObject:
+        """Return the figures as JSON, rounded to 4 decimals."""
         found = asdict(self)
         del found["_losses"]
         return {name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}
 
 
 def totals_of(peers: Iterable[PeerView], before: Totals, now: Seconds) -> Totals:
-    """The totals of all peers. `before`: those of the last time, from which the trend is taken."""
+    """Return the totals over all peers.
+
+    Args:
+        peers: All peers of the view.
+        before: The totals of the last call, for the trend of the loss and the tokens of peers removed from the view.
+        now: Unix time of the swarm's clock.
+    """
     known = list(peers)
     live = [view for view in known if view.live]
     training = [view for view in live if view.state == "training"]
-    judged = training or known  # of a swarm that is over, what it came to
+    judged = training or known  # once no peer trains, the last values of all peers are shown
     losses = sorted(view.progress.loss for view in judged if view.progress.loss is not None)
     known_losses = [view.progress for view in judged if view.progress.held_out is not None]
     evaluated = max(known_losses, key=lambda progress: progress.evaluated, default=None)

@@ -1,7 +1,7 @@
-"""A visitor's lines: the records in a live swarm's DHT, and which of their peers answer.
+"""Watch a live swarm from outside: convert the records in its DHT to lines for the page.
 
-A visitor is no member, holds no layers, and throws its key away. Every few seconds it reads the records, which peers
-renew about every 20 s, and asks some peers for a sign of life (signs_of_life.py).
+A visitor is not a member of the swarm: it holds no layers, and its key is temporary. Every few seconds it reads the
+records, which peers renew about every 20 s, and pings some peers (signs_of_life.py). Start reading at `visiting`.
 """
 
 import asyncio
@@ -24,16 +24,16 @@ from decentral.view.page.record_lines import ToldRecords
 from decentral.view.page.signs_of_life import ASKED_EVERY_S, SignsOfLife
 from decentral.view.page.source_lines import FactsLine, MissedLine, SourceEvent, Told
 
-LINES_KEPT = 10_000  # that nobody has taken yet
+LINES_KEPT = 10_000  # if the page reads too slowly, older lines than the last 10,000 are dropped
 VISITOR_NOTE = (
-    "This page is a visitor's: it shows what peers say in their records, about every 20 s, and which of them answer. "
-    "Events, reasons of failed exchanges and plans stand in the peers' own journals."
+    "This page watches from outside: it shows the records that peers publish about every 20 s, and which peers answer. "
+    "Events, reasons for failed exchanges and plans are only in the peers' own journals."
 )
 
 
 @dataclass(slots=True)
 class Visitor:
-    """A LineSource: what a visited swarm's records say."""
+    """The source of lines from the DHT records of a visited swarm and from pings; implements `LineSource`."""
 
     swarm: VisitedSwarm
     over: bool = False
@@ -43,14 +43,16 @@ class Visitor:
     _signs: SignsOfLife = field(init=False)
 
     def __post_init__(self) -> None:
+        """Prepare to ping peers over the visit's connections."""
         self._signs = SignsOfLife(self.swarm.transport)
 
     def lines(self) -> Iterator[Told]:
+        """Yield the lines that `look` has added since the last call."""
         while self._lines:
             yield self._lines.popleft()
 
     async def stay(self) -> None:
-        """Looks again and again, for as long as the page is served."""
+        """Read records and ping peers every ASKED_EVERY_S seconds, until cancelled."""
         facts = {"run": self.swarm.run, "note": VISITOR_NOTE} | facts_of(self.swarm.config)
         self._say(FactsLine(facts=facts))
         while True:
@@ -58,10 +60,10 @@ class Visitor:
             await asyncio.sleep(ASKED_EVERY_S)
 
     async def look(self) -> None:
-        """Reads the records once, and asks those for a sign of life whose turn it is."""
+        """Read the records and ping the next group of peers once. Add a line for each change."""
         try:
             found = await self._records()
-        except Exception:  # of the directory: it is looked up again
+        except Exception:  # if the DHT fails, use the records known so far
             found = self._known
         for record in self._told.news(found):
             self._say(record)
@@ -72,7 +74,7 @@ class Visitor:
             self._say(MissedLine(peer=peer, reason=reason))
 
     def _why_gone(self, peer: PeerId) -> str:
-        """Return "expired" if the record outlived its term and the peer failed to answer, else "left"."""
+        """Return why a record is gone: "expired" if its lifetime is over and the last ping failed, else "left"."""
         over = self.swarm.clock() > self._known[peer].time + self._known[peer].lifetime_s
         return "expired" if over and self._signs.failures.get(peer) else "left"
 
@@ -89,7 +91,15 @@ class Visitor:
 
 @asynccontextmanager
 async def visiting(join: Sequence[str], invite: str | None) -> AsyncIterator[Visitor]:
-    """Raises UserError if no peer at these addresses answers."""
+    """Visit a swarm until the block ends, and yield the source of lines about the swarm.
+
+    Args:
+        join: Addresses of peers.
+        invite: Path of an invitation file, for a private swarm.
+
+    Raises:
+        UserError: If no peer at these addresses answers.
+    """
     async with visit(join, read_holding(Path(invite)) if invite else None) as swarm:
         visitor = Visitor(swarm)
         say = partial(print, file=sys.stderr, flush=True)

@@ -259,14 +259,14 @@ class Inexact(CompiledKernels):
 @pytest.mark.parametrize(
     ("lying", "about"),
     [
-        (WrongResidual, "the residual[256] of 257"),
+        (WrongResidual, "the residual, at index 256 of 257"),
         (WrongMerge, "phi of merge"),
         (Credulous, "length of a damaged blob"),
         (Inexact, "distance"),
     ],
 )
 def test_a_kernel_that_lies_is_refused_and_the_reason_says_where(lying: type[CompiledKernels], about: str) -> None:
-    with pytest.raises(Disagreement, match=about.replace("[", r"\[")):
+    with pytest.raises(Disagreement, match=about):
         prove(lying())
     kernels, reason = first_proven({"fast": lying, "compiled": CompiledKernels})
     assert type(kernels) is CompiledKernels

@@ -1,4 +1,4 @@
-"""The facts that asynchronous gossip rests on: docs/ARCHITECTURE.md, "Asynchronous gossip"."""
+"""The facts that asynchronous gossip rests on: docs/GOSSIP.md."""
 
 import random
 from collections.abc import Sequence

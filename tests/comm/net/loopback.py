@@ -53,7 +53,7 @@ class LoopbackTransport:
             async with asyncio.timeout(deadline_s):
                 return await ask_member(self._private, self._ask, to, envelope, max_blob_bytes)
         except TimeoutError:
-            raise AskError(Reason.DEADLINE, f"{deadline_s:.1f} s") from None
+            raise AskError(Reason.DEADLINE, f"no answer within {deadline_s:.1f} s") from None
 
     async def _ask(self, to: PeerId, envelope: Envelope, max_blob_bytes: int) -> Answer:
         ours, theirs = pipe()

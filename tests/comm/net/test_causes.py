@@ -2,7 +2,7 @@
 
 import pytest
 
-from decentral.comm.net.libp2p import _last_line
+from decentral.comm.net.causes import failed_at, last_line
 
 
 @pytest.mark.parametrize(
@@ -17,4 +17,11 @@ from decentral.comm.net.libp2p import _last_line
     ],
 )
 def test_the_cause_of_a_failed_dial(said: str, cause: str | None) -> None:
-    assert _last_line(OSError(said)) == (cause or said)
+    assert last_line(OSError(said)) == (cause or said)
+
+
+def test_the_addresses_of_a_failed_dial_are_those_that_libp2p_has_dialled_now() -> None:
+    said = "all dials failed\n  * [/ip4/10.0.0.1/tcp/1] dial tcp4 10.0.0.1:1: i/o timeout\n"
+    assert failed_at(said + "  * [/ip4/10.0.0.1/tcp/2] dial backoff\n    ... skipping 9 errors ...") == [
+        "/ip4/10.0.0.1/tcp/1"
+    ]

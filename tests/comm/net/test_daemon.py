@@ -6,24 +6,33 @@ import gc
 import os
 import select
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import PeerID
+from hivemind.p2p.p2p_daemon_bindings.control import DaemonConnector
 from hivemind.proto import p2pd_pb2
+from hivemind.proto.p2pd_pb2 import (
+    CallUnaryRequest,
+    CallUnaryResponse,
+    Cancel,
+    DaemonError,
+    PersistentConnectionResponse,
+)
 from hivemind.utils import MSGPackSerializer
 
-from decentral.comm.net import libp2p, libp2p_directory
-from decentral.comm.net.daemon import OwnDaemon
+from decentral.comm.net import causes, libp2p, libp2p_directory
+from decentral.comm.net.daemon import CALLS_KEPT, OwnControl, OwnDaemon
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.net.libp2p_directory import HivemindDirectory
 from decentral.comm.wire.codec import Envelope
@@ -34,6 +43,7 @@ from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 from tests.patient_time import LIMIT_S, PatientLoop
+from tests.processes import piped
 
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)
 KEY = "run/peers"
@@ -127,6 +137,13 @@ def test_a_daemon_that_dies_with_calls_unread_is_no_traceback(tmp_path: Path) ->
     PatientLoop().play(story())
 
 
+class Unsettable(asyncio.Future[bytes]):
+    """A call whose answer ends the task that reads the daemon's answers, as any fault of hivemind does."""
+
+    def set_result(self, result: bytes) -> None:
+        raise asyncio.InvalidStateError("invalid state")
+
+
 @pytest.mark.swarm
 def test_a_daemon_whose_answers_nobody_reads_any_more_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -136,13 +153,12 @@ def test_a_daemon_whose_answers_nobody_reads_any_more_is_started_again(
     async def story() -> None:
         async with started(tmp_path / "a") as (a, said):
             control, call = a._p2p._client.control, uuid4()
-            control._pending_calls[call] = given_up = asyncio.get_running_loop().create_future()
-            given_up.cancel()  # as a call is that ends in the very moment in which its answer is read
+            control._pending_calls[call] = Unsettable()
             unary = p2pd_pb2.CallUnaryRequest(peer=a._p2p.peer_id.to_bytes(), proto="any", data=b"")
             await control._pending_messages.put(
                 p2pd_pb2.PersistentConnectionRequest(callId=call.bytes, callUnary=unary)
             )
-            how = "hivemind reads it no more: InvalidStateError('invalid state')"
+            how = "hivemind stopped reading: InvalidStateError('invalid state')"
             assert await a.ended() == f"the libp2p daemon has ended ({how})"
             await a.revive()
             assert await a.addresses()
@@ -198,11 +214,9 @@ asyncio.run(OwnDaemon.begin(Path(sys.argv[1]), ["/ip4/127.0.0.1/tcp/0"], []))
 @pytest.mark.swarm
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a process that its parent has ended")
 def test_a_daemon_ends_with_a_process_that_is_killed_before_they_have_met(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED_WHILE_IT_STARTS, str(tmp_path / "key")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with piped(sys.executable, "-c", KILLED_WHILE_IT_STARTS, str(tmp_path / "key")) as process:
         assert process.stdout is not None
         daemon = os.pidfd_open(int(process.stdout.readline()))
-        process.kill()
     ended, _, _ = select.select([daemon], [], [], LIMIT_S)
     os.close(daemon)
     assert ended
@@ -212,19 +226,19 @@ def test_a_machine_without_a_temporary_folder_is_told_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    with pytest.raises(UserError, match=r"no temporary folder can be written .* set TMPDIR to one that can"):
+    with pytest.raises(UserError, match=r"no temporary folder is writable .* set TMPDIR to another folder"):
         asyncio.run(Libp2p.start(tmp_path / "a", LISTEN, ()))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 30)))
     Path(tempfile.gettempdir()).mkdir()
-    with pytest.raises(UserError, match="is too long a path for a socket; set TMPDIR to a shorter one"):
+    with pytest.raises(UserError, match="is too long a path for a socket; set TMPDIR to a shorter path"):
         asyncio.run(Libp2p.start(tmp_path / "a", LISTEN, ()))
 
 
 def test_a_machine_without_open_files_blames_no_other_peer() -> None:
-    error = libp2p._failure(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+    error = causes.failure(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
     assert error.reason == Reason.RESOURCES
     assert str(error) == "resources: Too many open files; raise the limit (ulimit -n)"
-    assert libp2p._failure(ConnectionRefusedError()).reason == Reason.UNREACHABLE
+    assert causes.failure(ConnectionRefusedError()).reason == Reason.UNREACHABLE
 
 
 @pytest.mark.swarm
@@ -257,3 +271,71 @@ def test_a_wall_clock_that_jumps_makes_no_record_expire(tmp_path: Path, monkeypa
     )
     monkeypatch.setattr(time, "time", lambda: now + 3600.0)
     assert valid.validate(record)
+
+
+def test_calls_that_are_cancelled_before_they_begin_are_forgotten() -> None:
+    """A caller that cancelled each call at once made a peer remember each of them until the peer ended."""
+    ended = list[bytes]()
+
+    async def handler(data: bytes, _: PeerID) -> bytes:
+        ended.append(data)
+        return data
+
+    async def story() -> None:
+        control = OwnControl(DaemonConnector(), _initialized_with_create=True)
+        control.unary_handlers["call"] = handler
+        reader = asyncio.StreamReader()
+        reading = asyncio.create_task(control._read_from_persistent_conn(reader))
+        for number in range(10 * CALLS_KEPT):
+            call = CallUnaryRequest(
+                proto="call", peer=b"\x12\x20" + bytes(32), data=b"cancelled" if number else b"kept"
+            )
+            told = [PersistentConnectionResponse(requestHandling=call), PersistentConnectionResponse(cancel=Cancel())]
+            for one in told if number else told[:1]:
+                one.callId = number.to_bytes(16, "big")
+                packed = one.SerializeToString()
+                reader.feed_data(varint(len(packed)) + packed)
+            await asyncio.sleep(0)
+        reader.feed_eof()
+        await reading
+        assert len(control._handler_tasks) <= 2 * CALLS_KEPT
+
+    asyncio.run(story())
+    assert ended == [b"kept"]
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        {"callUnaryResponse": CallUnaryResponse(response=b"late")},
+        {"callUnaryResponse": CallUnaryResponse(error=b"late")},
+        {"daemonError": DaemonError(message="late")},
+    ],
+    ids=str,
+)
+def test_an_answer_to_a_call_that_has_just_been_cancelled_does_not_end_the_connection(late: dict[str, Any]) -> None:
+    """The daemon's answer came in the turn of the event loop in which the deadline of the call passed."""
+
+    async def story() -> None:
+        control, reader = OwnControl(DaemonConnector(), _initialized_with_create=True), asyncio.StreamReader()
+        reading = asyncio.create_task(control._read_from_persistent_conn(reader))
+        await asyncio.sleep(0)
+        calls = [asyncio.create_task(control.call_unary_handler(PeerID(bytes(34)), "call", b"")) for _ in range(2)]
+        await asyncio.sleep(0)
+        (cancelled, future), (kept, _) = control._pending_calls.items()
+        answers = (cancelled, late), (kept, {"callUnaryResponse": CallUnaryResponse(response=b"in time")})
+        for call, answer in answers:
+            packed = PersistentConnectionResponse(callId=call.bytes, **answer).SerializeToString()
+            reader.feed_data(varint(len(packed)) + packed)
+        reader.feed_eof()
+        future.cancel()
+        await reading
+        with pytest.raises(asyncio.CancelledError):
+            await calls[0]
+        assert await calls[1] == b"in time"
+
+    asyncio.run(story())
+
+
+def varint(number: int) -> bytes:
+    return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + varint(number >> 7)

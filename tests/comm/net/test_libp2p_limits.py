@@ -4,8 +4,11 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from decentral.comm.net.libp2p import MOST_CONNECTED, MOST_LEARNED, DaemonPlace, Libp2p
 from decentral.comm.wire.private_swarm import PrivateSwarm
+from decentral.comm.wire.transport import AskError
 from decentral.core.ids import PeerId
 from tests.comm.wire.invited import member
 
@@ -35,11 +38,14 @@ class Daemon:
 
     async def connect(self, peer: Any, places: Any) -> None: ...
 
+    async def list_peers(self) -> list[Any]:
+        return []
+
     async def add_binary_stream_handler(self, name: str, handler: Any) -> None:
         self.handler = handler
 
     async def opened_by(self, peer: str) -> None:
-        await self.handler(SimpleNamespace(peer_id=Id(peer)), Stream(), Stream())
+        await self.handler(SimpleNamespace(peer_id=Id(peer), addr="/ip4/192.0.2.1/tcp/1"), Stream(), Stream())
 
 
 def transport() -> tuple[Libp2p, Daemon]:
@@ -86,5 +92,17 @@ def test_who_has_not_proved_to_be_a_member_is_not_among_the_peers_that_we_come_b
         own.verify(theirs.own, theirs.proof)
         await daemon.opened_by("QmB")
         assert ours._connected == {"QmB"}
+
+    asyncio.run(story())
+
+
+def test_a_long_text_in_the_place_of_a_peer_id_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read 40,000 characters of base58 took 2.2 s of the event loop, and grows with the square of the length."""
+
+    async def story() -> None:
+        network, _ = await served(None)
+        monkeypatch.setattr("decentral.comm.net.libp2p.PeerID", None)
+        with pytest.raises(AskError, match="not a libp2p peer id"):
+            await network.open_stream(PeerId("x" * 1000))
 
     asyncio.run(story())

@@ -155,7 +155,7 @@ def test_the_daemon_of_a_peer_that_was_killed_is_waited_for(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("announced", "said"),
     [
-        ("/ip4/203.0.113.7/tcp/0", "^--announce expects the port at which others reach this peer; got /ip4/203"),
+        ("/ip4/203.0.113.7/tcp/0", "^--announce expects the port at which others reach this peer, not 0; got /ip4/203"),
         ("here", "^--announce expects an address such as .*; got 'here'$"),
     ],
 )

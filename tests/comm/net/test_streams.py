@@ -144,7 +144,9 @@ def test_bad_input_on_a_kept_stream_is_refused_as_on_a_new_one() -> None:
     async def story(peers: Peers) -> None:
         await peers.ask()
         answer = await peers.asker.ask(B, Envelope(Probe(0), b"one byte too many"), 0)
-        assert answer.envelope.message == Refused("oversize", "oversize: Probe with a blob of 17 bytes")
+        assert answer.envelope.message == Refused(
+            "oversize", "oversize: the blob of this Probe must have at most 0 bytes; got 17"
+        )
 
     assert len(play(story).opened) == 1
 

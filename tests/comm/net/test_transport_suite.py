@@ -421,7 +421,7 @@ def test_another_version_is_told_so(pair: Pair) -> None:
 
 def test_a_question_with_a_blob_over_its_bound_is_refused(pair: Pair) -> None:
     assert pair.ask(Envelope(Ping(0), b"one byte too many")).envelope.message == Refused(
-        "oversize", "oversize: Ping with a blob of 17 bytes"
+        "oversize", "oversize: the blob of this Ping must have at most 0 bytes; got 17"
     )
 
 

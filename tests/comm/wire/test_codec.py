@@ -37,6 +37,8 @@ EXAMPLES: list[Message] = [
     messages.Pull("gpt-3fa2c1", 0, 16, 0.0, messages.MAX_PATIENCE_S, exact=True, sections=("pseudo_gradient",)),
     SNAPSHOT,
     dataclasses.replace(SNAPSHOT, layout=()),
+    messages.RecordsQuery("gpt-3fa2c1", b"own", (b"8 bytes.",), 3, b"list", (b"8 bytes.",)),
+    messages.PeerRecords("gpt-3fa2c1", (("QmA", b"record"),), b"list", (("QmA", b"plan"),)),
     messages.Done(),
     messages.StateRequest("gpt-3fa2c1", 0, 1 << 20, messages.MAX_CHUNK_BYTES),
     messages.StateChunk("gpt-3fa2c1", 0, 0, 400, 9, SNAPSHOT.layout),

@@ -100,6 +100,12 @@ def test_a_private_run_is_told_by_its_name() -> None:
     assert not is_private(RunId("stdlib-gpt-3fa2c1"))
 
 
+@pytest.mark.parametrize("name", ["", "-", "A", "a b", "../a", "a\n", "[red]", "\u65e5\u672c", "a" * 40])
+def test_an_invitation_names_a_run_as_a_config_may_name_it(name: str) -> None:
+    one = holding(FounderKeys.create(name, os.urandom))
+    assert refusal(one.proof(A), run=one.invitation.run) == "fields"
+
+
 def test_revocations_come_back_as_they_were() -> None:
     ids = frozenset({os.urandom(8), os.urandom(8)})
     listed = founder().revoke(3, ids)

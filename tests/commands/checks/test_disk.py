@@ -61,7 +61,7 @@ def test_a_limit_of_a_file_s_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "said"), [("run.json", "run.json is damaged"), ("identity.key", "holds no libp2p identity")]
+    ("file", "said"), [("run.json", "run.json is damaged"), ("identity.key", "is not a libp2p key file")]
 )
 def test_a_damaged_file_of_the_folder(tmp_path: Path, file: str, said: str) -> None:
     (tmp_path / file).write_text("{")

@@ -32,7 +32,7 @@ def seen(*observed: str) -> list[Seen]:
         (["/ip4/8.8.8.8/tcp/4001", "/ip4/8.8.8.8/tcp/4001"], "others see 8.8.8.8; one port for all others"),
         (["/ip4/8.8.8.8/tcp/4001", "/ip4/8.8.8.8/tcp/4002"], "another port for each other peer (symmetric)"),
         (["/ip4/192.168.0.7/tcp/4001", "/ip4/8.8.8.8/tcp/4001"], "others see 8.8.8.8"),
-        (["/ip4/8.8.8.8/tcp/4001"], "two peers tell of which kind"),
+        (["/ip4/8.8.8.8/tcp/4001"], "its kind is unknown"),
         (["", "/p2p-circuit"], "no peer says"),
     ],
 )

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +12,15 @@ import pytest
 from decentral.comm.wire.identity import Identity
 from decentral.commands import doctor
 from decentral.commands.checks import examine, running_peer
-from decentral.commands.checks.finding import Finding, FindingState, unknown
+from decentral.commands.checks.finding import Finding, FindingState, unknown, warn
 from decentral.commands.checks.reason_remedies import REMEDIES
 from decentral.commands.checks.swarm import Visit
 from decentral.core import config, strict_json
 from decentral.core.ids import PeerId, RunId
-from decentral.peers.startup.state import StateFolder
+from decentral.peers.membership.address_book import AddressBook
+from decentral.peers.startup.state import PeerFlags, StateFolder
 from decentral.peers.startup.visit import known_addresses
+from tests.processes import piped
 
 NOW = 1e6
 
@@ -125,19 +126,15 @@ def test_garbage_in_a_journal_is_no_traceback(tmp_path: Path) -> None:
 def test_a_process_that_holds_the_folder_and_is_stopped(tmp_path: Path) -> None:
     holds = "import fcntl, sys; lock = open(sys.argv[1], 'w'); fcntl.flock(lock, fcntl.LOCK_EX); "
     holds += "print('held', flush=True); sys.stdin.read()"
-    command = [sys.executable, "-I", "-S", "-c", holds, str(tmp_path / "lock")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
-        try:
-            assert peer.stdout is not None
-            peer.stdout.readline()
-            assert running_peer.holder(tmp_path) == peer.pid
-            assert running_peer.process(peer.pid).state == FindingState.OK
-            peer.send_signal(signal.SIGSTOP)
-            os.waitid(os.P_PID, peer.pid, os.WSTOPPED)
-            stopped = running_peer.process(peer.pid)
-            assert f"kill -CONT {peer.pid}" in stopped.remedy
-        finally:
-            peer.kill()
+    with piped(sys.executable, "-I", "-S", "-c", holds, str(tmp_path / "lock")) as peer:
+        assert peer.stdout is not None
+        peer.stdout.readline()
+        assert running_peer.holder(tmp_path) == peer.pid
+        assert running_peer.process(peer.pid).state == FindingState.OK
+        peer.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, peer.pid, os.WSTOPPED)
+        stopped = running_peer.process(peer.pid)
+        assert f"kill -CONT {peer.pid}" in stopped.remedy
 
 
 def test_layers_that_are_held_again_are_no_trouble(tmp_path: Path) -> None:
@@ -159,7 +156,7 @@ def test_peers_that_went_without_a_farewell_are_missed_until_they_are_back(tmp_p
 
 def test_a_peer_that_was_stopped_without_exchanges_is_well(tmp_path: Path) -> None:
     one = found(written(tmp_path, STEP, (4.0, "stopped", {"reason": "interrupted"})))["exchanges"]
-    assert (one.state, one.seen) == (FindingState.OK, "none in the last minutes before the peer stopped")
+    assert (one.state, one.seen) == (FindingState.OK, "none in the last 10 minutes before the peer stopped")
 
 
 def test_the_last_farewell_is_told(tmp_path: Path) -> None:
@@ -173,6 +170,14 @@ def test_a_stopped_peer_is_not_told_to_dial_itself(tmp_path: Path) -> None:
     StateFolder(tmp_path).write_listen(["/ip4/127.0.0.1/tcp/4001"])
     assert [own] == [one.rpartition("/")[2] for one in known_addresses(tmp_path)]
     assert examine.PeerPlace.of(doctor.parse(["--state-dir", str(tmp_path)])).addresses == []
+
+
+def test_loopback_addresses_from_other_peers_are_dialled_only_if_the_peer_listens_there(tmp_path: Path) -> None:
+    other, public = PeerId("QmOther"), "/ip4/8.8.8.8/tcp/4001/p2p/QmOther"
+    AddressBook.load(tmp_path / "peers.json").learn(other, (inside := "/ip4/127.0.0.1/tcp/4001/p2p/QmOther", public))
+    assert known_addresses(tmp_path) == [public]
+    StateFolder(tmp_path).write_flags(PeerFlags(listen=("/ip4/127.0.0.1/tcp/0",)))
+    assert known_addresses(tmp_path) == [inside]
 
 
 def test_a_swarm_whose_other_peers_said_farewell_is_well() -> None:
@@ -228,5 +233,9 @@ def test_a_journal_that_is_spoilt_is_looked_at_all_the_same(tmp_path: Path, even
 
 def test_the_sum_says_what_could_not_be_checked() -> None:
     assert doctor._remedies([unknown("latency", "no other peer is there")]).endswith(
-        "0 wrong, 0 to look at, 1 check, 1 that could not be checked"
+        "1 check: 0 wrong, 0 warnings, 1 could not be made"
     )
+
+
+def test_the_sum_counts_one_warning_in_the_singular() -> None:
+    assert doctor._remedies([warn("disk", "slow", "use another disk")]).endswith("1 check: 0 wrong, 1 warning")

@@ -16,16 +16,26 @@ from decentral.core.jobs import ExportState, ImportState, Start, StateExported, 
 from decentral.core.journal.events import ErrorLine
 from decentral.core.machine import Log, Woke
 from decentral.core.reasons import Reason
+from decentral.core.units import Seconds
 from decentral.peers.joining.donor import (
     EXPORT_KEPT_S,
     FINISHED_S,
+    MOST_OWED_S,
     MOST_SERVED,
     MOST_WAITING,
     SERVED_S,
     STRANGER_EXPORTS,
     Donor,
 )
-from decentral.peers.joining.fetch import DONORS, FRAGMENTS_AHEAD, IN_FLIGHT, PIECE_BYTES, Fetch, Incoming
+from decentral.peers.joining.fetch import (
+    DONORS,
+    FRAGMENTS_AHEAD,
+    IN_FLIGHT,
+    PIECE_BYTES,
+    PIECE_DEADLINE_S,
+    Fetch,
+    Incoming,
+)
 from decentral.peers.joining.join import (
     GIVE_UP_S,
     HOLDER_RETRIES,
@@ -401,7 +411,7 @@ def test_a_layer_whose_last_holder_has_gone_does_not_hold_up_the_others() -> Non
     (imported,) = (effect for effect in new.effects if isinstance(effect, ImportState))
     assert [index for index, _, _ in imported.blobs] == [0]
     (said,) = errors(new)
-    assert said.startswith("layers 1 to 1 start from the run's initial weights: their last holder is gone, and with it")
+    assert said.startswith("layers 1 to 1 start from the run's initial weights: their last holder is gone")
 
 
 def b_is_gone(new: Newcomer) -> None:
@@ -474,7 +484,7 @@ def test_a_holder_whose_record_comes_back_is_waited_for() -> None:
 
 
 def test_a_donor_serves_so_many_newcomers_at_a_time_and_the_next_when_one_is_done() -> None:
-    donor = Donor(RUN, FRAGMENTS)
+    donor = Donor(RUN, FRAGMENTS, uplink=FAST)
     pull = StateRequest(RUN, 0, 0, PIECE_BYTES)
     answers = [donor.asked(number, PeerId(f"N{number}"), pull, 0, 0.0) for number in range(MOST_SERVED + 1)]
     (refusal,) = answers[-1]
@@ -482,12 +492,77 @@ def test_a_donor_serves_so_many_newcomers_at_a_time_and_the_next_when_one_is_don
     assert refusal.envelope.message == Refused("busy")
     assert not any(isinstance(effect, Reply) for effects in answers[:-1] for effect in effects)
     assert donor.asked(50, PeerId("N0"), pull, 0, 4.0) == []  # a newcomer that is served already goes on
-    assert donor.asked(51, PeerId("late"), pull, 0, SERVED_S + 1.0) == []
+    assert busy(donor.asked(51, PeerId("late"), pull, 0, SERVED_S + 1.0))  # the others still wait for the worker
+    assert len(donor.exported(StateExported(0, LAYOUT, bytes(SIZE)), 0, SERVED_S + 2.0)) == MOST_SERVED + 1
+    assert not busy(donor.asked(52, PeerId("late"), pull, 0, 2 * SERVED_S + 3.0))
+
+
+@dataclass
+class Steady:
+    """An uplink of one rate, in bytes/s."""
+
+    rate: float | None
+
+    def best_up(self) -> float | None:
+        return self.rate
+
+
+PULL, FAST = StateRequest(RUN, 0, 0, PIECE_BYTES), Steady(1e9)
+
+
+def busy(effects: list[Effect]) -> bool:
+    """Whether a donor's answer is that it serves enough others."""
+    return any(isinstance(one, Reply) and one.envelope.message == Refused("busy") for one in effects)
+
+
+def serving(rate: float | None, *newcomers: str) -> Donor:
+    """A donor that has sent each newcomer a piece at time 0; since then its uplink has `rate` bytes/s."""
+    donor = Donor(RUN, FRAGMENTS, uplink=FAST)
+    for number, name in enumerate(newcomers):
+        donor.asked(number, PeerId(name), PULL, 0, 0.0)
+    donor.uplink = Steady(rate)
+    assert len(donor.exported(StateExported(0, LAYOUT, bytes(SIZE)), 0, 0.0)) == len(newcomers)
+    return donor
+
+
+def lets_in(donor: Donor, name: str, now: Seconds) -> bool:
+    return not busy(donor.asked(99, PeerId(name), PULL, 0, now))
+
+
+def test_a_newcomer_keeps_its_place_until_its_piece_has_left_a_slow_uplink() -> None:
+    """Its place went to another one meanwhile, and so on, until all pieces came too late for everybody."""
+    names = [f"N{number}" for number in range(MOST_SERVED)]
+    donor = serving(PIECE_BYTES, *names)  # the last piece leaves after 8 s
+    assert not lets_in(donor, "late", SERVED_S + 0.5)
+    assert lets_in(donor, "late", MOST_SERVED - MOST_OWED_S + 0.5)
+
+
+def test_a_donor_lets_nobody_in_while_many_pieces_wait_for_its_uplink() -> None:
+    donor = serving(PIECE_BYTES / 5, "A", "B")  # ten seconds for both
+    assert not lets_in(donor, "late", 7.5)
+    assert lets_in(donor, "A", 7.5)  # those that are served already go on
+    assert lets_in(donor, "late", 13.5)
+
+
+def test_a_newcomer_that_never_stops_asking_does_not_keep_the_others_out() -> None:
+    donor = serving(PIECE_BYTES, "A")
+    for second in range(1, int(PIECE_DEADLINE_S)):
+        for _ in range(4):
+            donor.asked(second, A, PULL, 0, float(second))
+        donor.exported(StateExported(0, LAYOUT, bytes(SIZE)), 0, float(second))
+        assert not lets_in(donor, "late", second + 0.5)
+    assert lets_in(donor, "late", PIECE_DEADLINE_S)
+
+
+def test_a_donor_that_has_not_measured_its_uplink_takes_it_for_a_slow_one() -> None:
+    donor = serving(None, "A", "B", "C", "D", "E")
+    assert not lets_in(donor, "late", 1.0)
+    assert lets_in(donor, "late", PIECE_DEADLINE_S / 2)
 
 
 def test_newcomers_that_wait_for_an_export_leave_room_for_other_questions() -> None:
     """Eight that ask ahead would hold all questions that a peer answers at once, and its partners found it busy."""
-    donor, pull = Donor(RUN, FRAGMENTS), StateRequest(RUN, 0, 0, PIECE_BYTES)
+    donor, pull = Donor(RUN, FRAGMENTS, uplink=FAST), StateRequest(RUN, 0, 0, PIECE_BYTES)
     asked = [(f"N{newcomer}", question) for newcomer in range(MOST_SERVED) for question in range(8)]
     effects = [donor.asked(number, PeerId(who), pull, 0, 0.0) for number, (who, _) in enumerate(asked)]
     refused = [one for found in effects for one in found if isinstance(one, Reply)]

@@ -228,6 +228,22 @@ MESSAGES: dict[type[Any], st.SearchStrategy[Any]] = {
     ),
     messages.CommitQuery: st.builds(messages.CommitQuery, runs(), st.lists(executions, max_size=3).map(tuple)),
     messages.LeaseRequest: st.builds(messages.LeaseRequest, runs(), fragments, st.booleans()),
+    messages.RecordsQuery: st.builds(
+        messages.RecordsQuery,
+        runs(),
+        st.binary(max_size=64),
+        st.lists(st.binary(min_size=8, max_size=8), max_size=3).map(tuple),
+        numbers(),
+        st.binary(max_size=64),
+        st.none() | st.lists(st.binary(min_size=8, max_size=8), max_size=3).map(tuple),
+    ),
+    messages.PeerRecords: st.builds(
+        messages.PeerRecords,
+        runs(),
+        st.lists(st.tuples(words(64), st.binary(max_size=64)), max_size=3).map(tuple),
+        st.binary(max_size=64),
+        st.lists(st.tuples(words(64), st.binary(max_size=64)), max_size=3).map(tuple),
+    ),
     messages.RoundQuery: st.builds(messages.RoundQuery, runs(), numbers(), fragments, fragments, st.booleans()),
     messages.RoundStatus: st.builds(messages.RoundStatus, runs(), numbers(), st.lists(members, max_size=3).map(tuple)),
     messages.CollectRequest: st.builds(

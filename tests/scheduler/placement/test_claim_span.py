@@ -233,7 +233,7 @@ def test_a_peer_that_comes_back_keeps_its_layers(identities: list[Identity]) -> 
 
 
 def test_a_checkpoint_that_does_not_fit_any_more_is_the_users_to_mend(identities: list[Identity]) -> None:
-    with pytest.raises(UserError, match="holds layers 0 to 5, which take"):
+    with pytest.raises(UserError, match="this state folder has layers 0 to 5, which take"):
         play(chosen(identities[0], Loopback(now=now), HALF, (0, 6)))
 
 

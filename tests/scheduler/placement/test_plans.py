@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from decentral.comm.wire.messages import MAX_PLANS
 from decentral.comm.wire.transport import Announce, Found, Lookup
 from decentral.core import rng
 from decentral.core.errors import ProtocolError
@@ -28,7 +29,6 @@ from decentral.scheduler.placement.evaluate import (
 )
 from decentral.scheduler.placement.plans import (
     FIRST_MOVE_WAIT_S,
-    MOST_PLANS,
     PLAN_BACKOFF_S,
     PLAN_PAUSE_S,
     PLAN_RETRY_S,
@@ -320,16 +320,25 @@ def test_peers_that_follow_equal_plans_which_have_become_little_better_than_stay
 
 def test_only_the_latest_plan_of_each_proposer_is_evaluated_and_only_so_many() -> None:
     judge = Judge()
-    many = {f"P{number:02}": plan(time=50.0 + number, reason=str(number)) for number in range(3 * MOST_PLANS)}
+    many = {f"P{number:02}": plan(time=50.0 + number, reason=str(number)) for number in range(3 * MAX_PLANS)}
     (asked,) = judge.hears(many, 100.0)
-    assert len(asked.proposals) == MOST_PLANS
-    judge.plans.handle(PlansEvaluated(asked.number, bytes(16), 1.0, (1.0,) * MOST_PLANS), 101.0)
+    assert len(asked.proposals) == MAX_PLANS
+    judge.plans.handle(PlansEvaluated(asked.number, bytes(16), 1.0, (1.0,) * MAX_PLANS), 101.0)
     assert judge.hears(many, 109.0) == []  # no plan is new
     last = max(many)
     (asked,) = judge.hears(many | {last: plan(time=100.0, reason="again")}, 120.0)
     evaluation = judge.plans._evaluation
     assert evaluation is not None
-    assert {one.reason for one in evaluation.plans} == {*map(str, range(2 * MOST_PLANS, 3 * MOST_PLANS - 1)), "again"}
+    assert {one.reason for one in evaluation.plans} == {*map(str, range(2 * MAX_PLANS, 3 * MAX_PLANS - 1)), "again"}
+
+
+def test_peers_that_a_proposer_has_shown_different_plans_of_one_date_end_with_the_same_one() -> None:
+    one, other = Judge().plans, Judge().plans
+    shown = {reason: VirtualSigner(PeerId("B")).seal(key_of(RUN), pack(plan(reason=reason)), 2e9) for reason in "xy"}
+    for plans, first, second in ((one, "x", "y"), (other, "y", "x")):
+        for reason in (first, second):
+            plans.handle(Found(plans.key, {"B": shown[reason]}), 100.0)
+    assert one.sealed(100.0) == other.sealed(100.0) == {"B": min(shown.values())}
 
 
 def test_new_names_displace_no_plan_of_those_that_have_been_here_for_long_and_strangers_propose_nothing() -> None:
@@ -339,9 +348,17 @@ def test_new_names_displace_no_plan_of_those_that_have_been_here_for_long_and_st
     judge.hears(proposals, 100.0)
     assert judge.plans._evaluation is not None
     kept = {one.reason for one in judge.plans._evaluation.plans}
-    assert len(kept) == MOST_PLANS
+    assert len(kept) == MAX_PLANS
     assert "old" in kept
     assert "stranger" not in kept
+
+
+def test_plans_dated_ahead_displace_neither_our_own_plan_nor_the_adopted_one() -> None:
+    judge = Judge()
+    judge.judges({"A": plan(time=50.0, reason="own"), "B": plan(time=60.0, reason="B")}, {"own": 1.0, "B": 99.0}, 100.0)
+    judge.hears({f"M{number}": plan(time=150.0 + number) for number in range(MAX_PLANS)}, 120.0)
+    assert {"A", "B"} < set(judge.plans.known)
+    assert judge.plans.adopted == judge.plans.known[PeerId("B")].plan
 
 
 def test_a_plan_of_a_time_to_come_is_left_out() -> None:

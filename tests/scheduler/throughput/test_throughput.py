@@ -153,7 +153,7 @@ def test_the_plan_of_a_model_has_spans_routes_batches_and_partners() -> None:
 
 def test_a_pool_with_too_little_memory_is_refused_in_one_line() -> None:
     large = config.load(None, ["model.depth=96", "model.width=12288"])
-    with pytest.raises(UserError, match=r"the whole pool has 160\.0 GB") as refused:
+    with pytest.raises(UserError, match=r"the peers together have 160\.0 GB") as refused:
         throughput_plan.throughput_plan(topology.load("ten-cities"), large, "genetic", 0, SearchBudget(rounds=1))
     assert "\n" not in str(refused.value)
 

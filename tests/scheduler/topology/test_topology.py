@@ -65,9 +65,9 @@ def test_links_may_lose_packets_and_matrices_too() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**FULL, "delay_ms": [[0, 1]]}, "delay_ms of 2 x 2 numbers"),
     ({**FULL, "bandwidth_gbps": [[0, 0], [1, 0]]}, "bandwidth_gbps above 0"),
-    ({**FULL, "bandwidth_gbps": None}, "belong together"),
+    ({**FULL, "bandwidth_gbps": None}, "or neither"),
     ({**FULL, "loss": [[0, 1], [0, 0]]}, "loss at least 0 and below 1"),
-    ({"peers": PEERS, "loss": [[0, 0], [0, 0]]}, "a matrix of loss needs delay_ms"),
+    ({"peers": PEERS, "loss": [[0, 0], [0, 0]]}, "loss needs delay_ms"),
     ({"peers": [{"id": "a", "up_gbps": 0}, {"id": "b"}]}, "greater than 0"),
     ({"peers": PEERS, "links": [{"between": ["x", "z"], "delay_ms": 1, "bandwidth_gbps": 1}]}, "unknown region z"),
     ({"peers": PEERS, "links": [{"between": ["x", "y"], "delay_ms": 1, "bandwidth_gbps": 0}]}, "greater than 0"),
@@ -86,7 +86,7 @@ def test_bad_input_is_one_clear_line(tree: dict[str, Any], line: str) -> None:
 
 
 def test_a_missing_file_names_the_shipped_ones() -> None:
-    with pytest.raises(UserError, match=r"shipped ones: .*eight-cities"):
+    with pytest.raises(UserError, match=r"shipped topology: .*eight-cities"):
         topology.load("nowhere")
 
 

@@ -61,8 +61,11 @@ def test_the_link_to_a_page_that_listens_everywhere_leads_to_this_machine() -> N
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], "expected --join ADDR of a live peer, or the folder of a peer's journal"),
-        (["no/such/folder"], "no/such/folder is no folder; give the state folder of a peer, or a folder of such"),
+        ([], "expected --join ADDR of a running peer, or a folder with a peer's journal"),
+        (
+            ["no/such/folder"],
+            "no/such/folder is not a folder; give a peer's state folder, or a folder of state folders",
+        ),
         (["--at", "nowhere", "."], NOWHERE),
     ],
 )

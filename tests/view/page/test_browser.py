@@ -14,6 +14,7 @@ from selenium.webdriver.common.keys import Keys
 
 from benchmarks.browser import CHROMIUM, DRIVER, browsing, complaints, hosts_asked, until
 from decentral.view.page.address import PageAddress, link
+from decentral.view.page.connections import settings
 from decentral.view.page.server import Updates, application
 from decentral.view.page.source_lines import PAGE_LINES
 from decentral.view.page.swarm_view import SwarmView
@@ -53,9 +54,9 @@ def served() -> Iterator[Served]:
     page = Served()
     with PageAddress(port=0, strict=True).bind() as listening:
         page.url = link(listening)
-        settings = uvicorn.Config(application(page.updates), log_level="critical", lifespan="off")
-        settings.timeout_graceful_shutdown = 0  # streams have no end
-        server = uvicorn.Server(settings)
+        of_page = settings(application(page.updates))
+        of_page.timeout_graceful_shutdown = 0  # streams have no end
+        server = uvicorn.Server(of_page)
         work = server.serve(sockets=[listening])
         thread = threading.Thread(target=page._loop.run_until_complete, args=(work,))
         thread.start()

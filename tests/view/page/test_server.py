@@ -4,11 +4,14 @@ import asyncio
 import json
 import re
 import tomllib
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
+from starlette.types import ASGIApp, Message
 
 from decentral.core.journal.lines import Recorded
 from decentral.view.page import server
@@ -82,7 +85,7 @@ def test_a_page_of_somebody_else_whose_name_leads_here_gets_nothing(client: Test
 
 
 def test_a_name_that_the_user_gave_is_ours(updates: Updates) -> None:
-    client = TestClient(application(updates, frozenset({"swarm.lab"})), base_url="http://swarm.lab:8420")
+    client = TestClient(application(updates, "swarm.lab"), base_url="http://swarm.lab:8420")
     assert client.get("/").status_code == 200
 
 
@@ -126,6 +129,7 @@ def events(data: bytes) -> tuple[str, int, dict[str, Any]]:
 
 async def streamed(updates: Updates, steps: int) -> list[bytes]:
     stream, found = updates.listen(), []
+    updates.browsers.append("10.0.0.1")
     for number in range(steps):
         if number:
             updates.view.take("A", line("step", 1.0 + number, step=number, tokens=5, loss=1.0, seconds=1.0))
@@ -140,7 +144,6 @@ def test_a_stream_begins_with_everything_and_goes_on_with_changes(updates: Updat
     found = [events(data) for data in asyncio.run(streamed(updates, 3))]
     assert [(name, number) for name, number, _ in found] == [("everything", 0), ("changes", 1), ("changes", 2)]
     assert [content["totals"]["tokens"] for _, _, content in found] == [5, 10, 15]
-    assert updates.browsers == 0
 
 
 def test_a_browser_that_has_missed_updates_gets_everything_and_nothing_queues_up(updates: Updates) -> None:
@@ -166,8 +169,58 @@ def test_an_update_is_encoded_once_for_all_browsers(updates: Updates) -> None:
     assert first is second
 
 
+@dataclass
+class Crowd:
+    """Browsers that ask for the stream of one application, and stay until `leave`."""
+
+    app: ASGIApp
+    statuses: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # by address
+    leave: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def browser(self, address: str) -> None:
+        async def receive() -> Message:
+            await self.leave.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.statuses[address].append(message["status"])
+
+        scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"spec_version": "2.3"},
+            "method": "GET",
+            "path": "/stream",
+            "root_path": "",
+        }
+        scope |= {"headers": [(b"host", b"127.0.0.1")], "query_string": b"", "client": (address, 5)}
+        await self.app(scope, receive, send)
+
+    async def answered(self, count: int) -> None:
+        while sum(map(len, self.statuses.values())) < count:
+            await asyncio.sleep(0)
+
+
+def test_two_hundred_browsers_of_one_network_that_come_at_once_get_half_of_the_streams(updates: Updates) -> None:
+    async def story() -> dict[str, list[int]]:
+        crowd = Crowd(application(updates))
+        tasks = [asyncio.create_task(crowd.browser("10.0.0.1")) for _ in range(200)]
+        await crowd.answered(200)
+        tasks.append(asyncio.create_task(crowd.browser("10.0.0.2")))
+        await crowd.answered(201)
+        assert len(updates.browsers) == server.MOST_BROWSERS // 2 + 1
+        crowd.leave.set()
+        await asyncio.gather(*tasks)
+        return crowd.statuses
+
+    statuses = asyncio.run(story())
+    assert Counter(statuses["10.0.0.1"]) == {200: server.MOST_BROWSERS // 2, 503: 200 - server.MOST_BROWSERS // 2}
+    assert statuses["10.0.0.2"] == [200]
+    assert updates.browsers == []
+
+
 def test_one_browser_more_than_there_may_be_is_told_so(client: TestClient, updates: Updates) -> None:
-    updates.browsers = server.MOST_BROWSERS
+    updates.browsers += map(str, range(server.MOST_BROWSERS))
     answer = client.get("/stream")
     assert answer.status_code == 503
     assert "close one" in answer.text

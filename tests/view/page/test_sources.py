@@ -1,11 +1,13 @@
 """Where lines come from: journals as they grow, and a parent process through a pipe."""
 
 import asyncio
+import errno
 import fcntl
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -101,6 +103,24 @@ def test_a_process_that_ends_without_a_farewell_is_missed_after_its_last_line(tm
     ((_, missed),) = source.lines()
     assert missed.event == MissedLine(peer=PeerId("A"), reason="its process is gone", certain=True)
     assert list(source.lines()) == []
+
+
+def test_a_process_without_a_free_file_shows_the_lines_when_it_has_one_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    source, known = JournalFolder(tmp_path), JournalFolder(tmp_path)
+    written = journal(tmp_path, "A", Clock())
+    assert len(list(known.lines())) == 1
+    written.write(event_of("step", step=1))
+    with monkeypatch.context() as files:
+        files.setattr(Path, "open", full)
+        files.setattr(os, "scandir", full)
+        assert list(source.lines()) == list(known.lines()) == []
+        assert source.facts() == {}
+    assert [len(list(one.lines())) for one in (source, known)] == [2, 1]
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import { clock, large, number } from "./format.js";
 import { view } from "./selection.js";
 import { label, swarm } from "./store.js";
 
-// Okabe and Ito's colours, and a second round of them, shifted: apart for colour-blind readers too.
+// Okabe and Ito's colours and shifted variants of them, which colour-blind readers can tell apart, too.
 const LIGHT = ["#0072b2", "#c05a00", "#00795a", "#a8428a", "#8a7400", "#2f7fb8", "#5b4bb5", "#b3261e", "#47702b", "#7b5136", "#58606b", "#c23b72"];
 const DARK = ["#5cb0e8", "#f0934a", "#3fc79f", "#e592cb", "#d9c544", "#9ad2f5", "#a79bf0", "#ff8a80", "#9ccb74", "#c99b7b", "#aab4be", "#f58bb4"];
 
@@ -57,7 +57,7 @@ export function draw() {
   state.speed.setData([axis, pick("tokens_per_s"), pick("live")]);
 }
 
-// The horizontal axis, and which buckets have a place on it: tokens only grow, and a bucket may not know them.
+// Returns the horizontal axis and the buckets on it. Over tokens, buckets whose total is unknown or has not grown are left out.
 function abscissa(series) {
   const axis = [], keep = [];
   let tokens = -1;
@@ -110,7 +110,7 @@ function speedOptions() {
   };
 }
 
-// What the reader points at stands in the legend.
+// Writes the values that the reader points at into the legend.
 function read(plot) {
   for (const element of $("loss-legend").querySelectorAll("[data-series]")) {
     const value = plot.cursor.idx === null ? null : plot.data[element.dataset.series]?.[plot.cursor.idx];

@@ -1,4 +1,4 @@
-// Elements are made here and nowhere else: whatever a peer has chosen becomes text, never markup.
+// Makes all elements of the page, so that texts which peers chose become text, never markup.
 
 export const $ = (id) => document.getElementById(id);
 
@@ -18,7 +18,7 @@ export function fill(element, ...children) {
   element.replaceChildren(...children.filter((child) => child !== null));
 }
 
-// Names and values; a value that is not known is left out.
+// Makes a list of names and values; entries without a known value are left out.
 export function pairs(entries) {
   return make("dl", { class: "pairs" }, ...entries.filter(([, value]) => value !== "–").flatMap(([name, value, color]) => [
     make("dt", {}, color ? make("i", { color }) : null, name),
@@ -26,7 +26,7 @@ export function pairs(entries) {
   ]));
 }
 
-// A bar of shares. `parts`: [name, share, colour]; the shares add up to one at most.
+// Makes a bar of shares. `parts`: [name, share, colour]; the shares add up to at most 1.
 export function split(parts, wide = false) {
   const words = parts.filter(([, share]) => share >= 0.005).map(([name, share]) => `${name} ${(share * 100).toFixed(0)}%`);
   const bar = make("div", { class: wide ? "split wide" : "split", role: "img", "aria-label": words.join(", "), title: words.join(", ") });
@@ -38,7 +38,7 @@ export function split(parts, wide = false) {
   return bar;
 }
 
-// The style sheet's colours, by name. To ask for one takes long while the page is being changed, so each is kept.
+// The style sheet's colours, by name, kept because to compute a style while the page changes is slow.
 const colors = new Map();
 
 export function color(name) {

@@ -1,4 +1,4 @@
-// Figures as people read them. Nothing here touches the page.
+// Formats figures for people; changes nothing on the page.
 
 export const short = (peer) => peer.slice(-6);
 
@@ -20,7 +20,7 @@ export function bytes(value) {
   return `${Math.round(value)} B`;
 }
 
-// Links are sold in bits per second.
+// In bits per second, as links are sold.
 export function rate(bytesPerSecond) {
   const bits = bytesPerSecond * 8;
   if (!bits) return "–";

@@ -1,4 +1,4 @@
-// Connects to the server, and draws what has changed: once for an update, and only what stands on the page.
+// Connects to the server, and draws the page once for each update.
 
 import * as charts from "./charts.js";
 import { $ } from "./dom.js";
@@ -9,7 +9,7 @@ import * as store from "./store.js";
 import * as table from "./table.js";
 import { wireTheme } from "./theme.js";
 
-const cost = { updates: 0, last_ms: 0, slowest_ms: 0 }; // of drawing an update; the page's foot shows it
+const cost = { updates: 0, last_ms: 0, slowest_ms: 0 }; // of drawing updates; the page's footer shows them
 window.decentral = { cost };
 
 function draw() {

@@ -1,7 +1,7 @@
 // The swarm as a map: regions, peers, the layers that they hold, links, and exchanges as they happen.
 //
-// A peer's place depends on its region and its number only, so that nothing jumps when others come and go. Links are
-// drawn where they were used lately; in small swarms all of them, with their rates and delays.
+// A peer's place depends on its region and its number only, so that few peers move when others come and go. A large
+// swarm's map has the links that were used lately, a small swarm's map all links, with their rates and delays.
 
 import { colorOf } from "./charts.js";
 import { $, color, fill, make } from "./dom.js";
@@ -9,11 +9,11 @@ import { delay, large, number, rate } from "./format.js";
 import { choose, view } from "./selection.js";
 import { peers, swarm } from "./store.js";
 
-const FEW = 24; // peers, of which each has a name, and all links are drawn
-const REGIONS = 24; // of more, those with the fewest peers share one place: whoever likes names a region of its own
-const WRITTEN = 8; // links, of which each has its figures beside it
-const USED_S = 6; // an exchange is shown for so long
-const GONE_S = 60; // and a peer that has gone
+const FEW = 24; // a map of at most this many peers names each peer and draws all links
+const REGIONS = 24; // most regions; further ones, the smallest, share one place: peers choose their regions' names
+const WRITTEN = 8; // a map of at most this many links has each link's figures
+const USED_S = 6; // an exchange is shown for this time
+const GONE_S = 60; // a peer that is gone is shown for this time
 const STILL = window.matchMedia("(prefers-reduced-motion: reduce)");
 
 const state = { spots: new Map(), seen: new Map(), moving: false, hover: null };
@@ -41,7 +41,7 @@ export function draw() {
   }
 }
 
-// Exchanges move on between updates, while the page is looked at.
+// Moves the dots of exchanges between updates, while the page is visible.
 function move() {
   const active = !document.hidden && state.spots.size <= FEW && [...swarm.links.values()].some((link) => age(link) < USED_S);
   state.moving = active;
@@ -50,7 +50,7 @@ function move() {
   setTimeout(() => requestAnimationFrame(move), 50);
 }
 
-// When the page first saw that a link was used: the swarm's time jumps from update to update, the page's does not.
+// Returns the seconds since a link was used, by the page's clock: the swarm's time jumps from update to update.
 function age(link) {
   const key = `${link.low}-${link.high}`;
   const seen = state.seen.get(key);
@@ -89,7 +89,7 @@ function place(shown) {
   });
 }
 
-// Few peers stand on a ring, many on a sunflower's spiral, which fills the region evenly.
+// Returns a peer's place in its region: on a ring if there are few, else on a sunflower's even spiral.
 function spot(center, room, cell, position, count) {
   if (count === 1) return center;
   const [stretch, ring] = [stretched(cell), count <= FEW];
@@ -177,7 +177,7 @@ function line(pen, colors, link, few) {
   }
 }
 
-// Each link's figures stand where they hide neither a peer nor another link's figures, or nowhere.
+// Writes each link's figures where they hide neither a peer nor other figures; without such a place, writes none.
 function figures(pen, colors, links) {
   pen.font = "11px system-ui, sans-serif";
   pen.textAlign = "center";
@@ -237,7 +237,7 @@ function cross(pen, colors, x, y, r) {
   pen.stroke();
 }
 
-// A ring around the peer: the part of it that is drawn is the part of the layers that it holds.
+// Draws a ring around a peer; its dark part shows which of the layers the peer holds.
 function layersHeld(pen, colors, peer, x, y, r) {
   const turn = (layer) => (2 * Math.PI * layer) / swarm.facts.layers - Math.PI / 2;
   pen.lineWidth = 3;

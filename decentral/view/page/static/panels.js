@@ -6,7 +6,7 @@ import { choose, view } from "./selection.js";
 import { label, peers, swarm } from "./store.js";
 import { place, times } from "./table.js";
 
-const SIGNS = { bad: "Wrong", warning: "Look at" };
+const SIGNS = { bad: "Wrong", warning: "Warning" };
 const EVENTS_SHOWN = 100;
 let latest = -1; // number of the newest event on the page
 
@@ -31,19 +31,19 @@ function heading() {
   $("facts").textContent = [model, facts.data, facts.algorithm, facts.optimizer].filter(Boolean).join(" · ");
   const lasted = timeline.begin === null ? "" : `, for ${span(swarm.now - timeline.begin)}`;
   const wrong = swarm.problems.length ? `${swarm.problems.length} ${swarm.problems.length === 1 ? "thing is" : "things are"} wrong.` : "Nothing is wrong.";
-  const doing = facts.over || facts.past ? `This run is over; loss ${number(totals.loss)}, held-out ${number(totals.held_out)}.` : totals.training ? `${totals.training} ${totals.training === 1 ? "peer trains" : "peers train"}${lasted}; loss ${number(totals.loss)}, ${trend(totals.trend)}.` : "Nobody trains.";
+  const doing = facts.over || facts.past ? `This run is over; loss ${number(totals.loss)}, held-out ${number(totals.held_out)}.` : totals.training ? `${totals.training} ${totals.training === 1 ? "peer trains" : "peers train"}${lasted}; loss ${number(totals.loss)}, ${trend(totals.trend)}.` : "No peer trains.";
   const words = `${doing} ${wrong}`;
   if ($("verdict").textContent !== words) $("verdict").textContent = words;
 }
 
-// How long ago a loss was measured: beside a fresh one an old one misleads.
+// Returns how long ago a loss was measured, since an old loss beside fresh figures misleads.
 function ago(measured) {
   return measured ? `, ${span(swarm.now - measured)} ago` : "";
 }
 
 function trend(change) {
   if (change === null || change === undefined) return "too early for a trend";
-  if (Math.abs(change) < 0.005) return "level";
+  if (Math.abs(change) < 0.005) return "steady";
   return `${change < 0 ? "falling" : "rising"} ${percent(Math.abs(change), 1)} a minute`;
 }
 
@@ -55,10 +55,10 @@ function tiles() {
   const level = totals.trend > 0.02 ? "bad" : totals.trend < -0.005 ? "good" : "";
   const entries = [
     ["Loss", number(totals.loss), trend(totals.trend), level],
-    ["Held-out loss", number(totals.held_out), `the latest of a peer${ago(totals.evaluated)}`],
+    ["Held-out loss", number(totals.held_out), `latest of any peer${ago(totals.evaluated)}`],
     ["Tokens", large(totals.tokens), `${large(totals.tokens_per_s)}/s`],
     ["Peers", `${totals.training ?? 0}`, [totals.live - totals.training ? `${totals.live - totals.training} joining` : "training", totals.gone ? `${totals.gone} gone` : ""].filter(Boolean).join(", ")],
-    ["Time in training", percent(training), "of the training threads"],
+    ["Time in training", percent(training), "mean of the training threads"],
     ["Exchanges done", percent(merged), `${large(exchanges[0])} of ${large(exchanges[0] + exchanges[1] + exchanges[2])}`],
     ["Sent", bytes(totals.sent_bytes), `received ${bytes(totals.received_bytes)}`],
   ];
@@ -95,7 +95,7 @@ function chosen() {
     make("div", { class: "head" }, make("h2", { id: "one-title" }, `Peer ${peer.short}`), make("button", { type: "button", on: () => choose(null) }, "Close")),
     make("p", { class: "id" }, peer.peer),
     make("div", { class: "columns" },
-      pairs([["state", [peer.state, peer.why].filter(Boolean).join(": ")], ["for", span(swarm.now - peer.since)], ["device", place(peer) || "–"], ["software", peer.software || "–"],
+      pairs([["state", [peer.state, peer.why].filter(Boolean).join(": ")], ["in this state for", span(swarm.now - peer.since)], ["device", place(peer) || "–"], ["software", peer.software || "–"],
         ["memory for the model", peer.memory_bytes ? bytes(peer.memory_bytes) : "–"], ["layers", peer.last ? `${peer.first} to ${peer.last - 1}` : "–"]]),
       pairs([["step", large(peer.step)], ["tokens", large(peer.tokens)], ["tokens/s", large(peer.tokens_per_s)], ["loss", number(peer.loss)], ["held-out loss", `${number(peer.held_out)}${ago(peer.evaluated)}`], ["window", peer.window_s ? `${peer.window_s} s` : "–"]]),
       pairs(peer.shares ? times(peer).map(([kind, share, shade]) => [kind, percent(share, 1), shade]) : [["time", "not known"]]),
@@ -134,6 +134,6 @@ function layers() {
 
 function plan() {
   const { plan: known } = swarm;
-  if (!known.digest) return fill($("plan"), make("p", { class: "note" }, "None: peers plan only where they hold parts of the model."));
-  fill($("plan"), pairs([["expected", `${large(known.cost)} tokens/s`], ["adopted by", label(known.peer)], ["ago", span(swarm.now - known.t)]]), make("p", { class: "reason" }, known.reason));
+  if (!known.digest) return fill($("plan"), make("p", { class: "note" }, "No plan: peers plan only if they hold parts of the model."));
+  fill($("plan"), pairs([["expected", `${large(known.cost)} tokens/s`], ["adopted by", label(known.peer)], ["adopted", `${span(swarm.now - known.t)} ago`]]), make("p", { class: "reason" }, known.reason));
 }

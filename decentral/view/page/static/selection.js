@@ -1,4 +1,4 @@
-// Which peer the reader has chosen. Choosing it again, or Escape, lets it go.
+// Keeps which peer the reader has chosen. To choose the peer again, or Escape, ends the choice.
 
 export const view = { chosen: null, onChange: () => {} };
 

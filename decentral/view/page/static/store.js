@@ -1,4 +1,4 @@
-// The swarm as the server tells it: everything first, then what has changed.
+// Keeps the swarm's state from the server's messages: `everything` first, then `changes`.
 
 import { short } from "./format.js";
 
@@ -29,7 +29,7 @@ export function changes(told) {
   for (const row of told.links) {
     const link = named(swarm.link_row, row);
     const key = `${link.low}-${link.high}`;
-    swarm.links.delete(key); // so that it becomes the newest
+    swarm.links.delete(key); // so that the link becomes the newest in the map's order
     swarm.links.set(key, link);
   }
   for (const key of [...swarm.links.keys()].slice(0, Math.max(0, swarm.links.size - 1000))) swarm.links.delete(key);
@@ -38,7 +38,7 @@ export function changes(told) {
   grow(told.timeline);
 }
 
-// The buckets from `first` on are new; those before stay, unless the grid has become coarser.
+// Replaces the buckets from `first` on; earlier buckets stay. `first` is 0 if the grid has become coarser.
 function grow(told) {
   const known = swarm.timeline;
   const series = {};

@@ -1,4 +1,4 @@
-// The peers as a table: sorted, searched, a page of them at a time.
+// Shows the peers as a table that can be sorted and searched, one page of rows at a time.
 
 import { colorOf } from "./charts.js";
 import { $, color, fill, make, split } from "./dom.js";
@@ -9,7 +9,7 @@ import { peers, swarm } from "./store.js";
 const ROWS = 20;
 const state = { sort: "number", down: false, from: 0, text: "" };
 
-// Each column: name, how it is sorted, what stands in it, and a class.
+// Each column: its title, the key to sort by, a function that returns a cell's content, and a style class.
 const COLUMNS = [
   ["peer", "number", (peer) => name(peer), "left"],
   ["state", "state", (peer) => peer.state, "left"],

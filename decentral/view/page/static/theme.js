@@ -1,4 +1,4 @@
-// Light or dark: what the system asks for, until the reader says otherwise.
+// Sets the light or dark theme: the system's, until the reader chooses one.
 
 import { $, forgetColors } from "./dom.js";
 

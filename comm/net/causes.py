@@ -1,0 +1,31 @@
+"""Turn libp2p's errors into AskErrors: libp2p runs in a daemon, which reports the cause of an error only as text."""
+
+import errno
+import re
+
+from decentral.comm.wire.transport import AskError
+from decentral.core.reasons import Reason
+
+# the text before the cause in libp2p's dial errors
+BEFORE_CAUSE = re.compile(r"^(\* \[\S+\] )?dial \S+ \S+: (connect: )?")
+FAILED_AT = re.compile(r"\* \[(\S+)\] (?!dial backoff)")  # matches an address that libp2p dialled in vain
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)  # out of file handles, or out of memory
+
+
+def failure(error: BaseException) -> AskError:
+    """Return the AskError for a network error: RESOURCES if this machine lacks files or memory, else UNREACHABLE."""
+    if isinstance(error, OSError) and error.errno in EXHAUSTED:
+        remedy = "; raise the limit (ulimit -n)" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+        return AskError(Reason.RESOURCES, f"{error.strerror}{remedy}")
+    return AskError(Reason.UNREACHABLE, last_line(error))
+
+
+def last_line(error: BaseException) -> str:
+    """Return the cause that libp2p names in the last line of an error, or the error's class if it has no text."""
+    lines = str(error).strip().splitlines()
+    return BEFORE_CAUSE.sub("", lines[-1].strip())[:200] if lines else type(error).__name__
+
+
+def failed_at(text: str) -> list[str]:
+    """Return the addresses, without peer ids, that libp2p dialled in vain according to its error: at most 16."""
+    return FAILED_AT.findall(text)

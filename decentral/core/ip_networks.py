@@ -1,0 +1,21 @@
+"""Group the IP addresses that one user may have at once, so that nobody escapes a limit by changing its address."""
+
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+
+IP = IPv4Address | IPv6Address
+# Leading bits that the IPv4 and the IPv6 addresses of a group have in common:
+MACHINE = 32, 64  # a machine with IPv6 can usually choose the other 64 bits for each connection
+SITE = 24, 48  # the most that one customer of an Internet provider usually gets
+CALLER = 32, 48  # a client of our ports: a customer with IPv6, but a whole /24 of IPv4 has many customers
+
+
+def network_of(address: str | IP, bits: tuple[int, int] = MACHINE) -> str:
+    """Return the group of an IP address: an IPv4 address or a network; text that is no IP address is its own group."""
+    try:
+        ip = ip_address(address) if isinstance(address, str) else address
+    except ValueError:
+        return str(address)
+    if isinstance(ip, IPv6Address):
+        ip = ip.ipv4_mapped or ip
+    common = bits[ip.version == 6]
+    return str(ip) if common == ip.max_prefixlen else str(ip_network((ip, common), strict=False))

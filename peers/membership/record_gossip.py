@@ -1,0 +1,202 @@
+"""Exchange peers' records with other peers directly, so that no node of the DHT decides who is in the swarm.
+
+Whoever owns the nodes next to a key of the DHT can answer that nothing is stored there. So each peer also asks other
+peers for the records that it lacks, and shows them its own record. ASKS times in the interval at which it renews its
+record, it asks one peer at random, of its roster and of the peers through which it joined. So h hostile names beside n
+honest peers get h/(n + h) of these questions, whatever their records say. Beside that peer it asks one whose record was
+not renewed in time, because that peer surely has its own record. The answer also has what the asker lacks of two other
+kinds of records, each with one key of the DHT: the revocation list of a private swarm, and plans
+(scheduler/placement/plans.py).
+
+In a swarm of several shards (swarm_size.py) a peer knows a sample of the others, and asks for no records of peers.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import ClassVar, Protocol
+
+from decentral.comm.wire.codec import Envelope
+from decentral.comm.wire.invitations import NOTHING_REVOKED, Revocations
+from decentral.comm.wire.messages import MAX_KNOWN, PeerRecords, RecordsQuery
+from decentral.comm.wire.transport import Announce, Answered, Ask, Asked, AskFailed, Found, Reply, Tag
+from decentral.core.ids import PeerId, RunId
+from decentral.core.latest import keep_latest
+from decentral.core.machine import Log, Woke
+from decentral.core.units import KiB, MiB, Seconds
+from decentral.peers.membership.roster import MAX_PEERS, Roster, RosterEffect
+from decentral.peers.membership.swarm_size import key_of
+
+ASKS = 4  # between two renewals of its own record, a peer asks this many others for the records that it lacks
+RECORDS_DEADLINE_S = 10.0
+MOST_RECORDS_BYTES = 64 * KiB  # an answer has at most this many bytes of records, to fit into a message without a blob
+MOST_PLANS_BYTES = 32 * KiB  # an answer has at most this many bytes of plans; a plan for 500 peers fits
+RECORDS_BYTES_S = MiB  # records and plans sent per second to all askers together
+MOST_BACKLOG_S = 1.0  # what RECORDS_BYTES_S allows in this time may be sent at once
+REST_BYTES = 16 * KiB  # after this many bytes an asker gets no more for half of the time between two questions
+OVERDUE = 1.5  # a record is overdue at this many times the interval at which its peer, or we, renew records
+
+
+@dataclass(frozen=True, slots=True)
+class RecordsTag(Tag):
+    """The tag of a RecordsQuery."""
+
+    measures_link: ClassVar[bool] = False
+
+
+RecordEffect = RosterEffect | Ask | Reply
+
+
+class GossipedPlans(Protocol):
+    """Interface to the plans of the swarm; `SwarmPlans` implements it."""
+
+    @property
+    def key(self) -> str:
+        """Return the DHT key of the run's plans."""
+
+    def sealed(self, now: Seconds) -> Mapping[PeerId, bytes]:
+        """Return the sealed plans that are valid now, by proposer."""
+
+    def handle(self, event: Found, now: Seconds) -> Sequence[Log | Announce]:
+        """Store each sealed plan in the event that is valid and new, as if it was found in the DHT."""
+
+
+@dataclass(slots=True)
+class RecordGossip:
+    """The state machine that asks other peers for records, and answers when they ask."""
+
+    run: RunId
+    roster: Roster = field(repr=False, compare=False)
+    contacts: tuple[PeerId, ...]  # the peers through which this peer joined
+    chance: Random
+    wake_at: Seconds = 0.0
+    plans: GossipedPlans | None = None  # None: this peer takes part in no plans
+    _asks: int = 0  # number of rounds in which this peer could ask others
+    _preferred_once: set[PeerId] = field(default_factory=set)  # overdue peers that were preferred
+    _rests: dict[PeerId, Seconds] = field(default_factory=dict)  # until when an asker gets no more records and plans
+    _sent_until: Seconds = 0.0  # when all records and plans so far would be sent at RECORDS_BYTES_S
+
+    def pass_on(self, plans: GossipedPlans) -> None:
+        """Exchange these plans, too, from now on."""
+        self.plans = plans
+
+    def handle(self, event: Woke | Asked | Answered | AskFailed, now: Seconds) -> Sequence[RecordEffect]:
+        """Handle a wake-up, another peer's query, or the answer to ours, and return the effects."""
+        match event:
+            case Woke() if now >= self.wake_at:
+                self.wake_at = now + self.roster.size.renew_s / ASKS
+                return self._ask(now)
+            case Asked(sender=sender, envelope=Envelope(RecordsQuery() as query)):
+                read = self._read({sender: query.own} if query.own else {}, query.revoked, now)
+                return [*read, Reply(event.request, self._answer(sender, query, now))]
+            case Answered(envelope=Envelope(PeerRecords() as answer)):
+                read = self._read(dict(answer.records), answer.revoked, now)
+                if self.plans and answer.plans:
+                    return [*read, *self.plans.handle(Found(self.plans.key, dict(answer.plans)), now)]
+                return read
+        return []
+
+    def _ask(self, now: Seconds) -> list[RecordEffect]:
+        roster, own, sharded = self.roster, self.roster.own.peer, self.roster.size.level > 0
+        if sharded and not self.plans and not roster.revocations:
+            return []
+        overdue = set() if sharded else {peer for peer in roster.live if self._is_overdue(peer, now)}
+        known = () if sharded else [own, *(peer for peer in roster.live if peer not in overdue)][:MAX_KNOWN]
+        hashes, record = tuple(short(peer.encode()) for peer in known), b"" if sharded else roster.sealed(own)
+        plans = tuple(map(short, self.plans.sealed(now).values())) if self.plans else None
+        query = RecordsQuery(self.run, record, hashes, self._revocations.number, plans=plans)
+        first = [] if sharded else self._preferred(overdue)
+        others = sorted({*roster.live, *self.contacts} - {own, *first})
+        asked = [*first, *([self.chance.choice(others)] if others else [])]
+        return [Ask(RecordsTag(), to, Envelope(query), RECORDS_DEADLINE_S) for to in asked]
+
+    def _preferred(self, overdue: set[PeerId]) -> list[PeerId]:
+        """Return the peer to ask beside one at random, or [].
+
+        This is an overdue peer, at random and once until its record is renewed; or, once per renewal, a contact outside
+        the roster.
+        """
+        self._preferred_once &= overdue
+        contacts = sorted({*self.contacts} - self.roster.live.keys() - {self.roster.own.peer})
+        self._asks += 1
+        if contacts and self._asks % ASKS == 0:
+            return [self.chance.choice(contacts)]
+        rest = sorted(overdue - self._preferred_once)
+        found = [self.chance.choice(rest)] if rest else []
+        self._preferred_once.update(found)
+        return found
+
+    def _is_overdue(self, peer: PeerId, now: Seconds) -> bool:
+        record = self.roster.live[peer].record
+        return now - record.time > OVERDUE * max(record.renew_s, self.roster.size.renew_s)
+
+    def _answer(self, asker: PeerId, query: RecordsQuery, now: Seconds) -> Envelope:
+        """Return what the asker lacks: records, revocations, and plans.
+
+        Only revocations are in the answer if `_may_have` allows no more.
+        """
+        roster, known = self.roster, set(query.known)
+        newer = self._revocations.number > query.revocations
+        revoked = self._revocations.packed if newer else b""
+        if not self._may_have(asker, now):
+            return Envelope(PeerRecords(self.run, (), revoked))
+        peers = [] if roster.size.level else [roster.own.peer, *roster.live]
+        found = [(peer, roster.sealed(peer)) for peer in peers if short(peer.encode()) not in known]
+        plans = self.plans.sealed(now) if self.plans and query.plans is not None else {}
+        lacked = [one for one in plans.items() if short(one[1]) not in (query.plans or ())]
+        records, plans_sent = self._fitting(found, MOST_RECORDS_BYTES), self._fitting(lacked, MOST_PLANS_BYTES)
+        self._sends(asker, sum(len(sealed) for _, sealed in (*records, *plans_sent)), now)
+        return Envelope(PeerRecords(self.run, records, revoked, plans_sent))
+
+    def _may_have(self, asker: PeerId, now: Seconds) -> bool:
+        """Return whether the asker may have records and plans, of which `_sends` has counted the earlier ones.
+
+        If many ask at a time, peers that have been in the roster for a renewal get more than newcomers and strangers.
+        """
+        entry = self.roster.live.get(asker)
+        settled = entry is not None and now >= entry.since + self.roster.size.renew_s
+        most_s = MOST_BACKLOG_S if settled else MOST_BACKLOG_S / 2
+        return now >= self._rests.get(asker, 0.0) and self._sent_until < now + most_s
+
+    def _sends(self, asker: PeerId, size: int, now: Seconds) -> None:
+        """Count `size` bytes of records and plans that are sent to the asker."""
+        if size:
+            self._sent_until = max(self._sent_until, now) + size / RECORDS_BYTES_S
+            rest_s = self.roster.size.renew_s / ASKS / 2 * max(1.0, size / REST_BYTES)
+            keep_latest(self._rests, asker, now + rest_s, MAX_PEERS)
+
+    def _fitting(self, sealed: Sequence[tuple[PeerId, bytes]], most_bytes: int) -> tuple[tuple[PeerId, bytes], ...]:
+        """Return pairs of `sealed`, (peer, record), that have at most `most_bytes` and MAX_KNOWN pairs together.
+
+        Pairs without a record are left out. If the others do not fit, they are drawn at random, our own first, so that
+        no peer's record always displaces another's.
+        """
+        pairs, found, size = [one for one in sealed if one[1]], list[tuple[PeerId, bytes]](), 0
+        if len(pairs) > MAX_KNOWN or sum(len(peer) + len(record) for peer, record in pairs) > most_bytes:
+            pairs.sort(key=lambda one: (one[0] != self.roster.own.peer, self.chance.random()))
+        for peer, record in pairs:
+            if len(found) < MAX_KNOWN and size + len(peer) + len(record) <= most_bytes:
+                found.append((peer, record))
+                size += len(peer) + len(record)
+        return tuple(found)
+
+    @property
+    def _revocations(self) -> Revocations:
+        """Return our list of revocations; an empty one in a public swarm."""
+        watch = self.roster.revocations
+        return watch.private.revocations if watch else NOTHING_REVOKED
+
+    def _read(self, values: Mapping[str, bytes], revoked: bytes, now: Seconds) -> list[RecordEffect]:
+        """Read the records, by peer, and the list of revocations that another peer has sent, and return the effects."""
+        roster, effects = self.roster, list[RecordEffect]()
+        if values and not roster.size.level:
+            effects += roster.read(key_of(self.run, roster.own.peer, 0), values, now)
+        if revoked and roster.revocations:
+            effects += roster.revocations.learn(revoked, now)
+        return effects
+
+
+def short(value: bytes) -> bytes:
+    """Return 8 bytes of a hash, which stand for a peer id or a sealed plan in a RecordsQuery."""
+    return hashlib.blake2b(value, digest_size=8).digest()
