@@ -140,7 +140,7 @@ def test_a_daemon_that_dies_with_calls_unread_is_no_traceback(tmp_path: Path) ->
 class Unsettable(asyncio.Future[bytes]):
     """A call whose answer ends the task that reads the daemon's answers, as any fault of hivemind does."""
 
-    def set_result(self, result: bytes) -> None:
+    def set_exception(self, exception: type | BaseException) -> None:
         raise asyncio.InvalidStateError("invalid state")
 
 
