@@ -1,6 +1,7 @@
 """Streamed text: every training piece once an epoch, nothing that is held out, no window twice after a restart."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -436,3 +437,10 @@ def test_a_tokenizer_that_cannot_be_read_is_named(content: str | None, tmp_path:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(UserError, match=f"--tokenizer {tmp_path}"):
         ours.load(str(tmp_path))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have one strategy")
+def test_opening_a_data_set_starts_no_process_that_shares_tensors() -> None:
+    code = "import decentral.comm.net.libp2p, torch; print(torch.multiprocessing.get_sharing_strategy())"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "file_descriptor"

@@ -28,8 +28,22 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_with_room_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     found = disk.write_speed(tmp_path)
     assert found.seen.startswith("writes ")
-    assert found.seen.endswith("B/s")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("written_per_s", "state", "seen"),
+    [
+        (32e6, FindingState.OK, "writes 32.0 MB/s"),
+        (31e6, FindingState.WARN, "writes 31.0 MB/s: checkpoints will be rare"),
+    ],
+)
+def test_a_slow_disk_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written_per_s: float, state: FindingState, seen: str
+) -> None:
+    monkeypatch.setattr(disk, "_written_per_s", lambda _: written_per_s)
+    found = disk.write_speed(tmp_path)
+    assert (found.state, found.seen) == (state, seen)
 
 
 @needs_root
