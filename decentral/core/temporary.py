@@ -1,7 +1,7 @@
 """Temporary folders, which only this user can enter, and which are removed even if their process was killed.
 
-Each folder has a file LOCK that is locked as long as the folder's process runs. Before a new folder is made, the folders
-of this user whose lock is free are removed.
+Each folder has a file LOCK that is locked as long as the folder's process runs. Whoever makes a new folder removes the
+folders of this user whose lock is free.
 """
 
 import fcntl
