@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from decentral.core import temporary
 from decentral.core.temporary import LOCK, TemporaryFolder, remove_abandoned, temporary_folder
 
 
@@ -81,7 +80,7 @@ def test_links_are_not_followed(place: Path) -> None:
 
 def test_another_user_s_folder_stays(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = abandoned(place)
-    monkeypatch.setattr(temporary.os, "geteuid", lambda: os.stat(old).st_uid + 1)
+    monkeypatch.setattr("os.geteuid", lambda: os.stat(old).st_uid + 1)
     remove_abandoned(place)
     assert (old / "inner" / "identity.key").exists()
 
