@@ -7,7 +7,6 @@ we have left the swarm. The daemon goes on running if our process ends during th
 
 import asyncio
 import os
-import shutil
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections.abc import Coroutine, Iterable, Sequence
@@ -32,7 +31,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from decentral.core import end_with_parent
 from decentral.core.errors import UserError
 from decentral.core.plain_text import printable
-from decentral.core.temporary import new_temporary_folder
+from decentral.core.temporary import TemporaryFolder
 
 LIBP2P_START_S = 60.0  # longest wait for the daemon to start; hivemind's 15 s are too short on a loaded machine
 CALLS_KEPT = 64  # ended calls are forgotten only once this many calls are remembered
@@ -82,7 +81,7 @@ class OwnDaemon(P2P):  # type: ignore[misc]  # hivemind has no types
         self = cls()
         self._folder = folder
         self._daemon_listen_maddr, self._client_listen_maddr = (
-            Multiaddr(f"/unix{folder}/{name}") for name in ("daemon", "client")
+            Multiaddr(f"/unix{folder.path}/{name}") for name in ("daemon", "client")
         )
         try:
             self._child = await self._spawn(key, listen, announce, only_dials)
@@ -132,7 +131,7 @@ class OwnDaemon(P2P):  # type: ignore[misc]  # hivemind has no types
                 with suppress(ProcessLookupError):
                     self._child.kill()
                 await self._child.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
 
 class OwnClient(p2pclient.Client):  # type: ignore[misc]
@@ -178,16 +177,16 @@ class OwnControl(ControlClient):  # type: ignore[misc]
         return super()._handle_persistent_request(call_id, request)  # type: ignore[no-any-return]
 
 
-def _socket_folder() -> Path:
+def _socket_folder() -> TemporaryFolder:
     """Return a new folder for the daemon's sockets.
 
     Raises:
         UserError: If the folder cannot be made, or its path is too long.
     """
-    folder = new_temporary_folder()
-    if len(os.fsencode(folder / "daemon")) > SOCKET_PATH_BYTES:
-        folder.rmdir()
-        raise UserError(f"{folder.parent} is too long a path for a socket; set TMPDIR to a shorter path")
+    folder = TemporaryFolder.make()
+    if len(os.fsencode(folder.path / "daemon")) > SOCKET_PATH_BYTES:
+        folder.remove()
+        raise UserError(f"{folder.path.parent} is too long a path for a socket; set TMPDIR to a shorter path")
     return folder
 
 

@@ -37,7 +37,7 @@ from decentral.core.ip_networks import SITE, network_of
 from decentral.core.reasons import Reason
 from decentral.core.units import MiB, Seconds
 
-MOST_CALLS = 256  # most calls per second of all peers together that our node answers; one site alone gets half
+MOST_CALLS = 256  # most calls per second that our node answers; one site alone gets half, one peer alone a third
 # After this many bytes of answers in a second our node answers no call in that second; one site alone gets half. A key
 # with 64 records of 2 kB, looked up by 128 peers each 26 s, takes 0.6 MiB/s. The limit exceeds the largest answer
 # (MOST_ANSWERED_BYTES), so that one such answer does not have all other callers refused.
@@ -72,7 +72,11 @@ def sites_of(peer: PeerId, places: Iterable[str]) -> set[str]:
 
 
 class CallShares:
-    """The calls, and bytes of answers, of each peer and each site in the last second, limited as by `FairShare`."""
+    """The calls, and bytes of answers, of each site and each peer in the last second, limited as by `FairShare`.
+
+    A peer gets at most what its site, too, may still have. So one peer alone gets a third of all, and the other peers
+    of its site get calls as well, also those behind the same router or relay.
+    """
 
     def __init__(self, now: Callable[[], Seconds], private: PrivateSwarm | None = None) -> None:
         """Begin with no calls.
@@ -82,26 +86,28 @@ class CallShares:
             private: Our private swarm, in which all peers with one invitation have one share; None in a public swarm.
         """
         self._private = private
-        self._of_site, self._of_peer = ((RateShare(MOST_CALLS, now), RateShare(ANSWER_BYTES, now)) for _ in range(2))
+        self._calls, self._sent = ((RateShare(most, now), RateShare(most, now)) for most in (MOST_CALLS, ANSWER_BYTES))
 
     def begin(self, caller: PeerId, site: str) -> None:
-        """Count a call before it is answered.
+        """Count a call before it is answered. A refused call takes nothing of others' shares.
 
         Raises:
             ProtocolError: If the caller or its site, however many names it has, has used its share of this second.
         """
-        for holder, (calls, sent) in self._shares(caller, site):
-            if not sent.take(holder, 0) or not calls.take(holder, 1):
+        holder = share_holder(self._private, caller)
+        for (of_site, of_peer), amount in ((self._sent, 0), (self._calls, 1)):
+            if not of_site.fits(site, amount) or not of_peer.fits(holder, amount, of_site.used_by(site)):
                 raise ProtocolError(Reason.BUSY, "you have used your share of this node's calls; try later")
+        self._count(self._calls, site, holder, 1)
 
     def answered(self, caller: PeerId, site: str, size: int) -> None:
         """Count the bytes of the answer to a call."""
-        for holder, (_, sent) in self._shares(caller, site):
-            sent.add(holder, size)
+        self._count(self._sent, site, share_holder(self._private, caller), size)
 
-    def _shares(self, caller: PeerId, site: str) -> tuple[tuple[str, tuple[RateShare, RateShare]], ...]:
-        """Return the site's shares, and the caller's; a call that the site's refuse takes nothing of other peers'."""
-        return (site, self._of_site), (share_holder(self._private, caller), self._of_peer)
+    @staticmethod
+    def _count(shares: tuple[RateShare, RateShare], site: str, holder: PeerId, amount: int) -> None:
+        for share, of in zip(shares, (site, holder), strict=True):
+            share.add(of, amount)
 
 
 class GuardedCalls:

@@ -44,11 +44,15 @@ class FairShare:
         The sender's new total must not exceed what is free before the reservation. A sender that has nothing gets any
         amount, as long as something is free.
         """
-        held, free = self.by_sender.get(sender, 0), self.most - self.used
-        if free <= 0 or (held and held + amount > free):
-            return False
-        self.add(sender, amount)
-        return True
+        fits = self.fits(sender, amount)
+        if fits:
+            self.add(sender, amount)
+        return fits
+
+    def fits(self, sender: str, amount: int = 1, kept: int = 0) -> bool:
+        """Return whether `take` would reserve `amount` for the sender if `kept` of what is free were not."""
+        held, free = self.by_sender.get(sender, 0), self.most - self.used - kept
+        return free > 0 and (not held or held + amount <= free)
 
     def add(self, sender: str, amount: int) -> None:
         """Count an amount for the sender, whatever the rule says."""
@@ -74,15 +78,16 @@ class RateShare:
         self._share, self._now = FairShare(most), now
         self._taken: deque[tuple[Seconds, str, int]] = deque()  # uses that still count: (until when, sender, amount)
 
-    def take(self, sender: str, amount: int) -> bool:
-        """Count an amount for the sender if the rule of `FairShare` allows it, and return whether it was counted."""
+    def fits(self, sender: str, amount: int, kept: int = 0) -> bool:
+        """Return whether the rule of `FairShare` allows the sender an amount if `kept` of what is free were not."""
         while self._taken and self._taken[0][0] <= self._now():
             _, other, old = self._taken.popleft()
             self._share.give_back(other, old)
-        fits = self._share.take(sender, amount)
-        if fits and amount:
-            self._taken.append((self._now() + SHARE_RENEWS_S, sender, amount))
-        return fits
+        return self._share.fits(sender, amount, kept)
+
+    def used_by(self, sender: str) -> int:
+        """Return the amount that counts for the sender, as of the last call of `fits`."""
+        return self._share.by_sender.get(sender, 0)
 
     def add(self, sender: str, amount: int) -> None:
         """Count an amount for the sender, whatever the rule says."""

@@ -1,24 +1,55 @@
-"""Temporary folders, which only this user can enter."""
+"""Temporary folders, which only this user can enter, and which are removed even if their process was killed.
 
+Each folder has a file LOCK that is locked as long as the folder's process runs. Whoever makes a new folder removes the
+folders of this user whose lock is free.
+"""
+
+import fcntl
+import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
+from typing import BinaryIO
 
 from decentral.core.errors import UserError
 
+PREFIX = "decentral-"
+LOCK = ".temporary-lock"  # no other folder has a file of this name, whatever the user calls the folder
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
-def new_temporary_folder() -> Path:
-    """Return a new folder in the system's temporary folder.
 
-    Raises:
-        UserError: If no temporary folder can be written.
-    """
-    try:
-        return Path(tempfile.mkdtemp(prefix="decentral-"))
-    except OSError as error:
-        raise UserError(f"no temporary folder is writable ({error.strerror}); set TMPDIR to another folder") from None
+@dataclass(frozen=True, slots=True)
+class TemporaryFolder:
+    """A temporary folder that exists until `remove`, or until a process of this user finds that its owner has ended."""
+
+    path: Path
+    _lock: BinaryIO
+
+    @classmethod
+    def make(cls) -> "TemporaryFolder":
+        """Make a folder in the system's temporary folder, and remove the folders of processes that have ended there.
+
+        Raises:
+            UserError: If no temporary folder can be written.
+        """
+        try:
+            path = Path(tempfile.mkdtemp(prefix=PREFIX))
+            remove_abandoned(path.parent)
+            lock = (path / f"{LOCK}-new").open("xb")
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (path / f"{LOCK}-new").rename(path / LOCK)  # no process ever sees LOCK unlocked
+        except OSError as error:
+            said = f"no temporary folder is writable ({error.strerror}); set TMPDIR to another folder"
+            raise UserError(said) from None
+        return cls(path, lock)
+
+    def remove(self) -> None:
+        """Remove the folder and all that is in it."""
+        rmtree(self.path, ignore_errors=True)
+        self._lock.close()
 
 
 @contextmanager
@@ -28,8 +59,39 @@ def temporary_folder() -> Iterator[Path]:
     Raises:
         UserError: If no temporary folder can be written.
     """
-    folder = new_temporary_folder()
+    folder = TemporaryFolder.make()
     try:
-        yield folder
+        yield folder.path
     finally:
-        rmtree(folder, ignore_errors=True)
+        folder.remove()
+
+
+def remove_abandoned(place: Path) -> None:
+    """Remove the temporary folders in `place` that belong to this user and whose lock is free; links are not followed.
+
+    Folders without a lock are left: their process may be making them.
+    """
+    with suppress(OSError):
+        parent = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            for name in os.listdir(parent):
+                if name.startswith(PREFIX):
+                    _remove_if_abandoned(parent, name)
+        finally:
+            os.close(parent)
+
+
+def _remove_if_abandoned(parent: int, name: str) -> None:
+    with suppress(OSError):  # it is no folder, another user's, in use, or gone
+        folder = os.open(name, FOLDER, dir_fd=parent)
+        try:
+            lock = os.open(LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+            try:
+                if os.fstat(folder).st_uid == os.geteuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    rmtree(".", ignore_errors=True, dir_fd=folder)  # by descriptor: the name may lead elsewhere by now
+                    os.rmdir(name, dir_fd=parent)
+            finally:
+                os.close(lock)
+        finally:
+            os.close(folder)

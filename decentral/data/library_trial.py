@@ -16,15 +16,18 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 LEAST_MEMORY_BYTES = 2 << 30  # a child may take this much memory, for the libraries and a small file,
 MEMORY_OF_A_BYTE = 16  # and this many bytes more for each byte of the file
 TRIAL_S = 120.0  # processor and wall time of a child; the largest usual tokenizers take a second
 TRIED_BYTES = 256 << 20  # a child reads about this many bytes, which takes seconds; every file has an equal share,
 LEAST_SHARE = 1 << 20  # and at least this
-FIRST_ROWS = 256  # rows that the child reads of a Parquet file whose row groups are all larger than its share
+# Row groups of Parquet files that are larger than what is left of their file's share are read as well, up to this many
+# bytes of all files together. Beyond, the child reads the first rows of a file of which it has read nothing else.
+LARGE_GROUP_BYTES, FIRST_ROWS = 512 << 20, 256
 CELL_BYTES = 8  # least memory of one value of a column that has been read
 QUIET = {  # environment of a child: one thread, and memory from the system's allocator, which the limit bounds
     **{"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
@@ -93,34 +96,64 @@ def _try_tokenizer(texts: Sequence[str]) -> int:
 
 
 def _try_tables(kind: str, memory_bytes: int) -> list[int | None]:
-    """Read each file up to its share of TRIED_BYTES. Raises MemoryError if rows may take more than `memory_bytes`."""
+    """Read each file up to its share of TRIED_BYTES, then other row groups of Parquet files up to LARGE_GROUP_BYTES.
+
+    Raises:
+        MemoryError: If rows may take more than `memory_bytes`.
+    """
     from pyarrow import ArrowException
 
     found: list[int | None] = []
+    unread: list[tuple[str, Group]] = []
     paths = [os.fsdecode(one) for one in sys.stdin.buffer.read().split(b"\0") if one]
     share = max(LEAST_SHARE, TRIED_BYTES // max(1, len(paths)))
     for path in paths:
-        try:
-            rows = None
-            if kind == "parquet":
-                rows = _try_parquet(path, memory_bytes, share)
-            else:
-                _try_arrow(path, share)
-            found.append(rows)
-        except MemoryError:
-            raise MemoryError(f"rows of {path} may take more than {memory_bytes} bytes of memory") from None
-        except (ArrowException, OSError):
-            found.append(None)
+        with _blaming(path, memory_bytes):
+            try:
+                rows = None
+                if kind == "parquet":
+                    rows, others = _try_parquet(path, memory_bytes, share)
+                    unread += [(path, group) for group in others]
+                else:
+                    _try_arrow(path, share)
+                found.append(rows)
+            except MemoryError:  # pyarrow's is an ArrowException, too
+                raise
+            except (ArrowException, OSError):
+                found.append(None)
+    left = LARGE_GROUP_BYTES
+    for path, group in sorted(unread, key=lambda one: one[1].rows_per_byte, reverse=True):
+        if group.size <= left:
+            left -= group.size
+            with _blaming(path, memory_bytes):
+                _read_group(path, group.number)
     return found
 
 
-def _try_parquet(path: str, memory_bytes: int, share: int) -> int:
-    """Read whole row groups, as `datasets` does, and return the number of rows.
+@contextmanager
+def _blaming(path: str, memory_bytes: int) -> Iterator[None]:
+    """Name the file in a MemoryError of the block."""
+    try:
+        yield
+    except MemoryError:
+        raise MemoryError(f"rows of {path} may take more than {memory_bytes} bytes of memory") from None
+
+
+class Group(NamedTuple):
+    """A row group of a Parquet file: its place, its stored size in bytes, and its rows for each stored byte."""
+
+    number: int
+    size: int
+    rows_per_byte: float
+
+
+def _try_parquet(path: str, memory_bytes: int, share: int) -> tuple[int, list[Group]]:
+    """Read whole row groups, as `datasets` does, and return the number of rows, and the groups that were not read.
 
     The groups with the most rows per byte come first, since a few bytes become gigabytes only in many rows. What
-    remains possible: in a file larger than the share, a group that is not read may need any memory.
+    remains possible: a group that neither the share nor LARGE_GROUP_BYTES reaches may need any memory.
     """
-    from pyarrow import ArrowException, parquet
+    from pyarrow import parquet
 
     with parquet.ParquetFile(path) as file:
         known = file.metadata
@@ -130,20 +163,29 @@ def _try_parquet(path: str, memory_bytes: int, share: int) -> int:
             raise MemoryError
         stored = [sum(group.column(at).total_compressed_size for at in range(group.num_columns)) for group in groups]
         sizes = [max(1, min(size, os.path.getsize(path))) for size in stored]  # the file may claim any size
-        left = share
-        for number in sorted(range(len(groups)), key=lambda at: groups[at].num_rows / sizes[at], reverse=True):
-            if sizes[number] > left:
+        listed = [Group(at, sizes[at], group.num_rows / sizes[at]) for at, group in enumerate(groups)]
+        left, unread = share, list[Group]()
+        for group in sorted(listed, key=lambda one: one.rows_per_byte, reverse=True):
+            if group.size > left:
+                unread.append(group)
                 continue
-            left -= sizes[number]
-            try:
-                file.read_row_group(number, use_threads=False)
-            except MemoryError:
-                raise
-            except (ArrowException, OSError):  # the group is damaged; `datasets` says so when it reads the group
-                continue
+            left -= group.size
+            _read_group(path, group.number)
         if groups and left == share:
             next(file.iter_batches(FIRST_ROWS, row_groups=[0], use_threads=False), None)
-        return int(known.num_rows)
+        return int(known.num_rows), unread
+
+
+def _read_group(path: str, number: int) -> None:
+    from pyarrow import ArrowException, parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            file.read_row_group(number, use_threads=False)
+    except MemoryError:
+        raise
+    except (ArrowException, OSError):  # the group is damaged; `datasets` says so when it reads the group
+        pass
 
 
 def _try_arrow(path: str, share: int) -> None:

@@ -75,6 +75,8 @@ class RecordGossip:
     _asks: int = 0  # number of rounds in which this peer could ask others
     _preferred_once: set[PeerId] = field(default_factory=set)  # overdue peers that were preferred
     _rests: dict[PeerId, Seconds] = field(default_factory=dict)  # until when an asker gets no more records and plans
+    # The number of the list of revocations that an asker got last, and until when it does not get that list again.
+    _told: dict[PeerId, tuple[int, Seconds]] = field(default_factory=dict)
     _sent_until: Seconds = 0.0  # when all records and plans so far would be sent at RECORDS_BYTES_S
 
     def pass_on(self, plans: GossipedPlans) -> None:
@@ -134,11 +136,15 @@ class RecordGossip:
     def _answer(self, asker: PeerId, query: RecordsQuery, now: Seconds) -> Envelope:
         """Return what the asker lacks: records, revocations, and plans.
 
-        Only revocations are in the answer if `_may_have` allows no more.
+        Only revocations are in the answer if `_may_have` allows no more. An asker gets the same list as often as an
+        honest one asks, so that a few bytes are not answered with 16 KiB again and again.
         """
-        roster, known = self.roster, set(query.known)
-        newer = self._revocations.number > query.revocations
-        revoked = self._revocations.packed if newer else b""
+        roster, known, revoked = self.roster, set(query.known), b""
+        number = self._revocations.number
+        told, again_at = self._told.get(asker, (0, 0.0))
+        if number > query.revocations and (number != told or now >= again_at):
+            revoked = self._revocations.packed
+            keep_latest(self._told, asker, (number, now + self._rest_s), MAX_PEERS)
         if not self._may_have(asker, now):
             return Envelope(PeerRecords(self.run, (), revoked))
         peers = [] if roster.size.level else [roster.own.peer, *roster.live]
@@ -163,8 +169,7 @@ class RecordGossip:
         """Count `size` bytes of records and plans that are sent to the asker."""
         if size:
             self._sent_until = max(self._sent_until, now) + size / RECORDS_BYTES_S
-            rest_s = self.roster.size.renew_s / ASKS / 2 * max(1.0, size / REST_BYTES)
-            keep_latest(self._rests, asker, now + rest_s, MAX_PEERS)
+            keep_latest(self._rests, asker, now + self._rest_s * max(1.0, size / REST_BYTES), MAX_PEERS)
 
     def _fitting(self, sealed: Sequence[tuple[PeerId, bytes]], most_bytes: int) -> tuple[tuple[PeerId, bytes], ...]:
         """Return pairs of `sealed`, (peer, record), that have at most `most_bytes` and MAX_KNOWN pairs together.
@@ -180,6 +185,11 @@ class RecordGossip:
                 found.append((peer, record))
                 size += len(peer) + len(record)
         return tuple(found)
+
+    @property
+    def _rest_s(self) -> Seconds:
+        """Return half of the time between two questions of a peer."""
+        return self.roster.size.renew_s / ASKS / 2
 
     @property
     def _revocations(self) -> Revocations:

@@ -37,6 +37,9 @@ REFRESH_SOON_S = 0.5  # a request from an unknown peer causes an extra lookup of
 SOUGHT_EACH = 4  # the requests of one unknown peer cause at most this many extra lookups
 MOST_SOUGHT = 1024  # extra lookups are counted for at most this many unknown peers; then the oldest count is deleted
 FORGET_TTLS = 10  # with over MAX_PEERS dropped peers, those dropped this many record lifetimes ago are forgotten
+# A peer that has left is back only with a record of this much later. So no name joins and leaves hundreds of times a
+# second; a peer that is started again needs longer.
+RETURN_S = 2.0
 DEAD_AFTER = 2  # a peer is dropped from the roster after this many of our requests in a row got no answer
 MAX_PEERS = 4096
 MOST_DROPPED = 8192  # the last record's date is remembered for this many dropped peers, to ignore older records
@@ -336,6 +339,8 @@ class Roster:
             except ProtocolError as error:
                 self.refused[error.reason] += 1
                 continue
+            if peer in self.live and record.time < self.live[peer].record.time:
+                continue  # others may pass on old records of the peer, also one from before it came back
             self._known[peer] = value
             effects += self._heard(peer, record, min(expires, believed_until), now)
         return effects
@@ -367,7 +372,7 @@ class Roster:
         if record.phase == "leaving":
             self._valid.pop(peer, None)
             was_silent = peer in self._dropped and self._dropped[peer] < record.time
-            self._dropped[peer] = max(self._dropped.get(peer, 0.0), record.time)
+            self._dropped[peer] = max(self._dropped.get(peer, 0.0), record.time + RETURN_S)
             if peer in self.live:
                 return [*self._drop(peer, "left", now)]
             return [Log(GoodbyeLine(peer=peer))] if was_silent else []  # log it only if the peer was dropped as silent

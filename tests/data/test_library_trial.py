@@ -135,6 +135,23 @@ def test_a_later_row_group_that_asks_for_gigabytes_is_refused(tmp_path: Path) ->
         files_of(str(tmp_path), None)
 
 
+def test_a_row_group_larger_than_its_file_s_share_that_asks_for_gigabytes_is_refused(tmp_path: Path) -> None:
+    """So many files have a share of 1 MiB; the last row group of one has 2 MiB, and a text of 32 MiB in 100 rows."""
+    for number in range(library_trial.TRIED_BYTES // library_trial.LEAST_SHARE):
+        parquet.write_table(repeated(3, "a"), tmp_path / f"{number:03}.parquet", store_schema=False)
+    bomb = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0] * 100 + [1], "int32"), ["y" * (1 << 25), secrets.token_hex(1 << 21)]
+    )
+    groups = [repeated(9, "a"), pyarrow.table({"text": bomb})]
+    with parquet.ParquetWriter(
+        tmp_path / "999.parquet", groups[0].schema, store_schema=False, compression="zstd"
+    ) as file:
+        for group in groups:
+            file.write_table(group)
+    with pytest.raises(UserError, match=r"rows of .*999\.parquet may take more than"):
+        files_of(str(tmp_path), None)
+
+
 def test_a_file_is_tried_again_if_another_of_equal_size_and_time_takes_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -194,7 +194,7 @@ def test_a_start_that_is_given_up_leaves_neither_a_daemon_nor_its_folder(
         asyncio.run(OwnDaemon.begin(tmp_path / "a", LISTEN, ()))
     (own,) = begun
     assert own._child.returncode is not None
-    assert not own._folder.exists()
+    assert not own._folder.path.exists()
 
 
 KILLED_WHILE_IT_STARTS = """

@@ -223,15 +223,29 @@ def test_no_node_is_sent_the_records_that_others_store(public: Any) -> None:
     assert (len(protocol.storage), sent, len(dht.table.uid_to_peer_id)) == (1, [], 1)
 
 
-@pytest.mark.parametrize("names", [1, 300], ids=["one name", "many names"])
-def test_a_flood_of_calls_of_one_site_leaves_half_for_the_others(names: int) -> None:
+@pytest.mark.parametrize(("names", "most"), [(1, MOST_CALLS // 3 + 1), (300, MOST_CALLS // 2)])
+def test_a_flood_of_calls_of_one_site_leaves_half_for_the_others(names: int, most: int) -> None:
     now = [0.0]
     shares = CallShares(lambda: now[0])
     answered = [answers(shares, f"greedy{number % names}") for number in range(1000)]
-    assert sum(answered) == MOST_CALLS / 2
+    assert sum(answered) == most
     assert answers(shares, "honest", site=OTHER_SITE)
     now[0] += SHARE_RENEWS_S
     assert answers(shares, "greedy0")
+
+
+def test_a_flood_of_calls_of_one_peer_leaves_calls_for_the_others_of_its_site() -> None:
+    shares = CallShares(lambda: 0.0)
+    for _ in range(1000):
+        answers(shares, "greedy")
+    assert sum(answers(shares, "honest") for _ in range(100)) == (MOST_CALLS // 3 + 1) // 3
+
+
+def test_many_bytes_for_one_peer_leave_calls_for_the_others_of_its_site() -> None:
+    shares = CallShares(lambda: 0.0)
+    while answers(shares, "greedy", ANSWER_BYTES // 32):
+        pass
+    assert answers(shares, "honest", ANSWER_BYTES // 32)
 
 
 def test_a_flood_of_calls_of_one_peer_from_many_sites_leaves_half_for_the_others() -> None:

@@ -23,11 +23,13 @@ from decentral.peers.membership.record_gossip import (
     MOST_RECORDS_BYTES,
     RECORDS_BYTES_S,
     RecordGossip,
+    RecordsTag,
 )
 from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.peers.membership.roster import Holders, Roster
 from decentral.peers.membership.swarm_size import LEAST_TIMES, SwarmSize, SwarmStart
 from decentral.sim.virtual_signer import VirtualSigner
+from tests.comm.wire.invited import founder, member
 
 RUN = RunId("gpt-3fa2c1")
 RECORD = PeerRecord(RUN, 0.0, ("/ip4/127.0.0.1/tcp/1",), Profile("cpu", 1, 1.0, 1.0), 0, 3, 0, 0, 0, phase="training")
@@ -320,3 +322,20 @@ def test_no_plans_displace_the_answering_peers_own() -> None:
     (ask,) = asker.wake(NOW)
     asker.hear(ask, asked.answer(asker.name, ask))
     assert set(shelf.known) == {"asked"}
+
+
+def test_a_peer_is_sent_the_same_revocations_as_often_as_an_honest_one_asks_and_a_new_list_at_once() -> None:
+    asked = Peer(PeerId("asked"))
+    private = member("asked")
+    asked.roster.watch_revocations(private, Random(0))
+
+    def sent(count: int, own: int = 0) -> int:
+        query = Ask(RecordsTag(), asked.name, Envelope(RecordsQuery(RUN, b"", (), own)), 1.0)
+        answers = [asked.answer(PeerId("greedy"), query).message for _ in range(count)]
+        return sum(isinstance(one, PeerRecords) and one.revoked == private.revocations.packed for one in answers)
+
+    for number in (1, 2):
+        private.learn(founder().revoke(number, frozenset({member("QmB").holding.invitation.id})).packed)
+        assert sent(100) == 1
+    asked.now += ASK_S
+    assert (sent(1), sent(1, own=2)) == (1, 0)

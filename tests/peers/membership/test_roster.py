@@ -22,7 +22,7 @@ from decentral.core.reasons import Reason
 from decentral.peers.membership import records
 from decentral.peers.membership.prober import ProbeTag
 from decentral.peers.membership.records import PeerRecord, Profile
-from decentral.peers.membership.roster import MOST_NEW, Holders, Learn, Roster, RosterEffect, RosterEntry
+from decentral.peers.membership.roster import MOST_NEW, RETURN_S, Holders, Learn, Roster, RosterEffect, RosterEntry
 from decentral.peers.membership.swarm_size import MERGE, SwarmSize, SwarmStart, key, key_of, level_of, published
 
 RUN = RunId("gpt-3fa2c1")
@@ -119,6 +119,25 @@ def test_a_peer_that_says_so_has_left_and_stays_away(roster: Roster) -> None:
     assert left(find(roster, sealed(replace(RECORD, time=NOW + 5, phase="leaving")), NOW + 5)) == ["left"]
     assert find(roster, sealed(replace(RECORD, time=NOW + 4)), NOW + 6) == []
     assert not roster.live
+
+
+def test_a_goodbye_from_before_a_peer_came_back_is_old_whoever_passes_it_on(roster: Roster) -> None:
+    goodbye = sealed(replace(RECORD, time=NOW + 5, phase="leaving"))
+    back = sealed(replace(RECORD, time=NOW + 15))
+    for value in (sealed(), goodbye, back):
+        find(roster, value, NOW + 15)
+    assert left(find(roster, goodbye, NOW + 16)) == []
+    assert roster.sealed(other()) == back  # it is what we pass on
+    assert other() in roster.live
+
+
+def test_a_name_cannot_join_and_leave_many_times_a_second(roster: Roster) -> None:
+    said = list[RosterEffect]()
+    for number in range(200):
+        at = NOW + number / 100
+        said += find(roster, sealed(replace(RECORD, time=at, phase="leaving" if number % 2 else "training")), at)
+    assert (len(left(said)), len(goodbyes(said))) == (1, 0)
+    assert len(find(roster, sealed(replace(RECORD, time=NOW + 2 + RETURN_S)), NOW + 2 + RETURN_S)) == 2
 
 
 def test_a_peer_that_was_never_there_does_not_leave(roster: Roster) -> None:
