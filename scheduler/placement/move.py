@@ -3,7 +3,8 @@
     IDLE --begin--> FETCHING --state here--> LEASING --granted--> DRAINING --nothing under way--> SWITCHING --> IDLE
 
 The peer fetches the state of the new layers while it still serves the old layers. Then it needs a replica lease from
-`replicas` other holders of each layer that it gives up. Once it has these leases, it takes no new stage executions and
+other holders of each layer that it gives up: from one, or from `replicas` in a move for relief. A move by a plan may do
+without (`gaps`), since single holders could not exchange layers otherwise. Once it has these leases, it takes no new stage executions and
 waits until the running ones have finished. Then the training thread changes the layers between two optimizer steps. If
 an earlier part of the move fails, the peer keeps serving its old layers. The state of given-up layers stays on the disk
 (engine/checkpoint.py), in case their last holder is lost.
@@ -189,7 +190,7 @@ class SpanMove:
     budget: MemoryBudget
     view: SpanView
     chance: Random
-    replicas: int  # a layer may be given up only if this many other peers hold it
+    replicas: int  # in a move for relief, a layer may be given up only if this many other peers hold it
     held: range
     phase: MovePhase = MovePhase.IDLE
     target: range = range(0)
@@ -200,6 +201,7 @@ class SpanMove:
     requests: LeaseRequests = field(default_factory=LeaseRequests)
     rest_until: Seconds = 0.0
     _began_at: Seconds = 0.0
+    _gaps: bool = False
     _drain_until: Seconds = 0.0
 
     def __post_init__(self) -> None:
@@ -213,18 +215,19 @@ class SpanMove:
 
     @property
     def needed(self) -> int:
-        """Return how many other holders each given-up layer must keep.
-
-        The number is `replicas`, or 1 if the move recovers a lost layer, since a lost layer stops all training.
-        """
-        return 1 if self.why == "lost" else self.replicas
+        """Return how many other holders each given-up layer must keep."""
+        if self._gaps:
+            return 0
+        return 1 if self.why in ("lost", "plan") else self.replicas
 
     @property
     def lost(self) -> list[int]:
         """Return the fragments that this peer gives up by the move under way; [] without a move."""
         return [] if self.phase is MovePhase.IDLE else [index for index in self.held if index not in self.target]
 
-    def begin(self, target: range, why: str, now: Seconds, may_initialise: bool = False) -> list[MoveEffect]:
+    def begin(
+        self, target: range, why: str, now: Seconds, may_initialise: bool = False, gaps: bool = False
+    ) -> list[MoveEffect]:
         """Begin a move; do nothing if a move is under way or this peer holds the target already.
 
         Args:
@@ -233,11 +236,12 @@ class SpanMove:
             now: Unix time in seconds.
             may_initialise: Whether fragments that no peer holds or retains may start from initial weights. Otherwise
                 a move to such fragments fails.
+            gaps: Whether given-up layers may be left without a holder.
         """
         if self.phase is not MovePhase.IDLE or target == self.held:
             return []
         self._enter(MovePhase.FETCHING)
-        self.target, self.why, self._began_at = target, why, now
+        self.target, self.why, self._began_at, self._gaps = target, why, now, gaps
         if not self.budget.fits(target.start, target.stop):
             return self._fail(Reason.MEMORY, now)
         if any(self.granted.bind(index, set(self.view.holders(index)), now) for index in self.lost):
