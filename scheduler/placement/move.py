@@ -4,10 +4,10 @@
 
 The peer fetches the state of the new layers while it still serves the old layers. Then it needs a replica lease from
 other holders of each layer that it gives up: from one, or from `replicas` in a move for relief. A move by a plan may do
-without (`gaps`), since single holders could not exchange layers otherwise. Once it has these leases, it takes no new stage executions and
-waits until the running ones have finished. Then the training thread changes the layers between two optimizer steps. If
-an earlier part of the move fails, the peer keeps serving its old layers. The state of given-up layers stays on the disk
-(engine/checkpoint.py), in case their last holder is lost.
+without (`gaps`), since single holders could not exchange layers otherwise. Once it has these leases, it takes no new
+stage executions and waits until the running ones have finished. Then the training thread changes the layers between two
+optimizer steps. If an earlier part of the move fails, the peer keeps serving its old layers. The state of given-up
+layers stays on the disk (engine/checkpoint.py), in case their last holder is lost.
 
 A **replica lease** is a holder's promise to keep a fragment for LEASE_S, or until the lease is given back. A move needs
 leases because a record in the DHT may be out of date. If two peers want to give up the same layer, the peer with the
@@ -195,13 +195,13 @@ class SpanMove:
     phase: MovePhase = MovePhase.IDLE
     target: range = range(0)
     why: str = ""  # cause of the last move: "lost" or "relief" (recover.py), or "plan" (plans.py)
+    gaps: bool = False  # whether the move under way may leave layers without a holder
     wake_at: Seconds | None = None
     fetch: Fetch = field(init=False)
     granted: GrantedLeases = field(default_factory=GrantedLeases)
     requests: LeaseRequests = field(default_factory=LeaseRequests)
     rest_until: Seconds = 0.0
     _began_at: Seconds = 0.0
-    _gaps: bool = False
     _drain_until: Seconds = 0.0
 
     def __post_init__(self) -> None:
@@ -216,7 +216,7 @@ class SpanMove:
     @property
     def needed(self) -> int:
         """Return how many other holders each given-up layer must keep."""
-        if self._gaps:
+        if self.gaps:
             return 0
         return 1 if self.why in ("lost", "plan") else self.replicas
 
@@ -241,10 +241,11 @@ class SpanMove:
         if self.phase is not MovePhase.IDLE or target == self.held:
             return []
         self._enter(MovePhase.FETCHING)
-        self.target, self.why, self._began_at, self._gaps = target, why, now, gaps
+        self.target, self.why, self._began_at, self.gaps = target, why, now, gaps
         if not self.budget.fits(target.start, target.stop):
             return self._fail(Reason.MEMORY, now)
-        if any(self.granted.bind(index, set(self.view.holders(index)), now) for index in self.lost):
+        bound = [self.granted.bind(index, set(self.view.holders(index)), now) for index in self.lost]
+        if any(bound) and not gaps:
             return self._fail(Reason.PROMISED, now)
         if any(len(self._keepers(index)) < self.needed for index in self.lost):
             return self._fail(Reason.NEEDED, now)  # too few other holders: fail before the fetch
@@ -320,7 +321,7 @@ class SpanMove:
         self._enter(MovePhase.LEASING)
         self.requests.begin(self.lost)
         asks: list[MoveEffect] = []
-        for index in self.lost:
+        for index in () if self.gaps else self.lost:
             holders = list(self._keepers(index))
             tag, question = LeaseTag(index, self.requests.number), Envelope(LeaseRequest(self.run, index))
             asked = self.chance.sample(holders, min(SPARE_REQUESTS + self.needed, len(holders)))

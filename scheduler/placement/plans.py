@@ -78,7 +78,7 @@ PLAN_PAUSE_S = 3.0
 MOST_PAUSE_S = 8.0  # however often the swarm changes, a search waits at most this long after the first change
 PLAN_BACKOFF_S = 6.0  # each peer adds a random wait of up to this, so that not all peers search at once
 STUCK_AGAIN_S = 20.0  # while recovery is stuck, a search is due this often
-GAP_AFTER_S = 20.0  # a layer may briefly be without a holder if a plan cannot be carried out otherwise for this long
+GAP_AFTER_S = 8.0  # a plan that cannot be carried out otherwise for this long may leave layers without a holder
 REPLAN_REST_S = 30.0  # after a plan is adopted, changed speeds alone cause no search for this long
 CHANGED_TIMES = 1.5  # a change of speed or memory by at least this factor may cause a search
 STEADY_TIMES = 1.1  # a change of speed or memory by at least this factor prolongs the wait before a search
@@ -256,10 +256,10 @@ class SwarmPlans:
     known: dict[PeerId, KnownPlan] = field(default_factory=dict)
     _has_new: bool = False
     _judged: Judged = field(default_factory=Judged)
+    all_held: bool = True  # whether each layer had a holder at the last review
     _pause_s: Seconds = JUDGE_AGAIN_S
     _evaluation: Evaluation | None = None
     _number: int = 0
-    _all_held: bool = True  # whether each layer had a holder at the last review
     _adopted_at: Seconds = 0.0
 
     def __post_init__(self) -> None:
@@ -295,7 +295,7 @@ class SwarmPlans:
         self.search.observe(members, now)
         if stuck:
             self.search.hasten(now)
-        self._all_held = len({index for one in members.values() for index in one.held}) == len(self.needs.fragments)
+        self.all_held = len({index for one in members.values() for index in one.held}) == len(self.needs.fragments)
         searches = self.search.is_due(now)
         spans = {peer: one.held for peer, one in members.items()}
         changed = searches or self._has_new or spans != self._judged.spans
@@ -304,7 +304,7 @@ class SwarmPlans:
             self._pause_s = JUDGE_AGAIN_S
         pause_s = max(self._pause_s, self._judged.took_s / JUDGED_SHARE)
         again = len(self.known) > 1 and unsettled and now >= self._judged.at + pause_s
-        if self._evaluation is None and (self._all_held or stuck) and (searches or self._has_new or again):
+        if self._evaluation is None and (self.all_held or stuck) and (searches or self._has_new or again):
             self._judged = Judged(spans, now, changed, self._judged.took_s)
             effects.append(self._evaluate(members, searches))
         return effects
@@ -352,7 +352,7 @@ class SwarmPlans:
         span = self.planned_span(held)
         others = {peer for peer in swarm if peer != self.own.peer}
         taken = {index for planned in self.planned_spans(others) for index in planned}
-        is_time = not self._all_held or now >= self._adopted_at + GAP_AFTER_S
+        is_time = not self.all_held or now >= self._adopted_at + GAP_AFTER_S
         return is_time and all(index in taken for index in held if index not in span)
 
     def due_move(self, held: range, now: Seconds) -> range | None:
