@@ -21,7 +21,7 @@ from random import Random
 from decentral.comm.pipeline.admission import FULL, LARGE_STEP, LEAN, Admission, MicroBatchWindow, OwnMicroBatches
 from decentral.comm.pipeline.audits import RouteAudits
 from decentral.comm.pipeline.commits import CommitProtocol
-from decentral.comm.pipeline.execution import StageExecution
+from decentral.comm.pipeline.execution import GONE, StageExecution
 from decentral.comm.pipeline.execution_table import ExecutionTable
 from decentral.comm.pipeline.forwarding import Forwarding
 from decentral.comm.pipeline.ledger import Ledger
@@ -42,6 +42,7 @@ from decentral.core.ids import PeerId
 from decentral.core.jobs import BackwardDone, Compared, ExecutionFailed, ForwardDone, Sealed, Stepped
 from decentral.core.journal.events import AppliedLine
 from decentral.core.machine import Log, Woke, earliest
+from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 
@@ -198,6 +199,12 @@ class Router:
         """Send all executions at peers for which `is_there` is false to other peers, without waiting for deadlines."""
         self._wake = None
         return [*self.lifecycle.lost(is_there, now), *self.commits.tell()]
+
+    def give_up_all(self) -> list[Effect]:
+        """Give up all executions at this peer, as none can be completed while a layer has no holder."""
+        self._wake = None
+        executions = [one for one in self.executions.values() if one.state is not GONE]
+        return [effect for execution in executions for effect in self.table.give_up(execution, Reason.GONE)]
 
     def begin_round(self, round: int, active: bool, quota: int) -> list[Effect]:
         """Enter a round of synchronous training, during which the weights do not change.

@@ -10,7 +10,7 @@ Just before the training thread changes the layers, this peer ends its gossip of
 refuses open questions about these fragments. Afterwards routes, gossip, donor and record use the new span.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from decentral.comm.wire.private_swarm import may_train
@@ -72,7 +72,9 @@ class SpanManager:
         self.wake_at = now + SPAN_REVIEW_S
         move, plans = self.span_move, self.swarm_plans
         members, joining = self._members(now)
-        effects: list[Effect | EvaluatePlans] = [*plans.review(members, now)]
+        planned = plans.planned_spans(members)
+        lost = self.layer_recovery.span_to_take(members, joining, now, self._is_retained, planned)
+        effects: list[Effect | EvaluatePlans] = [*plans.review(members, now, self.layer_recovery.stuck)]
         relief = self.layer_recovery.span_to_relieve(members, joining, now, move.replicas)
         if move.why == "plan" and plans.adopted is not None:
             effects += self._carry_out(move.redirect(plans.planned_span(move.held), now), now)
@@ -80,15 +82,21 @@ class SpanManager:
             effects += self._carry_out(move.redirect(move.held, now), now)  # another peer has taken the layers: cancel
         if move.phase is not MovePhase.IDLE or now < move.rest_until:
             return effects
-        lost = self.layer_recovery.span_to_take(members, joining, now, self._is_retained)
         if lost is not None:
             began = move.begin(lost[0], "lost", now, may_initialise=lost[1])
         elif relief is not None:
             began = self._relieve(relief, now)
         else:
-            target = plans.due_move(move.held, now)
-            began = [] if target is None else move.begin(target, "plan", now)
+            began = self._follow_plan(members, now)
         return [*effects, *self._carry_out(began, now)]
+
+    def _follow_plan(self, members: Mapping[PeerId, TrainingPeer], now: Seconds) -> list[MoveEffect]:
+        held, plans = self.span_move.held, self.swarm_plans
+        if (target := plans.due_move(held, now)) is None:
+            return []
+        unheld = [index for index in target if index not in held and not self.holders(index)]
+        initial = all(index in self.layer_recovery.initial or self._is_retained(index) for index in unheld)
+        return self.span_move.begin(target, "plan", now, initial, plans.may_gap(held, members, now))
 
     def _relieve(self, target: range, now: Seconds) -> list[MoveEffect]:
         self.layer_recovery.relief_tried(now)
@@ -119,6 +127,8 @@ class SpanManager:
         if self.span_move.drains and not routes.draining:
             routes.drain()
             effects += routes.handle(Woke(), now)
+        if self.span_move.gaps and self.span_move.drains and not self.swarm_plans.all_held:
+            effects += routes.give_up_all()
         if self.span_move.phase is MovePhase.DRAINING and routes.idle:
             effects += self.moved(Drained(), now)
         return effects
@@ -193,14 +203,16 @@ class SpanManager:
         fragments = self.route_planner.whole_fragments
         spans = {peer: fragments(entry.record.first, entry.record.last) for peer, entry in live.items()}
         members = {
-            peer: _member(spans[peer], entry.record.profile, may_train(setup.private, peer))
+            peer: _member(spans[peer], entry.record.profile, may_train(setup.private, peer), entry.record.lr_step)
             for peer, entry in live.items()
             if entry.record.phase == "training"
         }
         profile = self.own_record.published or self.own_record.profile(now)
-        members[setup.own.peer] = _member(setup.held, profile, may_train(setup.private, setup.own.peer))
+        originates, lr_step = may_train(setup.private, setup.own.peer), self.selection.progress.lr_step
+        members[setup.own.peer] = _member(setup.held, profile, originates, lr_step)
         return members, [span for peer, span in spans.items() if peer not in members]
 
 
-def _member(held: range, profile: Profile, originates: bool) -> TrainingPeer:
-    return TrainingPeer(held, profile.memory_bytes, profile.tokens_per_s, min(profile.down, profile.up), originates)
+def _member(held: range, profile: Profile, originates: bool, lr_step: int) -> TrainingPeer:
+    rate = min(profile.down, profile.up)
+    return TrainingPeer(held, profile.memory_bytes, profile.tokens_per_s, rate, originates, has_trained=lr_step > 0)

@@ -39,6 +39,7 @@ class TrainingPeer:
     tokens_per_s: float  # speed at which the peer would train the whole model
     rate: float = 0.0  # bytes/s of the slower of uplink and downlink; 0 if not measured
     originates: bool = True
+    has_trained: bool = True  # whether its weights have taken a step, here or at the peer that sent them
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,11 @@ class FragmentCosts(LayerCosts):
         """Return the bytes that fragments [first, last) need; infinite for the whole model, to which no peer moves."""
         return self.needs.span_bytes(first, last) if last - first < self.layers else float("inf")
 
+    def reach(self, peer: int, first: int) -> int:
+        """Return the end of the longest span from `first` that fits; a shorter span may need more, and not fit."""
+        ends = range(self.layers, first, -1)
+        return next((last for last in ends if self.fits(peer, first, last)), first)
+
 
 def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
     """Return the worth of each proposal: the number of tokens that the swarm would train within HORIZON_S.
@@ -102,7 +108,7 @@ def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
     If `asked.searches`, a better plan is searched for too. An impossible plan is worth 0 tokens. If the swarm exceeds
     MOST_PLANNED, all plans are worth 0 tokens.
     """
-    from decentral.scheduler.throughput import span_search  # imported late, in the host's thread, as it loads numba
+    from decentral.scheduler.throughput import covering, span_search  # imported late, in the host's thread: numba
 
     task = asked.task
     count = len(task.members) * len(task.needs.fragments)
@@ -116,7 +122,9 @@ def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
         return PlansEvaluated(asked.number, task.digest(), stay, proposed)
     rounds = max(LEAST_ROUNDS, SEARCH_ROUNDS // (count * len(task.needs.fragments)))
     nowhere, budget = np.zeros(len(old), np.int64), SearchBudget(rounds=rounds)
-    new, _ = span_search.spans_replan(work, nowhere, old, budget, asked.seed, HORIZON_S)
+    cover = covering.covering(work) if stay == 0 else None
+    start = old if cover is None else np.where((cover[:, 1] > cover[:, 0])[:, None], cover, old)
+    new, _ = span_search.spans_replan(work, nowhere, start, budget, asked.seed, HORIZON_S)
     new = np.where((new[:, 1] > new[:, 0])[:, None], new, old)  # a peer without a span in the plan keeps its old span
     new, tokens = _without_useless_moves(task, work, old, new, rounds)
     found = tuple((peer, int(a), int(b)) for (peer, _), (a, b) in zip(task.members, new, strict=True))
@@ -155,35 +163,11 @@ def _held(spans: Sequence[range], fragments: int) -> list[int]:
     return [sum(index in span for span in spans) for index in range(fragments)]
 
 
-def reachable(old: Ints, new: Ints, fragments: int, holders: int) -> bool:
-    """Return whether the peers can move one after another so that no move leaves a fragment with too few holders.
-
-    Args:
-        old: (peers, 2), the fragments [begin, end) that each peer holds.
-        new: (peers, 2), the fragments that each peer should hold.
-        fragments: Number of fragments of the model.
-        holders: Other holders that a fragment must keep when a peer gives it up.
-    """
-    now = [range(a, b) for a, b in old]
-    targets = [range(a, b) for a, b in new]
-    held = _held(now, fragments)
-    waiting = [peer for peer, target in enumerate(targets) if target != now[peer]]
-    while waiting:
-        able = (p for p in waiting if all(held[i] > holders for i in now[p] if i not in targets[p]))
-        if (peer := next(able, None)) is None:
-            return False
-        for index in range(fragments):
-            held[index] += (index in targets[peer]) - (index in now[peer])
-        now[peer] = targets[peer]
-        waiting.remove(peer)
-    return True
-
-
 def _worth(task: PlanTask, work: LayerCosts, old: Ints, new: Ints) -> float:
     """Return a plan's tokens within HORIZON_S, less the tokens lost while peers drain; 0.0 if it is impossible."""
     from decentral.scheduler.throughput import span_search
 
-    if not work.valid(new) or not reachable(old, new, work.layers, task.holders):
+    if not work.valid(new):
         return 0.0
     drained = sum(one.tokens_per_s for (_, one), a, b in zip(task.members, old, new, strict=True) if (a != b).any())
     return max(0.0, span_search.tokens_ahead(work, old, new, HORIZON_S) - DRAIN_COST_S * drained)

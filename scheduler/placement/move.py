@@ -3,10 +3,11 @@
     IDLE --begin--> FETCHING --state here--> LEASING --granted--> DRAINING --nothing under way--> SWITCHING --> IDLE
 
 The peer fetches the state of the new layers while it still serves the old layers. Then it needs a replica lease from
-`replicas` other holders of each layer that it gives up. Once it has these leases, it takes no new stage executions and
-waits until the running ones have finished. Then the training thread changes the layers between two optimizer steps. If
-an earlier part of the move fails, the peer keeps serving its old layers. The state of given-up layers stays on the disk
-(engine/checkpoint.py), in case their last holder is lost.
+other holders of each layer that it gives up: from one, or from `replicas` in a move for relief. A move by a plan may do
+without (`gaps`), since single holders could not exchange layers otherwise. Once it has these leases, it takes no new
+stage executions and waits until the running ones have finished. Then the training thread changes the layers between two
+optimizer steps. If an earlier part of the move fails, the peer keeps serving its old layers. The state of given-up
+layers stays on the disk (engine/checkpoint.py), in case their last holder is lost.
 
 A **replica lease** is a holder's promise to keep a fragment for LEASE_S, or until the lease is given back. A move needs
 leases because a record in the DHT may be out of date. If two peers want to give up the same layer, the peer with the
@@ -189,11 +190,12 @@ class SpanMove:
     budget: MemoryBudget
     view: SpanView
     chance: Random
-    replicas: int  # a layer may be given up only if this many other peers hold it
+    replicas: int  # in a move for relief, a layer may be given up only if this many other peers hold it
     held: range
     phase: MovePhase = MovePhase.IDLE
     target: range = range(0)
     why: str = ""  # cause of the last move: "lost" or "relief" (recover.py), or "plan" (plans.py)
+    gaps: bool = False  # whether the move under way may leave layers without a holder
     wake_at: Seconds | None = None
     fetch: Fetch = field(init=False)
     granted: GrantedLeases = field(default_factory=GrantedLeases)
@@ -213,18 +215,19 @@ class SpanMove:
 
     @property
     def needed(self) -> int:
-        """Return how many other holders each given-up layer must keep.
-
-        The number is `replicas`, or 1 if the move recovers a lost layer, since a lost layer stops all training.
-        """
-        return 1 if self.why == "lost" else self.replicas
+        """Return how many other holders each given-up layer must keep."""
+        if self.gaps:
+            return 0
+        return 1 if self.why in ("lost", "plan") else self.replicas
 
     @property
     def lost(self) -> list[int]:
         """Return the fragments that this peer gives up by the move under way; [] without a move."""
         return [] if self.phase is MovePhase.IDLE else [index for index in self.held if index not in self.target]
 
-    def begin(self, target: range, why: str, now: Seconds, may_initialise: bool = False) -> list[MoveEffect]:
+    def begin(
+        self, target: range, why: str, now: Seconds, may_initialise: bool = False, gaps: bool = False
+    ) -> list[MoveEffect]:
         """Begin a move; do nothing if a move is under way or this peer holds the target already.
 
         Args:
@@ -233,14 +236,16 @@ class SpanMove:
             now: Unix time in seconds.
             may_initialise: Whether fragments that no peer holds or retains may start from initial weights. Otherwise
                 a move to such fragments fails.
+            gaps: Whether given-up layers may be left without a holder.
         """
         if self.phase is not MovePhase.IDLE or target == self.held:
             return []
         self._enter(MovePhase.FETCHING)
-        self.target, self.why, self._began_at = target, why, now
+        self.target, self.why, self._began_at, self.gaps = target, why, now, gaps
         if not self.budget.fits(target.start, target.stop):
             return self._fail(Reason.MEMORY, now)
-        if any(self.granted.bind(index, set(self.view.holders(index)), now) for index in self.lost):
+        bound = [self.granted.bind(index, set(self.view.holders(index)), now) for index in self.lost]
+        if any(bound) and not gaps:
             return self._fail(Reason.PROMISED, now)
         if any(len(self._keepers(index)) < self.needed for index in self.lost):
             return self._fail(Reason.NEEDED, now)  # too few other holders: fail before the fetch
@@ -316,7 +321,7 @@ class SpanMove:
         self._enter(MovePhase.LEASING)
         self.requests.begin(self.lost)
         asks: list[MoveEffect] = []
-        for index in self.lost:
+        for index in () if self.gaps else self.lost:
             holders = list(self._keepers(index))
             tag, question = LeaseTag(index, self.requests.number), Envelope(LeaseRequest(self.run, index))
             asked = self.chance.sample(holders, min(SPARE_REQUESTS + self.needed, len(holders)))

@@ -21,12 +21,14 @@ in which a plan was proposed, then by the lower digest.
 **Search.** A peer searches for a better plan (`SearchSchedule`) when the swarm has changed: a peer has joined or left,
 or its speed or memory is CHANGED_TIMES larger or smaller than at the last evaluation. It first waits for a pause, so
 that measurements catch up, and for a random back-off, so that mostly one peer proposes a plan before others search.
+While a layer has no holder, nothing is planned, as recovery takes it over (scheduler/placement/recover.py). If recovery
+is stuck, a search is due soon, and any plan in which all layers have holders is better than staying.
 """
 
 import dataclasses
 import hashlib
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
@@ -75,6 +77,8 @@ NEWCOMER_PAUSE_S = 20.0  # after a peer has joined, a search waits this long for
 PLAN_PAUSE_S = 3.0
 MOST_PAUSE_S = 8.0  # however often the swarm changes, a search waits at most this long after the first change
 PLAN_BACKOFF_S = 6.0  # each peer adds a random wait of up to this, so that not all peers search at once
+STUCK_AGAIN_S = 20.0  # while recovery is stuck, a search is due this often
+GAP_AFTER_S = 8.0  # a plan that cannot be carried out otherwise for this long may leave layers without a holder
 REPLAN_REST_S = 30.0  # after a plan is adopted, changed speeds alone cause no search for this long
 CHANGED_TIMES = 1.5  # a change of speed or memory by at least this factor may cause a search
 STEADY_TIMES = 1.1  # a change of speed or memory by at least this factor prolongs the wait before a search
@@ -168,6 +172,7 @@ class SearchSchedule:
     _changed_at: Seconds = 0.0
     _backoff_s: Seconds = 0.0
     _rest_until: Seconds = 0.0
+    _stuck_again_at: Seconds = 0.0
 
     def is_due(self, now: Seconds) -> bool:
         """Return whether a search is due."""
@@ -184,6 +189,15 @@ class SearchSchedule:
             same = before.keys() == members.keys()
             if not same or any(_differ(before[peer], members[peer], STEADY_TIMES) for peer in before):
                 self.at = max(self.at, min(now + PLAN_PAUSE_S, self._changed_at + MOST_PAUSE_S) + self._backoff_s)
+
+    def hasten(self, now: Seconds) -> None:
+        """Schedule a search soon, because recovery is stuck; every STUCK_AGAIN_S at most."""
+        if now < self._stuck_again_at:
+            return
+        self._stuck_again_at = now + STUCK_AGAIN_S
+        self.change = self.change or "layers without a holder"
+        due = now + PLAN_PAUSE_S + PLAN_BACKOFF_S * self.chance.random()
+        self.at = due if self.at is None else min(self.at, due)
 
     def _schedule(self, members: Members, now: Seconds) -> None:
         known = self._evaluated
@@ -242,9 +256,11 @@ class SwarmPlans:
     known: dict[PeerId, KnownPlan] = field(default_factory=dict)
     _has_new: bool = False
     _judged: Judged = field(default_factory=Judged)
+    all_held: bool = True  # whether each layer had a holder at the last review
     _pause_s: Seconds = JUDGE_AGAIN_S
     _evaluation: Evaluation | None = None
     _number: int = 0
+    _adopted_at: Seconds = 0.0
 
     def __post_init__(self) -> None:
         """Create `self.search`, the schedule of searches."""
@@ -259,12 +275,15 @@ class SwarmPlans:
         """Return the sealed plans that are valid now, by proposer."""
         return {proposer: known.sealed for proposer, known in self.known.items() if now < known.expires}
 
-    def review(self, swarm: Mapping[PeerId, TrainingPeer], now: Seconds) -> list[Lookup | EvaluatePlans]:
+    def review(
+        self, swarm: Mapping[PeerId, TrainingPeer], now: Seconds, stuck: bool = False
+    ) -> list[Lookup | EvaluatePlans]:
         """Look up plans, and evaluate all known plans if some are new or a search is due; call it every few seconds.
 
         Args:
             swarm: All peers that train, ourselves included.
             now: Unix time in seconds.
+            stuck: Whether some layers have no holder, and recovery is stuck.
         """
         members = {peer: one for peer, one in swarm.items() if len(one.held) < len(self.needs.fragments)}
         effects: list[Lookup | EvaluatePlans] = []
@@ -274,8 +293,9 @@ class SwarmPlans:
         if self.adopted is not None and now > self.adopted.time + PLAN_S:
             self.adopted = None
         self.search.observe(members, now)
-        held = {index for one in members.values() for index in one.held}
-        all_held = len(held) == len(self.needs.fragments)  # lost layers must be recovered before plans are made
+        if stuck:
+            self.search.hasten(now)
+        self.all_held = len({index for one in members.values() for index in one.held}) == len(self.needs.fragments)
         searches = self.search.is_due(now)
         spans = {peer: one.held for peer, one in members.items()}
         changed = searches or self._has_new or spans != self._judged.spans
@@ -284,7 +304,7 @@ class SwarmPlans:
             self._pause_s = JUDGE_AGAIN_S
         pause_s = max(self._pause_s, self._judged.took_s / JUDGED_SHARE)
         again = len(self.known) > 1 and unsettled and now >= self._judged.at + pause_s
-        if self._evaluation is None and all_held and (searches or self._has_new or again):
+        if self._evaluation is None and (self.all_held or stuck) and (searches or self._has_new or again):
             self._judged = Judged(spans, now, changed, self._judged.took_s)
             effects.append(self._evaluate(members, searches))
         return effects
@@ -317,6 +337,23 @@ class SwarmPlans:
         """Return the fragments that the adopted plan gives this peer; `held` without a plan."""
         spans = self.adopted.spans if self.adopted is not None else ()
         return next((range(begin, end) for peer, begin, end in spans if peer == self.own.peer), held)
+
+    def planned_spans(self, swarm: Collection[PeerId]) -> list[range]:
+        """Return the spans that the adopted plan gives to these peers; [] without a plan."""
+        spans = self.adopted.spans if self.adopted is not None else ()
+        return [range(begin, end) for peer, begin, end in spans if peer in swarm]
+
+    def may_gap(self, held: range, swarm: Collection[PeerId], now: Seconds) -> bool:
+        """Return whether our move by the adopted plan may leave layers without a holder until their next one has them.
+
+        It may if the plan gives each of them to another of these peers, and if some layer has no holder anyway or the
+        plan was adopted at least GAP_AFTER_S ago. What we give up stays on our disk, where the next holder fetches it.
+        """
+        span = self.planned_span(held)
+        others = {peer for peer in swarm if peer != self.own.peer}
+        taken = {index for planned in self.planned_spans(others) for index in planned}
+        is_time = not self.all_held or now >= self._adopted_at + GAP_AFTER_S
+        return is_time and all(index in taken for index in held if index not in span)
 
     def due_move(self, held: range, now: Seconds) -> range | None:
         """Return the fragments that this peer should try to move to now by the adopted plan; None if no try is due.
@@ -361,7 +398,7 @@ class SwarmPlans:
             return []
         if follows:
             self._pause_s = min(2 * self._pause_s, PLAN_S)
-        self.adopted, self._move_at = best, now + FIRST_MOVE_WAIT_S
+        self.adopted, self._adopted_at, self._move_at = best, now, now + FIRST_MOVE_WAIT_S
         self.search.adopted(evaluation.members, now)
         line = Log(PlanLine(digest=best.digest(), cost=round(tokens / HORIZON_S, 1), reason=best.reason))
         return [line, self._announce(best, now)] if best is ours else [line]

@@ -7,8 +7,13 @@ earlier candidates could not.
 
 **State.** The state of lost layers comes from a peer that retains it on its disk. If no peer retains it, the layers
 wait for their last holder, which may return with its checkpoint. After INITIALISE_AFTER_S the layers start from initial
-weights. If the last holder returns after that, its training of the layers is lost, since the new weights count as
-newer. While a peer with the lost layers is joining, it may be their last holder, so the others wait up to RETURN_S.
+weights; at once, if no peer has trained yet. If the last holder returns after that, its training of the layers is lost,
+since the new weights count as newer. While a peer with the lost layers is joining, it may be their last holder, so the
+others wait up to RETURN_S.
+
+**No candidate.** If no single move gives lost layers a holder, recovery is `stuck`: the peers then search for a plan in
+which several of them move (scheduler/placement/plans.py). Layers that an adopted plan gives to a peer count as layers
+of a joining peer.
 
 **First layers.** Only peers that may begin micro-batches (`originates`) count as holders of the first layers, and only
 such peers take them. Peers with the whole model begin no micro-batches for others. If only they hold the first layers,
@@ -74,6 +79,8 @@ class LayerRecovery:
     own: PeerId
     needs: MemoryNeeds
     chance: Random
+    stuck: bool = False  # whether, at the last review, no single move could give the lost layers a holder
+    initial: frozenset[int] = frozenset()  # fragments that nobody holds and that may start from initial weights
     _unheld: Gaps = field(default_factory=Gaps)  # fragments that no peer holds
     _unbegun: Gaps = field(default_factory=Gaps)  # the first fragment, if no peer with a part can begin micro-batches
     _unshared: Gaps = field(default_factory=Gaps)  # fragments held only by peers with the whole model
@@ -89,6 +96,7 @@ class LayerRecovery:
         joining: Sequence[range],
         now: Seconds,
         is_retained: Callable[[int], bool],
+        planned: Sequence[range] = (),
     ) -> tuple[range, bool] | None:
         """Decide whether this peer should take over lost layers now.
 
@@ -99,23 +107,27 @@ class LayerRecovery:
             joining: Spans of the peers that are joining.
             now: Unix time in seconds.
             is_retained: Function that tells whether some peer retains the state of the fragment with this index.
+            planned: Spans that the adopted plan gives to peers that train.
 
         Returns:
             The span to move to, and whether lost layers in it may start from initial weights; None to stay.
         """
         count = len(self.needs.fragments)
         unheld = _missing(count, members)
-        lost = self._unheld.not_waited_for(unheld, joining, now)
+        lost = self._unheld.not_waited_for(unheld, [*joining, *planned], now)
         given_up = self._unheld.not_waited_for(unheld, joining, now, RETURN_S)
         self._lost_since = {index: self._lost_since.get(index, now) for index in given_up}
-        initial = {index for index, since in self._lost_since.items() if now >= since + INITIALISE_AFTER_S}
-        ready = [index for index in lost if index in initial or is_retained(index)]
+        wait_s = INITIALISE_AFTER_S if any(member.has_trained for member in members.values()) else 0.0
+        self.initial = frozenset(index for index, since in self._lost_since.items() if now >= since + wait_s)
+        ready = [index for index in lost if index in self.initial or is_retained(index)]
         beginning = [member.held for member in members.values() if member.originates and len(member.held) < count]
         idle = beginning and not lost and not any(FIRST in span for span in beginning)
         parts_joining = [span for span in joining if len(span) < count]
         if self._unbegun.not_waited_for([FIRST] if idle else [], parts_joining, now):
             ready = [FIRST]
-        if not ready:
+        candidates = ranked(self.needs, members, ready) if ready else []
+        self.stuck = bool(ready) and not candidates
+        if not candidates:
             self._turns_at = None
             return None
         if self._turns_at is None:
@@ -123,7 +135,7 @@ class LayerRecovery:
         if now < self._turns_at:
             return None
         turns = 1 + int((now - self._turns_at) / TURN_S)
-        ours = [span for peer, span in ranked(self.needs, members, ready)[:turns] if peer == self.own]
+        ours = [span for peer, span in candidates[:turns] if peer == self.own]
         return (ours[0], any(index in lost and not is_retained(index) for index in ready)) if ours else None
 
     def span_to_relieve(

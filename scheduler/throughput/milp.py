@@ -38,7 +38,8 @@ def _choices(costs: LayerCosts) -> Iterator[tuple[int, int, int]]:
     for peer in range(costs.peers):
         for first in range(costs.layers):
             for last in range(first + 1, costs.reach(peer, first) + 1):
-                yield peer, first, last
+                if costs.fits(peer, first, last):
+                    yield peer, first, last
 
 
 class _Model:

@@ -375,3 +375,18 @@ def test_one_holder_cannot_keep_another_from_moving_for_ever() -> None:
         swarm.now += 1.0
     assert 0 < bound_s <= 0.55 * 1000
     assert len(swarm["A"].granted.rests) <= 1
+
+
+def test_with_gaps_a_layer_may_be_left_without_a_holder_and_its_next_holder_fetches_it_from_the_disk() -> None:
+    swarm = Swarm(A=range(0, 2), B=range(2, 4))
+    swarm.begin("A", range(2, 4))
+    assert swarm.said("A") == [("failed", "needed")]
+    swarm.begin("A", range(2, 4), gaps=True)
+    swarm.deliver_all()
+    swarm.arrive("A")
+    assert swarm["A"].held == range(2, 4)
+    swarm.retained = {0: [PeerId("A")], 1: [PeerId("A")]}
+    swarm.begin("B", range(0, 2), gaps=True)
+    swarm.deliver_all()
+    swarm.arrive("B")
+    assert swarm["B"].held == range(0, 2)

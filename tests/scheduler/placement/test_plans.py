@@ -24,11 +24,11 @@ from decentral.scheduler.placement.evaluate import (
     Spans,
     TrainingPeer,
     evaluate_plans,
-    reachable,
     work_of,
 )
 from decentral.scheduler.placement.plans import (
     FIRST_MOVE_WAIT_S,
+    GAP_AFTER_S,
     PLAN_BACKOFF_S,
     PLAN_PAUSE_S,
     PLAN_RETRY_S,
@@ -431,11 +431,34 @@ def test_a_proposal_that_cannot_be_is_worth_nothing(spans: dict[str, tuple[int, 
     assert worth(EVEN, **spans) == 0.0
 
 
-def test_a_proposal_that_no_order_of_moves_can_reach_is_worth_nothing() -> None:
+def test_single_holders_may_exchange_their_layers_which_costs_the_time_of_the_moves() -> None:
     pair = swarm(A=(0, 2, 100.0), B=(2, 4, 100.0))
-    assert worth(pair, A=(2, 4), B=(0, 2)) == 0.0
-    assert reachable(spans_of(EVEN), np.array([(2, 4), (0, 2), (0, 2), (2, 4)]), 4, 1)
-    assert not reachable(spans_of(EVEN), np.array([(2, 4), (0, 2), (0, 2), (2, 4)]), 4, 2)
+    assert 0.0 < worth(pair, A=(2, 4), B=(0, 2)) < worth(pair)
+
+
+def test_where_no_move_gives_a_layer_a_holder_a_plan_of_several_moves_does() -> None:
+    tight = {
+        PeerId("A"): TrainingPeer(range(0, 2), 30, 100.0, 1e8),
+        PeerId("B"): TrainingPeer(range(2, 3), 10, 100.0, 1e8),
+    }
+    plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 2, 0, rng.stream(0, "plans"), IN_ROSTER)
+    assert not any(isinstance(one, EvaluatePlans) for at in range(60) for one in plans.review(tight, 100.0 + at))
+    effects = [one for at in range(60, 80) for one in plans.review(tight, 100.0 + at, stuck=True)]
+    (asked,) = (one for one in effects if isinstance(one, EvaluatePlans))
+    plans.handle(evaluate_plans(asked), 180.0)
+    assert sorted(i for span in plans.planned_spans(tight) for i in span) == [0, 1, 2, 3]
+
+
+def test_a_layer_is_left_without_a_holder_only_for_a_peer_that_the_plan_gives_it_to() -> None:
+    pair = swarm(A=(0, 2, 100.0), B=(2, 4, 20.0))
+    plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 2, 0, rng.stream(0, "plans"), IN_ROSTER)
+    plans.adopted = SwarmPlan(RUN, 100.0, bytes(16), 1.0, 2, "exchange", (("A", 2, 4), ("B", 0, 2)))
+    plans.review(pair, 100.0)
+    assert not plans.may_gap(range(0, 2), pair, GAP_AFTER_S - 1)
+    assert plans.may_gap(range(0, 2), pair, GAP_AFTER_S)
+    assert not plans.may_gap(range(0, 2), swarm(A=(0, 2, 100.0)), GAP_AFTER_S)  # B is gone
+    plans.review(swarm(A=(0, 2, 100.0), B=(3, 4, 20.0)), 101.0)
+    assert plans.may_gap(range(0, 2), pair, 1.0)  # fragment 2 has no holder, so nothing trains anyway
 
 
 def spans_of(members: dict[PeerId, TrainingPeer]) -> Ints:

@@ -97,6 +97,23 @@ def test_a_layer_that_comes_back_in_time_is_not_taken() -> None:
     assert swarm.pass_time(INITIALISE_AFTER_S - 1) == {}
 
 
+def test_before_anybody_has_trained_layers_begin_with_initial_weights_at_once() -> None:
+    untrained = {name: replace(one, has_trained=False) for name, one in SWARM.items()}
+    swarm = RecoveringSwarm(untrained, retained=False)
+    assert swarm.pass_time(RECOVERY_BACKOFF_S + 1) == {"C": (range(2, 4), True)}
+
+
+def test_recovery_is_stuck_while_no_single_move_gives_a_layer_a_holder() -> None:
+    tight = members(A=(range(0, 2), 3), B=(range(2, 3), 1))  # A alone holds 0 and 1, B alone 2, nobody 3
+    one = LayerRecovery(PeerId("A"), NEEDS, Random(0))
+    assert one.span_to_take(tight, (), 0.0, lambda index: True) is None
+    assert one.stuck
+    one.span_to_take(tight, (), 1.0, lambda index: True, planned=[range(0, 3), range(3, 4)])
+    assert not one.stuck  # a plan gives fragment 3 to B
+    one.span_to_take(SWARM, (), 2.0, lambda index: True)
+    assert not one.stuck  # C may take fragment 3
+
+
 def test_nobody_leaves_a_layer_that_only_it_holds() -> None:
     assert ranked(NEEDS, members(A=(range(0, 2), 2), C=(range(2, 3), 1)), [3]) == []
 
