@@ -29,7 +29,12 @@ def small(seed: int, peers: int = 4, layers: int = 5) -> LayerCosts:
     speed = rng.choice([1.0, 2.0, 4.0, 8.0], peers)
     memory = rng.choice([2.5, 4.0, 6.0], peers)
     ones = np.ones(layers)
-    return LayerCosts(np.outer(1 / speed, ones) / 200, ones, ones / 9, ones * 0.1, ones * 1e3, memory, link, 2000.0, 1)
+    seconds, nowhere = np.outer(1 / speed, ones) / 200, np.full(peers, -1)
+    rate, none = rng.lognormal(0, 1, peers) * 2e6, np.zeros(0)
+    link = np.minimum(link, np.minimum.outer(rate, rate))
+    return LayerCosts(
+        seconds, ones, ones / 9, ones * 0.1, ones * 1e3, memory, link, 2000.0, 1, rate, nowhere, none
+    )
 
 
 def regions(costs: LayerCosts) -> Ints:
