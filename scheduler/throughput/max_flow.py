@@ -14,9 +14,10 @@ generalised from whole spans to parts of spans). The linear programme (HiGHS):
     maximise sum_j y_j0 - MOVE_COST * sum m
 
 Activations travel one way and gradients of the same size back. `left` are the bytes/s that gossip leaves
-(link_limits.py). To keep the programme small, layers that the same peers hold count as one layer, interchangeable peers
-with the same span (peer_kinds.py) count as one peer, and transfers from or to a peer whose links are limited by access
-alone go through two pools: what such peers send to all, and what the others send to such peers.
+(link_limits.py). To keep the programme small, interchangeable peers with the same span (peer_kinds.py) count as one
+peer, and transfers from or to a peer whose links are limited by access alone go through two pools: what such peers send
+to all, and what the others send to such peers. If all links are so, layers that the same peers hold count as one layer;
+else a route may relay tokens past a slow link by a layer computed on the way.
 
 Planners solve this programme. Running peers often solve a smaller programme without links to weight their routes
 (routing.py). routes.py splits a flow into routes.
@@ -112,7 +113,7 @@ def held(costs: LayerCosts, spans_N2: Ints) -> Flags:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Groups:
-    """The C groups of interchangeable peers with the same span, and the P parts into which spans cut the layers."""
+    """The C groups of interchangeable peers with the same span, and the P parts of consecutive layers."""
 
     number_N: Ints  # each peer's group; -1: the peer holds no layer
     first_C: Ints  # a peer of each group
@@ -134,7 +135,8 @@ def _grouped(costs: LayerCosts, spans_N2: Ints) -> _Groups:
     _, first, number, size = np.unique(rows, axis=0, return_index=True, return_inverse=True, return_counts=True)
     number_N = np.full(costs.peers, -1)
     number_N[busy] = number.ravel()
-    cuts = np.unique(np.concatenate(([0, costs.layers], spans_N2[busy].ravel())))
+    merged = access_limited(costs)[busy].all()
+    cuts = np.unique(np.append(spans_N2[busy], (0, costs.layers))) if merged else np.arange(costs.layers + 1)
     first_C = busy[first]
     spans_C2 = spans_N2[first_C]
     holds_CP = (spans_C2[:, :1] <= cuts[:-1]) & (cuts[:-1] < spans_C2[:, 1:])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.scheduler.partners import mixing
-from decentral.scheduler.throughput import max_flow, milp, span_search
+from decentral.scheduler.throughput import link_limits, max_flow, milp, routes, span_search
 from decentral.scheduler.throughput import plan as throughput_plan
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.topology import topology
@@ -76,11 +76,12 @@ def test_a_flow_obeys_time_links_and_conservation(seed: int) -> None:
     assert (found.idle_N > -1e-6).all()
     assert (found.computed_NL[~holds] == 0).all()
     np.testing.assert_allclose(found.computed_NL.sum(axis=0), found.tokens_per_s, rtol=1e-6)
-    left = max_flow.link_left(costs, holds)
-    used = np.zeros_like(left)
+    used = np.zeros_like(costs.link_NN)
     for i, j, _, rate in found.transfers:
-        used[min(i, j), max(i, j)] += costs.hidden_bytes * rate
-    assert (used <= left * (1 + 1e-6) + 1e-3).all()
+        used[[i, j], [j, i]] += costs.hidden_bytes * rate
+    assert (used <= costs.link_NN * (1 + 1e-6)).all()
+    gossip = costs.rate_N - link_limits.peer_left(costs, holds)
+    assert (used.sum(axis=1) + gossip <= costs.rate_N * (1 + 1e-6)).all()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -88,9 +89,9 @@ def test_routes_carry_the_flow_through_every_layer_in_order(seed: int) -> None:
     costs = small(seed, peers=6)
     chosen = span_search.repaired(costs, span_search.fill(costs, np.random.default_rng(seed)))
     found = max_flow.maximum(costs, chosen)
-    routes = max_flow.routes(found)
-    assert sum(share for share, _ in routes) == pytest.approx(1.0, abs=2e-3)
-    for _, hops in routes:
+    paths = routes.routes(found)
+    assert sum(share for share, _ in paths) == pytest.approx(1.0, abs=1e-6)
+    for _, hops in paths:
         assert [hop[1] for hop in hops] == [0, *(hop[2] for hop in hops[:-1])]
         assert hops[-1][2] == costs.layers
         assert all(chosen[peer][0] <= first < last <= chosen[peer][1] for peer, first, last in hops)
@@ -111,7 +112,7 @@ def test_a_faster_device_or_link_never_makes_the_optimum_worse(seed: int) -> Non
     costs = replace(costs, memory_N=costs.memory_N + 1)
     faster = costs.seconds_NL.copy()
     faster[0] /= 2
-    variants = [costs, replace(costs, seconds_NL=faster), replace(costs, link_NN=costs.link_NN * 2)]
+    variants = [costs, replace(costs, seconds_NL=faster), replace(costs, link_NN=costs.link_NN * 2, rate_N=costs.rate_N * 2)]
     rates = []
     for variant in variants:
         best = milp.best_spans(variant)
@@ -129,6 +130,7 @@ def test_permuting_peers_changes_nothing_but_names() -> None:
         seconds_NL=costs.seconds_NL[turn],
         memory_N=costs.memory_N[turn],
         link_NN=costs.link_NN[np.ix_(turn, turn)],
+        rate_N=costs.rate_N[turn],
     )
     rates = [
         max_flow.maximum(one, best).tokens_per_s
@@ -166,7 +168,7 @@ def test_a_pool_with_too_little_memory_is_refused_in_one_line() -> None:
 def test_gossip_partners_mix_at_least_as_fast_as_the_simple_rules() -> None:
     swarm = subset(topology.load("eight-cities"), range(0, 64, 4))
     holds = np.ones((16, 1), dtype=bool)
-    found = mixing.partners(swarm, holds, np.array([1e8]), SearchBudget(rounds=4))
+    found = mixing.partners(swarm, holds, np.array([1e8]), np.zeros((16, 16)), SearchBudget(rounds=4))
     assert found.mixing_per_s >= max(found.uniform_per_s, found.bandwidth_per_s)
     np.testing.assert_allclose(found.weight_NN.sum(axis=1), 1.0)
     assert (np.diag(found.weight_NN) == 0).all()
@@ -205,9 +207,8 @@ def test_the_search_for_partners_ends_with_its_seconds(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(mixing, "_slope", slow)
     holds = np.ones((64, 1), dtype=bool)
-    mixing.partners(
-        topology.load("eight-cities"), holds, np.array([1e8]), SearchBudget(10.0, clock=lambda: float(looks))
-    )
+    budget = SearchBudget(10.0, clock=lambda: float(looks))
+    mixing.partners(topology.load("eight-cities"), holds, np.array([1e8]), np.zeros((64, 64)), budget)
     assert looks <= 11
 
 
