@@ -12,6 +12,8 @@ from decentral.scheduler.partners.mixing import LINK_SHARE
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 
+SAME_RATE = 1e-9  # rates that differ by a smaller share count as equal
+
 
 def peer_left(costs: LayerCosts, holds_NL: Flags) -> Floats:
     """Return the bytes/s, (N,), that gossip about its layers leaves each peer for all its links; inf: unlimited."""
@@ -19,9 +21,10 @@ def peer_left(costs: LayerCosts, holds_NL: Flags) -> Floats:
 
 
 def pair_left(costs: LayerCosts, peers_C: Ints) -> Floats:
-    """Return the bytes/s, (C, C), that gossip leaves free between each two of these peers."""
-    link_CC = costs.link_NN[np.ix_(peers_C, peers_C)]
-    return link_CC - np.minimum(LINK_SHARE * link_CC, costs.snapshot_L.sum())
+    """Return the bytes/s, (C, C), that gossip leaves free between each two peers; inf: one end's rate limits the link."""
+    link_CC, rate_C = costs.link_NN[np.ix_(peers_C, peers_C)], costs.rate_N[peers_C]
+    left_CC = link_CC - np.minimum(LINK_SHARE * link_CC, costs.snapshot_L.sum())
+    return np.where(link_CC < (1 - SAME_RATE) * np.minimum.outer(rate_C, rate_C), left_CC, np.inf)
 
 
 def site_left(costs: LayerCosts) -> Floats:
@@ -33,14 +36,14 @@ def site_left(costs: LayerCosts) -> Floats:
 def download_s(costs: LayerCosts, before_NL: Flags, after_NL: Flags) -> float:
     """Return the seconds until every peer has the layers that are new to it, if all peers download at once.
 
-    A peer downloads over its fastest link. The old holders of a layer share the bytes that they send of it, and a
-    site's shared link carries the layers that no peer of the site has held. The slowest of these counts.
+    A peer downloads over its fastest link. The old holders of a layer send its bytes in proportion to their uplinks, and
+    a site's shared link carries the layers that no peer of the site has held. The slowest of these counts.
     """
     fetched_NL = (after_NL & ~before_NL) * costs.fetched_L
     down_N = np.maximum(np.minimum(costs.rate_N, costs.link_NN.max(axis=1)), 1.0)
     up_N = np.maximum(np.minimum(costs.rate_N, costs.link_NN.sum(axis=1)), 1.0)
-    had_L = before_NL.any(axis=0)
-    seconds = [*(fetched_NL.sum(axis=1) / down_N), *(fetched_NL.sum(axis=0)[had_L] / (up_N @ before_NL)[had_L])]
+    sent_NL = before_NL * (fetched_NL.sum(axis=0) / np.maximum(up_N @ before_NL, 1.0))  # in units of each peer's uplink
+    seconds = [*(fetched_NL.sum(axis=1) / down_N), *sent_NL.sum(axis=1)]
     for site, rate in enumerate(costs.site_rate_Z):
         inside = costs.site_N == site
         foreign_L = ~before_NL[inside].any(axis=0)

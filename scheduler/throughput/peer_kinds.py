@@ -10,9 +10,9 @@ from functools import lru_cache
 import numpy as np
 
 from decentral.scheduler.throughput.layer_costs import LayerCosts
+from decentral.scheduler.throughput.link_limits import SAME_RATE
 from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 
-SAME_RATE = 1e-9  # rates that differ by a smaller share count as equal
 COSTS_REMEMBERED = 8
 
 
