@@ -60,7 +60,9 @@ def throughput_plan(
     chosen = _solve(costs, regions_of(topology), solver, seed, budget.part(SEARCH_SHARE).less(budget.clock() - start))
     if not costs.valid(chosen):
         raise UserError(f"--holders {holders}: found no plan where so many peers hold each layer; add memory or peers")
-    found = max_flow.maximum(costs, chosen)
+    solving = budget.clock()
+    chosen, found = _with_whole_models(costs, chosen)
+    longest_s = budget.clock() - solving
     held = np.array([(now or {}).get(name, (0, 0)) for name in topology.ids])
     staying = max_flow.maximum(costs, held)
     if (max_flow.held(costs, held).sum(axis=0) >= holders).all() and _no_gain(found, staying):
@@ -71,7 +73,7 @@ def throughput_plan(
     share = budget.part(GOSSIP_SHARE).silent().less(max(0.0, budget.clock() - start - gossip_s))
     moved_L, held_NL = costs.snapshot_L * layer_costs.ROUND_S, max_flow.held(costs, chosen)
     partners = mixing.partners(topology, held_NL, moved_L, _tokens_sent(costs, found), share)
-    baseline = random_throughput(costs, seed, budget.less(budget.clock() - start))
+    baseline = random_throughput(costs, seed, budget.less(budget.clock() - start), longest_s)
     plan = ThroughputPlan(
         solver=solver,
         seed=seed,
@@ -136,13 +138,13 @@ THROUGHPUT_SOLVERS: dict[str, Callable[[LayerCosts, Ints, SearchBudget, np.rando
 }
 
 
-def random_throughput(costs: LayerCosts, seed: int, budget: SearchBudget) -> float | None:
+def random_throughput(costs: LayerCosts, seed: int, budget: SearchBudget, longest_s: float = 0.0) -> float | None:
     """Return the throughput, in tokens/s, of the best of RANDOM_DRAWS random plans; None if the budget allows none.
 
     In each plan, the model is cut into stages of equally many layers, and each peer gets a random stage. A plan is
-    evaluated only if the budget has time for another one that takes as long as the slowest so far.
+    evaluated only if the budget has time for one that takes as long as the slowest so far, or `longest_s`.
     """
-    rng, progress, best, longest_s = chance.arrays(seed, "equal spans"), SearchProgress(budget, 0.0), None, 0.0
+    rng, progress, best = chance.arrays(seed, "equal spans"), SearchProgress(budget, 0.0), None
     for _ in range(RANDOM_DRAWS):
         begin = progress.seconds()
         if progress.late(longest_s):
@@ -150,6 +152,21 @@ def random_throughput(costs: LayerCosts, seed: int, budget: SearchBudget) -> flo
         rate = max_flow.maximum(costs, span_search.equal_random(costs, rng)).tokens_per_s
         best, longest_s = max(best or 0.0, rate), max(longest_s, progress.seconds() - begin)
     return best
+
+
+def _with_whole_models(costs: LayerCosts, spans: Ints) -> tuple[Ints, max_flow.MaxFlow]:
+    """Return spans and their flow: with the whole model on each peer that can hold it, unless that lowers the flow.
+
+    A peer with the whole model depends on no other peer, and sends no activations unless others gain by it.
+    """
+    found = max_flow.maximum(costs, spans)
+    whole_N = np.array([costs.fits(peer, 0, costs.layers) for peer in range(costs.peers)])
+    simpler = np.where(whole_N[:, None], (0, costs.layers), spans)
+    if (simpler != spans).any():
+        flow = max_flow.maximum(costs, simpler)
+        if flow.tokens_per_s >= found.tokens_per_s * (1 - HEADROOM):
+            return simpler, flow
+    return spans, found
 
 
 def _no_gain(found: max_flow.MaxFlow, staying: max_flow.MaxFlow) -> bool:

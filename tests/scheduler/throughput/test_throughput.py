@@ -158,6 +158,56 @@ def test_the_plan_of_a_model_has_spans_routes_batches_and_partners() -> None:
     assert "purely data-parallel" in shown["reason"]
 
 
+def live(count: int) -> topology.Topology:
+    """Equal peers of a running swarm, with 2.5 MB/s up, as their records describe them."""
+    profile = {"device": "gpu", "memory_bytes": 8e9, "flops": 1e13, "up": 2.5e6, "down": 1e7, "latency_s": 0.02}
+    return topology.topology_from_profiles({f"peer{i}": profile for i in range(count)}, {})
+
+
+@pytest.mark.parametrize("now", [{f"peer{i}": (0, 4) for i in range(4)}, None])
+def test_equal_peers_that_can_hold_the_whole_model_keep_it_and_pass_nothing_on(
+    now: dict[str, tuple[int, int]] | None,
+) -> None:
+    model = config.load(None, ["model.depth=2"])
+    plan = throughput_plan.throughput_plan(live(4), model, "genetic", 0, SearchBudget(rounds=3), 1, 1.0, now)
+    assert plan.reason.startswith("Stay as you are") == (now is not None)
+    assert set(map(tuple, plan.spans.values())) == {(0, 4)}
+    assert sorted(route["hops"] for route in plan.routes) == [[[f"peer{i}", 0, 4]] for i in range(4)]
+
+
+def test_peers_move_where_a_plan_promises_more_than_staying() -> None:
+    model = config.load(None, ["model.depth=2"])
+    now = {"peer0": (0, 2), "peer1": (2, 4), "peer2": (2, 4), "peer3": (2, 4)}
+    plan = throughput_plan.throughput_plan(live(4), model, "genetic", 0, SearchBudget(rounds=3), 1, 1.0, now)
+    assert set(map(tuple, plan.spans.values())) == {(0, 4)}
+    assert "Stay" not in plan.reason
+
+
+def test_a_plan_says_for_which_model_and_speeds_it_is_made() -> None:
+    plan = throughput_plan.throughput_plan(live(2), config.load(None), "flow", 0, SearchBudget(rounds=1))
+    assert plan.planned_for["layers"] == 4
+    assert plan.planned_for["utilisation"] == 0.35
+    assert "stdlib-gpt" in plan.reason
+    assert "at 35% of the devices' peak FLOP/s" in plan.reason
+    assert "Greatest use: device 100.0%" in plan.reason
+
+
+def test_the_budget_covers_the_baseline_and_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, maximum = [0.0], max_flow.maximum
+
+    def slow(costs: LayerCosts, chosen: Ints) -> max_flow.MaxFlow:
+        now[0] += 3.0
+        return maximum(costs, chosen)
+
+    monkeypatch.setattr(max_flow, "maximum", slow)
+    for seconds, draws in ((12.0, False), (60.0, True)):
+        now[0] = 0.0
+        budget = SearchBudget(seconds, clock=lambda: now[0])
+        plan = throughput_plan.throughput_plan(topology.load("ten-cities"), config.load(None), "genetic", 0, budget)
+        assert now[0] <= seconds
+        assert bool(plan.baselines) == draws
+
+
 def test_a_pool_with_too_little_memory_is_refused_in_one_line() -> None:
     large = config.load(None, ["model.depth=96", "model.width=12288"])
     with pytest.raises(UserError, match=r"the peers together have 160\.0 GB") as refused:
