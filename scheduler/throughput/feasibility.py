@@ -46,10 +46,13 @@ def uses(plan: ThroughputPlan, topology: Topology, costs: LayerCosts) -> dict[st
         for (sender, _, _), (receiver, _, _) in itertools.pairwise(hops):
             sent_NN[index[sender], index[receiver]] += rate * costs.hidden_bytes  # activations
             sent_NN[index[receiver], index[sender]] += rate * costs.hidden_bytes  # their gradients
+    before = [0.0, *np.cumsum(costs.snapshot_L * ROUND_S).tolist()]  # bytes of the snapshots of all layers before
     for name, partners in plan.gossip["weights"].items():
+        (first, last), every_s = plan.spans[name], plan.gossip["every_s"].get(name, np.inf)
         for partner, weight in partners.items():
-            pulls_per_s = weight / plan.gossip["every_s"][name]
-            sent_NN[index[partner], index[name]] += pulls_per_s * _snapshot_bytes(plan, costs, name, partner)
+            begin, end = plan.spans[partner]
+            common = before[max(first, begin, min(last, end))] - before[max(first, begin)]
+            sent_NN[index[partner], index[name]] += weight / every_s * common
     memory = [
         costs.bytes_of(first, last, plan.micro_batches[name]) / costs.memory_N[index[name]]
         for name, (first, last) in plan.spans.items()
@@ -75,12 +78,6 @@ def _check(plan: ThroughputPlan, hops: Sequence[tuple[str, int, int]], layers: i
         at = last
     if at != layers:
         raise ValueError(f"a route ends after {at} of {layers} layers")
-
-
-def _snapshot_bytes(plan: ThroughputPlan, costs: LayerCosts, one: str, other: str) -> float:
-    """Return the bytes of the snapshots of all layers that both peers hold."""
-    (a, b), (c, d) = plan.spans[one], plan.spans[other]
-    return float(costs.snapshot_L[max(a, c) : max(a, c, min(b, d))].sum()) * ROUND_S
 
 
 def _greatest(share_N: Floats, names: Sequence[str]) -> Use:
