@@ -86,7 +86,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--objective", choices=["sync", "throughput"], help=objectives)
     solvers = "genetic, annealing, gcma, exact, flow, or the name of a baseline layout; default: genetic"
     parser.add_argument("--solver", default="genetic", help=solvers)
-    parser.add_argument("--seconds", type=_positive, default=5.0, help="time limit of everything, in seconds (default 5)")
+    parser.add_argument(
+        "--seconds", type=_positive, default=5.0, help="time limit of everything, in seconds (default 5)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of all random choices (default 0)")
     holders = "least number of peers that hold each layer; for throughput (default 1)"
     parser.add_argument("--holders", type=int, default=1, help=holders)

@@ -61,14 +61,14 @@ def maximum(costs: LayerCosts, spans_N2: Ints) -> MaxFlow:
     """Return the greatest flow through spans; a flow of 0 if the solver fails, which extreme costs may cause."""
     holds_NL = held(costs, spans_N2)
     speed_L = (holds_NL / costs.seconds_NL).sum(axis=0)
-    scale = min(float(speed_L.min()), costs.compute_bound())  # rates are in units of this: the solver needs numbers near 1
+    scale = min(
+        float(speed_L.min()), costs.compute_bound()
+    )  # rates are in units of this: the solver needs numbers near 1
     if not 0 < scale < np.inf:
         return _nothing(costs)
     programme = _Programme(costs, spans_N2, holds_NL, scale)
     method = "highs-ipm" if programme.width > LARGE else "highs"
-    found = linprog(
-        programme.cost, programme.use, programme.limits, programme.balance, programme.zeros, method=method
-    )
+    found = linprog(programme.cost, programme.use, programme.limits, programme.balance, programme.zeros, method=method)
     if found.status != 0:
         return _nothing(costs)
     rates = np.maximum(0.0, found.x) * scale
@@ -314,9 +314,7 @@ class _Programme:
             layer = int(self.groups.cuts[cut])
             yield from ((i, j, layer, rate) for i, j, rate in self._from_pool(gives, takes, least))
 
-    def _by_peer(
-        self, rates: Floats, group: Ints, chosen: Flags, members: Sequence[list[int]]
-    ) -> dict[int, float]:
+    def _by_peer(self, rates: Floats, group: Ints, chosen: Flags, members: Sequence[list[int]]) -> dict[int, float]:
         """Return the tokens/s of each peer, of the columns `chosen`; peers without any are left out."""
         found = zip(group[chosen].tolist(), rates[chosen].tolist(), strict=True)
         return {peer: rate / len(members[one]) for one, rate in found if rate > 0 for peer in members[one]}

@@ -1,5 +1,6 @@
 """The throughput objective: flows, spans, their exact optimum, gossip partners, and what is refused."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from decentral.scheduler.topology import topology
 from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.search_budget import SearchBudget
 from tests.scheduler.swarms import subset
+from tests.scheduler.throughput.plain_flow import plain_flow
 
 
 def small(seed: int, peers: int = 4, layers: int = 5) -> LayerCosts:
@@ -32,9 +34,7 @@ def small(seed: int, peers: int = 4, layers: int = 5) -> LayerCosts:
     seconds, nowhere = np.outer(1 / speed, ones) / 200, np.full(peers, -1)
     rate, none = rng.lognormal(0, 1, peers) * 2e6, np.zeros(0)
     link = np.minimum(link, np.minimum.outer(rate, rate))
-    return LayerCosts(
-        seconds, ones, ones / 9, ones * 0.1, ones * 1e3, memory, link, 2000.0, 1, rate, nowhere, none
-    )
+    return LayerCosts(seconds, ones, ones / 9, ones * 0.1, ones * 1e3, memory, link, 2000.0, 1, rate, nowhere, none)
 
 
 def regions(costs: LayerCosts) -> Ints:
@@ -49,6 +49,18 @@ def test_the_search_equals_the_exact_optimum(seed: int) -> None:
     found = span_search.search(costs, regions(costs), SearchBudget(rounds=40), np.random.default_rng(0))
     best = max_flow.maximum(costs, exact).tokens_per_s
     assert max_flow.maximum(costs, found).tokens_per_s == pytest.approx(best, rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_exact_optimum_is_the_best_of_all_spans(seed: int) -> None:
+    costs = small(seed, peers=3, layers=3)
+    costs = replace(costs, memory_N=np.array([2.5, 2.5, 3.5]))
+    spans = [[(0, 0)] + [(a, b) for a in range(3) for b in range(a + 1, costs.reach(p, a) + 1)] for p in range(3)]
+    every = [np.array(chosen) for chosen in itertools.product(*spans) if costs.valid(np.array(chosen))]
+    best = max(plain_flow(costs, chosen) for chosen in every)
+    exact = milp.best_spans(costs)
+    assert exact is not None
+    assert max_flow.maximum(costs, exact).tokens_per_s == pytest.approx(best, rel=5e-3)
 
 
 def test_a_flow_that_would_end_too_late_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +124,11 @@ def test_a_faster_device_or_link_never_makes_the_optimum_worse(seed: int) -> Non
     costs = replace(costs, memory_N=costs.memory_N + 1)
     faster = costs.seconds_NL.copy()
     faster[0] /= 2
-    variants = [costs, replace(costs, seconds_NL=faster), replace(costs, link_NN=costs.link_NN * 2, rate_N=costs.rate_N * 2)]
+    variants = [
+        costs,
+        replace(costs, seconds_NL=faster),
+        replace(costs, link_NN=costs.link_NN * 2, rate_N=costs.rate_N * 2),
+    ]
     rates = []
     for variant in variants:
         best = milp.best_spans(variant)
