@@ -73,8 +73,8 @@ def _check(plan: ThroughputPlan, hops: Sequence[tuple[str, int, int]], layers: i
     for name, first, last in hops:
         begin, end = plan.spans.get(name, (0, 0))
         if first != at or not begin <= first < last <= end:
-            raise ValueError(f"a route computes layers {first} to {last - 1} in {name}, after {at} layers; {name} holds "
-                             f"{begin} to {end - 1}")  # fmt: skip
+            holds = f"{name} holds layers {begin} to {end - 1}"
+            raise ValueError(f"a route computes layers {first} to {last - 1} in {name}, after {at} layers; {holds}")
         at = last
     if at != layers:
         raise ValueError(f"a route ends after {at} of {layers} layers")

@@ -21,7 +21,7 @@ def peer_left(costs: LayerCosts, holds_NL: Flags) -> Floats:
 
 
 def pair_left(costs: LayerCosts, peers_C: Ints) -> Floats:
-    """Return the bytes/s, (C, C), that gossip leaves free between each two peers; inf: one end's rate limits the link."""
+    """Return the bytes/s, (C, C), that gossip leaves free between two peers; inf: one end's rate limits the link."""
     link_CC, rate_C = costs.link_NN[np.ix_(peers_C, peers_C)], costs.rate_N[peers_C]
     left_CC = link_CC - np.minimum(LINK_SHARE * link_CC, costs.snapshot_L.sum())
     return np.where(link_CC < (1 - SAME_RATE) * np.minimum.outer(rate_C, rate_C), left_CC, np.inf)
@@ -36,8 +36,8 @@ def site_left(costs: LayerCosts) -> Floats:
 def download_s(costs: LayerCosts, before_NL: Flags, after_NL: Flags) -> float:
     """Return the seconds until every peer has the layers that are new to it, if all peers download at once.
 
-    A peer downloads over its fastest link. The old holders of a layer send its bytes in proportion to their uplinks, and
-    a site's shared link carries the layers that no peer of the site has held. The slowest of these counts.
+    A peer downloads over its fastest link. The old holders of a layer send its bytes in proportion to their uplinks. A
+    site's shared link carries the layers that no peer of the site has held. The slowest of these counts.
     """
     fetched_NL = (after_NL & ~before_NL) * costs.fetched_L
     down_N = np.maximum(np.minimum(costs.rate_N, costs.link_NN.max(axis=1)), 1.0)

@@ -10,7 +10,7 @@ generalised from whole spans to parts of spans). The linear programme (HiGHS):
     y_jx = k_jx + sum_i m_ijx  (x > 0);   y_j,x-1 = k_jx + sum_i m_jix
     sum_x seconds_jx * y_jx <= 1                            no peer computes for more than 1 s per second
     hidden * sum_ix (m_ijx + m_jix) <= left_j               a peer's uplink; its downlink carries as much
-    the same over all pairs (i, j) of which one is in a site: the site's shared link; for one pair: the link between i, j
+    the same for the pairs (i, j) with one end in a site: its shared link; for one pair: the link between i and j
     maximise sum_j y_j0 - MOVE_COST * sum m
 
 Activations travel one way and gradients of the same size back. `left` are the bytes/s that gossip leaves
