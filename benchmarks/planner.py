@@ -11,6 +11,8 @@
                 genetic finds in 10 s, where that is less); the proof may take up to 600 s
     large       1,024 devices for 30 s and 4,096 for 60 s against the best hand layout, and the memory in use
     small       throughput of up to 6 peers and 8 layers: the default solver against `exact`
+    enumerated  throughput of up to 4 peers and 5 layers whose uplinks and links limit it: the default solver and
+                `exact` against all spans
     unequal     throughput of 64 unequal devices in 20 s, against equal spans placed at random and against the bound
     gossip      mixing per second of the planned partners against the two simple rules, within 2 s
     command     seconds that `python -m decentral.plan --seconds 2` searches, throughput of 64 peers
@@ -20,6 +22,7 @@ within one run. Prints one JSON line per measurement.
 """
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -57,8 +60,8 @@ KINDS = (("A100", 80.0, 80.0), ("A40", 40.0, 40.0), ("L4", 24.0, 20.0), ("T4", 1
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parts = {"compile": compilation, "check": check, "published": published, "cities": cities, "noisy": noisy_rates,
-             "bound": proof, "large": large, "small": small, "unequal": unequal, "gossip": partners,
-             "command": command}  # fmt: skip
+             "bound": proof, "large": large, "small": small, "enumerated": enumerated, "unequal": unequal,
+             "gossip": partners, "command": command}  # fmt: skip
     parser.add_argument("--part", choices=parts, action="append")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
@@ -166,7 +169,8 @@ def large(seed: int, scale: float) -> None:
 
 
 def small(seed: int, scale: float) -> None:
-    costs = tiny(np.random.default_rng(seed))
+    rng = np.random.default_rng(seed)
+    costs = tiny(rng, int(rng.integers(3, 7)), int(rng.integers(4, 9)))
     begin = time.process_time()
     exact = milp.best_spans(costs)
     between = time.process_time()
@@ -178,11 +182,29 @@ def small(seed: int, scale: float) -> None:
           exact_s=between - begin, seconds=time.process_time() - between)  # fmt: skip
 
 
+def enumerated(seed: int, scale: float) -> None:
+    rng = np.random.default_rng(seed)
+    costs = tiny(rng, int(rng.integers(2, 5)), int(rng.integers(3, 6)))
+    spans = [
+        [(0, 0), *((a, b) for a in range(costs.layers) for b in range(a + 1, costs.reach(peer, a) + 1))]
+        for peer in range(costs.peers)
+    ]
+    every = [chosen for chosen in map(np.array, itertools.product(*spans)) if costs.valid(chosen)]
+    best = max(max_flow.maximum(costs, chosen).tokens_per_s for chosen in every)
+    exact = milp.best_spans(costs)
+    assert exact is not None
+    budget = SearchBudget(10 * scale, clock=time.process_time)
+    found = span_search.search(costs, np.arange(costs.peers) % 2, budget, np.random.default_rng(seed))
+    rates = [max_flow.maximum(costs, chosen).tokens_per_s / best for chosen in (found, exact)]
+    _line("enumerated", seed=seed, peers=costs.peers, layers=costs.layers, choices=len(every), found=rates[0],
+          exact=rates[1], of_bound=best / costs.compute_bound())  # fmt: skip
+
+
 def unequal(seed: int, scale: float) -> None:
     swarm = mixed(seed)
     costs = layer_costs.of_model(swarm, config.load(None, LLAMA_7B))
-    baseline = throughput_plan.random_throughput(costs, seed)
     budget = SearchBudget(20 * scale, clock=time.process_time)
+    baseline = throughput_plan.random_throughput(costs, seed, budget) or np.inf
     begin = time.process_time()
     found = max_flow.maximum(costs, span_search.search(costs, regions_of(swarm), budget, np.random.default_rng(seed)))
     rate, bound = found.tokens_per_s, costs.compute_bound()
@@ -195,7 +217,9 @@ def partners(seed: int, scale: float) -> None:
         swarm = scattered(count, seed)
         begin = time.process_time()
         budget = SearchBudget(2 * scale, clock=time.process_time)
-        found = mixing.partners(swarm, np.ones((count, 1), dtype=bool), np.array([1e8]), budget)
+        found = mixing.partners(
+            swarm, np.ones((count, 1), dtype=bool), np.array([1e8]), np.zeros((count, count)), budget
+        )
         _line("gossip", seed=seed, peers=count, of_uniform=found.mixing_per_s / found.uniform_per_s,
               of_bandwidth=found.mixing_per_s / found.bandwidth_per_s, seconds=time.process_time() - begin)  # fmt: skip
 
@@ -246,18 +270,19 @@ def mixed(seed: int) -> Topology:
     return topology.parse({"peers": peers, "based_on": "ten-cities"})
 
 
-def tiny(rng: np.random.Generator) -> layer_costs.LayerCosts:
-    """3 to 6 unequal peers that hold between two and most of 4 to 8 equal layers, on slow unequal links."""
-    peers, layers = int(rng.integers(3, 7)), int(rng.integers(4, 9))
+def tiny(rng: np.random.Generator, peers: int, layers: int) -> layer_costs.LayerCosts:
+    """Unequal peers that hold between two and most of the equal layers, on slow unequal uplinks and links."""
+    rate = rng.lognormal(0, 1, peers) * 2e6
     link = rng.lognormal(0, 1, (peers, peers)) * 6e5
-    link = np.minimum(link, link.T)
+    link = np.minimum(np.minimum(link, link.T), np.minimum.outer(rate, rate))
     np.fill_diagonal(link, 0.0)
     speed, memory = rng.choice([1.0, 2.0, 4.0, 8.0], peers), rng.choice([2.5, 4.0, 6.0], peers)
     memory[: int(np.ceil(layers / 2))] += 1.0  # enough for every layer
     ones = np.ones(layers)
     return layer_costs.LayerCosts(
-        np.outer(1 / speed, ones) / 200, ones, ones / 9, ones * 0.1, ones * 1e3, memory, link, 2000.0, 1
-    )
+        np.outer(1 / speed, ones) / 200, ones, ones / 9, ones * 0.1, ones * 1e3, memory, link, 2000.0, 1, rate,
+        np.full(peers, -1), np.zeros(0),
+    )  # fmt: skip
 
 
 def _genetic(swarm: Topology, seed: int, seconds: float) -> list[tuple[float, float]]:

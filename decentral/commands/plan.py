@@ -13,6 +13,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -42,17 +43,29 @@ PLAN_LOOKS = 4  # peers' records are read from the DHT up to this many times, be
 LOOK_PAUSE_S = 0.5
 
 
+@dataclass(frozen=True, slots=True)
+class LiveSwarm:
+    """A running swarm, as its peers' records describe it."""
+
+    config: Config
+    profiles: dict[str, JsonObject]  # by peer id
+    spans: dict[str, tuple[int, int]]  # peer id -> the layers [first, last) that it holds
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     return shared.run(lambda: _main(parse(arguments)), interrupted=COMMANDS["plan"].interrupted)
 
 
 def _main(options: argparse.Namespace) -> None:
-    topology, config = _swarm(options)
+    if options.join is None:
+        topology, swarm = topologies.load(options.topology), None
+    else:
+        topology, swarm = _swarm(options)
     if options.compare:
         _compare(topology, options)
         return
-    plan = _plan(topology, config, options)
+    plan = _plan(topology, swarm, options)
     if options.plot:
         from decentral.view.plan_picture import draw_plan
 
@@ -73,7 +86,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--objective", choices=["sync", "throughput"], help=objectives)
     solvers = "genetic, annealing, gcma, exact, flow, or the name of a baseline layout; default: genetic"
     parser.add_argument("--solver", default="genetic", help=solvers)
-    parser.add_argument("--seconds", type=_positive, default=5.0, help="time limit of the search (default 5)")
+    parser.add_argument(
+        "--seconds", type=_positive, default=5.0, help="time limit of everything, in seconds (default 5)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of all random choices (default 0)")
     holders = "least number of peers that hold each layer; for throughput (default 1)"
     parser.add_argument("--holders", type=int, default=1, help=holders)
@@ -98,17 +113,15 @@ def _positive(text: str) -> float:
     return value
 
 
-def _swarm(options: argparse.Namespace) -> tuple[Topology, Config | None]:
-    """Return the topology to plan for, and the running swarm's config if --join was given."""
-    if options.join is None:
-        return topologies.load(options.topology), None
-    profiles, config = asyncio.run(_live(options.join, options.invite))
-    if len(profiles) < 2:
-        raise UserError(f"--join: a plan needs at least 2 peers; that swarm has {len(profiles)}; try again later")
-    return topologies.topology_from_profiles(profiles, {}), config
+def _swarm(options: argparse.Namespace) -> tuple[Topology, LiveSwarm]:
+    """Return the topology of the running swarm, and what else is known of it; raise UserError if it is too small."""
+    swarm = asyncio.run(_live(options.join, options.invite))
+    if len(swarm.profiles) < 2:
+        raise UserError(f"--join: a plan needs at least 2 peers; that swarm has {len(swarm.profiles)}; try again later")
+    return topologies.topology_from_profiles(swarm.profiles, {}), swarm
 
 
-def _plan(topology: Topology, config: Config | None, options: argparse.Namespace) -> SyncPlan | ThroughputPlan:
+def _plan(topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace) -> SyncPlan | ThroughputPlan:
     objective = options.objective or ("throughput" if options.model or options.join else "sync")
     with progress_bar(Console(stderr=True), 1.0, quiet=options.json) as show:
         budget = SearchBudget(
@@ -122,13 +135,16 @@ def _plan(topology: Topology, config: Config | None, options: argparse.Namespace
             return sync_plan(topology, options.solver, options.seed, budget)
         from decentral.scheduler.throughput.plan import throughput_plan
 
-        if options.model or config is None:
-            config = load_config(options.model)
-        return throughput_plan(topology, config, options.solver, options.seed, budget, options.holders)
+        solver, seed, holders = options.solver, options.seed, options.holders
+        if swarm is None:
+            return throughput_plan(topology, load_config(options.model), solver, seed, budget, holders)
+        config = load_config(options.model) if options.model else swarm.config
+        return throughput_plan(topology, config, solver, seed, budget, holders, utilisation=1.0,
+                               now=None if options.model else swarm.spans)  # fmt: skip
 
 
-async def _live(address: str, invite: str | None) -> tuple[dict[str, JsonObject], Config]:
-    """Return each peer's own signed profile, by peer id, and the swarm's config. Raise UserError if no peer answers."""
+async def _live(address: str, invite: str | None) -> LiveSwarm:
+    """Return what the peers' signed records say of a running swarm. Raise UserError if no peer answers."""
     from decentral.peers.startup.invitation_files import read_holding
     from decentral.peers.startup.visit import visit
 
@@ -139,7 +155,11 @@ async def _live(address: str, invite: str | None) -> tuple[dict[str, JsonObject]
             if len(known) > 1:
                 break
             await asyncio.sleep(LOOK_PAUSE_S)
-        return {peer: _profile(record, swarm.config) for peer, record in known.items()}, swarm.config
+        return LiveSwarm(
+            swarm.config,
+            {peer: _profile(record, swarm.config) for peer, record in known.items()},
+            {peer: (record.first, record.last) for peer, record in known.items()},
+        )
 
 
 def _profile(record: PeerRecord, config: Config) -> JsonObject:

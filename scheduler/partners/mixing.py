@@ -18,6 +18,9 @@ slope (v_i - v_j)^2 says which pair's exchanges help most. Two searches use the 
 
 If peers hold different layers, each layer's holders have their own cuts, and the least lambda_2 of any layer counts.
 
+Where the bytes of these exchanges and of the tokens would exceed a peer's uplink or downlink, a site's shared link or
+LINK_SHARE of one of these, or a link between two peers, the rates of the exchanges concerned are lowered (`fitted`).
+
 In this file `seconds` (inf if two peers share no layer) and `rate` (per second) are N x N, and a group is an array of
 the indices of the peers that hold the same layer.
 """
@@ -26,19 +29,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy.linalg import cho_factor, cho_solve
 from scipy.optimize import linprog
+from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
 from decentral.core.strict_json import JsonObject
 from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 from decentral.scheduler.topology.topology import Topology
 
-LINK_SHARE = 0.5  # gossip may take at most this share of a peer's time
+LINK_SHARE = 0.5  # gossip may take at most this share of a peer's time, and of each link
 MOST_EXACT = 32  # with more peers, the linear programme of `fastest` takes too long: only `ascended` runs
 CUTS = 4  # one round of `fastest` adds at most this many cutting planes for each group of holders
 SLOW = 6  # the slope of lambda_2 is a mean over this many slowest eigenvectors of each group
 STEPS = 20  # steps of gradient ascent in one round of `ascended`
 ASCENT_ROUNDS = 40
+LARGE_GROUP = 128  # holders of a layer; from here on, Lanczos' method is faster than computing all eigenvalues
+LANCZOS_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,27 +56,32 @@ class Partners:
     """
 
     weight_NN: Floats  # probability that the row's peer pulls from the column's peer; a row without partners is 0
+    every_N: Floats  # seconds between two pulls of a peer; inf without partners
     mixing_per_s: float
     uniform_per_s: float  # lambda_2 if each peer chooses its partner uniformly
     bandwidth_per_s: float  # lambda_2 if each peer chooses fast links in proportion to 1 / seconds of an exchange
 
     def to_json(self, ids: Sequence[str]) -> JsonObject:
-        """Return each peer's partners with their probabilities, and lambda_2 of the plan and of both simple rules."""
+        """Return each peer's partners with their probabilities, the seconds between its pulls, and all lambda_2."""
         weights = {
-            ids[i]: {ids[int(j)]: round(float(row[j]), 5) for j in np.flatnonzero(row > 1e-4)}
+            ids[i]: {ids[int(j)]: round(float(row[j]), 7) for j in np.flatnonzero(row > 1e-4)}
             for i, row in enumerate(self.weight_NN)
         }
+        every_s = {ids[i]: float(self.every_N[i]) for i in np.flatnonzero(np.isfinite(self.every_N))}
         mixing = {"plan": self.mixing_per_s, "uniform": self.uniform_per_s, "bandwidth": self.bandwidth_per_s}
-        return {"weights": weights, "mixing_per_s": mixing}
+        return {"weights": weights, "every_s": every_s, "mixing_per_s": mixing}
 
 
-def partners(topology: Topology, holds_NL: Flags, snapshot_L: Floats, budget: SearchBudget) -> Partners:
+def partners(
+    topology: Topology, holds_NL: Flags, snapshot_L: Floats, tokens_NN: Floats, budget: SearchBudget
+) -> Partners:
     """Return probabilities of gossip partners with which weights mix at least as fast as with two simple rules.
 
     Args:
         topology: N peers and their links.
         holds_NL: Whether each peer holds each of L layers.
         snapshot_L: Bytes of each layer that one exchange moves, one way.
+        tokens_NN: Bytes/s of activations and gradients between each two peers, in each direction.
         budget: Limits of the search.
     """
     common = holds_NL.astype(float) * snapshot_L @ holds_NL.T.astype(float)
@@ -82,17 +94,48 @@ def partners(topology: Topology, holds_NL: Flags, snapshot_L: Floats, budget: Se
         "uniform": scaled(shared.astype(float), seconds),
         "bandwidth": scaled(np.where(shared, 1 / seconds, 0.0), seconds),
     }
-    mixing = {name: slowest(rate, groups) for name, rate in rules.items()}
-    best = max(rules, key=lambda name: mixing[name])
-    rate, value = rules[best], mixing[best]
-    if value > 0:
-        rate = ascended(seconds, groups, rate, budget.part(0.5))
+    speeds = {name: slowest(rate, groups) for name, rate in rules.items()}
+    best = rules[max(speeds, key=lambda name: speeds[name])]
+    if max(speeds.values()) > 0:
+        best = ascended(seconds, groups, best, budget.part(0.5))
         if len(seconds) <= MOST_EXACT:
-            rate = fastest(seconds, groups, rate, budget.part(0.5))
-        value = slowest(rate, groups)
-    total = rate.sum(axis=1, keepdims=True)
-    weight = np.divide(rate, total, out=np.zeros_like(rate), where=total > 0)
-    return Partners(weight, value, mixing["uniform"], mixing["bandwidth"])
+            best = fastest(seconds, groups, best, budget.part(0.5))
+    options = {name: fitted(rate, common, topology, tokens_NN) for name, rate in {"plan": best, **rules}.items()}
+    mixing = {name: slowest(rate, groups) for name, rate in options.items()}
+    chosen = max(mixing, key=lambda name: mixing[name])
+    total = options[chosen].sum(axis=1, keepdims=True)
+    weight = np.divide(options[chosen], total, out=np.zeros_like(total * total.T), where=total > 0)
+    every_N = np.divide(1.0, total[:, 0], out=np.full(len(total), np.inf), where=total[:, 0] > 0)
+    return Partners(weight, every_N, mixing[chosen], mixing["uniform"], mixing["bandwidth"])
+
+
+def fitted(rate: Floats, common: Floats, topology: Topology, tokens_NN: Floats) -> Floats:
+    """Return the rates, lowered so that gossip takes at most LINK_SHARE of each link, and no more than tokens leave.
+
+    Args:
+        rate: Exchanges per second, [N, N], symmetric; each moves bytes in both directions.
+        common: Bytes that one exchange of two peers moves in each direction, [N, N].
+        topology: N peers and their links.
+        tokens_NN: Bytes/s of activations and gradients between each two peers, in each direction.
+    """
+    used = rate * common
+    links = np.minimum(topology.bandwidth, topology.bandwidth.T)
+    lower = _fraction(links, used, tokens_NN)
+    own_N = _fraction(np.minimum(topology.up, topology.down), used.sum(axis=1), tokens_NN.sum(axis=1))
+    lower = np.minimum(lower, np.minimum.outer(own_N, own_N))
+    region_N = np.array(topology.regions)
+    for site in topology.sites:
+        crosses = (region_N == site.region)[:, None] != (region_N == site.region)[None, :]
+        both_ways = np.array([used[crosses].sum() / 2, tokens_NN[crosses].sum() / 2])
+        fraction = _fraction(np.array([min(site.up, site.down)]), both_ways[:1], both_ways[1:])
+        lower = np.where(crosses, np.minimum(lower, fraction), lower)
+    return rate * lower
+
+
+def _fraction(limit: Floats, used: Floats, tokens: Floats) -> Floats:
+    """Return the share, at most 1, of gossip's `used` bytes/s that fits in a link beside the tokens' bytes/s."""
+    left = np.maximum(0.0, np.minimum(LINK_SHARE * limit, limit - tokens))
+    return np.asarray(np.minimum(1.0, np.divide(left, used, out=np.ones_like(used), where=used > 0)))
 
 
 def ascended(seconds: Floats, groups: Sequence[Ints], start: Floats, budget: SearchBudget) -> Floats:
@@ -164,7 +207,7 @@ def scaled(weight: Floats, seconds: Floats) -> Floats:
 
 def slowest(rate: Floats, groups: Sequence[Ints]) -> float:
     """Return the lambda_2, per second, of the group of holders that mixes most slowly; 0 if there is no group."""
-    return min((float(np.linalg.eigvalsh(_laplacian(rate, group))[1]) for group in groups), default=0.0)
+    return min((float(_slow_modes(_laplacian(rate, group), 1)[0][0]) for group in groups), default=0.0)
 
 
 def _laplacian(rate: Floats, group: Ints) -> Floats:
@@ -183,11 +226,32 @@ def _eigenvectors(rate: Floats, groups: Sequence[Ints], count: int) -> Iterator[
     The elements of an eigenvector for peers outside the group are NaN.
     """
     for group in groups:
-        values, columns = np.linalg.eigh(_laplacian(rate, group))
-        for number in range(1, min(1 + count, len(group))):
+        values, columns = _slow_modes(_laplacian(rate, group), min(count, len(group) - 1))
+        for value, column in zip(values, columns.T, strict=True):
             vector = np.full(len(rate), np.nan)
-            vector[group] = columns[:, number]
-            yield float(values[number]), vector
+            vector[group] = column
+            yield float(value), vector
+
+
+def _slow_modes(laplacian: Floats, count: int) -> tuple[Floats, Floats]:
+    """Return lambda_2 and the next eigenvalues of a Laplacian, `count` in all, and their eigenvectors as columns.
+
+    In a large group, Lanczos' method on the inverse finds them in a fraction of the time. The vector of ones, whose
+    eigenvalue is 0, is lifted above lambda_2 for that, so that the matrix has an inverse.
+    """
+    size = len(laplacian)
+    if size > LARGE_GROUP:
+        lifted = laplacian + 2 * np.trace(laplacian) / size**2
+        try:
+            factor = cho_factor(lifted)
+            inverse = LinearOperator(laplacian.shape, matvec=lambda vector: cho_solve(factor, vector), dtype=float)
+            start = np.cos(np.arange(size))
+            values, columns = eigsh(inverse, k=count, which="LA", v0=start, tol=LANCZOS_TOLERANCE)
+            return 1 / values[::-1], columns[:, ::-1]
+        except (np.linalg.LinAlgError, ArpackNoConvergence):
+            pass  # without an inverse, the group is in parts that exchange nothing: compute all eigenvalues
+    values, columns = np.linalg.eigh(laplacian)
+    return values[1 : 1 + count], columns[:, 1 : 1 + count]
 
 
 def _slope(rate: Floats, groups: Sequence[Ints]) -> tuple[float, Floats]:

@@ -153,6 +153,9 @@ def work_of(task: PlanTask) -> FragmentCosts:
         link_NN=links,
         hidden_bytes=task.hidden_bytes,
         holders=min(task.holders, max(1, min(held))),  # demand no more than the scarcest fragment has
+        rate_N=rates,
+        site_N=np.full(len(rates), -1),
+        site_rate_Z=np.zeros(0),
         needs=needs,
         tokens_per_s=float(speeds.sum()),
     )

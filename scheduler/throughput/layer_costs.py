@@ -15,12 +15,13 @@ import numpy as np
 from decentral.core.config import Config
 from decentral.core.errors import UserError
 from decentral.scheduler.topology.arrays import Floats, Ints
-from decentral.scheduler.topology.topology import Topology
+from decentral.scheduler.topology.topology import Topology, sites_of
 
 STATE_BYTES = 36.0  # device memory per parameter; the module's docstring has the sum
 FETCHED_BYTES = 4.0  # per parameter, a newcomer downloads its weights in fp32, but no moments
 SNAPSHOT_BYTES = 1.5  # bytes per parameter that a gossip exchange sends in each direction
-ROUND_S = 600.0  # any two holders of a layer are assumed to exchange its snapshots at this interval
+ROUND_S = 600.0  # a peer is assumed to pull the snapshots of its layers once in this time: the longest gossip window
+UTILISATION = 0.35  # share of peak FLOP/s that training reaches: 1 B parameters on an H200 (docs/results/gpu.md)
 MOST_PLANNED_SEQUENCES = 64  # larger micro-batches are not planned, as no device is faster with them
 
 
@@ -32,11 +33,14 @@ class LayerCosts:
     state_L: Floats  # bytes of each layer's weights, moments and gossip state
     fetched_L: Floats  # bytes that a newcomer downloads for each layer
     activation_L: Floats  # bytes of each layer's activations per sequence
-    snapshot_L: Floats  # bytes/s of gossip about each layer between two holders, in each direction
+    snapshot_L: Floats  # bytes/s of gossip about each layer that a holder sends, and that it receives
     memory_N: Floats  # bytes
     link_NN: Floats  # bytes/s in the slower direction; 0 from a peer to itself
     hidden_bytes: float  # bytes of one token's activations between two layers, one way
     holders: int  # each layer must be trained by at least this many peers
+    rate_N: Floats  # bytes/s of the slower of each peer's uplink and downlink, for all its links; inf: unlimited
+    site_N: Ints  # each peer's site, whose peers share a link to all other peers; -1: none
+    site_rate_Z: Floats  # bytes/s of the slower direction of each site's shared link; inf: unlimited
 
     @property
     def peers(self) -> int:
@@ -85,13 +89,14 @@ class LayerCosts:
         return bool((held >= self.holders).all())
 
 
-def of_model(topology: Topology, config: Config, holders: int = 1) -> LayerCosts:
+def of_model(topology: Topology, config: Config, holders: int = 1, utilisation: float = UTILISATION) -> LayerCosts:
     """Return what a run's model costs the peers of a topology.
 
     Args:
-        topology: Peers with measured FLOP/s and memory.
+        topology: Peers with their FLOP/s and memory.
         config: The run's config, which describes the model.
         holders: Smallest number of peers that must train each layer.
+        utilisation: Share of the topology's FLOP/s that training reaches; 1 if the FLOP/s were measured in training.
 
     Raises:
         UserError: If the peers' memory cannot hold the model, a peer's FLOP/s or memory is 0, or the model is user
@@ -108,7 +113,7 @@ def of_model(topology: Topology, config: Config, holders: int = 1) -> LayerCosts
     state_L = STATE_BYTES * parameters_L
     link_NN = np.minimum(topology.bandwidth, topology.bandwidth.T)
     costs = LayerCosts(
-        seconds_NL=flops_L / topology.flops[:, None],
+        seconds_NL=flops_L / (utilisation * topology.flops[:, None]),
         state_L=state_L,
         fetched_L=FETCHED_BYTES * parameters_L,
         activation_L=activation_L,
@@ -117,6 +122,9 @@ def of_model(topology: Topology, config: Config, holders: int = 1) -> LayerCosts
         link_NN=np.where(np.isinf(link_NN), 0.0, link_NN),
         hidden_bytes=2.0 * model.d_model,
         holders=holders,
+        rate_N=np.minimum(topology.up, topology.down),
+        site_N=sites_of(topology),
+        site_rate_Z=np.array([min(site.up, site.down) for site in topology.sites]),
     )
     _check_memory(costs)
     return costs

@@ -1,4 +1,4 @@
-"""Compute the greatest flow of tokens through given spans and links (`maximum`), and its routes (`routes`).
+"""Compute the greatest flow of tokens through given spans and links (`maximum`), with the fewest bytes on links.
 
 A peer that holds layer x computes a token in layer x; then the token stays in the peer or moves to another peer that
 holds layer x + 1. So spans may overlap, and a route may enter or leave a span at any layer (Helix, arXiv 2406.01566,
@@ -7,27 +7,40 @@ generalised from whole spans to parts of spans). The linear programme (HiGHS):
     y_jx   tokens/s that peer j computes in layer x
     k_jx   tokens/s that stay in peer j from layer x - 1 to x
     m_ijx  tokens/s that move from peer i, after layer x - 1, to peer j for layer x
-    y_jx = k_jx + sum_i m_ijx  (x > 0);   y_j,x-1 = k_jx + sum_i m_jix;   maximise sum_j y_j0
-    sum_x seconds_jx * y_jx <= 1                                           no peer computes for more than 1 s per second
-    hidden * sum_x (m_ijx + m_jix) <= link_ij - gossip_ij                  forward one way, gradients back
+    y_jx = k_jx + sum_i m_ijx  (x > 0);   y_j,x-1 = k_jx + sum_i m_jix
+    sum_x seconds_jx * y_jx <= 1                            no peer computes for more than 1 s per second
+    hidden * sum_ix (m_ijx + m_jix) <= left_j               a peer's uplink; its downlink carries as much
+    the same for the pairs (i, j) with one end in a site: its shared link; for one pair: the link between i and j
+    maximise sum_j y_j0 - MOVE_COST * sum m
+
+Activations travel one way and gradients of the same size back. `left` are the bytes/s that gossip leaves
+(link_limits.py). To keep the programme small, interchangeable peers with the same span (peer_kinds.py) count as one
+peer, and transfers from or to a peer whose links are limited by access alone go through two pools: what such peers send
+to all, and what the others send to such peers. If all links are so, layers that the same peers hold count as one layer;
+else a route may relay tokens past a slow link by a layer computed on the way.
 
 Planners solve this programme. Running peers often solve a smaller programme without links to weight their routes
-(routing.py).
+(routing.py). routes.py splits a flow into routes.
 """
 
 import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from scipy.optimize import linprog
-from scipy.sparse import coo_matrix
+from scipy.sparse import csr_matrix
 
+from decentral.scheduler.throughput import link_limits
 from decentral.scheduler.throughput.layer_costs import LayerCosts
+from decentral.scheduler.throughput.peer_kinds import access_limited, kinds
 from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 
 FLOWS_REMEMBERED = 1024
 NEAREST = 8  # for each layer, only this many of a peer's fastest links enter the linear programme, to keep it small
-LINK_UNIT = 1e6  # constraints of links are in units of this (bytes/s), as the solver needs numbers near 1
+MOVE_COST = 1e-4  # a token/s more is not worth this many (1 / MOVE_COST) transfers more, so that no transfer is idle
+LEAST_LINK = 1e-7  # a link that carries less than this share of the flow's bound counts as none, as 0 for the solver
+LARGE = 5_000  # with more variables, interior points (and a crossover to a vertex) take a third of the simplex's time
 
 Transfer = tuple[int, int, int, float]
 """The flow from one peer to another: (sender, receiver, the layer that the receiver computes next, tokens/s)."""
@@ -44,97 +57,35 @@ class MaxFlow:
     price_L: Floats  # how scarce each layer is: proportional to the flow gained per speed added to its holders
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Variables:
-    """The variables of the linear programme, in the order of its columns: all y, then all k, then all m."""
-
-    holds_NL: Flags
-    peer_Y: Ints
-    layer_Y: Ints
-    peer_K: Ints
-    layer_K: Ints  # the layer that the tokens enter
-    sender_M: Ints
-    receiver_M: Ints
-    layer_M: Ints  # the layer that the tokens enter
-
-    @property
-    def count(self) -> int:
-        return len(self.peer_Y) + len(self.peer_K) + len(self.sender_M)
-
-    def columns(self) -> tuple[Ints, Ints, Ints]:
-        """Return the column numbers of all y, k and m."""
-        first, second = len(self.peer_Y), len(self.peer_Y) + len(self.peer_K)
-        return np.arange(first), np.arange(first, second), np.arange(second, self.count)
-
-
 def maximum(costs: LayerCosts, spans_N2: Ints) -> MaxFlow:
     """Return the greatest flow through spans; a flow of 0 if the solver fails, which extreme costs may cause."""
     holds_NL = held(costs, spans_N2)
-    peer_Y, layer_Y = np.nonzero(holds_NL)
-    peer_K, layer_K = np.nonzero(holds_NL[:, 1:] & holds_NL[:, :-1])
-    sender_M, receiver_M, layer_M = _transfers(costs, holds_NL)
-    flow = _Variables(holds_NL, peer_Y, layer_Y, peer_K, layer_K + 1, sender_M, receiver_M, layer_M)
-    scale = costs.compute_bound()  # rates are in units of this, as the solver needs numbers near 1
-    balance, (use, limits) = _balance(flow), _capacities(costs, flow, scale)
-    y, _, m = flow.columns()
-    value = np.zeros(flow.count)
-    value[y[flow.layer_Y == 0]] = -1.0
-    found = linprog(value, use, limits, balance, np.zeros(balance.shape[0]), method="highs")
+    speed_L = (holds_NL / costs.seconds_NL).sum(axis=0)
+    scale = min(
+        float(speed_L.min()), costs.compute_bound()
+    )  # rates are in units of this: the solver needs numbers near 1
+    if not 0 < scale < np.inf:
+        return _nothing(costs)
+    programme = _Programme(costs, spans_N2, holds_NL, scale)
+    method = "highs-ipm" if programme.width > LARGE else "highs"
+    found = linprog(programme.cost, programme.use, programme.limits, programme.balance, programme.zeros, method=method)
     if found.status != 0:
         return _nothing(costs)
-    computed_NL = np.zeros(holds_NL.shape)
-    computed_NL[flow.peer_Y, flow.layer_Y] = found.x[y] * scale
-    moved = found.x[m] * scale
+    rates = np.maximum(0.0, found.x) * scale
+    computed_NL = programme.computed(rates)
+    price_C = -found.ineqlin.marginals[: programme.groups.count]
     return MaxFlow(
-        tokens_per_s=-float(found.fun) * scale,
+        tokens_per_s=float(computed_NL[:, 0].sum()),
         computed_NL=computed_NL,
-        transfers=tuple(
-            (int(flow.sender_M[i]), int(flow.receiver_M[i]), int(flow.layer_M[i]), float(moved[i]))
-            for i in np.flatnonzero(moved > 1e-9)
-        ),
+        transfers=tuple(programme.transfers(rates)),
         idle_N=1 - (computed_NL * costs.seconds_NL).sum(axis=1),
-        price_L=_prices(found.ineqlin.marginals[: costs.peers], holds_NL, costs.seconds_NL),
+        price_L=_prices(np.append(price_C, 0.0)[programme.groups.number_N], holds_NL, costs.seconds_NL),
     )
 
 
 def _nothing(costs: LayerCosts) -> MaxFlow:
     """Return a flow of 0, in which every peer is idle."""
     return MaxFlow(0.0, np.zeros(costs.seconds_NL.shape), (), np.ones(costs.peers), np.zeros(costs.layers))
-
-
-def _balance(flow: _Variables) -> coo_matrix:
-    """Return constraints for each peer and layer: tokens that enter = tokens computed = tokens that leave."""
-    enters, leaves = flow.layer_Y > 0, flow.layer_Y < flow.holds_NL.shape[1] - 1
-    row_in = np.full(flow.holds_NL.shape, -1)
-    row_in[flow.peer_Y[enters], flow.layer_Y[enters]] = np.arange(enters.sum())
-    row_out = np.full(flow.holds_NL.shape, -1)  # (peer, layer that tokens leave) -> row of the constraint
-    row_out[flow.peer_Y[leaves], flow.layer_Y[leaves]] = enters.sum() + np.arange(leaves.sum())
-    rows = [
-        row_in[flow.peer_Y[enters], flow.layer_Y[enters]],
-        row_in[flow.peer_K, flow.layer_K],
-        row_in[flow.receiver_M, flow.layer_M],
-        row_out[flow.peer_Y[leaves], flow.layer_Y[leaves]],
-        row_out[flow.peer_K, flow.layer_K - 1],
-        row_out[flow.sender_M, flow.layer_M - 1],
-    ]
-    y, k, m = flow.columns()
-    columns = [y[enters], k, m, y[leaves], k, m]
-    signs = [1.0, -1.0, -1.0, 1.0, -1.0, -1.0]
-    values = [np.full(len(part), sign) for part, sign in zip(columns, signs, strict=True)]
-    return _matrix(values, rows, columns, int(enters.sum() + leaves.sum()), flow.count)
-
-
-def _capacities(costs: LayerCosts, flow: _Variables, scale: float) -> tuple[coo_matrix, Floats]:
-    """Return the constraints as rows and upper bounds: the time of each of N peers, then the rate of each link."""
-    peers = costs.peers
-    low, high = np.minimum(flow.sender_M, flow.receiver_M), np.maximum(flow.sender_M, flow.receiver_M)
-    pairs, row_of = np.unique(low * peers + high, return_inverse=True)
-    limit = link_left(costs, flow.holds_NL)[pairs // peers, pairs % peers] if len(low) else np.zeros(0)
-    seconds = costs.seconds_NL[flow.peer_Y, flow.layer_Y] * scale
-    y, _, m = flow.columns()
-    load = np.full(len(low), costs.hidden_bytes * scale / LINK_UNIT)
-    use = _matrix([seconds, load], [flow.peer_Y, peers + row_of], [y, m], peers + len(pairs), flow.count)
-    return use, np.concatenate((np.ones(peers), limit / LINK_UNIT))
 
 
 @dataclass(slots=True)
@@ -160,84 +111,272 @@ def held(costs: LayerCosts, spans_N2: Ints) -> Flags:
     return np.asarray((spans_N2[:, :1] <= layer) & (layer < spans_N2[:, 1:]))
 
 
-def link_left(costs: LayerCosts, holds_NL: Flags) -> Floats:
-    """Return the bytes/s, [N, N], that gossip of common layers leaves free on each link, in each direction."""
-    holds = holds_NL.astype(np.float64)
-    return np.asarray(np.maximum(0.0, costs.link_NN - (holds * costs.snapshot_L) @ holds.T))
+@dataclass(frozen=True, slots=True, eq=False)
+class _Groups:
+    """The C groups of interchangeable peers with the same span, and the P parts of consecutive layers."""
+
+    number_N: Ints  # each peer's group; -1: the peer holds no layer
+    first_C: Ints  # a peer of each group
+    size_C: Ints
+    cuts: Ints  # P + 1 layers: part p has the layers [cuts[p], cuts[p + 1])
+    holds_CP: Flags
+
+    @property
+    def count(self) -> int:
+        return len(self.first_C)
+
+    def members(self, group: int) -> Ints:
+        return np.flatnonzero(self.number_N == group)
 
 
-def routes(flow: MaxFlow, most: int = 256) -> list[tuple[float, list[tuple[int, int, int]]]]:
-    """Split a flow into routes, and return the routes with the largest share of tokens first.
+def _grouped(costs: LayerCosts, spans_N2: Ints) -> _Groups:
+    busy = np.flatnonzero(spans_N2[:, 0] < spans_N2[:, 1])
+    rows = np.column_stack((kinds(costs)[busy], spans_N2[busy]))
+    _, first, number, size = np.unique(rows, axis=0, return_index=True, return_inverse=True, return_counts=True)
+    number_N = np.full(costs.peers, -1)
+    number_N[busy] = number.ravel()
+    merged = access_limited(costs)[busy].all()
+    cuts = np.unique(np.append(spans_N2[busy], (0, costs.layers))) if merged else np.arange(costs.layers + 1)
+    first_C = busy[first]
+    spans_C2 = spans_N2[first_C]
+    holds_CP = (spans_C2[:, :1] <= cuts[:-1]) & (cuts[:-1] < spans_C2[:, 1:])
+    return _Groups(number_N, first_C, size, cuts, holds_CP)
 
-    Args:
-        flow: A flow that `maximum` has returned.
-        most: Largest number of routes.
 
-    Returns:
-        (share of all tokens, [(peer, first, last), ...]) of each route, with layers [first, last) of each peer. The
-        shares sum to at least 0.999, unless `most` routes are too few.
+class _Rows:
+    """The sparse rows of a linear programme, collected part by part."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[Ints, Ints, Floats]] = []
+        self.height = 0
+
+    def reserve(self, count: int) -> int:
+        """Add `count` empty rows, and return the number of the first."""
+        self.height += count
+        return self.height - count
+
+    def add(self, rows: Ints, columns: Ints, values: Floats | float) -> None:
+        """Add values at these places."""
+        self.parts.append((rows, columns, np.broadcast_to(np.asarray(values, np.float64), rows.shape)))
+
+    def matrix(self, width: int) -> csr_matrix:
+        """Return the rows as a sparse matrix; values at the same place are added."""
+        rows, columns, values = (np.concatenate(part) for part in zip(*self.parts, strict=True))
+        return csr_matrix((values, (rows, columns)), shape=(self.height, width))
+
+
+class _Programme:
+    """The linear programme for given spans. A cut is a number from 1 to P - 1: the cut before part `cut`.
+
+    Its columns, in order: y (group, part); k (group, cut); m (sender, receiver, cut), both groups; o and i
+    (group, cut, pool), the tokens/s that groups send to a pool and receive from it; leave and enter (site, cut, pool),
+    the tokens/s that a site's peers together send to other peers, or receive. Rates are sums over a group's peers.
     """
-    computed = flow.computed_NL.copy()
-    transfers = {(i, x, j): rate for i, j, x, rate in flow.transfers}
-    found: list[tuple[float, list[tuple[int, int, int]]]] = []
-    left = flow.tokens_per_s
-    while left > 1e-3 * flow.tokens_per_s and len(found) < most:
-        path, width = _widest(computed, transfers)
-        if width <= 1e-9 * flow.tokens_per_s:
-            break
-        for layer, peer in enumerate(path):
-            computed[peer, layer] -= width
-            if layer and path[layer - 1] != peer:
-                transfers[path[layer - 1], layer, peer] -= width
-        cuts = [0, *(x for x in range(1, len(path)) if path[x] != path[x - 1]), len(path)]
-        hops = [(path[first], first, last) for first, last in itertools.pairwise(cuts)]
-        found.append((width / flow.tokens_per_s, hops))
-        left -= width
-    return sorted(found, key=lambda route: -route[0])
+
+    def __init__(self, costs: LayerCosts, spans_N2: Ints, holds_NL: Flags, scale: float) -> None:
+        self.costs, self.scale, self.groups = costs, scale, _grouped(costs, spans_N2)
+        groups = self.groups
+        holds = groups.holds_CP
+        self.site_C = costs.site_N[groups.first_C]
+        self.pooled_C = access_limited(costs)[groups.first_C]
+        self.peer_left_C = link_limits.peer_left(costs, holds_NL)[groups.first_C]
+        self.pair_left_CC = link_limits.pair_left(costs, groups.first_C)
+        self.site_left_Z = link_limits.site_left(costs)
+        self.group_Y, self.part_Y = np.nonzero(holds)
+        self.group_K, cut_K = np.nonzero(holds[:, 1:] & holds[:, :-1])
+        self.cut_K = cut_K + 1
+        self.sender_M, self.receiver_M, self.cut_M = self._pairs()
+        able_C = self._carries(self.peer_left_C) & self.pooled_C.any()
+        from_pool_C2 = np.column_stack((able_C, able_C & self.pooled_C & ~self.pooled_C.all()))
+        self.group_O, self.cut_O = np.nonzero(holds[:, :-1] & able_C[:, None])
+        self.pool_O = 1 - self.pooled_C[self.group_O].astype(np.int64)
+        self.group_I, self.cut_I, self.pool_I = np.nonzero(holds[:, 1:, None] & from_pool_C2[:, None, :])
+        self.cut_O, self.cut_I = self.cut_O + 1, self.cut_I + 1
+        self.sites, self.cuts = len(costs.site_rate_Z), holds.shape[1] - 1
+        crossing = np.indices((self.sites, self.cuts, 2)).reshape(3, -1)
+        self.site_S, self.cut_S, self.pool_S = crossing[0], crossing[1] + 1, crossing[2]
+        sizes = [len(part) for part in (self.group_Y, self.group_K, self.cut_M, self.group_O, self.group_I)]
+        sizes += [len(self.site_S), len(self.site_S)]
+        self.width = sum(sizes)
+        self.y, self.k, self.m, self.o, self.i, self.leave, self.enter = np.split(
+            np.arange(self.width), np.cumsum(sizes)[:-1]
+        )
+        self.cost = np.zeros(self.width)
+        self.cost[self.y[self.part_Y == 0]] = -1.0
+        self.cost[self.m] = MOVE_COST
+        self.cost[self.o] = MOVE_COST
+        self.use, self.limits = self._capacities()
+        self.balance = self._balance()
+        self.zeros = np.zeros(self.balance.shape[0])
+
+    def _carries(self, left: Floats) -> Flags:
+        """Return whether this many bytes/s are enough for a transfer that matters."""
+        return np.asarray(left > LEAST_LINK * self.scale * self.costs.hidden_bytes)
+
+    def _pairs(self) -> tuple[Ints, Ints, Ints]:
+        """Return the possible m as three arrays; if many enter a part, only each group's NEAREST fastest links."""
+        holds, left_CC, parts = self.groups.holds_CP, self.pair_left_CC, []
+        apart = ~(self.pooled_C[:, None] | self.pooled_C[None, :])
+        np.fill_diagonal(apart, False)
+        able = self._carries(self.peer_left_C)
+        usable = apart & self._carries(left_CC) & able[:, None] & able[None, :]
+        for cut in range(1, holds.shape[1]):
+            senders, receivers = np.flatnonzero(holds[:, cut - 1]), np.flatnonzero(holds[:, cut])
+            grid = np.ix_(senders, receivers)
+            keep = usable[grid]
+            if min(keep.shape) > NEAREST:
+                links = np.where(keep, left_CC[grid], 0.0)
+                keep &= _largest(links) | _largest(links.T).T
+            i, j = np.nonzero(keep)
+            parts.append(np.vstack((senders[i], receivers[j], np.full(len(i), cut))))
+        together = np.hstack(parts) if parts else np.zeros((3, 0), np.int64)
+        return together[0], together[1], together[2]
+
+    def _capacities(self) -> tuple[csr_matrix, Floats]:
+        """Return rows and upper bounds, each divided by its limit: groups' time, peers' links, sites' links, pairs."""
+        costs, groups, rows = self.costs, self.groups, _Rows()
+        size_C, load = groups.size_C.astype(np.float64), costs.hidden_bytes * self.scale
+        before = np.concatenate((np.zeros((costs.peers, 1)), np.cumsum(costs.seconds_NL, axis=1)), axis=1)
+        seconds_CP = np.diff(before[groups.first_C][:, groups.cuts], axis=1)
+        time = rows.reserve(groups.count)
+        rows.add(time + self.group_Y, self.y, seconds_CP[self.group_Y, self.part_Y] * self.scale)
+        link = rows.reserve(groups.count)
+        weight_C = load / np.maximum(self.peer_left_C, LEAST_LINK * load)
+        for group, columns in (
+            (self.sender_M, self.m),
+            (self.receiver_M, self.m),
+            (self.group_O, self.o),
+            (self.group_I, self.i),
+        ):
+            rows.add(link + group, columns, weight_C[group])
+        site = rows.reserve(len(self.site_left_Z))
+        weight_Z = load / np.maximum(self.site_left_Z, LEAST_LINK * load)
+        for own, other in ((self.sender_M, self.receiver_M), (self.receiver_M, self.sender_M)):
+            crosses = (self.site_C[own] >= 0) & (self.site_C[own] != self.site_C[other])
+            site_of = self.site_C[own][crosses]
+            rows.add(site + site_of, self.m[crosses], weight_Z[site_of])
+        for columns in (self.leave, self.enter):
+            rows.add(site + self.site_S, columns, weight_Z[self.site_S])
+        low, high = np.minimum(self.sender_M, self.receiver_M), np.maximum(self.sender_M, self.receiver_M)
+        pairs, row_of = np.unique(low * groups.count + high, return_inverse=True)
+        pair = rows.reserve(len(pairs))
+        rows.add(pair + row_of.ravel(), self.m, load / self.pair_left_CC[low, high])
+        a, b = pairs // groups.count, pairs % groups.count
+        limits = (size_C, size_C, np.ones(len(self.site_left_Z)), size_C[a] * size_C[b])
+        return rows.matrix(self.width), np.concatenate(limits)
+
+    def _balance(self) -> csr_matrix:
+        """Return rows that are 0: tokens enter = are computed = leave; and what the pools receive, they send."""
+        groups, rows = self.groups, _Rows()
+        parts = groups.holds_CP.shape[1]
+        row_in, row_out = np.full(groups.holds_CP.shape, -1), np.full(groups.holds_CP.shape, -1)
+        enters, leaves = self.part_Y > 0, self.part_Y < parts - 1
+        row_in[self.group_Y[enters], self.part_Y[enters]] = np.arange(enters.sum())
+        row_out[self.group_Y[leaves], self.part_Y[leaves]] = enters.sum() + np.arange(leaves.sum())
+        rows.reserve(int(enters.sum() + leaves.sum()))
+        rows.add(row_in[self.group_Y[enters], self.part_Y[enters]], self.y[enters], 1.0)
+        rows.add(row_in[self.group_K, self.cut_K], self.k, -1.0)
+        rows.add(row_in[self.receiver_M, self.cut_M], self.m, -1.0)
+        rows.add(row_in[self.group_I, self.cut_I], self.i, -1.0)
+        rows.add(row_out[self.group_Y[leaves], self.part_Y[leaves]], self.y[leaves], 1.0)
+        rows.add(row_out[self.group_K, self.cut_K - 1], self.k, -1.0)
+        rows.add(row_out[self.sender_M, self.cut_M - 1], self.m, -1.0)
+        rows.add(row_out[self.group_O, self.cut_O - 1], self.o, -1.0)
+        first = rows.reserve((self.sites + 1) * self.cuts * 2)  # a row for each site, cut and pool
+        rows.add(first + self._pool_row(self.site_C[self.group_O], self.cut_O, self.pool_O), self.o, 1.0)
+        rows.add(first + self._pool_row(self.site_C[self.group_I], self.cut_I, self.pool_I), self.i, -1.0)
+        for columns, sign in ((self.leave, 1.0), (self.enter, -1.0)):
+            rows.add(first + self._pool_row(self.site_S, self.cut_S, self.pool_S), columns, -sign)
+            rows.add(first + self._pool_row(-1, self.cut_S, self.pool_S), columns, sign)
+        return rows.matrix(self.width)
+
+    def _pool_row(self, site: Ints | int, cut: Ints, pool: Ints) -> Ints:
+        """Return the number of the row of a site (-1: peers without a site), a cut and a pool."""
+        return np.asarray(((site % (self.sites + 1)) * self.cuts + cut - 1) * 2 + pool)
+
+    def computed(self, rates: Floats) -> Floats:
+        """Return the tokens/s that each peer computes in each layer, (N, L); the peers of a group compute equally."""
+        groups = self.groups
+        own_CP = np.zeros(groups.holds_CP.shape)
+        own_CP[self.group_Y, self.part_Y] = rates[self.y] / groups.size_C[self.group_Y]
+        part_L = np.searchsorted(groups.cuts, np.arange(self.costs.layers), side="right") - 1
+        with_idle = np.vstack((own_CP, np.zeros((1, own_CP.shape[1]))))
+        return np.asarray(with_idle[groups.number_N][:, part_L])
+
+    def transfers(self, rates: Floats) -> Iterator[Transfer]:
+        """Yield the transfers between single peers."""
+        least = 1e-9 * self.scale
+        members = [self.groups.members(group).tolist() for group in range(self.groups.count)]
+        yield from self._between_groups(rates, members, least)
+        for cut, pool in itertools.product(range(1, self.cuts + 1), range(2)):
+            gives = self._by_peer(rates[self.o], self.group_O, (self.cut_O == cut) & (self.pool_O == pool), members)
+            takes = self._by_peer(rates[self.i], self.group_I, (self.cut_I == cut) & (self.pool_I == pool), members)
+            layer = int(self.groups.cuts[cut])
+            yield from ((i, j, layer, rate) for i, j, rate in self._from_pool(gives, takes, least))
+
+    def _by_peer(self, rates: Floats, group: Ints, chosen: Flags, members: Sequence[list[int]]) -> dict[int, float]:
+        """Return the tokens/s of each peer, of the columns `chosen`; peers without any are left out."""
+        found = zip(group[chosen].tolist(), rates[chosen].tolist(), strict=True)
+        return {peer: rate / len(members[one]) for one, rate in found if rate > 0 for peer in members[one]}
+
+    def _between_groups(self, rates: Floats, members: Sequence[list[int]], least: float) -> Iterator[Transfer]:
+        """Yield the transfers between groups: with as few receivers a sender as the links between two peers allow."""
+        found: dict[tuple[int, int], list[tuple[int, int, int, float]]] = {}
+        for column in np.flatnonzero(rates[self.m] > least):
+            i, j = int(self.sender_M[column]), int(self.receiver_M[column])
+            layer, rate = int(self.groups.cuts[self.cut_M[column]]), float(rates[self.m][column])
+            found.setdefault((min(i, j), max(i, j)), []).append((i, j, layer, rate))
+        for (low, high), moves in found.items():
+            few: list[Transfer] = []
+            used: dict[tuple[int, int], float] = {}
+            for i, j, layer, rate in moves:
+                gives = [(peer, rate / len(members[i])) for peer in members[i]]
+                takes = [(peer, rate / len(members[j])) for peer in members[j]]
+                for sender, receiver, part in _matched(gives, takes, least):
+                    few.append((sender, receiver, layer, part))
+                    pair = min(sender, receiver), max(sender, receiver)
+                    used[pair] = used.get(pair, 0.0) + part
+            if max(used.values(), default=0.0) * self.costs.hidden_bytes <= self.pair_left_CC[low, high] * (1 + 1e-9):
+                yield from few
+                continue
+            for i, j, layer, rate in moves:
+                part = rate / len(members[i]) / len(members[j])
+                yield from ((sender, receiver, layer, part) for sender in members[i] for receiver in members[j])
+
+    def _from_pool(
+        self, gives: dict[int, float], takes: dict[int, float], least: float
+    ) -> Iterator[tuple[int, int, float]]:
+        """Yield (sender, receiver, tokens/s) of one cut's pool; within each site first."""
+        for peer in gives.keys() & takes.keys():  # what a peer would send to itself, it keeps
+            own = min(gives[peer], takes[peer])
+            gives[peer] -= own
+            takes[peer] -= own
+        for site in [*range(len(self.site_left_Z)), None]:
+            inside = [
+                [(peer, rate) for peer, rate in side.items() if site is None or self.costs.site_N[peer] == site]
+                for side in (gives, takes)
+            ]
+            for i, j, rate in _matched(inside[0], inside[1], least):
+                gives[i] -= rate
+                takes[j] -= rate
+                yield i, j, rate
 
 
-def _widest(computed: Floats, transfers: dict[tuple[int, int, int], float]) -> tuple[list[int], float]:
-    """Return the route with the most tokens/s, as the peer of each layer, and its rate, by dynamic programming."""
-    peers, layers = computed.shape
-    stay = np.zeros((layers, peers))  # tokens/s that a peer passes to its own next layer
-    stay[1:] = computed[:, :-1].T
-    width = computed[:, 0].copy()
-    before = np.full((layers, peers), -1)
-    by_layer: dict[int, list[tuple[int, int, float]]] = {}
-    for (i, x, j), rate in transfers.items():
-        by_layer.setdefault(x, []).append((i, j, rate))
-        stay[x, i] -= rate
-    for x in range(1, layers):
-        after = np.minimum(width, np.maximum(0.0, stay[x]))
-        before[x] = np.arange(peers)
-        for i, j, rate in by_layer.get(x, []):
-            if min(width[i], rate) > after[j]:
-                after[j], before[x, j] = min(width[i], rate), i
-        width = np.minimum(after, computed[:, x])
-    peer = int(np.argmax(width))
-    path = [peer]
-    for x in range(layers - 1, 0, -1):
-        path.append(int(before[x, path[-1]]))
-    return path[::-1], float(width[peer])
-
-
-def _transfers(costs: LayerCosts, holds_NL: Flags) -> tuple[Ints, Ints, Ints]:
-    """Return all transfers that spans and links allow, as three arrays: sender, receiver, layer that tokens enter.
-
-    If many transfers enter a layer, only the NEAREST fastest links of each sender and receiver are returned. The flow
-    found may then be lower than the greatest flow, but the swarm can always carry it.
-    """
-    parts = []
-    for layer in range(1, costs.layers):
-        senders, receivers = np.flatnonzero(holds_NL[:, layer - 1]), np.flatnonzero(holds_NL[:, layer])
-        links = costs.link_NN[np.ix_(senders, receivers)]
-        keep = links > 0
-        if min(keep.shape) > NEAREST:
-            keep &= _largest(links) | _largest(links.T).T
-        i, j = np.nonzero(keep)
-        parts.append(np.vstack((senders[i], receivers[j], np.full(len(i), layer))))
-    together = np.hstack(parts) if parts else np.zeros((3, 0), np.int64)
-    return together[0], together[1], together[2]
+def _matched(
+    gives: Sequence[tuple[int, float]], takes: Sequence[tuple[int, float]], least: float
+) -> Iterator[tuple[int, int, float]]:
+    """Yield (giver, taker, amount) until one side has nothing left: fewer pairs than givers and takers together."""
+    taking = iter(takes)
+    taker, free = next(taking, (-1, 0.0))
+    for giver, amount in gives:
+        left = amount
+        while taker >= 0 and left > least:
+            part = min(left, free)
+            if part > least:
+                yield giver, taker, part
+            left, free = left - part, free - part
+            if free <= least:
+                taker, free = next(taking, (-1, 0.0))
 
 
 def _largest(links: Floats) -> Flags:
@@ -250,12 +389,7 @@ def _largest(links: Floats) -> Flags:
     return keep
 
 
-def _matrix(values: list[Floats], rows: list[Ints], columns: list[Ints], height: int, width: int) -> coo_matrix:
-    place = (np.concatenate(rows), np.concatenate(columns))
-    return coo_matrix((np.concatenate(values), place), shape=(height, width)).tocsr()
-
-
 def _prices(marginal_N: Floats, holds_NL: Flags, seconds_NL: Floats) -> Floats:
-    """Return MaxFlow.price_L; minus `marginal_N` is the flow gained per second of time that is added to each peer."""
-    worth = np.maximum(0.0, -marginal_N)[:, None] / (1 / seconds_NL.sum(axis=1))[:, None]
+    """Return MaxFlow.price_L; `marginal_N` is the flow gained per second of time that is added to each peer."""
+    worth = np.maximum(0.0, marginal_N)[:, None] / (1 / seconds_NL.sum(axis=1))[:, None]
     return np.asarray((worth * holds_NL).sum(axis=0) / np.maximum(1, holds_NL.sum(axis=0)))

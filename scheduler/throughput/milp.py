@@ -1,17 +1,18 @@
 """Find the optimal spans of a small swarm by one mixed-integer programme (HiGHS). Start reading at `best_spans`.
 
 The programme is the linear programme of max_flow.py plus binary variables, which choose at most one span for each peer;
-a peer computes only the layers of its span. Gossip uses a part of a link for each layer that both ends hold. A link
-that gossip overloads carries no tokens, as in max_flow.py.
+a peer computes only the layers of its span, and gossip about its span takes a part of its uplink.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_matrix
 
+from decentral.scheduler.throughput import link_limits
 from decentral.scheduler.throughput.layer_costs import LayerCosts
+from decentral.scheduler.throughput.max_flow import MOVE_COST
 from decentral.scheduler.topology.arrays import Floats, Ints
 
 
@@ -45,9 +46,8 @@ def _choices(costs: LayerCosts) -> Iterator[tuple[int, int, int]]:
 class _Model:
     """The programme's columns and rows.
 
-    Columns, in order: z (a possible span of a peer: 1 if chosen), y and k (peer, layer), m (sender, receiver, layer), b
-    (pair, layer: 1 if both peers hold the layer), and v (pair: 1 if gossip uses up the link). max_flow.py defines y, k
-    and m.
+    Columns, in order: z (a possible span of a peer: 1 if chosen), y and k (peer, layer), m (sender, receiver, layer).
+    max_flow.py defines y, k and m.
     """
 
     def __init__(self, costs: LayerCosts) -> None:
@@ -55,16 +55,16 @@ class _Model:
         peers, layers = costs.peers, costs.layers
         self.choices = list(_choices(costs))
         self.pairs = [(i, j) for i in range(peers) for j in range(i + 1, peers) if costs.link_NN[i, j] > 0]
-        own, pairs = peers * layers, len(self.pairs)
-        sizes = [len(self.choices), own, own, peers * own, pairs * layers, pairs]
+        own = peers * layers
+        sizes = [len(self.choices), own, own, peers * own]
         self.at = np.concatenate(([0], np.cumsum(sizes)))
         self.count = int(self.at[-1])
         self.scale = costs.compute_bound()
         self.value = np.zeros(self.count)
         self.value[[self.y(peer, 0) for peer in range(peers)]] = -1.0
+        self.value[self.at[3] :] = MOVE_COST
         self.integer = np.zeros(self.count)
         self.integer[: sizes[0]] = 1
-        self.integer[self.at[5] :] = 1
         self.bounds = Bounds(0.0, self._upper())
         self._rows: list[tuple[dict[int, float], float, float]] = []
 
@@ -129,22 +129,28 @@ class _Model:
                     self._rows.append(({self.y(j, x - 1): 1.0, self.k(j, x): -1.0, **leaves}, 0, 0))
 
     def _links(self) -> None:
-        """Add a row for each link: hidden values and gossip must fit its rate.
+        """Add a row for each uplink, shared link of a site, and pair of peers: hidden values must fit beside gossip.
 
-        If gossip alone uses up the link (v = 1), no micro-batch may travel over it.
+        Each row is divided by the link's rate.
         """
-        costs = self.costs
-        for number, (i, j) in enumerate(self.pairs):
-            full = int(self.at[5]) + number
-            link = float(costs.link_NN[i, j])
-            moved = {self.m(a, b, x): costs.hidden_bytes * self.scale / link
-                     for a, b in ((i, j), (j, i)) for x in range(1, costs.layers)}  # fmt: skip
-            gossip = {}
-            for x in range(costs.layers):
-                both = int(self.at[4]) + number * costs.layers + x
-                gossip[both] = float(costs.snapshot_L[x]) / link
-                held = {both: -1.0, **self._holding(i, x, 1.0), **self._holding(j, x, 1.0)}
-                self._rows.append((held, -np.inf, 1))
-            excess = float(costs.snapshot_L.sum()) / link
-            self._rows.append(({**moved, **gossip, full: -excess}, -np.inf, 1))
-            self._rows.append(({**moved, full: 1.0}, -np.inf, 1))
+        costs, everyone = self.costs, np.arange(self.costs.peers)
+        load = costs.hidden_bytes * self.scale
+        for i in np.flatnonzero(np.isfinite(costs.rate_N)).tolist():
+            rate = float(costs.rate_N[i])
+            moved = self._moves([(i, j) for j in everyone], load / rate)
+            for number, (peer, first, last) in enumerate(self.choices):
+                if peer == i:
+                    held = ((first <= np.arange(costs.layers)) & (np.arange(costs.layers) < last))[None, :]
+                    moved[number] = 1 - float(link_limits.peer_left(costs, np.repeat(held, costs.peers, 0))[i]) / rate
+            self._rows.append((moved, -np.inf, 1))
+        for site, left in enumerate(link_limits.site_left(costs).tolist()):
+            crossing = [(i, j) for i in everyone for j in everyone if costs.site_N[i] == site != costs.site_N[j]]
+            self._rows.append((self._moves(crossing, load / left), -np.inf, 1))
+        left_NN = link_limits.pair_left(costs, everyone)
+        for i, j in self.pairs:
+            self._rows.append((self._moves([(i, j)], load / float(left_NN[i, j])), -np.inf, 1))
+
+    def _moves(self, pairs: Sequence[tuple[int, int]], weight: float) -> dict[int, float]:
+        """Return {column: weight} for all transfers between these pairs of peers, in both directions."""
+        both = [*pairs, *((j, i) for i, j in pairs)]
+        return {self.m(i, j, x): weight for i, j in both if i != j for x in range(1, self.costs.layers)}

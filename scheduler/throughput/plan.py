@@ -4,7 +4,8 @@ Start reading at `throughput_plan`. A plan's throughput can be compared with two
 always compute, and links cost nothing), and the throughput of equal spans that are placed at random.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,20 +13,31 @@ from decentral.core import rng as chance
 from decentral.core.config import Config
 from decentral.core.errors import UserError
 from decentral.core.strict_json import JsonObject
+from decentral.core.units import readable_number
 from decentral.scheduler.partners import mixing
-from decentral.scheduler.throughput import layer_costs, max_flow, milp, span_search
+from decentral.scheduler.throughput import feasibility, layer_costs, max_flow, milp, routes, span_search
 from decentral.scheduler.throughput.layer_costs import LayerCosts
-from decentral.scheduler.topology.arrays import Ints
+from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.plan import ThroughputPlan
-from decentral.scheduler.topology.search_budget import SearchBudget
+from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 from decentral.scheduler.topology.topology import Topology, regions_of
 
 RANDOM_DRAWS = 5  # the baseline is the best of this many random placements
-GOSSIP_SHARE = 0.2  # share of the planning time for the choice of gossip partners
+SEARCH_SHARE = 0.7  # share of the planning time for the search for spans
+GOSSIP_SHARE = 0.2  # share of the planning time for the choice of gossip partners; the baseline gets the rest
+STAY_MARGIN = 0.02  # peers keep their layers unless a plan promises more tokens/s by this share
+HEADROOM = 1e-6  # a plan promises this share less than the solver's flow, as the solver's numbers are rounded
 
 
 def throughput_plan(
-    topology: Topology, config: Config, solver: str, seed: int, budget: SearchBudget, holders: int = 1
+    topology: Topology,
+    config: Config,
+    solver: str,
+    seed: int,
+    budget: SearchBudget,
+    holders: int = 1,
+    utilisation: float = layer_costs.UTILISATION,
+    now: Mapping[str, Sequence[int]] | None = None,
 ) -> ThroughputPlan:
     """Return the plan with the greatest throughput that a solver finds within the budget.
 
@@ -34,37 +46,60 @@ def throughput_plan(
         config: The run's config, which describes the model.
         solver: A name in THROUGHPUT_SOLVERS.
         seed: Seed of all random choices.
-        budget: Limit of the whole search, first for spans, then for gossip partners.
+        budget: Limit of everything: the search for spans, that for gossip partners, and the baseline.
         holders: Smallest number of peers that must hold each layer.
+        utilisation: Share of the topology's FLOP/s that training reaches; 1 if the FLOP/s were measured in training.
+        now: In a running swarm, the layers [first, last) that each peer holds. The peers keep these layers unless the
+            plan found promises STAY_MARGIN more.
 
     Raises:
         UserError: If the swarm cannot hold the model, no such solver exists, or the swarm is too large for the solver.
     """
     start = budget.clock()
-    costs = layer_costs.of_model(topology, config, holders)
-    baseline = random_throughput(costs, seed)
-    rest = budget.less(budget.clock() - start)
-    chosen = _solve(costs, regions_of(topology), solver, seed, rest.part(1 - GOSSIP_SHARE))
+    costs = layer_costs.of_model(topology, config, holders, utilisation)
+    chosen = _solve(costs, regions_of(topology), solver, seed, budget.part(SEARCH_SHARE).less(budget.clock() - start))
     if not costs.valid(chosen):
         raise UserError(f"--holders {holders}: found no plan where so many peers hold each layer; add memory or peers")
-    found = max_flow.maximum(costs, chosen)
-    bound = costs.compute_bound()
-    share = rest.part(GOSSIP_SHARE).silent()
-    share = share.less(max(0.0, budget.clock() - start + share.seconds - budget.seconds))
+    solving = budget.clock()
+    chosen, found = _with_whole_models(costs, chosen)
+    longest_s = budget.clock() - solving
+    held = np.array([(now or {}).get(name, (0, 0)) for name in topology.ids])
+    staying = max_flow.maximum(costs, held)
+    if (max_flow.held(costs, held).sum(axis=0) >= holders).all() and _no_gain(found, staying):
+        chosen, found = held, staying
+    paths = routes.routes(found)
+    tokens_per_s = found.tokens_per_s * sum(share for share, _ in paths) * (1 - HEADROOM)
+    gossip_s = budget.seconds * (1 - GOSSIP_SHARE)
+    share = budget.part(GOSSIP_SHARE).silent().less(max(0.0, budget.clock() - start - gossip_s))
     moved_L, held_NL = costs.snapshot_L * layer_costs.ROUND_S, max_flow.held(costs, chosen)
-    partners = mixing.partners(topology, held_NL, moved_L, share)
-    return ThroughputPlan(
+    partners = mixing.partners(topology, held_NL, moved_L, _tokens_sent(costs, found), share)
+    baseline = random_throughput(costs, seed, budget.less(budget.clock() - start), longest_s)
+    plan = ThroughputPlan(
         solver=solver,
         seed=seed,
         seconds=round(budget.clock() - start, 3),
-        throughput={"tokens_per_s": found.tokens_per_s, "bound": bound},
+        throughput={"tokens_per_s": tokens_per_s, "bound": costs.compute_bound()},
+        planned_for={
+            "model": config.name,
+            "parameters": int(sum(config.model.layer_parameters)),
+            "layers": costs.layers,
+            "utilisation": utilisation,
+        },
         spans={name: [int(a), int(b)] for name, (a, b) in zip(topology.ids, chosen, strict=True) if a < b},
         micro_batches=_micro_batches(topology, costs, chosen),
-        routes=_routes(topology, found),
+        routes=_routes(topology, paths),
         gossip=partners.to_json(topology.ids),
-        baselines={"equal spans, random placement": baseline},
-        reason=_reason(costs, chosen, found, baseline),
+        use={},
+        baselines={} if baseline is None else {"equal spans, random placement": baseline},
+        reason="",
         digest=topology.digest(),
+    )
+    used = feasibility.uses(plan, topology, costs)
+    stays = "Stay as you are: each peer keeps its layers. " if now is not None and chosen is held else ""
+    return replace(
+        plan,
+        use={kind: use.share for kind, use in used.items()},
+        reason=stays + _reason(plan, costs, chosen, found) + _most_used(used),
     )
 
 
@@ -103,13 +138,48 @@ THROUGHPUT_SOLVERS: dict[str, Callable[[LayerCosts, Ints, SearchBudget, np.rando
 }
 
 
-def random_throughput(costs: LayerCosts, seed: int) -> float:
-    """Return the throughput, in tokens/s, of the best of RANDOM_DRAWS random plans.
+def random_throughput(costs: LayerCosts, seed: int, budget: SearchBudget, longest_s: float = 0.0) -> float | None:
+    """Return the throughput, in tokens/s, of the best of RANDOM_DRAWS random plans; None if the budget allows none.
 
-    In each, the model is cut into stages of equally many layers, and each peer gets a random stage.
+    In each plan, the model is cut into stages of equally many layers, and each peer gets a random stage. A plan is
+    evaluated only if the budget has time for one that takes as long as the slowest so far, or `longest_s`.
     """
-    rng = chance.arrays(seed, "equal spans")
-    return max(max_flow.maximum(costs, span_search.equal_random(costs, rng)).tokens_per_s for _ in range(RANDOM_DRAWS))
+    rng, progress, best = chance.arrays(seed, "equal spans"), SearchProgress(budget, 0.0), None
+    for _ in range(RANDOM_DRAWS):
+        begin = progress.seconds()
+        if progress.late(longest_s):
+            break
+        rate = max_flow.maximum(costs, span_search.equal_random(costs, rng)).tokens_per_s
+        best, longest_s = max(best or 0.0, rate), max(longest_s, progress.seconds() - begin)
+    return best
+
+
+def _with_whole_models(costs: LayerCosts, spans: Ints) -> tuple[Ints, max_flow.MaxFlow]:
+    """Return spans and their flow: with the whole model on each peer that can hold it, unless that lowers the flow.
+
+    A peer with the whole model depends on no other peer, and sends no activations unless others gain by it.
+    """
+    found = max_flow.maximum(costs, spans)
+    whole_N = np.array([costs.fits(peer, 0, costs.layers) for peer in range(costs.peers)])
+    simpler = np.where(whole_N[:, None], (0, costs.layers), spans)
+    if (simpler != spans).any():
+        flow = max_flow.maximum(costs, simpler)
+        if flow.tokens_per_s >= found.tokens_per_s * (1 - HEADROOM):
+            return simpler, flow
+    return spans, found
+
+
+def _no_gain(found: max_flow.MaxFlow, staying: max_flow.MaxFlow) -> bool:
+    return found.tokens_per_s <= staying.tokens_per_s * (1 + STAY_MARGIN)
+
+
+def _tokens_sent(costs: LayerCosts, found: max_flow.MaxFlow) -> Floats:
+    """Return the bytes/s between each two peers, [N, N], in each direction: activations and gradients of the flow."""
+    sent_NN = np.zeros((costs.peers, costs.peers))
+    for sender, receiver, _, rate in found.transfers:
+        sent_NN[sender, receiver] += costs.hidden_bytes * rate
+        sent_NN[receiver, sender] += costs.hidden_bytes * rate
+    return sent_NN
 
 
 def _micro_batches(topology: Topology, costs: LayerCosts, chosen: Ints) -> dict[str, int]:
@@ -118,26 +188,38 @@ def _micro_batches(topology: Topology, costs: LayerCosts, chosen: Ints) -> dict[
     return {name: costs.sequences(i, int(a), int(b)) for i, (name, (a, b)) in enumerate(named) if a < b}
 
 
-def _routes(topology: Topology, found: max_flow.MaxFlow) -> list[JsonObject]:
+def _routes(topology: Topology, paths: Sequence[tuple[float, list[routes.Hop]]]) -> list[JsonObject]:
+    """Return the routes of a plan; their shares sum to 1."""
+    total = sum(share for share, _ in paths)
     return [
-        {"share": round(share, 6), "hops": [[topology.ids[peer], first, last] for peer, first, last in hops]}
-        for share, hops in max_flow.routes(found)
+        {"share": round(share / total, 9), "hops": [[topology.ids[peer], first, last] for peer, first, last in hops]}
+        for share, hops in paths
     ]
 
 
-def _reason(costs: LayerCosts, chosen: Ints, found: max_flow.MaxFlow, baseline: float) -> str:
-    """Return a paragraph for the user: the plan's throughput, and the share of computing power that stays idle."""
-    bound = costs.compute_bound()
+def _reason(plan: ThroughputPlan, costs: LayerCosts, chosen: Ints, found: max_flow.MaxFlow) -> str:
+    """Return a paragraph for the user: the plan's throughput, for which model, and what power stays idle."""
+    rate, bound = plan.throughput["tokens_per_s"], plan.throughput["bound"]
     whole = int(((chosen[:, 1] - chosen[:, 0]) == costs.layers).sum())
     speed = 1 / costs.seconds_NL.sum(axis=1)
     idle = max(0.0, float((found.idle_N * speed).sum() / speed.sum()))
     shape = "every peer holds the whole model, so the swarm is purely data-parallel" if whole == costs.peers else (
         f"{whole} of {costs.peers} peers hold the whole model" if whole else "no peer holds the whole model"
     )  # fmt: skip
-    times = f", {found.tokens_per_s / baseline:.2f} times what equal spans placed at random reach" if baseline else ""
+    baseline = max(plan.baselines.values(), default=0.0)
+    times = f", {rate / baseline:.2f} times what equal spans placed at random reach" if baseline else ""
+    utilisation = plan.planned_for["utilisation"]
+    speeds = f"{utilisation:.0%} of the devices' peak FLOP/s" if utilisation < 1 else "the speeds that peers measured"
     return (
-        f"{found.tokens_per_s:.4g} tokens/s, {found.tokens_per_s / bound:.1%} of what all devices could compute with "
-        f"free links{times}. {shape[0].upper()}{shape[1:]}. {idle:.1%} of the swarm's computing power waits for "
+        f"{rate:.4g} tokens/s, {rate / bound:.1%} of what all devices could compute with free links{times}; for "
+        f"{plan.planned_for['model']} ({readable_number(plan.planned_for['parameters'])} parameters, {costs.layers} "
+        f"layers) at {speeds}. {shape[0].upper()}{shape[1:]}. {idle:.1%} of the swarm's computing power waits for "
         f"links, or for layers that the waiting peers do not hold. Each layer has at least "
         f"{int(np.min(max_flow.held(costs, chosen).sum(axis=0)))} holder(s)."
     )
+
+
+def _most_used(used: Mapping[str, feasibility.Use]) -> str:
+    """Return a sentence with the greatest use of each kind of resource."""
+    shown = [f"{kind} {use.share:.1%} ({use.whose})" for kind, use in used.items() if use.share > 0]
+    return f" Greatest use: {', '.join(shown)}."

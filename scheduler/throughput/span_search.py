@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from decentral.core import rng as chance
-from decentral.scheduler.throughput import max_flow, milp
+from decentral.scheduler.throughput import link_limits, max_flow, milp
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.throughput.max_flow import FlowSolver, MaxFlow
 from decentral.scheduler.topology.arrays import Ints
@@ -314,10 +314,7 @@ def spans_replan(
 
 def tokens_ahead(costs: LayerCosts, old_N2: Ints, new_N2: Ints, seconds_ahead: float) -> float:
     """Return the tokens trained with new spans in `seconds_ahead` seconds; training waits for the slowest download."""
-    before_NL, after_NL = max_flow.held(costs, old_N2), max_flow.held(costs, new_N2)
-    fetched_N = ((after_NL & ~before_NL) * costs.fetched_L).sum(axis=1)
-    rate_N = np.maximum(costs.link_NN.max(axis=1), 1.0)
-    pause = float((fetched_N / rate_N).max())
+    pause = link_limits.download_s(costs, max_flow.held(costs, old_N2), max_flow.held(costs, new_N2))
     return max_flow.maximum(costs, new_N2).tokens_per_s * max(0.0, seconds_ahead - pause)
 
 

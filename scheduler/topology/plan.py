@@ -43,7 +43,9 @@ class ThroughputPlan(Plan):
 
     objective: ClassVar[str] = "throughput"
     throughput: dict[str, float]  # `tokens_per_s` of the plan, and `bound`, which no plan can exceed
+    planned_for: JsonObject  # name, parameters and layers of the model, and the utilisation of the peers' FLOP/s
     spans: dict[str, list[int]]  # peer id -> [first, last): its layers
     micro_batches: dict[str, int]  # peer id -> sequences in one micro-batch
     routes: list[JsonObject]  # each has its `share` of the tokens and its `hops`: peer id, first layer, end
     gossip: JsonObject  # result of Partners.to_json (scheduler/partners/mixing.py)
+    use: dict[str, float]  # greatest share used: of any device, memory, uplink, downlink, link, and shared link

@@ -11,12 +11,13 @@ A file lists its N peers either one by one (`peers`) or by region (`regions`), a
     across: {delay_ms, bandwidth_gbps}                           link between two regions that are not in `links`
     links: [{between: [Oregon, Ohio], delay_ms: 49, bandwidth_gbps: 1.10}, ...]
                                                                  each link may have `loss`, the share of lost packets
+    sites: {Oregon: {up_gbps: 1, down_gbps: 1}, ...}             link that all peers of a region share to other regions
     based_on: ten-cities                                         takes `inside` and `links` from this other topology
     workload: {stages, replicas, gradient_gbytes, activation_gbytes}      optional
 
 A file uses the customary units (ms, Gb/s, GB, TFLOP/s); the arrays are in seconds, bytes/s, bytes and FLOP/s. A peer's
-uplink and downlink rates limit each of its links, and all its links together; `bandwidth` is the rate of a link while
-all other links are idle.
+uplink and downlink rates limit each of its links, and all its links together, and so do a site's rates for all links
+between its peers and other regions; `bandwidth` is the rate of a link while all other links are idle.
 """
 
 import hashlib
@@ -55,6 +56,15 @@ class Workload:
     activation_gbytes: float = 0.47124928  # 62,500 tokens x 2,024 channels x 4 bytes, divided by 2**30
 
 
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A link that all peers of a region share, for traffic between them and other regions."""
+
+    region: str
+    up: float  # bytes/s that the peers together send; inf: unlimited
+    down: float  # bytes/s that the peers together receive; inf: unlimited
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Topology:
     """N peers and the links between them. A peer has zero delay and infinite bandwidth to itself."""
@@ -70,19 +80,21 @@ class Topology:
     down: Floats  # bytes/s that each peer receives from all others together; inf: unlimited
     loss: Floats  # N x N, share of packets lost
     workload: Workload | None = None
+    sites: tuple[Site, ...] = ()
 
     def __len__(self) -> int:
         """Return the number of peers."""
         return len(self.ids)
 
     def digest(self) -> str:
-        """Return a hex digest of the peers, delays and bandwidths that is the same for any order of the peers."""
+        """Return a hex digest of the peers and their links that is the same for any order of the peers and sites."""
         order = sorted(range(len(self)), key=self.ids.__getitem__)
-        text = json.dumps([[self.ids[i], self.regions[i], self.devices[i]] for i in order])
-        state = hashlib.blake2b(text.encode(), digest_size=16)
-        for vector in (self.memory_bytes, self.flops):
+        peers = [[self.ids[i], self.regions[i], self.devices[i]] for i in order]
+        sites = sorted([site.region, site.up, site.down] for site in self.sites)
+        state = hashlib.blake2b(json.dumps([peers, sites]).encode(), digest_size=16)
+        for vector in (self.memory_bytes, self.flops, self.up, self.down):
             state.update(np.ascontiguousarray(vector[order]).tobytes())
-        for matrix in (self.delay_s, self.bandwidth):
+        for matrix in (self.delay_s, self.bandwidth, self.loss):
             state.update(np.ascontiguousarray(matrix[np.ix_(order, order)]).tobytes())
         return state.hexdigest()
 
@@ -91,6 +103,12 @@ def regions_of(topology: Topology) -> Ints:
     """Return region_N: each peer's region as a number from 0, in order of first appearance."""
     number = {name: i for i, name in enumerate(dict.fromkeys(topology.regions))}
     return np.array([number[region] for region in topology.regions])
+
+
+def sites_of(topology: Topology) -> Ints:
+    """Return site_N: the index in `topology.sites` of each peer's site, or -1 if the peer's region has no site."""
+    index = {site.region: i for i, site in enumerate(topology.sites)}
+    return np.array([index.get(region, -1) for region in topology.regions])
 
 
 def load(path: str | Path) -> Topology:
@@ -124,7 +142,12 @@ def parse(tree: Any, source: Path | None = None) -> Topology:
     ids = tuple(peer.id for peer in peers)
     _require(len(set(ids)) == len(ids), "every peer id once", next((i for i in ids if ids.count(i) > 1), ""))
     matrices = _matrices(spec, [peer.region for peer in peers])
-    return _topology(peers, matrices, spec.workload.workload() if spec.workload else None)
+    known = {peer.region for peer in peers}
+    unknown = next((region for region in spec.sites if region not in known), None)
+    if unknown is not None:
+        raise UserError(f"topology: sites name an unknown region {unknown}; known: {', '.join(sorted(known))}")
+    sites = tuple(Site(region, site.up_gbps * GBIT, site.down_gbps * GBIT) for region, site in spec.sites.items())
+    return _topology(peers, matrices, spec.workload.workload() if spec.workload else None, sites)
 
 
 def topology_from_profiles(
@@ -153,6 +176,7 @@ def topology_from_profiles(
         if sender in index and receiver in index and rate > 0:
             delay[index[sender], index[receiver]] = delay_s
             bandwidth[index[sender], index[receiver]] = rate
+    up, down = np.maximum(up, bandwidth.max(axis=1)), np.maximum(down, bandwidth.max(axis=0))
     peers = [
         _Peer(
             id=name,
@@ -160,8 +184,10 @@ def topology_from_profiles(
             device=str(profiles[name].get("device") or "unknown"),
             memory_gb=float(profiles[name].get("memory_bytes") or 0) / 1e9,
             tflops=float(profiles[name].get("flops") or 0) / 1e12,
+            up_gbps=up[number] / GBIT,
+            down_gbps=down[number] / GBIT,
         )
-        for name in ids
+        for number, name in enumerate(ids)
     ]
     return _topology(peers, (delay, bandwidth, np.zeros_like(delay)), None)
 
@@ -180,12 +206,15 @@ class _RegionLink(_Link):
     between: tuple[str, str]
 
 
-class _Device(_Strict):
+class _Rates(_Strict):
+    up_gbps: Annotated[float, Field(gt=0)] = np.inf
+    down_gbps: Annotated[float, Field(gt=0)] = np.inf
+
+
+class _Device(_Rates):
     device: str = "unknown"
     memory_gb: Annotated[float, Field(ge=0)] = 0.0
     tflops: Annotated[float, Field(ge=0)] = 0.0
-    up_gbps: Annotated[float, Field(gt=0)] = np.inf
-    down_gbps: Annotated[float, Field(gt=0)] = np.inf
 
 
 class _Peer(_Device):
@@ -217,6 +246,7 @@ class _File(_Strict):
     inside: _Link | None = None
     across: _Link | None = None
     links: list[_RegionLink] = []
+    sites: dict[str, _Rates] = {}
     based_on: str | None = None
     delay_ms: list[list[float]] | None = None
     bandwidth_gbps: list[list[float]] | None = None
@@ -319,8 +349,13 @@ def _by_region(spec: _File, names: list[str], region_N: Ints) -> tuple[Floats, F
     return np.nan_to_num(delay)[grid] / 1e3, np.nan_to_num(rate, nan=1.0)[grid] * GBIT, loss[grid]
 
 
-def _topology(peers: Sequence[_Peer], matrices: tuple[Floats, Floats, Floats], workload: Workload | None) -> Topology:
-    """Return the topology of these peers; their uplinks and downlinks limit each link's bandwidth.
+def _topology(
+    peers: Sequence[_Peer],
+    matrices: tuple[Floats, Floats, Floats],
+    workload: Workload | None,
+    sites: tuple[Site, ...] = (),
+) -> Topology:
+    """Return the topology of these peers; their uplinks and downlinks, and those of sites, limit each link's bandwidth.
 
     `matrices` are delay (seconds), bandwidth (bytes/s) and loss (share of packets), each N x N.
     """
@@ -328,6 +363,10 @@ def _topology(peers: Sequence[_Peer], matrices: tuple[Floats, Floats, Floats], w
     up = np.array([peer.up_gbps * GBIT for peer in peers])
     down = np.array([peer.down_gbps * GBIT for peer in peers])
     bandwidth = np.minimum(bandwidth, np.minimum.outer(up, down))
+    for site in sites:
+        inside = np.array([peer.region == site.region for peer in peers])
+        bandwidth[np.ix_(inside, ~inside)] = np.minimum(bandwidth[np.ix_(inside, ~inside)], site.up)
+        bandwidth[np.ix_(~inside, inside)] = np.minimum(bandwidth[np.ix_(~inside, inside)], site.down)
     np.fill_diagonal(loss, 0.0)
     np.fill_diagonal(delay, 0.0)
     np.fill_diagonal(bandwidth, np.inf)
@@ -343,6 +382,7 @@ def _topology(peers: Sequence[_Peer], matrices: tuple[Floats, Floats, Floats], w
         down=down,
         loss=loss,
         workload=workload,
+        sites=sites,
     )
 
 

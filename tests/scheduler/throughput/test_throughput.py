@@ -1,5 +1,6 @@
 """The throughput objective: flows, spans, their exact optimum, gossip partners, and what is refused."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -11,13 +12,14 @@ from hypothesis import strategies as st
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.scheduler.partners import mixing
-from decentral.scheduler.throughput import max_flow, milp, span_search
+from decentral.scheduler.throughput import link_limits, max_flow, milp, routes, span_search
 from decentral.scheduler.throughput import plan as throughput_plan
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.topology import topology
 from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.search_budget import SearchBudget
 from tests.scheduler.swarms import subset
+from tests.scheduler.throughput.plain_flow import plain_flow
 
 
 def small(seed: int, peers: int = 4, layers: int = 5) -> LayerCosts:
@@ -29,7 +31,10 @@ def small(seed: int, peers: int = 4, layers: int = 5) -> LayerCosts:
     speed = rng.choice([1.0, 2.0, 4.0, 8.0], peers)
     memory = rng.choice([2.5, 4.0, 6.0], peers)
     ones = np.ones(layers)
-    return LayerCosts(np.outer(1 / speed, ones) / 200, ones, ones / 9, ones * 0.1, ones * 1e3, memory, link, 2000.0, 1)
+    seconds, nowhere = np.outer(1 / speed, ones) / 200, np.full(peers, -1)
+    rate, none = rng.lognormal(0, 1, peers) * 2e6, np.zeros(0)
+    link = np.minimum(link, np.minimum.outer(rate, rate))
+    return LayerCosts(seconds, ones, ones / 9, ones * 0.1, ones * 1e3, memory, link, 2000.0, 1, rate, nowhere, none)
 
 
 def regions(costs: LayerCosts) -> Ints:
@@ -44,6 +49,18 @@ def test_the_search_equals_the_exact_optimum(seed: int) -> None:
     found = span_search.search(costs, regions(costs), SearchBudget(rounds=40), np.random.default_rng(0))
     best = max_flow.maximum(costs, exact).tokens_per_s
     assert max_flow.maximum(costs, found).tokens_per_s == pytest.approx(best, rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_exact_optimum_is_the_best_of_all_spans(seed: int) -> None:
+    costs = small(seed, peers=3, layers=3)
+    costs = replace(costs, memory_N=np.array([2.5, 2.5, 3.5]))
+    spans = [[(0, 0)] + [(a, b) for a in range(3) for b in range(a + 1, costs.reach(p, a) + 1)] for p in range(3)]
+    every = [np.array(chosen) for chosen in itertools.product(*spans) if costs.valid(np.array(chosen))]
+    best = max(plain_flow(costs, chosen) for chosen in every)
+    exact = milp.best_spans(costs)
+    assert exact is not None
+    assert max_flow.maximum(costs, exact).tokens_per_s == pytest.approx(best, rel=5e-3)
 
 
 def test_a_flow_that_would_end_too_late_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,11 +88,12 @@ def test_a_flow_obeys_time_links_and_conservation(seed: int) -> None:
     assert (found.idle_N > -1e-6).all()
     assert (found.computed_NL[~holds] == 0).all()
     np.testing.assert_allclose(found.computed_NL.sum(axis=0), found.tokens_per_s, rtol=1e-6)
-    left = max_flow.link_left(costs, holds)
-    used = np.zeros_like(left)
+    used = np.zeros_like(costs.link_NN)
     for i, j, _, rate in found.transfers:
-        used[min(i, j), max(i, j)] += costs.hidden_bytes * rate
-    assert (used <= left * (1 + 1e-6) + 1e-3).all()
+        used[[i, j], [j, i]] += costs.hidden_bytes * rate
+    assert (used <= costs.link_NN * (1 + 1e-6)).all()
+    gossip = costs.rate_N - link_limits.peer_left(costs, holds)
+    assert (used.sum(axis=1) + gossip <= costs.rate_N * (1 + 1e-6)).all()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -83,9 +101,9 @@ def test_routes_carry_the_flow_through_every_layer_in_order(seed: int) -> None:
     costs = small(seed, peers=6)
     chosen = span_search.repaired(costs, span_search.fill(costs, np.random.default_rng(seed)))
     found = max_flow.maximum(costs, chosen)
-    routes = max_flow.routes(found)
-    assert sum(share for share, _ in routes) == pytest.approx(1.0, abs=2e-3)
-    for _, hops in routes:
+    paths = routes.routes(found)
+    assert sum(share for share, _ in paths) == pytest.approx(1.0, abs=1e-6)
+    for _, hops in paths:
         assert [hop[1] for hop in hops] == [0, *(hop[2] for hop in hops[:-1])]
         assert hops[-1][2] == costs.layers
         assert all(chosen[peer][0] <= first < last <= chosen[peer][1] for peer, first, last in hops)
@@ -106,7 +124,11 @@ def test_a_faster_device_or_link_never_makes_the_optimum_worse(seed: int) -> Non
     costs = replace(costs, memory_N=costs.memory_N + 1)
     faster = costs.seconds_NL.copy()
     faster[0] /= 2
-    variants = [costs, replace(costs, seconds_NL=faster), replace(costs, link_NN=costs.link_NN * 2)]
+    variants = [
+        costs,
+        replace(costs, seconds_NL=faster),
+        replace(costs, link_NN=costs.link_NN * 2, rate_N=costs.rate_N * 2),
+    ]
     rates = []
     for variant in variants:
         best = milp.best_spans(variant)
@@ -124,6 +146,7 @@ def test_permuting_peers_changes_nothing_but_names() -> None:
         seconds_NL=costs.seconds_NL[turn],
         memory_N=costs.memory_N[turn],
         link_NN=costs.link_NN[np.ix_(turn, turn)],
+        rate_N=costs.rate_N[turn],
     )
     rates = [
         max_flow.maximum(one, best).tokens_per_s
@@ -151,6 +174,56 @@ def test_the_plan_of_a_model_has_spans_routes_batches_and_partners() -> None:
     assert "purely data-parallel" in shown["reason"]
 
 
+def live(count: int) -> topology.Topology:
+    """Equal peers of a running swarm, with 2.5 MB/s up, as their records describe them."""
+    profile = {"device": "gpu", "memory_bytes": 8e9, "flops": 1e13, "up": 2.5e6, "down": 1e7, "latency_s": 0.02}
+    return topology.topology_from_profiles({f"peer{i}": profile for i in range(count)}, {})
+
+
+@pytest.mark.parametrize("now", [{f"peer{i}": (0, 4) for i in range(4)}, None])
+def test_equal_peers_that_can_hold_the_whole_model_keep_it_and_pass_nothing_on(
+    now: dict[str, tuple[int, int]] | None,
+) -> None:
+    model = config.load(None, ["model.depth=2"])
+    plan = throughput_plan.throughput_plan(live(4), model, "genetic", 0, SearchBudget(rounds=3), 1, 1.0, now)
+    assert plan.reason.startswith("Stay as you are") == (now is not None)
+    assert set(map(tuple, plan.spans.values())) == {(0, 4)}
+    assert sorted(route["hops"] for route in plan.routes) == [[[f"peer{i}", 0, 4]] for i in range(4)]
+
+
+def test_peers_move_where_a_plan_promises_more_than_staying() -> None:
+    model = config.load(None, ["model.depth=2"])
+    now = {"peer0": (0, 2), "peer1": (2, 4), "peer2": (2, 4), "peer3": (2, 4)}
+    plan = throughput_plan.throughput_plan(live(4), model, "genetic", 0, SearchBudget(rounds=3), 1, 1.0, now)
+    assert set(map(tuple, plan.spans.values())) == {(0, 4)}
+    assert "Stay" not in plan.reason
+
+
+def test_a_plan_says_for_which_model_and_speeds_it_is_made() -> None:
+    plan = throughput_plan.throughput_plan(live(2), config.load(None), "flow", 0, SearchBudget(rounds=1))
+    assert plan.planned_for["layers"] == 4
+    assert plan.planned_for["utilisation"] == 0.35
+    assert "stdlib-gpt" in plan.reason
+    assert "at 35% of the devices' peak FLOP/s" in plan.reason
+    assert "Greatest use: device 100.0%" in plan.reason
+
+
+def test_the_budget_covers_the_baseline_and_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, maximum = [0.0], max_flow.maximum
+
+    def slow(costs: LayerCosts, chosen: Ints) -> max_flow.MaxFlow:
+        now[0] += 3.0
+        return maximum(costs, chosen)
+
+    monkeypatch.setattr(max_flow, "maximum", slow)
+    for seconds, draws in ((12.0, False), (60.0, True)):
+        now[0] = 0.0
+        budget = SearchBudget(seconds, clock=lambda: now[0])
+        plan = throughput_plan.throughput_plan(topology.load("ten-cities"), config.load(None), "genetic", 0, budget)
+        assert now[0] <= seconds
+        assert bool(plan.baselines) == draws
+
+
 def test_a_pool_with_too_little_memory_is_refused_in_one_line() -> None:
     large = config.load(None, ["model.depth=96", "model.width=12288"])
     with pytest.raises(UserError, match=r"the peers together have 160\.0 GB") as refused:
@@ -161,7 +234,7 @@ def test_a_pool_with_too_little_memory_is_refused_in_one_line() -> None:
 def test_gossip_partners_mix_at_least_as_fast_as_the_simple_rules() -> None:
     swarm = subset(topology.load("eight-cities"), range(0, 64, 4))
     holds = np.ones((16, 1), dtype=bool)
-    found = mixing.partners(swarm, holds, np.array([1e8]), SearchBudget(rounds=4))
+    found = mixing.partners(swarm, holds, np.array([1e8]), np.zeros((16, 16)), SearchBudget(rounds=4))
     assert found.mixing_per_s >= max(found.uniform_per_s, found.bandwidth_per_s)
     np.testing.assert_allclose(found.weight_NN.sum(axis=1), 1.0)
     assert (np.diag(found.weight_NN) == 0).all()
@@ -200,9 +273,8 @@ def test_the_search_for_partners_ends_with_its_seconds(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(mixing, "_slope", slow)
     holds = np.ones((64, 1), dtype=bool)
-    mixing.partners(
-        topology.load("eight-cities"), holds, np.array([1e8]), SearchBudget(10.0, clock=lambda: float(looks))
-    )
+    budget = SearchBudget(10.0, clock=lambda: float(looks))
+    mixing.partners(topology.load("eight-cities"), holds, np.array([1e8]), np.zeros((64, 64)), budget)
     assert looks <= 11
 
 

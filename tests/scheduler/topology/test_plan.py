@@ -19,13 +19,16 @@ def test_a_throughput_plan_as_json() -> None:
     plan = ThroughputPlan(
         **FOUND,  # type: ignore[arg-type]
         throughput={"tokens_per_s": 1.0, "bound": 2.0},
+        planned_for={},
         spans={"a": [0, 2]},
         micro_batches={"a": 4},
         routes=[{"share": 1.0, "hops": [["a", 0, 2]]}],
         gossip={},
+        use={},
     )
     shown = plan.to_json()
     assert list(shown)[:4] == ["objective", "solver", "seed", "seconds"]
-    assert list(shown)[4:9] == ["throughput", "spans", "micro_batches", "routes", "gossip"]
-    assert list(shown)[9:] == ["baselines", "reason", "digest"]
+    names = ["throughput", "planned_for", "spans", "micro_batches", "routes", "gossip", "use"]
+    assert list(shown)[4:11] == names
+    assert list(shown)[11:] == ["baselines", "reason", "digest"]
     assert shown["objective"] == "throughput"

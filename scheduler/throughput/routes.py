@@ -1,0 +1,73 @@
+"""Split a flow of tokens (max_flow.py) into routes. Start at `routes`."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from decentral.scheduler.throughput.max_flow import MaxFlow
+
+LEAST_SHARE = 1e-9  # of the tokens: less than this is a rounding error of the solver
+
+Hop = tuple[int, int, int]
+"""(peer, first, last): the peer computes the layers [first, last)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """Tokens that have taken the same route so far."""
+
+    rate: float  # tokens/s
+    path: tuple[tuple[int, int], ...]  # (peer, first layer) of each hop
+
+
+def routes(flow: MaxFlow) -> list[tuple[float, list[Hop]]]:
+    """Return the routes of a flow, those with the largest share of tokens first.
+
+    The streams of tokens are followed from layer to layer. Where a part of a peer's tokens moves to another peer, whole
+    streams move, and at most one is split. So there are at most as many routes as peers and transfers.
+
+    Returns:
+        (share of all tokens, hops) of each route. The shares sum to 1 but for the solver's rounding errors.
+    """
+    least = LEAST_SHARE * flow.tokens_per_s
+    moves: dict[int, dict[int, list[tuple[int, float]]]] = {}  # layer -> sender -> (receiver, tokens/s)
+    for sender, receiver, layer, rate in flow.transfers:
+        moves.setdefault(layer, {}).setdefault(sender, []).append((receiver, rate))
+    begun = np.flatnonzero(flow.computed_NL[:, 0] > least).tolist()
+    streams = {peer: [_Stream(float(flow.computed_NL[peer, 0]), ((peer, 0),))] for peer in begun}
+    for layer in sorted(moves):
+        arrived: list[tuple[int, _Stream]] = []
+        for sender, sent in moves[layer].items():
+            there = sorted(streams.get(sender, []), key=lambda one: one.rate)
+            for receiver, rate in sent:
+                moved = _taken(there, rate, least)
+                arrived += [(receiver, _Stream(one.rate, (*one.path, (receiver, layer)))) for one in moved]
+            streams[sender] = there
+        for receiver, stream in arrived:
+            streams.setdefault(receiver, []).append(stream)
+    layers, total = flow.computed_NL.shape[1], flow.tokens_per_s
+    found = [
+        (stream.rate / total, _hops(stream.path, layers))
+        for peer, there in streams.items()
+        if flow.computed_NL[peer, layers - 1] > least
+        for stream in there
+    ]
+    return sorted(found, key=lambda route: (-route[0], route[1]))
+
+
+def _taken(there: list[_Stream], rate: float, least: float) -> list[_Stream]:
+    """Remove streams of `rate` tokens/s in all from `there`, the largest first, and return them; split the last one."""
+    moved: list[_Stream] = []
+    while rate > least and there:
+        one = there.pop()
+        if one.rate > rate + least:
+            there.append(_Stream(one.rate - rate, one.path))
+            one = _Stream(rate, one.path)
+        moved.append(one)
+        rate -= one.rate
+    return moved
+
+
+def _hops(path: tuple[tuple[int, int], ...], layers: int) -> list[Hop]:
+    ends = [*(first for _, first in path[1:]), layers]
+    return [(peer, first, last) for (peer, first), last in zip(path, ends, strict=True)]
