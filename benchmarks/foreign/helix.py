@@ -8,7 +8,6 @@ span of layers. Tokens pass from node i to node j only where i's span ends exact
 the maximum flow from the source to the sink. The result also has `bound`, which no placement exceeds.
 """
 
-import argparse
 import itertools
 import sys
 import time
@@ -38,7 +37,6 @@ from decentral.scheduler.topology.search_budget import SearchBudget
 SOURCE, SINK = -1, -2
 CASE_BYTES = 64_000_000
 LEAST = 1e-3  # share of the bound that a layer without holders supplies in the guide, so that its logarithm is finite
-FLOW_SHARE = 0.3  # weight of the flow in the guide; the supply of the layers has the rest
 STARTS = 8
 
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -83,9 +81,9 @@ class HelixProblem:
         supply_L = helix_flow.supply(spans_N2, self.layers, self.rate_NS, LEAST * self.bound())
         return Evaluation(value, 1 - through_N / np.maximum(capacity_N, through_N + 1e-12), supply_L.min() / supply_L)
 
-    def guide(self, spans_N2: Ints) -> float:
+    def guide(self, spans_N2: Ints, smooth: float) -> float:
         supply_L = helix_flow.supply(spans_N2, self.layers, self.rate_NS, LEAST * self.bound())
-        return FLOW_SHARE * self.flow(spans_N2)[0] + (1 - FLOW_SHARE) * soft_minimum(supply_L)
+        return (1 - smooth) * self.flow(spans_N2)[0] + smooth * soft_minimum(supply_L)
 
     def valid(self, spans_N2: Ints) -> bool:
         return True
@@ -164,9 +162,11 @@ def _main(arguments: Sequence[str] | None) -> None:
     parser.add_argument("--solver", choices=SEARCHES, default="genetic")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
+    if not 0 < options.seconds < float("inf"):
+        raise UserError(f"--seconds expects a number above 0; got {options.seconds}")
     begin = time.monotonic()
     problem = load(options.case)
-    problem.guide(np.zeros((len(problem.most_N), 2), np.int64))  # compiles the flow
+    problem.guide(np.zeros((len(problem.most_N), 2), np.int64), 0.5)  # compiles the flow
     budget = SearchBudget(options.seconds, clock=time.monotonic).less(time.monotonic() - begin)
     best = search(problem, options.solver, budget, chance.arrays(options.seed, "helix"))
     result = {"throughput": best.value, "layers": best.spans_N2.tolist(), "bound": problem.bound()}

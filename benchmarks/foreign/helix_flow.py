@@ -1,7 +1,7 @@
 """The maximum flow of a placement by Helix's rules, compiled. Start reading at `flow`.
 
-Vertices: node i receives at 2i and sends at 2i + 1, and the edge between them has the node's tokens/s; the source is 2N,
-the sink 2N + 1. An edge from i to j exists where i's span ends exactly where j's begins. The algorithm is Dinic's (1970).
+Vertices: node i receives at 2i and sends at 2i + 1, and the edge between them has the node's tokens/s. The source is
+2N, the sink 2N + 1. An edge from i to j exists where i's span ends exactly where j's begins. Dinic's algorithm (1970).
 """
 
 import numpy as np

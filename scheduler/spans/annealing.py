@@ -9,6 +9,10 @@ from decentral.scheduler.topology.arrays import Ints
 CHUNK = 100  # moves between two looks at the clock; they count as one round of the budget
 LEAST_STEPS = 100  # moves per peer of the first, shortest annealing
 PART = 0.25  # each further annealing takes this share of all moves so far, so that a longer budget cools more slowly
+SMOOTH = (
+    0.7,
+    0.3,
+)  # weights of the soft minimum, in turn: 0.7 suits unequal nodes, 0.3 swarms with little spare memory
 HOT, COLD = 0.03, 0.0015  # first and last temperature, as shares of the best estimate
 
 
@@ -40,10 +44,12 @@ def annealed(trials: Trials, spans_N2: Ints, part: float, hot: float) -> Candida
     problem, rng = trials.problem, trials.rng
     peers, layers = problem.reach_NL.shape
     steps = trials.affordable(max(LEAST_STEPS * peers, int(part * trials.steps)), CHUNK)
+    smooth = SMOOTH[trials.annealings % len(SMOOTH)]
+    trials.annealings += 1
     reach = problem.reach_NL.tolist()
     spans_N2 = spans_N2.copy()
     rows = [(int(first), int(last)) for first, last in spans_N2]
-    here = best = problem.guide(spans_N2)
+    here = best = problem.guide(spans_N2, smooth)
     best_N2, heat = spans_N2.copy(), hot * best
     for step in range(steps):
         if step % CHUNK == 0 and step:
@@ -54,7 +60,7 @@ def annealed(trials: Trials, spans_N2: Ints, part: float, hot: float) -> Candida
         changes = proposal(rows, reach, layers, rng)
         for peer, first, last in changes:
             spans_N2[peer] = first, last
-        value = problem.guide(spans_N2) if changes else here
+        value = problem.guide(spans_N2, smooth) if changes else here
         if value >= here or rng.random() < math.exp((value - here) / heat):
             for peer, first, last in changes:
                 rows[peer] = first, last

@@ -74,12 +74,12 @@ def in_a_row(problem: SpanProblem, rng: np.random.Generator) -> Ints:
     return spans
 
 
-def repaired(problem: SpanProblem, spans_N2: Ints, holders: int) -> Ints:
+def repaired(reach_NL: Ints, spans_N2: Ints, holders: int) -> Ints:
     """Return a copy of the spans in which layers with too few holders get peers from layers with the most holders.
 
     The number of moves is limited, so a layer may still have too few holders.
     """
-    spans, reach_NL = spans_N2.copy(), problem.reach_NL
+    spans = spans_N2.copy()
     peers, layers = reach_NL.shape
     for _ in range(4 * peers):
         count_L = layers_held(layers, spans).sum(axis=0)

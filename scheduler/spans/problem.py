@@ -1,6 +1,7 @@
-"""What every search for spans needs to know of its problem: `SpanProblem`. A span is the layers [first, last) of a peer.
+"""What every search for spans needs to know of its problem: `SpanProblem`.
 
-Arrays of spans are N x 2 integers; (0, 0) is a peer without layers. Values and supplies are tokens/s.
+A span is the layers [first, last) of a peer. Arrays of spans are N x 2 integers; (0, 0) is a peer without layers.
+Values and supplies are tokens/s.
 """
 
 from dataclasses import dataclass
@@ -38,8 +39,13 @@ class SpanProblem(Protocol):
     def evaluate(self, spans_N2: Ints) -> Evaluation:
         """Return the throughput of spans, by a maximum flow."""
 
-    def guide(self, spans_N2: Ints) -> float:
-        """Return a smooth estimate of the throughput, in tokens/s, that takes microseconds. Annealing climbs it."""
+    def guide(self, spans_N2: Ints, smooth: float) -> float:
+        """Return an estimate of the throughput, in tokens/s, that takes microseconds. Annealing climbs it.
+
+        Args:
+            spans_N2: The spans.
+            smooth: Weight, 0 to 1, of the layers' `soft_minimum`; the throughput or a hard estimate has the rest.
+        """
 
     def valid(self, spans_N2: Ints) -> bool:
         """Return whether the peers may hold these spans, and each layer has as many holders as it needs."""
@@ -67,4 +73,4 @@ def soft_minimum(supply_L: Floats) -> float:
         supply_L: (layers,) tokens/s, above 0.
     """
     least = float(supply_L.min())
-    return least * float(np.mean((supply_L / least) ** -SHARPNESS)) ** (-1 / SHARPNESS)
+    return least * (float(np.add.reduce((least / supply_L) ** SHARPNESS)) / len(supply_L)) ** (-1 / SHARPNESS)

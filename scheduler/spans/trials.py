@@ -33,6 +33,7 @@ class Trials:
     rng: np.random.Generator
     best: Candidate | None = None
     steps: int = 0  # moves that annealing has tried
+    annealings: int = 0
     longest_s: float = 0.0  # longest time that one evaluation has taken; a search ends early enough for one more
 
     def goes_on(self) -> bool:

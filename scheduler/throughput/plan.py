@@ -4,8 +4,6 @@ Start reading at `throughput_plan`. A plan's throughput can be compared with two
 always compute, and links cost nothing), and the throughput of equal spans that are placed at random.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 
 from decentral.core import rng as chance
@@ -13,8 +11,9 @@ from decentral.core.config import Config
 from decentral.core.errors import UserError
 from decentral.core.strict_json import JsonObject
 from decentral.scheduler.partners import mixing
-from decentral.scheduler.throughput import layer_costs, max_flow, milp, span_search
+from decentral.scheduler.throughput import layer_costs, max_flow, solvers, span_search
 from decentral.scheduler.throughput.layer_costs import LayerCosts
+from decentral.scheduler.throughput.span_search import FlowProblem
 from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.plan import ThroughputPlan
 from decentral.scheduler.topology.search_budget import SearchBudget
@@ -32,7 +31,7 @@ def throughput_plan(
     Args:
         topology: The swarm's devices and links.
         config: The run's config, which describes the model.
-        solver: A name in THROUGHPUT_SOLVERS.
+        solver: A name in `solvers.THROUGHPUT_SOLVERS`.
         seed: Seed of all random choices.
         budget: Limit of the whole search, first for spans, then for gossip partners.
         holders: Smallest number of peers that must hold each layer.
@@ -44,11 +43,11 @@ def throughput_plan(
     costs = layer_costs.of_model(topology, config, holders)
     baseline = random_throughput(costs, seed)
     rest = budget.less(budget.clock() - start)
-    chosen = _solve(costs, regions_of(topology), solver, seed, rest.part(1 - GOSSIP_SHARE))
+    chosen = solvers.solved(costs, regions_of(topology), solver, seed, rest.part(1 - GOSSIP_SHARE))
     if not costs.valid(chosen):
         raise UserError(f"--holders {holders}: found no plan where so many peers hold each layer; add memory or peers")
     found = max_flow.maximum(costs, chosen)
-    bound = costs.compute_bound()
+    bound = FlowProblem(costs, regions_of(topology)).bound()
     share = rest.part(GOSSIP_SHARE).silent()
     share = share.less(max(0.0, budget.clock() - start + share.seconds - budget.seconds))
     moved_L, held_NL = costs.snapshot_L * layer_costs.ROUND_S, max_flow.held(costs, chosen)
@@ -66,41 +65,6 @@ def throughput_plan(
         reason=_reason(costs, chosen, found, baseline),
         digest=topology.digest(),
     )
-
-
-def _solve(costs: LayerCosts, region_N: Ints, solver: str, seed: int, budget: SearchBudget) -> Ints:
-    """Return the spans that the solver of this name finds; raise UserError if there is no such solver."""
-    rng = chance.arrays(seed, "spans", solver)
-    if solver not in THROUGHPUT_SOLVERS:
-        known = ", ".join(THROUGHPUT_SOLVERS)
-        raise UserError(f"--solver {solver} is unknown: --objective throughput expects one of {known}")
-    return THROUGHPUT_SOLVERS[solver](costs, region_N, budget, rng)
-
-
-def _exact(costs: LayerCosts, region_N: Ints, budget: SearchBudget, rng: np.random.Generator) -> Ints:
-    found = milp.best_spans(costs, budget.seconds) if milp.options(costs) <= 2_000 else None
-    if found is None:
-        raise UserError(
-            "--solver exact is for at most about 6 peers with 8 layers; it found no plan for "
-            f"{costs.peers} peers with {costs.layers} layers: use --solver genetic"
-        )
-    return found
-
-
-def _flow(costs: LayerCosts, region_N: Ints, budget: SearchBudget, rng: np.random.Generator) -> Ints:
-    """Return the spans of the best chain from which `span_search.search` would start, without a search."""
-    chains = [span_search.chains(costs, groups, rng) for groups in span_search.groupings(costs, region_N)]
-    valid = [spans for spans in chains if costs.valid(spans)]
-    valid = valid or [span_search.repaired(costs, span_search.fill(costs, rng))]
-    return max(valid, key=lambda spans: max_flow.maximum(costs, spans).tokens_per_s)
-
-
-THROUGHPUT_SOLVERS: dict[str, Callable[[LayerCosts, Ints, SearchBudget, np.random.Generator], Ints]] = {
-    "genetic": span_search.search,
-    "exact": _exact,
-    "flow": _flow,
-    "random": lambda costs, region_N, budget, rng: span_search.equal_random(costs, rng),
-}
 
 
 def random_throughput(costs: LayerCosts, seed: int) -> float:
