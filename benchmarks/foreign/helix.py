@@ -66,7 +66,7 @@ class HelixProblem:
 
     @cached_property
     def reach_NL(self) -> Ints:
-        return np.minimum(np.arange(self.layers) + self.most_N[:, None], self.layers)
+        return np.asarray(np.minimum(np.arange(self.layers) + self.most_N[:, None], self.layers))
 
     def supply(self, peer: int, first: int, last: int) -> float:
         return float(self.rate_NS[peer, last - first])
@@ -134,9 +134,9 @@ def load(path: str) -> HelixProblem:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; expected a case file of Helix") from None
     except ValidationError as error:
-        one = error.errors()[0]
-        place = ".".join(map(str, one["loc"]))
-        raise UserError(f"{path}: {place + ': ' if place else ''}{one['msg']}; expected a case of Helix") from None
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UserError(f"{path}: {place + ': ' if place else ''}{first['msg']}; expected a case of Helix") from None
     nodes = len(case.throughput)
     most = max(map(len, case.throughput))
     rate_NS, link_VV = np.zeros((nodes, most + 1)), np.zeros((nodes + 2, nodes + 2))

@@ -38,8 +38,8 @@ def search(trials: Trials, starts: list[Ints]) -> None:
     choices = [_choices(trials.problem, peer) for peer in range(len(trials.problem.reach_NL))]
     theta_F = np.array(FIRST_THETA)
     while trials.goes_on():
-        values, gradients = [], []
-        while len(values) < BATCH and trials.goes_on():
+        values, gradients = list[float](), list[Floats]()
+        while not values or (len(values) < BATCH and trials.goes_on()):
             spans_N2, gradient_F = _sampled(trials, choices, theta_F)
             values.append(max(0.0, trials.evaluated(trials.problem.repaired(spans_N2)).value))
             gradients.append(gradient_F)

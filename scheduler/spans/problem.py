@@ -4,6 +4,7 @@ A span is the layers [first, last) of a peer. Arrays of spans are N x 2 integers
 Values and supplies are tokens/s.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,4 +74,5 @@ def soft_minimum(supply_L: Floats) -> float:
         supply_L: (layers,) tokens/s, above 0.
     """
     least = float(supply_L.min())
-    return least * (float(np.add.reduce((least / supply_L) ** SHARPNESS)) / len(supply_L)) ** (-1 / SHARPNESS)
+    mean = float(np.add.reduce((least / supply_L) ** SHARPNESS)) / len(supply_L)
+    return least * math.pow(mean, -1 / SHARPNESS)
