@@ -29,7 +29,7 @@ from decentral.core import foreign_file, strict_json
 from decentral.core import rng as chance
 from decentral.core.errors import UserError
 from decentral.scheduler.spans.moves import filled, in_a_row
-from decentral.scheduler.spans.problem import Evaluation, soft_minimum
+from decentral.scheduler.spans.problem import SpanValue, soft_minimum
 from decentral.scheduler.spans.solvers import SEARCHES, search
 from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.search_budget import SearchBudget
@@ -75,11 +75,11 @@ class HelixProblem:
         """Return the maximum flow, and the flow through each node, in tokens/s."""
         return helix_flow.flow(spans_N2, self.layers, self.rate_NS, self.link_NN, self.source_N, self.sink_N)
 
-    def evaluate(self, spans_N2: Ints) -> Evaluation:
+    def evaluate(self, spans_N2: Ints) -> SpanValue:
         value, through_N = self.flow(spans_N2)
         capacity_N = self.rate_NS[np.arange(len(spans_N2)), spans_N2[:, 1] - spans_N2[:, 0]]
         supply_L = helix_flow.supply(spans_N2, self.layers, self.rate_NS, LEAST * self.bound())
-        return Evaluation(value, 1 - through_N / np.maximum(capacity_N, through_N + 1e-12), supply_L.min() / supply_L)
+        return SpanValue(value, 1 - through_N / np.maximum(capacity_N, through_N + 1e-12), supply_L.min() / supply_L)
 
     def guide(self, spans_N2: Ints, smooth: float) -> float:
         supply_L = helix_flow.supply(spans_N2, self.layers, self.rate_NS, LEAST * self.bound())

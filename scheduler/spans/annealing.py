@@ -6,10 +6,10 @@ from decentral.scheduler.spans.moves import filled, in_a_row, proposal
 from decentral.scheduler.spans.trials import Candidate, Trials
 from decentral.scheduler.topology.arrays import Ints
 
-CHUNK = 100  # moves between two looks at the clock; they count as one round of the budget
+ROUND_MOVES = 100  # moves between two looks at the clock; they count as one round of the budget
 LEAST_STEPS = 100  # moves per peer of the first, shortest annealing
 PART = 0.25  # each further annealing takes this share of all moves so far, so that a longer budget cools more slowly
-SMOOTH = (
+SMOOTH_WEIGHTS = (
     0.7,
     0.3,
 )  # weights of the soft minimum, in turn: 0.7 suits unequal nodes, 0.3 swarms with little spare memory
@@ -43,17 +43,16 @@ def annealed(trials: Trials, spans_N2: Ints, part: float, hot: float) -> Candida
     """
     problem, rng = trials.problem, trials.rng
     peers, layers = problem.reach_NL.shape
-    steps = trials.affordable(max(LEAST_STEPS * peers, int(part * trials.steps)), CHUNK)
-    smooth = SMOOTH[trials.annealings % len(SMOOTH)]
-    trials.annealings += 1
+    steps = trials.affordable(max(LEAST_STEPS * peers, int(part * trials.steps)), ROUND_MOVES)
+    smooth = SMOOTH_WEIGHTS[trials.next_annealing() % len(SMOOTH_WEIGHTS)]
     reach = problem.reach_NL.tolist()
     spans_N2 = spans_N2.copy()
     rows = [(int(first), int(last)) for first, last in spans_N2]
     here = best = problem.guide(spans_N2, smooth)
     best_N2, heat = spans_N2.copy(), hot * best
     for step in range(steps):
-        if step % CHUNK == 0 and step:
-            trials.worked(CHUNK)
+        if step % ROUND_MOVES == 0 and step:
+            trials.worked(ROUND_MOVES)
             if not trials.goes_on():
                 break
             heat = best * hot * (COLD / hot) ** (step / steps)

@@ -13,7 +13,7 @@ from decentral.scheduler.spans.moves import crossover
 from decentral.scheduler.spans.trials import SLIGHTLY, Candidate, Trials
 from decentral.scheduler.topology.arrays import Ints
 
-PARENTS = 8
+MOST_PARENTS = 8
 WARM = 0.01  # first temperature of a crossover's annealing, lower than annealing.HOT, which would forget the parents
 CHILD_PART = 0.1  # moves of a crossover's annealing, as a share of all moves so far
 FRESH = 4  # every so many children, one is random
@@ -39,8 +39,8 @@ def search(trials: Trials, starts: list[Ints]) -> None:
 
 
 def _offer(pool: list[Candidate], one: Candidate) -> None:
-    """Add a candidate to the pool if its throughput is new and among the PARENTS highest."""
+    """Add a candidate to the pool if its throughput is new and among the MOST_PARENTS highest."""
     if np.isfinite(one.value) and all(abs(one.value - other.value) > SLIGHTLY * other.value for other in pool):
         pool.append(one)
         pool.sort(key=lambda one: -one.value)
-        del pool[PARENTS:]
+        del pool[MOST_PARENTS:]

@@ -7,7 +7,7 @@ from decentral.scheduler.spans.trials import SLIGHTLY, Candidate, Trials
 from decentral.scheduler.topology.arrays import Ints
 
 PATIENCE = 12  # after this many moves per peer without gain, the search begins elsewhere
-KEPT = 0.7  # share of the peers that keep their span when the search begins elsewhere
+KEPT_SHARE = 0.7  # share of the peers that keep their span when the search begins elsewhere
 
 
 def search(trials: Trials, starts: list[Ints]) -> None:
@@ -20,7 +20,7 @@ def search(trials: Trials, starts: list[Ints]) -> None:
         best = best if trials.best is None else trials.best
         spans_N2 = filled(problem, rng)
         if rng.random() < 0.5:
-            spans_N2 = np.where((rng.random(peers) < KEPT)[:, None], best.spans_N2, spans_N2)
+            spans_N2 = np.where((rng.random(peers) < KEPT_SHARE)[:, None], best.spans_N2, spans_N2)
         if trials.goes_on():
             here = trials.evaluated(problem.repaired(spans_N2))
 

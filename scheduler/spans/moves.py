@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from decentral.scheduler.spans.problem import Evaluation, SpanProblem
+from decentral.scheduler.spans.problem import SpanProblem, SpanValue
 from decentral.scheduler.topology.arrays import Flags, Ints
 
 IDLE_FLOOR, PRICE_FLOOR = 0.02, 1e-3  # peers without idle time, and layers that are not scarce, are still picked
-STEPS = (1, 1, 1, 1, 2, -1, -1, -1, -1, -2)  # layers by which an edge moves, at random
+EDGE_STEPS = (1, 1, 1, 1, 2, -1, -1, -1, -1, -2)  # layers by which an edge moves, at random
 
 Span = tuple[int, int]
 Change = tuple[int, int, int]
@@ -111,7 +111,7 @@ def crossover(one_N2: Ints, two_N2: Ints, layers: int, rng: np.random.Generator)
     return np.where(np.where(early_N == late_N, either_N, early_N)[:, None], one_N2, two_N2)
 
 
-def mutated(problem: SpanProblem, spans_N2: Ints, found: Evaluation, rng: np.random.Generator) -> Ints:
+def mutated(problem: SpanProblem, spans_N2: Ints, found: SpanValue, rng: np.random.Generator) -> Ints:
     """Return a copy of the spans with one move of a random peer, more often of an idle peer.
 
     The peer goes to a scarce layer, begins elsewhere, gets a random span, swaps spans with another peer, or moves an
@@ -179,7 +179,7 @@ def proposal(
     elif kind < 5:
         changes = [(peer, rows[other][0], rows[other][1]), (other, first, last)]
     elif kind < 8:
-        return _edge_moved(rows, reach, rows[peer][int(pick() * 2)], STEPS[int(pick() * len(STEPS))])
+        return _edge_moved(rows, reach, rows[peer][int(pick() * 2)], EDGE_STEPS[int(pick() * len(EDGE_STEPS))])
     elif kind < 9:
         third = int(pick() * peers)
         begin = rows[other][1] if pick() < 0.9 else 0

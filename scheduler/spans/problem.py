@@ -4,7 +4,6 @@ A span is the layers [first, last) of a peer. Arrays of spans are N x 2 integers
 Values and supplies are tokens/s.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +15,7 @@ SHARPNESS = 12.0  # exponent of `soft_minimum`; 6 and 24 reached less throughput
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Evaluation:
+class SpanValue:
     """The throughput that spans reach, and hints for a search: who waits, and for which layers."""
 
     value: float  # tokens/s
@@ -37,7 +36,7 @@ class SpanProblem(Protocol):
     def supply(self, peer: int, first: int, last: int) -> float:
         """Return the tokens/s of a peer that always computes layers [first, last)."""
 
-    def evaluate(self, spans_N2: Ints) -> Evaluation:
+    def evaluate(self, spans_N2: Ints) -> SpanValue:
         """Return the throughput of spans, by a maximum flow."""
 
     def guide(self, spans_N2: Ints, smooth: float) -> float:
@@ -75,4 +74,4 @@ def soft_minimum(supply_L: Floats) -> float:
     """
     least = float(supply_L.min())
     mean = float(np.add.reduce((least / supply_L) ** SHARPNESS)) / len(supply_L)
-    return least * math.pow(mean, -1 / SHARPNESS)
+    return float(least * mean ** (-1 / SHARPNESS))

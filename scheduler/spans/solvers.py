@@ -29,7 +29,7 @@ def search(
     Args:
         problem: What spans may be held, and what they reach.
         solver: A name in SEARCHES.
-        budget: Limit of the search. An evaluation is a round; so are `annealing.CHUNK` moves of annealing.
+        budget: Limit of the search. An evaluation is a round; so are `annealing.ROUND_MOVES` moves of annealing.
         rng: Source of all random choices.
         first: Spans from which the search begins, besides its own starts.
     """

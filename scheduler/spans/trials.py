@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decentral.scheduler.spans.problem import Evaluation, SpanProblem
+from decentral.scheduler.spans.problem import SpanProblem, SpanValue
 from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.search_budget import SearchProgress
 
@@ -16,7 +16,7 @@ class Candidate:
     """Spans and what they reach. Spans that are not valid have the value -inf."""
 
     spans_N2: Ints
-    found: Evaluation
+    found: SpanValue
 
     @property
     def value(self) -> float:
@@ -33,7 +33,7 @@ class Trials:
     rng: np.random.Generator
     best: Candidate | None = None
     steps: int = 0  # moves that annealing has tried
-    annealings: int = 0
+    annealings: int = 0  # numbers given to annealings so far
     longest_s: float = 0.0  # longest time that one evaluation has taken; a search ends early enough for one more
 
     def goes_on(self) -> bool:
@@ -67,14 +67,19 @@ class Trials:
             allowed = min(allowed, (budget.seconds - used_s - 3 * self.longest_s) * self.steps / used_s)
         return max(chunk, int(allowed))
 
+    def next_annealing(self) -> int:
+        """Return the number of the annealing that begins, counted from 0."""
+        self.annealings += 1
+        return self.annealings - 1
+
     def worked(self, steps: int) -> None:
         """Count a round of so many moves of annealing."""
         assert self.best is not None, "a search evaluates its starts before it anneals"
         self.steps += steps
         self.progress.report(-self.best.value)
 
-    def _evaluation(self, spans_N2: Ints) -> Evaluation:
+    def _evaluation(self, spans_N2: Ints) -> SpanValue:
         if self.problem.valid(spans_N2):
             return self.problem.evaluate(spans_N2)
         peers, layers = self.problem.reach_NL.shape
-        return Evaluation(-np.inf, np.ones(peers), np.ones(layers))
+        return SpanValue(-np.inf, np.ones(peers), np.ones(layers))

@@ -23,7 +23,7 @@ import numpy as np
 from decentral.core import rng as chance
 from decentral.scheduler.spans import moves, solvers
 from decentral.scheduler.spans.moves import grown
-from decentral.scheduler.spans.problem import Evaluation, soft_minimum
+from decentral.scheduler.spans.problem import SpanValue, soft_minimum
 from decentral.scheduler.spans.trials import SLIGHTLY
 from decentral.scheduler.throughput import bound, max_flow, milp
 from decentral.scheduler.throughput.layer_costs import LayerCosts
@@ -57,10 +57,10 @@ class FlowProblem:
         """Return the tokens/s of a peer that always computes layers [first, last), as its links allow."""
         return float(self._supplies(np.array([peer]), np.array([[first, last]]))[0])
 
-    def evaluate(self, spans_N2: Ints) -> Evaluation:
+    def evaluate(self, spans_N2: Ints) -> SpanValue:
         """Return the greatest flow through the spans, and who waits for which layers."""
         flow = self._flows.maximum(spans_N2)
-        return Evaluation(flow.tokens_per_s, flow.idle_N, flow.price_L)
+        return SpanValue(flow.tokens_per_s, flow.idle_N, flow.price_L)
 
     def guide(self, spans_N2: Ints, smooth: float) -> float:
         """Return an estimate of the throughput from what each peer supplies to its layers."""

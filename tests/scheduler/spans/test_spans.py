@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from decentral.scheduler.spans import moves
-from decentral.scheduler.spans.problem import Evaluation, soft_minimum
+from decentral.scheduler.spans.problem import SpanValue, soft_minimum
 from decentral.scheduler.spans.solvers import SEARCHES, search
 from decentral.scheduler.spans.trials import Trials
 from decentral.scheduler.topology.arrays import Ints
@@ -31,11 +31,11 @@ class Shelves:
                 supply_L[first:last] += self.supply(peer, first, last)
         return supply_L
 
-    def evaluate(self, spans_N2: Ints) -> Evaluation:
+    def evaluate(self, spans_N2: Ints) -> SpanValue:
         self.evaluated.append(spans_N2.tobytes())
         supply_L = self.supplies(spans_N2)
         least = float(supply_L.min())
-        return Evaluation(least, np.ones(len(spans_N2)), least / supply_L)
+        return SpanValue(least, np.ones(len(spans_N2)), least / supply_L)
 
     def guide(self, spans_N2: Ints, smooth: float) -> float:
         return soft_minimum(self.supplies(spans_N2))
