@@ -8,7 +8,7 @@ spans of distinct throughput. Every fourth child is random, so that the parents 
 import numpy as np
 
 from decentral.scheduler.spans import annealing
-from decentral.scheduler.spans.local_search import climbed
+from decentral.scheduler.spans.local_search import PATIENCE, climbed
 from decentral.scheduler.spans.moves import crossover
 from decentral.scheduler.spans.trials import SLIGHTLY, Candidate, Trials
 from decentral.scheduler.topology.arrays import Ints
@@ -20,12 +20,14 @@ FRESH = 4  # every so many children, one is random
 
 
 def search(trials: Trials, starts: list[Ints]) -> None:
-    """Evaluate the starts, then make children until the budget ends."""
+    """Climb from the best start, then make children until the budget ends."""
     pool: list[Candidate] = []
     for start in trials.begun(starts):
         _offer(pool, start)
+    peers, layers = trials.problem.reach_NL.shape
+    if pool:
+        _offer(pool, climbed(trials, pool[0], PATIENCE * peers))
     number = 0
-    layers = trials.problem.reach_NL.shape[1]
     while trials.goes_on():
         if number % FRESH == 0 or len(pool) < 2:
             child = annealing.annealed(trials, annealing.begin(trials), annealing.PART, annealing.HOT)
@@ -34,7 +36,7 @@ def search(trials: Trials, starts: list[Ints]) -> None:
             spans_N2 = crossover(pool[one].spans_N2, pool[two].spans_N2, layers, trials.rng)
             child = annealing.annealed(trials, spans_N2, CHILD_PART, WARM)
         if child is not None:
-            _offer(pool, climbed(trials, child, len(child.spans_N2)))
+            _offer(pool, climbed(trials, child, PATIENCE * peers))
         number += 1
 
 
