@@ -20,11 +20,14 @@ FRESH = 4  # every so many children, one is random
 
 
 def search(trials: Trials, starts: list[Ints]) -> None:
-    """Climb from the best start, then make children until the budget ends."""
+    """Climb from the best of the starts and one annealing, then make children until the budget ends."""
     pool: list[Candidate] = []
     for start in trials.begun(starts):
         _offer(pool, start)
     peers, layers = trials.problem.reach_NL.shape
+    child = annealing.annealed(trials, annealing.begin(trials), annealing.PART, annealing.HOT)
+    if child is not None:
+        _offer(pool, child)
     if pool:
         _offer(pool, climbed(trials, pool[0], PATIENCE * peers))
     number = 0
