@@ -15,6 +15,7 @@
                 `exact` against all spans
     unequal     throughput of 64 unequal devices in 20 s, against equal spans placed at random and against the bound
     gossip      mixing per second of the planned partners against the two simple rules, within 2 s
+    solvers     throughput of every solver after 10 s as a share of the bound, on the shipped topologies: 125 M and 7 B
     command     seconds that `python -m decentral.plan --seconds 2` searches, throughput of 64 peers
 
 Seconds are CPU seconds of this process, so that other load does not change what a search may do. All ratios are
@@ -31,18 +32,21 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from importlib.resources import files
 
 import numpy as np
 
 from benchmarks import layout_bound
 from benchmarks import planner_published as published_code
 from decentral.core import config
+from decentral.core.errors import UserError
 from decentral.scheduler.partners import mixing
 from decentral.scheduler.sync import evolve, gcma
 from decentral.scheduler.sync.layout_cost import best_layout, problem_of
 from decentral.scheduler.sync.plan import sync_plan
-from decentral.scheduler.throughput import layer_costs, max_flow, milp, span_search
+from decentral.scheduler.throughput import layer_costs, max_flow, milp, solvers, span_search
 from decentral.scheduler.throughput import plan as throughput_plan
+from decentral.scheduler.throughput.span_search import FlowProblem
 from decentral.scheduler.topology import topology
 from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import Topology, Workload, regions_of
@@ -61,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parts = {"compile": compilation, "check": check, "published": published, "cities": cities, "noisy": noisy_rates,
              "bound": proof, "large": large, "small": small, "enumerated": enumerated, "unequal": unequal,
-             "gossip": partners, "command": command}  # fmt: skip
+             "gossip": partners, "solvers": compared, "command": command}  # fmt: skip
     parser.add_argument("--part", choices=parts, action="append")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
@@ -224,6 +228,21 @@ def partners(seed: int, scale: float) -> None:
               of_bandwidth=found.mixing_per_s / found.bandwidth_per_s, seconds=time.process_time() - begin)  # fmt: skip
 
 
+def compared(seed: int, scale: float) -> None:
+    for model, keys in (("125M", GPT_125M), ("7B", LLAMA_7B)):
+        for path in sorted(files("decentral.configs").joinpath("topologies").iterdir(), key=lambda path: path.name):
+            swarm = topology.load(path.name.removesuffix(".yaml"))
+            try:
+                costs = layer_costs.of_model(swarm, config.load(None, keys))
+            except UserError:  # the model does not fit
+                continue
+            region_N = regions_of(swarm)
+            bound = FlowProblem(costs, region_N).bound()
+            records = solvers.solver_records(costs, region_N, seed, 10 * scale, time.process_time)
+            _line("solvers", topology=path.name, model=model, seed=seed, bound=bound,
+                  of_bound={name: record[-1][1] / bound for name, record in records.items()})  # fmt: skip
+
+
 def command(seed: int, scale: float) -> None:
     budget = SearchBudget(2 * scale, clock=time.process_time)
     begin = time.process_time()
@@ -232,6 +251,7 @@ def command(seed: int, scale: float) -> None:
           of_bound=plan.throughput["tokens_per_s"] / plan.throughput["bound"])  # fmt: skip
 
 
+GPT_125M = ["model.depth=12", "model.width=768", "model.heads=12", "model.vocabulary=50304", "model.context=1024"]
 LLAMA_7B = ["model.depth=32", "model.width=4096", "model.heads=32", "model.hidden=11008", "model.vocabulary=32000",
             "model.context=2048"]  # fmt: skip
 

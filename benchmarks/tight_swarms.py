@@ -3,10 +3,10 @@
     python -m benchmarks.tight_swarms [--seeds 10] [--first 0] [--seconds 900] [--set KEY=VALUE] [--json FILE]
 
 Each peer has memory for 0.3 to 0.6 of the model, so most layers have one or two holders, and few layouts of layers fit.
-The best layout is the optimum of a mixed-integer programme (scheduler/throughput/milp.py). `planned` is the flow through
-the layers that the peers hold at the end, over the optimum's; `counted` the tokens that the swarm counted in the last
-third of the time, over those that it counts in that time if it starts at the optimum and never moves; `covered_s` the
-time until all layers have a holder. Swarms that no layout fits are drawn again.
+The best layout is the optimum of a mixed-integer programme (scheduler/throughput/milp.py). `planned` is the flow
+through the layers that the peers hold at the end, over the optimum's; `counted` the tokens that the swarm counted in
+the last third of the time, over those that it counts in that time if it starts at the optimum and never moves;
+`covered_s` the time until all layers have a holder. Swarms that no layout fits are drawn again.
 """
 
 import argparse

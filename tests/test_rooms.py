@@ -30,6 +30,7 @@ ROOMS = [
     "engine",
     "scheduler.topology",
     "scheduler.sync",
+    "scheduler.spans",
     "scheduler.partners",
     "scheduler.throughput",
     "peers.membership",
@@ -104,7 +105,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
     },
     "scipy": {
         "scheduler.partners": "mixing",
-        "scheduler.throughput": "max_flow milp routing",
+        "scheduler.throughput": "bound max_flow milp routing",
     },
     "hivemind": {
         "comm.net": "daemon libp2p libp2p_directory libp2p_services dht_calls dht_values",

@@ -63,7 +63,7 @@ def _main(options: argparse.Namespace) -> None:
     else:
         topology, swarm = _swarm(options)
     if options.compare:
-        _compare(topology, options)
+        _compare(topology, swarm, options)
         return
     plan = _plan(topology, swarm, options)
     if options.plot:
@@ -84,7 +84,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     objectives = "sync: least communication of a synchronous step (default); "
     objectives += "throughput: most tokens/s of an asynchronous swarm (default with --model or --join)"
     parser.add_argument("--objective", choices=["sync", "throughput"], help=objectives)
-    solvers = "genetic, annealing, gcma, exact, flow, or the name of a baseline layout; default: genetic"
+    solvers = "genetic, annealing, gcma, exact; for throughput also local, policy, flow; default: genetic"
     parser.add_argument("--solver", default="genetic", help=solvers)
     parser.add_argument(
         "--seconds", type=_positive, default=5.0, help="time limit of everything, in seconds (default 5)"
@@ -122,7 +122,7 @@ def _swarm(options: argparse.Namespace) -> tuple[Topology, LiveSwarm]:
 
 
 def _plan(topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace) -> SyncPlan | ThroughputPlan:
-    objective = options.objective or ("throughput" if options.model or options.join else "sync")
+    objective = _objective(options)
     with progress_bar(Console(stderr=True), 1.0, quiet=options.json) as show:
         budget = SearchBudget(
             seconds=options.seconds,
@@ -141,6 +141,10 @@ def _plan(topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespa
         config = load_config(options.model) if options.model else swarm.config
         return throughput_plan(topology, config, solver, seed, budget, holders, utilisation=1.0,
                                now=None if options.model else swarm.spans)  # fmt: skip
+
+
+def _objective(options: argparse.Namespace) -> str:
+    return options.objective or ("throughput" if options.model or options.join else "sync")
 
 
 async def _live(address: str, invite: str | None) -> LiveSwarm:
@@ -168,20 +172,41 @@ def _profile(record: PeerRecord, config: Config) -> JsonObject:
     return dataclasses.asdict(record.profile) | {"flops": reached or record.profile.flops}
 
 
-def _compare(topology: Topology, options: argparse.Namespace) -> None:
-    """Run all solvers of the synchronous objective; print or draw each solver's cost over its search time."""
-    from decentral.scheduler.sync.plan import solver_records
+def _compare(topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace) -> None:
+    """Run all solvers of the objective; print or draw the best plan of each over its search time."""
+    sync = _objective(options) == "sync"
+    if sync:
+        from decentral.scheduler.sync.plan import solver_records
 
-    records = solver_records(topology, options.seed, options.seconds, time.monotonic)
+        records, title = solver_records(topology, options.seed, options.seconds, time.monotonic), "all solvers"
+    else:
+        records, bound = _throughput_records(topology, swarm, options)
+        title = f"all solvers; no plan exceeds {bound:.5g} tokens/s"
     if options.plot:
-        draw_comparison(records, options.plot)
+        draw_comparison(records, options.plot, "s" if sync else "tokens/s")
     if options.json:
         print(strict_json.dumps(records))
         return
-    table = Table("solver", "cost, s", "found after, s", title="all solvers")
-    for name, record in sorted(records.items(), key=lambda item: item[1][-1][1]):
-        table.add_row(name, f"{record[-1][1]:.5f}", f"{record[-1][0]:.2f}")
+    table = Table("solver", "cost, s" if sync else "tokens/s", "found after, s", title=title)
+    for name, record in sorted(records.items(), key=lambda item: item[1][-1][1], reverse=not sync):
+        when = next(seconds for seconds, best in record if best == record[-1][1])
+        table.add_row(name, f"{record[-1][1]:.5f}" if sync else f"{record[-1][1]:.5g}", f"{when:.2f}")
     Console().print(table)
+
+
+def _throughput_records(
+    topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace
+) -> tuple[dict[str, list[tuple[float, float]]], float]:
+    """Return the history of each solver for throughput, and the tokens/s that no plan exceeds."""
+    from decentral.scheduler.throughput import solvers
+    from decentral.scheduler.throughput.span_search import FlowProblem
+
+    config = load_config(options.model) if options.model or swarm is None else swarm.config
+    utilisation = layer_costs.UTILISATION if swarm is None else 1.0
+    costs = layer_costs.of_model(topology, config, options.holders, utilisation)
+    region_N = topologies.regions_of(topology)
+    records = solvers.solver_records(costs, region_N, options.seed, options.seconds, time.monotonic)
+    return records, FlowProblem(costs, region_N).bound()
 
 
 def _show(plan: SyncPlan | ThroughputPlan, topology: Topology, console: Console) -> None:
@@ -208,7 +233,13 @@ def _stages(plan: SyncPlan, region: Mapping[str, str]) -> Table:
 def _spans(plan: ThroughputPlan, region: Mapping[str, str]) -> Table:
     """Return a table of the layers and micro-batches of the first ROWS peers."""
     rate, bound = plan.throughput["tokens_per_s"], plan.throughput["bound"]
-    table = Table("peer", "region", "layers", "micro-batch", title=f"{rate:.4g} tokens/s of at most {bound:.4g}")
+    table = Table(
+        "peer",
+        "region",
+        "layers",
+        "micro-batch",
+        title=f"{rate:.4g} tokens/s of at most {bound:.4g} ({rate / bound:.1%})",
+    )
     for peer, (first, last) in list(plan.spans.items())[:ROWS]:
         table.add_row(plain_text(peer), region[peer], f"{first}-{last - 1}", str(plan.micro_batches.get(peer, "")))
     return table

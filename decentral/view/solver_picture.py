@@ -1,17 +1,18 @@
-"""Draw a comparison of solvers: the lowest cost that each solver has found, over the seconds of its search."""
+"""Draw a comparison of solvers: the best plan that each solver has found, over the seconds of its search."""
 
 from collections.abc import Mapping, Sequence
 
 from decentral.view.canvas import DIM, picture
 
 
-def draw_comparison(records: Mapping[str, Sequence[tuple[float, float]]], file: str) -> None:
+def draw_comparison(records: Mapping[str, Sequence[tuple[float, float]]], file: str, unit: str) -> None:
     """Draw a line for each solver into a file.
 
     Args:
-        records: For each solver, points (seconds of search, lowest cost so far in seconds). A layout that is not the
-            result of a search has one point.
+        records: For each solver, points (seconds of search, best value so far). A plan that is not the result of a
+            search has one point.
         file: Path of the picture.
+        unit: Unit of the values: `s`, the communication of a step, or `tokens/s`.
 
     Raises:
         UserError: If matplotlib is not installed, or the file cannot be written.
@@ -23,13 +24,15 @@ def draw_comparison(records: Mapping[str, Sequence[tuple[float, float]]], file: 
         for name, record in records.items():
             seconds, costs = zip(*record, (end, record[-1][1]), strict=True)
             (line,) = axes.step(seconds, costs, where="post", linestyle="--" if len(record) == 1 else "-")
-            names.append((record[-1][1], f"{name}  {record[-1][1]:.4g} s", line.get_color()))
+            names.append((record[-1][1], f"{name}  {record[-1][1]:.4g} {unit}", line.get_color()))
         low, high = axes.get_ylim()
         last = low - 1.0
         for cost, text, colour in sorted(names):
             last = max(cost, last + 0.045 * (high - low))
             axes.text(end * 1.01, last, text, color=colour, fontsize=9, va="center")
-        axes.set(xlim=(0, end), xlabel="seconds of search", ylabel="communication of a step, s")
+        axes.set(
+            xlim=(0, end), xlabel="seconds of search", ylabel="communication of a step, s" if unit == "s" else unit
+        )
         axes.set_title(
             "The best plan of each solver so far; dashed: layouts that a person would draw",
             fontsize=11,

@@ -4,7 +4,7 @@ Start reading at `throughput_plan`. A plan's throughput can be compared with two
 always compute, and links cost nothing), and the throughput of equal spans that are placed at random.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,8 +15,9 @@ from decentral.core.errors import UserError
 from decentral.core.strict_json import JsonObject
 from decentral.core.units import readable_number
 from decentral.scheduler.partners import mixing
-from decentral.scheduler.throughput import feasibility, layer_costs, max_flow, milp, routes, span_search
+from decentral.scheduler.throughput import feasibility, layer_costs, max_flow, routes, solvers, span_search
 from decentral.scheduler.throughput.layer_costs import LayerCosts
+from decentral.scheduler.throughput.span_search import FlowProblem
 from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.plan import ThroughputPlan
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
@@ -44,7 +45,7 @@ def throughput_plan(
     Args:
         topology: The swarm's devices and links.
         config: The run's config, which describes the model.
-        solver: A name in THROUGHPUT_SOLVERS.
+        solver: A name in `solvers.THROUGHPUT_SOLVERS`.
         seed: Seed of all random choices.
         budget: Limit of everything: the search for spans, that for gossip partners, and the baseline.
         holders: Smallest number of peers that must hold each layer.
@@ -57,7 +58,10 @@ def throughput_plan(
     """
     start = budget.clock()
     costs = layer_costs.of_model(topology, config, holders, utilisation)
-    chosen = _solve(costs, regions_of(topology), solver, seed, budget.part(SEARCH_SHARE).less(budget.clock() - start))
+    region_N = regions_of(topology)
+    bound = FlowProblem(costs, region_N).bound()
+    rest = budget.part(SEARCH_SHARE).less(budget.clock() - start)
+    chosen = solvers.solved(costs, region_N, solver, seed, rest)
     if not costs.valid(chosen):
         raise UserError(f"--holders {holders}: found no plan where so many peers hold each layer; add memory or peers")
     solving = budget.clock()
@@ -78,7 +82,7 @@ def throughput_plan(
         solver=solver,
         seed=seed,
         seconds=round(budget.clock() - start, 3),
-        throughput={"tokens_per_s": tokens_per_s, "bound": costs.compute_bound()},
+        throughput={"tokens_per_s": tokens_per_s, "bound": bound},
         planned_for={
             "model": config.name,
             "parameters": int(sum(config.model.layer_parameters)),
@@ -101,41 +105,6 @@ def throughput_plan(
         use={kind: use.share for kind, use in used.items()},
         reason=stays + _reason(plan, costs, chosen, found) + _most_used(used),
     )
-
-
-def _solve(costs: LayerCosts, region_N: Ints, solver: str, seed: int, budget: SearchBudget) -> Ints:
-    """Return the spans that the solver of this name finds; raise UserError if there is no such solver."""
-    rng = chance.arrays(seed, "spans", solver)
-    if solver not in THROUGHPUT_SOLVERS:
-        known = ", ".join(THROUGHPUT_SOLVERS)
-        raise UserError(f"--solver {solver} is unknown: --objective throughput expects one of {known}")
-    return THROUGHPUT_SOLVERS[solver](costs, region_N, budget, rng)
-
-
-def _exact(costs: LayerCosts, region_N: Ints, budget: SearchBudget, rng: np.random.Generator) -> Ints:
-    found = milp.best_spans(costs, budget.seconds) if milp.options(costs) <= 2_000 else None
-    if found is None:
-        raise UserError(
-            "--solver exact is for at most about 6 peers with 8 layers; it found no plan for "
-            f"{costs.peers} peers with {costs.layers} layers: use --solver genetic"
-        )
-    return found
-
-
-def _flow(costs: LayerCosts, region_N: Ints, budget: SearchBudget, rng: np.random.Generator) -> Ints:
-    """Return the spans of the best chain from which `span_search.search` would start, without a search."""
-    chains = [span_search.chains(costs, groups, rng) for groups in span_search.groupings(costs, region_N)]
-    valid = [spans for spans in chains if costs.valid(spans)]
-    valid = valid or [span_search.repaired(costs, span_search.fill(costs, rng))]
-    return max(valid, key=lambda spans: max_flow.maximum(costs, spans).tokens_per_s)
-
-
-THROUGHPUT_SOLVERS: dict[str, Callable[[LayerCosts, Ints, SearchBudget, np.random.Generator], Ints]] = {
-    "genetic": span_search.search,
-    "exact": _exact,
-    "flow": _flow,
-    "random": lambda costs, region_N, budget, rng: span_search.equal_random(costs, rng),
-}
 
 
 def random_throughput(costs: LayerCosts, seed: int, budget: SearchBudget, longest_s: float = 0.0) -> float | None:

@@ -168,5 +168,5 @@ def test_a_picture_that_cannot_be_written_is_one_clear_line(
 
 def test_solvers_are_compared_with_their_names_and_what_they_found(tmp_path: Path) -> None:
     records = {"genetic": [(0.1, 5.0), (1.0, 3.44)], "region-pipeline": [(0.0, 4.0)]}
-    draw_comparison(records, str(tmp_path / "all.svg"))
+    draw_comparison(records, str(tmp_path / "all.svg"), "s")
     assert {"genetic  3.44 s", "region-pipeline  4 s"} <= set(texts(tmp_path / "all.svg"))

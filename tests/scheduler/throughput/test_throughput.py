@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.scheduler.partners import mixing
+from decentral.scheduler.spans import moves
 from decentral.scheduler.throughput import link_limits, max_flow, milp, routes, span_search
 from decentral.scheduler.throughput import plan as throughput_plan
 from decentral.scheduler.throughput.layer_costs import LayerCosts
+from decentral.scheduler.throughput.span_search import FlowProblem
 from decentral.scheduler.topology import topology
 from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.search_budget import SearchBudget
@@ -39,6 +41,11 @@ def small(seed: int, peers: int = 4, layers: int = 5) -> LayerCosts:
 
 def regions(costs: LayerCosts) -> Ints:
     return np.arange(costs.peers) % 2
+
+
+def some_spans(costs: LayerCosts, seed: int) -> Ints:
+    problem = FlowProblem(costs, regions(costs))
+    return problem.repaired(moves.filled(problem, np.random.default_rng(seed)))
 
 
 @pytest.mark.parametrize("seed", [0, 2, 3, 5])
@@ -82,7 +89,7 @@ def test_a_flow_that_would_end_too_late_is_not_begun(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("seed", range(4))
 def test_a_flow_obeys_time_links_and_conservation(seed: int) -> None:
     costs = small(seed, peers=6)
-    chosen = span_search.repaired(costs, span_search.fill(costs, np.random.default_rng(seed)))
+    chosen = some_spans(costs, seed)
     found = max_flow.maximum(costs, chosen)
     holds = max_flow.held(costs, chosen)
     assert (found.idle_N > -1e-6).all()
@@ -99,7 +106,7 @@ def test_a_flow_obeys_time_links_and_conservation(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_routes_carry_the_flow_through_every_layer_in_order(seed: int) -> None:
     costs = small(seed, peers=6)
-    chosen = span_search.repaired(costs, span_search.fill(costs, np.random.default_rng(seed)))
+    chosen = some_spans(costs, seed)
     found = max_flow.maximum(costs, chosen)
     paths = routes.routes(found)
     assert sum(share for share, _ in paths) == pytest.approx(1.0, abs=1e-6)

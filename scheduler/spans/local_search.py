@@ -1,0 +1,36 @@
+"""Search spans by moves of single peers, each accepted if the throughput does not fall. Start at `search`."""
+
+import numpy as np
+
+from decentral.scheduler.spans.moves import filled, mutated
+from decentral.scheduler.spans.trials import SLIGHTLY, Candidate, Trials
+from decentral.scheduler.topology.arrays import Ints
+
+PATIENCE = 12  # after this many moves per peer without gain, the search begins elsewhere
+KEPT_SHARE = 0.7  # share of the peers that keep their span when the search begins elsewhere
+
+
+def search(trials: Trials, starts: list[Ints]) -> None:
+    """Climb from the best start, and then from mixtures of random spans with the best spans, until the budget ends."""
+    problem, rng = trials.problem, trials.rng
+    peers = len(problem.reach_NL)
+    here = max(trials.begun(starts), key=lambda one: one.value)
+    while trials.goes_on():
+        best = climbed(trials, here, PATIENCE * peers)
+        best = best if trials.best is None else trials.best
+        spans_N2 = filled(problem, rng)
+        if rng.random() < 0.5:
+            spans_N2 = np.where((rng.random(peers) < KEPT_SHARE)[:, None], best.spans_N2, spans_N2)
+        if trials.goes_on():
+            here = trials.evaluated(problem.repaired(spans_N2))
+
+
+def climbed(trials: Trials, here: Candidate, patience: int) -> Candidate:
+    """Return what moves from `here` lead to, until `patience` moves in a row gain nothing, or the budget ends."""
+    stuck = 0
+    while stuck < patience and trials.goes_on():
+        child = trials.evaluated(mutated(trials.problem, here.spans_N2, here.found, trials.rng))
+        stuck = 0 if child.value > here.value * (1 + SLIGHTLY) else stuck + 1
+        if child.value > here.value * (1 - SLIGHTLY):  # spans that are equally good are accepted, too
+            here = child
+    return here

@@ -1,0 +1,77 @@
+"""What every search for spans needs to know of its problem: `SpanProblem`.
+
+A span is the layers [first, last) of a peer. Arrays of spans are N x 2 integers; (0, 0) is a peer without layers.
+Values and supplies are tokens/s.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from decentral.scheduler.topology.arrays import Floats, Ints
+
+SHARPNESS = 12.0  # exponent of `soft_minimum`; 6 and 24 reached less throughput on random cases of 19 to 43 peers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpanValue:
+    """The throughput that spans reach, and hints for a search: who waits, and for which layers."""
+
+    value: float  # tokens/s
+    idle_N: Floats  # share of each peer's time without work, 0 to 1
+    price_L: Floats  # how scarce each layer is, in any unit
+
+
+class SpanProblem(Protocol):
+    """Which spans N peers may hold of L layers, and how many tokens/s the swarm then trains."""
+
+    @property
+    def reach_NL(self) -> Ints:
+        """Return the end of each peer's longest span from each layer; the layer itself if the peer cannot hold it.
+
+        All shorter spans from that layer are allowed, too.
+        """
+
+    def supply(self, peer: int, first: int, last: int) -> float:
+        """Return the tokens/s of a peer that always computes layers [first, last)."""
+
+    def evaluate(self, spans_N2: Ints) -> SpanValue:
+        """Return the throughput of spans, by a maximum flow."""
+
+    def guide(self, spans_N2: Ints, smooth: float) -> float:
+        """Return an estimate of the throughput, in tokens/s, that takes microseconds. Annealing climbs it.
+
+        Args:
+            spans_N2: The spans.
+            smooth: Weight, 0 to 1, of the layers' `soft_minimum`; the throughput or a hard estimate has the rest.
+        """
+
+    def valid(self, spans_N2: Ints) -> bool:
+        """Return whether the peers may hold these spans, and each layer has as many holders as it needs."""
+
+    def repaired(self, spans_N2: Ints) -> Ints:
+        """Return valid spans that are as near to these as a simple rule finds; the rule may fail."""
+
+    def bound(self) -> float:
+        """Return tokens/s that no spans exceed."""
+
+    def starts(self, rng: np.random.Generator) -> list[Ints]:
+        """Return spans from which a search may begin, the most promising first."""
+
+    def exact(self, seconds: float) -> Ints | None:
+        """Return the optimal spans; None if the problem is too large or the solver finds none in time."""
+
+
+def soft_minimum(supply_L: Floats) -> float:
+    """Return a power mean of the layers' supplies, which nearly equals the smallest, and grows with every supply.
+
+    A swarm trains no more tokens/s than its scarcest layer supplies. Most moves of one peer do not change that minimum,
+    so a search that climbs the minimum stands still; the mean tells it which moves help later.
+
+    Args:
+        supply_L: (layers,) tokens/s, above 0.
+    """
+    least = float(supply_L.min())
+    mean = float(np.add.reduce((least / supply_L) ** SHARPNESS)) / len(supply_L)
+    return float(least * mean ** (-1 / SHARPNESS))

@@ -1,0 +1,85 @@
+"""Evaluate spans within a budget: `Trials`, the state that all searches for spans share."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from decentral.scheduler.spans.problem import SpanProblem, SpanValue
+from decentral.scheduler.topology.arrays import Ints
+from decentral.scheduler.topology.search_budget import SearchProgress
+
+SLIGHTLY = 1e-9  # values that differ by a smaller share than this count as equal
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """Spans and what they reach. Spans that are not valid have the value -inf."""
+
+    spans_N2: Ints
+    found: SpanValue
+
+    @property
+    def value(self) -> float:
+        """Return the throughput, in tokens/s."""
+        return self.found.value
+
+
+@dataclass(slots=True)
+class Trials:
+    """Counts evaluations against a budget, and keeps the best spans. Each evaluation is one round of the budget."""
+
+    problem: SpanProblem
+    progress: SearchProgress
+    rng: np.random.Generator
+    best: Candidate | None = None
+    steps: int = 0  # moves that annealing has tried
+    annealings: int = 0  # numbers given to annealings so far
+    longest_s: float = 0.0  # longest time that one evaluation has taken; a search ends early enough for one more
+
+    def goes_on(self) -> bool:
+        """Return whether another evaluation may begin: the budget allows it, and the bound is not reached yet."""
+        done = self.best is not None and self.best.value >= self.problem.bound() * (1 - SLIGHTLY)
+        return not done and self.progress.goes_on(self.longest_s)
+
+    def begun(self, starts: list[Ints]) -> list[Candidate]:
+        """Return as many of these spans with their evaluations as the budget allows, but at least one."""
+        found: list[Candidate] = []
+        for spans_N2 in starts:
+            if not found or self.goes_on():
+                found.append(self.evaluated(spans_N2))
+        return found
+
+    def evaluated(self, spans_N2: Ints) -> Candidate:
+        """Return the spans with their evaluation; count it as a round."""
+        begin = self.progress.seconds()
+        candidate = Candidate(spans_N2, self._evaluation(spans_N2))
+        self.longest_s = max(self.longest_s, self.progress.seconds() - begin)
+        if self.best is None or candidate.value > self.best.value:
+            self.best = candidate
+        self.progress.report(-self.best.value)
+        return candidate
+
+    def affordable(self, steps: int, chunk: int) -> int:
+        """Return the number of annealing's moves that the budget allows, `steps` at most, of `chunk` moves a round."""
+        budget, used_s = self.progress.budget, self.progress.seconds()
+        allowed = min(float(steps), chunk * (budget.rounds - self.progress.rounds))
+        if self.steps and used_s > 0:
+            allowed = min(allowed, (budget.seconds - used_s - 3 * self.longest_s) * self.steps / used_s)
+        return max(chunk, int(allowed))
+
+    def next_annealing(self) -> int:
+        """Return the number of the annealing that begins, counted from 0."""
+        self.annealings += 1
+        return self.annealings - 1
+
+    def worked(self, steps: int) -> None:
+        """Count a round of so many moves of annealing."""
+        assert self.best is not None, "a search evaluates its starts before it anneals"
+        self.steps += steps
+        self.progress.report(-self.best.value)
+
+    def _evaluation(self, spans_N2: Ints) -> SpanValue:
+        if self.problem.valid(spans_N2):
+            return self.problem.evaluate(spans_N2)
+        peers, layers = self.problem.reach_NL.shape
+        return SpanValue(-np.inf, np.ones(peers), np.ones(layers))
