@@ -103,6 +103,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "core": "compiled",
     },
     "scipy": {
+        "scheduler.sync": "step_needs",
         "scheduler.partners": "mixing",
         "scheduler.throughput": "max_flow milp routing",
     },
