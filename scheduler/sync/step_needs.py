@@ -91,7 +91,7 @@ def compute_seconds(workload: Workload, flops: float) -> float:
     stages, _ = pair(workload)
     device_flops = TRAINING_FLOPS * stage_parameters(workload) * replica_tokens(workload)
     bubble = (stages - 1) / (MICRO_BATCHES * stages)
-    return device_flops / (UTILISATION * flops) * (1 + bubble)
+    return float(device_flops / (UTILISATION * flops) * (1 + bubble))
 
 
 def memory_N(topology: Topology) -> Floats:
