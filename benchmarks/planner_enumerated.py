@@ -2,9 +2,9 @@
 
     step          = computation + data parallel + pipeline, in seconds
     computation   = 6 * parameters / S * tokens / R / (0.4 * FLOP/s of the slowest device) * (5 S - 1) / (4 S)
-    data parallel = max over devices of the sum over the other devices of its stage of 2 (delay + gradient / S / (R rate))
+    data parallel = max over devices, of the sum over the others in its stage, of 2 (delay + gradient / S / (R rate))
     pipeline      = 2 * sum over boundaries of the least, over matchings, of the largest delay + activation / R / rate
-    memory        : 16 bytes a parameter of the stage, and a quarter of its activations
+    bytes         = 16 a parameter of the stage, and a quarter of its activations
 
 A link's two directions count with the mean of their seconds. Parameters are gradient bytes / 4; tokens are the
 workload's, or activation bytes / 8,096. Nothing of the planner's cost code is used, so that both can be compared.
@@ -75,7 +75,9 @@ def _best_of(
 
 def _seconds(swarm: Topology, a: int, b: int, size: float, delays: int) -> float:
     """Mean over both directions of the seconds for `size` bytes and so many delays."""
-    return sum(delays * float(swarm.delay_s[i, j]) + size / float(swarm.bandwidth[i, j]) for i, j in ((a, b), (b, a))) / 2
+    return (
+        sum(delays * float(swarm.delay_s[i, j]) + size / float(swarm.bandwidth[i, j]) for i, j in ((a, b), (b, a))) / 2
+    )
 
 
 def _partitions(peers: list[int], size: int) -> Iterator[Stages]:
@@ -90,7 +92,7 @@ def _partitions(peers: list[int], size: int) -> Iterator[Stages]:
 
 
 def random_swarm(rng: np.random.Generator, most: int = 8) -> Topology:
-    """Half of `most` to `most` unequal devices in three cities, some behind slow links, and a model that few or none hold alone."""
+    """Unequal devices in three cities, at most `most`, some behind slow links; few or none can hold the model alone."""
     peers = []
     for number in range(int(rng.integers(most // 2, most + 1))):
         memory, tflops = CARDS[int(rng.integers(len(CARDS)))]

@@ -25,6 +25,7 @@ from decentral.scheduler.topology.topology import Topology, Workload, regions_of
 LEAST_USED = 0.8  # if speeds are not known, pairs that use a smaller share of the peers are a last resort
 MOST_SPEEDS = 8  # sets of peers that are tried for a pair, each with a lower least speed
 LOOKS = 0.3  # share of a budget in which candidates get only a first look: the cost of hand-drawn layouts
+COARSE = frozenset(size << power for size in (2, 3) for power in range(12)) | {1}
 LEAST_LOOKS = 8  # so many candidates are looked at even if their bounds exclude them, so that a plan can name others
 TRIALS = ((64, 0.3), (8, 0.4))  # then so many of the best candidates share this part of the budget for a search
 
@@ -152,12 +153,18 @@ class _Search:
         return min((step for step, _ in self.found.values()), default=np.inf)
 
     def look(self, budget: SearchBudget) -> None:
-        """Note the cost of hand-drawn layouts for each candidate whose bound does not exclude it."""
+        """Note the cost of hand-drawn layouts for each candidate whose bound does not exclude it.
+
+        Pairs of COARSE numbers come first, so that a large swarm's few looks differ.
+        """
         progress = SearchProgress(budget, np.inf)
-        for number, candidate in enumerate(self.ordered):
-            excluded = number >= LEAST_LOOKS and candidate.bound_s >= self.best
-            if excluded or (self.found and progress.late()):
+        coarse = [number for number, one in enumerate(self.ordered) if COARSE.issuperset(pair(one.workload))]
+        for number in dict.fromkeys([*coarse, *range(len(self.ordered))]):
+            candidate = self.ordered[number]
+            if self.found and progress.late():
                 break
+            if len(self.found) >= LEAST_LOOKS and candidate.bound_s >= self.best:
+                continue
             problem, rng = candidate.problem(self.topology), self._rng(candidate)
             starts = evolve.starts(problem, candidate.region(self.topology), rng)
             costs = [local_search.total(local_search.initial_state(problem, slots.copy())) for slots in starts]
