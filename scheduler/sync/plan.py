@@ -128,6 +128,7 @@ def solver_records(topology: Topology, seed: int, seconds: float, clock: Callabl
     for name, solver in SYNC_SOLVERS.items():
         if not solver.compared or not solver.takes(problem):
             continue
+        _compile(name)
         begin, record = clock(), Record()
 
         def note(_fraction: float, best: float, record: Record = record, begin: float = begin) -> None:

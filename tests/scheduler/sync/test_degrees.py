@@ -80,7 +80,7 @@ def test_seven_peers_are_not_stretched_over_a_slow_link() -> None:
 
 def test_without_speeds_nearly_all_peers_are_used_at_the_least_communication() -> None:
     plan = planned(seven())
-    assert plan.cost["total"] == pytest.approx(235.1, abs=0.1)
+    assert plan.cost["total"] == pytest.approx(234.75, abs=0.01)
     assert (len(plan.stages), len(plan.pipelines), len(plan.left_out)) == (2, 3, 1)
     assert "step" not in plan.cost
 
@@ -91,10 +91,7 @@ def test_a_model_that_no_division_fits_into_memory_is_refused() -> None:
 
 
 def test_a_fixed_plan_avoids_a_device_that_cannot_hold_its_stage() -> None:
-    peers = [
-        {**A100, "id": name, "region": "here", "memory_gb": gb}
-        for name, gb in zip("abcd", (40, 6, 40, 40), strict=True)
-    ]
+    peers = [{**A100, "id": name, "region": "here", "memory_gb": 6 if name == "b" else 40} for name in "abcd"]
     swarm: Tree = {"peers": peers, "inside": {"delay_ms": 1, "bandwidth_gbps": 10}}
     load = {"stages": 3, "replicas": 1, "gradient_gbytes": 4}
     plan = planned(topology.parse({**swarm, "workload": load}))
@@ -124,7 +121,7 @@ def test_a_fixed_plan_that_needs_both_parts_of_a_cut_swarm_is_refused() -> None:
             "workload": {"stages": 1, "replicas": 4},
         }
     )
-    with pytest.raises(UserError, match="need 4 peers; links too slow .* into parts of at most 2"):
+    with pytest.raises(UserError, match=r"need 4 peers; links too slow .* into parts of at most 2"):
         planned(swarm)
 
 
