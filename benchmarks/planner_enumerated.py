@@ -1,7 +1,7 @@
 """The shortest synchronous step of a small swarm, by enumeration: every set of peers, stages, and order of these.
 
     step          = computation + data parallel + pipeline, in seconds
-    computation   = 6 * parameters / S * tokens / R / (0.4 * FLOP/s of the slowest device) * (5 S - 1) / (4 S)
+    computation   = 6 * parameters / S * tokens / R / (0.35 * FLOP/s of the slowest device) * (5 S - 1) / (4 S)
     data parallel = max over devices, of the sum over the others in its stage, of 2 (delay + gradient / S / (R rate))
     pipeline      = 2 * sum over boundaries of the least, over matchings, of the largest delay + activation / R / rate
     bytes         = 16 a parameter of the stage, and a quarter of its activations
@@ -46,7 +46,7 @@ def _best_of(
         return float("inf"), []
     tokens = workload.tokens or workload.activation_gbytes * 1e9 / 8096
     slowest = min(float(swarm.flops[peer]) for peer in peers)
-    computation = 6 * gradient / 4 * tokens / replicas / (0.4 * slowest) * (5 * stages - 1) / (4 * stages)
+    computation = 6 * gradient / 4 * tokens / replicas / (0.35 * slowest) * (5 * stages - 1) / (4 * stages)
     step, layout = best, Stages()
     if computation >= best:
         return float("inf"), []

@@ -119,8 +119,10 @@ def _plan(topology: Topology, config: Config | None, options: argparse.Namespace
         )
         if objective == "sync":
             from decentral.scheduler.sync.plan import sync_plan
+            from decentral.scheduler.sync.step_needs import UTILISATION
 
-            return sync_plan(topology, options.solver, options.seed, budget)
+            utilisation = UTILISATION if options.join is None else 1.0  # a live swarm measures its FLOP/s in training
+            return sync_plan(topology, options.solver, options.seed, budget, utilisation)
         from decentral.scheduler.throughput.plan import throughput_plan
 
         if options.model or config is None:

@@ -74,6 +74,8 @@ class Choice:
 def choose(topology: Topology, seed: int, budget: SearchBudget) -> Choice:
     """Return the best pair of stages and replicas that is found within the budget, and the peers to choose of.
 
+    `topology.flops` are the FLOP/s that training reaches.
+
     Raises:
         UserError: If no pair fits the swarm's peers, links and memory.
     """

@@ -18,7 +18,12 @@ MOST_NAMED = 3  # a reason names at most so many peers that are left out for the
 
 
 def reason(
-    topology: Topology, choice: Choice, peers_SR: Ints, cost: Mapping[str, float], left_out: Mapping[str, str]
+    topology: Topology,
+    choice: Choice,
+    peers_SR: Ints,
+    cost: Mapping[str, float],
+    left_out: Mapping[str, str],
+    utilisation: float,
 ) -> str:
     """Return one paragraph that explains a plan.
 
@@ -28,9 +33,10 @@ def reason(
         peers_SR: The plan: indices of peers; a row is a stage, a column is a pipeline.
         cost: The plan's seconds, as in SyncPlan.
         left_out: Peer id -> why it is left out.
+        utilisation: Share of the topology's FLOP/s that training was assumed to reach.
     """
-    sentences = [*_step(topology, choice, peers_SR, cost), *_cut(choice), *_left(left_out), *_model(topology, choice)]
-    return " ".join(sentences)
+    sentences = [*_step(topology, choice, peers_SR, cost), *_cut(choice), *_left(left_out)]
+    return " ".join([*sentences, *_model(topology, choice, utilisation)])
 
 
 def left_out(topology: Topology, choice: Choice, peers_SR: Ints) -> dict[str, str]:
@@ -93,14 +99,14 @@ def _left(left_out: Mapping[str, str]) -> Iterator[str]:
         yield f"Left out: {', '.join(peers[:MOST_NAMED])}{more}: {why}."
 
 
-def _model(topology: Topology, choice: Choice) -> Iterator[str]:
+def _model(topology: Topology, choice: Choice, utilisation: float) -> Iterator[str]:
     """Yield sentences about the model, the batch and the devices that were assumed."""
     workload = choice.candidate.workload
     if speeds_known(topology):
         yield (
             f"Planned for {readable_number(step_needs.parameters(workload))} parameters, each with 4 bytes of gradient "
             f"and 16 of state, {readable_number(step_needs.tokens(workload))} tokens a step, and devices that reach "
-            f"{step_needs.UTILISATION:.0%} of their tflops."
+            f"{utilisation:.0%} of their tflops."
         )
     elif choice.steps:
         yield (

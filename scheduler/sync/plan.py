@@ -9,7 +9,7 @@ for the pair (stages, replicas) with the shortest step, which includes computati
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -54,7 +54,9 @@ SYNC_SOLVERS = {
 }
 
 
-def sync_plan(topology: Topology, solver: str, seed: int, budget: SearchBudget) -> SyncPlan:
+def sync_plan(
+    topology: Topology, solver: str, seed: int, budget: SearchBudget, utilisation: float = step_needs.UTILISATION
+) -> SyncPlan:
     """Return the plan with the shortest step that a solver finds within the budget.
 
     The time to compile the solver does not count against the budget.
@@ -64,6 +66,7 @@ def sync_plan(topology: Topology, solver: str, seed: int, budget: SearchBudget) 
         solver: A name in SYNC_SOLVERS or `layouts.HAND`.
         seed: Seed of all random choices.
         budget: Limits of the search.
+        utilisation: Share of the topology's FLOP/s that training reaches; 1 if the FLOP/s were measured in training.
 
     Raises:
         UserError: If the solver is unknown, no plan fits the peers' number, memory and links, or the solver cannot take
@@ -71,7 +74,8 @@ def sync_plan(topology: Topology, solver: str, seed: int, budget: SearchBudget) 
     """
     _compile(solver)
     progress = SearchProgress(budget, np.inf)
-    choice = degrees.choose(topology, seed, budget.part(DEGREES_SHARE))
+    reached_N = utilisation * topology.flops
+    choice = degrees.choose(replace(topology, flops=reached_N), seed, budget.part(DEGREES_SHARE))
     problem, region_N = choice.candidate.problem(topology), choice.candidate.region(topology)
     between = progress.seconds()
     baselines = hand_costs(problem, region_N, seed, budget.part(HAND_SHARE))
@@ -83,9 +87,10 @@ def sync_plan(topology: Topology, solver: str, seed: int, budget: SearchBudget) 
     peers_SR = choice.candidate.members[layout.stages_SR]
     cost = {"total": layout.cost.total} | asdict(layout.cost)
     if degrees.speeds_known(topology):
-        compute = step_needs.compute_seconds(choice.candidate.workload, float(topology.flops[peers_SR].min()))
+        compute = step_needs.compute_seconds(choice.candidate.workload, float(reached_N[peers_SR].min()))
         cost |= {"compute": compute, "step": cost["total"] + compute}
     left_out = explain.left_out(topology, choice, peers_SR)
+    reason = explain.reason(topology, choice, peers_SR, cost, left_out, utilisation)
     return SyncPlan(
         solver=solver,
         seed=seed,
@@ -96,7 +101,7 @@ def sync_plan(topology: Topology, solver: str, seed: int, budget: SearchBudget) 
         left_out=left_out,
         degrees=choice.steps,
         baselines=baselines,
-        reason=f"{explain.reason(topology, choice, peers_SR, cost, left_out)} {_against(layout, baselines, solver)}",
+        reason=f"{reason} {_against(layout, baselines, solver)}".strip(),
         digest=topology.digest(),
     )
 
@@ -121,7 +126,8 @@ def solver_records(topology: Topology, seed: int, seconds: float, clock: Callabl
     leaves this pair open, its choice takes another part.
     """
     parts = 1 + sum(solver.compared for solver in SYNC_SOLVERS.values())
-    choice = degrees.choose(topology, seed, SearchBudget(seconds / parts, clock=clock))
+    reached = replace(topology, flops=step_needs.UTILISATION * topology.flops)
+    choice = degrees.choose(reached, seed, SearchBudget(seconds / parts, clock=clock))
     problem, region_N = choice.candidate.problem(topology), choice.candidate.region(topology)
     hand = hand_costs(problem, region_N, seed, SearchBudget(HAND_SHARE * seconds / parts, clock=clock))
     found: dict[str, Record] = {name: [(0.0, cost)] for name, cost in hand.items()}

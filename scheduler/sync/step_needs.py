@@ -5,7 +5,7 @@ All functions take a divided workload: the gigabytes of one stage and of one rep
     bytes   = 4 * gradient bytes + activation bytes / 4     weights, gradients and two moments of AdamW; and the
                                                             inputs of the stage's micro-batches in flight
     FLOPs   = 6 * parameters * tokens                       forward and backward of a stage for one replica's tokens
-    seconds = FLOPs / (0.4 * FLOP/s) * (M + S - 1) / M      of the slowest device, for which all S stages wait;
+    seconds = FLOPs / FLOP/s * (M + S - 1) / M              of the slowest device, for which all S stages wait;
                                                             M = 4 S micro-batches
 
 A gradient has 4 bytes, as in the published cases (arXiv 2206.01288). Fill and drain of a pipeline are those of GPipe
@@ -26,7 +26,7 @@ GRADIENT_BYTES = 4.0
 STATE_RATIO = 4.0  # bytes of a stage's state, for each byte of its gradients
 TOKEN_BYTES = 8096.0  # activations of a token between stages: 2,024 channels of 4 bytes, as in the published cases
 TRAINING_FLOPS = 6.0  # for each parameter and token (arXiv 2001.08361)
-UTILISATION = 0.4  # part of `tflops` that training reaches; large clusters reach 0.44 to 0.52 (arXiv 2104.04473)
+UTILISATION = 0.35  # share of peak FLOP/s that training reaches: 1 B parameters on an H200 (docs/results/gpu.md)
 MICRO_BATCHES = 4  # for each stage of a pipeline
 SLOWEST_TRANSFER_S = 3600.0  # a link on which every transfer of a step takes longer is of no use
 
@@ -87,11 +87,11 @@ def stage_bytes(workload: Workload) -> float:
 
 
 def compute_seconds(workload: Workload, flops: float) -> float:
-    """Return the seconds of a step's computation if the slowest device has `flops` FLOP/s by its data sheet."""
+    """Return the seconds of a step's computation if the slowest device reaches `flops` FLOP/s."""
     stages, _ = pair(workload)
     device_flops = TRAINING_FLOPS * stage_parameters(workload) * replica_tokens(workload)
     bubble = (stages - 1) / (MICRO_BATCHES * stages)
-    return float(device_flops / (UTILISATION * flops) * (1 + bubble))
+    return float(device_flops / flops * (1 + bubble))
 
 
 def memory_N(topology: Topology) -> Floats:

@@ -129,7 +129,7 @@ def test_one_peer_is_planned_alone_where_no_link_pays_and_the_next_best_is_named
     plan = planned(topology.load("ten-cities"))
     assert len(plan.stages) == len(plan.pipelines) == 1
     assert len(plan.left_out) == 9
-    assert "alone takes 1.267 s a step; with more peers the best found is 1x2" in plan.reason
+    assert "alone takes 1.448 s a step; with more peers the best found is 1x2" in plan.reason
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -156,7 +156,7 @@ def test_no_layout_costs_less_than_its_pair_s_bound() -> None:
 def test_computation_waits_for_the_slowest_device_and_for_the_pipeline_to_fill() -> None:
     whole = Workload(None, None, gradient_gbytes=4, activation_gbytes=1, tokens=1e6)
     one = step_needs.compute_seconds(step_needs.divided(whole, 1, 1), 1e14)
-    assert one == pytest.approx(6 * 1e9 * 1e6 / 0.4e14)
+    assert one == pytest.approx(6 * 1e9 * 1e6 / 1e14)
     assert step_needs.compute_seconds(step_needs.divided(whole, 1, 4), 1e14) == pytest.approx(one / 4)
     assert step_needs.compute_seconds(step_needs.divided(whole, 4, 1), 1e14) == pytest.approx(one / 4 * 19 / 16)
 
