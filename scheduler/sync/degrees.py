@@ -27,7 +27,7 @@ MOST_SPEEDS = 8  # sets of peers that are tried for a pair, each with a lower le
 LOOKS = 0.3  # share of a budget in which candidates get only a first look: the cost of hand-drawn layouts
 COARSE = frozenset(size << power for size in (2, 3) for power in range(12)) | {1}
 LEAST_LOOKS = 8  # so many candidates are looked at even if their bounds exclude them, so that a plan can name others
-TRIALS = ((64, 0.3), (8, 0.4))  # then so many of the best candidates share this part of the budget for a search
+SEARCHES = ((64, 0.3), (8, 0.4))  # then so many of the best candidates share this part of the budget for a search
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,7 +86,7 @@ def choose(topology: Topology, seed: int, budget: SearchBudget) -> Choice:
     search = _Search(topology, ordered, seed)
     budget = budget.less(budget.clock() - begin)
     search.look(budget.part(LOOKS))
-    for most, share in TRIALS:
+    for most, share in SEARCHES:
         search.improve(most, budget.part(share))
     number, (_, slots) = min(search.found.items(), key=lambda item: item[1][0])
     steps: dict[str, float] = {}

@@ -14,7 +14,7 @@ from decentral.scheduler.sync.degrees import LEAST_USED, Choice, speeds_known
 from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.topology import GBIT, Topology
 
-MOST_NAMED = 3  # a reason names at most so many peers that are left out for the same cause
+MOST_LEFT_NAMED = 3  # a reason names at most so many peers that are left out for the same cause
 
 
 def reason(
@@ -95,8 +95,8 @@ def _left(left_out: Mapping[str, str]) -> Iterator[str]:
     """Yield sentences about the peers that are left out, one for each cause."""
     for why in dict.fromkeys(left_out.values()):
         peers = [peer for peer, cause in left_out.items() if cause == why]
-        more = f" and {len(peers) - MOST_NAMED} more" if len(peers) > MOST_NAMED else ""
-        yield f"Left out: {', '.join(peers[:MOST_NAMED])}{more}: {why}."
+        more = f" and {len(peers) - MOST_LEFT_NAMED} more" if len(peers) > MOST_LEFT_NAMED else ""
+        yield f"Left out: {', '.join(peers[:MOST_LEFT_NAMED])}{more}: {why}."
 
 
 def _model(topology: Topology, choice: Choice, utilisation: float) -> Iterator[str]:
@@ -120,7 +120,7 @@ def _cut(choice: Choice) -> Iterator[str]:
     sizes = [len(part) for part in choice.parts]
     if len(sizes) > 1:
         number = "two" if len(sizes) == 2 else str(len(sizes))
-        shown = ", ".join(map(str, sizes[:MOST_NAMED])) + (", ..." if len(sizes) > MOST_NAMED else "")
+        shown = ", ".join(map(str, sizes[:MOST_LEFT_NAMED])) + (", ..." if len(sizes) > MOST_LEFT_NAMED else "")
         yield (
             f"Links on which every transfer of a step takes over {step_needs.SLOWEST_TRANSFER_S:.0f} s cut the swarm "
             f"in {number}: parts of {shown} peers; the plan is for one part."
