@@ -58,8 +58,8 @@ KINDS = (("A100", 80.0, 80.0), ("A40", 40.0, 40.0), ("L4", 24.0, 20.0), ("T4", 1
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parts = {"compile": compilation, "check": check, "published": published, "cities": cities, "noisy": noisy_rates,
-             "bound": proof, "large": large, "enumerated": enumerated, "small": small, "unequal": unequal, "gossip": partners,
-             "command": command}  # fmt: skip
+             "bound": proof, "large": large, "enumerated": enumerated, "small": small, "unequal": unequal,
+             "gossip": partners, "command": command}  # fmt: skip
     parser.add_argument("--part", choices=parts, action="append")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
