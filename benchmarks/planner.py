@@ -10,6 +10,7 @@
     bound       whether any layout of 64 devices over ten cities costs less than 0.88 of gcma's (or less than what
                 genetic finds in 10 s, where that is less); the proof may take up to 600 s
     large       1,024 devices for 30 s and 4,096 for 60 s against the best hand layout, and the memory in use
+    sync-enumerated  genetic for 2 s against the enumerated optimum of 4 to 8 peers, some of which may be left out
     small       throughput of up to 6 peers and 8 layers: the default solver against `exact`
     enumerated  throughput of up to 4 peers and 5 layers whose uplinks and links limit it: the default solver and
                 `exact` against all spans
@@ -36,7 +37,7 @@ from importlib.resources import files
 
 import numpy as np
 
-from benchmarks import layout_bound
+from benchmarks import layout_bound, planner_enumerated
 from benchmarks import planner_published as published_code
 from decentral.core import config
 from decentral.core.errors import UserError
@@ -64,8 +65,9 @@ KINDS = (("A100", 80.0, 80.0), ("A40", 40.0, 40.0), ("L4", 24.0, 20.0), ("T4", 1
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parts = {"compile": compilation, "check": check, "published": published, "cities": cities, "noisy": noisy_rates,
-             "bound": proof, "large": large, "small": small, "enumerated": enumerated, "unequal": unequal,
-             "gossip": partners, "solvers": compared, "command": command}  # fmt: skip
+             "bound": proof, "large": large, "sync-enumerated": sync_enumerated, "small": small,
+             "enumerated": enumerated, "unequal": unequal, "gossip": partners, "solvers": compared,
+             "command": command}  # fmt: skip
     parser.add_argument("--part", choices=parts, action="append")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
@@ -170,6 +172,18 @@ def large(seed: int, scale: float) -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         _line("large", peers=count, seed=seed, cost=cost, best_hand=hand, ratio=cost / hand, seconds=used,
               peak_gib=peak)  # fmt: skip
+
+
+def sync_enumerated(seed: int, scale: float) -> None:
+    swarm = planner_enumerated.random_swarm(np.random.default_rng(seed))
+    best, stages = planner_enumerated.best_step(swarm)
+    if not stages:
+        _line("sync-enumerated", seed=seed, peers=len(swarm), fits=False)
+        return
+    plan = sync_plan(swarm, "genetic", seed, SearchBudget(2 * scale, clock=time.process_time))
+    pair = f"{len(plan.stages)}x{len(plan.pipelines)}"
+    _line("sync-enumerated", seed=seed, peers=len(swarm), pair=pair, step_s=plan.cost["step"], optimum_s=best,
+          over_optimum=plan.cost["step"] / best)  # fmt: skip
 
 
 def small(seed: int, scale: float) -> None:

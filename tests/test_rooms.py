@@ -104,6 +104,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "core": "compiled",
     },
     "scipy": {
+        "scheduler.sync": "step_needs",
         "scheduler.partners": "mixing",
         "scheduler.throughput": "bound max_flow milp routing",
     },

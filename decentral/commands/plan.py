@@ -1,6 +1,6 @@
 """python -m decentral.plan: plan which peers hold which layers, and which peers send data to each other.
 
-python -m decentral.plan eight-cities                       least communication of a synchronous step
+python -m decentral.plan eight-cities                       the shortest synchronous step
 python -m decentral.plan swarm.yaml --model default         the asynchronous swarm's throughput
 python -m decentral.plan --join ADDR                        a running swarm, by its peers' own measurements
 python -m decentral.plan spot --solver annealing --json     another solver; the plan as JSON
@@ -39,6 +39,7 @@ from decentral.view.solver_picture import draw_comparison
 
 PLAN_REASON_CHARS = 1000
 ROWS = 32
+MOST_PAIRS = 8  # the best pairs of stages and replicas that are shown
 PLAN_LOOKS = 4  # peers' records are read from the DHT up to this many times, because some may arrive late
 LOOK_PAUSE_S = 0.5
 
@@ -81,7 +82,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--join", metavar="ADDR", help="instead of TOPOLOGY: the address of a peer of a running swarm")
     parser.add_argument("--invite", metavar="FILE", help="with --join: the invitation to a private swarm")
     parser.add_argument("--model", metavar="CONFIG", help="plan the throughput of this run's model")
-    objectives = "sync: least communication of a synchronous step (default); "
+    objectives = "sync: shortest synchronous step (default); "
     objectives += "throughput: most tokens/s of an asynchronous swarm (default with --model or --join)"
     parser.add_argument("--objective", choices=["sync", "throughput"], help=objectives)
     solvers = "genetic, annealing, gcma, exact; for throughput also local, policy, flow; default: genetic"
@@ -131,8 +132,10 @@ def _plan(topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespa
         )
         if objective == "sync":
             from decentral.scheduler.sync.plan import sync_plan
+            from decentral.scheduler.sync.step_needs import UTILISATION
 
-            return sync_plan(topology, options.solver, options.seed, budget)
+            utilisation = UTILISATION if options.join is None else 1.0  # a live swarm measures its FLOP/s in training
+            return sync_plan(topology, options.solver, options.seed, budget, utilisation)
         from decentral.scheduler.throughput.plan import throughput_plan
 
         solver, seed, holders = options.solver, options.seed, options.holders
@@ -213,8 +216,13 @@ def _show(plan: SyncPlan | ThroughputPlan, topology: Topology, console: Console)
     """Print the plan as tables, and its reason."""
     region = {peer: plain_text(name) for peer, name in zip(topology.ids, topology.regions, strict=True)}
     console.print(_stages(plan, region) if isinstance(plan, SyncPlan) else _spans(plan, region))
+    if isinstance(plan, SyncPlan) and plan.degrees:
+        table = Table("stages x replicas", "step, s")
+        for pair, seconds in list(plan.degrees.items())[:MOST_PAIRS]:
+            table.add_row(pair, f"{seconds:.5g}")
+        console.print(table)
     if plan.baselines:
-        table = Table("for comparison", "cost, s" if isinstance(plan, SyncPlan) else "tokens/s")
+        table = Table("for comparison", "communication, s" if isinstance(plan, SyncPlan) else "tokens/s")
         for name, value in sorted(plan.baselines.items(), key=lambda item: item[1]):
             table.add_row(name, f"{value:.5g}")
         console.print(table)

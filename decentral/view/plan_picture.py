@@ -13,7 +13,7 @@ import numpy as np
 from decentral.core.plain_text import printable
 from decentral.core.units import readable_number
 from decentral.scheduler.sync.layout_cost import Problem, problem_of
-from decentral.scheduler.sync.plan import divided
+from decentral.scheduler.sync.step_needs import divided
 from decentral.scheduler.topology.arrays import Flags, Floats
 from decentral.scheduler.topology.plan import SyncPlan, ThroughputPlan
 from decentral.scheduler.topology.topology import Topology, Workload

@@ -23,6 +23,7 @@ CHUNK_WORK = 500_000  # pairs of peers that are evaluated between two looks at t
 MOST_STEPS = 200_000
 MOST_DRAWS, DRAWN_PEERS = 1_000, 1_000_000  # per round: at most so many random layouts, with so many peers in all
 HOT = (0.04, 0.2)  # first temperatures of random starts, in turn, as shares of the best cost; small swarms need 0.2
+NEIGHBOURHOODS = 16  # of so many random peers and their nearest ones, the closest make the first layouts
 SMOOTH = (0.1, 0.3, 0.0, 1.0)  # weights of the mean costs in the smoothed cost, in turn, as no value is always best
 
 
@@ -48,17 +49,37 @@ def search(problem: Problem, region_N: Ints, budget: SearchBudget, rng: np.rando
     """Return the best layout found within the budget, as slots: the peers stage by stage, then the unused peers."""
     progress = SearchProgress(budget, np.inf)
     search = _Search(problem, region_N, rng, local_search.proposals(problem, rng))
-    starts = [start(region_N, problem.stages, problem.replicas, rng) for start in layouts.STARTS.values()]
-    starts.sort(key=search.cost)
-    for slots in starts:
+    first = sorted(starts(problem, region_N, rng), key=search.cost)
+    for slots in first:
         if not search.pool.members or not progress.late():
             search.offer(slots, progress)
     long = problem.stages > EXACT_STAGES
-    while progress.goes_on(search.offer_s):
-        slots, heat = search.long_child(progress, starts) if long else search.child(progress.rounds, starts)
+    while search.best > 0 and progress.goes_on(search.offer_s):
+        slots, heat = search.long_child(progress, first) if long else search.child(progress.rounds, first)
         search.improve(slots, heat, SMOOTH[progress.rounds % len(SMOOTH)], progress)
         progress.report(search.best)
     return search.pool.members[0][1]
+
+
+def starts(problem: Problem, region_N: Ints, rng: np.random.Generator) -> list[Ints]:
+    """Return the hand-drawn layouts of all peers and, if a layout leaves peers out, of peers that are close together.
+
+    Peers are close if it takes few seconds to send gradients and activations between them. Of NEIGHBOURHOODS peers with
+    their nearest neighbours, the closest are taken.
+    """
+    drawn = [start(region_N, problem.stages, problem.replicas, rng) for start in layouts.STARTS.values()]
+    used = problem.stages * problem.replicas
+    if used == problem.peers:
+        return drawn
+    seconds_NN = problem.data_NN + problem.pipe_NN
+    middles = rng.permutation(problem.peers)[:NEIGHBOURHOODS]
+    around = [np.argsort(seconds_NN[middle], kind="stable") for middle in middles]
+    close = min(around, key=lambda near: float(seconds_NN[np.ix_(near[:used], near[:used])].sum()))
+    near, far = close[:used], close[used:]
+    region_U: Ints = np.unique(region_N[near], return_inverse=True)[1]
+    for start in layouts.STARTS.values():
+        drawn.append(np.concatenate((near[start(region_U, problem.stages, problem.replicas, rng)], far)))
+    return drawn
 
 
 @dataclass(slots=True)

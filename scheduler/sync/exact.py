@@ -1,15 +1,15 @@
 """Find an optimal synchronous layout of a small swarm, by branch and bound over partitions. Start at `search`.
 
-The search places one peer after the other. It numbers stages in the order of their first peers, so that it visits no
-partition twice. It abandons a branch whose data-parallel cost plus a lower bound for all stage boundaries is not below
-the best cost.
+The search places one peer after the other, or leaves it out if the stages need fewer peers. It numbers stages in the
+order of their first peers, so that it visits no partition twice. It abandons a branch whose data-parallel cost plus a
+lower bound for all stage boundaries is not below the best cost.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from decentral.core.compiled import compiled
+from decentral.core.compiled import compiled, inner
 from decentral.core.errors import UserError
 from decentral.scheduler.sync.gcma import score
 from decentral.scheduler.sync.layout_cost import Problem
@@ -22,24 +22,25 @@ MOST_PEERS = 16  # an exact search may visit all partitions, which takes too lon
 class _Partition(NamedTuple):
     """The partition of N peers into stages that the search is building, and the best complete partition so far."""
 
-    stage_N: Ints  # stage of each peer; -1 if not placed yet
+    stage_N: Ints  # stage of each peer; -1 if not placed yet, S if left out
     sums_N: Floats  # each placed peer's seconds of gradient averaging with the peers of its stage
     best_N: Ints
     floor: float  # all boundaries between stages take at least this many seconds together
 
 
 def search(problem: Problem, _region_N: Ints, budget: SearchBudget, _rng: np.random.Generator) -> Ints:
-    """Return an optimal layout as slots, the peers stage by stage; the budget does not limit the search.
+    """Return an optimal layout as slots, the peers stage by stage, then the peers that are left out.
+
+    The budget does not limit the search.
 
     Raises:
-        UserError: If there are more than MOST_PEERS peers, or stages * replicas does not equal the number of peers.
+        UserError: If there are more than MOST_PEERS peers.
     """
-    if problem.peers > MOST_PEERS or problem.stages * problem.replicas != problem.peers:
+    if problem.peers > MOST_PEERS:
         raise UserError(
-            f"--solver exact needs at most {MOST_PEERS} peers, and stages * replicas equal to the number of peers; "
-            f"there are {problem.peers} peers for {problem.stages} * {problem.replicas}: use --solver genetic"
+            f"--solver exact takes at most {MOST_PEERS} peers; there are {problem.peers}: use --solver genetic"
         )
-    best_N = np.arange(problem.peers) // problem.replicas
+    best_N = np.minimum(np.arange(problem.peers) // problem.replicas, problem.stages)
     fastest = float(problem.pipe_NN[~np.eye(problem.peers, dtype=bool)].min())
     unplaced = np.full(problem.peers, -1, np.int64)
     partition = _Partition(unplaced, np.zeros(problem.peers), best_N, 2 * (problem.stages - 1) * fastest)
@@ -63,10 +64,7 @@ def _place(problem: Problem, partition: _Partition, peer: int, opened: int, best
             partition.best_N[:] = stage_N
         return best
     for stage in range(min(opened + 1, problem.stages)):
-        members = 0
-        for other in range(peer):
-            members += stage_N[other] == stage
-        if members == problem.replicas:
+        if _members(stage_N, peer, stage) == problem.replicas:
             continue
         peak, own = 0.0, 0.0
         for other in range(peer):
@@ -84,4 +82,17 @@ def _place(problem: Problem, partition: _Partition, peer: int, opened: int, best
         for other in range(peer):
             if stage_N[other] == stage:
                 sums_N[other] -= data_NN[other, peer]
+    if _members(stage_N, peer, problem.stages) < stage_N.size - problem.stages * problem.replicas:
+        stage_N[peer] = problem.stages
+        best = _place(problem, partition, peer + 1, opened, best)
+        stage_N[peer] = -1
     return best
+
+
+@inner
+def _members(stage_N: Ints, peer: int, stage: int) -> int:
+    """Return how many of the first `peer` peers are in a stage."""
+    count = 0
+    for other in range(peer):
+        count += stage_N[other] == stage
+    return count

@@ -67,13 +67,17 @@ def draws(rng: np.random.Generator, population: int, peers: int) -> tuple[Ints, 
 
 @compiled
 def score(problem: Problem, stage_N: Ints) -> float:
-    """Return the true cost in seconds of a partition, with its stages in the best order."""
+    """Return the true cost in seconds of a partition, with its stages in the best order.
+
+    A peer whose stage is `problem.stages` is left out.
+    """
     data_NN, stages, replicas = problem.data_NN, problem.stages, problem.replicas
-    slots, filled = np.empty(stage_N.size, np.int64), np.zeros(stages, np.int64)
+    slots, filled = np.empty(stages * replicas, np.int64), np.zeros(stages, np.int64)
     for peer in range(stage_N.size):
         stage = stage_N[peer]
-        slots[stage * replicas + filled[stage]] = peer
-        filled[stage] += 1
+        if stage < stages:
+            slots[stage * replicas + filled[stage]] = peer
+            filled[stage] += 1
     peak = 0.0
     for slot in range(slots.size):
         start = slot // replicas * replicas

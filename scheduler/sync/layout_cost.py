@@ -65,23 +65,31 @@ class Layout:
     cost: Cost
 
 
-def problem_of(topology: Topology, workload: Workload) -> Problem:
+def problem_of(topology: Topology, workload: Workload, members: Ints | None = None) -> Problem:
     """Return the problem of placing a workload on a swarm.
 
+    Args:
+        topology: The peers and their links.
+        workload: The data of one stage and of one replica.
+        members: Indices of the peers of which a layout may choose; None: all.
+
     Raises:
-        UserError: If the workload does not set stages and replicas, or needs more peers than the swarm has.
+        UserError: If the workload does not set stages and replicas, or needs more peers than there are.
     """
     if workload.stages is None or workload.replicas is None:
         raise UserError("workload: stages and replicas must both be set in the topology; at least one is missing")
+    chosen = np.arange(len(topology)) if members is None else members
+    grid = np.ix_(chosen, chosen)
+    delay_NN, bandwidth_NN = topology.delay_s[grid], topology.bandwidth[grid]
     needed = workload.stages * workload.replicas
-    if needed > len(topology):
+    if needed > len(delay_NN):
         raise UserError(
             f"workload: {workload.stages} stages of {workload.replicas} replicas need {needed} peers; "
-            f"the topology has {len(topology)}: lower stages or replicas, or leave both out"
+            f"the topology has {len(delay_NN)}: lower stages or replicas, or leave both out"
         )
     gradient, activation = workload.gradient_gbytes * 1e9, workload.activation_gbytes * 1e9
-    data = 2 * (topology.delay_s + gradient / (workload.replicas * topology.bandwidth))
-    pipe = topology.delay_s + activation / topology.bandwidth
+    data = 2 * (delay_NN + gradient / (workload.replicas * bandwidth_NN))
+    pipe = delay_NN + activation / bandwidth_NN
     return Problem(_mean_of_directions(data), _mean_of_directions(pipe), workload.stages, workload.replicas)
 
 

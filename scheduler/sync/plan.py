@@ -1,26 +1,26 @@
-"""The plan for the objective `sync`: the layout with the least communication in a synchronous training step.
+"""The plan for the objective `sync`: the layout with the shortest synchronous training step.
 
     plan = sync_plan(topology, solver="genetic", seed=0, budget=SearchBudget(seconds=5, clock=time.monotonic))
 
-Start at `sync_plan`. If the workload does not set the number of stages or of replicas, each pair (stages, replicas)
-that uses nearly all peers is tried briefly (as in AMP, arXiv 2210.07297). Only communication is compared, because the
-same peers do the same computation. `layout_cost.cost_of_pipelines` verifies the cost of a plan.
+Start at `sync_plan`. If the workload sets the numbers of stages and replicas, only communication is minimised, as in
+the published cases (arXiv 2206.01288), because such a layout's computation hardly varies. Otherwise degrees.py searches
+for the pair (stages, replicas) with the shortest step, which includes computation, and which peers to leave out.
+`layout_cost.cost_of_pipelines` verifies the communication of a plan.
 """
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
 from decentral.core import rng as chance
 from decentral.core.errors import UserError
-from decentral.scheduler.sync import annealing, evolve, exact, gcma, layouts
-from decentral.scheduler.sync.layout_cost import Layout, Problem, best_layout, problem_of
+from decentral.scheduler.sync import annealing, degrees, evolve, exact, explain, gcma, layouts, step_needs
+from decentral.scheduler.sync.layout_cost import Layout, Problem, best_layout
 from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.plan import SyncPlan
-from decentral.scheduler.topology.search_budget import SearchBudget
-from decentral.scheduler.topology.topology import Topology, Workload, regions_of
+from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
+from decentral.scheduler.topology.topology import Topology
 
 Solver = Callable[[Problem, Ints, SearchBudget, np.random.Generator], Ints]
 """A search (problem, region_N, budget, rng) -> slots (see layout_cost.py); `region_N` has the region of each peer."""
@@ -28,9 +28,9 @@ Solver = Callable[[Problem, Ints, SearchBudget, np.random.Generator], Ints]
 Record = list[tuple[float, float]]
 """A search's history: (seconds since its begin, best cost so far in seconds), at each improvement."""
 
-LEAST_USED = 0.95  # numbers of stages and replicas that use a smaller share of the peers are a last resort
-MOST_STAGES_TRIED = 64  # more stages are not tried, unless the workload asks for them
-HAND_DRAWS = 5  # each hand layout is sampled this often, and the cheapest sample counts
+DEGREES_SHARE = 0.6  # part of the budget for the search of stages and replicas, where the workload leaves these open
+HAND_SHARE = 0.1  # part of the budget for sampling hand layouts, of which each is sampled at least once
+HAND_DRAWS = 5  # each hand layout is sampled at most this often, and the cheapest sample counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,10 @@ SYNC_SOLVERS = {
 }
 
 
-def sync_plan(topology: Topology, solver: str, seed: int, budget: SearchBudget) -> SyncPlan:
-    """Return the plan with the least communication that a solver finds within the budget.
+def sync_plan(
+    topology: Topology, solver: str, seed: int, budget: SearchBudget, utilisation: float = step_needs.UTILISATION
+) -> SyncPlan:
+    """Return the plan with the shortest step that a solver finds within the budget.
 
     The time to compile the solver does not count against the budget.
 
@@ -64,112 +66,82 @@ def sync_plan(topology: Topology, solver: str, seed: int, budget: SearchBudget) 
         solver: A name in SYNC_SOLVERS or `layouts.HAND`.
         seed: Seed of all random choices.
         budget: Limits of the search.
+        utilisation: Share of the topology's FLOP/s that training reaches; 1 if the FLOP/s were measured in training.
 
     Raises:
-        UserError: If the solver is unknown, the swarm is too small for its workload, or the solver cannot take a swarm
-            of this size.
+        UserError: If the solver is unknown, no plan fits the peers' number, memory and links, or the solver cannot take
+            a swarm of this size.
     """
-    workload = topology.workload or Workload(stages=None, replicas=None)
-    region_N = regions_of(topology)
     _compile(solver)
-    start = begin = budget.clock()
-    tried: dict[str, float] = {}
-    if workload.stages is None or workload.replicas is None:
-        workload, tried = best_degrees(topology, region_N, workload, seed, budget.part(0.4))
-        budget, begin = budget.part(0.6), budget.clock()
-    problem, digest = problem_of(topology, workload), topology.digest()
-    between = budget.clock()
-    baselines = hand_costs(problem, region_N, seed)
-    used = budget.clock() - begin
-    used += 2 * (budget.clock() - between) / (len(layouts.HAND) * HAND_DRAWS)
-    slots = _solve(problem, region_N, solver, seed, budget.less(used))
-    found = best_layout(problem, slots)
+    progress = SearchProgress(budget, np.inf)
+    reached_N = utilisation * topology.flops
+    choice = degrees.choose(replace(topology, flops=reached_N), seed, budget.part(DEGREES_SHARE))
+    problem, region_N = choice.candidate.problem(topology), choice.candidate.region(topology)
+    between = progress.seconds()
+    baselines = hand_costs(problem, region_N, seed, budget.part(HAND_SHARE))
+    ahead_s = (progress.seconds() - between) / len(layouts.HAND)  # seconds that this function takes after the search
+    slots = _solve(problem, region_N, solver, seed, budget.less(progress.seconds() + ahead_s))
+    layout = best_layout(problem, slots)
+    if choice.slots is not None and solver in SYNC_SOLVERS:
+        layout = min(layout, best_layout(problem, choice.slots), key=lambda layout: layout.cost.total)
+    peers_SR = choice.candidate.members[layout.stages_SR]
+    cost = {"total": layout.cost.total} | asdict(layout.cost)
+    if degrees.speeds_known(topology):
+        compute = step_needs.compute_seconds(choice.candidate.workload, float(reached_N[peers_SR].min()))
+        cost |= {"compute": compute, "step": cost["total"] + compute}
+    left_out = explain.left_out(topology, choice, peers_SR)
+    reason = explain.reason(topology, choice, peers_SR, cost, left_out, utilisation)
     return SyncPlan(
         solver=solver,
         seed=seed,
-        seconds=round(budget.clock() - start, 3),
-        cost={"total": found.cost.total} | asdict(found.cost),
-        stages=_named(topology, found.stages_SR),
-        pipelines=_named(topology, found.stages_SR.T),
-        baselines=baselines | tried,
-        reason=_reason(topology, found, baselines, solver),
-        digest=digest,
+        seconds=round(progress.seconds(), 3),
+        cost=cost,
+        stages=_named(topology, peers_SR),
+        pipelines=_named(topology, peers_SR.T),
+        left_out=left_out,
+        degrees=choice.steps,
+        baselines=baselines,
+        reason=f"{reason} {_against(layout, baselines, solver)}".strip(),
+        digest=topology.digest(),
     )
 
 
-def best_degrees(
-    topology: Topology, region_N: Ints, workload: Workload, seed: int, budget: SearchBudget
-) -> tuple[Workload, dict[str, float]]:
-    """Return the workload with the best numbers of stages and replicas, and the cost in seconds of each pair tried.
-
-    The key of a cost is its pair, such as "8x4" for 8 stages of 4 replicas.
-    """
-    pairs = candidates(len(topology), workload.stages, workload.replicas)
-    costs: dict[str, float] = {}
-    best, least = workload, float("inf")
-    for stages, replicas in pairs:
-        trial = divided(workload, stages, replicas)
-        problem = problem_of(topology, trial)
-        rng = chance.arrays(seed, "degrees", stages, replicas)
-        slots = evolve.search(problem, region_N, budget.part(1 / len(pairs)), rng)
-        cost = costs[f"{stages}x{replicas}"] = best_layout(problem, slots).cost.total
-        if cost < least:
-            best, least = trial, cost
-    return best, costs
-
-
-def divided(workload: Workload, stages: int, replicas: int) -> Workload:
-    """Return the workload with these numbers of stages and replicas, and the gigabytes of one stage and one replica.
-
-    If `workload.stages` is None, the workload's gradients are those of the whole model, and are divided by `stages`. If
-    `workload.replicas` is None, its activations are those of the whole batch, and are divided by `replicas`.
-    """
-    gradient, activation = workload.gradient_gbytes, workload.activation_gbytes
-    return replace(
-        workload,
-        stages=stages,
-        replicas=replicas,
-        gradient_gbytes=gradient / stages if workload.stages is None else gradient,
-        activation_gbytes=activation / replicas if workload.replicas is None else activation,
-    )
-
-
-def candidates(peers: int, stages: int | None, replicas: int | None) -> list[tuple[int, int]]:
-    """Return the pairs (stages, replicas) to try for this number of peers; a number that is not None stays as it is.
-
-    Pairs that use less than LEAST_USED of the peers are returned only if no pair uses more.
-    """
-    counts = np.arange(1, min(peers, MOST_STAGES_TRIED) + 1) if stages is None else np.array([stages])
-    found = [(int(s), replicas or peers // int(s)) for s in counts if s * (replicas or peers // int(s)) <= peers]
-    full = [pair for pair in found if pair[0] * pair[1] >= LEAST_USED * peers]
-    return full or found or [(1, peers)]
-
-
-def hand_costs(problem: Problem, region_N: Ints, seed: int) -> dict[str, float]:
-    """Return the cost in seconds of each hand layout, by name; each is the best of HAND_DRAWS random samples."""
-    costs = {}
-    for name in layouts.HAND:
-        rng = chance.arrays(seed, "hand", name)
-        draws = [layouts.STARTS[name](region_N, problem.stages, problem.replicas, rng) for _ in range(HAND_DRAWS)]
-        costs[name] = min(best_layout(problem, slots).cost.total for slots in draws)
+def hand_costs(problem: Problem, region_N: Ints, seed: int, budget: SearchBudget) -> dict[str, float]:
+    """Return the seconds of communication of each hand layout, by name: the cheapest of several random samples."""
+    progress, costs = SearchProgress(budget, np.inf), dict.fromkeys(layouts.HAND, np.inf)
+    rngs = {name: chance.arrays(seed, "hand", name) for name in layouts.HAND}
+    for sample in range(HAND_DRAWS):
+        for name, rng in rngs.items():
+            if sample and progress.late():
+                return costs
+            slots = layouts.STARTS[name](region_N, problem.stages, problem.replicas, rng)
+            costs[name] = min(costs[name], best_layout(problem, slots).cost.total)
     return costs
 
 
 def solver_records(topology: Topology, seed: int, seconds: float, clock: Callable[[], float]) -> dict[str, Record]:
-    """Return cost histories by name, of each compared solver within `seconds` and of each hand layout (one point)."""
-    problem = problem_of(topology, topology.workload or Workload())
-    region_N = regions_of(topology)
-    found: dict[str, Record] = {name: [(0.0, cost)] for name, cost in hand_costs(problem, region_N, seed).items()}
+    """Return cost histories by name, of each hand layout (one point) and of each compared solver.
+
+    All solvers search for the same pair of stages and replicas, each for an equal part of `seconds`. Where the workload
+    leaves this pair open, its choice takes another part.
+    """
+    parts = 1 + sum(solver.compared for solver in SYNC_SOLVERS.values())
+    reached = replace(topology, flops=step_needs.UTILISATION * topology.flops)
+    choice = degrees.choose(reached, seed, SearchBudget(seconds / parts, clock=clock))
+    problem, region_N = choice.candidate.problem(topology), choice.candidate.region(topology)
+    hand = hand_costs(problem, region_N, seed, SearchBudget(HAND_SHARE * seconds / parts, clock=clock))
+    found: dict[str, Record] = {name: [(0.0, cost)] for name, cost in hand.items()}
     for name, solver in SYNC_SOLVERS.items():
         if not solver.compared or not solver.takes(problem):
             continue
+        _compile(name)
         begin, record = clock(), Record()
 
         def note(_fraction: float, best: float, record: Record = record, begin: float = begin) -> None:
             if not record or best < record[-1][1]:
                 record.append((clock() - begin, best))
 
-        budget = SearchBudget(seconds, clock=clock, report=note)
+        budget = SearchBudget(seconds / parts, clock=clock, report=note)
         slots = solver.search(problem, region_N, budget, chance.arrays(seed, "plan", name))
         record.append((clock() - begin, best_layout(problem, slots).cost.total))
         found[name] = record
@@ -201,26 +173,13 @@ def _named(topology: Topology, rows: Ints) -> list[list[str]]:
     return [[topology.ids[peer] for peer in row] for row in rows]
 
 
-def _reason(topology: Topology, found: Layout, baselines: dict[str, float], solver: str) -> str:
-    """Return one paragraph that explains the layout's cost, its parts, and how it compares with the hand layouts."""
+def _against(found: Layout, baselines: dict[str, float], solver: str) -> str:
+    """Return a sentence that compares the layout's communication with that of the best hand layout."""
+    if found.stages_SR.size == 1:
+        return ""
     best = min(baselines, key=lambda name: baselines[name])
     gain = 1 - found.cost.total / baselines[best] if baselines[best] > 0 else 0.0
-    word = "below" if gain > 0 else "above"
-    against = f"{abs(gain):.1%} {word} the best hand layout ({best}, {baselines[best]:.3f} s)"
     if abs(gain) < 5e-4:
-        against = f"the same as the hand layout {best}: a swarm this regular needs no search"
-    stages, replicas = found.stages_SR.shape
-    local = _inside(topology, found.stages_SR.T)
-    return (
-        f"{stages} stages of {replicas} replicas cost {found.cost.total:.3f} s of communication a step: "
-        f"{found.cost.pipeline:.3f} s for activations and gradients between stages, and "
-        f"{found.cost.data_parallel:.3f} s for averaging in the slowest stage. {local:.0%} of the pipelines' hops "
-        f"and {_inside(topology, found.stages_SR):.0%} of the neighbours within a stage stay inside a region. "
-        f"The {solver} plan is {against}."
-    )
-
-
-def _inside(topology: Topology, rows: Sequence[Sequence[int]] | Ints) -> float:
-    """Return the share, 0 to 1, of adjacent peers in `rows` that are in the same region."""
-    pairs = [topology.regions[a] == topology.regions[b] for row in rows for a, b in itertools.pairwise(row)]
-    return sum(pairs) / len(pairs) if pairs else 1.0
+        return f"The {solver} plan is the same as the hand layout {best}: a swarm this regular needs no search."
+    word = "below" if gain > 0 else "above"
+    return f"The {solver} plan is {abs(gain):.1%} {word} the best hand layout ({best}, {baselines[best]:.3f} s)."

@@ -29,12 +29,18 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPlan(Plan):
-    """A plan for synchronous steps: the peers of each stage and pipeline, and the cost of communication."""
+    """A plan for synchronous steps: the peers of each stage and pipeline, and the seconds of a step.
+
+    `cost` has seconds of communication, "total" = "data_parallel" + "pipeline". If each peer's FLOP/s are known, it
+    also has those of "compute", and the whole "step" = "total" + "compute".
+    """
 
     objective: ClassVar[str] = "sync"
-    cost: dict[str, float]  # seconds per step by part: "total", "data_parallel" and "pipeline"
+    cost: dict[str, float]
     stages: list[list[str]]  # peer ids of each stage
     pipelines: list[list[str]]  # peer ids of each pipeline, one for each stage
+    left_out: dict[str, str]  # id of each peer without a stage -> why
+    degrees: dict[str, float]  # "stages x replicas" -> seconds of its best step, of each pair that was tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ A file lists its N peers either one by one (`peers`) or by region (`regions`), a
                                                                  each link may have `loss`, the share of lost packets
     sites: {Oregon: {up_gbps: 1, down_gbps: 1}, ...}             link that all peers of a region share to other regions
     based_on: ten-cities                                         takes `inside` and `links` from this other topology
-    workload: {stages, replicas, gradient_gbytes, activation_gbytes}      optional
+    workload: {stages, replicas, gradient_gbytes, activation_gbytes, tokens}     optional, as each of its fields
 
 A file uses the customary units (ms, Gb/s, GB, TFLOP/s); the arrays are in seconds, bytes/s, bytes and FLOP/s. A peer's
 uplink and downlink rates limit each of its links, and all its links together, and so do a site's rates for all links
@@ -47,13 +47,15 @@ class Workload:
 
     The replicas of a stage average `gradient_gbytes`, and in each pipeline a stage sends `activation_gbytes` to the
     next. If `stages` or `replicas` is None, both sizes are those of the whole model and the whole batch, and the
-    planner (sync/plan.py) divides the sizes when it searches for the numbers of stages and replicas.
+    planner (sync/degrees.py) divides the sizes when it searches for the numbers of stages and replicas. `tokens` are
+    those of the whole batch; if None, they follow from the activations (sync/step_needs.py).
     """
 
     stages: int | None = 8
     replicas: int | None = 8
     gradient_gbytes: float = 0.65
     activation_gbytes: float = 0.47124928  # 62,500 tokens x 2,024 channels x 4 bytes, divided by 2**30
+    tokens: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +237,10 @@ class _WorkloadFields(_Strict):
     replicas: Annotated[int, Field(gt=0)] | None = None
     gradient_gbytes: Annotated[float, Field(ge=0)] = 0.65
     activation_gbytes: Annotated[float, Field(ge=0)] = 0.47124928
+    tokens: Annotated[float, Field(gt=0)] | None = None
 
     def workload(self) -> Workload:
-        return Workload(self.stages, self.replicas, self.gradient_gbytes, self.activation_gbytes)
+        return Workload(self.stages, self.replicas, self.gradient_gbytes, self.activation_gbytes, self.tokens)
 
 
 class _File(_Strict):

@@ -7,10 +7,18 @@ FOUND = {"solver": "genetic", "seed": 7, "seconds": 0.5, "baselines": {"random":
 
 def test_a_synchronous_plan_as_json() -> None:
     cost = {"total": 1.0, "data_parallel": 0.25, "pipeline": 0.75}
-    plan = SyncPlan(**FOUND, cost=cost, stages=[["a"], ["b"]], pipelines=[["a", "b"]])  # type: ignore[arg-type]
+    plan = SyncPlan(
+        **FOUND,  # type: ignore[arg-type]
+        cost=cost,
+        stages=[["a"], ["b"]],
+        pipelines=[["a", "b"]],
+        left_out={"c": "slow"},
+        degrees={"2x1": 1.0},
+    )
     shown = plan.to_json()
-    names = ["objective", "solver", "seed", "seconds", "cost", "stages", "pipelines", "baselines", "reason", "digest"]
-    assert list(shown) == names
+    assert list(shown)[:4] == ["objective", "solver", "seed", "seconds"]
+    assert list(shown)[4:9] == ["cost", "stages", "pipelines", "left_out", "degrees"]
+    assert list(shown)[9:] == ["baselines", "reason", "digest"]
     assert shown["objective"] == "sync"
     assert shown["cost"] == cost
 
