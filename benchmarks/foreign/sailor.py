@@ -4,8 +4,8 @@
 
 FOLDER is a checkout of github.com/eth-easl/sailor, branch sosp25_ae; its simulator is run from there.
 
-Clusters are those of the artifact's figure 10: OPT-350, 1,024 sequences a step, A100-40 in nodes of four, an equal number
-in each of five zones. The plan's memory and iterations/s are what their `Simulator` says. Every replica of a plan
+Clusters are those of the artifact's figure 10: OPT-350, 1,024 sequences a step, and A100-40 in nodes of four, as
+many in each of five zones. The plan's memory and iterations/s are what their `Simulator` says. Every replica of a plan
 computes whole pipelines, as their simulator ignores replicas that lack a stage. Plans are those of
 `benchmarks/foreign/sailor_plan.py`: the scheduler's search places groups, all else is decided there.
 
@@ -14,7 +14,6 @@ is |promised / measured - 1|. Two entries of the artifact are copies of another 
 (GPT-NEO/N4/plan_config_N4_D4 of OPT-350's, mit/N3/plan_config_N3_D1 of N6_D2's); they count.
 """
 
-import argparse
 import contextlib
 import csv
 import importlib
@@ -115,9 +114,9 @@ def judged(folder: Path, seconds: float, seed: int) -> list[Judged]:
     with _simulator(folder) as judge:
         found = []
         for cluster in clusters(folder):
-            begin = time.monotonic()
-            plan = best_plan(profiles, cluster, sequences, seed, seconds, time.monotonic)
-            search_s = time.monotonic() - begin
+            begin = time.process_time()
+            plan = best_plan(profiles, cluster, sequences, seed, seconds, time.process_time)
+            search_s = time.process_time() - begin
             theirs = as_sailor(plan)
             devices = sum(cluster.devices.values())
             found.append(

@@ -3,9 +3,10 @@
 Start at `best_plan`. The scheduler's cost of a layout is communication alone. `step_of` adds what a synchronous step
 with M micro-batches in S stages takes besides (one forward, one backward, in turn: Narayanan et al., SC 2021):
 
-    step = sum of compute_s + pipeline + (M - 1) * max over stages of (compute_s + its hops) + data parallel + update
+    step = sum of compute_s + pipeline + (M - 1) * max over stages of busy_s + data parallel + update
 
-`pipeline` and `data parallel` are `layout_cost.Cost`. The planner tries each tensor degree, micro-batch, number of
+A stage is busy with its compute and half of the hops around it, there and back; `data parallel` is the all-reduce of
+the slowest stage's ring, as slow as its slowest link. The planner tries each tensor degree, micro-batch, number of
 stages and number of micro-batches (as AMP, arXiv 2210.07297), ranks them with every link as fast as the fastest, and
 searches the layouts of the best few. Then it orders the replicas so that the slowest link of each ring is fast.
 """
@@ -20,8 +21,8 @@ from scipy.optimize import linear_sum_assignment
 from benchmarks.foreign.sailor_profiles import Profiles, Site
 from decentral.core import rng as chance
 from decentral.core.errors import UserError
-from decentral.scheduler.sync import evolve
-from decentral.scheduler.sync.layout_cost import Problem, best_layout, cost_of_pipelines
+from decentral.scheduler.sync import evolve, layouts
+from decentral.scheduler.sync.layout_cost import Problem, best_layout
 from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.search_budget import SearchBudget
 
@@ -29,8 +30,9 @@ STATE_FACTOR = 6  # bytes that training keeps for a byte of weights: Adam's two,
 RESERVED_BYTES = 3e9  # of the framework
 SEARCHED = 12  # the layouts of so many degrees are searched
 MESSAGE_BYTES = 1e7  # for which zones are compared
+HAND_DRAWS = 4
 LEAST_SEARCH_S = 0.02  # for each, if time runs out
-FEWER_REPLICAS = 8  # for each number of stages, so many numbers of micro-batches from the fewest on
+FEWER_REPLICAS = 4  # for each number of stages, so many numbers of micro-batches from the fewest on
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +46,7 @@ class Cluster:
 
     def groups(self, degree: int) -> tuple[Site, ...]:
         """Return the site of each group of `degree` devices."""
-        return tuple(
-            Site(zone, self.device) for zone, count in self.devices.items() for _ in range(count // degree)
-        )
+        return tuple(Site(zone, self.device) for zone, count in self.devices.items() for _ in range(count // degree))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,31 +91,32 @@ class Step:
 
 
 def step_of(profiles: Profiles, plan: Plan) -> Step:
-    """Return the cost of a plan. A stage is as slow as its slowest replica."""
-    degrees = plan.degrees
-    problem = problem_of(profiles, plan)
-    stages_SR = np.arange(problem.peers).reshape(degrees.stages, degrees.replicas)
-    cost = cost_of_pipelines(problem, stages_SR)
-    hop_s = problem.pipe_NN[stages_SR[:-1], stages_SR[1:]].max(axis=1, initial=0.0)
+    """Return the cost of a plan. A stage is as slow as its slowest replica, a hop as its slowest pipeline."""
+    degrees, layers = plan.degrees, plan.spans
+    forward, back = _hops_s(profiles, plan, plan.sites), _hops_s(profiles, plan, plan.sites[::-1])[::-1]
+    hop_s = np.array(forward) + np.array(back)
     kinds = [{site.device for site in stage} for stage in plan.sites]
     times = [[profiles.times[kind, degrees.micro_batch, degrees.tensor] for kind in stage] for stage in kinds]
     compute_S = np.array(
-        [max(one.compute_L[span].sum() for one in stage) for stage, span in zip(times, plan.spans, strict=True)]
+        [max(one.compute_L[span].sum() for one in stage) for stage, span in zip(times, layers, strict=True)]
     )
-    busy_S = compute_S + np.append(hop_s, 0.0) + np.insert(hop_s, 0, 0.0)
+    busy_S = compute_S + (np.append(hop_s, 0.0) + np.insert(hop_s, 0, 0.0)) / 2  # half a hop waits at each end
     return Step(
         compute=float(compute_S.sum()),
         waiting=float((degrees.micro_batches - 1) * busy_S.max()),
-        pipeline=cost.pipeline,
-        data_parallel=cost.data_parallel,
+        pipeline=float(hop_s.sum()),
+        data_parallel=_ring_s(profiles, plan),
         update=max(one.update_s for stage in times for one in stage),
     )
 
 
-def problem_of(profiles: Profiles, plan: Plan) -> Problem:
-    """Return the scheduler's problem of a plan's groups, numbered stage by stage; the largest stage's gradients count."""
-    sites = tuple(site for stage in plan.sites for site in stage)
-    return _problem(profiles, plan.degrees, plan.cuts, sites)
+def _hops_s(profiles: Profiles, plan: Plan, stages: tuple[tuple[Site, ...], ...]) -> list[float]:
+    """Return the seconds of each hop from stage to stage for a micro-batch, on the slowest pipeline's links."""
+    size = profiles.sizes[plan.degrees.tensor].output_L[1] * plan.degrees.micro_batch
+    return [
+        max(profiles.seconds(size, *link, plan.degrees.tensor) for link in set(zip(before, after, strict=True)))
+        for before, after in itertools.pairwise(stages)
+    ]
 
 
 def best_plan(
@@ -126,19 +127,24 @@ def best_plan(
     Raises UserError if no plan fits into the devices' memory.
     """
     begin = clock()
-    rough = [(step, part, degrees) for part in _parts(profiles, cluster) for step, degrees in _rough(profiles, part, sequences)]
+    rough = [
+        (step, part, degrees)
+        for part in _parts(profiles, cluster)
+        for step, degrees in _rough(profiles, part, sequences)
+    ]
     chosen: list[tuple[Cluster, Degrees, tuple[int, ...]]] = []
     for _, part, degrees in sorted(rough, key=lambda one: one[0]):
         if len(chosen) < SEARCHED and (cuts := _cuts(profiles, part, degrees)):
             chosen.append((part, degrees, cuts))
     if not chosen:
         raise UserError(f"no plan of {profiles.model} fits into {cluster.memory / 1e9:.1f} GB a device")
-    plans = []
+    plans: list[Plan] = []
     for at, (part, degrees, cuts) in enumerate(chosen):
         share = (seconds - (clock() - begin)) / (len(chosen) - at)
         budget = SearchBudget(max(share, LEAST_SEARCH_S), clock=clock)
-        plans.append(_placed(profiles, part, degrees, cuts, budget, chance.arrays(seed, "sailor", at)))
-    return _with_fast_rings(profiles, min(plans, key=lambda plan: step_of(profiles, plan).seconds))
+        for placed in _placed(profiles, part, degrees, cuts, budget, chance.arrays(seed, "sailor", at)):
+            plans += _with_fast_rings(profiles, placed)
+    return min(plans, key=lambda plan: step_of(profiles, plan).seconds)
 
 
 def balanced(costs_L: Floats, parts: int, fits: Callable[[int, int, int], bool]) -> tuple[int, ...] | None:
@@ -174,41 +180,61 @@ def ring(seconds_RR: Floats) -> Ints:
     count = len(seconds_RR)
     for limit in np.unique(seconds_RR):
         slow_RR = seconds_RR > limit
-        after_R = linear_sum_assignment(slow_RR + count * np.eye(count))[1]
-        cycle_R = _cycles(after_R)
+        after = linear_sum_assignment(slow_RR + count * np.eye(count))[1].tolist()
+        is_slow, cycle = slow_RR.tolist(), _cycles(after)
+        slow = sum(is_slow[one][after[one]] for one in range(count))
         for a, b in itertools.combinations(range(count), 2):
-            if cycle_R[a] != cycle_R[b] and not slow_RR[a, after_R[b]] and not slow_RR[b, after_R[a]]:
-                after_R[[a, b]] = after_R[[b, a]]
-                cycle_R[cycle_R == cycle_R[b]] = cycle_R[a]
-        slow = np.flatnonzero(slow_RR[np.arange(count), after_R])
-        if len(slow) <= 1 and (cycle_R == cycle_R[0]).all():
-            order = [int(after_R[slow[0]]) if len(slow) else 0]
+            if cycle[a] == cycle[b]:
+                continue
+            exchanged = slow - is_slow[a][after[a]] - is_slow[b][after[b]] + is_slow[a][after[b]] + is_slow[b][after[a]]
+            if exchanged <= 1:
+                after[a], after[b], slow = after[b], after[a], exchanged
+                cycle = [cycle[a] if one == cycle[b] else one for one in cycle]
+        if slow <= 1 and len(set(cycle)) == 1:
+            order = [next((after[one] for one in range(count) if is_slow[one][after[one]]), 0)]
             while len(order) < count:
-                order.append(int(after_R[order[-1]]))
+                order.append(after[order[-1]])
             return np.array(order)
     return np.arange(count)
 
 
-def _cycles(after_R: Ints) -> Ints:
+def _cycles(after: list[int]) -> list[int]:
     """Return for each replica the least replica of its cycle."""
-    least_R = np.arange(len(after_R))
-    while (lower := np.minimum(least_R, least_R[after_R])).tolist() != least_R.tolist():
-        least_R = lower
-    return least_R
+    cycle = [-1] * len(after)
+    for first in range(len(after)):
+        one = first
+        while cycle[one] < 0:
+            cycle[one], one = first, after[one]
+    return cycle
 
 
-def _with_fast_rings(profiles: Profiles, plan: Plan) -> Plan:
-    """Return the plan with its pipelines in another order, in which no stage's ring has a slow link if possible."""
-    sizes, degrees = profiles.sizes[plan.degrees.tensor], plan.degrees
-    seconds_RR = np.max(
-        [
-            profiles.matrix(sizes.weights_L[span].sum() / degrees.replicas, stage, 1)
-            for span, stage in zip(plan.spans, plan.sites, strict=True)
-        ],
-        axis=0,
-    )
-    order = ring(seconds_RR)
-    return replace(plan, sites=tuple(tuple(stage[at] for at in order) for stage in plan.sites))
+def _with_fast_rings(profiles: Profiles, plan: Plan) -> list[Plan]:
+    """Return the plan with its pipelines in another order, and with other pipelines, so that rings have fast links."""
+    links = [
+        profiles.matrix(_part_bytes(profiles, plan, stage), plan.sites[stage], 1) for stage in range(len(plan.sites))
+    ]
+    whole = [ring(np.max(links, axis=0))] * len(links)
+    return [
+        replace(
+            plan, sites=tuple(tuple(stage[at] for at in order) for stage, order in zip(plan.sites, orders, strict=True))
+        )
+        for orders in (whole, [ring(seconds_RR) for seconds_RR in links])
+    ]
+
+
+def _ring_s(profiles: Profiles, plan: Plan) -> float:
+    """Return the seconds of the slowest stage's all-reduce; the last of a ring sends to the first as fast as others."""
+    slowest = 0.0
+    for at, stage in enumerate(plan.sites):
+        links = set(itertools.pairwise(stage))
+        part = _part_bytes(profiles, plan, at)
+        slowest = max([slowest, *(profiles.seconds(part, one, other, 1) for one, other in links)])
+    return 2 * (plan.degrees.replicas - 1) * slowest
+
+
+def _part_bytes(profiles: Profiles, plan: Plan, stage: int) -> float:
+    """Return the bytes of a stage's gradients, divided by its replicas."""
+    return float(profiles.sizes[plan.degrees.tensor].weights_L[plan.spans[stage]].sum() / plan.degrees.replicas)
 
 
 def _parts(profiles: Profiles, cluster: Cluster) -> list[Cluster]:
@@ -221,7 +247,7 @@ def _parts(profiles: Profiles, cluster: Cluster) -> list[Cluster]:
 
 
 def _rough(profiles: Profiles, cluster: Cluster, sequences: int) -> Iterator[tuple[float, Degrees]]:
-    """Yield degrees and a guess of the step's seconds: layers are divisible, and either rings or hops use slow links."""
+    """Yield degrees and a guess of the step's seconds: even stages, and slow links only in rings or only in hops."""
     for (device, batch, tensor), times in profiles.times.items():
         sites = cluster.groups(tensor)
         if device != cluster.device or cluster.node % tensor or tensor not in profiles.sizes or not sites:
@@ -236,7 +262,10 @@ def _rough(profiles: Profiles, cluster: Cluster, sequences: int) -> Iterator[tup
                 degrees = Degrees(tensor, stages, -(-sequences // (batch * count)), batch, count)
                 rings = [_average_s(profiles, degrees, a, b) for a, b in pairs]
                 steps = [
-                    compute + (count - 1) * (compute / stages + min(2, stages - 1) * hop) + 2 * (stages - 1) * hop + ring
+                    compute
+                    + (count - 1) * (compute / stages + min(2, stages - 1) * hop)
+                    + 2 * (stages - 1) * hop
+                    + ring
                     for hop, ring in ((min(hops), max(rings)), (max(hops), min(rings)))
                 ]
                 yield float(min(steps)), degrees
@@ -270,14 +299,16 @@ def _placed(
     cuts: tuple[int, ...],
     budget: SearchBudget,
     rng: np.random.Generator,
-) -> Plan:
-    """Return the plan with these degrees and cuts whose places the scheduler's search finds."""
+) -> list[Plan]:
+    """Return plans with these degrees and cuts: the one of the scheduler's search, and hand layouts by zone."""
     sites = cluster.groups(degrees.tensor)
     problem = _problem(profiles, degrees, cuts, sites)
     zones = list(cluster.devices)
     region_N = np.array([zones.index(site.zone) for site in sites])
-    stages_SR = best_layout(problem, evolve.search(problem, region_N, budget, rng)).stages_SR
-    return Plan(degrees, cuts, tuple(tuple(sites[group] for group in stage) for stage in stages_SR))
+    slots = [layouts.region_data(region_N, degrees.stages, degrees.replicas, rng) for _ in range(HAND_DRAWS)]
+    slots.append(evolve.search(problem, region_N, budget, rng))
+    found = [best_layout(problem, one).stages_SR for one in slots]
+    return [Plan(degrees, cuts, tuple(tuple(sites[at] for at in stage) for stage in stages)) for stages in found]
 
 
 def _problem(profiles: Profiles, degrees: Degrees, cuts: tuple[int, ...], sites: tuple[Site, ...]) -> Problem:

@@ -4,6 +4,7 @@ Start at `Profiles.read`. Sizes are bytes of 32-bit floats; a link's rate depend
 """
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,10 @@ class Profiles:
         """
         count = str(devices)
         fit = self.links[sender.zone][sender.device][count][receiver.zone][receiver.device][count][0]
-        return float(size / 1e9 / np.polyval(fit, np.log2(size / 1e6)))
+        rate, power = 0.0, math.log2(size / 1e6)
+        for factor in fit:
+            rate = rate * power + factor
+        return size / 1e9 / rate
 
     def matrix(self, size: float, sites: tuple[Site, ...], devices: int) -> Floats:
         """Return the seconds to send `size` bytes between each pair of N groups, N x N; 0 within a group."""
