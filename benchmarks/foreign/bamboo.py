@@ -47,8 +47,8 @@ from decentral.sim.swarm import SwarmSettings
 PROJECT = "Bamboo (github.com/uclasystem/bamboo)"
 SIMULATOR = "project_pactum/simulation/simulator.py"
 KINDS = ("whole", "parts")
-# A model of 308 M to 315 M parameters (BERT-large has 340 M) in few fragments, as each costs events. The surrogate workload
-# stands for the model, so its other sizes do not count.
+# A model of 308 M to 315 M parameters (BERT-large has 340 M) in few fragments, as each costs events. The surrogate
+# workload stands for the model, so its other sizes do not count.
 MODEL = {"whole": ("model.depth=2", "model.width=3584"), "parts": ("model.depth=4", "model.width=2560")}
 SETTINGS = ("gossip.window_s=10", "gossip.start_window_s=10")
 STEP_S, STEP_TOKENS = 4.0, 4096  # about a V100's speed with such a model

@@ -84,7 +84,7 @@ def test_a_ring_of_one_is_that_replica() -> None:
 
 
 def test_a_far_zone_is_left_out_if_it_makes_the_step_longer() -> None:
-    far = {pair: 1e-3 for pair in (("a", "b"), ("b", "a"))}
+    far = dict.fromkeys((("a", "b"), ("b", "a")), 0.001)
     cluster = Cluster("gpu", {"a": 2, "b": 2}, node=1, memory=1e12)
     found = best_plan(profiles(rates=far), cluster, 4, seed=0, seconds=0.0, clock=lambda: 0.0)
     assert {site.zone for stage in found.sites for site in stage} == {"a"}
