@@ -1,14 +1,17 @@
 """Our planner for Sailor's clusters: degrees by enumeration, places by the search of `decentral.scheduler.sync`.
 
-Start at `best_plan`. The scheduler's cost of a layout is communication alone. `step_of` adds what a synchronous step
-with M micro-batches in S stages takes besides (one forward, one backward, in turn: Narayanan et al., SC 2021):
+Start at `best_plan`. The scheduler's cost of a layout is communication alone, so `step_of` prices a whole synchronous
+step of M micro-batches (one forward, one backward, in turn: Narayanan et al., SC 2021):
 
     step = sum of compute_s + pipeline + (M - 1) * max over stages of busy_s + data parallel + update
 
-A stage is busy with its compute and half of the hops around it, there and back; `data parallel` is the all-reduce of
-the slowest stage's ring, as slow as its slowest link. The planner tries each tensor degree, micro-batch, number of
-stages and number of micro-batches (as AMP, arXiv 2210.07297), ranks them with every link as fast as the fastest, and
-searches the layouts of the best few. Then it orders the replicas so that the slowest link of each ring is fast.
+A stage is busy with its compute and with the hops to its neighbours, there and back; `data parallel` is the all-reduce
+of the slowest stage's ring, as slow as its slowest link.
+
+The planner tries each tensor degree, micro-batch, number of stages and number of micro-batches (as AMP, arXiv
+2210.07297), with all zones and without the farthest ones. A guess ranks them; for the best few, the search of
+`scheduler/sync` places groups by its own cost (communication, all pairs of a stage). Then the replicas get an order in
+which each ring's slowest link is fast, and the plan with the shortest step counts.
 """
 
 import itertools
@@ -100,7 +103,7 @@ def step_of(profiles: Profiles, plan: Plan) -> Step:
     compute_S = np.array(
         [max(one.compute_L[span].sum() for one in stage) for stage, span in zip(times, layers, strict=True)]
     )
-    busy_S = compute_S + (np.append(hop_s, 0.0) + np.insert(hop_s, 0, 0.0)) / 2  # half a hop waits at each end
+    busy_S = compute_S + np.append(hop_s, 0.0) + np.insert(hop_s, 0, 0.0)  # both ends wait for a transfer
     return Step(
         compute=float(compute_S.sum()),
         waiting=float((degrees.micro_batches - 1) * busy_S.max()),
