@@ -5,8 +5,8 @@ step of M micro-batches (one forward, one backward, in turn: Narayanan et al., S
 
     step = sum of compute_s + pipeline + (M - 1) * max over stages of busy_s + data parallel + update
 
-A stage is busy with its compute and with the hops to its neighbours, there and back; `data parallel` is the all-reduce
-of the slowest stage's ring, as slow as its slowest link.
+A stage is busy with its compute and with half of the hops to its neighbours, there and back; `data parallel` is the
+all-reduce of the slowest stage's ring, as slow as its slowest link.
 
 The planner tries each tensor degree, micro-batch, number of stages and number of micro-batches (as AMP, arXiv
 2210.07297), with all zones and without the farthest ones. A guess ranks them; for the best few, the search of
@@ -103,7 +103,7 @@ def step_of(profiles: Profiles, plan: Plan) -> Step:
     compute_S = np.array(
         [max(one.compute_L[span].sum() for one in stage) for stage, span in zip(times, layers, strict=True)]
     )
-    busy_S = compute_S + np.append(hop_s, 0.0) + np.insert(hop_s, 0, 0.0)  # both ends wait for a transfer
+    busy_S = compute_S + (np.append(hop_s, 0.0) + np.insert(hop_s, 0, 0.0)) / 2  # half a hop waits at each end
     return Step(
         compute=float(compute_S.sum()),
         waiting=float((degrees.micro_batches - 1) * busy_S.max()),

@@ -43,8 +43,8 @@ def test_one_device_alone_computes_and_updates() -> None:
 def test_a_pipeline_pays_each_hop_there_and_back_and_waits_for_its_busiest_stage() -> None:
     step = step_of(profiles(), plan(2, 1, 3))
     assert step.pipeline == pytest.approx(2 * 1e-3)
-    assert step.waiting == pytest.approx(2 * (2 + 2e-3))
-    assert step.seconds == pytest.approx(4 + 2e-3 + 2 * (2 + 2e-3) + 0.5)
+    assert step.waiting == pytest.approx(2 * (2 + 1e-3))
+    assert step.seconds == pytest.approx(4 + 2e-3 + 2 * (2 + 1e-3) + 0.5)
 
 
 def test_replicas_average_over_their_slowest_link() -> None:
