@@ -27,7 +27,7 @@ MAP_LINE = 200  # characters of a module's first sentence, so that the file map 
 PLACEHOLDER = "NAME"  # in a recipe: a file that its reader will write
 
 PATH = re.compile(rf"(?<![\w/.-])((?:{'|'.join(TOP)})/[\w./-]*\w|[\w./-]+/[\w-]+\.py\b)")
-COMMAND = re.compile(r"python -m ((?:decentral|benchmarks)\.\w+)")
+COMMAND = re.compile(r"python -m ((?:decentral|benchmarks)(?:\.\w+)+)")
 TARGET = re.compile(r"(?:^ {4}|`)make (\w+)", re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FLAGS = re.compile(r"(?:python -m decentral\.|(?<![\w./-])decentral )(\w+)((?:[^`#\n]|\\\n)*)")

@@ -16,9 +16,9 @@ from typing import BinaryIO
 
 from decentral.core.errors import UserError
 
-PREFIX = "decentral-"
+TEMPORARY_PREFIX = "decentral-"
 LOCK = ".temporary-lock"  # no other folder has a file of this name, whatever the user calls the folder
-FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+FOLDER_OPENED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class TemporaryFolder:
             UserError: If no temporary folder can be written.
         """
         try:
-            path = Path(tempfile.mkdtemp(prefix=PREFIX))
+            path = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX))
             remove_abandoned(path.parent)
             lock = (path / f"{LOCK}-new").open("xb")
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -75,7 +75,7 @@ def remove_abandoned(place: Path) -> None:
         parent = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
         try:
             for name in os.listdir(parent):
-                if name.startswith(PREFIX):
+                if name.startswith(TEMPORARY_PREFIX):
                     _remove_if_abandoned(parent, name)
         finally:
             os.close(parent)
@@ -83,7 +83,7 @@ def remove_abandoned(place: Path) -> None:
 
 def _remove_if_abandoned(parent: int, name: str) -> None:
     with suppress(OSError):  # it is no folder, another user's, in use, or gone
-        folder = os.open(name, FOLDER, dir_fd=parent)
+        folder = os.open(name, FOLDER_OPENED, dir_fd=parent)
         try:
             lock = os.open(LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
             try:

@@ -39,7 +39,7 @@ MOST_SOUGHT = 1024  # extra lookups are counted for at most this many unknown pe
 FORGET_TTLS = 10  # with over MAX_PEERS dropped peers, those dropped this many record lifetimes ago are forgotten
 # A peer that has left is back only with a record of this much later. So no name joins and leaves hundreds of times a
 # second; a peer that is started again needs longer.
-RETURN_S = 2.0
+REJOIN_S = 2.0
 DEAD_AFTER = 2  # a peer is dropped from the roster after this many of our requests in a row got no answer
 MAX_PEERS = 4096
 MOST_DROPPED = 8192  # the last record's date is remembered for this many dropped peers, to ignore older records
@@ -372,7 +372,7 @@ class Roster:
         if record.phase == "leaving":
             self._valid.pop(peer, None)
             was_silent = peer in self._dropped and self._dropped[peer] < record.time
-            self._dropped[peer] = max(self._dropped.get(peer, 0.0), record.time + RETURN_S)
+            self._dropped[peer] = max(self._dropped.get(peer, 0.0), record.time + REJOIN_S)
             if peer in self.live:
                 return [*self._drop(peer, "left", now)]
             return [Log(GoodbyeLine(peer=peer))] if was_silent else []  # log it only if the peer was dropped as silent

@@ -67,7 +67,7 @@ class Partners:
             ids[i]: {ids[int(j)]: round(float(row[j]), 7) for j in np.flatnonzero(row > 1e-4)}
             for i, row in enumerate(self.weight_NN)
         }
-        every_s = {ids[i]: float(self.every_N[i]) for i in np.flatnonzero(np.isfinite(self.every_N))}
+        every_s = {ids[i]: every_s for i, every_s in enumerate(self.every_N.tolist()) if np.isfinite(every_s)}
         mixing = {"plan": self.mixing_per_s, "uniform": self.uniform_per_s, "bandwidth": self.bandwidth_per_s}
         return {"weights": weights, "every_s": every_s, "mixing_per_s": mixing}
 

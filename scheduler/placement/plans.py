@@ -18,11 +18,9 @@ to another plan doubles the time until the next evaluation, so that a move has t
 the margin, all peers rank them in the same way: by the fewest outstanding moves, then by the earlier interval of TIES_S
 in which a plan was proposed, then by the lower digest.
 
-**Search.** A peer searches for a better plan (`SearchSchedule`) when the swarm has changed: a peer has joined or left,
-or its speed or memory is CHANGED_TIMES larger or smaller than at the last evaluation. It first waits for a pause, so
-that measurements catch up, and for a random back-off, so that mostly one peer proposes a plan before others search.
+**Search.** A peer searches for a better plan when the swarm has changed (scheduler/placement/search_schedule.py).
 While a layer has no holder, nothing is planned, as recovery takes it over (scheduler/placement/recover.py). If recovery
-is stuck, a search is due soon, and any plan in which all layers have holders is better than staying.
+is stuck, any plan in which all layers have holders is better than staying.
 """
 
 import dataclasses
@@ -58,6 +56,7 @@ from decentral.scheduler.placement.evaluate import (
     Spans,
     TrainingPeer,
 )
+from decentral.scheduler.placement.search_schedule import SearchSchedule
 
 MOST_PLANNED_SPANS = 4096
 SENIOR_S = HORIZON_S  # all proposers that have been in the roster for at least this long have equal rank
@@ -71,19 +70,8 @@ JUDGED_SHARE = 0.1  # repeated evaluations of the same plans may take at most th
 MOST_JUDGING_S = 6.0  # a longer evaluation was probably suspended, so its duration is capped at this
 MARGIN = 0.02  # a peer changes to a plan only if it gains more than this share
 MEASUREMENT_NOISE = 0.03  # added to MARGIN, because speeds are measured with about this error
-
-NEWCOMER_PAUSE_S = 20.0  # after a peer has joined, a search waits this long for its speed to be measured
-# After a peer has left, or changed its speed or memory, a search waits this long; a further change restarts the wait.
-PLAN_PAUSE_S = 3.0
-MOST_PAUSE_S = 8.0  # however often the swarm changes, a search waits at most this long after the first change
-PLAN_BACKOFF_S = 6.0  # each peer adds a random wait of up to this, so that not all peers search at once
-STUCK_AGAIN_S = 20.0  # while recovery is stuck, a search is due this often
 GAP_AFTER_S = 8.0  # a plan that cannot be carried out otherwise for this long may leave layers without a holder
-REPLAN_REST_S = 30.0  # after a plan is adopted, changed speeds alone cause no search for this long
-CHANGED_TIMES = 1.5  # a change of speed or memory by at least this factor may cause a search
-STEADY_TIMES = 1.1  # a change of speed or memory by at least this factor prolongs the wait before a search
 
-Members = Mapping[PeerId, TrainingPeer]
 PlanReason = Annotated[str, Strict(), Field(max_length=200), AfterValidator(partial(plain_text, most=200))]
 Figure = Annotated[float, Strict(), Field(ge=0, lt=1e18, allow_inf_nan=False)]
 
@@ -157,77 +145,6 @@ class Judged:
     at: Seconds = 0.0
     first: bool = False
     took_s: Seconds = 0.0
-
-
-@dataclass(slots=True)
-class SearchSchedule:
-    """The schedule of one peer's searches for a better plan."""
-
-    chance: Random
-    at: Seconds | None = None  # when the next search is due; None if nothing has changed
-    change: str = ""
-    led_by: str = ""
-    _evaluated: Members = field(default_factory=dict)
-    _latest: Members = field(default_factory=dict)
-    _changed_at: Seconds = 0.0
-    _backoff_s: Seconds = 0.0
-    _rest_until: Seconds = 0.0
-    _stuck_again_at: Seconds = 0.0
-
-    def is_due(self, now: Seconds) -> bool:
-        """Return whether a search is due."""
-        return self.at is not None and now >= self.at
-
-    def observe(self, members: Members, now: Seconds) -> None:
-        """Schedule a search if the swarm has changed, or postpone a scheduled search if the swarm is still changing."""
-        before, self._latest = self._latest, dict(members)
-        if not self._evaluated:
-            self._evaluated = dict(members)
-        elif not self.change:
-            self._schedule(members, now)
-        elif self.at is not None:
-            same = before.keys() == members.keys()
-            if not same or any(_differ(before[peer], members[peer], STEADY_TIMES) for peer in before):
-                self.at = max(self.at, min(now + PLAN_PAUSE_S, self._changed_at + MOST_PAUSE_S) + self._backoff_s)
-
-    def hasten(self, now: Seconds) -> None:
-        """Schedule a search soon, because recovery is stuck; every STUCK_AGAIN_S at most."""
-        if now < self._stuck_again_at:
-            return
-        self._stuck_again_at = now + STUCK_AGAIN_S
-        self.change = self.change or "layers without a holder"
-        due = now + PLAN_PAUSE_S + PLAN_BACKOFF_S * self.chance.random()
-        self.at = due if self.at is None else min(self.at, due)
-
-    def _schedule(self, members: Members, now: Seconds) -> None:
-        known = self._evaluated
-        gone, come = known.keys() - members.keys(), members.keys() - known.keys()
-        both = known.keys() & members.keys()
-        other = [peer for peer in both if _differ(known[peer], members[peer], CHANGED_TIMES)]
-        if not gone and not come and (not other or now < self._rest_until):
-            return
-        parts = [(len(gone), "gone"), (len(come), "new"), (len(other), "faster or slower")]
-        self.change = ", ".join(f"{count} {word}" for count, word in parts if count)
-        self._changed_at = now
-        self._backoff_s = PLAN_BACKOFF_S * self.chance.random()
-        self.at = now + (PLAN_PAUSE_S if gone or other else NEWCOMER_PAUSE_S) + self._backoff_s
-
-    def evaluated(self, members: Members) -> str:
-        """Record that plans are being evaluated for this swarm, and return the change that caused the evaluation.
-
-        No search is due until the swarm changes again.
-        """
-        change, self.change = self.change, ""
-        self._evaluated, self.at = dict(members), None
-        return change
-
-    def adopted(self, members: Members, now: Seconds) -> None:
-        """Cancel a scheduled search, because a plan for this swarm was adopted.
-
-        For REPLAN_REST_S, changes of speeds alone do not cause a new search.
-        """
-        self.evaluated(members)
-        self._rest_until = now + REPLAN_REST_S
 
 
 class RosterAges(Protocol):
@@ -474,9 +391,3 @@ def _is_better(stay: float, proposed: float) -> bool:
 def adopts(current: float, proposed: float) -> bool:
     """Return whether the cost `proposed` is lower than the cost `current` by more than the share MARGIN."""
     return proposed < current * (1 - MARGIN)
-
-
-def _differ(one: TrainingPeer, other: TrainingPeer, times: float) -> bool:
-    """Return whether the speeds or memory sizes of two peers differ by the factor `times` or more."""
-    pairs = [(one.tokens_per_s, other.tokens_per_s), (one.memory_bytes, other.memory_bytes)]
-    return any(not 1 / times < (a + 1e-9) / (b + 1e-9) < times for a, b in pairs)

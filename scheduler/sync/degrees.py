@@ -27,11 +27,11 @@ MOST_SPEEDS = 8  # sets of peers that are tried for a pair, each with a lower le
 LOOKS = 0.3  # share of a budget in which candidates get only a first look: the cost of hand-drawn layouts
 COARSE = frozenset(size << power for size in (2, 3) for power in range(12)) | {1}
 LEAST_LOOKS = 8  # so many candidates are looked at even if their bounds exclude them, so that a plan can name others
-SEARCHES = ((64, 0.3), (8, 0.4))  # then so many of the best candidates share this part of the budget for a search
+PAIR_SEARCHES = ((64, 0.3), (8, 0.4))  # then so many of the best candidates share this part of the budget for a search
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Candidate:
+class DegreePair:
     """A pair of stages and replicas, and the peers of which a layout may choose."""
 
     workload: Workload  # divided by the pair
@@ -65,7 +65,7 @@ class Candidate:
 class Choice:
     """The candidate with the best plan that was found, and what was found for the others."""
 
-    candidate: Candidate
+    candidate: DegreePair
     slots: Ints | None  # the best layout found, as indices into `candidate.members`; None: there was no choice
     steps: dict[str, float]  # pair -> seconds of its best step, of each pair that was tried, best first
     parts: list[Ints]  # the peers of each part of the swarm (`step_needs.parts`), largest first
@@ -86,7 +86,7 @@ def choose(topology: Topology, seed: int, budget: SearchBudget) -> Choice:
     search = _Search(topology, ordered, seed)
     budget = budget.less(budget.clock() - begin)
     search.look(budget.part(LOOKS))
-    for most, share in SEARCHES:
+    for most, share in PAIR_SEARCHES:
         search.improve(most, budget.part(share))
     number, (_, slots) = min(search.found.items(), key=lambda item: item[1][0])
     steps: dict[str, float] = {}
@@ -111,7 +111,7 @@ def speeds_known(topology: Topology) -> bool:
     return bool((topology.flops > 0).all())
 
 
-def candidates(topology: Topology, workload: Workload) -> tuple[list[Candidate], list[Ints]]:
+def candidates(topology: Topology, workload: Workload) -> tuple[list[DegreePair], list[Ints]]:
     """Return the candidates of a swarm by rising bound, and its parts (`step_needs.parts`).
 
     Computation counts if the workload leaves a number open and `speeds_known`.
@@ -145,7 +145,7 @@ class _Search:
     """A search for the best candidate, in two steps: `look` at all, then `improve` the best of them."""
 
     topology: Topology
-    ordered: Sequence[Candidate]  # by rising bound
+    ordered: Sequence[DegreePair]  # by rising bound
     seed: int
     found: dict[int, tuple[float, Ints]] = field(default_factory=dict)  # candidate -> seconds and slots of its best
 
@@ -192,7 +192,7 @@ class _Search:
                 self.found[number] = (step, slots)
             progress.report(self.best)
 
-    def _rng(self, candidate: Candidate) -> np.random.Generator:
+    def _rng(self, candidate: DegreePair) -> np.random.Generator:
         return chance.arrays(self.seed, "degrees", candidate.name, candidate.count)
 
 
@@ -232,7 +232,7 @@ def _sums_of_least(link_NN: Floats) -> Floats:
 
 def _of_part(
     topology: Topology, part: Ints, loads: Sequence[Workload], bounds: _Bounds | None, counted: bool
-) -> Iterator[Candidate]:
+) -> Iterator[DegreePair]:
     """Yield the candidates in one part of the swarm; `loads` are the workload divided by each pair."""
     fastest = part[np.argsort(-topology.flops[part], kind="stable")]
     memory_N = step_needs.memory_N(topology)[fastest]
@@ -246,7 +246,7 @@ def _of_part(
         communication = 0.0 if bounds is None else bounds.seconds(load)
         for count in _counts(topology.flops[peers], used) if counted else [number]:
             compute = step_needs.compute_seconds(load, topology.flops[peers[count - 1]]) if counted else 0.0
-            yield Candidate(load, peers, count, compute, communication + compute)
+            yield DegreePair(load, peers, count, compute, communication + compute)
 
 
 def _counts(flops: Floats, used: int) -> list[int]:

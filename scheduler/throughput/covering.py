@@ -7,9 +7,11 @@ import numpy as np
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.topology.arrays import Ints
 
-KEPT = 1024  # of the partial layouts with equally many peers, this many are kept; fewer with many kinds of peers
-STEPS = 20_000  # about this many partial layouts are tried for each number of peers
-LEAST_KEPT = 16
+LAYOUTS_KEPT = (
+    1024  # of the partial layouts with equally many peers, this many are kept; fewer with many kinds of peers
+)
+LAYOUTS_TRIED = 20_000  # about this many partial layouts are tried for each number of peers
+LEAST_LAYOUTS_KEPT = 16
 
 Reach = tuple[tuple[int, int], ...]
 """For each layer: the span [first, last) that ends last, of those in a peer's memory that begin there or earlier."""
@@ -28,7 +30,7 @@ def covering(costs: LayerCosts) -> Ints | None:
     """
     by_reach = _by_reach(costs)
     reaches, peers = list(by_reach), list(by_reach.values())
-    most = min(KEPT, max(LEAST_KEPT, STEPS // len(reaches)))
+    most = min(LAYOUTS_KEPT, max(LEAST_LAYOUTS_KEPT, LAYOUTS_TRIED // len(reaches)))
     kept: list[tuple[int, Layout]] = [(0, ())]
     while kept:
         longer: dict[tuple[int, ...], tuple[int, Layout]] = {}

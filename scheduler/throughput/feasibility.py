@@ -86,7 +86,7 @@ def _greatest(share_N: Floats, names: Sequence[str]) -> Use:
 
 
 def _greatest_link(share_NN: Floats, names: Sequence[str]) -> Use:
-    sender, receiver = np.unravel_index(int(np.argmax(share_NN)), share_NN.shape)
+    sender, receiver = divmod(int(np.argmax(share_NN)), len(names))
     return Use(float(share_NN[sender, receiver]), f"{names[sender]} to {names[receiver]}")
 
 

@@ -24,13 +24,13 @@ def pair_left(costs: LayerCosts, peers_C: Ints) -> Floats:
     """Return the bytes/s, (C, C), that gossip leaves free between two peers; inf: one end's rate limits the link."""
     link_CC, rate_C = costs.link_NN[np.ix_(peers_C, peers_C)], costs.rate_N[peers_C]
     left_CC = link_CC - np.minimum(LINK_SHARE * link_CC, costs.snapshot_L.sum())
-    return np.where(link_CC < (1 - SAME_RATE) * np.minimum.outer(rate_C, rate_C), left_CC, np.inf)
+    return np.asarray(np.where(link_CC < (1 - SAME_RATE) * np.minimum.outer(rate_C, rate_C), left_CC, np.inf))
 
 
 def site_left(costs: LayerCosts) -> Floats:
     """Return the bytes/s, one for each site, that gossip leaves free on the site's shared link; inf: unlimited."""
     peers_Z = np.bincount(costs.site_N[costs.site_N >= 0], minlength=len(costs.site_rate_Z))
-    return costs.site_rate_Z - np.minimum(LINK_SHARE * costs.site_rate_Z, peers_Z * costs.snapshot_L.sum())
+    return np.asarray(costs.site_rate_Z - np.minimum(LINK_SHARE * costs.site_rate_Z, peers_Z * costs.snapshot_L.sum()))
 
 
 def download_s(costs: LayerCosts, before_NL: Flags, after_NL: Flags) -> float:

@@ -40,7 +40,9 @@ FLOWS_REMEMBERED = 1024
 NEAREST = 8  # for each layer, only this many of a peer's fastest links enter the linear programme, to keep it small
 MOVE_COST = 1e-4  # a token/s more is not worth this many (1 / MOVE_COST) transfers more, so that no transfer is idle
 LEAST_LINK = 1e-7  # a link that carries less than this share of the flow's bound counts as none, as 0 for the solver
-LARGE = 5_000  # with more variables, interior points (and a crossover to a vertex) take a third of the simplex's time
+LARGE_PROGRAMME = (
+    5_000  # with more variables, interior points (and a crossover to a vertex) take a third of the simplex's time
+)
 
 Transfer = tuple[int, int, int, float]
 """The flow from one peer to another: (sender, receiver, the layer that the receiver computes next, tokens/s)."""
@@ -67,7 +69,7 @@ def maximum(costs: LayerCosts, spans_N2: Ints) -> MaxFlow:
     if not 0 < scale < np.inf:
         return _nothing(costs)
     programme = _Programme(costs, spans_N2, holds_NL, scale)
-    method = "highs-ipm" if programme.width > LARGE else "highs"
+    method = "highs-ipm" if programme.width > LARGE_PROGRAMME else "highs"
     found = linprog(programme.cost, programme.use, programme.limits, programme.balance, programme.zeros, method=method)
     if found.status != 0:
         return _nothing(costs)
@@ -161,7 +163,7 @@ class _Rows:
 
     def matrix(self, width: int) -> csr_matrix:
         """Return the rows as a sparse matrix; values at the same place are added."""
-        rows, columns, values = (np.concatenate(part) for part in zip(*self.parts, strict=True))
+        rows, columns, values = (np.concatenate([part[axis] for part in self.parts]) for axis in range(3))
         return csr_matrix((values, (rows, columns)), shape=(self.height, width))
 
 
@@ -297,11 +299,11 @@ class _Programme:
     def computed(self, rates: Floats) -> Floats:
         """Return the tokens/s that each peer computes in each layer, (N, L); the peers of a group compute equally."""
         groups = self.groups
-        own_CP = np.zeros(groups.holds_CP.shape)
+        own_CP: Floats = np.zeros(groups.holds_CP.shape)
         own_CP[self.group_Y, self.part_Y] = rates[self.y] / groups.size_C[self.group_Y]
         part_L = np.searchsorted(groups.cuts, np.arange(self.costs.layers), side="right") - 1
         with_idle = np.vstack((own_CP, np.zeros((1, own_CP.shape[1]))))
-        return np.asarray(with_idle[groups.number_N][:, part_L])
+        return np.asarray(with_idle[np.ix_(groups.number_N, part_L)])
 
     def transfers(self, rates: Floats) -> Iterator[Transfer]:
         """Yield the transfers between single peers."""

@@ -133,7 +133,7 @@ class _Model:
 
         Each row is divided by the link's rate.
         """
-        costs, everyone = self.costs, np.arange(self.costs.peers)
+        costs, everyone = self.costs, range(self.costs.peers)
         load = costs.hidden_bytes * self.scale
         for i in np.flatnonzero(np.isfinite(costs.rate_N)).tolist():
             rate = float(costs.rate_N[i])
@@ -146,7 +146,7 @@ class _Model:
         for site, left in enumerate(link_limits.site_left(costs).tolist()):
             crossing = [(i, j) for i in everyone for j in everyone if costs.site_N[i] == site != costs.site_N[j]]
             self._rows.append((self._moves(crossing, load / left), -np.inf, 1))
-        left_NN = link_limits.pair_left(costs, everyone)
+        left_NN = link_limits.pair_left(costs, np.arange(costs.peers))
         for i, j in self.pairs:
             self._rows.append((self._moves([(i, j)], load / float(left_NN[i, j])), -np.inf, 1))
 

@@ -58,52 +58,58 @@ def throughput_plan(
     """
     start = budget.clock()
     costs = layer_costs.of_model(topology, config, holders, utilisation)
-    region_N = regions_of(topology)
-    bound = FlowProblem(costs, region_N).bound()
+    bound = FlowProblem(costs, regions_of(topology)).bound()
     rest = budget.part(SEARCH_SHARE).less(budget.clock() - start)
-    chosen = solvers.solved(costs, region_N, solver, seed, rest)
+    chosen = solvers.solved(costs, regions_of(topology), solver, seed, rest)
     if not costs.valid(chosen):
         raise UserError(f"--holders {holders}: found no plan where so many peers hold each layer; add memory or peers")
     solving = budget.clock()
     chosen, found = _with_whole_models(costs, chosen)
-    longest_s = budget.clock() - solving
-    held = np.array([(now or {}).get(name, (0, 0)) for name in topology.ids])
-    staying = max_flow.maximum(costs, held)
-    if (max_flow.held(costs, held).sum(axis=0) >= holders).all() and _no_gain(found, staying):
+    flow_s = budget.clock() - solving
+    held = np.minimum(np.array([(now or {}).get(name, (0, 0)) for name in topology.ids]), costs.layers)
+    if stays := costs.valid(held) and _no_gain(found, staying := max_flow.maximum(costs, held)):
         chosen, found = held, staying
-    paths = routes.routes(found)
-    tokens_per_s = found.tokens_per_s * sum(share for share, _ in paths) * (1 - HEADROOM)
-    gossip_s = budget.seconds * (1 - GOSSIP_SHARE)
-    share = budget.part(GOSSIP_SHARE).silent().less(max(0.0, budget.clock() - start - gossip_s))
+    late_s = budget.clock() - start - budget.seconds * (1 - GOSSIP_SHARE)
+    share = budget.part(GOSSIP_SHARE).silent().less(max(0.0, late_s))
     moved_L, held_NL = costs.snapshot_L * layer_costs.ROUND_S, max_flow.held(costs, chosen)
     partners = mixing.partners(topology, held_NL, moved_L, _tokens_sent(costs, found), share)
-    baseline = random_throughput(costs, seed, budget.less(budget.clock() - start), longest_s)
+    baseline = random_throughput(costs, seed, budget.less(budget.clock() - start), flow_s)
     plan = ThroughputPlan(
         solver=solver,
         seed=seed,
         seconds=round(budget.clock() - start, 3),
-        throughput={"tokens_per_s": tokens_per_s, "bound": bound},
-        planned_for={
-            "model": config.name,
-            "parameters": int(sum(config.model.layer_parameters)),
-            "layers": costs.layers,
-            "utilisation": utilisation,
-        },
+        throughput={"tokens_per_s": 0.0, "bound": bound},
+        planned_for=_planned_for(config, utilisation),
         spans={name: [int(a), int(b)] for name, (a, b) in zip(topology.ids, chosen, strict=True) if a < b},
         micro_batches=_micro_batches(topology, costs, chosen),
-        routes=_routes(topology, paths),
+        routes=[],
         gossip=partners.to_json(topology.ids),
         use={},
         baselines={} if baseline is None else {"equal spans, random placement": baseline},
-        reason="",
+        reason="Stay as you are: each peer keeps its layers. " if stays else "",
         digest=topology.digest(),
     )
+    return _with_routes(plan, topology, costs, chosen, found)
+
+
+def _planned_for(config: Config, utilisation: float) -> JsonObject:
+    """Return the model that is planned, and the share of the FLOP/s that training is assumed to reach."""
+    layers = config.model.layer_parameters
+    return {"model": config.name, "parameters": sum(layers), "layers": len(layers), "utilisation": utilisation}
+
+
+def _with_routes(
+    plan: ThroughputPlan, topology: Topology, costs: LayerCosts, chosen: Ints, found: max_flow.MaxFlow
+) -> ThroughputPlan:
+    """Return the plan with the routes of a flow, what they use of devices and links, their throughput, and a reason."""
+    paths = routes.routes(found)
+    tokens_per_s = found.tokens_per_s * sum(share for share, _ in paths) * (1 - HEADROOM)
+    plan = replace(plan, throughput=plan.throughput | {"tokens_per_s": tokens_per_s}, routes=_routes(topology, paths))
     used = feasibility.uses(plan, topology, costs)
-    stays = "Stay as you are: each peer keeps its layers. " if now is not None and chosen is held else ""
     return replace(
         plan,
         use={kind: use.share for kind, use in used.items()},
-        reason=stays + _reason(plan, costs, chosen, found) + _most_used(used),
+        reason=plan.reason + _reason(plan, costs, chosen, found) + _most_used(used),
     )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from decentral.scheduler.throughput.max_flow import MaxFlow
 
-LEAST_SHARE = 1e-9  # of the tokens: less than this is a rounding error of the solver
+ROUNDING_SHARE = 1e-9  # of the tokens: less than this is a rounding error of the solver
 
 Hop = tuple[int, int, int]
 """(peer, first, last): the peer computes the layers [first, last)."""
@@ -29,7 +29,7 @@ def routes(flow: MaxFlow) -> list[tuple[float, list[Hop]]]:
     Returns:
         (share of all tokens, hops) of each route. The shares sum to 1 but for the solver's rounding errors.
     """
-    least = LEAST_SHARE * flow.tokens_per_s
+    least = ROUNDING_SHARE * flow.tokens_per_s
     moves: dict[int, dict[int, list[tuple[int, float]]]] = {}  # layer -> sender -> (receiver, tokens/s)
     for sender, receiver, layer, rate in flow.transfers:
         moves.setdefault(layer, {}).setdefault(sender, []).append((receiver, rate))

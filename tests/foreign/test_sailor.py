@@ -84,12 +84,12 @@ def test_a_ring_of_one_is_that_replica() -> None:
     assert ring(np.zeros((1, 1))).tolist() == [0]
 
 
-def test_a_far_zone_is_left_out_if_it_makes_the_step_longer() -> None:
-    far = dict.fromkeys((("a", "b"), ("b", "a")), 0.001)
+def test_of_two_zones_with_a_slow_link_one_is_left_out() -> None:
+    far = dict.fromkeys((("a", "b"), ("b", "a")), 1e-6)
     cluster = Cluster("gpu", {"a": 2, "b": 2}, node=1, memory=1e12)
     ticks = itertools.count()
     found = best_plan(profiles(rates=far), cluster, 4, seed=0, seconds=0.0, clock=lambda: float(next(ticks)))
-    assert {site.zone for stage in found.sites for site in stage} == {"a"}
+    assert len({site.zone for stage in found.sites for site in stage}) == 1
 
 
 def test_a_plan_survives_the_way_into_their_form_and_back() -> None:

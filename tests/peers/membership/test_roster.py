@@ -22,7 +22,7 @@ from decentral.core.reasons import Reason
 from decentral.peers.membership import records
 from decentral.peers.membership.prober import ProbeTag
 from decentral.peers.membership.records import PeerRecord, Profile
-from decentral.peers.membership.roster import MOST_NEW, RETURN_S, Holders, Learn, Roster, RosterEffect, RosterEntry
+from decentral.peers.membership.roster import MOST_NEW, REJOIN_S, Holders, Learn, Roster, RosterEffect, RosterEntry
 from decentral.peers.membership.swarm_size import MERGE, SwarmSize, SwarmStart, key, key_of, level_of, published
 
 RUN = RunId("gpt-3fa2c1")
@@ -137,7 +137,7 @@ def test_a_name_cannot_join_and_leave_many_times_a_second(roster: Roster) -> Non
         at = NOW + number / 100
         said += find(roster, sealed(replace(RECORD, time=at, phase="leaving" if number % 2 else "training")), at)
     assert (len(left(said)), len(goodbyes(said))) == (1, 0)
-    assert len(find(roster, sealed(replace(RECORD, time=NOW + 2 + RETURN_S)), NOW + 2 + RETURN_S)) == 2
+    assert len(find(roster, sealed(replace(RECORD, time=NOW + 2 + REJOIN_S)), NOW + 2 + REJOIN_S)) == 2
 
 
 def test_a_peer_that_was_never_there_does_not_leave(roster: Roster) -> None:

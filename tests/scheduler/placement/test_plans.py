@@ -29,10 +29,7 @@ from decentral.scheduler.placement.evaluate import (
 from decentral.scheduler.placement.plans import (
     FIRST_MOVE_WAIT_S,
     GAP_AFTER_S,
-    PLAN_BACKOFF_S,
-    PLAN_PAUSE_S,
     PLAN_RETRY_S,
-    REPLAN_REST_S,
     SwarmPlan,
     SwarmPlans,
     adopts,
@@ -41,6 +38,7 @@ from decentral.scheduler.placement.plans import (
     pack,
     unpack,
 )
+from decentral.scheduler.placement.search_schedule import PLAN_BACKOFF_S, PLAN_PAUSE_S, REPLAN_REST_S
 from decentral.scheduler.throughput import max_flow
 from decentral.scheduler.topology.arrays import Ints
 from decentral.sim.virtual_signer import VirtualSigner

@@ -38,7 +38,18 @@ def pair() -> tuple[Topology, LayerCosts]:
     ones = np.ones(4)
     seconds, free, memory = np.full((3, 4), 0.01), np.full(3, np.inf), np.full(3, 1e9)
     costs = LayerCosts(
-        seconds, 1e8 * ones, ones, 5e7 * ones, 10 * ones, memory, swarm.bandwidth, 100.0, 1, free, np.zeros(3), free
+        seconds,
+        1e8 * ones,
+        ones,
+        5e7 * ones,
+        10 * ones,
+        memory,
+        swarm.bandwidth,
+        100.0,
+        1,
+        free,
+        np.zeros(3, np.int64),
+        free,
     )
     return swarm, costs
 
