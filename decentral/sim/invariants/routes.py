@@ -4,7 +4,9 @@
     told         the `counted` lines of the journals name exactly the gradients in the sums
     accounted    in a run without faults, a micro-batch counts in all layers or in none, or a journal says which peer
                  dropped its gradients
-    covered      a peer does not give up a layer that no other running peer holds
+    covered      a peer does not give up a layer that no other running peer holds, unless it has moved by a plan that
+                 gives the layer to another peer (move.py: `gaps`), and its disk keeps the layer's state; the layer
+                 then has a holder again soon
     bounded      the numbers of stage executions, undelivered commit decisions, stored activations and gradients in sums
                  have limits
     converges    soon after any change, all peers that have adopted a plan have adopted the same plan
@@ -64,6 +66,7 @@ class RouteAudit:
     troubled_at: Seconds = 0.0  # last time at which a layer had no holder, or the network had a fault
     counted_at: Seconds = 0.0
     _unmatched: dict[PeerId, UnmatchedGradients] = field(default_factory=dict)
+    _gaps: dict[int, Seconds] = field(default_factory=dict)  # fragment without a holder -> when its last gave it up
     _holders: dict[int, dict[PeerId, int]] = field(default_factory=dict)  # by fragment and holder: number of starts
     # The plan that each peer has adopted, and when the peer adopted it.
     _followed: dict[PeerId, tuple[SwarmPlan | None, Seconds]] = field(default_factory=dict)
@@ -148,10 +151,25 @@ class RouteAudit:
         there = {member.peer: member.lives for member in living}
         for index, before in self._holders.items():
             still = next((peer for peer, life in before.items() if there.get(peer) == life), None)
-            if still is not None and not holders[index]:
+            if still is not None and not holders[index] and not self._exchanges(still, index):
                 detail = f"{still} was the last holder of fragment {index}, and gave it up"
                 self.evidence.violated("covered", detail, None)
+            if still is not None and not holders[index]:
+                self._gaps.setdefault(index, self.evidence.swarm.agenda.now)
+        self._gaps = {index: since for index, since in self._gaps.items() if not holders[index]}
+        for index, since in self._gaps.items():
+            quiet_since = max(since, self._changed_at, self.evidence.network_trouble_at)
+            if self.evidence.swarm.agenda.now - quiet_since > ROUTE_STALLED_S:
+                self.evidence.violated("covered", f"nobody has taken fragment {index}, which was given up", None)
         self._holders = holders
+
+    def _exchanges(self, peer: PeerId, index: int) -> bool:
+        """Return whether a peer's last move could leave gaps, and the peer's disk keeps the fragment's state."""
+        host = self.evidence.swarm.by_peer[peer].host
+        spans = host.node.span_manager if host else None
+        if host is None or spans is None or not isinstance(host.training, SurrogateWorkload):
+            return False
+        return spans.span_move.gaps and host.training.disk.read(index) is not None
 
     def _check_bounds(self, member: SimulatedPeer, living: int) -> None:
         host = member.host
