@@ -105,8 +105,8 @@ class FragmentCosts(LayerCosts):
 def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
     """Return the worth of each proposal: the number of tokens that the swarm would train within HORIZON_S.
 
-    If `asked.searches`, a better plan is searched for too. An impossible plan is worth 0 tokens. If the swarm exceeds
-    MOST_PLANNED, all plans are worth 0 tokens.
+    If `asked.searches`, a better plan is searched for too, unless no spans can hold all fragments. An impossible plan
+    is worth 0 tokens. If the swarm exceeds MOST_PLANNED, all plans are worth 0 tokens.
     """
     from decentral.scheduler.throughput import covering, span_search  # imported late, in the host's thread: numba
 
@@ -118,11 +118,11 @@ def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
     old = np.array([(one.held.start, one.held.stop) for _, one in task.members])
     stay = max(0.0, span_search.tokens_ahead(work, old, old, HORIZON_S))  # the solver's zero may be slightly negative
     proposed = tuple(_worth(task, work, old, _placed(task, old, spans)) for spans in asked.proposals)
-    if not asked.searches:
+    cover = covering.covering(work) if asked.searches and stay == 0 else None
+    if not asked.searches or (stay == 0 and cover is None):
         return PlansEvaluated(asked.number, task.digest(), stay, proposed)
     rounds = max(LEAST_ROUNDS, SEARCH_ROUNDS // (count * len(task.needs.fragments)))
     nowhere, budget = np.zeros(len(old), np.int64), SearchBudget(rounds=rounds)
-    cover = covering.covering(work) if stay == 0 else None
     start = old if cover is None else np.where((cover[:, 1] > cover[:, 0])[:, None], cover, old)
     new, _ = span_search.spans_replan(work, nowhere, start, budget, asked.seed, HORIZON_S)
     new = np.where((new[:, 1] > new[:, 0])[:, None], new, old)  # a peer without a span in the plan keeps its old span

@@ -24,14 +24,13 @@ from decentral.core import rng as chance
 from decentral.scheduler.spans import moves, solvers
 from decentral.scheduler.spans.moves import grown
 from decentral.scheduler.spans.problem import SpanValue, soft_minimum
-from decentral.scheduler.spans.trials import SLIGHTLY
 from decentral.scheduler.throughput import bound, link_limits, max_flow, milp
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.throughput.max_flow import FlowSolver
 from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.search_budget import SearchBudget
 
-SMALL_SWARM = 250  # with at most this many pairs of peer and span, an exact solver follows the search
+SMALL_SWARM = 250  # with at most this many pairs of peer and span, the exact solver comes before the search
 EXACT_OPTIONS = 2_000  # with more pairs of peer and span, the exact solver is not asked
 DRAWS = 12  # number of random starts in a swarm of at most 16 peers; larger swarms get 2
 LEAST = 1e-6  # share of the bound that a layer without holders supplies in the guide, which needs numbers above 0
@@ -129,19 +128,17 @@ def search(
     Args:
         costs: What layers cost each peer.
         region_N: Each peer's region as a number.
-        budget: Limit of the search; in a small swarm, half of its seconds is reserved for the exact solver.
+        budget: Limit of the search; in a small swarm, half of its seconds is for the exact solver.
         rng: Source of all random choices.
         first: When replanning, spans_N2 that are an additional start; None: no additional start.
-        solver: A name in `solvers.SEARCHES`. The exact solver follows only the default.
+        solver: A name in `solvers.SEARCHES`. The exact solver comes first with the default.
     """
     problem = FlowProblem(costs, region_N)
     small = solver == "genetic" and milp.options(costs) <= SMALL_SWARM
-    found = solvers.search(problem, solver, budget.part(0.5) if small else budget, rng, first)
-    if small and found.value < problem.bound() * (1 - SLIGHTLY):
-        exact = problem.exact(budget.seconds / 2)
-        if exact is not None and problem.evaluate(exact).value > found.value:
-            return exact
-    return found.spans_N2
+    exact = problem.exact(budget.seconds / 2) if small else None
+    if exact is not None and problem.valid(exact):
+        return exact
+    return solvers.search(problem, solver, budget.part(0.5) if small else budget, rng, first).spans_N2
 
 
 def groupings(costs: LayerCosts, region_N: Ints) -> list[list[Ints]]:

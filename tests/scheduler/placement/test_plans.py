@@ -159,10 +159,14 @@ def test_proposals_at_the_same_time_end_in_one_best_swarm() -> None:
     together = Together(EVEN)
     together.pass_time(10.0)
     together.members = dict(SLOWER)
-    for plans in together.plans.values():
-        plans.review(together.members, together.now)
+    for number, plans in enumerate(together.plans.values()):
+        measured = {  # each peer has seen a slightly different swarm
+            peer: replace(one, tokens_per_s=one.tokens_per_s * (1 + 0.01 * number))
+            for peer, one in together.members.items()
+        }
+        plans.review(measured, together.now)
         plans.search.at = together.now  # before any peer has seen another's plan
-        evaluation = plans._evaluate(together.members, searches=True)
+        evaluation = plans._evaluate(measured, searches=True)
         together.carry(plans.own.peer, plans.handle(evaluate_plans(evaluation), together.now))
     assert len({plans.adopted.digest() for plans in together.plans.values() if plans.adopted}) > 1
     together.pass_time(30.0)

@@ -223,7 +223,7 @@ def test_the_budget_covers_the_baseline_and_all_else(monkeypatch: pytest.MonkeyP
         return maximum(costs, chosen)
 
     monkeypatch.setattr(max_flow, "maximum", slow)
-    for seconds, draws in ((8.0, False), (60.0, True)):
+    for seconds, draws in ((5.0, False), (60.0, True)):
         now[0] = 0.0
         budget = SearchBudget(seconds, clock=lambda: now[0])
         plan = throughput_plan.throughput_plan(topology.load("ten-cities"), config.load(None), "genetic", 0, budget)
