@@ -212,7 +212,7 @@ class SwarmPlans:
         self.search.observe(members, now)
         if stuck:
             self.search.hasten(now)
-        self.all_held = len({index for one in members.values() for index in one.held}) == len(self.needs.fragments)
+        self.all_held = self._hold_all(swarm)
         searches = self.search.is_due(now)
         spans = {peer: one.held for peer, one in members.items()}
         changed = searches or self._has_new or spans != self._judged.spans
@@ -221,7 +221,7 @@ class SwarmPlans:
             self._pause_s = JUDGE_AGAIN_S
         pause_s = max(self._pause_s, self._judged.took_s / JUDGED_SHARE)
         again = len(self.known) > 1 and unsettled and now >= self._judged.at + pause_s
-        if self._evaluation is None and (self.all_held or stuck) and (searches or self._has_new or again):
+        if self._evaluation is None and (self._hold_all(members) or stuck) and (searches or self._has_new or again):
             self._judged = Judged(spans, now, changed, self._judged.took_s)
             effects.append(self._evaluate(members, searches))
         return effects
@@ -240,6 +240,10 @@ class SwarmPlans:
                     self._judged = replace(self._judged, took_s=min(now - self._judged.at, MOST_JUDGING_S))
                 return self._evaluated(evaluation, event, now)
         return []
+
+    def _hold_all(self, members: Mapping[PeerId, TrainingPeer]) -> bool:
+        """Return whether these peers together hold all fragments."""
+        return len({index for one in members.values() for index in one.held}) == len(self.needs.fragments)
 
     def _is_carried_out(self, held: Mapping[PeerId, range]) -> bool:
         """Return whether all peers hold the fragments that the adopted plan gives them; True without a plan."""

@@ -4,7 +4,7 @@ The searches themselves are in scheduler/spans; `FlowProblem` tells them what sp
 whole model on each peer whose memory is large enough, and from a chain of peers in each group of regions whose memory
 is large enough. The layers of a chain are cut by the devices' speeds, so that all peers need the same time; then every
 span grows to fill its peer's memory, because overlapping spans let the flow balance the peers' work. In a small swarm,
-the exact solver (milp.py) runs afterwards.
+the exact solver (milp.py) comes first.
 
 `spans_replan` finds new spans from old spans after peers left, joined, or changed their speed. It takes into account
 how long downloads last:

@@ -28,6 +28,7 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_with_room_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     found = disk.write_speed(tmp_path)
     assert found.seen.startswith("writes ")
+    assert "B/s" in found.seen
     assert not list(tmp_path.iterdir())
 
 

@@ -461,6 +461,9 @@ def test_a_layer_is_left_without_a_holder_only_for_a_peer_that_the_plan_gives_it
     assert not plans.may_gap(range(0, 2), swarm(A=(0, 2, 100.0)), GAP_AFTER_S)  # B is gone
     plans.review(swarm(A=(0, 2, 100.0), B=(3, 4, 20.0)), 101.0)
     assert plans.may_gap(range(0, 2), pair, 1.0)  # fragment 2 has no holder, so nothing trains anyway
+    whole = {PeerId("C"): TrainingPeer(range(0, 4), 40, 10.0)}
+    plans.review(swarm(A=(0, 2, 100.0), B=(3, 4, 20.0)) | whole, 102.0)
+    assert not plans.may_gap(range(0, 2), pair, 2.0)  # a peer with the whole model holds it
 
 
 def spans_of(members: dict[PeerId, TrainingPeer]) -> Ints:
