@@ -105,7 +105,7 @@ def failures(results: Results) -> Iterator[str]:
             said = [reason.rpartition("]: ")[2], *log[-1:]]  # without the command
             yield f"{name}: failed: {'; '.join(said)[:FAILURE_CHARS]}"
         for key, value in found["figures"].items():
-            if isinstance(value, Mapping) and "failed" in value:
+            if isinstance(value, Mapping) and isinstance(value.get("failed"), str):  # a count is one of exchanges
                 yield f"{name}: {key}: failed: {value['failed'][:FAILURE_CHARS]}"
         for one in (*found["figures"].get("failed tests", ()), *found["figures"].get("failures", ())):
             yield f"{name}: failed: {one[:FAILURE_CHARS]}"

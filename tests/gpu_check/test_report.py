@@ -53,6 +53,12 @@ def test_peers_that_exchange_stand_beside_silent_ones() -> None:
     assert lines[1] == "  a peer claims 100 GB; both use 28 GB of the GPU"
 
 
+def test_exchanges_that_failed_are_counted_and_are_no_failure_of_the_check() -> None:
+    pair = {"tokens_per_s": [90.0, 100.0], "exchanges": {"done": 7, "failed": 2}, "claimed bytes of a peer": GB}
+    assert lines_of(swarm_pair=pair).splitlines()[0].endswith("; exchanges: 7 done, 2 failed")
+    assert "failed: " not in lines_of(swarm_pair=pair)
+
+
 def test_what_has_failed_is_named_whole_steps_and_single_figures() -> None:
     found: dict[str, Any] = {
         "kernels": {"failed": "['python', '-m']: it still runs after 60 s\na log\nthe end of its log", "figures": {}},
