@@ -58,7 +58,7 @@ def launches(n: int, kernels: "CudaKernels") -> Iterator[tuple[str, int, Callabl
     The calls go past the public methods, which copy results to the host, to the launch itself.
     """
     device, blocks, halves = kernels.device, -(-n // 128), -(-n // 256)  # blocks of q4, and of int8
-    vectors = [torch.randn(n, device=device) for _ in range(4)]
+    vectors = [torch.randn(n, device=device) for _ in range(3)]
     blob = torch.empty(blockwise.size("q4", n), dtype=torch.uint8, device=device)
     steps = encoded("q4", vectors[1]).repeat(STEPS)
     towards = encoded("int8", vectors[0]).repeat(TOWARDS)
@@ -66,7 +66,7 @@ def launches(n: int, kernels: "CudaKernels") -> Iterator[tuple[str, int, Callabl
     squares, peaks = kernels._results(blocks)
     where = np.int64(n), np.int64(0)
     for code, signs in (("q4", 0), ("q1", 1)):
-        arguments = (*vectors[:3], *where, np.int64(blocks), np.int32(signs), blob, squares, peaks)
+        arguments = (*vectors, *where, np.int64(blocks), np.int32(signs), blob, squares, peaks)
         yield f"close {code}", 4 * FP32 * n + len(blob), partial(kernels._launch, "close_q4", WARP * blocks, arguments)
     read = steps[: len(blob)], np.int64(n), np.int64(blocks), squares, peaks
     yield "length q4", len(blob), partial(kernels._launch, "length_q4", WARP * blocks, read)
@@ -74,7 +74,7 @@ def launches(n: int, kernels: "CudaKernels") -> Iterator[tuple[str, int, Callabl
     size = FP32 * n + len(towards) // TOWARDS
     yield "distance int8", size, partial(kernels._launch, "distance_int8", WARP * halves, far)
     blobs = steps, np.int32(STEPS), towards, np.int32(TOWARDS), factors
-    merge = (*vectors, np.int32(0), np.int64(n), np.int64(0), np.int64(n), *blobs)
+    merge = (*vectors, np.int64(n), np.int64(0), np.int64(n), *blobs)
     size = 5 * FP32 * n + len(steps) + len(towards)
     yield f"merge of {STEPS} steps and {TOWARDS} pulls", size, partial(kernels._launch, "merge", n, merge)
 
