@@ -18,7 +18,7 @@ from decentral.comm.wire.transport import Answered, AskFailed, Effect, Event
 from decentral.core.fragments import Fragment, Layout
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import ImportState, Start, StateImported
-from decentral.core.journal.events import ErrorLine
+from decentral.core.journal.events import REPEAT_S, ErrorLine
 from decentral.core.machine import Log, Woke
 from decentral.core.units import Seconds
 from decentral.peers.joining.fetch import Fetch, FetchTag, Incoming
@@ -78,6 +78,7 @@ class Join:
     imported: bool = False
     wake_at: Seconds | None = 0.0
     began_at: Seconds = 0.0
+    _waits_logged_at: Seconds = 0.0
     fetch: Fetch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -132,7 +133,7 @@ class Join:
             if not self._waits_for_silent_holders(known):
                 self.fetch.keep_complete()
                 return self._start_from_what_is_here()
-            said = self._say_that_it_waits()
+            said = self._say_that_it_waits(now)
         if not self.fetch.donors:
             self.fetch.failures.clear()
         incoming = self.fetch.incoming.values()
@@ -159,9 +160,10 @@ class Join:
             return True
         return any(one.had_holder for one in incoming) and not any(one.complete() for one in incoming)
 
-    def _say_that_it_waits(self) -> list[Effect]:
-        if self.waits:
+    def _say_that_it_waits(self, now: Seconds) -> list[Effect]:
+        if self.waits and now < self._waits_logged_at + REPEAT_S:
             return []
+        self._waits_logged_at = now
         self.waits = "no peer has sent the run's weights yet; this peer keeps asking and does not train until one does"
         return [Log(ErrorLine(reason=self.waits))]
 

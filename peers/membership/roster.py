@@ -22,7 +22,7 @@ from decentral.core import rng
 from decentral.core.config import SwarmConfig
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
-from decentral.core.journal.events import ErrorLine, GoodbyeLine, PeerJoinedLine, PeerLeftLine
+from decentral.core.journal.events import REPEAT_S, ErrorLine, GoodbyeLine, PeerJoinedLine, PeerLeftLine
 from decentral.core.latest import keep_latest
 from decentral.core.machine import Log, Woke
 from decentral.core.reasons import SILENT, Reason
@@ -215,6 +215,7 @@ class Roster:
     _known: dict[PeerId, bytes] = field(default_factory=dict)  # peer -> its last record, to skip equal ones
     _valid: dict[PeerId, float] = field(default_factory=dict)  # dropped, silent peer -> expiry of its record
     _published: Publication = field(default_factory=Publication)
+    _copy_logged_at: Seconds = -math.inf
     _renew_at: Seconds = 0.0
     _refresh_at: Seconds = 0.0
     _sooner: SoonerLookups = field(default_factory=SoonerLookups)
@@ -362,11 +363,13 @@ class Roster:
         return f"another peer at {address} uses a copy of this peer's identity, {remedy}"
 
     def _found_own(self, key: str, value: bytes, now: Seconds) -> list[RosterEffect]:
-        known = self.copy_warning(now)
         if self._published.read(self.own, key, value, now):
             self.renew_soon(now)
-        said = self.copy_warning(now)
-        return [Log(ErrorLine(reason=said))] if said and not known else []
+        warning = self.copy_warning(now)
+        if not warning or now < self._copy_logged_at + REPEAT_S:
+            return []
+        self._copy_logged_at = now
+        return [Log(ErrorLine(reason=warning))]
 
     def _heard(self, peer: PeerId, record: PeerRecord, expires: float, now: Seconds) -> list[RosterEffect]:
         if record.phase == "leaving":

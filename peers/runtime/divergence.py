@@ -7,7 +7,7 @@ Meanwhile it warns the user, and does not overwrite its last checkpoint.
 from dataclasses import dataclass
 
 from decentral.core.jobs import DIVERGED
-from decentral.core.journal.events import ErrorLine
+from decentral.core.journal.events import REPEAT_S, ErrorLine
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
 
@@ -18,7 +18,6 @@ BEST_FORGOTTEN = 1e-4  # each step moves the remembered minimum loss this share 
 HOPELESS = 2.0  # if divergence lasts, a peer stops at a loss above this many times the starting loss
 LEARNED = 0.85  # lasting divergence does not stop a peer whose mean loss is below this share of the starting loss
 STOP_STEPS, STOP_S = 100, 60.0  # divergence "lasts" after both this many steps and this many seconds
-SAID_EVERY_S = 60.0
 
 
 @dataclass(slots=True)
@@ -37,7 +36,7 @@ class Divergence:
     _said_at: Seconds = 0.0
 
     def stepped(self, dropped: bool, loss: float | None, now: Seconds) -> list[Log]:
-        """Update the detector with a step; while training has diverged, return a warning every SAID_EVERY_S.
+        """Update the detector with a step; while training has diverged, return a warning every REPEAT_S.
 
         Args:
             dropped: Whether the step was skipped, because its gradient was not finite.
@@ -56,13 +55,13 @@ class Divergence:
             self._since, self.hopeless = None, False
             return []
         if self._since is None:
-            self._since, self._said_at = (self._steps, now), now - SAID_EVERY_S
+            self._since, self._said_at = (self._steps, now), now - REPEAT_S
         lasted = self._steps >= self._since[0] + STOP_STEPS and now >= self._since[1] + STOP_S
         if lasted and not self._drops and self._mean < LEARNED * self._start:
             self._best, self._since = self._mean, None
             return []
         self.hopeless = lasted and (dropped or (loss is not None and loss > HOPELESS * self._start))
-        if now < self._said_at + SAID_EVERY_S:
+        if now < self._said_at + REPEAT_S:
             return []
         self._said_at = now
         return [Log(ErrorLine(reason=self.trouble))]

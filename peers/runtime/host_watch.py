@@ -7,11 +7,9 @@ REPEAT_S. A trouble that has not occurred for REPEAT_S is over.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from decentral.core.journal.events import ErrorLine
+from decentral.core.journal.events import REPEAT_S, ErrorLine
 from decentral.core.journal.file import Journal
 from decentral.core.units import Seconds
-
-REPEAT_S = 60.0  # the journal repeats a lasting trouble at this interval; a trouble absent for so long is over
 
 
 @dataclass(slots=True)

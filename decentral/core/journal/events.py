@@ -15,6 +15,7 @@ from decentral.core.plain_text import plain_text
 from decentral.core.units import plural
 
 TOLD_CHARS = 300  # people are shown at most this many characters of a reason
+REPEAT_S = 60.0  # a lasting trouble gets another `error` line at this interval, as readers take old lines for past ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from decentral.comm.wire.transport import Answered, Ask, AskFailed, Effect, Repl
 from decentral.core.fragments import Fragment, Section
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import ExportState, ImportState, Start, StateExported, StateImported
-from decentral.core.journal.events import ErrorLine
+from decentral.core.journal.events import REPEAT_S, ErrorLine
 from decentral.core.machine import Log, Woke
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -275,10 +275,20 @@ def test_a_newcomer_asks_a_silent_swarm_until_it_answers_and_says_that_it_waits(
     in_silence(new, 600.0)
     assert not new.starts
     assert "keeps asking" in new.join.waits
-    assert errors(new) == [new.join.waits]
+    assert errors(new)[0] == new.join.waits
     new.wake(JOIN_RETRY_S)
     assert len(new.finish().blobs) == 2
     assert new.join.waits == ""
+
+
+def test_a_newcomer_that_waits_writes_so_again_as_long_as_it_waits() -> None:
+    new = Newcomer(donors=(A,))
+    new.know_the_roster()
+    new.live = []
+    in_silence(new, 60.0)
+    (waits,) = errors(new)
+    in_silence(new, 10 * REPEAT_S)
+    assert errors(new) == [waits] * 11
 
 
 def test_a_newcomer_waits_for_a_silent_donor_though_another_newcomer_answers() -> None:

@@ -292,6 +292,13 @@ def test_a_peer_that_runs_with_a_copy_of_our_identity_is_told_of_once_while_it_i
     assert roster.copy_warning(NOW + 50 + 2 * TTL) == ""
 
 
+def test_a_copy_that_keeps_running_is_written_to_the_journal_again_and_again(roster: Roster) -> None:
+    """The page and the doctor take an old line for a trouble that is over."""
+    roster.handle(Woke(), NOW)
+    logged_at = [at for at in range(2, 1202, 4) if errors(of_copy(roster, NOW + at, NOW + at - 1))]
+    assert logged_at == list(range(6, 1202, 60))
+
+
 def test_records_of_a_start_before_are_no_copy_whichever_of_them_is_found(roster: Roster) -> None:
     roster.handle(Woke(), NOW)
     for written in (NOW - 20, NOW - 40, NOW):

@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,26 @@ def test_layers_that_no_peer_holds_are_a_trouble_that_the_view_shows(swarm_of: S
     planner.refresh(UNHELD_S)
     assert host.troubles() == [planner.unheld]
     assert planner.unheld.startswith("no peer that trains holds layers 2 to ")
+
+
+def test_two_machines_that_run_one_identity_both_say_so(swarm_of: SwarmOf, tmp_path: Path) -> None:
+    """Their state folders are copies, and both start at once, so that neither finds the other at its start."""
+    swarm = swarm_of("pull")
+    swarm.identities = {**swarm.identities, "copy of B": swarm.identities["B"]}
+
+    def said(name: str) -> bool:
+        trouble = " ".join(swarm.hosts[name].troubles())
+        return "uses a copy of this peer's identity" in trouble and bool(swarm.journal(name, "error"))
+
+    async def story() -> None:
+        await swarm.start("B")
+        setup_of = swarm.setup_of
+        swarm.setup_of = lambda *peer, **gossip: replace(setup_of(*peer, **gossip), folder=tmp_path / "copy")
+        (tmp_path / "copy").mkdir()
+        await swarm.start("copy of B")
+        await swarm.until(lambda: said("B") and said("copy of B"))
+
+    swarm.play(story())
 
 
 def test_addresses_that_a_full_disk_refuses_stop_nobody(swarm_of: SwarmOf, monkeypatch: pytest.MonkeyPatch) -> None:

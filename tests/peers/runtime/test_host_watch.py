@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from decentral.core.journal.events import REPEAT_S
 from decentral.core.journal.file import Journal, read
-from decentral.peers.runtime.host_watch import REPEAT_S, HostWatch
+from decentral.peers.runtime.host_watch import HostWatch
 
 
 def test_a_trouble_that_repeats_has_few_lines_which_count_it(tmp_path: Path) -> None:
