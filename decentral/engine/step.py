@@ -1,8 +1,9 @@
 """One training step: fetch, forward, backward, step, report. Nothing here depends on the network.
 
-Start reading at `train_step`. `Counters` counts a peer's steps and tokens, and the time of its training thread.
+Start reading at `queue_step`. `Counters` counts a peer's steps and tokens, and the time of its training thread.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -124,8 +125,8 @@ class Ranks(Protocol):
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Return the context for a micro-batch's passes. Gradients are averaged over ranks only if `last` is True."""
 
-    def end(self, figure: Tensor) -> Tensor:
-        """End the step or measurement; return the mean of `figure`, a scalar such as the loss, over all ranks."""
+    def end(self, figures: Tensor) -> Tensor:
+        """End the step or measurement; return the mean of figures, such as the loss, over all ranks."""
 
 
 class Alone:
@@ -141,9 +142,9 @@ class Alone:
         """Return a context that does nothing."""
         return nullcontext()
 
-    def end(self, figure: Tensor) -> Tensor:
-        """Return the figure unchanged."""
-        return figure
+    def end(self, figures: Tensor) -> Tensor:
+        """Return the figures unchanged."""
+        return figures
 
 
 ALONE = Alone()
@@ -179,10 +180,48 @@ class StepReport:
     micro_batches: int
 
 
+@dataclass(frozen=True, slots=True)
+class QueuedStep:
+    """A step that is in the device's queue; on a CPU it is done. `report` waits for it."""
+
+    figures: Tensor  # [2] in host memory: the mean loss, and the gradient's norm before clipping
+    complete: torch.cuda.Event | None  # after which the host may read the figures of a GPU
+    inner: Inner
+    rate: float
+    tokens: int
+    micro_batches: int
+
+    def report(self) -> StepReport:
+        """Wait until the device has computed the step's gradient, and return the report. Call it once."""
+        if self.complete is not None:
+            self.complete.synchronize()
+        loss, norm = self.figures.tolist()
+        if math.isfinite(norm):
+            return StepReport(loss, self.tokens, self.micro_batches)
+        self.inner.uncount(self.rate, self.tokens)
+        return StepReport(loss, 0, 0)
+
+
+def steps_ahead(device: Device) -> int:
+    """Return how many steps the host may queue before it reads the report of the first of them.
+
+    A GPU that waited for its host between two steps would idle while the host launches the next forward pass. The ranks
+    of an island wait for each other in each step anyway.
+    """
+    return int(device.device.type == "cuda" and device.ranks.size == 1)
+
+
 def train_step(
     forward: ModelForward, fetch: Fetch, inner: Inner, lr_step: int, train: config.TrainConfig, device: Device
 ) -> StepReport:
-    """Take one inner step with the gradient of the mean loss over `train.accumulate` micro-batches.
+    """Take one inner step, wait for it, and return its report. Arguments as for `queue_step`."""
+    return queue_step(forward, fetch, inner, lr_step, train, device).report()
+
+
+def queue_step(
+    forward: ModelForward, fetch: Fetch, inner: Inner, lr_step: int, train: config.TrainConfig, device: Device
+) -> QueuedStep:
+    """Queue one inner step with the gradient of the mean loss over `train.accumulate` micro-batches.
 
     A step whose gradient is not finite changes no weights, and its report counts no tokens. Each rank of an island
     takes `train.accumulate` micro-batches. The report counts the micro-batches of all ranks; its number of tokens is
@@ -211,12 +250,14 @@ def train_step(
         losses.append(part.detach())
         slow_down(device, time.perf_counter() - began)
         began = time.perf_counter()
-    loss_sum = torch.stack(losses).sum().to("cpu", non_blocking=True)  # complete after `clip`, which waits for the GPU
-    counts = bool(torch.isfinite(inner.clip()))
-    if counts:
-        inner.step(rate_at(train, lr_step, inner.steps), tokens)
-    loss_mean = float(ranks.end(loss_sum))
-    return StepReport(loss_mean, tokens * counts, train.accumulate * ranks.size * counts)
+    norm, rate = inner.clip(), rate_at(train, lr_step, inner.steps)
+    figures = ranks.end(torch.stack((torch.stack(losses).sum(), norm))).to("cpu", non_blocking=True)
+    complete = None
+    if device.device.type == "cuda":
+        complete = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        complete.record(torch.cuda.current_stream(device.device))
+    inner.step(rate, tokens, void=(~torch.isfinite(norm)).float())
+    return QueuedStep(figures, complete, inner, rate, tokens, train.accumulate * ranks.size)
 
 
 def held_out_loss(forward: ModelForward, batch: tuple[Tensor, Tensor], device: Device, at_once: int) -> float:
