@@ -296,7 +296,7 @@ class Chain:
 
         Args:
             layers: Consecutive layers of the model.
-            compiled: Whether to use torch.compile.
+            compiled: Whether to use torch.compile on each layer, so that all blocks share one compiled function.
             run: The run's config, which may ask to recompute activations to save memory; None: activations are kept.
             first: Index of the first of these layers in the model.
         """
@@ -305,9 +305,9 @@ class Chain:
         self.dtype = torch.float32 if run is None else getattr(torch, run.train.weights)
         self.entering = 0 if run is None or first == 0 else decoder.widths(run.model)[first]
         ready = list(layers) if run is None else decoder.recomputed(run, layers, first)
-        trunk, head = nn.Sequential(*ready[:-1]), ready[-1] if ready else nn.Identity()
-        self.trunk: Callable[[Tensor], Tensor] = torch.compile(trunk) if compiled else trunk
-        self.head: Callable[[Tensor], Tensor] = torch.compile(head) if compiled else head
+        ready = [torch.compile(layer) for layer in ready] if compiled else ready
+        self.trunk: Callable[[Tensor], Tensor] = nn.Sequential(*ready[:-1])
+        self.head: Callable[[Tensor], Tensor] = ready[-1] if ready else nn.Identity()
 
     def __call__(self, tokens_BT: Tensor) -> Tensor:
         """Return logits_BTV, or the last layer's hidden_BTD if the layers end before the model's head."""

@@ -31,8 +31,9 @@ READ_AT_ONCE = 512  # longer prompts are read in passes of this many tokens, to 
 def generate(
     layers: Sequence[nn.Module], prompt: Sequence[int], sampling: Sampling, device: Device
 ) -> Iterator[int | None]:
-    """Convert the layers to the device and its dtype, and yield `sampling.tokens` tokens that continue a prompt of at least one token.
+    """Yield `sampling.tokens` tokens that continue a prompt of at least one token.
 
+    The layers are converted in place to the device and its dtype.
     While a long text is read, yield None after every READ_AT_ONCE tokens, so that the caller can do other work.
 
     Raises:
@@ -166,9 +167,7 @@ class KeysAndValues:
         self.keys_BKSE = torch.zeros(shape, dtype=device.dtype, device=device.device)
         self.values_BKSE = torch.zeros(shape, dtype=device.dtype, device=device.device)
 
-    def attend(
-        self, hidden_BTD: Tensor, first: int, angles: tuple[Tensor, Tensor], mask_TS: Tensor | None
-    ) -> Tensor:
+    def attend(self, hidden_BTD: Tensor, first: int, angles: tuple[Tensor, Tensor], mask_TS: Tensor | None) -> Tensor:
         """Return the attention's output_BTD for positions [first, first + T), and cache their keys and values.
 
         Args:
