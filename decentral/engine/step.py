@@ -305,7 +305,7 @@ class Chain:
         self.dtype = torch.float32 if run is None else getattr(torch, run.train.weights)
         self.entering = 0 if run is None or first == 0 else decoder.widths(run.model)[first]
         ready = list(layers) if run is None else decoder.recomputed(run, layers, first)
-        ready = [torch.compile(layer) for layer in ready] if compiled else ready
+        ready = list(map(_compiled, ready)) if compiled else ready
         self.trunk: Callable[[Tensor], Tensor] = nn.Sequential(*ready[:-1])
         self.head: Callable[[Tensor], Tensor] = ready[-1] if ready else nn.Identity()
 
@@ -325,6 +325,12 @@ class Chain:
             return self.trunk(tokens_BT)
         zeros_BTD = torch.zeros((*tokens_BT.shape, self.entering), device=tokens_BT.device, dtype=self.dtype)
         return self.trunk(zeros_BTD.requires_grad_())
+
+
+def _compiled(layer: nn.Module) -> nn.Module:
+    compiled = torch.compile(layer)
+    assert isinstance(compiled, nn.Module), "torch.compile returns a module for a module"
+    return compiled
 
 
 def slow_down(device: Device, took_s: float, share: float = 1.0) -> None:

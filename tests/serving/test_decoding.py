@@ -1,7 +1,8 @@
 """Kept keys and values change no number; tokens are drawn by temperature, nucleus and seed alone."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -118,18 +119,16 @@ def test_bfloat16_converts_the_weights_once_for_all_readers(tokens: list[int]) -
     assert places == [parameter.data_ptr() for parameter in weights]
 
 
-class Conversions(TorchDispatchMode):
-    """Counts the numbers of the largest tensor that is converted to another dtype in this context."""
+class Conversions(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The number of elements of the largest tensor that is converted to another dtype within it."""
 
-    largest = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.largest = 0
 
     def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: Sequence[Tensor] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+        self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") is not None:
             self.largest = max(self.largest, args[0].numel())
         return func(*args, **(kwargs or {}))
