@@ -205,7 +205,7 @@ class Compute(JobRunner):
             queued, counted = self._queued.popleft()
             found = queued.report()
             self.counters.time.spent_on("training")
-            self.counters.tokens -= counted.tokens - found.tokens
+            self.counters.uncount(counted.tokens - found.tokens)
             trained = replace(counted, tokens=found.tokens, micro_batches=found.micro_batches)
             steps.append(replace(trained, loss=found.loss, dropped=not found.tokens))
         return steps

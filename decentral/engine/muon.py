@@ -133,8 +133,8 @@ def batched_step(
             thetas, grads, firsts = ([group[at] for at in chosen] for group in (matrices, gradients, momenta))
             grads = [torch.where(skipped, first, grad) for first, grad in zip(firsts, grads, strict=True)]
             torch._foreach_lerp_(firsts, grads, 1 - _MOMENTUM)
-            nesterov = torch._foreach_lerp(grads, firsts, _MOMENTUM)
-            wide_NRC = torch.stack([one if len(one) == rows else one.mT for one in nesterov])
+            grads = list(torch._foreach_lerp(grads, firsts, _MOMENTUM))  # Nesterov's; frees the copies
+            wide_NRC = torch.stack([one if len(one) == rows else one.mT for one in grads])
             share = torch.where(skipped, 0.0, -rate * 0.2 * math.sqrt(columns)).view(1, 1, 1)  # makes the product fp32
             turned = zip(thetas, _semi_orthogonal(wide_NRC) * share, strict=True)
             updates = [update if len(theta) == rows else update.mT for theta, update in turned]

@@ -73,6 +73,10 @@ class Counters:
         spent = self.time.take(beside_s)
         return jobs.Stepped(self.own_steps, self.lr_step, tokens, loss, spent, micro_batches)
 
+    def uncount(self, tokens: int) -> None:
+        """Take back tokens of a step that turned out to have changed no weights."""
+        self.tokens -= tokens
+
     def follow(self, lr_step: int, exactly: bool = False) -> None:
         """Set this peer's learning-rate step to the swarm's if the swarm's is larger.
 
@@ -254,7 +258,7 @@ def queue_step(
     figures = ranks.end(torch.stack((torch.stack(losses).sum(), norm))).to("cpu", non_blocking=True)
     complete = None
     if device.device.type == "cuda":
-        complete = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        complete = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         complete.record(torch.cuda.current_stream(device.device))
     inner.step(rate, tokens, void=(~torch.isfinite(norm)).float())
     return QueuedStep(figures, complete, inner, rate, tokens, train.accumulate * ranks.size)
