@@ -64,17 +64,20 @@ def launches(n: int, kernels: "CudaKernels") -> Iterator[tuple[str, int, Callabl
     towards = encoded("int8", vectors[0]).repeat(TOWARDS)
     factors = torch.full((STEPS + TOWARDS + 4,), 0.25, device=device)
     squares, peaks = kernels._results(blocks)
-    where = np.int64(n), np.int64(0)
     for code, signs in (("q4", 0), ("q1", 1)):
-        arguments = (*vectors, *where, np.int64(blocks), np.int32(signs), blob, squares, peaks)
+        counts = np.int64(n), np.int64(0), np.int64(blocks), np.int32(signs)
+        arguments: list[Tensor | np.integer] = [*vectors, *counts, blob, squares, peaks]
         yield f"close {code}", 4 * FP32 * n + len(blob), partial(kernels._launch, "close_q4", WARP * blocks, arguments)
     read = steps[: len(blob)], np.int64(n), np.int64(blocks), squares, peaks
     yield "length q4", len(blob), partial(kernels._launch, "length_q4", WARP * blocks, read)
-    far = vectors[0], *where, np.int64(halves), towards, squares, peaks
+    far = vectors[0], np.int64(n), np.int64(0), np.int64(halves), towards, squares, peaks
     size = FP32 * n + len(towards) // TOWARDS
     yield "distance int8", size, partial(kernels._launch, "distance_int8", WARP * halves, far)
-    blobs = steps, np.int32(STEPS), towards, np.int32(TOWARDS), factors
-    merge = (*vectors, np.int64(n), np.int64(0), np.int64(n), *blobs)
+    where, blobs = (
+        (np.int64(n), np.int64(0), np.int64(n)),
+        (steps, np.int32(STEPS), towards, np.int32(TOWARDS), factors),
+    )
+    merge: list[Tensor | np.integer] = [*vectors, *where, *blobs]
     size = 5 * FP32 * n + len(steps) + len(towards)
     yield f"merge of {STEPS} steps and {TOWARDS} pulls", size, partial(kernels._launch, "merge", n, merge)
 

@@ -36,7 +36,7 @@ def _head(figures: Results) -> Iterator[str]:
 def _training(figures: Results) -> Iterator[str]:
     rows = []
     for name, own in figures.items():
-        for key, ours in own.items() if name.startswith(("train", "compiled")) else ():
+        for key, ours in own.items() if name.startswith(("train", "muon", "compiled")) else ():
             if key.startswith("ours, "):
                 loop = key.removeprefix("ours, ")
                 rows.append(_row(name.partition("-")[2], loop, ours, own))

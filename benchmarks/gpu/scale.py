@@ -74,15 +74,20 @@ class Scale:
         """Return the most memory of the GPU that tensors had since `forget`; None on a CPU, where nobody counts it."""
         return torch.cuda.max_memory_allocated() if self.on_gpu else None
 
-    def seconds(self, call: Callable[[], object]) -> float:
-        """Return the seconds of one call, the device's work included: the mean over `call_s`, after one call."""
+    def seconds(self, call: Callable[[], object], queued: bool = False) -> float:
+        """Return the seconds of one call, the device's work included: the mean over `call_s`, after one call.
+
+        `queued`: wait for the device only after the last call, as a training loop does.
+        """
         call()
         self.wait()
         began, times = time.perf_counter(), 0
         while times == 0 or time.perf_counter() - began < self.call_s:
             call()
             times += 1
-            self.wait()
+            if not queued:
+                self.wait()
+        self.wait()
         return (time.perf_counter() - began) / times
 
     def device_seconds(self, call: Callable[[], object]) -> float:

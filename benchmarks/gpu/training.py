@@ -28,28 +28,27 @@ from decentral.engine.compute import Compute, ComputeSetup
 from decentral.engine.step import Device
 from decentral.model import decoder
 
-OPTIMIZERS = ("adamw", "muon")
 COMPILED = ("train.optimizer=adamw", "train.compile=true")
 SMALL_RATE = 1e-4  # of the steps that only the optimizer takes
 
 
-def measure(scale: Scale, notes: Notes, size: str) -> None:
-    """Note what a training step takes with each optimizer, ours and the bare loop's."""
+def measure(scale: Scale, notes: Notes, size: str, optimizer: str) -> None:
+    """Note what a training step takes with this optimizer, ours and the bare loop's."""
+    compare(scale, notes, optimizer, scale.run(size, f"train.optimizer={optimizer}"), size)
+
+
+def measure_compiled(scale: Scale, notes: Notes, size: str, loops: str = "ours,bare") -> None:
+    """Note the same with AdamW and compiled layers, of the loops that are named."""
+    compare(scale, notes, "compiled", scale.run(size, *COMPILED), size, loops)
+
+
+def compare(scale: Scale, notes: Notes, name: str, run: config.Config, size: str, loops: str = "ours,bare") -> None:
+    """Note what the loops show of this run, and the memory that a peer would claim."""
     layers = drawn(scale, notes, size)
-    for optimizer in OPTIMIZERS:
-        compare(scale, notes, optimizer, scale.run(size, f"train.optimizer={optimizer}"), layers)
-
-
-def measure_compiled(scale: Scale, notes: Notes, size: str) -> None:
-    """Note the same of both loops with AdamW and compiled layers."""
-    compare(scale, notes, "compiled", scale.run(size, *COMPILED), drawn(scale, notes, size))
-
-
-def compare(scale: Scale, notes: Notes, name: str, run: config.Config, layers: Sequence[nn.Module]) -> None:
-    """Note what both loops show of this run, and the memory that a peer would claim."""
     notes.put(f"claimed bytes, {name}", whole_claim(run))
-    for which, loop in (("ours", ours), ("bare", bare)):
-        notes.attempt(f"{which}, {name}", partial(loop, scale, run, layers))
+    known = {"ours": ours, "bare": bare}
+    for which in loops.split(","):
+        notes.attempt(f"{which}, {name}", partial(known[which], scale, run, layers))
         scale.forget()
 
 
@@ -83,7 +82,7 @@ def ours(scale: Scale, run: config.Config, layers: Sequence[nn.Module]) -> dict[
     """Return the speed of a peer's training step, what its parts take, and the peak of the GPU's memory."""
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         compute = peer_step(scale, run, layers, Path(folder))
-        found = speed(scale, run, lambda: compute.step().tokens)
+        found = speed(scale, run, lambda: sum(step.tokens for step in compute.step_ahead()))
         return found | {"peak_bytes": scale.peak_bytes()} | parts(scale, compute)
 
 
@@ -126,7 +125,7 @@ def speed(scale: Scale, run: config.Config, step: Callable[[], int]) -> dict[str
 
 
 def parts(scale: Scale, compute: Compute) -> dict[str, float]:
-    """Return the milliseconds of the parts of a step, each by itself."""
+    """Return the milliseconds of the parts of a step, each by itself, with several in the device's queue."""
     inner, device, forward = compute.span.inner, compute.setup.device, compute.span.forward
     batch = compute.batch(0)
 
@@ -142,4 +141,4 @@ def parts(scale: Scale, compute: Compute) -> dict[str, float]:
         "optimizer_ms": lambda: inner.step(SMALL_RATE, 1),
         "fetch_ms": lambda: compute.batch(0),
     }
-    return {name: 1e3 * scale.seconds(call) for name, call in calls.items()}
+    return {name: 1e3 * scale.seconds(call, queued=True) for name, call in calls.items()}

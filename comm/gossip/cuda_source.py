@@ -1,8 +1,16 @@
 """CUDA source of the outer step's kernels, and the compiler options that keep its rounding equal to torch's.
 
 comm/gossip/kernels_cuda.py compiles and launches the source. This file does not import cupy, so that a machine without
-a GPU can compile and check the source.
+a GPU can compile and check the source, and the arguments of its kernels (`check_arguments`).
 """
+
+import re
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
 
 COMPILE_OPTIONS = ("--fmad=false",)  # without fused multiply-add, and with denormals, CUDA rounds as the CPU does
 
@@ -145,3 +153,41 @@ extern "C" __global__ void merge(float* phi, float* baseline, float* correction,
     baseline[i] += correction[i];
 }
 """
+
+_KINDS: dict[str, type[np.integer] | torch.dtype] = {
+    "float*": torch.float32,
+    "byte*": torch.uint8,
+    "double*": torch.float64,
+    "int*": torch.int32,
+    "number": np.int64,
+    "int": np.int32,
+}
+"""What must be passed for each type in the kernels' signatures: a tensor of a dtype, or a numpy integer."""
+
+
+@cache
+def signatures() -> dict[str, tuple[tuple[str, str], ...]]:
+    """Return each kernel's parameters by the kernel's name, as pairs of type (a key of `_KINDS`) and name."""
+    found = re.findall(r"__global__ void (\w+)\((.*?)\)", SOURCE, flags=re.DOTALL)
+    return {
+        kernel: tuple(
+            (kind, name) for kind, name in re.findall(r"(?:const )?(\w+\*?) (\w+)(?:,|$)", " ".join(text.split()))
+        )
+        for kernel, text in found
+    }
+
+
+def check_arguments(kernel: str, arguments: Sequence[Tensor | np.integer]) -> None:
+    """Raise TypeError unless the arguments have the number and the types of the kernel's signature in `SOURCE`.
+
+    A kernel that is launched with wrong arguments reads and writes memory of others. Tensors must be contiguous.
+    """
+    parameters = signatures()[kernel]
+    if len(arguments) != len(parameters):
+        raise TypeError(f"{kernel} takes {len(parameters)} arguments; got {len(arguments)}")
+    for (kind, name), given in zip(parameters, arguments, strict=True):
+        found = given.dtype if isinstance(given, Tensor) else type(given)
+        if found != _KINDS[kind]:
+            raise TypeError(f"{kernel}: {name} is {kind} and takes {_KINDS[kind]}; got {found}")
+        if isinstance(given, Tensor) and not given.is_contiguous():
+            raise TypeError(f"{kernel}: {name} takes a contiguous tensor; its strides are {given.stride()}")

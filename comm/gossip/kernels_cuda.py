@@ -20,7 +20,7 @@ from torch import Tensor
 
 from decentral.comm.codecs import blockwise, compiled_blocks
 from decentral.comm.codecs.compiled_blocks import Bytes
-from decentral.comm.gossip.cuda_source import COMPILE_OPTIONS, SOURCE
+from decentral.comm.gossip.cuda_source import COMPILE_OPTIONS, SOURCE, check_arguments
 from decentral.comm.gossip.kernels_cpu import factors_of, stacked
 from decentral.comm.gossip.outer_kernels import (
     ONE_BIT_CODEC,
@@ -170,8 +170,13 @@ class CudaKernels:
         for slot in self._slots:
             slot.stream.synchronize()
 
-    def _launch(self, kernel: str, threads: int, arguments: Sequence[object]) -> None:
-        """Launch a kernel with `threads` threads in the current stream; tensors are passed by DLPack, not copied."""
+    def _launch(self, kernel: str, threads: int, arguments: Sequence[Tensor | np.integer]) -> None:
+        """Launch a kernel with `threads` threads in the current stream; tensors are passed by DLPack, not copied.
+
+        Raises:
+            TypeError: If the arguments are not those of the kernel's signature.
+        """
+        check_arguments(kernel, arguments)
         passed = [cupy.from_dlpack(one) if isinstance(one, Tensor) else one for one in arguments]
         self._module.get_function(kernel)((-(-threads // THREADS),), (THREADS,), tuple(passed))
 

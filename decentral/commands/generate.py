@@ -49,7 +49,9 @@ def _main(flags: argparse.Namespace) -> None:
     if max(prompt) >= model.config.vocabulary:
         known = f"the model has only tokens below {model.config.vocabulary}"
         raise UserError(f"the tokenizer gave token {max(prompt)}, but {known}; use the model's own tokenizer")
-    decoding.check_memory(model.config, len(prompt), flags.max_tokens, measure.memory_bytes(device.device))
+    decoding.check_memory(
+        model.config, len(prompt), flags.max_tokens, measure.memory_bytes(device.device), device.dtype
+    )
     seed = secrets.randbits(loaded_model.SEED_BITS) if flags.seed is None else flags.seed
     print(printable(f"{model.source}; seed {seed}", shared.ERROR_CHARS), file=sys.stderr, flush=True)
     _say_what_is_forgotten(model.config.most_positions, len(prompt), flags.max_tokens)

@@ -5,9 +5,11 @@ to `report`. `core.jobs` defines jobs and outcomes; `threads` says on which thre
 `step` may also be called directly, without threads, as tests do.
 """
 
+import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +30,7 @@ from decentral.engine import checkpoint, measure
 from decentral.engine.checkpoint import MicroBatchNumbers, RetainedStateStore
 from decentral.engine.job_runner import JobRunner, Pause, time_kind
 from decentral.engine.span import Span
-from decentral.engine.step import Device, held_out_part, parts_of, train_step
+from decentral.engine.step import Device, QueuedStep, held_out_part, parts_of, queue_step, steps_ahead
 from decentral.engine.threads import Failure, JobThreads, Phase, Program
 from decentral.model import decoder
 from decentral.model.start_weights import StartWeightsError
@@ -84,6 +86,7 @@ class Compute(JobRunner):
         self._trained = time.monotonic(), 0.0, 0.0  # (time, CPU time, trained_s) when `training_s` was last called
         self._saving = False
         self._broken = False  # after a failed step, jobs such as a checkpoint are still done, but no more steps
+        self._queued: deque[tuple[QueuedStep, jobs.Stepped]] = deque()  # steps whose loss is not read yet
         self.threads = JobThreads(self.program, self._failure_of)
         ranks = setup.device.ranks
         reading = Reading(run.seed, setup.peer, setup.folder, ranks.rank, ranks.size)
@@ -150,33 +153,62 @@ class Compute(JobRunner):
                 threads.do_at_edge(task)
                 account.spent_on(time_kind(task.job))
             elif not wait:
-                steps += self._tried_step(report)
+                steps += self._tried(self.step_ahead, report)
                 threads.begin_edge()
-            if steps and (self.waits or threads.finishing or time.monotonic() >= reported_at + self.setup.report_s):
+            idle = self.waits or threads.finishing
+            if idle:
+                steps += self._tried(self.read_queued, report)
+            if steps and (idle or time.monotonic() >= reported_at + self.setup.report_s):
                 for step in steps:
                     report(step)
                 steps, reported_at = [], time.monotonic()
+        for step in steps + self._tried(self.read_queued, report):
+            report(step)
         worker.join()
         used = self._clock()
         self._clock = lambda: used  # the clock of an ended thread cannot be read, so keep its last value
 
-    def _tried_step(self, report: Callable[[jobs.Outcome], None]) -> list[jobs.Stepped]:
-        """Take a step and return its report in a list. If the step fails, report JobFailed and take no more steps."""
+    def _tried(
+        self, read: Callable[[], list[jobs.Stepped]], report: Callable[[jobs.Outcome], None]
+    ) -> list[jobs.Stepped]:
+        """Return the reports of steps that `read` returns. If a step fails, report JobFailed and take no more steps."""
         try:
-            return [self.step()]
+            return read()
         except (RuntimeError, MemoryError, OSError) as error:
             self._broken = True
+            self._queued.clear()
             report(jobs.JobFailed("step", _said(error)))
             return []
 
     def step(self) -> jobs.Stepped:
         """Take one inner step of the whole model with this peer's next micro-batches, and return its report."""
+        self._queue_step()
+        return self.read_queued()[-1]
+
+    def step_ahead(self) -> list[jobs.Stepped]:
+        """Queue a step, and return the reports of earlier steps: with a GPU, the host reads them one step later."""
+        self._queue_step()
+        return self.read_queued(steps_ahead(self.setup.device))
+
+    def _queue_step(self) -> None:
+        """Queue a step, and count it as if its gradient were finite."""
         span, setup = self.span, self.setup
         forward = setup.device.ranks.begin(span, self.counters)
-        report = train_step(forward, self._fetch, span.inner, self.lr_step, setup.config.train, setup.device)
+        queued = queue_step(forward, self._fetch, span.inner, self.lr_step, setup.config.train, setup.device)
         self.counters.time.spent_on("training")
-        stepped = self._stepped(report.tokens, report.loss, report.micro_batches)
-        return replace(stepped, dropped=not report.tokens)
+        self._queued.append((queued, self._stepped(queued.tokens, math.nan, queued.micro_batches)))
+
+    def read_queued(self, left: int = 0) -> list[jobs.Stepped]:
+        """Wait for all queued steps except the latest `left`, and return their reports."""
+        steps = []
+        while len(self._queued) > left:
+            queued, counted = self._queued.popleft()
+            found = queued.report()
+            self.counters.time.spent_on("training")
+            self.counters.uncount(counted.tokens - found.tokens)
+            trained = replace(counted, tokens=found.tokens, micro_batches=found.micro_batches)
+            steps.append(replace(trained, loss=found.loss, dropped=not found.tokens))
+        return steps
 
     def _stepped(self, tokens: int, loss: float, micro_batches: int) -> jobs.Stepped:
         return self.counters.stepped(tokens, loss, micro_batches, beside_s=self.threads.take_beside_s())

@@ -234,6 +234,12 @@ class Live:
         self.lr_sum += rate
         self.steps += 1
 
+    def uncount(self, tokens: int, rate: float) -> None:
+        """Take back the count of a step that has changed no weights. A window that has closed since keeps its count."""
+        self.tokens = max(0, self.tokens - tokens)
+        self.lr_sum = max(0.0, self.lr_sum - rate)
+        self.steps -= 1
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -246,7 +252,7 @@ class Work:
     theta: Tensor  # the stretch's part of the fragment's flat weight vector
 
 
-def step_fragments(lives: Sequence[tuple[Live, Sequence[Tensor]]], steps: int, rate: float) -> None:
+def step_fragments(lives: Sequence[tuple[Live, Sequence[Tensor]]], steps: int, rate: float, void: Tensor) -> None:
     """Take one optimizer step of several fragments, with one call for each kind of optimizer (see `step_together`).
 
     Changes theta and the optimizer state in place. The caller counts the step (`Live.count`).
@@ -255,9 +261,10 @@ def step_fragments(lives: Sequence[tuple[Live, Sequence[Tensor]]], steps: int, r
         lives: Each fragment with its gradients: one for each parameter, or one flat vector [n].
         steps: Number of optimizer steps taken before this step.
         rate: The learning rate.
+        void: fp32 scalar on the weights' device; 1: the gradients are not finite, and nothing changes.
     """
     work = [one for live, gradients in lives for one in live.work(gradients)]
-    step_together([(one.stretch, one.operands) for one in work], steps, rate)
+    step_together([(one.stretch, one.operands) for one in work], steps, rate, void)
     for one in work:
         if one.wide is not one.theta:
             round_stochastically(one.wide, one.theta, one.live.chance(f"step {one.stretch.begin}"))
@@ -285,26 +292,42 @@ class Inner:
         """Scale the gradient of all fragments together, in place, to a norm of at most `train.clip_norm`.
 
         Returns:
-            The norm before scaling, a scalar on the CPU. It is not finite if the gradient has a NaN or an infinity.
+            The norm before scaling, a scalar on the device, for which the host of a GPU does not wait. It is not finite
+            if the gradient has a NaN or an infinity.
         """
         gradients = [gradient for live in self.lives for gradient in live.gradients()]
         norms = torch._foreach_norm(gradients, 2.0, torch.float32)
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms)).cpu()  # only here does the step wait for the device
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         scale = self.train.clip_norm / (norm + 1e-6)
-        if scale < 1:
+        if norm.device.type != "cpu":
+            torch._foreach_mul_(gradients, scale.clamp(max=1.0))
+        elif scale < 1:
             torch._foreach_mul_(gradients, float(scale))
         return norm
 
-    def step(self, rate: float, tokens: int) -> None:
-        """Take an optimizer step on all fragments at learning rate `rate`. `tokens`: tokens trained in this step."""
+    def step(self, rate: float, tokens: int, void: Tensor | None = None) -> None:
+        """Take an optimizer step on all fragments, and count it.
+
+        Args:
+            rate: The learning rate.
+            tokens: Tokens trained in this step.
+            void: fp32 scalar on the device; 1: the gradients are not finite, and no weights change. The step is counted
+                all the same: call `uncount` once the host knows. None: 0.
+        """
         steps, pairs = self.steps, [(live, live.gradients()) for live in self.lives]
+        void = torch.zeros((), device=self.lives[0].theta.device) if void is None else void
         if self.train.weights == "float32":
-            step_fragments(pairs, steps, rate)
+            step_fragments(pairs, steps, rate, void)
         else:  # one fragment at a time, so that few fp32 copies are in memory together
             for pair in pairs:
-                step_fragments([pair], steps, rate)
+                step_fragments([pair], steps, rate, void)
         for live in self.lives:
             live.count(tokens, rate)
+
+    def uncount(self, rate: float, tokens: int) -> None:
+        """Take back the count of a step at learning rate `rate` on `tokens` tokens, which has changed no weights."""
+        for live in self.lives:
+            live.uncount(tokens, rate)
 
 
 def step_clipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> bool:
@@ -325,7 +348,7 @@ def step_clipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> boo
         return False
     gradient *= (train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
     rate = rate_at(train, lr_step, live.steps)
-    step_fragments([(live, [gradient])], live.steps, rate)
+    step_fragments([(live, [gradient])], live.steps, rate, torch.zeros_like(norm))
     live.count(tokens, rate)
     live.touch()
     return True

@@ -121,9 +121,9 @@ class Island:
         """Return the context for a micro-batch's passes. Gradients are averaged over ranks only if `last` is True."""
         return nullcontext() if last else self.forward.averaged.no_sync()
 
-    def end(self, figure: Tensor) -> Tensor:
-        """End the step, and return the mean of a scalar, such as the loss, over all ranks. All ranks must call this."""
-        mean: Tensor = figure.to(self.device) / self.size
+    def end(self, figures: Tensor) -> Tensor:
+        """End the step, and return the mean of figures, such as the loss, over all ranks. All ranks must call this."""
+        mean: Tensor = figures.to(self.device) / self.size
         dist.all_reduce(mean)
         self.under_way = False
         return mean

@@ -57,13 +57,18 @@ class Muon:
             gradients = views(gradients[0], self.shapes)
         return Operands(views(theta, self.shapes), list(gradients), views(self.momentum, self.shapes), [])
 
-    def step(self, operands: Operands, steps: int, rate: float) -> None:
-        """Take a Muon step: change the weights and momenta in `operands` in place."""
-        muon_step(operands.weights, operands.gradients, operands.first, rate, self.train.weight_decay)
+    def step(self, operands: Operands, steps: int, rate: float, void: Tensor) -> None:
+        """Take a Muon step, unless `void`: change the weights and momenta in `operands` in place."""
+        muon_step(operands.weights, operands.gradients, operands.first, rate, self.train.weight_decay, void)
 
 
 def muon_step(
-    matrices: Sequence[Tensor], gradients: Sequence[Tensor], momenta: Sequence[Tensor], rate: float, decay: float
+    matrices: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    rate: float,
+    decay: float,
+    void: Tensor | None = None,
 ) -> None:
     """Take one Muon step with all matrices; matrices and momenta change in place.
 
@@ -76,9 +81,12 @@ def muon_step(
         momenta: The weights' momenta, with the same shapes.
         rate: The learning rate.
         decay: The weight decay.
+        void: Scalar on the weights' device; 1: the gradients are not finite, and nothing changes. None: 0.
     """
     if matrices[0].device.type != "cpu":
-        batched_step(matrices, gradients, momenta, rate, decay)
+        batched_step(matrices, gradients, momenta, rate, decay, void)
+        return
+    if void is not None and void:
         return
     from torch.optim._muon import muon  # torch has it since 2.9, as `Muon` has checked
 
@@ -100,13 +108,21 @@ def muon_step(
 
 
 def batched_step(
-    matrices: Sequence[Tensor], gradients: Sequence[Tensor], momenta: Sequence[Tensor], rate: float, decay: float
+    matrices: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    rate: float,
+    decay: float,
+    void: Tensor | None = None,
 ) -> None:
     """Take one Muon step, in which matrices of the same shape, or of the transposed shape, are multiplied in batches.
 
     Matrices and momenta change in place. A batch has at most `BATCH_ELEMENTS` elements, unless a single matrix has
-    more. Products are in bf16, as in torch.optim.Muon.
+    more. Products are in bf16, as in torch.optim.Muon. The host does not wait for `void`: if it is 1, the momenta take
+    the gradients' place, and the weights are multiplied by 1 and get updates times 0.
     """
+    skipped = torch.zeros((), device=matrices[0].device).bool() if void is None else void.bool()
+    kept = torch.where(skipped, 1.0, 1 - rate * decay)
     alike: dict[tuple[int, int], list[int]] = {}
     for number, matrix in enumerate(matrices):
         alike.setdefault((min(matrix.shape), max(matrix.shape)), []).append(number)
@@ -115,13 +131,15 @@ def batched_step(
         for begin in range(0, len(numbers), at_once):
             chosen = numbers[begin : begin + at_once]
             thetas, grads, firsts = ([group[at] for at in chosen] for group in (matrices, gradients, momenta))
+            grads = [torch.where(skipped, first, grad) for first, grad in zip(firsts, grads, strict=True)]
             torch._foreach_lerp_(firsts, grads, 1 - _MOMENTUM)
-            nesterov = torch._foreach_lerp(grads, firsts, _MOMENTUM)
-            wide_NRC = torch.stack([one if len(one) == rows else one.mT for one in nesterov])
-            turned = zip(thetas, _semi_orthogonal(wide_NRC).float(), strict=True)
+            grads = list(torch._foreach_lerp(grads, firsts, _MOMENTUM))  # Nesterov's; frees the copies
+            wide_NRC = torch.stack([one if len(one) == rows else one.mT for one in grads])
+            share = torch.where(skipped, 0.0, -rate * 0.2 * math.sqrt(columns)).view(1, 1, 1)  # makes the product fp32
+            turned = zip(thetas, _semi_orthogonal(wide_NRC) * share, strict=True)
             updates = [update if len(theta) == rows else update.mT for theta, update in turned]
-            torch._foreach_mul_(thetas, 1 - rate * decay)
-            torch._foreach_add_(thetas, updates, alpha=-rate * 0.2 * math.sqrt(columns))
+            torch._foreach_mul_(thetas, kept)
+            torch._foreach_add_(thetas, updates)
 
 
 def _semi_orthogonal(wide_NRC: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from decentral.core import choices, config
 from decentral.core.errors import UserError
@@ -59,17 +58,18 @@ class StretchOptimizer(Protocol):
             gradients: One gradient for each parameter tensor of the stretch, or one flat vector, fp32.
         """
 
-    def step(self, operands: Operands, steps: int, rate: float) -> None:
+    def step(self, operands: Operands, steps: int, rate: float, void: Tensor) -> None:
         """Take an optimizer step: change weights and moments in `operands` in place.
 
         Args:
             operands: The tensors of this stretch, or of several stretches of the same kind.
             steps: Number of optimizer steps taken before this step.
             rate: The learning rate.
+            void: fp32 scalar on the weights' device. 1: the gradients are not finite, and nothing changes. 0: step.
         """
 
 
-def step_together(work: Sequence[tuple[StretchOptimizer, Operands]], steps: int, rate: float) -> None:
+def step_together(work: Sequence[tuple[StretchOptimizer, Operands]], steps: int, rate: float, void: Tensor) -> None:
     """Take one optimizer step of all stretches, with one call of `step` for all stretches of the same kind.
 
     Fewer calls save time on a GPU, which waits for its host between calls.
@@ -78,6 +78,7 @@ def step_together(work: Sequence[tuple[StretchOptimizer, Operands]], steps: int,
         work: Stretches with the tensors of their steps; weights and moments change in place.
         steps: Number of optimizer steps taken before this step.
         rate: The learning rate.
+        void: Scalar as in `StretchOptimizer.step`: 1 if nothing may change.
     """
     kinds: dict[Hashable, list[tuple[StretchOptimizer, Operands]]] = {}
     for stretch, operands in work:
@@ -90,7 +91,7 @@ def step_together(work: Sequence[tuple[StretchOptimizer, Operands]], steps: int,
             [one for part in parts for one in part.first],
             [one for part in parts for one in part.second],
         )
-        alike[0][0].step(together, steps, rate)
+        alike[0][0].step(together, steps, rate, void)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +115,16 @@ class AdamW:
         weights, first, second = (views(flat, shapes) for flat in (theta, self.exp_avg, self.exp_avg_sq))
         return Operands(weights, list(gradients), first, second)
 
-    def step(self, operands: Operands, steps: int, rate: float) -> None:
-        """Take an AdamW step: change the weights and moments in `operands` in place."""
-        taken = torch.full((len(operands.weights),), float(steps), device=operands.weights[0].device)
-        adamw(
+    def step(self, operands: Operands, steps: int, rate: float, void: Tensor) -> None:
+        """Take an AdamW step, unless `void`: change the weights and moments in `operands` in place."""
+        taken = torch.full((), steps + 1.0, device=void.device)
+        torch._fused_adamw_(
             operands.weights,
             operands.gradients,
             operands.first,
             operands.second,
             [],
-            list(taken.unbind()),
-            fused=True,
+            [taken] * len(operands.weights),
             amsgrad=False,
             beta1=BETA1,
             beta2=BETA2,
@@ -132,6 +132,7 @@ class AdamW:
             weight_decay=self.decay,
             eps=EPSILON,
             maximize=False,
+            found_inf=void,
         )
 
 
@@ -159,8 +160,10 @@ class AdamW8bit:
         """Return the stretch's weights and its gradient, each as one flat vector."""
         return Operands([theta], [torch.cat([one.flatten() for one in gradients])], [], [])
 
-    def step(self, operands: Operands, steps: int, rate: float) -> None:
-        """Take an AdamW step: change the weights in `operands` and the moments in place."""
+    def step(self, operands: Operands, steps: int, rate: float, void: Tensor) -> None:
+        """Take an AdamW step: change the weights in `operands` and the moments in place. The host waits for `void`."""
+        if void:
+            return
         gradient, weights = operands.gradients[0], operands.weights[0]
         betas = BETA1, BETA2, 0.0, 0.0  # the kernel also takes beta3 and alpha, which Adam does not have
         state = self.moments + betas + (EPSILON, steps + 1, rate) + self.tables + self.scales

@@ -1,8 +1,9 @@
 """One training step: fetch, forward, backward, step, report. Nothing here depends on the network.
 
-Start reading at `train_step`. `Counters` counts a peer's steps and tokens, and the time of its training thread.
+Start reading at `queue_step`. `Counters` counts a peer's steps and tokens, and the time of its training thread.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -72,6 +73,10 @@ class Counters:
         spent = self.time.take(beside_s)
         return jobs.Stepped(self.own_steps, self.lr_step, tokens, loss, spent, micro_batches)
 
+    def uncount(self, tokens: int) -> None:
+        """Take back tokens of a step that turned out to have changed no weights."""
+        self.tokens -= tokens
+
     def follow(self, lr_step: int, exactly: bool = False) -> None:
         """Set this peer's learning-rate step to the swarm's if the swarm's is larger.
 
@@ -124,8 +129,8 @@ class Ranks(Protocol):
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Return the context for a micro-batch's passes. Gradients are averaged over ranks only if `last` is True."""
 
-    def end(self, figure: Tensor) -> Tensor:
-        """End the step or measurement; return the mean of `figure`, a scalar such as the loss, over all ranks."""
+    def end(self, figures: Tensor) -> Tensor:
+        """End the step or measurement; return the mean of figures, such as the loss, over all ranks."""
 
 
 class Alone:
@@ -141,9 +146,9 @@ class Alone:
         """Return a context that does nothing."""
         return nullcontext()
 
-    def end(self, figure: Tensor) -> Tensor:
-        """Return the figure unchanged."""
-        return figure
+    def end(self, figures: Tensor) -> Tensor:
+        """Return the figures unchanged."""
+        return figures
 
 
 ALONE = Alone()
@@ -179,10 +184,48 @@ class StepReport:
     micro_batches: int
 
 
+@dataclass(frozen=True, slots=True)
+class QueuedStep:
+    """A step that is in the device's queue; on a CPU it is done. `report` waits for it."""
+
+    figures: Tensor  # [2] in host memory: the mean loss, and the gradient's norm before clipping
+    complete: torch.cuda.Event | None  # after which the host may read the figures of a GPU
+    inner: Inner
+    rate: float
+    tokens: int
+    micro_batches: int
+
+    def report(self) -> StepReport:
+        """Wait until the device has computed the step's gradient, and return the report. Call it once."""
+        if self.complete is not None:
+            self.complete.synchronize()
+        loss, norm = self.figures.tolist()
+        if math.isfinite(norm):
+            return StepReport(loss, self.tokens, self.micro_batches)
+        self.inner.uncount(self.rate, self.tokens)
+        return StepReport(loss, 0, 0)
+
+
+def steps_ahead(device: Device) -> int:
+    """Return how many steps the host may queue before it reads the report of the first of them.
+
+    A GPU that waited for its host between two steps would idle while the host launches the next forward pass. The ranks
+    of an island wait for each other in each step anyway.
+    """
+    return int(device.device.type == "cuda" and device.ranks.size == 1)
+
+
 def train_step(
     forward: ModelForward, fetch: Fetch, inner: Inner, lr_step: int, train: config.TrainConfig, device: Device
 ) -> StepReport:
-    """Take one inner step with the gradient of the mean loss over `train.accumulate` micro-batches.
+    """Take one inner step, wait for it, and return its report. Arguments as for `queue_step`."""
+    return queue_step(forward, fetch, inner, lr_step, train, device).report()
+
+
+def queue_step(
+    forward: ModelForward, fetch: Fetch, inner: Inner, lr_step: int, train: config.TrainConfig, device: Device
+) -> QueuedStep:
+    """Queue one inner step with the gradient of the mean loss over `train.accumulate` micro-batches.
 
     A step whose gradient is not finite changes no weights, and its report counts no tokens. Each rank of an island
     takes `train.accumulate` micro-batches. The report counts the micro-batches of all ranks; its number of tokens is
@@ -211,12 +254,14 @@ def train_step(
         losses.append(part.detach())
         slow_down(device, time.perf_counter() - began)
         began = time.perf_counter()
-    loss_sum = torch.stack(losses).sum().to("cpu", non_blocking=True)  # complete after `clip`, which waits for the GPU
-    counts = bool(torch.isfinite(inner.clip()))
-    if counts:
-        inner.step(rate_at(train, lr_step, inner.steps), tokens)
-    loss_mean = float(ranks.end(loss_sum))
-    return StepReport(loss_mean, tokens * counts, train.accumulate * ranks.size * counts)
+    norm, rate = inner.clip(), rate_at(train, lr_step, inner.steps)
+    figures = ranks.end(torch.stack((torch.stack(losses).sum(), norm))).to("cpu", non_blocking=True)
+    complete = None
+    if device.device.type == "cuda":
+        complete = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        complete.record(torch.cuda.current_stream(device.device))
+    inner.step(rate, tokens, void=(~torch.isfinite(norm)).float())
+    return QueuedStep(figures, complete, inner, rate, tokens, train.accumulate * ranks.size)
 
 
 def held_out_loss(forward: ModelForward, batch: tuple[Tensor, Tensor], device: Device, at_once: int) -> float:
@@ -255,7 +300,7 @@ class Chain:
 
         Args:
             layers: Consecutive layers of the model.
-            compiled: Whether to use torch.compile.
+            compiled: Whether to use torch.compile on each layer, so that all blocks share one compiled function.
             run: The run's config, which may ask to recompute activations to save memory; None: activations are kept.
             first: Index of the first of these layers in the model.
         """
@@ -264,9 +309,9 @@ class Chain:
         self.dtype = torch.float32 if run is None else getattr(torch, run.train.weights)
         self.entering = 0 if run is None or first == 0 else decoder.widths(run.model)[first]
         ready = list(layers) if run is None else decoder.recomputed(run, layers, first)
-        trunk, head = nn.Sequential(*ready[:-1]), ready[-1] if ready else nn.Identity()
-        self.trunk: Callable[[Tensor], Tensor] = torch.compile(trunk) if compiled else trunk
-        self.head: Callable[[Tensor], Tensor] = torch.compile(head) if compiled else head
+        ready = list(map(_compiled, ready)) if compiled else ready
+        self.trunk: Callable[[Tensor], Tensor] = nn.Sequential(*ready[:-1])
+        self.head: Callable[[Tensor], Tensor] = ready[-1] if ready else nn.Identity()
 
     def __call__(self, tokens_BT: Tensor) -> Tensor:
         """Return logits_BTV, or the last layer's hidden_BTD if the layers end before the model's head."""
@@ -284,6 +329,12 @@ class Chain:
             return self.trunk(tokens_BT)
         zeros_BTD = torch.zeros((*tokens_BT.shape, self.entering), device=tokens_BT.device, dtype=self.dtype)
         return self.trunk(zeros_BTD.requires_grad_())
+
+
+def _compiled(layer: nn.Module) -> nn.Module:
+    compiled = torch.compile(layer)
+    assert isinstance(compiled, nn.Module), "torch.compile returns a module for a module"
+    return compiled
 
 
 def slow_down(device: Device, took_s: float, share: float = 1.0) -> None:

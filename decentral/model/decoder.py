@@ -242,17 +242,20 @@ class Attention(nn.Module):
         """Return queries q_BHTE, keys k_BKTE and values v_BKTE; the tables rotate the queries and keys."""
         q_BHTE = self._split(self.q_proj(hidden_BTD), self.q_norm)
         k_BKTE = self._split(self.k_proj(hidden_BTD), self.k_norm)
-        v_BKTE = self._split(self.v_proj(hidden_BTD), nn.Identity())
+        v_BKTE = self._split(self.v_proj(hidden_BTD))
         if self.rotated:
+            cos_TE, sin_TE = cos_TE.to(q_BHTE.dtype), sin_TE.to(q_BHTE.dtype)
             q_BHTE, k_BKTE = _rotate(q_BHTE, cos_TE, sin_TE), _rotate(k_BKTE, cos_TE, sin_TE)
         return q_BHTE, k_BKTE, v_BKTE
 
-    def _split(self, x_BTC: Tensor, norm: nn.Module) -> Tensor:
+    def _split(self, x_BTC: Tensor, norm: nn.Module | None = None) -> Tensor:
         """Normalise x_BTC over all channels or over each head's channels, and return it as x_BHTE (C = H * E)."""
-        x_BTC = norm(x_BTC) if self.norms_all else x_BTC
+        if norm is not None and self.norms_all:
+            x_BTC = norm(x_BTC)
         B, T = x_BTC.shape[:2]
         x_BTHE = x_BTC.view(B, T, -1, self.channels)
-        x_BTHE = x_BTHE if self.norms_all else norm(x_BTHE)
+        if norm is not None and not self.norms_all:
+            x_BTHE = norm(x_BTHE)
         return x_BTHE.transpose(1, 2)
 
     def attend(self, q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, mask_TS: Tensor | None) -> Tensor:
@@ -263,14 +266,14 @@ class Attention(nn.Module):
             k_BKSE: Keys.
             v_BKSE: Values.
             mask_TS: True where a query attends to a position. None: T equals S, and each query attends to its own
-                position and all earlier positions.
+                position and all earlier positions; or T is 1, and the query attends to all S positions.
         """
         out_BHTE = F.scaled_dot_product_attention(
             q_BHTE,
             k_BKSE,
             v_BKSE,
             attn_mask=mask_TS,
-            is_causal=mask_TS is None,
+            is_causal=mask_TS is None and q_BHTE.shape[2] > 1,
             scale=self.scale,
             enable_gqa=self.heads != self.kv_heads,
         )
@@ -280,11 +283,11 @@ class Attention(nn.Module):
 
 def _rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     """Return x_BHTE with the first channels of each head rotated: as many channels as the tables have columns."""
-    dtype, channels = x_BHTE.dtype, cos_TE.shape[-1]
+    channels = cos_TE.shape[-1]
     turned_BHTE, rest_BHTE = x_BHTE[..., :channels], x_BHTE[..., channels:]
     left_BHTF, right_BHTF = turned_BHTE.chunk(2, dim=-1)  # F is half the number of rotated channels
     across_BHTE = torch.cat((-right_BHTF, left_BHTF), dim=-1)
-    turned_BHTE = turned_BHTE * cos_TE.to(dtype) + across_BHTE * sin_TE.to(dtype)
+    turned_BHTE = turned_BHTE * cos_TE + across_BHTE * sin_TE
     return torch.cat((turned_BHTE, rest_BHTE), dim=-1) if rest_BHTE.shape[-1] else turned_BHTE
 
 

@@ -31,8 +31,9 @@ READ_AT_ONCE = 512  # longer prompts are read in passes of this many tokens, to 
 def generate(
     layers: Sequence[nn.Module], prompt: Sequence[int], sampling: Sampling, device: Device
 ) -> Iterator[int | None]:
-    """Move the layers to the device, and yield `sampling.tokens` tokens that continue a prompt of at least one token.
+    """Yield `sampling.tokens` tokens that continue a prompt of at least one token.
 
+    The layers are converted in place to the device and its dtype.
     While a long text is read, yield None after every READ_AT_ONCE tokens, so that the caller can do other work.
 
     Raises:
@@ -62,8 +63,10 @@ def use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def check_memory(model: ModelConfig, prompt: int, tokens: int, memory_bytes: int, readers: int = 1) -> None:
-    """Raise UserError if a device lacks the memory for fp32 weights, key-value caches and a prompt's activations.
+def check_memory(
+    model: ModelConfig, prompt: int, tokens: int, memory_bytes: int, dtype: torch.dtype, readers: int = 1
+) -> None:
+    """Raise UserError if a device lacks the memory for the weights, key-value caches and a prompt's activations.
 
     This allocates nothing, so it is safe even if a stranger chose the model's shape.
 
@@ -72,6 +75,7 @@ def check_memory(model: ModelConfig, prompt: int, tokens: int, memory_bytes: int
         prompt: Number of tokens of the prompt.
         tokens: Number of tokens to generate.
         memory_bytes: Memory of the device in bytes.
+        dtype: The dtype of weights and caches.
         readers: Number of texts that are generated at the same time, each with a key-value cache.
 
     Raises:
@@ -80,7 +84,7 @@ def check_memory(model: ModelConfig, prompt: int, tokens: int, memory_bytes: int
     kept, at_once = min(prompt + tokens, model.most_positions), min(prompt, READ_AT_ONCE)
     passing = max(memory.activation_bytes(model)[1:-1]) + memory.WEIGHT_BYTES * model.n_heads * kept
     keys_and_values = 2 * (model.depth * model.d_keys + model.d_rotary) * kept * readers
-    needed = memory.WEIGHT_BYTES * (sum(model.layer_parameters) + keys_and_values) + at_once * passing
+    needed = dtype.itemsize * (sum(model.layer_parameters) + keys_and_values) + at_once * passing
     if needed > memory_bytes:
         size = f"{sum(model.layer_parameters)} parameters and a text of {kept} tokens"
         raise UserError(f"model: {size} take {needed} bytes; the device has {memory_bytes}; try fewer --max-tokens")
@@ -112,14 +116,15 @@ class CachedReader:
     """The built-in model's layers with a key-value cache of all positions that have been read."""
 
     def __init__(self, layers: Sequence[nn.Module], positions: int, device: Device) -> None:
-        """Move the layers to the device and allocate the cache.
+        """Convert the layers to the device and its dtype, and allocate the cache.
 
         Args:
-            layers: Embedding, decoder blocks and head, in this order.
+            layers: Embedding, decoder blocks and head, in this order; converted in place. So all readers of these
+                layers share their weights, which are converted only once.
             positions: Size of the cache in tokens; the model's `most_positions` is the upper limit.
             device: The device on which the layers compute.
         """
-        self.embedding, *blocks, self.head = (layer.to(device.device).eval() for layer in layers)
+        self.embedding, *blocks, self.head = (layer.to(device.device, device.dtype).eval() for layer in layers)
         self.blocks = [block for block in blocks if isinstance(block, decoder.Block)]
         assert len(self.blocks) == len(blocks), "the layers are the built-in model's"
         self.device, self.model = device, self.blocks[0].self_attn.model
@@ -131,23 +136,23 @@ class CachedReader:
         """Empty the cache, and compute rotary angles for a text of at least `positions` tokens."""
         self.length, self.reach = 0, rotary.reach(self.model, positions, self.most)
         tables = rotary.tables(self.model, self.reach)
-        self.cos_TE, self.sin_TE = (table_TE.to(self.device.device) for table_TE in tables)
+        self.cos_TE, self.sin_TE = (table_TE.to(self.device.device, self.device.dtype) for table_TE in tables)
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[int]) -> Tensor:
         """Read the next tokens of the text; return logits_V for the token after them, fp32 on the CPU."""
         tokens_BT = torch.tensor([tokens], device=self.device.device)
-        with self.device.autocast():
-            logits_BTV: Tensor = self.head(self._through(tokens_BT)[:, -1:])
+        logits_BTV: Tensor = self.head(self._through(tokens_BT)[:, -1:])
         return logits_BTV[0, 0].float().cpu()
 
     def _through(self, tokens_BT: Tensor) -> Tensor:
         """Return hidden_BTD of the last block for these tokens, and cache their keys and values."""
         first, last = self.length, self.length + tokens_BT.shape[1]
         angles = self.cos_TE[first:last], self.sin_TE[first:last]
+        mask_TS = seen_from(first, last, self.model.window, tokens_BT.device)
         hidden_BTD: Tensor = self.embedding(tokens_BT)
         for block, kept in zip(self.blocks, self.kept, strict=True):
-            hidden_BTD = block(hidden_BTD, partial(kept.attend, first=first, angles=angles))
+            hidden_BTD = block(hidden_BTD, partial(kept.attend, first=first, angles=angles, mask_TS=mask_TS))
         self.length = last
         return hidden_BTD
 
@@ -162,28 +167,32 @@ class KeysAndValues:
         self.keys_BKSE = torch.zeros(shape, dtype=device.dtype, device=device.device)
         self.values_BKSE = torch.zeros(shape, dtype=device.dtype, device=device.device)
 
-    def attend(self, hidden_BTD: Tensor, first: int, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def attend(self, hidden_BTD: Tensor, first: int, angles: tuple[Tensor, Tensor], mask_TS: Tensor | None) -> Tensor:
         """Return the attention's output_BTD for positions [first, first + T), and cache their keys and values.
 
         Args:
             hidden_BTD: The block's normalised input at these positions.
             first: The first of these positions; the cache has all positions before it.
             angles: cos_TE and sin_TE of the rotary angles at these positions.
+            mask_TS: The result of `seen_from`.
         """
         q_BHTE, k_BKTE, v_BKTE = self.attention.heads_of(hidden_BTD, angles[0], angles[1])
         last = first + hidden_BTD.shape[1]
         self.keys_BKSE[:, :, first:last] = k_BKTE
         self.values_BKSE[:, :, first:last] = v_BKTE
-        mask_TS = seen_from(first, last, self.attention.window, hidden_BTD.device)
         keys_BKSE, values_BKSE = self.keys_BKSE[:, :, :last], self.values_BKSE[:, :, :last]
-        return self.attention.attend(q_BHTE.to(keys_BKSE.dtype), keys_BKSE, values_BKSE, mask_TS)
+        return self.attention.attend(q_BHTE, keys_BKSE, values_BKSE, mask_TS)
 
 
-def seen_from(first: int, last: int, window: int | None, device: torch.device) -> Tensor:
+def seen_from(first: int, last: int, window: int | None, device: torch.device) -> Tensor | None:
     """Return mask_TS: True where position t of [first, last) attends to position s of [0, last).
 
-    A position attends to itself and all earlier positions; with `window`, only to the last `window` of these.
+    A position attends to itself and all earlier positions; with `window`, only to the last `window` of these. None
+    where `Attention.attend` needs no mask: for all positions from 0 on, and for a single one, unless the window is
+    shorter than the text.
     """
+    if (first == 0 or last - first == 1) and (window is None or last <= window):
+        return None
     own_T1 = torch.arange(first, last, device=device)[:, None]
     others_1S = torch.arange(last, device=device)[None]
     seen_TS = others_1S <= own_T1

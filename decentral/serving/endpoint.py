@@ -116,7 +116,8 @@ class Endpoint:
         device = self.served.device
         try:
             room = measure.memory_bytes(device.device)
-            decoding.check_memory(model.config, max(1, len(prompt)), sampling.tokens, room, ANSWERED_AT_ONCE)
+            most = max(1, len(prompt)), sampling.tokens
+            decoding.check_memory(model.config, most[0], most[1], room, device.dtype, ANSWERED_AT_ONCE)
         except UserError as error:
             raise ApiError(400, shared.one_line(error), "out_of_memory", "max_tokens") from None
         return Completion(model, prompt, sampling, asked.stops, device)

@@ -19,6 +19,7 @@ from decentral.core.ids import PeerId
 from decentral.core.jobs import Contribution
 from decentral.core.time_spent import NO_TIME
 from decentral.engine import checkpoint
+from decentral.engine import compute as compute_module
 from decentral.engine.compute import Compute, ComputeSetup
 from decentral.engine.step import TimeAccount
 
@@ -235,6 +236,36 @@ def test_a_step_whose_gradient_is_not_finite_trains_nothing_and_says_so(setup_of
     stepped = compute.step()
     assert (stepped.dropped, stepped.tokens) == (True, 0)
     assert torch.equal(theta, before)
+
+
+def test_steps_whose_loss_is_read_one_step_later_are_those_that_are_read_at_once(
+    setup_of: MakeSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once, ahead = Compute(setup_of()), Compute(setup_of())
+    expected = [at_once.step() for _ in range(3)]
+    monkeypatch.setattr(compute_module, "steps_ahead", lambda device: 1)
+    found = [ahead.step_ahead() for _ in range(3)]
+    assert [len(steps) for steps in found] == [0, 1, 1]
+    losses = [step.loss for steps in (*found, ahead.read_queued()) for step in steps]
+    assert losses == [step.loss for step in expected]
+    assert torch.equal(weights(ahead), weights(at_once))
+    assert ahead.counters == at_once.counters
+
+
+def test_a_step_that_turns_out_not_finite_one_step_later_is_no_longer_counted(
+    setup_of: MakeSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = Compute(setup_of())
+    monkeypatch.setattr(compute_module, "steps_ahead", lambda device: 1)
+    live = compute.gossip.fragments[-1].live
+    live.theta.fill_(1e30)
+    before = live.theta.clone()
+    assert compute.step_ahead() == []
+    assert (live.steps, live.tokens > 0) == (1, True)
+    (stepped,) = compute.read_queued()
+    assert (stepped.dropped, stepped.tokens, compute.counters.tokens) == (True, 0, 0)
+    assert (live.steps, live.tokens, live.lr_sum) == (0, 0, 0.0)
+    assert torch.equal(live.theta, before)
 
 
 def with_nan(contribution: Contribution) -> Contribution:

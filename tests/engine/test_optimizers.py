@@ -104,6 +104,14 @@ def test_muon_in_batches_takes_the_steps_of_torchs_muon(monkeypatch: pytest.Monk
         assert torch.linalg.vector_norm(mine - their) < 0.02 * torch.linalg.vector_norm(their - before)
 
 
+def test_a_void_step_of_muon_in_batches_changes_nothing() -> None:
+    chance = torch.Generator().manual_seed(0)
+    matrices, momenta = ([torch.randn(shape, generator=chance) for shape in ((8, 32), (32, 8))] for _ in range(2))
+    before = [one.clone() for one in (*matrices, *momenta)]
+    batched_step(matrices, [torch.full_like(one, torch.nan) for one in matrices], momenta, 0.1, 0.1, torch.ones(()))
+    assert all(map(torch.equal, (*matrices, *momenta), before))
+
+
 def test_the_first_step_of_muon_loads_no_compiler() -> None:
     code = """import sys, torch
 from decentral.engine.muon import muon_step

@@ -182,3 +182,33 @@ def test_muon_on_the_gpu_takes_the_steps_of_torchs_muon() -> None:
     muon_step(ours, gradients, [torch.zeros_like(one) for one in start], 0.1, 0.1)
     for mine, their, before in zip(ours, theirs, start, strict=True):
         assert torch.linalg.vector_norm(mine - their) < 0.02 * torch.linalg.vector_norm(their - before)
+
+
+def with_optimizer(setup: ComputeSetup, optimizer: str) -> ComputeSetup:
+    train = setup.config.train.model_copy(update={"optimizer": optimizer})
+    return replace(setup, config=setup.config.model_copy(update={"train": train}))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_steps_whose_loss_is_read_one_step_later_are_those_that_are_read_at_once(
+    setup_of: MakeSetup, optimizer: str
+) -> None:
+    at_once, ahead = (Compute(with_optimizer(setup_of(device="cuda"), optimizer)) for _ in range(2))
+    expected = [at_once.step() for _ in range(5)]
+    found = [ahead.step_ahead() for _ in range(5)]
+    assert [len(steps) for steps in found] == [0, 1, 1, 1, 1]
+    losses = [step.loss for steps in (*found, ahead.read_queued()) for step in steps]
+    assert losses == pytest.approx([step.loss for step in expected], rel=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_step_whose_gradient_is_not_finite_changes_no_weights_on_a_gpu(setup_of: MakeSetup, optimizer: str) -> None:
+    compute = Compute(with_optimizer(setup_of(device="cuda"), optimizer))
+    compute.step()
+    lives = [gossiped.live for gossiped in compute.gossip.fragments]
+    lives[-1].theta.fill_(1e30)
+    before = [tensor.clone() for live in lives for tensor in live.tensors().values()]
+    stepped = compute.step()
+    assert (stepped.dropped, stepped.tokens) == (True, 0)
+    after_it = [tensor for live in lives for tensor in live.tensors().values()]
+    assert all(map(torch.equal, after_it, before))

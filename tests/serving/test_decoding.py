@@ -1,10 +1,13 @@
 """Kept keys and values change no number; tokens are drawn by temperature, nucleus and seed alone."""
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from decentral.core.config import ModelConfig
 from decentral.core.errors import UserError
@@ -103,11 +106,47 @@ def test_in_bfloat16_the_logits_are_close(tokens: list[int]) -> None:
     assert float((exact - rounded).abs().max()) < 0.1 * float(exact.abs().max())
 
 
+def test_bfloat16_converts_the_weights_once_for_all_readers(tokens: list[int]) -> None:
+    model, device = layers(), Device(torch.device("cpu"), torch.bfloat16)
+    readers = [CachedReader(model, 16, device) for _ in range(2)]
+    weights = [parameter for layer in model for parameter in layer.parameters()]
+    assert {parameter.dtype for parameter in weights} == {torch.bfloat16}
+    places = [parameter.data_ptr() for parameter in weights]
+    assert torch.equal(readers[0].read(tokens[:15]), readers[1].read(tokens[:15]))
+    with Conversions() as seen:
+        readers[0].read([1])
+    assert seen.largest <= 64, "only the logits are converted"
+    assert places == [parameter.data_ptr() for parameter in weights]
+
+
+class Conversions(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The number of elements of the largest tensor that is converted to another dtype within it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.largest = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") is not None:
+            self.largest = max(self.largest, args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_in_half_of_the_bytes_twice_the_model_fits() -> None:
+    model = ModelConfig(depth=2, width=32, heads=2, context=16)
+    needed = 4 * sum(model.layer_parameters)
+    decoding.check_memory(model, 1, 1, needed, torch.bfloat16)
+    with pytest.raises(UserError, match="the device has"):
+        decoding.check_memory(model, 1, 1, needed, torch.float32)
+
+
 def test_a_model_whose_tokens_take_more_than_the_device_has_is_refused() -> None:
     wide = ModelConfig(depth=100, width=2, heads=1024, kv_heads=1024, head_channels=64, context=1 << 18)
-    decoding.check_memory(wide, 1, 9, 1 << 30)
+    decoding.check_memory(wide, 1, 9, 1 << 30, torch.float32)
     with pytest.raises(UserError, match="parameters and a text of 1001 tokens take"):
-        decoding.check_memory(wide, 1, 1000, 1 << 30)
+        decoding.check_memory(wide, 1, 1000, 1 << 30, torch.float32)
 
 
 # Drawing
