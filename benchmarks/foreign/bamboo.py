@@ -51,9 +51,16 @@ SIMULATOR = "project_pactum/simulation/simulator.py"
 KINDS = ("whole", "parts")
 # A model of 308 M to 315 M parameters (BERT-large has 340 M) in few fragments, as each costs events. The surrogate
 # workload stands for the model, so its other sizes do not count.
-MODEL = {"whole": ("model.depth=2", "model.width=3584"), "parts": ("model.depth=4", "model.width=2560")}
-SETTINGS = ("gossip.window_s=30", "gossip.start_window_s=30")  # about seven steps, as shorter windows cost events
+MODEL = {
+    "whole": ("model.depth=2", "model.width=3584"),
+    "parts": ("model.depth=4", "model.width=2560", "routes.overlap=true"),
+}
+# Windows of about seven steps, as shorter ones cost events; few checkpoints, as a machine's disk ends with it.
+SETTINGS = ("gossip.window_s=30", "gossip.start_window_s=30", "swarm.checkpoint_every_s=600")
 STEP_S, STEP_TOKENS = 4.0, 4096  # about a V100's speed with such a model
+# Bytes/s of jobs that keep the trainer waiting: 0.23 ms for a window of 6.25 M parameters (results/gpu.md), 3.3 MB.
+# The rest of gossip is done beside training, on cores that a GPU leaves free.
+JOB_BYTES = 14e9
 PART = 0.5  # of the whole model's memory, for peers that hold parts
 DELAY_S, SPREAD = 0.001, 0.1  # of links in one data centre
 
@@ -157,7 +164,7 @@ def played(
 def settings_of(kind: str) -> SwarmSettings:
     """Return the settings of the simulated swarm."""
     chosen = config.load(None, [*MODEL[kind], *SETTINGS])
-    settings = SwarmSettings.of(chosen, Pace(STEP_S, 0.05), (1.0,), STEP_TOKENS)
+    settings = SwarmSettings.of(chosen, Pace(STEP_S, 0.05, job_bytes=JOB_BYTES, report_s=STEP_S), (1.0,), STEP_TOKENS)
     if kind == "whole":
         return settings
     needs = memory.needs(settings.config, settings.fragments)
