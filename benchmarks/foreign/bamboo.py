@@ -1,18 +1,18 @@
 """Play Bamboo's preemption traces in our simulator: the share of the peers' time that ends up in the weights.
 
-    python -m benchmarks.foreign.bamboo FOLDER [--trace p3] [--hours 12] [--only whole|parts] [--seed 0] [--json]
+    python -m benchmarks.foreign.bamboo FOLDER [--trace p3] [--hours 12] [--only whole|parts] [--gbps 10] [--seed 0]
 
 FOLDER is a checkout of github.com/uclasystem/bamboo (NSDI 2023). Each `add` of `traces/TRACE-trace.csv` starts a new
 peer at that time, with an empty disk, and each `remove` ends one without a word (kill -9).
 
-    useful      tokens in the weights of the peers that live at the end (lineage.py), the mean over the fragments
     available   peer-seconds from each `add` to its `remove` or the end, times a peer's tokens/s without a swarm
-    share       useful / available
+    trained     tokens of optimizer steps that peers took, whether they survive or not, the mean over the fragments
+    useful      tokens in the weights of the peers that live at the end (lineage.py), the mean over the fragments
 
-So these are losses: joining and downloading the state, the step under way and all since the last merged snapshot when a
-peer dies, work for gossip that keeps the trainer waiting, waiting for micro-batches and for layers that nobody holds,
-micro-batches that die on their way, and those that count in some layers only. Not modelled: how long a machine takes to
-boot and to import its libraries, and what replicas that averaged late have learned less.
+`available - trained` was spent on joining and downloading the state, on work for gossip that keeps the trainer waiting,
+and on waiting for micro-batches and for layers that nobody holds. `trained - useful` died with its peer: all that it
+trained since its last snapshot that somebody merged, and micro-batches that count in some layers only. Not modelled:
+how long a machine takes to boot and to import its libraries, and what replicas that averaged late have learned less.
 
 `theirs` is the same share of their own simulator for BERT: samples/s for each running instance, divided by samples/s of
 an on-demand instance.
@@ -22,6 +22,7 @@ import csv
 import importlib.util
 import io
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ from decentral.core import config, strict_json
 from decentral.core.errors import UserError
 from decentral.core.units import Seconds
 from decentral.engine import memory
+from decentral.scheduler.topology.topology import GBIT
 from decentral.sim.faults import Fault
 from decentral.sim.host import Pace
 from decentral.sim.network.geography import TypicalLink
@@ -49,20 +51,18 @@ SIMULATOR = "project_pactum/simulation/simulator.py"
 KINDS = ("whole", "parts")
 # A model of 308 M to 315 M parameters (BERT-large has 340 M) in few fragments, as each costs events. The surrogate
 # workload stands for the model, so its other sizes do not count.
-MODEL = {"whole": ("model.depth=2", "model.width=3584"), "parts": ("model.depth=4", "model.width=2560")}
-SETTINGS = ("gossip.window_s=10", "gossip.start_window_s=10")
+MODEL = {
+    "whole": ("model.depth=2", "model.width=3584"),
+    "parts": ("model.depth=4", "model.width=2560", "routes.overlap=true"),
+}
+# Windows of about seven steps, as shorter ones cost events; few checkpoints, as a machine's disk ends with it.
+SETTINGS = ("gossip.window_s=30", "gossip.start_window_s=30", "swarm.checkpoint_every_s=600")
 STEP_S, STEP_TOKENS = 4.0, 4096  # about a V100's speed with such a model
+# Bytes/s of jobs that keep the trainer waiting: 0.23 ms for a window of 6.25 M parameters (results/gpu.md), 3.3 MB.
+# The rest of gossip is done beside training, on cores that a GPU leaves free.
+JOB_BYTES = 14e9
 PART = 0.5  # of the whole model's memory, for peers that hold parts
-LINK = TypicalLink(delay_s=0.001, up=1.25e9, down=1.25e9, spread=0.1)  # 10 Gb/s in one data centre
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One line of a trace: a node is added or removed."""
-
-    at: Seconds
-    added: bool
-    node: str
+DELAY_S, SPREAD = 0.001, 0.1  # of links in one data centre
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,8 @@ class Played:
     trace: str
     hours: float
     available_s: float  # peer-seconds
-    trained: float  # tokens that were trained, as a share of what available peers could have trained
-    share: float  # likewise of tokens that are in the weights at the end
+    trained: float  # share of `available_s`
+    useful: float  # share of `available_s`
     theirs: float
 
 
@@ -88,14 +88,16 @@ def _main(argv: Sequence[str] | None) -> None:
     parser.add_argument("--trace", default="p3", metavar="NAME", help="p3 (the default) or g4dn")
     parser.add_argument("--hours", type=shared.finite, default=12.0, metavar="H", help="play the first H hours only")
     parser.add_argument("--only", choices=KINDS, help="peers with the whole model, or with parts; default: both")
+    parser.add_argument("--gbps", type=shared.finite, default=10.0, metavar="G", help="rate of each peer's link")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all random choices; default 0")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     flags = parser.parse_args(argv)
     torch.set_num_threads(1)
     text = checkout.text(flags.folder, f"traces/{flags.trace}-trace.csv", PROJECT)
     own = their_share(flags.folder, text)
+    link = TypicalLink(DELAY_S, flags.gbps * GBIT, flags.gbps * GBIT, SPREAD)
     found = [
-        played(kind, flags.trace, changes(text), flags.hours * 3600, flags.seed, own)
+        played(kind, flags.trace, text, flags.hours * 3600, link, flags.seed, own)
         for kind in KINDS
         if flags.only in (None, kind)
     ]
@@ -104,50 +106,56 @@ def _main(argv: Sequence[str] | None) -> None:
         return
     for one in found:
         print(
-            f"{one.trace}, {one.hours:.1f} h, peers with {one.peers}: {one.share:.4f} of {one.available_s:,.0f} "
+            f"{one.trace}, {one.hours:.1f} h, peers with {one.peers}: {one.useful:.4f} of {one.available_s:,.0f} "
             f"peer-seconds useful ({one.trained:.4f} trained); Bamboo's simulator {one.theirs:.2f}"
         )
 
 
-def changes(text: str) -> list[Change]:
-    """Return the changes of a trace in the order of time: lines of milliseconds, `add` or `remove`, and a node."""
+def churn(text: str) -> tuple[int, list[Fault]]:
+    """Return how many peers a trace starts with, and the joins and crashes after it, in the order of time.
+
+    Peers are numbered in the order in which the trace adds them, as the simulator numbers them.
+
+    Args:
+        text: The trace: lines of milliseconds, `add` or `remove`, and a node.
+
+    Raises:
+        UserError: If a line has another form, or removes a node that is not there.
+    """
     try:
         rows = [
             (int(at), {"add": True, "remove": False}[kind], node) for at, kind, node in csv.reader(io.StringIO(text))
         ]
+        number: dict[str, int] = {}
+        found = []
+        for at, added, node in sorted(rows, key=lambda row: row[0]):
+            if added:
+                number[node] = len(number)
+            found.append(Fault("join", at / 1e3, value=1) if added else Fault("crash", at / 1e3, (number[node],)))
     except (ValueError, KeyError):
         raise UserError("trace: expected lines of milliseconds, add or remove, and a node") from None
-    return sorted((Change(at / 1e3, added, node) for at, added, node in rows), key=lambda one: one.at)
+    return sum(one.kind == "join" and one.at == 0 for one in found), [one for one in found if one.at > 0]
 
 
-def faults_of(trace: Sequence[Change], seconds: Seconds) -> tuple[int, list[Fault]]:
-    """Return how many peers there are at the start, and the joins and crashes of the first `seconds` after it.
-
-    Peers are numbered in the order in which the trace adds them, as the simulator numbers them.
-    """
-    number = {one.node: at for at, one in enumerate(one for one in trace if one.added)}
-    first = sum(one.added and one.at == 0 for one in trace)
-    later = [one for one in trace if 0 < one.at < seconds]
-    return first, [
-        Fault("join", one.at, value=1) if one.added else Fault("crash", one.at, (number[one.node],)) for one in later
-    ]
+def available_s(peers: int, faults: Sequence[Fault], seconds: Seconds) -> float:
+    """Return the peer-seconds of the first `seconds`, from each peer's start or join to its crash."""
+    sign = {"join": 1, "crash": -1}
+    return peers * seconds + sum(sign[one.kind] * max(0.0, seconds - one.at) for one in faults)
 
 
-def available_s(trace: Sequence[Change], seconds: Seconds) -> float:
-    """Return the peer-seconds from each `add` to its `remove`, in the first `seconds`."""
-    return sum((1 if one.added else -1) * max(0.0, seconds - one.at) for one in trace)
-
-
-def played(kind: str, name: str, trace: Sequence[Change], most: Seconds, seed: int, theirs: float) -> Played:
-    """Play at most `most` seconds of a trace with peers that hold the whole model or parts of it."""
-    seconds = min(most, max(one.at for one in trace))
+def played(
+    kind: str, name: str, text: str, most: Seconds, link: TypicalLink, seed: int, theirs: float = math.nan
+) -> Played:
+    """Play at most `most` seconds of the trace `text` with peers that hold the whole model or parts of it."""
+    peers, faults = churn(text)
+    seconds = min(most, max(one.at for one in faults))
+    faults = [one for one in faults if one.at < seconds]
     settings = settings_of(kind)
-    peers, faults = faults_of(trace, seconds)
     lineage = Lineage(settings.fragments, routed=kind == "parts")
-    scenario = Scenario(settings, peers, seconds, seed, tuple(faults), LINK, audited=False)
+    scenario = Scenario(settings, peers, seconds, seed, tuple(faults), link, audited=False)
     with progress_bar(Console(stderr=True), seconds, quiet=not sys.stderr.isatty()) as show:
         run(scenario, lambda at: show(at, f"{at:.0f} of {seconds:.0f} virtual seconds"), watches=[lineage])
-    could = available_s(trace, seconds)
+    could = available_s(peers, faults, seconds)
     tokens = could * STEP_TOKENS / STEP_S
     trained = lineage.trained / len(settings.fragments) / tokens
     return Played(kind, name, seconds / 3600, could, trained, lineage.useful() / tokens, theirs)
@@ -156,7 +164,7 @@ def played(kind: str, name: str, trace: Sequence[Change], most: Seconds, seed: i
 def settings_of(kind: str) -> SwarmSettings:
     """Return the settings of the simulated swarm."""
     chosen = config.load(None, [*MODEL[kind], *SETTINGS])
-    settings = SwarmSettings.of(chosen, Pace(STEP_S, 0.05), (1.0,), STEP_TOKENS)
+    settings = SwarmSettings.of(chosen, Pace(STEP_S, 0.05, job_bytes=JOB_BYTES, report_s=STEP_S), (1.0,), STEP_TOKENS)
     if kind == "whole":
         return settings
     needs = memory.needs(settings.config, settings.fragments)

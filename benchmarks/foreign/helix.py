@@ -28,7 +28,7 @@ from decentral.commands import shared
 from decentral.core import foreign_file, strict_json
 from decentral.core import rng as chance
 from decentral.core.errors import UserError
-from decentral.scheduler.spans.moves import filled, in_a_row
+from decentral.scheduler.spans.moves import filled, in_a_row, paces
 from decentral.scheduler.spans.problem import SpanValue, soft_minimum
 from decentral.scheduler.spans.solvers import SEARCHES, search
 from decentral.scheduler.topology.arrays import Floats, Ints
@@ -37,7 +37,7 @@ from decentral.scheduler.topology.search_budget import SearchBudget
 SOURCE, SINK = -1, -2
 CASE_BYTES = 64_000_000
 LEAST = 1e-3  # share of the bound that a layer without holders supplies in the guide, so that its logarithm is finite
-STARTS = 8
+STARTS = 8  # from paces, and as many at random
 
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -117,7 +117,8 @@ class HelixProblem:
         return -float(found.fun) * scale
 
     def starts(self, rng: np.random.Generator) -> list[Ints]:
-        return [make(self, rng) for _ in range(STARTS // 2) for make in (in_a_row, filled)]
+        paced = [in_a_row(self, rng, pace) for pace in paces(self)[:STARTS]]
+        return paced + [make(self, rng) for _ in range(STARTS // 2) for make in (in_a_row, filled)]
 
     def exact(self, seconds: float) -> Ints | None:
         return None

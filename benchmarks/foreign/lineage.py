@@ -4,7 +4,8 @@ Start at `Lineage`, a `Watch` of `decentral.sim.run`. For each fragment, a peer'
 each peer that ever trained: of itself all that its journal says it trained, of others what came with merged snapshots
 and with the state that it joined with. A snapshot holds what its maker's weights held when its window closed, by the
 maker's last `step` or `applied` line before. What a peer trained after its last snapshot that somebody merged dies with
-it; so does what only peers that died had merged.
+it; so does what only peers that died had merged. A merge counts as taking over all that the snapshot's maker held,
+though a snapshot without slow weights brings one window only: what nobody merged of earlier ones counts as saved.
 """
 
 from collections import deque

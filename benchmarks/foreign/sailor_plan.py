@@ -1,17 +1,19 @@
 """Our planner for Sailor's clusters: degrees by enumeration, places by the search of `decentral.scheduler.sync`.
 
-Start at `best_plan`. The scheduler's cost of a layout is communication alone, so `step_of` prices a whole synchronous
-step of M micro-batches (one forward, one backward, in turn: Narayanan et al., SC 2021):
+Start at `best_plan`. Two models price a synchronous step of M micro-batches, both from the artifact's measured layers
+and links: the scheduler's own (`scheduler_s`), and a finer one that plans are compared by (`step_of`; one forward, one
+backward, in turn: Narayanan et al., SC 2021):
 
     step = sum of compute_s + pipeline + (M - 1) * max over stages of busy_s + data parallel + update
 
-A stage is busy with its compute and with half of the hops to its neighbours, there and back; `data parallel` is the
-all-reduce of the slowest stage's ring, as slow as its slowest link.
+A stage is busy with its compute and with the hops from and to its neighbours, as a transfer keeps both ends waiting;
+`data parallel` is the all-reduce of the slowest stage's ring, as slow as its slowest link.
 
 The planner tries each tensor degree, micro-batch, number of stages and number of micro-batches (as AMP, arXiv
 2210.07297), with all zones and without the farthest ones. A guess ranks them; for the best few, the search of
-`scheduler/sync` places groups by its own cost (communication, all pairs of a stage). Then the replicas get an order in
-which each ring's slowest link is fast, and the plan with the shortest step counts.
+`scheduler/sync` places groups by its own cost (communication, all pairs of a stage). Beside its layout stand all that
+fill the stages zone by zone. Then the replicas get an order in which each ring's slowest link is fast, and the plan
+with the shortest step counts.
 """
 
 import itertools
@@ -21,19 +23,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from benchmarks.foreign.sailor_profiles import Profiles, Site
+from benchmarks.foreign.sailor_profiles import LayerTimes, Profiles, Site
 from decentral.core import rng as chance
 from decentral.core.errors import UserError
-from decentral.scheduler.sync import evolve, layouts
-from decentral.scheduler.sync.layout_cost import Problem, best_layout
+from decentral.scheduler.sync import evolve, step_needs
+from decentral.scheduler.sync.layout_cost import Problem, best_layout, cost_of_pipelines
 from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.search_budget import SearchBudget
+from decentral.scheduler.topology.topology import Workload
 
 STATE_FACTOR = 6  # bytes that training keeps for a byte of weights: Adam's two, gradients, DeepSpeed's two copies
 RESERVED_BYTES = 3e9  # of the framework
 SEARCHED = 12  # the layouts of so many degrees are searched
 MESSAGE_BYTES = 1e7  # for which zones are compared
-HAND_DRAWS = 4
+ORDERS = 120  # orders of zones that are tried: all orders of five
 LEAST_SEARCH_S = 0.02  # for each, if time runs out
 FEWER_REPLICAS = 4  # for each number of stages, so many numbers of micro-batches from the fewest on
 
@@ -95,22 +98,41 @@ class Step:
 
 def step_of(profiles: Profiles, plan: Plan) -> Step:
     """Return the cost of a plan. A stage is as slow as its slowest replica, a hop as its slowest pipeline."""
-    degrees, layers = plan.degrees, plan.spans
+    degrees = plan.degrees
     forward, back = _hops_s(profiles, plan, plan.sites), _hops_s(profiles, plan, plan.sites[::-1])[::-1]
     hop_s = np.array(forward) + np.array(back)
-    kinds = [{site.device for site in stage} for stage in plan.sites]
-    times = [[profiles.times[kind, degrees.micro_batch, degrees.tensor] for kind in stage] for stage in kinds]
-    compute_S = np.array(
-        [max(one.compute_L[span].sum() for one in stage) for stage, span in zip(times, layers, strict=True)]
-    )
-    busy_S = compute_S + (np.append(hop_s, 0.0) + np.insert(hop_s, 0, 0.0)) / 2  # half a hop waits at each end
+    compute_S = _compute_S(profiles, plan)
+    busy_S = compute_S + np.append(hop_s, 0.0) + np.insert(hop_s, 0, 0.0)
     return Step(
         compute=float(compute_S.sum()),
         waiting=float((degrees.micro_batches - 1) * busy_S.max()),
         pipeline=float(hop_s.sum()),
         data_parallel=_ring_s(profiles, plan),
-        update=max(one.update_s for stage in times for one in stage),
+        update=max(one.update_s for stage in _times(profiles, plan) for one in stage),
     )
+
+
+def scheduler_s(profiles: Profiles, plan: Plan) -> float:
+    """Return the seconds of a step by the scheduler's own model (layout_cost.py, step_needs.py)."""
+    degrees, sites = plan.degrees, tuple(itertools.chain(*plan.sites))
+    stages_SR = np.arange(len(sites)).reshape(degrees.stages, degrees.replicas)
+    communication = cost_of_pipelines(_problem(profiles, degrees, plan.cuts, sites), stages_SR)
+    busiest_s = degrees.micro_batches * _compute_S(profiles, plan).max()
+    flops = step_needs.compute_seconds(Workload(1, degrees.replicas), 1.0) / busiest_s  # of the slowest device
+    return communication.total + step_needs.compute_seconds(Workload(degrees.stages, degrees.replicas), flops)
+
+
+def _compute_S(profiles: Profiles, plan: Plan) -> Floats:
+    """Return the seconds in which the slowest device of each stage computes a micro-batch, there and back."""
+    pairs = zip(_times(profiles, plan), plan.spans, strict=True)
+    return np.array([max(one.compute_L[span].sum() for one in stage) for stage, span in pairs])
+
+
+def _times(profiles: Profiles, plan: Plan) -> list[list[LayerTimes]]:
+    """Return the measurements of each stage's kinds of devices."""
+    kinds = [{site.device for site in stage} for stage in plan.sites]
+    degrees = plan.degrees
+    return [[profiles.times[kind, degrees.micro_batch, degrees.tensor] for kind in stage] for stage in kinds]
 
 
 def _hops_s(profiles: Profiles, plan: Plan, stages: tuple[tuple[Site, ...], ...]) -> list[float]:
@@ -148,6 +170,24 @@ def best_plan(
         for placed in _placed(profiles, part, degrees, cuts, budget, chance.arrays(seed, "sailor", at)):
             plans += _with_fast_rings(profiles, placed)
     return min(plans, key=lambda plan: step_of(profiles, plan).seconds)
+
+
+def by_zone(sites: tuple[Site, ...], degrees: Degrees) -> list[Ints]:
+    """Return all different layouts that fill one stage after the other, zone by zone in some order.
+
+    A zone fills whole stages first; the groups that all zones have left over fill the last stages. Layouts whose stages
+    have the same numbers of groups of each zone are the same.
+    """
+    groups = {zone: [at for at, site in enumerate(sites) if site.zone == zone] for zone in {one.zone for one in sites}}
+    found: dict[tuple[tuple[str, ...], ...], Ints] = {}
+    for order in itertools.islice(itertools.permutations(sorted(groups)), ORDERS):
+        cut = {zone: len(groups[zone]) // degrees.replicas * degrees.replicas for zone in order}
+        slots = [at for zone in order for at in groups[zone][: cut[zone]]]
+        slots += [at for zone in order for at in groups[zone][cut[zone] :]]
+        stages = np.array(slots[: degrees.stages * degrees.replicas]).reshape(degrees.stages, degrees.replicas)
+        kinds = sorted(tuple(sorted(sites[at].zone for at in stage)) for stage in stages)
+        found.setdefault(tuple(kinds), stages.ravel())
+    return list(found.values())
 
 
 def balanced(costs_L: Floats, parts: int, fits: Callable[[int, int, int], bool]) -> tuple[int, ...] | None:
@@ -266,7 +306,7 @@ def _rough(profiles: Profiles, cluster: Cluster, sequences: int) -> Iterator[tup
                 rings = [_average_s(profiles, degrees, a, b) for a, b in pairs]
                 steps = [
                     compute
-                    + (count - 1) * (compute / stages + min(2, stages - 1) * hop)
+                    + (count - 1) * (compute / stages + 2 * min(2, stages - 1) * hop)
                     + 2 * (stages - 1) * hop
                     + ring
                     for hop, ring in ((min(hops), max(rings)), (max(hops), min(rings)))
@@ -303,12 +343,12 @@ def _placed(
     budget: SearchBudget,
     rng: np.random.Generator,
 ) -> list[Plan]:
-    """Return plans with these degrees and cuts: the one of the scheduler's search, and hand layouts by zone."""
+    """Return plans with these degrees and cuts: the one of the scheduler's search, and those filled zone by zone."""
     sites = cluster.groups(degrees.tensor)
     problem = _problem(profiles, degrees, cuts, sites)
+    slots = by_zone(sites, degrees)
     zones = list(cluster.devices)
     region_N = np.array([zones.index(site.zone) for site in sites])
-    slots = [layouts.region_data(region_N, degrees.stages, degrees.replicas, rng) for _ in range(HAND_DRAWS)]
     slots.append(evolve.search(problem, region_N, budget, rng))
     found = [best_layout(problem, one).stages_SR for one in slots]
     return [Plan(degrees, cuts, tuple(tuple(sites[at] for at in stage) for stage in stages)) for stages in found]
@@ -318,5 +358,6 @@ def _problem(profiles: Profiles, degrees: Degrees, cuts: tuple[int, ...], sites:
     sizes = profiles.sizes[degrees.tensor]
     gradient = max(sizes.weights_L[first:end].sum() for first, end in itertools.pairwise(cuts))
     data_NN = 2 * profiles.matrix(gradient / degrees.replicas, sites, 1)
-    pipe_NN = profiles.matrix(sizes.output_L[1] * degrees.micro_batch, sites, degrees.tensor)
+    hop_NN = profiles.matrix(sizes.output_L[1] * degrees.micro_batch, sites, degrees.tensor)
+    pipe_NN = degrees.micro_batches * hop_NN
     return Problem((data_NN + data_NN.T) / 2, (pipe_NN + pipe_NN.T) / 2, degrees.stages, degrees.replicas)

@@ -62,16 +62,37 @@ def filled(problem: SpanProblem, rng: np.random.Generator) -> Ints:
     return spans
 
 
-def in_a_row(problem: SpanProblem, rng: np.random.Generator) -> Ints:
-    """Return spans in which each peer, in random order, begins where the one before ends, at layer 0 after the last."""
+def in_a_row(problem: SpanProblem, rng: np.random.Generator, pace: float = 0.0) -> Ints:
+    """Return spans in which each peer, in random order, begins where the one before ends, at layer 0 after the last.
+
+    A peer holds the most layers of which it supplies `pace` tokens/s; it gets no span if it does not supply one.
+    """
     peers, layers = problem.reach_NL.shape
     spans, at = np.zeros((peers, 2), np.int64), 0
     for peer in rng.permutation(peers):
-        last = int(problem.reach_NL[peer, at])
+        lasts = range(int(problem.reach_NL[peer, at]), at, -1)
+        last = next((last for last in lasts if problem.supply(int(peer), at, last) >= pace), at)
         if last > at:
             spans[peer] = at, last
             at = last % layers
     return spans
+
+
+def paces(problem: SpanProblem) -> list[float]:
+    """Return the paces for `in_a_row`, in tokens/s, the one at which rows carry most first.
+
+    All layers count as layer 0, so the first pace gives the best single row where layers are alike and links no limit.
+    """
+    peers, layers = problem.reach_NL.shape
+    supply_NS = np.zeros((peers, layers + 1))
+    for peer in range(peers):
+        sizes = range(1, int(problem.reach_NL[peer, 0]) + 1)
+        supply_NS[peer, 1 : len(sizes) + 1] = [problem.supply(peer, 0, size) for size in sizes]
+    carried = {}
+    for pace in np.unique(supply_NS[supply_NS > 0]).tolist():
+        most_N = ((supply_NS >= pace) * np.arange(layers + 1)).max(axis=1)
+        carried[pace] = pace * (most_N.sum() // layers)
+    return sorted((pace for pace in carried if carried[pace]), key=lambda pace: -carried[pace])
 
 
 def repaired(reach_NL: Ints, spans_N2: Ints, holders: int) -> Ints:

@@ -14,6 +14,7 @@ from decentral.core.ids import PeerId
 from decentral.core.journal.events import AppliedLine, ExchangeLine, JoinedLine, StepLine
 from decentral.core.machine import Log
 from decentral.sim.faults import Fault
+from decentral.sim.network.geography import TypicalLink
 from decentral.sim.swarm import SimulatedSwarm
 
 TRACE = "0,add,n1\n0,add,n2\n2000,add,n3\n5000,remove,n1\n"
@@ -53,19 +54,27 @@ def lineage(*living: PeerId, routed: bool = False) -> Lineage:
 
 
 def test_a_trace_becomes_first_peers_joins_and_crashes() -> None:
-    trace = bamboo.changes(TRACE)
-    assert bamboo.faults_of(trace, 10) == (2, [Fault("join", 2.0, value=1), Fault("crash", 5.0, (0,))])
-    assert bamboo.faults_of(trace, 4) == (2, [Fault("join", 2.0, value=1)])
+    assert bamboo.churn(TRACE) == (2, [Fault("join", 2.0, value=1), Fault("crash", 5.0, (0,))])
 
 
 def test_available_time_goes_from_adding_a_node_to_removing_it_or_to_the_end() -> None:
-    assert bamboo.available_s(bamboo.changes(TRACE), 10) == 5 + 10 + 8
-    assert bamboo.available_s(bamboo.changes(TRACE), 4) == 4 + 4 + 2
+    assert bamboo.available_s(*bamboo.churn(TRACE), 10) == 5 + 10 + 8
+    assert bamboo.available_s(*bamboo.churn(TRACE), 4) == 4 + 4 + 2
 
 
-def test_a_trace_of_another_form_is_refused() -> None:
+@pytest.mark.parametrize("text", ["0,explode,n1\n", "soon,add,n1\n", "0,add\n", "5,remove,n1\n"])
+def test_a_trace_of_another_form_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="milliseconds"):
-        bamboo.changes("0,explode,n1\n")
+        bamboo.churn(text)
+
+
+def test_less_of_the_time_is_useful_where_newcomers_get_their_state_slowly() -> None:
+    text = "0,add,n1\n0,add,n2\n20000,add,n3\n90000,remove,n2\n120000,remove,n3\n"
+    fast, slow = (
+        bamboo.played("whole", "short", text, 120, TypicalLink(0.001, rate, rate), 0) for rate in (1.25e9, 6e7)
+    )
+    assert slow.useful < 0.85 * fast.useful
+    assert fast.useful < fast.trained < 1, "what n2 trained after its last snapshot dies with it"
 
 
 def test_tokens_of_peers_that_live_are_useful() -> None:

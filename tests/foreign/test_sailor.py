@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 
 from benchmarks.foreign import sailor
-from benchmarks.foreign.sailor_plan import Cluster, Degrees, Plan, balanced, best_plan, ring, step_of
+from benchmarks.foreign.sailor_plan import (
+    Cluster,
+    Degrees,
+    Plan,
+    balanced,
+    best_plan,
+    by_zone,
+    ring,
+    scheduler_s,
+    step_of,
+)
 from benchmarks.foreign.sailor_profiles import LayerSizes, LayerTimes, Profiles, Site
 
 GBPS = [0.0, 0.0, 1.0]  # 1 GB/s whatever the size
@@ -43,8 +53,8 @@ def test_one_device_alone_computes_and_updates() -> None:
 def test_a_pipeline_pays_each_hop_there_and_back_and_waits_for_its_busiest_stage() -> None:
     step = step_of(profiles(), plan(2, 1, 3))
     assert step.pipeline == pytest.approx(2 * 1e-3)
-    assert step.waiting == pytest.approx(2 * (2 + 1e-3))
-    assert step.seconds == pytest.approx(4 + 2e-3 + 2 * (2 + 1e-3) + 0.5)
+    assert step.waiting == pytest.approx(2 * (2 + 2e-3))
+    assert step.seconds == pytest.approx(4 + 2e-3 + 2 * (2 + 2e-3) + 0.5)
 
 
 def test_replicas_average_over_their_slowest_link() -> None:
@@ -62,6 +72,18 @@ def test_the_slower_kind_of_device_decides_a_stage() -> None:
             other["slow"] = other["gpu"]
     both = Plan(Degrees(1, 1, 2, 1, 1), (0, 4), ((Site("a", "gpu"), Site("a", "slow")),))
     assert step_of(Profiles("model", times, mixed.sizes, links), both).compute == pytest.approx(12)
+
+
+def test_the_scheduler_counts_the_busiest_stage_and_its_bubble_and_each_hop_of_the_whole_batch() -> None:
+    bubble = (2 - 1) / (4 * 2)  # step_needs.py
+    assert scheduler_s(profiles(), plan(2, 1, 3)) == pytest.approx(3 * 2 * (1 + bubble) + 2 * 3 * 1e-3)
+
+
+def test_layouts_by_zone_are_each_tried_once() -> None:
+    sites = Cluster("gpu", {"a": 2, "b": 2, "c": 2}, node=1, memory=1e12).groups(1)
+    stages = [{sites[at].zone for at in slots} for slots in by_zone(sites, Degrees(1, 1, 2, 1, 1))]
+    assert sorted(map(sorted, stages)) == [["a"], ["b"], ["c"]]
+    assert len(by_zone(sites, Degrees(1, 3, 2, 1, 1))) == 1
 
 
 def test_cuts_keep_the_costliest_part_cheap() -> None:

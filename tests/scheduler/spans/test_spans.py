@@ -121,6 +121,15 @@ def test_moves_keep_spans_within_reach(seed: int) -> None:
             rows[peer] = first, last
 
 
+def test_the_best_pace_makes_the_best_single_row() -> None:
+    """Five peers hold three layers at most; ten layers need two of each."""
+    problem = shelves(peers=5, layers=10, most=3)
+    pace = moves.paces(problem)[0]
+    spans_N2 = moves.in_a_row(problem, np.random.default_rng(0), pace)
+    assert pace == problem.supply(0, 0, 2)
+    assert problem.evaluate(spans_N2).value == pytest.approx(pace)
+
+
 def test_grown_spans_fill_the_memory_and_stay_within_the_layers() -> None:
     reach_L = np.array([3, 4, 5, 6, 6, 6])
     assert moves.grown(reach_L, 4, 5) == (3, 6)
