@@ -15,7 +15,7 @@ from pydantic import Field, Strict
 from decentral.core.fragments import Fragment
 
 FORWARD_PART = 1 / 3  # the forward pass takes this share of the time of a layer whose passes are not measured
-LEAST_SHARE = 1e-6  # each kind takes at least this share of a token's time, as LP solvers drop coefficients near 0
+LEAST_PART = 1e-6  # each kind takes at least this share of a token's time, as LP solvers drop coefficients near 0
 
 TokenSeconds = Annotated[float, Field(ge=1e-12, le=1e4, allow_inf_nan=False)]
 LayerBytes = Annotated[int, Strict(), Field(ge=0, lt=1 << 50)]
@@ -67,7 +67,7 @@ def shape_of(cuts: tuple[Fragment, ...], costs: KindCosts = UNMEASURED) -> Shape
         known_s, computing_s = {}, 1.0
     speed = sum(work[kind] for kind in known_s if kind > 0) / computing_s or 1.0
     seconds = [known_s.get(kind, work[kind] / speed) for kind in range(3)]
-    least = LEAST_SHARE * sum(seconds)
+    least = LEAST_PART * sum(seconds)
     raised = [max(least, one) if work[kind] else 0.0 for kind, one in enumerate(seconds)]
     embedding, blocks, head = (one / sum(raised) for one in raised)
     return embedding, blocks, head

@@ -22,7 +22,7 @@ from decentral.model import decoder
 KIND_S = 0.15  # when the timed passes of a layer have taken this long in all, no further pass is timed
 MOST_PASS_S = 0.5  # a layer whose two passes would take longer by its FLOPs is measured with fewer sequences
 PASSES = 3  # timed passes of a layer, after one that warms up; the fastest counts
-LEAST_S = 1e-12  # least seconds per token that are reported
+LEAST_TOKEN_S = 1e-12  # least seconds per token that are reported
 FILLED = 0.01  # each weight of a layer that is built only for the measurement
 
 
@@ -58,8 +58,8 @@ class LayerTrial:
         emulated_s = self.device.emulated_s * shape_of(self.cuts)[kind] / alike / (self.sequences * run.model.context)
         times = self.device.throttle / self.device.ranks.size
         return KindCost(
-            forward_s=max(LEAST_S, max(forward_s / tokens, emulated_s * FORWARD_PART) * times),
-            backward_s=max(LEAST_S, max(backward_s / tokens, emulated_s * (1 - FORWARD_PART)) * times),
+            forward_s=max(LEAST_TOKEN_S, max(forward_s / tokens, emulated_s * FORWARD_PART) * times),
+            backward_s=max(LEAST_TOKEN_S, max(backward_s / tokens, emulated_s * (1 - FORWARD_PART)) * times),
             activation_bytes=kept // tokens,
             state_bytes=self._state_bytes(at),
         )

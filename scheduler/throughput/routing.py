@@ -30,7 +30,7 @@ from scipy.sparse import coo_matrix
 
 from decentral.comm.pipeline.next_peer import RoutingWeights
 from decentral.core.fragments import Fragment
-from decentral.core.layer_work import LEAST_SHARE, Shape, shape_of, shares_of
+from decentral.core.layer_work import LEAST_PART, Shape, shape_of, shares_of
 
 HOP_COST = 0.01  # each hop costs this share of its flow, so that routes with fewer hops are preferred
 MOST_HOPS = 40_000  # with more hops, the solver would take too long, and no weights are returned
@@ -116,7 +116,7 @@ def useful_speeds(
     begun = 0.0  # tokens/s that peers with only the first part of the model can begin
     for (first, last), one in speed.items():
         if first == 0 and last < len(cuts):
-            begun += one / max(LEAST_SHARE, sum(shares[first, last][:last]))
+            begun += one / max(LEAST_PART, sum(shares[first, last][:last]))
     return {span: min(one, begun) if span == whole else one for span, one in speed.items()}
 
 
@@ -136,7 +136,7 @@ def _most_through(speed: Mapping[Span, float], shares: Mapping[Span, tuple[float
     """
     fragments = range(len(next(iter(shares.values()), ())))
     rates = [
-        sum(one / max(LEAST_SHARE, shares[begin, end][at]) for (begin, end), one in speed.items() if begin <= at < end)
+        sum(one / max(LEAST_PART, shares[begin, end][at]) for (begin, end), one in speed.items() if begin <= at < end)
         for at in fragments
     ]
     return min(rates, default=0.0)
