@@ -19,9 +19,9 @@ from decentral.engine import memory
 from decentral.engine.step import Device
 from decentral.model import decoder
 
-KIND_S = 0.15  # when the timed passes of a layer have taken this long in all, no further pass is timed
+KIND_S = 0.25  # when the timed passes of a layer have taken this long in all, no further pass is timed
 MOST_PASS_S = 0.5  # a layer whose two passes would take longer by its FLOPs is measured with fewer sequences
-PASSES = 3  # timed passes of a layer, after one that warms up; the fastest counts
+PASSES = 20  # timed passes of a layer, after one that warms up; the fastest count, as other programs interrupt some
 LEAST_TOKEN_S = 1e-12  # least seconds per token that are reported
 FILLED = 0.01  # each weight of a layer that is built only for the measurement
 
@@ -83,11 +83,14 @@ class LayerTrial:
 
     def _timed(self, at: int, layer: nn.Module, sequences: int) -> tuple[float, float, int]:
         """Return the seconds of a forward and of a backward pass, and the bytes that are kept between the two."""
-        passes: list[tuple[float, float]] = []
+        forward_s: list[float] = []
+        backward_s: list[float] = []
         _, _, kept = self._pass(at, layer, sequences)
-        while len(passes) < PASSES and sum(map(sum, passes)) <= KIND_S:
-            passes.append(self._pass(at, layer, sequences)[:2])
-        return *min(passes, key=sum), kept
+        while len(forward_s) < PASSES and sum(forward_s) + sum(backward_s) <= KIND_S:
+            forward, backward, _ = self._pass(at, layer, sequences)
+            forward_s.append(forward)
+            backward_s.append(backward)
+        return min(forward_s), min(backward_s), kept
 
     def _pass(self, at: int, layer: nn.Module, sequences: int) -> tuple[float, float, int]:
         run, device = self.run, self.device.device
