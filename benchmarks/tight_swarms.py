@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from decentral.core import config, jobs, rng
-from decentral.core.fragments import share
 from decentral.core.ids import PeerId
 from decentral.core.journal.events import CountedLine
+from decentral.core.layer_work import share
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.engine import memory

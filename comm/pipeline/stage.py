@@ -13,16 +13,14 @@ from decentral.comm.pipeline.execution import BACKWARD, FORWARD, StageExecution
 from decentral.comm.pipeline.next_peer import NEWEST_WEIGHT, RoutingWeights
 from decentral.comm.wire.messages import ForwardRequest
 from decentral.core.fragments import (
-    FORWARD_PART,
     ActivationForms,
     Fragment,
     fits_one,
-    forward_part,
     layout_bytes,
-    share,
 )
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import MOST_UNDER_WAY
+from decentral.core.layer_work import UNMEASURED, KindCosts, forward_share, share
 from decentral.core.units import Seconds
 
 
@@ -44,6 +42,7 @@ class StageConfig:
     overlap: bool = False  # whether optimizer steps may run between a micro-batch's two passes: faster, stale gradients
     originates: bool = True  # False: the peer executes only micro-batches that other peers begin
     synchronous: bool = False
+    costs: KindCosts = UNMEASURED  # what a layer of each kind costs this device
     _entries: tuple[int, ...] = field(init=False, repr=False)  # layers at which other peers' executions may begin here
     _memory: dict[tuple[int, int], float] = field(init=False, repr=False, compare=False, default_factory=dict)
 
@@ -132,8 +131,8 @@ class StageLoad:
     view: RouteView
     speed: float = 0.0  # measured tokens/s through the whole model, without the pauses; 0: not measured yet
     tokens: int = 0
-    _worked: float = 0.0  # work since the last optimizer step: sum of tokens times share of the model's parameters
-    _shares: dict[tuple[int, int], float] = field(default_factory=dict)
+    _worked: float = 0.0  # work since the last optimizer step: sum of tokens times share of a token's time
+    _shares: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
 
     def hold(self, stage: StageConfig) -> None:
         """Replace the present stage, because the peer's layers or limits have changed."""
@@ -155,10 +154,16 @@ class StageLoad:
         self._worked = 0.0
 
     def share(self, first: int, last: int) -> float:
-        """Return the part of the model's parameters that is in layers [first, last)."""
+        """Return the share of a token's time through the model that layers [first, last) take on this device."""
+        return self._shares_of(first, last)[0]
+
+    def _shares_of(self, first: int, last: int) -> tuple[float, float]:
+        """Return the share that layers [first, last) take, and the share that their forward job takes."""
         found = self._shares.get((first, last))
         if found is None:
-            found = self._shares[first, last] = share(self.stage.cuts, first, last)
+            cuts, costs = self.stage.cuts, self.stage.costs
+            found = share(cuts, first, last, costs), forward_share(cuts, first, last, costs)
+            self._shares[first, last] = found
         return found
 
     def seconds(self, part: float) -> Seconds:
@@ -168,17 +173,17 @@ class StageLoad:
 
     def execution_s(self, first: int, last: int) -> Seconds:
         """Return the seconds that this peer computes until an execution through [first, last) can be sent on."""
-        return self.seconds(self.share(first, last) * forward_part(last, self.stage.layers))
+        return self.seconds(self._shares_of(first, last)[1])
 
     def wait_s(self, executions: Iterable[StageExecution]) -> Seconds:
         """Return the seconds that this peer computes until the next pass of each of these executions is done."""
         parts = 0.0
         for execution in executions:
+            whole, forward = self._shares_of(execution.id.first, execution.last)
             if execution.state is FORWARD:
-                part = self.share(execution.id.first, execution.last)
-                parts += forward_part(execution.last, self.stage.layers) * part
+                parts += forward
             elif execution.state is BACKWARD:
-                parts += (1 - FORWARD_PART) * self.share(execution.id.first, execution.last)
+                parts += whole - forward
         return self.seconds(parts)
 
     def rest_s(self, tokens: int, layer: int) -> Seconds:

@@ -27,6 +27,7 @@ from decentral.core.config import Config
 from decentral.core.config import load as load_config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
+from decentral.core.layer_work import KindCosts
 from decentral.core.plain_text import plain_text
 from decentral.core.strict_json import JsonObject
 from decentral.peers.membership.records import PeerRecord
@@ -51,6 +52,7 @@ class LiveSwarm:
     config: Config
     profiles: dict[str, JsonObject]  # by peer id
     spans: dict[str, tuple[int, int]]  # peer id -> the layers [first, last) that it holds
+    costs: dict[str, KindCosts]  # peer id -> what a layer of each kind costs it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,7 +121,7 @@ def _swarm(options: argparse.Namespace) -> tuple[Topology, LiveSwarm]:
     swarm = asyncio.run(_live(options.join, options.invite))
     if len(swarm.profiles) < 2:
         raise UserError(f"--join: a plan needs at least 2 peers; that swarm has {len(swarm.profiles)}; try again later")
-    return topologies.topology_from_profiles(swarm.profiles, {}), swarm
+    return topologies.topology_from_profiles(swarm.profiles, {}, {} if options.model else swarm.costs), swarm
 
 
 def _plan(topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespace) -> SyncPlan | ThroughputPlan:
@@ -166,6 +168,10 @@ async def _live(address: str, invite: str | None) -> LiveSwarm:
             swarm.config,
             {peer: _profile(record, swarm.config) for peer, record in known.items()},
             {peer: (record.first, record.last) for peer, record in known.items()},
+            {
+                peer: layer_costs.at_speed(record.profile.costs, swarm.config, record.profile.tokens_per_s)
+                for peer, record in known.items()
+            },
         )
 
 

@@ -1,4 +1,4 @@
-"""The parts of a model (fragments), the parts of a blob (sections), and a stage's share of the model's work."""
+"""The parts of a model (fragments), and the parts of a blob (sections)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,6 @@ from typing import Annotated
 from pydantic import Field, Strict
 
 FAST, THIN = 0, -1  # indexes into a tuple of layouts: the first is for fast links, the last for thin (slow) links
-FORWARD_PART = 1 / 3  # the forward pass takes this share of a micro-batch's compute time, the backward pass the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,27 +17,13 @@ class Fragment:
     first: int
     last: int
     parameters: int
+    # FLOPs per token, both passes, of its embedding, its blocks and its head; (): not known, as of user code
+    work: tuple[float, float, float] | tuple[()] = ()
 
-
-def share(cuts: Sequence[Fragment], first: int, last: int) -> float:
-    """Return the share, 0 to 1, of the model's parameters in the fragments that lie completely in layers [first, last).
-
-    Args:
-        cuts: All fragments of the model.
-        first: First layer.
-        last: Layer after the last one.
-    """
-    inside = sum(cut.parameters for cut in cuts if first <= cut.first and cut.last <= last)
-    return inside / sum(cut.parameters for cut in cuts)
-
-
-def forward_part(last: int, layers: int) -> float:
-    """Return the forward job's share, 0 to 1, of the time that a stage computes for one micro-batch.
-
-    The share is FORWARD_PART. If the stage includes the model's last layer (`last` equals `layers`), the share is 1,
-    because the forward job of that stage also runs the backward pass.
-    """
-    return 1.0 if last == layers else FORWARD_PART
+    @property
+    def work_of_kinds(self) -> tuple[float, float, float]:
+        """Return `work`; if it is not known, all layers count as blocks, by their parameters."""
+        return self.work or (0.0, float(self.parameters), 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from decentral.core.errors import UserError
+from decentral.core.layer_work import KindCosts
 
 KiB = 1024
 MiB = 1024 * KiB
@@ -22,6 +23,7 @@ class Measured:
     memory_bytes: int
     flops: float
     tokens_per_s: float  # training speed on the run's model, or 0 if it was not measured
+    costs: KindCosts  # of a layer of each kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ side stream. `copy_in` copies on the side stream as well.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 
@@ -36,7 +36,13 @@ FINAL_RATE = 0.1  # the learning rate decays to this share of its peak at `train
 
 def fragments_of(run: config.Config) -> list[Fragment]:
     """Return the fragments of the run's model. They are the same on all peers of the run."""
-    return fragments(decoder.parameters(run.model), run.gossip.fragment_parameters)
+    found = fragments(decoder.parameters(run.model), run.gossip.fragment_parameters)
+    if run.model.layers is not None:
+        return found
+    flops = run.model.layer_flops
+    kinds = [flops[:1] + [0.0] * (len(flops) - 1), [0.0, *flops[1:-1], 0.0], [0.0] * (len(flops) - 1) + flops[-1:]]
+    within = [[sum(kind[one.first : one.last]) for kind in kinds] for one in found]
+    return [replace(one, work=(work[0], work[1], work[2])) for one, work in zip(found, within, strict=True)]
 
 
 def fragments(parameters: Sequence[int], at_least: int) -> list[Fragment]:

@@ -14,7 +14,8 @@ from typing import Protocol
 
 from decentral.core import jobs
 from decentral.core.errors import ProtocolError
-from decentral.core.fragments import FORWARD_PART, Fragment, forward_part, share
+from decentral.core.fragments import Fragment
+from decentral.core.layer_work import forward_share, share
 from decentral.engine.checkpoint import MicroBatchNumbers
 from decentral.engine.gossip_jobs import FragmentGossip
 from decentral.engine.span import HeldSpan, RetainedStore, change_span
@@ -149,10 +150,11 @@ class JobRunner(ABC):
         match job:
             case jobs.Draw() | jobs.Forward():
                 first = job.first if isinstance(job, jobs.Forward) else 0
-                return share(cuts, first, job.last) * forward_part(job.last, cuts[-1].last)
+                return forward_share(cuts, first, job.last)
             case jobs.Backward(token) if token in self.span.stages.pending:
                 execution = self.span.stages.pending[token]
-                return (1 - FORWARD_PART) * share(cuts, execution.first, execution.last)
+                first, last = execution.first, execution.last
+                return share(cuts, first, last) - forward_share(cuts, first, last)
         return 0.0
 
     def do(self, job: jobs.Job) -> jobs.Outcome:

@@ -9,6 +9,7 @@ import torch
 
 from decentral.core import config
 from decentral.core.errors import UserError
+from decentral.core.layer_work import UNMEASURED
 from decentral.core.rank_place import Place
 from decentral.core.units import Measured, plural
 from decentral.engine import control_groups
@@ -75,9 +76,9 @@ def devices(wanted: str, place: Place | None) -> list[str]:
 
 
 def measure(
-    forward: ModelForward, model: config.ModelConfig, device: Device, micro_batch: int, share: float = 1.0
+    forward: ModelForward, model: config.ModelConfig, device: Device, micro_batch: int, work: float = 1.0
 ) -> Measured:
-    """Measure the device: its name, memory, FLOP/s, and tokens/s of training the whole model.
+    """Measure the device: its name, memory, FLOP/s, and tokens/s of training the layers of `forward`.
 
     The figures include throttling and emulation. For an island (a peer with several devices), tokens/s are those of all
     ranks together, including the averaging of gradients; FLOP/s are those of rank 0 times the number of ranks; and the
@@ -88,12 +89,11 @@ def measure(
         model: The section `model` of the config.
         device: The device to measure.
         micro_batch: Number of sequences of each timed micro-batch.
-        share: The share of the whole model that `forward` computes.
+        work: The share of the model's work that the layers do, by which emulation slows them down.
     """
-    ranks, of_device = device.ranks, without_speed(device)
-    trained_s = max(step_s(forward, model, device, micro_batch), device.emulated_s * share) * device.throttle
-    tokens_per_s = ranks.size * share * micro_batch * model.context / trained_s
-    return replace(of_device, tokens_per_s=tokens_per_s)
+    of_device = without_speed(device)
+    trained_s = max(step_s(forward, model, device, micro_batch), device.emulated_s * work) * device.throttle
+    return replace(of_device, tokens_per_s=device.ranks.size * micro_batch * model.context / trained_s)
 
 
 def without_speed(device: Device) -> Measured:
@@ -101,7 +101,7 @@ def without_speed(device: Device) -> Measured:
     ranks, name = device.ranks, device_name(device.device)
     name = name if ranks.size == 1 else f"{ranks.size} x {name}"
     flops = _flops(device) / device.throttle
-    return Measured(name, memory_bytes(device.device), ranks.size * flops, tokens_per_s=0.0)
+    return Measured(name, memory_bytes(device.device), ranks.size * flops, 0.0, UNMEASURED)
 
 
 def step_s(forward: ModelForward, model: config.ModelConfig, device: Device, micro_batch: int) -> float:

@@ -14,7 +14,7 @@ from decentral.comm.gossip.update_rules import RuleTools
 from decentral.comm.pipeline.activations import ActivationFormat
 from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
-from decentral.core.fragments import ActivationForms, Fragment, Layout, share
+from decentral.core.fragments import ActivationForms, Fragment, Layout
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 from decentral.engine.fragment import Inner, Live, fragments_of
@@ -128,11 +128,6 @@ class Span:
     def model_layers(self) -> int:
         """The number of layers of the whole model."""
         return self.cuts[-1].last
-
-    @property
-    def share(self) -> float:
-        """The share of the model's parameters in this span, from 0 to 1."""
-        return share(self.cuts, self.fragments[0].first, self.fragments[-1].last)
 
     @property
     def stages(self) -> StageRunner:

@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from decentral.comm.pipeline.activations import ActivationFormat, likeness
 from decentral.core import config, jobs
 from decentral.core.errors import ProtocolError
-from decentral.core.fragments import FORWARD_PART, Layout
+from decentral.core.fragments import Layout
+from decentral.core.layer_work import forward_share, share
 from decentral.core.reasons import Reason
-from decentral.engine.fragment import Live, has_finite_norm, step_clipped
+from decentral.engine.fragment import Live, fragments_of, has_finite_norm, step_clipped
 from decentral.engine.look_ahead import LookAhead, WeightsAhead
 from decentral.engine.step import Device, slow_down
 from decentral.model import decoder
@@ -113,7 +114,7 @@ class StageRunner:
         self.pending: dict[int, PendingBackward] = {}
         self.sums = GradientSums(lives, run.routes.slots, self.alone)
         self.ahead = LookAhead(lives) if self.alone and run.routes.overlap else None
-        self._parameters = max(1, sum(decoder.parameters(run.model)))
+        self._cuts = tuple(fragments_of(run))
 
     def draw(self, job: jobs.Draw, number: int, batch: tuple[Tensor, Tensor]) -> jobs.Outcome:
         """Run a micro-batch of this peer's data forward; if the job ends at the model's last layer, also backward.
@@ -158,7 +159,7 @@ class StageRunner:
         del self.pending[job.token]
         self._accumulate(job.token, execution, execution.output_BTD, gradient_BTD.to(execution.output_BTD))
         done = self._backed(job, execution, 0.0)
-        self._slow_down(execution, began, 1 - FORWARD_PART)
+        self._slow_down(execution, began, forward=False)
         return done
 
     def forget(self, tokens: Sequence[int]) -> jobs.Forgotten:
@@ -253,11 +254,11 @@ class StageRunner:
                 return jobs.ExecutionFailed(job.token, Reason.NAN)
             self._accumulate(job.token, execution, loss, None)
             done = self._backed(job, execution, float(loss.detach()))
-            self._slow_down(execution, began, 1.0)
+            self._slow_down(execution, began, forward=True)
             return replace(done, number=number)
         self.pending[job.token] = execution
         layout, blob = self.activations.pack(execution.last, execution.output_BTD.detach(), targets_BT, job.thin)
-        self._slow_down(execution, began, FORWARD_PART)
+        self._slow_down(execution, began, forward=True)
         return jobs.ForwardDone(job.token, number, len(targets_BT), execution.tokens, layout, blob)
 
     def _accumulate(self, token: int, execution: PendingBackward, root: Tensor, gradient: Tensor | None) -> None:
@@ -289,8 +290,9 @@ class StageRunner:
         layout, blob = self.activations.encode_gradient(execution.input_BTD.grad, job.thin)
         return jobs.BackwardDone(job.token, execution.tokens, loss, layout, blob)
 
-    def _slow_down(self, execution: PendingBackward, began: float, part: float) -> None:
-        """Sleep to imitate a slower device. `part`: share of the forward and backward pass that was computed."""
-        fragments = (live.fragment for live in self.lives)
-        inside = sum(one.parameters for one in fragments if execution.first <= one.first < execution.last)
-        slow_down(self.device, time.perf_counter() - began, inside / self._parameters * part)
+    def _slow_down(self, execution: PendingBackward, began: float, forward: bool) -> None:
+        """Sleep to imitate a slower device after the execution's job of the forward pass, or of the backward pass."""
+        first, last = execution.first, execution.last
+        part = forward_share(self._cuts, first, last)
+        part = part if forward else share(self._cuts, first, last) - part
+        slow_down(self.device, time.perf_counter() - began, part)

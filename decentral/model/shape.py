@@ -232,6 +232,16 @@ class ModelConfig(Strict):
         return [table, *([block] * self.depth), width + table]
 
     @property
+    def layer_flops(self) -> list[float]:
+        """The FLOPs per token, forward and backward, of each built-in layer (embedding, blocks, head)."""
+        flops = [2.0 * parameters for parameters in self.layer_parameters]
+        flops[0] = 2.0 * self.d_model  # the embedding only looks a row up
+        reach = min(self.window or self.context, self.context)
+        attended = reach - reach**2 / (2 * self.context)  # mean number of positions to which a token attends
+        scores = 4 * attended * self.d_queries  # attention scores, and their products with the values
+        return [3 * (one + scores) if 0 < at <= self.depth else 3 * one for at, one in enumerate(flops)]
+
+    @property
     def block_shapes(self) -> dict[str, tuple[int, int]]:
         """The (inputs, outputs) of each matrix of a block, by the matrix's name inside the block."""
         width, queries, keys, hidden = self.d_model, self.d_queries, self.d_keys, self.d_hidden

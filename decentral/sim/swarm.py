@@ -87,7 +87,7 @@ class SwarmSettings:
         """Return settings with as many fragments as the config's model has, all of the mean size of its fragments."""
         real = fragments_of(config)
         mean = sum(one.parameters for one in real) // len(real)
-        even = tuple(replace(one, parameters=mean) for one in real)
+        even = tuple(replace(one, parameters=mean, work=()) for one in real)
         return cls(config, even, pace, tuple(throttles), tokens_per_step, times=times)
 
     @property
@@ -270,7 +270,8 @@ class SimulatedSwarm:
             return
         held = {one.peer: one.host.node.setup.held for one in self.living if one.training and one.host}
         planned = tuple((peer, span.start, span.stop) for peer, span in held.items())
-        plan = SwarmPlan(self.settings.run, member.host.clock(), bytes(16), 0.0, 0, "all stay", planned)
+        now = member.host.clock()
+        plan = SwarmPlan(self.settings.run, now, bytes(16), 0.0, 0, "all stay", planned, (now,) * len(planned))
         self._publish(member.host, spans.swarm_plans.key, pack(plan), PLAN_S)
 
     def _publish(self, host: VirtualHost, key: str, body: bytes, lifetime_s: Seconds) -> None:

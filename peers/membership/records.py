@@ -20,6 +20,7 @@ from decentral.comm.wire.unpacking import read_msgpack
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.fragments import Fragment
 from decentral.core.ids import SUFFIX_CHARS, PeerId, RunId
+from decentral.core.layer_work import UNMEASURED, KindCosts
 from decentral.core.plain_text import SHOWN_CHARS, plain_text
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -59,6 +60,8 @@ class Profile:
     latency_s: Positive = 0.0  # smallest of all links; 0: not measured yet
     region: Label = ""
     software: Label = ""
+    costs: KindCosts = UNMEASURED  # what a layer of each kind of the run's model costs the device
+    changed: UnixTime = 0.0  # when speed or memory last changed much (runtime/own_record.py), by the peer's clock
 
 
 class Standing(NamedTuple):

@@ -21,9 +21,11 @@ from decentral.comm.wire.transport import Announce, Answered, AskFailed, Event, 
 from decentral.core import rng
 from decentral.core.config import SwarmConfig
 from decentral.core.errors import ProtocolError
+from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId, RunId
 from decentral.core.journal.events import REPEAT_S, ErrorLine, GoodbyeLine, PeerJoinedLine, PeerLeftLine
 from decentral.core.latest import keep_latest
+from decentral.core.layer_work import KindCosts, Shape, shape_of
 from decentral.core.machine import Log, Woke
 from decentral.core.reasons import SILENT, Reason
 from decentral.core.units import Seconds
@@ -91,11 +93,14 @@ class Holders:
     """
 
     own: PeerId
-    layers: int  # layers of the whole model; with 0, nothing is indexed
+    cuts: tuple[Fragment, ...]  # fragments of the whole model; with (), nothing is indexed
     speeds: dict[tuple[int, int], float] = field(default_factory=dict)  # layers (first, last) -> holders' tokens/s
     changes: int = 0  # increases whenever a peer's layers or speed change, so that caches can tell
-    _totals: dict[tuple[int, int], int] = field(default_factory=dict)  # `speeds` in units of SPEED_UNIT, for exact sums
+    # Layers (first, last) -> the sum of speeds, and of speeds times shares of the embedding and of the head, as exact
+    # multiples of SPEED_UNIT.
+    _totals: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
     _places: dict[PeerId, tuple[int, int, float]] = field(default_factory=dict)  # peer -> (first layer, end, tokens/s)
+    _costs: dict[PeerId, KindCosts] = field(default_factory=dict)
     # Layers (first, last) -> peers with exactly these layers, each with the distance of its hash from ours, sorted.
     _alike: dict[tuple[int, int], list[tuple[int, PeerId]]] = field(default_factory=dict)
     _near: dict[int, list[PeerId]] = field(default_factory=dict)
@@ -107,23 +112,25 @@ class Holders:
 
     def put(self, peer: PeerId, record: PeerRecord) -> None:
         """Add a peer by its record, or update its span and speed."""
-        if not self.layers:
+        if not self.cuts:
             return
-        first, last = (record.first, min(record.last, self.layers)) if record.phase == "training" else (0, 0)
-        speed = record.profile.tokens_per_s
+        layers = self.cuts[-1].last
+        first, last = (record.first, min(record.last, layers)) if record.phase == "training" else (0, 0)
+        speed, costs = record.profile.tokens_per_s, record.profile.costs
         was = self._places.get(peer, (0, 0, 0.0))
         if was[:2] == (first, last) and first < last:
-            if speed != was[2]:
-                self._places[peer] = (first, last, speed)
-                self._add(first, last, _units(speed) - _units(was[2]))
+            if (speed, costs) != (was[2], self._costs[peer]):
+                self._add(first, last, was[2], self._costs[peer], -1)
+                self._places[peer], self._costs[peer] = (first, last, speed), costs
+                self._add(first, last, speed, costs)
                 self.changes += 1
             return
         self.drop(peer)
         if first >= last:
             return
-        self._places[peer] = (first, last, speed)
+        self._places[peer], self._costs[peer] = (first, last, speed), costs
         self.changes += 1
-        self._add(first, last, _units(speed))
+        self._add(first, last, speed, costs)
         bisect.insort(self._alike.setdefault((first, last), []), (self._distance(peer), peer))
         self._near.clear()
 
@@ -133,12 +140,20 @@ class Holders:
         if first >= last:
             return
         self.changes += 1
-        self._add(first, last, -_units(speed))
+        self._add(first, last, speed, self._costs.pop(peer), -1)
         held = self._alike[first, last]
         del held[bisect.bisect_left(held, (self._distance(peer), peer))]
         if not held:
             del self.speeds[first, last], self._totals[first, last], self._alike[first, last]
         self._near.clear()
+
+    def shape(self, span: tuple[int, int]) -> Shape:
+        """Return the shares of a token's time by kind of layer: the mean of the span's holders, weighted by speed."""
+        speed, embedding, head = self._totals[span]
+        if speed <= 0:
+            return shape_of(self.cuts)
+        blocks = max(0.0, 1 - (embedding + head) / speed)
+        return embedding / speed, blocks, head / speed
 
     def span_and_speed(self, peer: PeerId) -> tuple[int, int, float]:
         """Return the layers [first, last) that a peer holds, and its tokens/s; (0, 0, 0.0) if it holds none."""
@@ -151,17 +166,16 @@ class Holders:
             self._near[layer] = sorted(peer for _, peer in sorted(chain.from_iterable(spans))[:NEIGHBOURS])
         return self._near[layer]
 
-    def _add(self, first: int, last: int, units: int) -> None:
-        """Add `units` multiples of SPEED_UNIT to the total speed of a span, without a rounding error."""
-        total = self._totals[first, last] = self._totals.get((first, last), 0) + units
-        self.speeds[first, last] = total * SPEED_UNIT
+    def _add(self, first: int, last: int, tokens_per_s: float, costs: KindCosts, sign: int = 1) -> None:
+        """Add a peer's figures to the totals of a span, or with sign -1 subtract them, without a rounding error."""
+        embedding, _, head = shape_of(self.cuts, costs)
+        parts = (round(part * tokens_per_s / SPEED_UNIT) for part in (1.0, embedding, head))
+        before = self._totals.get((first, last), (0, 0, 0))
+        speed, first_s, last_s = (old + sign * part for old, part in zip(before, parts, strict=True))
+        self._totals[first, last], self.speeds[first, last] = (speed, first_s, last_s), speed * SPEED_UNIT
 
     def _distance(self, peer: PeerId) -> int:
         return rng.seed_of(0, "neighbours", self.own, peer)
-
-
-def _units(tokens_per_s: float) -> int:
-    return round(tokens_per_s / SPEED_UNIT)
 
 
 @dataclass(slots=True)

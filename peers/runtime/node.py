@@ -134,7 +134,7 @@ class Node:
 
     def _make_membership(self, chance: Random) -> None:
         setup, run = self.setup, self.setup.config
-        holders = Holders(setup.own.peer, setup.layers if setup.routes else 0)  # only routing looks up the holders
+        holders = Holders(setup.own.peer, setup.routes.cuts if setup.routes else ())  # only routes look them up
         roster_chance = rng.stream(run.seed, "roster", setup.own.peer)
         size = SwarmSize(setup.run, setup.own.peer, roster_chance, setup.start, lambda: self.gossip.period_s)
         self.roster = Roster(setup.run, setup.own, run.swarm, self, size, holders)

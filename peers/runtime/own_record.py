@@ -32,6 +32,9 @@ from decentral.peers.runtime.progress import TrainingProgress
 from decentral.peers.runtime.setup import PresentSetup
 from decentral.peers.runtime.traffic import TrafficCounter
 
+LEAST_FIGURE = 1e-9  # added to figures before they are divided, since a speed that is not measured is 0
+CHANGED_TIMES = 1.5  # speed and memory have changed if they are this factor larger or smaller than when they last had
+
 
 @dataclass(slots=True)
 class OwnRecord:
@@ -47,6 +50,7 @@ class OwnRecord:
     routes: Router | None
     published: Profile | None = None
     window_s: Seconds = 0.0
+    _version: Profile | None = None  # the figures when they last changed
     moved_to: tuple[str, ...] = ()  # new addresses of this machine; () while those it started with are valid
 
     @property
@@ -64,6 +68,9 @@ class OwnRecord:
     def compose(self, phase: PeerPhase, now: Seconds) -> PeerRecord:
         """Return our record as of `now`, and remember its profile and window length."""
         setup, progress, profile = self.setup.now, self.progress, self.profile(now)
+        if self._version is None or has_changed(self._version, profile):
+            self._version = replace(profile, changed=now)
+        profile = replace(profile, changed=self._version.changed)
         self.published, self.window_s = profile, self.gossip.needed_s
         return PeerRecord(
             run=setup.run,
@@ -126,6 +133,18 @@ class OwnRecord:
             latency_s=min([known for link in self.meter.links.values() if (known := link.latency_s)], default=0.0),
             tokens_per_s=min(MOST_PER_S, measured or setup.profile.tokens_per_s),
         )
+
+
+def has_changed(before: Profile, now: Profile) -> bool:
+    """Return whether a device's speed or memory has changed by the factor CHANGED_TIMES or more.
+
+    Measurements under changing load differ by less. The costs of layers are measured only once. Links are left out:
+    transfers measure them again and again, and plans are evaluated by the latest rates.
+    """
+    pairs = (before.tokens_per_s, now.tokens_per_s), (before.memory_bytes, now.memory_bytes)
+    return any(
+        not 1 / CHANGED_TIMES < (new + LEAST_FIGURE) / (old + LEAST_FIGURE) < CHANGED_TIMES for old, new in pairs
+    )
 
 
 def _told(loss: float | None) -> float | None:

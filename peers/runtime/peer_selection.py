@@ -18,7 +18,7 @@ from statistics import median_low
 from decentral.comm.gossip.gossip_cost import GossipCost, Stretch
 from decentral.comm.wire.meter import UNKNOWN_BANDWIDTH, Meter
 from decentral.core.choices import ALGORITHMS
-from decentral.core.fragments import Fragment, share
+from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 from decentral.peers.membership.roster import Roster
@@ -197,7 +197,7 @@ class PeerSelection:
         """Return the speed at which a peer trains one fragment, from the peer's published speed.
 
         Peers publish their speed through the whole model. With routes a peer may compute only this fragment, so the
-        speed is divided by the fragment's share of the model. A published speed may be a lie, so it is capped at
+        speed is divided by the fragment's share of the parameters. A published speed may be a lie, so it is capped at
         FASTEST_DEVICE times the median of all speeds or our own speed, whichever is higher. A peer that publishes no
         speed within SILENT_TTLS record lifetimes counts as the slowest peer.
 
@@ -212,7 +212,7 @@ class PeerSelection:
         if entry is None:
             return 0.0
         cut = next(cut for cut in setup.cuts if cut.index == fragment)
-        part = 1.0 if setup.routes is None else share(setup.cuts, cut.first, cut.last)
+        part = 1.0 if setup.routes is None else cut.parameters / sum(one.parameters for one in setup.cuts)
         speeds, own = self._published_speeds(), self.progress.tokens_per_s or setup.profile.tokens_per_s
         published = entry.record.profile.tokens_per_s
         known = [*speeds, own] if own else speeds

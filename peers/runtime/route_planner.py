@@ -19,9 +19,10 @@ from decentral.comm.rounds.round import Rounds
 from decentral.comm.rounds.search import RoundView
 from decentral.comm.wire.meter import Meter
 from decentral.comm.wire.transport import Effect
-from decentral.core.fragments import Fragment, share
+from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId
 from decentral.core.journal.events import HeldLine, UnheldLine
+from decentral.core.layer_work import Shape, mean_shape, shape_of
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.peers.membership.roster import Roster
@@ -90,7 +91,7 @@ class RoutePlanner:
         first, last = setup.fragments[0].first, setup.fragments[-1].last
         goes_on = self.routes.forwarding.usual_end(first) < setup.layers
         numbers = setup.config.model.d_model * ((first > 0) + goes_on)  # hidden state goes forward, gradient backward
-        through_us = speed / share(setup.cuts, first, last)
+        through_us = speed / self.routes.load.share(first, last)
         return up is not None and BF16_BYTES * numbers * through_us > THIN_SHARE * up
 
     @property
@@ -161,25 +162,31 @@ class RoutePlanner:
         seen = self.roster.holders.changes, f"{self.routes.load.speed:.1e}"
         if seen == self._seen and not always:
             return
-        self._seen, speeds, cuts = seen, self._speeds(own), self.routes.stage.cuts
-        whole_alone = self.rounds is None
-        useful = routing.useful_speeds(cuts, speeds) if whole_alone else speeds
+        (speeds, shapes), cuts = self._speeds(own), self.routes.stage.cuts
+        self._seen, whole_alone = seen, self.rounds is None
+        useful = routing.useful_speeds(cuts, speeds, shapes) if whole_alone else speeds
         if always or routing.changed(self._solved, useful):
             self._solved = useful
-            self.weights = routing.solve(cuts, speeds, own, whole_alone)
+            self.weights = routing.solve(cuts, speeds, own, whole_alone, shapes)
 
-    def _speeds(self, own: routing.Span) -> dict[routing.Span, float]:
+    def _speeds(self, own: routing.Span) -> tuple[dict[routing.Span, float], dict[routing.Span, Shape]]:
         """Return the tokens/s of all peers, ourselves included, summed by the span of fragments that they hold.
+
+        The second result is the mean shape (core/layer_work.py) of the peers of each span, weighted by speed.
 
         The speed of a peer is its tokens/s through the whole model. In an asynchronous run without `routes.overlap`,
         other peers with the whole model are left out, because the router sends them work by measured times instead.
         """
-        found = {own: self.routes.load.speed or self.setup.now.profile.tokens_per_s}
+        stage = self.routes.stage
+        ours = self.routes.load.speed or self.setup.now.profile.tokens_per_s
+        found = {own: [(ours, shape_of(stage.cuts, stage.costs))]}
         for (first, last), speed in self.roster.holders.speeds.items():
-            left_out = (first, last) == (0, self.setup.now.layers) and not (self.rounds or self.routes.stage.overlap)
+            left_out = (first, last) == (0, self.setup.now.layers) and not (self.rounds or stage.overlap)
             if (span := self.whole_fragments(first, last)) and not left_out:
-                found[span[0], span[-1] + 1] = found.get((span[0], span[-1] + 1), 0.0) + speed
-        return routing.rounded(found)
+                alike = found.setdefault((span[0], span[-1] + 1), [])
+                alike.append((speed, self.roster.holders.shape((first, last))))
+        speeds = routing.rounded({span: sum(speed for speed, _ in alike) for span, alike in found.items()})
+        return speeds, {span: mean_shape(alike) for span, alike in found.items()}
 
     def whole_fragments(self, first: int, last: int) -> range:
         """Return the indices of the fragments that lie within layers [first, last)."""

@@ -214,5 +214,13 @@ class SpanManager:
 
 
 def _member(held: range, profile: Profile, originates: bool, lr_step: int) -> TrainingPeer:
-    rate = min(profile.down, profile.up)
-    return TrainingPeer(held, profile.memory_bytes, profile.tokens_per_s, rate, originates, has_trained=lr_step > 0)
+    return TrainingPeer(
+        held,
+        profile.memory_bytes,
+        profile.tokens_per_s,
+        rate=min(profile.down, profile.up),
+        originates=originates,
+        has_trained=lr_step > 0,
+        costs=profile.costs,
+        changed=profile.changed,
+    )

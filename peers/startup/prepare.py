@@ -29,6 +29,7 @@ from decentral.core.errors import UserError
 from decentral.core.jobs import DIVERGED
 from decentral.core.journal.events import ErrorLine, IslandLine, StartedLine
 from decentral.core.journal.file import Journal
+from decentral.core.layer_work import share
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.plain_text import plain_text
 from decentral.data import corpora as data
@@ -37,6 +38,7 @@ from decentral.engine import checkpoint, launch, measure, memory
 from decentral.engine.checkpoint import DamagedCheckpoint
 from decentral.engine.compute import Compute, ComputeSetup
 from decentral.engine.island import Assignment
+from decentral.engine.layer_times import LayerTrial, layer_costs
 from decentral.engine.step import ALONE
 from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
@@ -144,6 +146,7 @@ async def prepare(
         start.island.assign(Assignment(run, own.peer, compute.micro_batch, folder.path), compute.span)
     needs, swarm = memory.needs_on(run, device), Look(access.directory, access.run, own.peer)
     await swarm.measure()
+    profile = _profile(flags.peer.region, folder, compute, claimed.memory_bytes)
     setup = NodeSetup(
         config=run,
         run=access.run,
@@ -151,12 +154,12 @@ async def prepare(
         fragments=compute.fragments,
         state_layouts=compute.gossip.state_layouts(),
         layers=compute.span.model_layers,
-        profile=_profile(flags.peer.region, folder, compute, claimed.memory_bytes),
+        profile=profile,
         addresses=access.addresses,
         contacts=access.contacts,
         restored_step=compute.lr_step if restored else None,
         stop_after=flags.stop_after,
-        routes=stage_config(request, _model(compute, needs), compute.fragments, claimed.capacity),
+        routes=stage_config(request, _model(compute, needs, profile), compute.fragments, claimed.capacity),
         memory_budget=MemoryBudget(needs, claimed.memory_bytes, compute.span.all_state_layouts()),
         retained=compute.retained_states(),
         secret=secrets.randbits(128),
@@ -185,10 +188,10 @@ def _without(error: DamagedCheckpoint, start: PeerStart, access: SwarmAccess) ->
         raise error from None
 
 
-def _model(compute: Compute, needs: MemoryNeeds) -> RoutedModel:
+def _model(compute: Compute, needs: MemoryNeeds, profile: Profile) -> RoutedModel:
     size = compute.setup.config.train.micro_batch
     most = size if isinstance(size, int) else measure.LARGEST
-    return RoutedModel(compute.span.cuts, most, needs.activations, compute.span.forms)
+    return RoutedModel(compute.span.cuts, most, needs.activations, compute.span.forms, profile.costs)
 
 
 def _profile(region: str, folder: state.StateFolder, compute: Compute, memory_bytes: int) -> Profile:
@@ -197,18 +200,24 @@ def _profile(region: str, folder: state.StateFolder, compute: Compute, memory_by
     While `compute` waits for state from other peers, no speed is measured: the profile has speed 0 until the peer
     trains.
     """
-    device = compute.setup.device
-    part = f" {compute.span.share}" if compute.span.share < 1 else ""
+    device, span, run = compute.setup.device, compute.span, compute.setup.config
+    first, last = span.fragments[0].first, span.fragments[-1].last
+    part = f" {first}-{last}" if len(span.fragments) < len(span.cuts) else ""
     ranks = f" {device.ranks.size} ranks" if device.ranks.size > 1 else ""
-    key = f"{__version__} {device} {compute.setup.config.digest()}{part}{ranks}"
+    key = f"{__version__} {device} {run.digest()}{part}{ranks}"
     measured = folder.read_profile(key)
     if measured is None and compute.awaits_state:
         measured = measure.without_speed(device)  # the first training steps will measure the speed
     elif measured is None:
         shared.stage("measuring the device")
-        model = compute.setup.config.model
-        forward = device.ranks.begin(compute.span, compute.counters, measuring=True)
-        measured = measure.measure(forward, model, device, compute.micro_batch, compute.span.share)
+        forward = device.ranks.begin(span, compute.counters, measuring=True)
+        work = share(span.cuts, first, last)
+        measured = measure.measure(forward, run.model, device, compute.micro_batch, work)
+        held = memory.needs_on(run, device).span_bytes(span.fragments[0].index, span.fragments[-1].index + 1, 0)
+        trial = LayerTrial(run, span.cuts, device, compute.micro_batch, measured.flops, memory_bytes - held)
+        costs = layer_costs(trial, dict(enumerate(span.layers, first)))
+        part_of_time = share(span.cuts, first, last, costs)
+        measured = replace(measured, tokens_per_s=part_of_time * measured.tokens_per_s, costs=costs)
         folder.write_profile(key, measured)
     return Profile(
         device=plain_text(measured.device),
@@ -217,6 +226,7 @@ def _profile(region: str, folder: state.StateFolder, compute: Compute, memory_by
         tokens_per_s=measured.tokens_per_s,
         region=region,
         software=f"decentral {__version__}",
+        costs=measured.costs,
     )
 
 

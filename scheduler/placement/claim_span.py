@@ -16,8 +16,9 @@ additional peer at later layers may have nothing to do. The published speeds of 
 Layers that only peers with the whole model hold are taken over later (scheduler/placement/recover.py).
 """
 
+import statistics
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from decentral.comm.pipeline.stage import StageConfig
@@ -30,6 +31,7 @@ from decentral.core.at_once import at_once
 from decentral.core.errors import UserError
 from decentral.core.fragments import ActivationForms, Fragment
 from decentral.core.ids import PeerId, RunId
+from decentral.core.layer_work import UNMEASURED, KindCosts, Shape, shape_of, share, shares_of
 from decentral.core.memory_needs import MemoryNeeds, widest_span
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -118,10 +120,11 @@ async def claim(
         if gone is None:
             gone = await _gone(found, own.peer, silent)
         here = {peer: record for peer, record in found.items() if peer not in (gone or ())}
-        others = _holders(needs, here, own.peer, claimed_at)
-        choice = _choose(needs, others, reach)
+        shape = _shape(needs, found)
+        others = _holders(needs, here, own.peer, claimed_at, shape)
+        choice = _choose(needs, others, reach, shape)
         if gone and _hold_all(needs, others):
-            among_all = _choose(needs, _holders(needs, found, own.peer, claimed_at, gone), reach)
+            among_all = _choose(needs, _holders(needs, found, own.peer, claimed_at, shape, gone), reach, shape)
             choice = min(choice, among_all, key=lambda one: one.begin)
         if choice == chosen:
             break
@@ -148,9 +151,18 @@ def _reach(request: SpanRequest, needs: MemoryNeeds) -> Callable[[int], int]:
     return lambda begin: widest(begin) if begin > FIRST else begin
 
 
-def _choose(needs: MemoryNeeds, others: Sequence[Holder], reach: Callable[[int], int]) -> Holder:
+def _choose(needs: MemoryNeeds, others: Sequence[Holder], reach: Callable[[int], int], shape: Shape) -> Holder:
     typical = sum(one.tokens_per_s for one in others) / len(others) if others else 1.0
-    return span_choice.choose(needs.fragments, others, typical, reach)
+    return span_choice.choose(needs.fragments, others, typical, reach, shape)
+
+
+def _shape(needs: MemoryNeeds, found: Records) -> Shape:
+    """Return the median shape (core/layer_work.py) of the peers that have measured it; without any, by the FLOPs."""
+    costs = [record.profile.costs for record in found.values() if record.profile.costs != UNMEASURED]
+    shapes = [shape_of(needs.fragments, one) for one in costs or [UNMEASURED]]
+    embedding, blocks, head = (statistics.median(one[kind] for one in shapes) for kind in range(3))
+    total = embedding + blocks + head or 1.0
+    return embedding / total, blocks / total, head / total
 
 
 def _hold_all(needs: MemoryNeeds, holders: Sequence[Holder]) -> bool:
@@ -202,12 +214,19 @@ async def _gone(found: Records, own: PeerId, silent: Silent) -> Collection[PeerI
 
 
 def _holders(
-    needs: MemoryNeeds, found: Records, own: PeerId, claimed_at: float, silent: Collection[PeerId] = ()
+    needs: MemoryNeeds,
+    found: Records,
+    own: PeerId,
+    claimed_at: float,
+    shape: Shape,
+    silent: Collection[PeerId] = (),
 ) -> list[Holder]:
     """Return the spans and speeds of the other peers that train, or that have claimed their layers before us.
 
-    Silent peers, and peers that publish no speed, get the mean speed of the other peers.
+    Silent peers, and peers that publish no speed, get the mean speed of the other peers. A speed is that of a device
+    whose time divides as `shape`, and which takes as long for the peer's layers as the peer does.
     """
+    shares = shares_of(needs.fragments, shape)
     earlier = {
         peer: record
         for peer, record in found.items()
@@ -215,10 +234,13 @@ def _holders(
     }
     speeds = {peer: 0.0 if peer in silent else record.profile.tokens_per_s for peer, record in earlier.items()}
     typical = _mean(speeds.values()) or 1.0
-    return [
-        span_choice.holder_of(needs.fragments, one.first, one.last, speeds[peer] or typical)
-        for peer, one in sorted(earlier.items())
-    ]
+    holders = []
+    for peer, one in sorted(earlier.items()):
+        holder = span_choice.holder_of(needs.fragments, one.first, one.last, speeds[peer] or typical)
+        own_share = share(needs.fragments, one.first, one.last, one.profile.costs)
+        alike = sum(shares[holder.begin : holder.end]) / own_share if own_share else 1.0
+        holders.append(replace(holder, tokens_per_s=holder.tokens_per_s * alike))
+    return holders
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -241,6 +263,7 @@ class RoutedModel:
     most_sequences: int
     activations: tuple[int, ...]  # bytes that a micro-batch keeps in each fragment until its backward pass
     forms: Callable[[int, int], ActivationForms]  # (layer, sequences) -> forms of the activations that enter that layer
+    costs: KindCosts = UNMEASURED  # what a layer of each kind costs the device
 
 
 def stage_config(request: SpanRequest, model: RoutedModel, held: Sequence[Fragment], capacity: int) -> StageConfig:
@@ -268,4 +291,5 @@ def stage_config(request: SpanRequest, model: RoutedModel, held: Sequence[Fragme
         overlap=request.run.routes.overlap,
         originates=request.originates,
         synchronous=request.run.synchronous,
+        costs=model.costs,
     )

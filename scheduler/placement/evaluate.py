@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from decentral.core.ids import PeerId
+from decentral.core.layer_work import UNMEASURED, KindCosts, shape_of, shares_of
 from decentral.core.memory_needs import MemoryNeeds
+from decentral.core.units import Seconds
 from decentral.scheduler.throughput.layer_costs import FETCHED_BYTES, ROUND_S, SNAPSHOT_BYTES, LayerCosts
 from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.search_budget import SearchBudget
@@ -40,6 +42,8 @@ class TrainingPeer:
     rate: float = 0.0  # bytes/s of the slower of uplink and downlink; 0 if not measured
     originates: bool = True
     has_trained: bool = True  # whether its weights have taken a step, here or at the peer that sent them
+    costs: KindCosts = UNMEASURED  # what a layer of each kind costs its device
+    changed: Seconds = 0.0  # when its figures last changed, by its own clock (`Profile.changed`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,10 @@ class PlanTask:
 
     def digest(self) -> bytes:
         """Return a digest of all peers' memories, speeds and links; `SwarmPlan.topology` is such a digest."""
-        facts = [(peer, one.memory_bytes, _round(one.tokens_per_s), _round(one.rate)) for peer, one in self.members]
+        facts = [
+            (peer, one.memory_bytes, _round(one.tokens_per_s), _round(one.rate), one.changed)
+            for peer, one in self.members
+        ]
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
 
 
@@ -137,7 +144,8 @@ def work_of(task: PlanTask) -> FragmentCosts:
     needs = task.needs
     parameters = np.array([one.parameters for one in needs.fragments], dtype=np.float64)
     speeds = np.array([max(LEAST_TOKENS_PER_S, _round(one.tokens_per_s)) for _, one in task.members])
-    seconds = parameters / parameters.sum() / speeds[:, None]
+    shares = [shares_of(needs.fragments, shape_of(needs.fragments, one.costs)) for _, one in task.members]
+    seconds = np.array(shares) / speeds[:, None]
     seconds[[not one.originates for _, one in task.members], FIRST] = 1 / LEAST_TOKENS_PER_S
     rates = np.array([_round(one.rate) or UNMEASURED_LINK for _, one in task.members])
     links = np.minimum.outer(rates, rates)

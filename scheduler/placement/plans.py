@@ -18,6 +18,9 @@ to another plan doubles the time until the next evaluation, so that a move has t
 the margin, all peers rank them in the same way: by the fewest outstanding moves, then by the earlier interval of TIES_S
 in which a plan was proposed, then by the lower digest.
 
+**Age.** A plan says when the figures of each peer, from which it was made, had last changed (`SwarmPlan.changed`). Once
+one of these peers publishes a later change, the plan is not followed any more, and a search is due.
+
 **Search.** A peer searches for a better plan when the swarm has changed (scheduler/placement/search_schedule.py).
 While a layer has no holder, nothing is planned, as recovery takes it over (scheduler/placement/recover.py). If recovery
 is stuck, any plan in which all layers have holders is better than staying.
@@ -88,6 +91,13 @@ class SwarmPlan:
     reason: PlanReason
     # Each entry says that a peer should hold fragments [begin, end).
     spans: Annotated[tuple[tuple[Peer, Index, Index], ...], Field(max_length=MOST_PLANNED_SPANS)]
+    # For each entry of `spans`, when the figures of that peer from which the plan was made had last changed.
+    changed: Annotated[tuple[UnixTime, ...], Field(max_length=MOST_PLANNED_SPANS)]
+
+    def is_outdated(self, members: Mapping[PeerId, TrainingPeer]) -> bool:
+        """Return whether the figures of any peer of the plan have changed since those from which it was made."""
+        made_from = {PeerId(peer): changed for (peer, _, _), changed in zip(self.spans, self.changed, strict=True)}
+        return any(members[peer].changed > made_from[peer] for peer in made_from.keys() & members.keys())
 
     def digest(self) -> str:
         """Return a digest of the whole plan, in hexadecimal."""
@@ -207,7 +217,7 @@ class SwarmPlans:
         if now >= self._lookup_at:
             self._lookup_at = now + PLAN_LOOKUP_S
             effects.append(Lookup(self.key))
-        if self.adopted is not None and now > self.adopted.time + PLAN_S:
+        if self.adopted is not None and (now > self.adopted.time + PLAN_S or self.adopted.is_outdated(members)):
             self.adopted = None
         self.search.observe(members, now)
         if stuck:
@@ -289,7 +299,7 @@ class SwarmPlans:
 
     def _evaluate(self, members: Mapping[PeerId, TrainingPeer], searches: bool) -> EvaluatePlans:
         self._number += 1
-        proposals = tuple(known.plan for known in self.known.values())
+        proposals = tuple(known.plan for known in self.known.values() if not known.plan.is_outdated(members))
         has_new, self._has_new = self._has_new, False
         if searches or (has_new and self.search.at is None):
             self.search.led_by = self.search.evaluated(members)
@@ -304,7 +314,7 @@ class SwarmPlans:
         if any(plan == self.adopted and tokens <= found.stay_tokens for tokens, plan in plans):
             self.adopted = None
         follows = any(plan == self.adopted for _, plan in plans)
-        ours = self._own_proposal(found, evaluation.change, now)
+        ours = self._own_proposal(found, evaluation, now)
         if ours is not None:
             plans.append((found.found_tokens, ours))
         # A peer that has adopted a plan accepts any gain over staying; other peers require a margin.
@@ -324,13 +334,14 @@ class SwarmPlans:
         line = Log(PlanLine(digest=best.digest(), cost=round(tokens / HORIZON_S, 1), reason=best.reason))
         return [line, self._announce(best, now)] if best is ours else [line]
 
-    def _own_proposal(self, found: PlansEvaluated, change: str, now: Seconds) -> SwarmPlan | None:
+    def _own_proposal(self, found: PlansEvaluated, evaluation: Evaluation, now: Seconds) -> SwarmPlan | None:
         """Return the plan that our search has found; None if it is not better than staying by a margin."""
         if not found.found or not _is_better(found.stay_tokens, found.found_tokens):
             return None
         before, after = found.stay_tokens / HORIZON_S, found.found_tokens / HORIZON_S
-        reason = f"{change}: {found.moved} move, {after:,.0f} instead of {before:,.0f} tokens/s"
-        return SwarmPlan(self.run, now, found.topology, after, found.moved, reason, found.found)
+        reason = f"{evaluation.change}: {found.moved} move, {after:,.0f} instead of {before:,.0f} tokens/s"
+        changed = tuple(evaluation.members[PeerId(peer)].changed for peer, _, _ in found.found)
+        return SwarmPlan(self.run, now, found.topology, after, found.moved, reason, found.found, changed)
 
     def _announce(self, plan: SwarmPlan, now: Seconds) -> Announce:
         expires = now + PLAN_S
@@ -348,7 +359,8 @@ class SwarmPlans:
                 plan = unpack(body)
             except ProtocolError:
                 continue
-            sound = abs(plan.time - now) < PLAN_S and is_sound(plan.spans, len(self.needs.fragments))
+            sound = is_sound(plan.spans, len(self.needs.fragments)) and len(plan.changed) == len(plan.spans)
+            sound = sound and abs(plan.time - now) < PLAN_S
             known = found.get(PeerId(subkey))
             # of plans of one date the lower bytes win, so all peers keep the same one even if each was shown another
             newer = known is None or (plan.time, known.sealed) > (known.plan.time, value)

@@ -1,7 +1,7 @@
 """Decide when a peer searches for a better plan: `SearchSchedule`.
 
-A search is due when the swarm has changed: a peer has joined or left, or its speed or memory is CHANGED_TIMES larger or
-smaller than at the last evaluation. The peer first waits for a pause, so that measurements catch up, and for a random
+A search is due when the swarm has changed: a peer has joined or left, or says that its figures have changed since the
+last evaluation (`Profile.changed`). The peer first waits for a pause, so that measurements catch up, and for a random
 back-off, so that mostly one peer proposes a plan before others search. If layers have no holder and recovery is stuck
 (scheduler/placement/recover.py), a search is due soon.
 """
@@ -21,7 +21,6 @@ MOST_PAUSE_S = 8.0  # however often the swarm changes, a search waits at most th
 PLAN_BACKOFF_S = 6.0  # each peer adds a random wait of up to this, so that not all peers search at once
 STUCK_AGAIN_S = 20.0  # while recovery is stuck, a search is due this often
 REPLAN_REST_S = 30.0  # after a plan is adopted, changed speeds alone cause no search for this long
-CHANGED_TIMES = 1.5  # a change of speed or memory by at least this factor may cause a search
 STEADY_TIMES = 1.1  # a change of speed or memory by at least this factor prolongs the wait before a search
 
 Members = Mapping[PeerId, TrainingPeer]
@@ -71,7 +70,7 @@ class SearchSchedule:
         known = self._evaluated
         gone, come = known.keys() - members.keys(), members.keys() - known.keys()
         both = known.keys() & members.keys()
-        other = [peer for peer in both if _differ(known[peer], members[peer], CHANGED_TIMES)]
+        other = [peer for peer in both if members[peer].changed > known[peer].changed]
         if not gone and not come and (not other or now < self._rest_until):
             return
         parts = [(len(gone), "gone"), (len(come), "new"), (len(other), "faster or slower")]

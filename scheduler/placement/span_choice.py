@@ -5,7 +5,7 @@ spans, it returns the span that lets the swarm train the most tokens/s (the flow
 it returns the span whose layers have the least computing power. The flow counts computing, not links, and has a closed
 form. For any set S of fragments, the peers that hold some fragment of S must do all computing for S, so
 
-    flow = min over S of  (sum of the speeds of the peers that hold some of S) / (share of the model's parameters in S)
+    flow = min over S of  (sum of the speeds of the peers that hold some of S) / (share of a token's time in S)
 
 (Hall's theorem with capacities). A peer's span is an interval, so a peer that holds nothing of S lies within one gap of
 S. Dynamic programming over the fragments finds the best gaps, and Dinkelbach's iteration the minimum of the ratio.
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decentral.core.fragments import Fragment
+from decentral.core.layer_work import Shape, shape_of, shares_of
 
 Floats = NDArray[np.float64]
 
@@ -43,7 +44,11 @@ def holder_of(fragments: Sequence[Fragment], first: int, last: int, tokens_per_s
 
 
 def choose(
-    fragments: Sequence[Fragment], others: Sequence[Holder], tokens_per_s: float, reach: Callable[[int], int]
+    fragments: Sequence[Fragment],
+    others: Sequence[Holder],
+    tokens_per_s: float,
+    reach: Callable[[int], int],
+    shape: Shape | None = None,
 ) -> Holder:
     """Return the span that helps the swarm most, out of the widest spans that fit into the peer's memory.
 
@@ -54,8 +59,9 @@ def choose(
         others: The other peers' spans and speeds.
         tokens_per_s: The peer's speed through the whole model.
         reach: Function that maps the first fragment of a span to the end of the widest span that fits into memory.
+        shape: The shares of a token's time by kind of layer, for all peers; None: those of the layers' FLOPs.
     """
-    count, share_F = len(fragments), _shares(fragments)
+    count, share_F = len(fragments), _shares(fragments, shape)
     options = [Holder(begin, reach(begin), tokens_per_s) for begin in range(count) if reach(begin) > begin]
     widest = [one for one in options if not any(o.begin < one.begin and one.end <= o.end for o in options)]
     behind_F, uncovered_F = np.zeros(count), np.ones(count, dtype=bool)
@@ -80,10 +86,8 @@ def flow(fragments: Sequence[Fragment], holders: Sequence[Holder]) -> float:
     return float(_flows(_shares(fragments), holders, [Holder(0, 0, 0.0)])[0])
 
 
-def _shares(fragments: Sequence[Fragment]) -> Floats:
-    parameters = np.array([one.parameters for one in fragments], dtype=np.float64)
-    shares: Floats = parameters / parameters.sum()
-    return shares
+def _shares(fragments: Sequence[Fragment], shape: Shape | None = None) -> Floats:
+    return np.array(shares_of(tuple(fragments), shape or shape_of(tuple(fragments))))
 
 
 def _flows(share_F: Floats, holders: Sequence[Holder], options: Sequence[Holder]) -> Floats:
@@ -111,7 +115,7 @@ def _tightest(share_F: Floats, within_OAB: Floats, total_O: Floats, rate_O: Floa
     """Return, for each option, speed and share of the set S of fragments for which speed - rate * share is least.
 
     S is not empty. Its speed is the sum of the speeds of the peers that hold some fragment of S, in tokens/s. Its share
-    is the share of the model's parameters in S.
+    is the share of a token's time in S.
     """
     count, many = len(share_F), np.arange(len(rate_O))
     before_F = np.concatenate(([0.0], share_F.cumsum()))

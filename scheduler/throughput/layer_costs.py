@@ -14,7 +14,9 @@ import numpy as np
 
 from decentral.core.config import Config
 from decentral.core.errors import UserError
-from decentral.scheduler.topology.arrays import Floats, Ints
+from decentral.core.fragments import Fragment
+from decentral.core.layer_work import UNMEASURED, KindCosts, shape_of, shares_of, token_seconds
+from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 from decentral.scheduler.topology.topology import Topology, sites_of
 
 STATE_BYTES = 36.0  # device memory per parameter; the module's docstring has the sum
@@ -96,24 +98,33 @@ def of_model(topology: Topology, config: Config, holders: int = 1, utilisation: 
         topology: Peers with their FLOP/s and memory.
         config: The run's config, which describes the model.
         holders: Smallest number of peers that must train each layer.
-        utilisation: Share of the topology's FLOP/s that training reaches; 1 if the FLOP/s were measured in training.
+        utilisation: Share of the topology's FLOP/s that training reaches; 1 if the FLOP/s were measured in training. It
+            has no effect on peers whose layers' costs are measured.
 
     Raises:
         UserError: If the peers' memory cannot hold the model, a peer's FLOP/s or memory is 0, or the model is user
             code (`model.layers`).
     """
     flops_L, parameters_L = _layers(config)
-    if not (topology.flops > 0).all() or not (topology.memory_bytes > 0).all():
-        bad = topology.ids[int(np.argmin(np.minimum(topology.flops, topology.memory_bytes)))]
+    measured_N = measured(topology)
+    known_N = np.where(measured_N, 1.0, topology.flops)
+    if not (known_N > 0).all() or not (topology.memory_bytes > 0).all():
+        bad = topology.ids[int(np.argmin(np.minimum(known_N, topology.memory_bytes)))]
         raise UserError(f"topology: the throughput objective needs tflops and memory_gb above 0; for {bad} one is 0")
+    cuts = _cuts(flops_L)
+    seconds_NL = flops_L / (utilisation * known_N[:, None])
+    for peer in np.flatnonzero(measured_N):
+        costs = topology.costs[peer]
+        seconds_NL[peer] = np.array(shares_of(cuts, shape_of(cuts, costs))) * token_seconds(cuts, costs)
     model = config.model
     activation_L = np.full(len(flops_L), 34.0 * model.d_model * model.context)
     activation_L[0] = 2.0 * model.d_model * model.context
     activation_L[-1] = 6.0 * model.vocabulary * model.context  # the head: 6 bytes for each logit and its gradient
     state_L = STATE_BYTES * parameters_L
+    _use_measured_bytes(topology, model.context, activation_L, state_L)
     link_NN = np.minimum(topology.bandwidth, topology.bandwidth.T)
-    costs = LayerCosts(
-        seconds_NL=flops_L / (utilisation * topology.flops[:, None]),
+    found = LayerCosts(
+        seconds_NL=seconds_NL,
         state_L=state_L,
         fetched_L=FETCHED_BYTES * parameters_L,
         activation_L=activation_L,
@@ -126,8 +137,51 @@ def of_model(topology: Topology, config: Config, holders: int = 1, utilisation: 
         site_N=sites_of(topology),
         site_rate_Z=np.array([min(site.up, site.down) for site in topology.sites]),
     )
-    _check_memory(costs)
-    return costs
+    _check_memory(found)
+    return found
+
+
+def measured(topology: Topology) -> Flags:
+    """Return flags of peers, (N,), that have measured a block or the head of the model."""
+    costs_N = topology.costs or (UNMEASURED,) * len(topology)
+    return np.array([costs.block is not None or costs.head is not None for costs in costs_N])
+
+
+def at_speed(costs: KindCosts, config: Config, tokens_per_s: float) -> KindCosts:
+    """Return measured costs, scaled so that a device with them trains the model at `tokens_per_s`, if that is not 0.
+
+    A peer measures its layers once, and its speed all the time.
+    """
+    cuts = _cuts(_layers(config)[0])
+    measured_s = token_seconds(cuts, costs)
+    if not measured_s or not tokens_per_s:
+        return costs
+    times = 1 / tokens_per_s / measured_s
+    embedding, block, head = (
+        cost and cost._replace(forward_s=cost.forward_s * times, backward_s=cost.backward_s * times) for cost in costs
+    )
+    return KindCosts(embedding, block, head)
+
+
+def _cuts(flops_L: Floats) -> tuple[Fragment, ...]:
+    """Return each layer of the model as a fragment."""
+    last = len(flops_L) - 1
+    work_L3 = np.zeros((len(flops_L), 3))
+    work_L3[np.arange(len(flops_L)), [0, *[1] * (last - 1), 2]] = flops_L
+    return tuple(Fragment(at, at, at + 1, 0, (work[0], work[1], work[2])) for at, work in enumerate(work_L3.tolist()))
+
+
+def _use_measured_bytes(topology: Topology, context: int, activation_L: Floats, state_L: Floats) -> None:
+    """Overwrite the bytes of each layer by the median of what the peers have measured, where that is not 0.
+
+    The median keeps one peer with absurd figures from excluding all spans.
+    """
+    for kind, layers in enumerate((slice(0, 1), slice(1, -1), slice(-1, None))):
+        known = [cost for costs in topology.costs if (cost := costs[kind]) is not None]
+        if activation := float(np.median([cost.activation_bytes for cost in known] or [0])):
+            activation_L[layers] = activation * context
+        if state := float(np.median([cost.state_bytes for cost in known] or [0])):
+            state_L[layers] = state
 
 
 def flops_per_token(config: Config) -> float:
@@ -144,13 +198,7 @@ def _layers(config: Config) -> tuple[Floats, Floats]:
     model = config.model
     if model.layers is not None:
         raise UserError("--model: the costs of user code (model.layers) are unknown; plan with model.depth and width")
-    parameters_L = np.array(model.layer_parameters, dtype=np.float64)
-    flops_L = 2 * parameters_L
-    flops_L[0] = 2 * model.d_model  # the embedding only looks a row up
-    reach = min(model.window or model.context, model.context)
-    attended = reach - reach**2 / (2 * model.context)  # mean number of positions to which a token attends
-    flops_L[1:-1] += 4 * attended * model.d_queries  # attention scores, and their products with the values
-    return 3 * flops_L, parameters_L
+    return np.array(model.layer_flops), np.array(model.layer_parameters, dtype=np.float64)
 
 
 def _check_memory(costs: LayerCosts) -> None:

@@ -79,7 +79,7 @@ def throughput_plan(
         seed=seed,
         seconds=round(budget.clock() - start, 3),
         throughput={"tokens_per_s": 0.0, "bound": bound},
-        planned_for=_planned_for(config, utilisation),
+        planned_for=_planned_for(topology, config, utilisation),
         spans={name: [int(a), int(b)] for name, (a, b) in zip(topology.ids, chosen, strict=True) if a < b},
         micro_batches=_micro_batches(topology, costs, chosen),
         routes=[],
@@ -92,10 +92,15 @@ def throughput_plan(
     return _with_routes(plan, topology, costs, chosen, found)
 
 
-def _planned_for(config: Config, utilisation: float) -> JsonObject:
-    """Return the model that is planned, and the share of the FLOP/s that training is assumed to reach."""
+def _planned_for(topology: Topology, config: Config, utilisation: float) -> JsonObject:
+    """Return the model that is planned, and how the devices' speeds are known.
+
+    `measured` is the number of peers whose layers' costs are measured; `utilisation` the share of the FLOP/s that
+    training is assumed to reach on the others.
+    """
     layers = config.model.layer_parameters
-    return {"model": config.name, "parameters": sum(layers), "layers": len(layers), "utilisation": utilisation}
+    model: JsonObject = {"model": config.name, "parameters": sum(layers), "layers": len(layers)}
+    return model | {"utilisation": utilisation, "measured": int(layer_costs.measured(topology).sum())}
 
 
 def _with_routes(
@@ -183,8 +188,11 @@ def _reason(plan: ThroughputPlan, costs: LayerCosts, chosen: Ints, found: max_fl
     )  # fmt: skip
     baseline = max(plan.baselines.values(), default=0.0)
     times = f", {rate / baseline:.2f} times what equal spans placed at random reach" if baseline else ""
-    utilisation = plan.planned_for["utilisation"]
+    utilisation, measured = plan.planned_for["utilisation"], plan.planned_for["measured"]
     speeds = f"{utilisation:.0%} of the devices' peak FLOP/s" if utilisation < 1 else "the speeds that peers measured"
+    if measured:
+        rest = f" and, for the other peers, {speeds}" if measured < costs.peers else ""
+        speeds = f"the times of layers that {measured} of {costs.peers} peers measured{rest}"
     return (
         f"{rate:.4g} tokens/s, {rate / bound:.1%} of what all devices could compute with free links{times}; for "
         f"{plan.planned_for['model']} ({readable_number(plan.planned_for['parameters'])} parameters, {costs.layers} "

@@ -3,11 +3,12 @@
 Every peer solves the same linear programme (HiGHS) from its roster, which has all peers' measured speeds; equal rosters
 give equal flows. Peers with the same span count as one peer with the sum of their speeds, so that the programme's
 size depends on the model and hardly on the number of peers. The programme's variables are hops: span i computes from
-cut a to cut b, which is share_ab of the model. A cut is a boundary between two fragments, or an end of the model.
+cut a to cut b, which takes share_iab of a token's time there. A cut is a boundary between two fragments, or an end of
+the model.
 
     z_iab >= 0                                         tokens/s on that hop
     sum_ia z_iab = sum_jc z_jbc                        at each cut b inside the model
-    sum_ab z_iab share_ab <= speed_i                   no span computes more than its peers can
+    sum_ab z_iab share_iab <= speed_i                  no span computes more than its peers can
     maximise sum_ib z_i0b - HOP_COST sum z             a hop must carry more than it costs
 
 Peers with the whole model train alone, but on request they execute the last layers for other peers' micro-batches. In
@@ -29,6 +30,7 @@ from scipy.sparse import coo_matrix
 
 from decentral.comm.pipeline.next_peer import RoutingWeights
 from decentral.core.fragments import Fragment
+from decentral.core.layer_work import LEAST_PART, Shape, shape_of, shares_of
 
 HOP_COST = 0.01  # each hop costs this share of its flow, so that routes with fewer hops are preferred
 MOST_HOPS = 40_000  # with more hops, the solver would take too long, and no weights are returned
@@ -72,7 +74,11 @@ def _hops(spans: Sequence[Span], whole: Span | None) -> tuple[Ints, Ints, Ints]:
 
 
 def solve(
-    cuts: Sequence[Fragment], speed: Mapping[Span, float], own: Span, whole_alone: bool = False
+    cuts: Sequence[Fragment],
+    speed: Mapping[Span, float],
+    own: Span,
+    whole_alone: bool = False,
+    shapes: Mapping[Span, Shape] | None = None,
 ) -> RoutingWeights:
     """Return the routing weights of a peer with span `own`: which layers to compute, and which peers to send to.
 
@@ -81,15 +87,17 @@ def solve(
         speed: Tokens/s through the whole model for each span, summed over the peers with that span.
         own: This peer's span, fragments [begin, end).
         whole_alone: Whether peers with the whole model train alone.
+        shapes: The shares of a token's time by kind of layer, for each span; a missing span has those of the FLOPs.
 
     Returns:
         The weights. They are empty if no flow reaches the last layer, if there are more than MOST_HOPS hops, or if the
         solver fails, as it may if other peers publish extreme speeds.
     """
-    useful = useful_speeds(cuts, speed) if whole_alone else speed
-    most = _most_through(cuts, useful)
-    usable = tuple((span, min(one, most), speed[span]) for span, one in useful.items())
-    total = sum(one for _, one, _ in usable)
+    shares = _shares(cuts, speed, shapes)
+    useful = useful_speeds(cuts, speed, shapes) if whole_alone else speed
+    most = _most_through(useful, shares)
+    usable = tuple((span, min(one, most), speed[span], shares[span]) for span, one in useful.items())
+    total = sum(one for _, one, _, _ in usable)
     flow = _flow(tuple(cuts), usable, (0, len(cuts)) if whole_alone else None) if total > 0 else None
     if flow is None:
         return RoutingWeights()
@@ -97,55 +105,69 @@ def solve(
     return replace(weights, ends=ends.get(own, {}), tokens_per_s=weights.tokens_per_s * total)
 
 
-def useful_speeds(cuts: Sequence[Fragment], speed: Mapping[Span, float]) -> dict[Span, float]:
+def useful_speeds(
+    cuts: Sequence[Fragment], speed: Mapping[Span, float], shapes: Mapping[Span, Shape] | None = None
+) -> dict[Span, float]:
     """Return the speeds, but cap the speed of whole-model peers at the tokens/s that other peers can send them.
 
     Without the cap, a whole-model peer with a very high published speed would push other rates below LEAST_RATE.
     """
-    whole, model = (0, len(cuts)), sum(cut.parameters for cut in cuts)
+    whole, shares = (0, len(cuts)), _shares(cuts, speed, shapes)
     begun = 0.0  # tokens/s that peers with only the first part of the model can begin
     for (first, last), one in speed.items():
         if first == 0 and last < len(cuts):
-            begun += one * model / max(1, sum(cut.parameters for cut in cuts[:last]))
+            begun += one / max(LEAST_PART, sum(shares[first, last][:last]))
     return {span: min(one, begun) if span == whole else one for span, one in speed.items()}
 
 
-def _most_through(cuts: Sequence[Fragment], speed: Mapping[Span, float]) -> float:
+def _shares(
+    cuts: Sequence[Fragment], speed: Mapping[Span, float], shapes: Mapping[Span, Shape] | None
+) -> dict[Span, tuple[float, ...]]:
+    """Return, for each span, the share of a token's time that each fragment of the model takes there."""
+    usual = shape_of(tuple(cuts))
+    return {span: shares_of(tuple(cuts), (shapes or {}).get(span, usual)) for span in speed}
+
+
+def _most_through(speed: Mapping[Span, float], shares: Mapping[Span, tuple[float, ...]]) -> float:
     """Return the tokens/s that the holders of the scarcest fragment could compute if they computed no other fragment.
 
     No span can use a higher speed. `solve` caps speeds at this rate, so that a peer that publishes a far higher speed
     does not push the other peers' rates below LEAST_RATE.
     """
-    whole = sum(cut.parameters for cut in cuts)
-    held = [sum(one for (begin, end), one in speed.items() if begin <= i < end) for i in range(len(cuts))]
-    return min(one * whole / max(1, cut.parameters) for one, cut in zip(held, cuts, strict=True))
+    fragments = range(len(next(iter(shares.values()), ())))
+    rates = [
+        sum(one / max(LEAST_PART, shares[begin, end][at]) for (begin, end), one in speed.items() if begin <= at < end)
+        for at in fragments
+    ]
+    return min(rates, default=0.0)
 
 
 @lru_cache(maxsize=FLOWS_KEPT)
 def _flow(
-    cuts: tuple[Fragment, ...], speeds: tuple[tuple[Span, float, float], ...], whole: Span | None
+    cuts: tuple[Fragment, ...], speeds: tuple[tuple[Span, float, float, tuple[float, ...]], ...], whole: Span | None
 ) -> tuple[Ends, RoutingWeights] | None:
     """Return `RoutingWeights.ends` of each span, and the weights that are common to all spans.
 
     Rates are shares of the sum of all usable speeds.
 
-    `speeds` lists (span, usable tokens/s, published tokens/s). `whole` is the span whose peers train alone, if any.
+    `speeds` lists (span, usable tokens/s, published tokens/s, each fragment's share of a token's time). `whole` is the
+    span whose peers train alone, if any.
     The result is None if there is no hop, if there are more than MOST_HOPS hops, or if the solver fails.
     """
-    spans = [span for span, _, _ in speeds]
+    spans = [span for span, _, _, _ in speeds]
     index, a, b = hops = _hops(spans, whole)
     if not 0 < len(index) <= MOST_HOPS:
         return None
-    rates = _rates(cuts, [speed for _, speed, _ in speeds], hops)
+    rates = _rates([speed for _, speed, _, _ in speeds], [shares for _, _, _, shares in speeds], hops)
     if rates is None:
         return None
-    total = sum(speed for _, speed, _ in speeds)
+    total = sum(speed for _, speed, _, _ in speeds)
     begun = float(sum(rates[a == 0].tolist()))
     layers = [*(cut.first for cut in cuts), cuts[-1].last]
     ends: Ends = {}
     nexts: dict[int, dict[tuple[int, int], float]] = {}
     for hop in np.flatnonzero(rates > LEAST_RATE).tolist():
-        (span, speed, published), rate, enters = speeds[index[hop]], float(rates[hop]), layers[a[hop]]
+        (span, speed, published, _), rate, enters = speeds[index[hop]], float(rates[hop]), layers[a[hop]]
         if speed < LEAST_RATE * total:
             continue  # the inexact solver may give a small rate to a span without speed
         ends.setdefault(span, {}).setdefault(enters, {})[layers[b[hop]]] = rate
@@ -155,15 +177,16 @@ def _flow(
     return ends, RoutingWeights({}, nexts, begun, len(index), held_spans)
 
 
-def _rates(cuts: Sequence[Fragment], speeds: Sequence[float], hops: tuple[Ints, Ints, Ints]) -> Floats | None:
+def _rates(
+    speeds: Sequence[float], shares: Sequence[tuple[float, ...]], hops: tuple[Ints, Ints, Ints]
+) -> Floats | None:
     """Return each hop's tokens/s (z) as a share of the sum of all speeds; None if the solver fails."""
-    whole = sum(cut.parameters for cut in cuts)
-    before = np.concatenate(([0.0], np.cumsum([cut.parameters / whole for cut in cuts])))
+    before_SF = np.pad(np.cumsum(np.array(shares), axis=1), ((0, 0), (1, 0)))
     index, a, b = hops
-    count, inner = len(index), len(cuts) - 1
+    count, inner = len(index), before_SF.shape[1] - 2
     column = np.arange(count)
-    work = coo_matrix((before[b] - before[a], (index, column)), shape=(len(speeds), count))
-    into, out = b < len(cuts), a > 0
+    work = coo_matrix((before_SF[index, b] - before_SF[index, a], (index, column)), shape=(len(speeds), count))
+    into, out = b <= inner, a > 0
     values = np.concatenate((np.ones(into.sum()), -np.ones(out.sum())))
     rows, columns = np.concatenate((b[into], a[out])) - 1, np.concatenate((column[into], column[out]))
     balance = coo_matrix((values, (rows, columns)), shape=(inner, count)).tocsr() if inner else None

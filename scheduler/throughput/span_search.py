@@ -175,7 +175,7 @@ def chains(problem: FlowProblem, groups: list[Ints], rng: np.random.Generator) -
     """
     costs = problem.costs
     spans = np.zeros((costs.peers, 2), np.int64)
-    cost_L = costs.seconds_NL[0] / costs.seconds_NL[0].sum()
+    cost_L = (costs.seconds_NL / costs.seconds_NL.sum(axis=1, keepdims=True)).mean(axis=0)
     edges = np.concatenate(([0.0], np.cumsum(cost_L)))
     for group in groups:
         order = group[np.argsort(-costs.memory_N[group], kind="stable")]

@@ -5,7 +5,9 @@ A file lists its N peers either one by one (`peers`) or by region (`regions`), a
 
     peers: [{id, region, device, memory_gb, tflops}, ...]        one entry per peer
     regions: {Oregon: {count: 8, device: V100, memory_gb: 16, tflops: 112}, ...}
-                                                                 both forms may have up_gbps and down_gbps, per peer
+                                                                 both forms may have up_gbps and down_gbps, per peer,
+                                                                 and layers: {embedding: {forward_us, backward_us,
+                                                                 activation_kb, state_mb}, block: ..., head: ...}
     delay_ms, bandwidth_gbps: N x N                              one way, in the order of the peers
     inside: {delay_ms, bandwidth_gbps}                           link between two peers of one region
     across: {delay_ms, bandwidth_gbps}                           link between two regions that are not in `links`
@@ -17,13 +19,14 @@ A file lists its N peers either one by one (`peers`) or by region (`regions`), a
 
 A file uses the customary units (ms, Gb/s, GB, TFLOP/s); the arrays are in seconds, bytes/s, bytes and FLOP/s. A peer's
 uplink and downlink rates limit each of its links, and all its links together, and so do a site's rates for all links
-between its peers and other regions; `bandwidth` is the rate of a link while all other links are idle.
+between its peers and other regions; `bandwidth` is the rate of a link while all other links are idle. `layers` says
+what one layer of each kind of the planned model costs the device: microseconds and kB for a token, and MB.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,6 +36,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from decentral.core import foreign_file, own_yaml
 from decentral.core.errors import UserError
+from decentral.core.layer_work import UNMEASURED, KindCost, KindCosts
 from decentral.core.strict_json import JsonFields
 from decentral.scheduler.topology.arrays import Floats, Ints
 
@@ -83,6 +87,7 @@ class Topology:
     loss: Floats  # N x N, share of packets lost
     workload: Workload | None = None
     sites: tuple[Site, ...] = ()
+    costs: tuple[KindCosts, ...] = ()  # each peer's measured costs of the layers of one model; (): none is known
 
     def __len__(self) -> int:
         """Return the number of peers."""
@@ -93,7 +98,8 @@ class Topology:
         order = sorted(range(len(self)), key=self.ids.__getitem__)
         peers = [[self.ids[i], self.regions[i], self.devices[i]] for i in order]
         sites = sorted([site.region, site.up, site.down] for site in self.sites)
-        state = hashlib.blake2b(json.dumps([peers, sites]).encode(), digest_size=16)
+        costs = [self.costs[i] for i in order] if self.costs else []
+        state = hashlib.blake2b(json.dumps([peers, sites, *costs]).encode(), digest_size=16)
         for vector in (self.memory_bytes, self.flops, self.up, self.down):
             state.update(np.ascontiguousarray(vector[order]).tobytes())
         for matrix in (self.delay_s, self.bandwidth, self.loss):
@@ -153,7 +159,9 @@ def parse(tree: Any, source: Path | None = None) -> Topology:
 
 
 def topology_from_profiles(
-    profiles: Mapping[str, JsonFields], links: Mapping[tuple[str, str], tuple[float, float]]
+    profiles: Mapping[str, JsonFields],
+    links: Mapping[tuple[str, str], tuple[float, float]],
+    costs: Mapping[str, KindCosts] | None = None,
 ) -> Topology:
     """Return the topology of a running swarm from its peers' measurements.
 
@@ -163,6 +171,7 @@ def topology_from_profiles(
             numbers as 0, and names as "unknown".
         links: (from, to) -> (one-way delay in seconds, bytes/s) of the measured links. Any other link gets the sum of
             both peers' latencies, and the lesser of the sender's `up` and the receiver's `down`.
+        costs: Peer id -> what a layer of each kind costs it.
 
     Raises:
         UserError: If there are fewer than two peers.
@@ -191,7 +200,8 @@ def topology_from_profiles(
         )
         for number, name in enumerate(ids)
     ]
-    return _topology(peers, (delay, bandwidth, np.zeros_like(delay)), None)
+    found = _topology(peers, (delay, bandwidth, np.zeros_like(delay)), None)
+    return replace(found, costs=tuple(costs.get(name, UNMEASURED) for name in ids)) if costs else found
 
 
 class _Strict(BaseModel):
@@ -213,10 +223,32 @@ class _Rates(_Strict):
     down_gbps: Annotated[float, Field(gt=0)] = np.inf
 
 
+class _Layer(_Strict):
+    forward_us: Annotated[float, Field(ge=1e-6, le=1e10)]
+    backward_us: Annotated[float, Field(ge=1e-6, le=1e10)]
+    activation_kb: Annotated[float, Field(ge=0, lt=1e12)] = 0.0
+    state_mb: Annotated[float, Field(ge=0, lt=1e9)] = 0.0
+
+    def cost(self) -> KindCost:
+        activation_bytes, state_bytes = round(self.activation_kb * 1e3), round(self.state_mb * 1e6)
+        return KindCost(self.forward_us / 1e6, self.backward_us / 1e6, activation_bytes, state_bytes)
+
+
+class _Layers(_Strict):
+    embedding: _Layer | None = None
+    block: _Layer | None = None
+    head: _Layer | None = None
+
+    def costs(self) -> KindCosts:
+        embedding, block, head = (one.cost() if one else None for one in (self.embedding, self.block, self.head))
+        return KindCosts(embedding, block, head)
+
+
 class _Device(_Rates):
     device: str = "unknown"
     memory_gb: Annotated[float, Field(ge=0)] = 0.0
     tflops: Annotated[float, Field(ge=0)] = 0.0
+    layers: _Layers | None = None
 
 
 class _Peer(_Device):
@@ -370,6 +402,7 @@ def _topology(
         inside = np.array([peer.region == site.region for peer in peers])
         bandwidth[np.ix_(inside, ~inside)] = np.minimum(bandwidth[np.ix_(inside, ~inside)], site.up)
         bandwidth[np.ix_(~inside, inside)] = np.minimum(bandwidth[np.ix_(~inside, inside)], site.down)
+    costs = tuple(peer.layers.costs() if peer.layers else UNMEASURED for peer in peers)
     np.fill_diagonal(loss, 0.0)
     np.fill_diagonal(delay, 0.0)
     np.fill_diagonal(bandwidth, np.inf)
@@ -386,6 +419,7 @@ def _topology(
         loss=loss,
         workload=workload,
         sites=sites,
+        costs=costs if any(peer.layers for peer in peers) else (),
     )
 
 

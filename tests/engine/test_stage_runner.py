@@ -239,7 +239,7 @@ def test_a_dropped_sum_moves_nothing_and_an_applied_one_does(computes: dict[str,
 def test_what_measuring_the_device_leaves_behind_is_in_no_sum(setup_of: MakeSetup) -> None:
     """Its backward passes went into the first sum: a newcomer's, without weights then, was not finite."""
     compute = Compute(with_span(setup_of("A"), SPANS["A"]))
-    measure.measure(compute.span.forward, compute.setup.config.model, compute.setup.device, 2, compute.span.share)
+    measure.measure(compute.span.forward, compute.setup.config.model, compute.setup.device, 2)
     compute.do(jobs.Start(newcomer=False))
     assert not any(bool(filled.any()) for filled in compute.span.stages.sums.filled)
 

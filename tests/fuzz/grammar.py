@@ -313,7 +313,8 @@ def plan(known: Known) -> SwarmPlan:
     drawn = [(peer, sorted(known.chance.sample(range(len(known.cuts) + 1), 2))) for peer in _some(known)]
     spans = tuple((peer, begin, end) for peer, (begin, end) in drawn)
     figures = (known.chance.choice((1e3, 1e6)), known.chance.randrange(3), "because")
-    return _spoilt(SwarmPlan(known.run, known.now - 1, bytes(16), *figures, spans), known.chance)
+    made = SwarmPlan(known.run, known.now - 1, bytes(16), *figures, spans, (known.now - 2,) * len(spans))
+    return _spoilt(made, known.chance)
 
 
 def _some(known: Known) -> list[PeerId]:

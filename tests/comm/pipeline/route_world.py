@@ -17,9 +17,10 @@ from decentral.comm.pipeline.stage import StageConfig
 from decentral.comm.wire.messages import CommitDecision
 from decentral.comm.wire.transport import Answered, Ask, Asked, AskFailed, Effect, Reply
 from decentral.core import jobs
-from decentral.core.fragments import ActivationForms, Fragment, Layout, Section, share
+from decentral.core.fragments import ActivationForms, Fragment, Layout, Section
 from decentral.core.ids import PeerId, RunId
 from decentral.core.journal.lines import JOURNAL_LINES
+from decentral.core.layer_work import share
 from decentral.core.machine import Log, Woke
 from decentral.core.time_spent import NO_TIME, TimeSpent
 from tests.comm.pipeline.one_form import one_form

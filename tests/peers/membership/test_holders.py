@@ -2,11 +2,16 @@
 
 from dataclasses import replace
 
+import pytest
+
+from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId, RunId
+from decentral.core.layer_work import KindCost, KindCosts, shape_of
 from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.peers.membership.roster import NEIGHBOURS, Holders
 
 OWN = PeerId("own")
+CUTS = tuple(Fragment(at, at, at + 1, 100) for at in range(4))
 
 
 def record(first: int, last: int, phase: str = "training") -> PeerRecord:
@@ -20,14 +25,14 @@ def published(tokens_per_s: float) -> PeerRecord:
 
 
 def crowd(count: int, own: PeerId = OWN) -> Holders:
-    holders = Holders(own, 4)
+    holders = Holders(own, CUTS)
     for number in range(count):
         holders.put(PeerId(f"P{number:03d}"), record(0, 2))
     return holders
 
 
 def test_a_holder_is_found_at_each_of_its_layers_and_at_no_other() -> None:
-    holders = Holders(OWN, 4)
+    holders = Holders(OWN, CUTS)
     holders.put(PeerId("A"), record(1, 3))
     assert [list(holders.near(layer)) for layer in range(4)] == [[], ["A"], ["A"], []]
 
@@ -43,7 +48,7 @@ def test_a_peer_that_moves_stops_training_or_goes_is_found_where_it_is_now() -> 
 
 
 def test_a_span_that_no_model_has_costs_no_more_than_the_model() -> None:
-    holders = Holders(OWN, 4)
+    holders = Holders(OWN, CUTS)
     holders.put(PeerId("A"), record(0, 1 << 60))
     assert holders.speeds == {(0, 4): 1.0}
     holders.put(PeerId("A"), record(1 << 59, 1 << 60))
@@ -63,8 +68,23 @@ def test_each_peer_has_neighbours_of_its_own_so_that_all_holders_are_somebody_s(
     assert len(asked) > 190
 
 
+def test_the_shape_of_a_span_is_the_mean_of_its_holders_by_their_speeds() -> None:
+    """Half of a token's time is the head's on one peer, and on another, which is three times as fast, none."""
+    cuts = (Fragment(0, 0, 3, 1, (0.0, 1.0, 0.0)), Fragment(1, 3, 4, 1, (0.0, 0.0, 1.0)))
+    holders, block = Holders(OWN, cuts), KindCost(0.5, 0.5, 1, 1)
+    for name, speed, head_s in (("A", 10.0, 2.0), ("B", 30.0, 1e-9)):
+        costs = KindCosts(None, block, KindCost(head_s / 2, head_s / 2, 1, 1))
+        one = published(speed)
+        holders.put(PeerId(name), replace(one, profile=replace(one.profile, costs=costs)))
+    assert holders.shape((0, 2)) == pytest.approx((0.0, 0.875, 0.125), abs=1e-5)
+    holders.drop(PeerId("B"))
+    assert holders.shape((0, 2)) == pytest.approx((0.0, 0.5, 0.5))
+    holders.put(PeerId("A"), published(0.0))
+    assert holders.shape((0, 2)) == shape_of(cuts)
+
+
 def test_a_speed_that_is_absurd_and_gone_again_leaves_the_sums_of_the_others_as_they_were() -> None:
-    holders = Holders(OWN, 4)
+    holders = Holders(OWN, CUTS)
     for name, speed in (("A", 30.25), ("B", 29.5), *((f"liar {number}", 9.9e17) for number in range(40))):
         holders.put(PeerId(name), published(speed))
     for number in range(20):

@@ -14,6 +14,7 @@ from decentral.comm.wire.invitations import MAX_REVOCATIONS_BYTES
 from decentral.comm.wire.messages import MAX_KNOWN, PeerRecords, RecordsQuery
 from decentral.comm.wire.transport import Answered, Ask, Asked, Found, Reply
 from decentral.core.config import SwarmConfig
+from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId, RunId
 from decentral.core.machine import Woke
 from decentral.peers.membership import records
@@ -51,7 +52,9 @@ class Peer:
 
     def __post_init__(self) -> None:
         size = SwarmSize(RUN, self.name, Random(0), SwarmStart(self.members))
-        self.roster = Roster(RUN, VirtualSigner(self.name), SwarmConfig(), self, size, Holders(self.name, 6))
+        self.roster = Roster(
+            RUN, VirtualSigner(self.name), SwarmConfig(), self, size, Holders(self.name, (Fragment(0, 0, 6, 100),))
+        )
         self.gossip = RecordGossip(RUN, self.roster, self.contacts, Random(self.name))
 
     def compose_record(self, now: float, leaving: bool) -> PeerRecord:

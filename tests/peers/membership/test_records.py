@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import SUFFIX_CHARS
+from decentral.core.layer_work import KindCost, KindCosts
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile, Standing
 
@@ -78,6 +79,31 @@ def test_a_changed_byte_is_taken_or_refused(at: int, byte: int) -> None:
     accepted_or_refused(bytes(body))
 
 
+COSTS = KindCosts(*[KindCost(1e4, 1e-12, (1 << 50) - 1, 0)] * 3)
+
+
+def test_the_costs_of_layers_come_back_as_they_were_measured() -> None:
+    some = KindCosts(None, KindCost(1.5e-6, 3e-6, 1000, 2000), COSTS.head)
+    for costs in (COSTS, some, KindCosts()):
+        record = dataclasses.replace(RECORD, profile=dataclasses.replace(RECORD.profile, costs=costs))
+        assert records.unpack(records.pack(record)).profile.costs == costs
+
+
+@pytest.mark.parametrize(
+    "cost",
+    [
+        *([float("nan"), 1.0, 1, 1], [1.0, float("inf"), 1, 1], [-1.0, 1.0, 1, 1], [0.0, 1.0, 1, 1]),
+        *([1e5, 1.0, 1, 1], [1e-13, 1.0, 1, 1], [1.0, 1.0, -1, 1], [1.0, 1.0, 1, 1 << 50], [1.0, 1.0, 1.5, 1]),
+        *([1.0, 1.0, 1], [1.0, 1.0, 1, 1, 1], ["1", 1.0, 1, "1"], 5, "text"),
+    ],
+)
+def test_costs_that_no_device_has_are_refused(cost: object) -> None:
+    fields = dataclasses.asdict(RECORD)
+    fields["profile"]["costs"] = [None, cost, None]
+    with pytest.raises(ProtocolError):
+        records.unpack(msgpack.packb(fields))
+
+
 # What a stranger, and what our own user, may make large
 
 
@@ -98,7 +124,7 @@ def test_a_name_or_an_address_with_escapes_is_refused(name: str, value: Any) -> 
 def largest() -> PeerRecord:
     label = "\U0001f600" * 128
     most_s = records.MOST_PER_S
-    profile = Profile(label, (1 << 62) - 1, 1e17, most_s, most_s, most_s, 1e17, label, label)
+    profile = Profile(label, (1 << 62) - 1, 1e17, most_s, most_s, most_s, 1e17, label, label, COSTS, 1e10)
     kept = ((1 << 19, (1 << 62) - 1),) * records.MOST_KEPT
     addresses = ("/" * records.ADDRESS_CHARS,) * records.MOST_ADDRESSES
     most = (1 << 62) - 1

@@ -15,6 +15,7 @@ from decentral.comm.wire.identity import Identity, open_sealed
 from decentral.comm.wire.messages import Pong
 from decentral.comm.wire.transport import Announce, Answered, AskFailed, Found, Lookup
 from decentral.core.config import SwarmConfig
+from decentral.core.fragments import Fragment
 from decentral.core.ids import PeerId, RunId
 from decentral.core.journal.events import ErrorLine, GoodbyeLine, PeerJoinedLine, PeerLeftLine
 from decentral.core.machine import Log, Woke
@@ -47,7 +48,7 @@ class OwnRecords:
 def roster() -> Roster:
     own = identity("own")
     size = SwarmSize(RUN, own.peer, Random(0))
-    return Roster(RUN, own, SwarmConfig(), OwnRecords(), size, Holders(own.peer, 6))
+    return Roster(RUN, own, SwarmConfig(), OwnRecords(), size, Holders(own.peer, (Fragment(0, 0, 6, 100),)))
 
 
 @pytest.fixture

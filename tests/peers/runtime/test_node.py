@@ -538,6 +538,15 @@ def test_a_record_has_the_addresses_of_now_and_not_of_the_start() -> None:
     assert played.node.own_record.compose("training", played.now).addresses == now
 
 
+def test_a_record_says_when_its_figures_last_changed_and_noise_is_no_change() -> None:
+    played, versions = Played("pull", "training"), []
+    own = played.node.own_record
+    for second, times in enumerate((1.0, 1.4, 0.7, 1.6, 1.1, 0.9)):  # each over the speed at the start
+        played.node.present.measured(1e4 * times)
+        versions.append(own.compose("training", played.now + second).profile.changed - played.now)
+    assert versions == [0.0, 0.0, 0.0, 3.0, 3.0, 5.0]
+
+
 def test_a_node_s_record_and_its_journal_say_how_its_training_goes() -> None:
     played = Played("pull", "training")
     partner = played.known.peer

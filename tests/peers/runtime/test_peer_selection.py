@@ -45,7 +45,7 @@ class Swarm:
         setup = NodeSetup(config, RUN, own, FRAGMENTS, [(), ()], 3, PROFILE, (), contacts=(D,))
         self.live: dict[PeerId, RosterEntry] = {}
         size = SwarmSize(RUN, own.peer, Random(0))
-        roster = Roster(RUN, own, config.swarm, self, size, Holders(own.peer, 3), self.live)
+        roster = Roster(RUN, own, config.swarm, self, size, Holders(own.peer, FRAGMENTS), self.live)
         self.meter = Meter()
         progress = TrainingProgress(config.train, config.swarm, None)
         self.asks = PeerSelection(PresentSetup(setup), roster, self.meter, progress, Random(0))

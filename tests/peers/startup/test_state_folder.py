@@ -15,6 +15,7 @@ from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.journal.file import Journal
+from decentral.core.layer_work import UNMEASURED
 from decentral.core.units import Measured
 from decentral.data.stream import Position, PositionFile, Windows
 from decentral.engine.checkpoint import MicroBatchNumbers
@@ -97,7 +98,7 @@ def write_all_that_a_start_makes(folder: StateFolder) -> None:
     Identity.load_or_create(path / "identity.key")
     folder.write_flags(state.PeerFlags())
     folder.write_listen(LISTENED)
-    folder.write_profile("it", Measured("cpu", 1, 1.0, 1.0))
+    folder.write_profile("it", Measured("cpu", 1, 1.0, 1.0, UNMEASURED))
     AddressBook.load(path / "peers.json").learn(PeerId("A"), ("/ip4/192.0.2.1/tcp/1",))
     Journal(path / "journal.jsonl", lambda: 0.0).write(event_of("started", peer="A"))
     MicroBatchNumbers.of(path).take(0)

@@ -54,7 +54,8 @@ def swarm(**held: tuple[int, int, float]) -> dict[PeerId, TrainingPeer]:
 
 
 EVEN = swarm(A=(0, 2, 100.0), B=(0, 2, 100.0), C=(2, 4, 100.0), D=(2, 4, 100.0))
-SLOWER = {**EVEN, **swarm(A=(0, 2, 20.0))}  # 120 tokens/s in the first half, 200 in the second; 160 in both is possible
+# 120 tokens/s in the first half, 200 in the second; 160 in both is possible
+SLOWER = {**EVEN, PeerId("A"): replace(EVEN[PeerId("A")], tokens_per_s=20.0, changed=1.0)}
 
 
 @dataclass
@@ -377,6 +378,29 @@ def test_a_plan_that_is_hardly_better_moves_nobody() -> None:
     assert plans.adopted is None
 
 
+def test_a_plan_made_before_the_figures_of_one_of_its_peers_changed_is_not_followed() -> None:
+    together = Together(EVEN)
+    together.pass_time(10.0)
+    together.members = dict(SLOWER)
+    together.pass_time(PLAN_PAUSE_S + PLAN_BACKOFF_S + 2.0)
+    adopted = {name: plans.adopted for name, plans in together.plans.items()}
+    assert all(plan is not None and set(plan.changed) == {0.0, 1.0} for plan in adopted.values())
+    back = replace(together.members[PeerId("A")], tokens_per_s=100.0, changed=together.now)
+    together.members[PeerId("A")] = back
+    moved = together.moved
+    together.pass_time(REPLAN_REST_S / 2)
+    assert all(plans.adopted is None for plans in together.plans.values())
+    assert together.moved == moved
+
+
+def test_a_change_before_the_plan_or_of_a_peer_that_it_does_not_name_leaves_a_plan_valid() -> None:
+    made = plan(spans=(("A", 0, 2), ("B", 0, 2)), changed=(5.0, 7.0))
+    same = {**EVEN, PeerId("A"): replace(EVEN[PeerId("A")], tokens_per_s=1.0, changed=5.0)}
+    other = {**same, PeerId("C"): replace(EVEN[PeerId("C")], changed=9.0)}
+    later = {**same, PeerId("B"): replace(EVEN[PeerId("B")], changed=7.5)}
+    assert [made.is_outdated(members) for members in (same, other, later, {})] == [False, False, True, False]
+
+
 def test_changes_of_speeds_alone_lead_to_no_new_plan_for_a_while() -> None:
     together = Together(EVEN)
     together.pass_time(10.0)
@@ -384,7 +408,7 @@ def test_changes_of_speeds_alone_lead_to_no_new_plan_for_a_while() -> None:
     together.pass_time(PLAN_PAUSE_S + PLAN_BACKOFF_S + 5.0)
     searches = together.searches
     faster = together.members[PeerId("A")]
-    together.members[PeerId("A")] = replace(faster, tokens_per_s=100.0)
+    together.members[PeerId("A")] = replace(faster, tokens_per_s=100.0, changed=2.0)
     together.pass_time(REPLAN_REST_S / 2)
     assert together.searches == searches
     together.pass_time(REPLAN_REST_S)
@@ -454,7 +478,7 @@ def test_where_no_move_gives_a_layer_a_holder_a_plan_of_several_moves_does() -> 
 def test_a_layer_is_left_without_a_holder_only_for_a_peer_that_the_plan_gives_it_to() -> None:
     pair = swarm(A=(0, 2, 100.0), B=(2, 4, 20.0))
     plans = SwarmPlans(RUN, VirtualSigner(PeerId("A")), NEEDS, 256.0, 2, 0, rng.stream(0, "plans"), IN_ROSTER)
-    plans.adopted = SwarmPlan(RUN, 100.0, bytes(16), 1.0, 2, "exchange", (("A", 2, 4), ("B", 0, 2)))
+    plans.adopted = SwarmPlan(RUN, 100.0, bytes(16), 1.0, 2, "exchange", (("A", 2, 4), ("B", 0, 2)), (0.0, 0.0))
     plans.review(pair, 100.0)
     assert not plans.may_gap(range(0, 2), pair, GAP_AFTER_S - 1)
     assert plans.may_gap(range(0, 2), pair, GAP_AFTER_S)
@@ -480,7 +504,10 @@ def test_what_is_found_is_the_best_there_is_for_a_small_swarm() -> None:
 
 
 def plan(**change: object) -> SwarmPlan:
-    return replace(SwarmPlan(RUN, 100.0, bytes(16), 5.0, 1, "x", (("A", 0, 2),)), **change)  # type: ignore[arg-type]
+    made = SwarmPlan(RUN, 100.0, bytes(16), 5.0, 1, "x", (("A", 0, 2),), (0.0,))
+    if isinstance(spans := change.get("spans"), tuple):
+        made = replace(made, changed=(0.0,) * len(spans))
+    return replace(made, **change)  # type: ignore[arg-type]
 
 
 def test_a_plan_comes_back_as_it_was() -> None:

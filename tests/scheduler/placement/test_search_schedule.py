@@ -19,7 +19,7 @@ from decentral.scheduler.placement.search_schedule import (
 A, B, C = (PeerId(name) for name in "ABC")
 MEMBER = TrainingPeer(range(0, 2), 20, 100.0)
 PAIR = {A: MEMBER, B: MEMBER}
-SLOWER = {A: replace(MEMBER, tokens_per_s=50.0), B: MEMBER}
+SLOWER = {A: replace(MEMBER, tokens_per_s=50.0, changed=9.0), B: MEMBER}
 
 
 def schedule() -> SearchSchedule:

@@ -32,6 +32,14 @@ def test_speeds_of_any_size_have_routing_weights_or_none() -> None:
         assert all(weight >= 0 for carried in found.nexts.values() for weight in carried.values())
 
 
+def test_a_span_carries_what_its_measured_layers_let_it() -> None:
+    """The head takes nine tenths of a token's time on the peers with the last layers, and half on the others."""
+    cuts = (Fragment(0, 0, 2, 1, (0.0, 1.0, 0.0)), Fragment(1, 2, 3, 1, (0.0, 0.0, 1.0)))
+    speed, shapes = {(0, 1): 100.0, (1, 2): 100.0}, {(0, 1): (0.0, 0.5, 0.5), (1, 2): (0.0, 0.1, 0.9)}
+    assert solve(cuts, speed, (0, 1)).tokens_per_s == pytest.approx(200.0)
+    assert solve(cuts, speed, (0, 1), shapes=shapes).tokens_per_s == pytest.approx(100 / 0.9)
+
+
 def test_a_span_that_publishes_an_absurd_speed_does_not_take_the_others_out_of_the_flow() -> None:
     found = solve(CUTS, {(0, 2): 60.0, (2, 3): 50.0, (2, 4): 1e12}, (0, 2))
     assert 100.0 < found.tokens_per_s < 125.0

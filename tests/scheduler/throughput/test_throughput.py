@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from decentral.core import config
 from decentral.core.errors import UserError
+from decentral.core.layer_work import KindCost, KindCosts
 from decentral.scheduler.partners import mixing
 from decentral.scheduler.spans import moves
-from decentral.scheduler.throughput import link_limits, max_flow, milp, routes, span_search
+from decentral.scheduler.throughput import layer_costs, link_limits, max_flow, milp, routes, span_search
 from decentral.scheduler.throughput import plan as throughput_plan
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.throughput.span_search import FlowProblem
@@ -213,6 +214,36 @@ def test_a_plan_says_for_which_model_and_speeds_it_is_made() -> None:
     assert "stdlib-gpt" in plan.reason
     assert "at 35% of the devices' peak FLOP/s" in plan.reason
     assert "Greatest use: device 100.0%" in plan.reason
+
+
+HEAVY = config.load(None, ["model.depth=2", "model.width=64", "model.vocabulary=32768", "model.context=128"])
+MEASURED = KindCosts(KindCost(1e-6, 9e-6, 0, 0), KindCost(4e-6, 8e-6, 0, 0), KindCost(150e-6, 216e-6, 0, 0))
+
+
+def test_measured_layers_take_the_place_of_flops_where_a_peer_has_them() -> None:
+    swarm = replace(live(2), costs=(MEASURED, KindCosts()))
+    found = layer_costs.of_model(swarm, HEAVY)
+    assert found.seconds_NL[0] == pytest.approx([10e-6, 12e-6, 12e-6, 366e-6])
+    assert found.seconds_NL[1] == pytest.approx(layer_costs.of_model(live(2), HEAVY).seconds_NL[1])
+    plan = throughput_plan.throughput_plan(swarm, HEAVY, "flow", 0, SearchBudget(rounds=1))
+    assert plan.planned_for["measured"] == 1
+    assert "1 of 2 peers measured and, for the other peers, 35% of the devices' peak FLOP/s" in plan.reason
+
+
+def test_the_bytes_of_a_layer_are_the_median_of_those_that_peers_measured() -> None:
+    known = [KindCosts(block=KindCost(1e-6, 1e-6, activation, 5000)) for activation in (10, 20, 1 << 49)]
+    found = layer_costs.of_model(replace(live(3), costs=tuple(known)), HEAVY)
+    usual = layer_costs.of_model(live(3), HEAVY)
+    assert found.activation_L[1:3].tolist() == [20 * 128] * 2
+    assert found.state_L[1:3].tolist() == [5000.0] * 2
+    assert found.activation_L[[0, 3]].tolist() == usual.activation_L[[0, 3]].tolist()
+
+
+def test_layers_that_were_measured_once_are_scaled_to_the_speed_of_now() -> None:
+    now = layer_costs.at_speed(MEASURED, HEAVY, 1250.0)  # a token took 400 us, and takes 800 us now
+    assert [one.seconds for one in now if one] == pytest.approx([20e-6, 24e-6, 732e-6])
+    assert layer_costs.at_speed(MEASURED, HEAVY, 0.0) == MEASURED
+    assert layer_costs.at_speed(KindCosts(), HEAVY, 1250.0) == KindCosts()
 
 
 def test_the_budget_covers_the_baseline_and_all_else(monkeypatch: pytest.MonkeyPatch) -> None:

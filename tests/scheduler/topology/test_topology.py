@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from decentral.core.errors import UserError
+from decentral.core.layer_work import KindCost, KindCosts
 from decentral.scheduler.topology import topology
 
 PEERS = [{"id": "a", "region": "x"}, {"id": "b", "region": "y"}]
@@ -43,6 +44,25 @@ def test_ten_cities_lend_their_links() -> None:
     )
     assert read.delay_s[0, 1] == pytest.approx(0.100)
     assert read.bandwidth[0, 1] == pytest.approx(0.761e9 / 8)
+
+
+LAYERS = {"block": {"forward_us": 2, "backward_us": 4, "activation_kb": 1.5, "state_mb": 3}}
+HERE = {"inside": {"delay_ms": 1, "bandwidth_gbps": 1}}
+
+
+def test_measured_layers_are_read_for_the_peers_that_have_them() -> None:
+    read = topology.parse({"peers": [{"id": "a", "layers": LAYERS}, {"id": "b"}], **HERE})
+    assert read.costs == (KindCosts(block=KindCost(2e-6, 4e-6, 1500, 3_000_000)), KindCosts())
+    without = topology.parse({"peers": [{"id": "a"}, {"id": "b"}], **HERE})
+    assert without.costs == ()
+    assert without.digest() != read.digest()
+
+
+@pytest.mark.parametrize("figure", [0, -1, float("nan"), float("inf"), 1e300, "much"])
+def test_a_layer_whose_time_no_device_takes_is_refused(figure: object) -> None:
+    layers = {"head": {"forward_us": figure, "backward_us": 1}}
+    with pytest.raises(UserError, match=r"peers\.0\.layers\.head\.forward_us must be"):
+        topology.parse({"peers": [{"id": "a", "layers": layers}, {"id": "b"}], **HERE})
 
 
 def test_uplinks_and_downlinks_bound_each_pair_and_are_kept() -> None:
