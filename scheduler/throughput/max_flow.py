@@ -40,6 +40,7 @@ FLOWS_REMEMBERED = 1024
 NEAREST = 8  # for each layer, only this many of a peer's fastest links enter the linear programme, to keep it small
 MOVE_COST = 1e-4  # a token/s more is not worth this many (1 / MOVE_COST) transfers more, so that no transfer is idle
 LEAST_LINK = 1e-7  # a link that carries less than this share of the flow's bound counts as none, as 0 for the solver
+MOST_SOLVING_S = 1e6  # a longer limit of seconds counts as none
 LARGE_PROGRAMME = (
     5_000  # with more variables, interior points (and a crossover to a vertex) take a third of the simplex's time
 )
@@ -59,8 +60,8 @@ class MaxFlow:
     price_L: Floats  # how scarce each layer is: proportional to the flow gained per speed added to its holders
 
 
-def maximum(costs: LayerCosts, spans_N2: Ints) -> MaxFlow:
-    """Return the greatest flow through spans; a flow of 0 if the solver fails, which extreme costs may cause."""
+def maximum(costs: LayerCosts, spans_N2: Ints, seconds: float = float("inf")) -> MaxFlow:
+    """Return the greatest flow through spans; a flow of 0 if the solver needs more seconds, or extreme costs fail it."""
     holds_NL = held(costs, spans_N2)
     speed_L = (holds_NL / costs.seconds_NL).sum(axis=0)
     scale = min(
@@ -70,7 +71,15 @@ def maximum(costs: LayerCosts, spans_N2: Ints) -> MaxFlow:
         return _nothing(costs)
     programme = _Programme(costs, spans_N2, holds_NL, scale)
     method = "highs-ipm" if programme.width > LARGE_PROGRAMME else "highs"
-    found = linprog(programme.cost, programme.use, programme.limits, programme.balance, programme.zeros, method=method)
+    found = linprog(
+        programme.cost,
+        programme.use,
+        programme.limits,
+        programme.balance,
+        programme.zeros,
+        method=method,
+        options={"time_limit": seconds} if seconds < MOST_SOLVING_S else {},
+    )
     if found.status != 0:
         return _nothing(costs)
     rates = np.maximum(0.0, found.x) * scale
@@ -90,6 +99,23 @@ def _nothing(costs: LayerCosts) -> MaxFlow:
     return MaxFlow(0.0, np.zeros(costs.seconds_NL.shape), (), np.ones(costs.peers), np.zeros(costs.layers))
 
 
+def together(costs: LayerCosts, parts: Sequence[tuple[Ints, MaxFlow]]) -> MaxFlow:
+    """Return the flow of the whole swarm in which tokens stay within groups of peers, from each group's own flow.
+
+    Args:
+        costs: What layers cost all N peers.
+        parts: The numbers of each group's peers, and the flow of `costs.of_peers(group)`. No two groups share a site.
+    """
+    computed_NL, idle_N = np.zeros((costs.peers, costs.layers)), np.ones(costs.peers)
+    price_L, transfers = np.zeros(costs.layers), list[Transfer]()
+    for peers_G, flow in parts:
+        computed_NL[peers_G], idle_N[peers_G] = flow.computed_NL, flow.idle_N
+        price_L += flow.price_L
+        names = peers_G.tolist()
+        transfers += [(names[i], names[j], layer, rate) for i, j, layer, rate in flow.transfers]
+    return MaxFlow(float(computed_NL[:, 0].sum()), computed_NL, tuple(transfers), idle_N, price_L)
+
+
 @dataclass(slots=True)
 class FlowSolver:
     """Computes flows with a cache, for searches that evaluate the same spans several times."""
@@ -97,14 +123,20 @@ class FlowSolver:
     costs: LayerCosts
     _known: dict[bytes, MaxFlow] = field(default_factory=dict)
 
-    def maximum(self, spans_N2: Ints) -> MaxFlow:
+    def maximum(self, spans_N2: Ints, seconds: float = float("inf")) -> MaxFlow:
         """Return the greatest flow through spans, from the cache or by the function `maximum`."""
-        key = spans_N2.tobytes()
-        if key not in self._known:
-            if len(self._known) >= FLOWS_REMEMBERED:
-                self._known.clear()
-            self._known[key] = maximum(self.costs, spans_N2)
-        return self._known[key]
+        known = self._known.get(spans_N2.tobytes())
+        if known is None:
+            known = maximum(self.costs, spans_N2, seconds)
+            if known.tokens_per_s > 0:
+                self.keep(spans_N2, known)
+        return known
+
+    def keep(self, spans_N2: Ints, flow: MaxFlow) -> None:
+        """Put a flow through spans into the cache."""
+        if len(self._known) >= FLOWS_REMEMBERED:
+            self._known.clear()
+        self._known[spans_N2.tobytes()] = flow
 
 
 def held(costs: LayerCosts, spans_N2: Ints) -> Flags:
