@@ -194,7 +194,8 @@ def small(seed: int, scale: float) -> None:
     between = time.process_time()
     assert exact is not None
     budget = SearchBudget(max(20.0, 3 * (between - begin)) * scale, clock=time.process_time)
-    found = span_search.search(costs, np.arange(costs.peers) % 2, budget, np.random.default_rng(seed))
+    problem = FlowProblem(costs, np.arange(costs.peers) % 2)
+    found = span_search.search(problem, budget, np.random.default_rng(seed))
     rates = [max_flow.maximum(costs, spans).tokens_per_s for spans in (found, exact)]
     _line("small", seed=seed, peers=costs.peers, layers=costs.layers, of_exact=rates[0] / rates[1],
           exact_s=between - begin, seconds=time.process_time() - between)  # fmt: skip
@@ -212,7 +213,8 @@ def enumerated(seed: int, scale: float) -> None:
     exact = milp.best_spans(costs)
     assert exact is not None
     budget = SearchBudget(10 * scale, clock=time.process_time)
-    found = span_search.search(costs, np.arange(costs.peers) % 2, budget, np.random.default_rng(seed))
+    problem = FlowProblem(costs, np.arange(costs.peers) % 2)
+    found = span_search.search(problem, budget, np.random.default_rng(seed))
     rates = [max_flow.maximum(costs, chosen).tokens_per_s / best for chosen in (found, exact)]
     _line("enumerated", seed=seed, peers=costs.peers, layers=costs.layers, choices=len(every), found=rates[0],
           exact=rates[1], of_bound=best / costs.compute_bound())  # fmt: skip
@@ -224,8 +226,9 @@ def unequal(seed: int, scale: float) -> None:
     budget = SearchBudget(20 * scale, clock=time.process_time)
     baseline = throughput_plan.random_throughput(costs, seed, budget) or np.inf
     begin = time.process_time()
-    found = max_flow.maximum(costs, span_search.search(costs, regions_of(swarm), budget, np.random.default_rng(seed)))
-    rate, bound = found.tokens_per_s, costs.compute_bound()
+    problem = FlowProblem(costs, regions_of(swarm))
+    rate = problem.evaluate(span_search.search(problem, budget, np.random.default_rng(seed))).value
+    bound = costs.compute_bound()
     _line("unequal", seed=seed, tokens_per_s=rate, of_bound=rate / bound, of_random=rate / baseline,
           seconds=time.process_time() - begin)  # fmt: skip
 
@@ -250,9 +253,9 @@ def compared(seed: int, scale: float) -> None:
                 costs = layer_costs.of_model(swarm, config.load(None, keys))
             except UserError:  # the model does not fit
                 continue
-            region_N = regions_of(swarm)
-            bound = FlowProblem(costs, region_N).bound()
-            records = solvers.solver_records(costs, region_N, seed, 10 * scale, time.process_time)
+            problem = FlowProblem(costs, regions_of(swarm))
+            bound = problem.bound()
+            records = solvers.solver_records(problem, seed, 10 * scale, time.process_time)
             _line("solvers", topology=path.name, model=model, seed=seed, bound=bound,
                   of_bound={name: record[-1][1] / bound for name, record in records.items()})  # fmt: skip
 

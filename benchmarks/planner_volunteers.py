@@ -12,8 +12,14 @@ import numpy as np
 from decentral.core.strict_json import JsonObject
 
 PLACES = ("Frankfurt", "London", "Ohio", "Oregon", "Seoul", "Singapore", "Sydney", "Virginia")
-CARDS = (("RTX 3060", 12, 51), ("RTX 3070", 8, 81), ("RTX 4060", 8, 61), ("RTX 3090", 24, 142), ("RTX 4090", 24, 330),
-         ("GTX 1660", 6, 20))  # GB and peak TFLOP/s
+CARDS = (
+    ("RTX 3060", 12, 51),
+    ("RTX 3070", 8, 81),
+    ("RTX 4060", 8, 61),
+    ("RTX 3090", 24, 142),
+    ("RTX 4090", 24, 330),
+    ("GTX 1660", 6, 20),
+)  # GB and peak TFLOP/s
 LAB_CARDS = (("A100", 40, 312), ("V100", 16, 112), ("RTX 3090", 24, 142))
 ACCESS = ((0.02, 0.1), (0.04, 0.25), (0.1, 0.5), (0.5, 1.0))  # Gb/s up and down: cable, vectored DSL, fibre, fast fibre
 ACCESS_SHARE = (0.35, 0.3, 0.25, 0.1)

@@ -61,7 +61,7 @@ class MaxFlow:
 
 
 def maximum(costs: LayerCosts, spans_N2: Ints, seconds: float = float("inf")) -> MaxFlow:
-    """Return the greatest flow through spans; a flow of 0 if the solver needs more seconds, or extreme costs fail it."""
+    """Return the greatest flow through spans; a flow of 0 if the solver fails, or needs more than these seconds."""
     holds_NL = held(costs, spans_N2)
     speed_L = (holds_NL / costs.seconds_NL).sum(axis=0)
     scale = min(

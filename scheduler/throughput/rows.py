@@ -1,4 +1,4 @@
-"""Place peers in rows: spans that end where the next ones begin, so that tokens change peers seldom. Start at `in_rows`.
+"""Place peers in rows: spans that end where the next begin, so that tokens change peers seldom. Start at `in_rows`.
 
 Spans of different lengths seldom end together, and a token that enters a span in its middle crosses the links of its
 peer for few layers. So peers of equal memory form rows of their own. In each row, a segment of the model gets as many
@@ -105,9 +105,7 @@ def _cuts(reach_L: Ints, first: int, last: int) -> list[int]:
     return cuts
 
 
-def _dealt(
-    problem: Supplies, peers_G: Ints, row: list[int], segments: Ints, spans_G2: Ints, supply_L: Floats
-) -> None:
+def _dealt(problem: Supplies, peers_G: Ints, row: list[int], segments: Ints, spans_G2: Ints, supply_L: Floats) -> None:
     """Give each peer of a row the segment that supplies least so far, the peers that supply most first."""
     count = len(segments)
     rates_RS = problem.supplies(np.repeat(peers_G[row], count), np.tile(segments, (len(row), 1))).reshape(-1, count)

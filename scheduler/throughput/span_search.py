@@ -35,7 +35,7 @@ SMALL_SWARM = 250  # with at most this many pairs of peer and span, the exact so
 EXACT_OPTIONS = 2_000  # with more pairs of peer and span, the exact solver is not asked
 DRAWS = 12  # number of random starts in a swarm of at most 16 peers; larger swarms get 2
 MOST_AT_ONCE = 64  # with more peers, groups of regions are searched one by one
-GROUPS_SHARE = 0.6
+GROUPS_SHARE = 0.5  # share of the seconds for the groups of a large swarm; the flow between them may take the others
 LEAST = 1e-6  # share of the bound that a layer without holders supplies in the guide, which needs numbers above 0
 
 
@@ -118,6 +118,7 @@ class FlowProblem:
         return bound.access(self.costs) / self.costs.hidden_bytes
 
     def supplies(self, peers_P: Ints, spans_P2: Ints) -> Floats:
+        """Return the tokens/s, (P,), of peers that always compute these spans, as their links allow."""
         first, last = spans_P2.T
         compute = 1 / (self._seconds_before[peers_P, last] - self._seconds_before[peers_P, first])
         crossings = (first > 0) + 1.0 * (last < self.costs.layers)
@@ -172,7 +173,9 @@ def _search_by_groups(
         flows.append((group, part.flow(spans_N2[group])))
         left -= len(group)
         progress.report(-sum(flow.tokens_per_s for _, flow in flows))
-    problem.keep(spans_N2, max_flow.together(costs, flows))
+    apart = max_flow.together(costs, flows)
+    joined = max_flow.maximum(costs, spans_N2, progress.left_s())
+    problem.keep(spans_N2, max(apart, joined, key=lambda flow: flow.tokens_per_s))
     return spans_N2
 
 
