@@ -59,6 +59,18 @@ class MaxFlow:
     idle_N: Floats  # share of each peer's time without work, 0 to 1
     price_L: Floats  # how scarce each layer is: proportional to the flow gained per speed added to its holders
 
+    def bytes_between(self, hidden_bytes: float) -> Floats:
+        """Return the bytes/s between each two peers, (N, N), in each direction: activations and gradients.
+
+        Args:
+            hidden_bytes: Bytes of one token's activations between two layers, one way.
+        """
+        sent_NN = np.zeros((len(self.idle_N), len(self.idle_N)))
+        for sender, receiver, _, rate in self.transfers:
+            sent_NN[sender, receiver] += hidden_bytes * rate
+            sent_NN[receiver, sender] += hidden_bytes * rate
+        return sent_NN
+
 
 def maximum(costs: LayerCosts, spans_N2: Ints, seconds: float = float("inf")) -> MaxFlow:
     """Return the greatest flow through spans; a flow of 0 if the solver fails, or needs more than these seconds."""

@@ -18,7 +18,7 @@ from decentral.scheduler.partners import mixing
 from decentral.scheduler.throughput import feasibility, layer_costs, max_flow, routes, solvers, span_search
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.throughput.span_search import FlowProblem
-from decentral.scheduler.topology.arrays import Floats, Ints
+from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.plan import ThroughputPlan
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 from decentral.scheduler.topology.topology import Topology, regions_of
@@ -70,7 +70,7 @@ def throughput_plan(
     late_s = progress.seconds() - budget.seconds * (1 - GOSSIP_SHARE)
     share = budget.part(GOSSIP_SHARE).silent().less(max(0.0, late_s))
     moved_L, held_NL = costs.snapshot_L * layer_costs.ROUND_S, max_flow.held(costs, chosen)
-    partners = mixing.partners(topology, held_NL, moved_L, _tokens_sent(costs, found), share)
+    partners = mixing.partners(topology, held_NL, moved_L, found.bytes_between(costs.hidden_bytes), share)
     baseline = random_throughput(costs, seed, budget.less(progress.seconds()))
     plan = ThroughputPlan(
         solver=solver,
@@ -146,15 +146,6 @@ def _with_whole_models(problem: FlowProblem, spans: Ints, seconds: float) -> Int
 
 def _no_gain(found: max_flow.MaxFlow, staying: max_flow.MaxFlow) -> bool:
     return found.tokens_per_s <= staying.tokens_per_s * (1 + STAY_MARGIN)
-
-
-def _tokens_sent(costs: LayerCosts, found: max_flow.MaxFlow) -> Floats:
-    """Return the bytes/s between each two peers, [N, N], in each direction: activations and gradients of the flow."""
-    sent_NN = np.zeros((costs.peers, costs.peers))
-    for sender, receiver, _, rate in found.transfers:
-        sent_NN[sender, receiver] += costs.hidden_bytes * rate
-        sent_NN[receiver, sender] += costs.hidden_bytes * rate
-    return sent_NN
 
 
 def _micro_batches(topology: Topology, costs: LayerCosts, chosen: Ints) -> dict[str, int]:

@@ -411,13 +411,13 @@ def test_a_move_that_failed_is_tried_again_and_given_up_in_the_end() -> None:
 
 def worth(members: dict[PeerId, TrainingPeer], **spans: tuple[int, int]) -> float:
     proposal = tuple((name, *span) for name, span in spans.items())
-    (tokens,) = evaluate_plans(EvaluatePlans(1, task(members), (proposal,), False, 0)).proposed
+    (tokens,) = evaluate_plans(EvaluatePlans(1, PeerId("A"), task(members), (proposal,), False, 0)).proposed
     return tokens
 
 
 def test_a_proposal_is_judged_by_ones_own_measurements() -> None:
     moved = {"B": (0, 2), "A": (1, 3)}
-    assert worth(SLOWER, **moved) > evaluate_plans(EvaluatePlans(1, task(SLOWER), (), False, 0)).stay_tokens * 0.9
+    assert worth(SLOWER, **moved) > evaluate_plans(EvaluatePlans(1, PeerId("A"), task(SLOWER), (), False, 0)).stay_tokens * 0.9
     assert worth(EVEN, A=(1, 3)) == pytest.approx(HORIZON_S * 400.0, rel=0.01)
 
 
@@ -471,7 +471,7 @@ def spans_of(members: dict[PeerId, TrainingPeer]) -> Ints:
 
 
 def test_what_is_found_is_the_best_there_is_for_a_small_swarm() -> None:
-    found = evaluate_plans(EvaluatePlans(1, task(SLOWER), (), True, 0))
+    found = evaluate_plans(EvaluatePlans(1, PeerId("A"), task(SLOWER), (), True, 0))
     assert found.found_tokens == pytest.approx(HORIZON_S * 320.0, rel=0.01)
     assert is_sound(found.found, len(CUTS))
 
