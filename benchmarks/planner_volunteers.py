@@ -1,7 +1,7 @@
 """A swarm of volunteers for the planner: homes of all speeds, and laboratories behind links that their devices share.
 
 python -m benchmarks.planner_volunteers [--peers 1000] [--seed 0] > volunteers.json
-python -m decentral.plan volunteers.json --model default --set model.depth=80
+python -m decentral.plan volunteers.json --model deep.yaml --seconds 30
 """
 
 import argparse

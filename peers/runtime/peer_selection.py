@@ -251,7 +251,7 @@ class PeerSelection:
         return self.lengths.is_thin(fragment, size)
 
     def _draw(self, peers: Sequence[PeerId], count: int) -> list[PeerId]:
-        """Return a random sample of `count` peers, weighted by plan or downlink; an unknown one counts as the highest."""
+        """Return a random sample of peers, weighted by the plan, else by downlink; unknown ones get the top weight."""
         left, links = list(peers), self.meter.links
         known = {peer: self._preferred[peer] for peer in peers if peer in self._preferred}
         known = known or {peer: rate for peer in peers if peer in links and (rate := links[peer].down.known)}

@@ -1,6 +1,8 @@
 """A large swarm is planned in groups of peers that hold the model each; bounds say what no plan can exceed."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,13 +136,20 @@ def test_the_groups_flows_are_the_plan_where_no_time_is_left_for_a_flow_between_
     assert whole.flow(spans).tokens_per_s > 0
 
 
-def test_a_flow_ends_with_its_seconds() -> None:
-    costs = swarm([4, 4], [1e6, 1e6], [-1, -1])
-    spans = np.array([[0, 4], [4, 8]])
-    assert max_flow.maximum(costs, spans, 0.0).tokens_per_s == 0.0
-    whole = problem(costs)
-    assert whole.evaluate(spans, 0.0).value == 0.0
-    assert whole.evaluate(spans).value > 0.0  # what was not solved is not remembered
+def test_a_flow_that_is_not_solved_in_its_seconds_is_nothing_and_not_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits, linprog = list[float | None](), max_flow.linprog
+
+    def limited(*given: Any, options: dict[str, float], **named: Any) -> Any:
+        limits.append(options.get("time_limit"))
+        return linprog(*given, **named) if limits[-1] is None else SimpleNamespace(status=1)
+
+    monkeypatch.setattr(max_flow, "linprog", limited)
+    whole, spans = problem(swarm([4, 4], [1e6, 1e6], [-1, -1])), np.array([[0, 4], [4, 8]])
+    assert whole.evaluate(spans, 2.5).value == 0.0
+    assert whole.evaluate(spans).value == pytest.approx(160.0)
+    assert limits == [2.5, None]
 
 
 def test_each_token_begins_and_ends_once_so_that_most_visits_of_small_peers_cross_links_twice() -> None:
