@@ -14,16 +14,15 @@ GROUP_PEERS = 40  # a region with more peers is divided into groups of about thi
 def groups(problem: Supplies, region_N: Ints) -> list[Ints]:
     """Return the numbers of each group's peers: of as few regions as hold the model, joined by the fastest links.
 
-    A peer that can hold the whole model is a group of its own. Peers without a site whose own access limits all their
-    links are one group, wherever they are. A large region is divided, unless its peers share a link, which two groups
-    would count twice. A group that cannot hold the model is joined to another. If only one group is left, it may still
-    be unable to hold the model.
+    Peers that can hold the whole model each are one group, as they need no links. So are other peers without a site
+    whose own access limits all their links, wherever they are. A large region is divided, unless its peers share a
+    link, which two groups would count twice. A group that cannot hold the model is joined to another. If only one group
+    is left, it may still be unable to hold the model.
     """
     costs = problem.costs
     alone_N = problem.reach_NL[:, 0] == costs.layers
-    found = [np.array([peer]) for peer in np.flatnonzero(alone_N)]
     anywhere_N = access_limited(costs) & (costs.site_N < 0) & ~alone_N
-    found += [np.flatnonzero(anywhere_N)] if anywhere_N.any() else []
+    found = [np.flatnonzero(some_N) for some_N in (alone_N, anywhere_N) if some_N.any()]
     rest_N = ~alone_N & ~anywhere_N
     for region in np.unique(region_N[rest_N]):
         found += _divided(problem, np.flatnonzero(rest_N & (region_N == region)))

@@ -1,10 +1,10 @@
 """Search for the spans (each peer's layers) with the greatest throughput. Start reading at `search`.
 
 The searches themselves are in scheduler/spans; `FlowProblem` tells them what spans cost and reach. They start from the
-whole model on each peer whose memory is large enough, and from a chain of peers in each group of regions whose memory
-is large enough. The layers of a chain are cut by the devices' speeds, so that all peers need the same time; then every
-span grows to fill its peer's memory, because overlapping spans let the flow balance the peers' work. In a small swarm,
-the exact solver (milp.py) comes first.
+whole model on each peer whose memory is large enough, and from rows (rows.py) and a chain of peers in each group of
+regions whose memory is large enough. The layers of a chain are cut by the devices' speeds, so that all peers need the
+same time; then every span grows to fill its peer's memory, because overlapping spans let the flow balance the peers'
+work. In a small swarm, the exact solver (milp.py) comes first. A large swarm is searched in groups (peer_groups.py).
 
 `spans_replan` finds new spans from old spans after peers left, joined, or changed their speed. It takes into account
 how long downloads last:
@@ -89,10 +89,10 @@ class FlowProblem:
         return self._bound
 
     def starts(self, rng: np.random.Generator) -> list[Ints]:
-        """Return a chain for each way to group the peers, and random spans."""
+        """Return rows and chains for each way to group the peers, and random spans; rows have the fastest flows."""
         divisions = groupings(self)
-        found = [chains(self, groups, rng) for groups in divisions]
-        found += [rows.in_rows_of_groups(self, self.region_N, groups) for groups in divisions[::2]]
+        found = [rows.in_rows_of_groups(self, self.region_N, groups) for groups in divisions[::2]]
+        found += [chains(self, groups, rng) for groups in divisions]
         return found + [moves.filled(self, rng) for _ in range(DRAWS if self.costs.peers <= 16 else 2)]
 
     def exact(self, seconds: float) -> Ints | None:

@@ -39,9 +39,9 @@ def named(groups: list[Ints]) -> list[list[int]]:
     return sorted(group.tolist() for group in groups)
 
 
-def test_a_peer_with_memory_for_the_whole_model_is_a_group_of_its_own() -> None:
+def test_peers_with_memory_for_the_whole_model_are_a_group_of_their_own() -> None:
     costs = swarm([8, 8, 4, 4, 4], [1e6] * 5, [0, 0, 0, 0, 0])
-    assert named(peer_groups.groups(problem(costs), costs.site_N)) == [[0], [1], [2, 3, 4]]
+    assert named(peer_groups.groups(problem(costs), costs.site_N)) == [[0, 1], [2, 3, 4]]
 
 
 def test_sites_that_hold_the_model_stay_apart_and_two_that_do_not_are_joined() -> None:
