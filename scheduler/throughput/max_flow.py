@@ -261,21 +261,23 @@ class _Programme:
 
     def _pairs(self) -> tuple[Ints, Ints, Ints]:
         """Return the possible m as three arrays; if many enter a part, only each group's NEAREST fastest links."""
-        holds, left_CC, parts = self.groups.holds_CP, self.pair_left_CC, []
+        holds, left_CC = self.groups.holds_CP, self.pair_left_CC
         apart = ~(self.pooled_C[:, None] | self.pooled_C[None, :])
         np.fill_diagonal(apart, False)
         able = self._carries(self.peer_left_C)
         usable = apart & self._carries(left_CC) & able[:, None] & able[None, :]
-        for cut in range(1, holds.shape[1]):
-            senders, receivers = np.flatnonzero(holds[:, cut - 1]), np.flatnonzero(holds[:, cut])
+        sends_XC, takes_XC = holds[:, :-1].T, holds[:, 1:].T
+        many_X = np.minimum(sends_XC.sum(axis=1), takes_XC.sum(axis=1)) > NEAREST
+        few = np.flatnonzero(~many_X)
+        at, sender, receiver = np.nonzero(usable & sends_XC[few, :, None] & takes_XC[few, None, :])
+        parts = [np.stack((sender, receiver, few[at] + 1))]
+        for cut in np.flatnonzero(many_X).tolist():
+            senders, receivers = np.flatnonzero(sends_XC[cut]), np.flatnonzero(takes_XC[cut])
             grid = np.ix_(senders, receivers)
-            keep = usable[grid]
-            if min(keep.shape) > NEAREST:
-                links = np.where(keep, left_CC[grid], 0.0)
-                keep &= _largest(links) | _largest(links.T).T
-            i, j = np.nonzero(keep)
-            parts.append(np.vstack((senders[i], receivers[j], np.full(len(i), cut))))
-        together = np.hstack(parts) if parts else np.zeros((3, 0), np.int64)
+            links = np.where(usable[grid], left_CC[grid], 0.0)
+            i, j = np.nonzero(usable[grid] & (_largest(links) | _largest(links.T).T))
+            parts.append(np.stack((senders[i], receivers[j], np.full(len(i), cut + 1))))
+        together = np.hstack(parts)
         return together[0], together[1], together[2]
 
     def _capacities(self) -> tuple[csr_matrix, Floats]:
@@ -354,6 +356,8 @@ class _Programme:
         least = 1e-9 * self.scale
         members = [self.groups.members(group).tolist() for group in range(self.groups.count)]
         yield from self._between_groups(rates, members, least)
+        if not len(self.o):
+            return
         for cut, pool in itertools.product(range(1, self.cuts + 1), range(2)):
             gives = self._by_peer(rates[self.o], self.group_O, (self.cut_O == cut) & (self.pool_O == pool), members)
             takes = self._by_peer(rates[self.i], self.group_I, (self.cut_I == cut) & (self.pool_I == pool), members)

@@ -24,8 +24,8 @@ from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgr
 from decentral.scheduler.topology.topology import Topology, regions_of
 
 RANDOM_DRAWS = 5  # the baseline is the best of this many random placements
-SEARCH_SHARE = 0.7  # share of the planning time for the search for spans
-GOSSIP_SHARE = 0.2  # share of the planning time for the choice of gossip partners; the baseline gets the rest
+SEARCH_SHARE = 0.8  # share of the planning time for the search for spans
+GOSSIP_SHARE = 0.12  # share of the planning time for the choice of gossip partners; the baseline gets the rest
 STAY_MARGIN = 0.02  # peers keep their layers unless a plan promises more tokens/s by this share
 HEADROOM = 1e-6  # a plan promises this share less than the solver's flow, as the solver's numbers are rounded
 
