@@ -75,7 +75,7 @@ def test_a_better_plan_says_from_whom_of_those_with_its_fragments_our_peer_pulls
     better, same = (("d", 2, 4),), (("a", 0, 2),)
     found = evaluate_plans(EvaluatePlans(1, A, asked, (better, same), searches=False, seed=1))
     assert found.proposed[0] > found.stay_tokens == found.proposed[1]
-    weights = dict(found.partners[0])
+    weights = {str(peer): weight for peer, weight in found.partners[0]}
     assert weights["d"] == weights["t"] == 0.0  # they hold other layers
     assert min(weights["b"], weights["c"], weights["s"]) > 0
     assert sum(weights.values()) == pytest.approx(1.0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.optimize import linprog
 
 from decentral.scheduler.throughput import max_flow, peer_groups, rows, span_search
 from decentral.scheduler.throughput.layer_costs import LayerCosts, reaches
@@ -139,7 +140,7 @@ def test_the_groups_flows_are_the_plan_where_no_time_is_left_for_a_flow_between_
 def test_a_flow_that_is_not_solved_in_its_seconds_is_nothing_and_not_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    limits, linprog = list[float | None](), max_flow.linprog
+    limits = list[float | None]()
 
     def limited(*given: Any, options: dict[str, float], **named: Any) -> Any:
         limits.append(options.get("time_limit"))
