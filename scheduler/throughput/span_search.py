@@ -89,10 +89,14 @@ class FlowProblem:
         return self._bound
 
     def starts(self, rng: np.random.Generator) -> list[Ints]:
-        """Return rows and chains for each way to group the peers, and random spans; rows have the fastest flows."""
+        """Return chains and rows for each way to group the peers, and random spans.
+
+        In a large swarm, rows come first, as their flows take less time.
+        """
         divisions = groupings(self)
-        found = [rows.in_rows_of_groups(self, self.region_N, groups) for groups in divisions[::2]]
-        found += [chains(self, groups, rng) for groups in divisions]
+        chained = [chains(self, groups, rng) for groups in divisions]
+        in_rows = [rows.in_rows_of_groups(self, self.region_N, groups) for groups in divisions[::2]]
+        found = in_rows + chained if self.costs.peers > MOST_AT_ONCE else chained + in_rows
         return found + [moves.filled(self, rng) for _ in range(DRAWS if self.costs.peers <= 16 else 2)]
 
     def exact(self, seconds: float) -> Ints | None:
