@@ -18,6 +18,8 @@
     gossip      mixing per second of the planned partners against the two simple rules, within 2 s
     solvers     throughput of every solver after 10 s as a share of the bound, on the shipped topologies: 125 M and 7 B
     command     seconds that `python -m decentral.plan --seconds 2` searches, throughput of 64 peers
+    seeds       throughput of the shipped topologies in 10 s, 125 M and 7 B: one line for each seed
+    size        1,000 volunteers (planner_volunteers.py) and 80 blocks in 30 s: 1, 4 and 16 billion parameters
 
 Seconds are CPU seconds of this process, so that other load does not change what a search may do. All ratios are
 within one run. Prints one JSON line per measurement.
@@ -32,12 +34,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.resources import files
 
 import numpy as np
 
-from benchmarks import layout_bound, planner_enumerated
+from benchmarks import layout_bound, planner_enumerated, planner_volunteers
 from benchmarks import planner_published as published_code
 from decentral.core import config
 from decentral.core.errors import UserError
@@ -67,7 +70,7 @@ def main() -> None:
     parts = {"compile": compilation, "check": check, "published": published, "cities": cities, "noisy": noisy_rates,
              "bound": proof, "large": large, "sync-enumerated": sync_enumerated, "small": small,
              "enumerated": enumerated, "unequal": unequal, "gossip": partners, "solvers": compared,
-             "command": command}  # fmt: skip
+             "command": command, "seeds": seeds, "size": size}  # fmt: skip
     parser.add_argument("--part", choices=parts, action="append")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
@@ -194,7 +197,8 @@ def small(seed: int, scale: float) -> None:
     between = time.process_time()
     assert exact is not None
     budget = SearchBudget(max(20.0, 3 * (between - begin)) * scale, clock=time.process_time)
-    found = span_search.search(costs, np.arange(costs.peers) % 2, budget, np.random.default_rng(seed))
+    problem = FlowProblem(costs, np.arange(costs.peers) % 2)
+    found = span_search.search(problem, budget, np.random.default_rng(seed))
     rates = [max_flow.maximum(costs, spans).tokens_per_s for spans in (found, exact)]
     _line("small", seed=seed, peers=costs.peers, layers=costs.layers, of_exact=rates[0] / rates[1],
           exact_s=between - begin, seconds=time.process_time() - between)  # fmt: skip
@@ -212,7 +216,8 @@ def enumerated(seed: int, scale: float) -> None:
     exact = milp.best_spans(costs)
     assert exact is not None
     budget = SearchBudget(10 * scale, clock=time.process_time)
-    found = span_search.search(costs, np.arange(costs.peers) % 2, budget, np.random.default_rng(seed))
+    problem = FlowProblem(costs, np.arange(costs.peers) % 2)
+    found = span_search.search(problem, budget, np.random.default_rng(seed))
     rates = [max_flow.maximum(costs, chosen).tokens_per_s / best for chosen in (found, exact)]
     _line("enumerated", seed=seed, peers=costs.peers, layers=costs.layers, choices=len(every), found=rates[0],
           exact=rates[1], of_bound=best / costs.compute_bound())  # fmt: skip
@@ -224,8 +229,9 @@ def unequal(seed: int, scale: float) -> None:
     budget = SearchBudget(20 * scale, clock=time.process_time)
     baseline = throughput_plan.random_throughput(costs, seed, budget) or np.inf
     begin = time.process_time()
-    found = max_flow.maximum(costs, span_search.search(costs, regions_of(swarm), budget, np.random.default_rng(seed)))
-    rate, bound = found.tokens_per_s, costs.compute_bound()
+    problem = FlowProblem(costs, regions_of(swarm))
+    rate = problem.evaluate(span_search.search(problem, budget, np.random.default_rng(seed))).value
+    bound = costs.compute_bound()
     _line("unequal", seed=seed, tokens_per_s=rate, of_bound=rate / bound, of_random=rate / baseline,
           seconds=time.process_time() - begin)  # fmt: skip
 
@@ -243,18 +249,46 @@ def partners(seed: int, scale: float) -> None:
 
 
 def compared(seed: int, scale: float) -> None:
+    for name, model, swarm, keys in _shipped():
+        problem = FlowProblem(layer_costs.of_model(swarm, config.load(None, keys)), regions_of(swarm))
+        bound = problem.bound()
+        records = solvers.solver_records(problem, seed, 10 * scale, time.process_time)
+        _line("solvers", topology=name, model=model, seed=seed, bound=bound,
+              of_bound={name: round(record[-1][1] / bound, 4) for name, record in records.items()})  # fmt: skip
+
+
+def seeds(seed: int, scale: float) -> None:
+    for name, model, swarm, keys in _shipped():
+        _planned("seeds", f"{name} {model}", swarm, keys, seed, 10 * scale)
+
+
+def size(seed: int, scale: float) -> None:
+    swarm = topology.parse(planner_volunteers.volunteers(1000, seed))
+    for width in (1024, 2048, 4096):
+        keys = ["model.depth=80", f"model.width={width}", "model.vocabulary=32000", "model.context=1024"]
+        _planned("size", f"width {width}", swarm, keys, seed, 30 * scale)
+
+
+def _shipped() -> Iterator[tuple[str, str, Topology, list[str]]]:
+    """Yield name, model, topology and the model's config, of each shipped topology that can hold the model."""
     for model, keys in (("125M", GPT_125M), ("7B", LLAMA_7B)):
         for path in sorted(files("decentral.configs").joinpath("topologies").iterdir(), key=lambda path: path.name):
-            swarm = topology.load(path.name.removesuffix(".yaml"))
+            name = path.name.removesuffix(".yaml")
+            swarm = topology.load(name)
             try:
-                costs = layer_costs.of_model(swarm, config.load(None, keys))
-            except UserError:  # the model does not fit
+                layer_costs.of_model(swarm, config.load(None, keys))
+            except UserError:  # the model does not fit, or the topology has no devices
                 continue
-            region_N = regions_of(swarm)
-            bound = FlowProblem(costs, region_N).bound()
-            records = solvers.solver_records(costs, region_N, seed, 10 * scale, time.process_time)
-            _line("solvers", topology=path.name, model=model, seed=seed, bound=bound,
-                  of_bound={name: record[-1][1] / bound for name, record in records.items()})  # fmt: skip
+            yield name, model, swarm, keys
+
+
+def _planned(part: str, case: str, swarm: Topology, keys: list[str], seed: int, seconds: float) -> None:
+    begin = time.process_time()
+    budget = SearchBudget(seconds, clock=time.process_time)
+    plan = throughput_plan.throughput_plan(swarm, config.load(None, keys), "genetic", seed, budget)
+    rate, bound = plan.throughput["tokens_per_s"], plan.throughput["bound"]
+    _line(part, case=case, seed=seed, tokens_per_s=rate, of_bound=rate / bound, most_used=max(plan.use.values()),
+          seconds=time.process_time() - begin)  # fmt: skip
 
 
 def command(seed: int, scale: float) -> None:

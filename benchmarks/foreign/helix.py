@@ -75,7 +75,7 @@ class HelixProblem:
         """Return the maximum flow, and the flow through each node, in tokens/s."""
         return helix_flow.flow(spans_N2, self.layers, self.rate_NS, self.link_NN, self.source_N, self.sink_N)
 
-    def evaluate(self, spans_N2: Ints) -> SpanValue:
+    def evaluate(self, spans_N2: Ints, seconds: float = float("inf")) -> SpanValue:
         value, through_N = self.flow(spans_N2)
         capacity_N = self.rate_NS[np.arange(len(spans_N2)), spans_N2[:, 1] - spans_N2[:, 0]]
         supply_L = helix_flow.supply(spans_N2, self.layers, self.rate_NS, LEAST * self.bound())

@@ -213,9 +213,8 @@ def _throughput_records(
     config = load_config(options.model) if options.model or swarm is None else swarm.config
     utilisation = layer_costs.UTILISATION if swarm is None else 1.0
     costs = layer_costs.of_model(topology, config, options.holders, utilisation)
-    region_N = topologies.regions_of(topology)
-    records = solvers.solver_records(costs, region_N, options.seed, options.seconds, time.monotonic)
-    return records, FlowProblem(costs, region_N).bound()
+    problem = FlowProblem(costs, topologies.regions_of(topology))
+    return solvers.solver_records(problem, options.seed, options.seconds, time.monotonic), problem.bound()
 
 
 def _show(plan: SyncPlan | ThroughputPlan, topology: Topology, console: Console) -> None:

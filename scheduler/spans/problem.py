@@ -36,8 +36,8 @@ class SpanProblem(Protocol):
     def supply(self, peer: int, first: int, last: int) -> float:
         """Return the tokens/s of a peer that always computes layers [first, last)."""
 
-    def evaluate(self, spans_N2: Ints) -> SpanValue:
-        """Return the throughput of spans, by a maximum flow."""
+    def evaluate(self, spans_N2: Ints, seconds: float = float("inf")) -> SpanValue:
+        """Return the throughput of spans, by a maximum flow; 0 if that takes more seconds than these."""
 
     def guide(self, spans_N2: Ints, smooth: float) -> float:
         """Return an estimate of the throughput, in tokens/s, that takes microseconds. Annealing climbs it.

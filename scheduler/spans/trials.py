@@ -50,11 +50,12 @@ class Trials:
         return found
 
     def evaluated(self, spans_N2: Ints) -> Candidate:
-        """Return the spans with their evaluation; count it as a round."""
+        """Return the spans with their evaluation; count it as a round. Only the first may take longer than is left."""
         begin = self.progress.seconds()
-        candidate = Candidate(spans_N2, self._evaluation(spans_N2))
+        seconds = float("inf") if self.best is None else self.progress.left_s()
+        candidate = Candidate(spans_N2, self._evaluation(spans_N2, seconds))
         self.longest_s = max(self.longest_s, self.progress.seconds() - begin)
-        if self.best is None or candidate.value > self.best.value:
+        if self.best is None or candidate.value > self.best.value * (1 + SLIGHTLY):
             self.best = candidate
         self.progress.report(-self.best.value)
         return candidate
@@ -78,8 +79,8 @@ class Trials:
         self.steps += steps
         self.progress.report(-self.best.value)
 
-    def _evaluation(self, spans_N2: Ints) -> SpanValue:
+    def _evaluation(self, spans_N2: Ints, seconds: float) -> SpanValue:
         if self.problem.valid(spans_N2):
-            return self.problem.evaluate(spans_N2)
+            return self.problem.evaluate(spans_N2, seconds)
         peers, layers = self.problem.reach_NL.shape
         return SpanValue(-np.inf, np.ones(peers), np.ones(layers))

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from decentral.scheduler.throughput.layer_costs import LayerCosts
+from decentral.scheduler.throughput.layer_costs import LayerCosts, reaches
 from decentral.scheduler.topology.arrays import Ints
 
 LAYOUTS_KEPT = (
@@ -51,21 +51,17 @@ def covering(costs: LayerCosts) -> Ints | None:
 
 def _by_reach(costs: LayerCosts) -> dict[Reach, list[int]]:
     """Return the peers by what they can hold."""
-    layers = range(costs.layers)
-    lasts = [range(costs.layers, first, -1) for first in layers]
-    bytes_of = [np.array([costs.bytes_of(first, last, 1) for last in lasts[first]]) for first in layers]
-    found: dict[float, Reach] = {}
     peers: dict[Reach, list[int]] = defaultdict(list)
-    for peer, memory in enumerate(costs.memory_N.tolist()):
-        if memory not in found:
+    known: dict[bytes, Reach] = {}
+    for peer, reach_L in enumerate(reaches(costs)):
+        key = reach_L.tobytes()
+        if key not in known:
             spans, best = [], (0, 0)
-            for first in layers:
-                fitting = np.flatnonzero(bytes_of[first] <= memory)
-                last = lasts[first][int(fitting[0])] if len(fitting) else 0
+            for first, last in enumerate(reach_L.tolist()):
                 best = (first, last) if last > max(first, best[1]) else best
                 spans.append(best)
-            found[memory] = tuple(spans)
-        peers[found[memory]].append(peer)
+            known[key] = tuple(spans)
+        peers[known[key]].append(peer)
     return peers
 
 

@@ -48,7 +48,7 @@ def uses(plan: ThroughputPlan, topology: Topology, costs: LayerCosts) -> dict[st
             sent_NN[index[receiver], index[sender]] += rate * costs.hidden_bytes  # their gradients
     before = [0.0, *np.cumsum(costs.snapshot_L * ROUND_S).tolist()]  # bytes of the snapshots of all layers before
     for name, partners in plan.gossip["weights"].items():
-        (first, last), every_s = plan.spans[name], plan.gossip["every_s"].get(name, np.inf)
+        (first, last), every_s = plan.spans.get(name, (0, 0)), plan.gossip["every_s"].get(name, np.inf)
         for partner, weight in partners.items():
             begin, end = plan.spans[partner]
             common = before[max(first, begin, min(last, end))] - before[max(first, begin)]

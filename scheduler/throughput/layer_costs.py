@@ -8,7 +8,9 @@ token: a block's activations in 16 bits without the attention matrix, which the 
 (Korthikanti et al., arXiv 2205.05198, equation 2).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Self
 
 import numpy as np
 
@@ -25,6 +27,7 @@ SNAPSHOT_BYTES = 1.5  # bytes per parameter that a gossip exchange sends in each
 ROUND_S = 600.0  # a peer is assumed to pull the snapshots of its layers once in this time: the longest gossip window
 UTILISATION = 0.35  # share of peak FLOP/s that training reaches: 1 B parameters on an H200 (docs/results/gpu.md)
 MOST_PLANNED_SEQUENCES = 64  # larger micro-batches are not planned, as no device is faster with them
+COSTS_REMEMBERED = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +56,17 @@ class LayerCosts:
     def layers(self) -> int:
         """Return the number of layers, L."""
         return len(self.state_L)
+
+    def of_peers(self, peers_G: Ints) -> Self:
+        """Return the costs of a part of the swarm, the peers with these numbers; their sites stay as they are."""
+        return replace(
+            self,
+            seconds_NL=self.seconds_NL[peers_G],
+            memory_N=self.memory_N[peers_G],
+            link_NN=self.link_NN[np.ix_(peers_G, peers_G)],
+            rate_N=self.rate_N[peers_G],
+            site_N=self.site_N[peers_G],
+        )
 
     def compute_bound(self) -> float:
         """Return the tokens/s that the swarm would train if every device always computed and links cost nothing."""
@@ -89,6 +103,14 @@ class LayerCosts:
                 return False
             held[first:last] += 1
         return bool((held >= self.holders).all())
+
+
+@lru_cache(maxsize=COSTS_REMEMBERED)
+def reaches(costs: LayerCosts) -> Ints:
+    """Return reach_NL: the end of each peer's longest span from each layer; the layer itself if it does not fit."""
+    memory_M, kind_N = np.unique(costs.memory_N, return_index=True, return_inverse=True)[1:]
+    reach_ML = [[costs.reach(int(peer), first) for first in range(costs.layers)] for peer in memory_M]
+    return np.array(reach_ML)[kind_N.ravel()]
 
 
 def of_model(topology: Topology, config: Config, holders: int = 1, utilisation: float = UTILISATION) -> LayerCosts:

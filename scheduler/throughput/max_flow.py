@@ -40,6 +40,7 @@ FLOWS_REMEMBERED = 1024
 NEAREST = 8  # for each layer, only this many of a peer's fastest links enter the linear programme, to keep it small
 MOVE_COST = 1e-4  # a token/s more is not worth this many (1 / MOVE_COST) transfers more, so that no transfer is idle
 LEAST_LINK = 1e-7  # a link that carries less than this share of the flow's bound counts as none, as 0 for the solver
+MOST_SOLVING_S = 1e6  # a longer limit of seconds counts as none
 LARGE_PROGRAMME = (
     5_000  # with more variables, interior points (and a crossover to a vertex) take a third of the simplex's time
 )
@@ -58,9 +59,21 @@ class MaxFlow:
     idle_N: Floats  # share of each peer's time without work, 0 to 1
     price_L: Floats  # how scarce each layer is: proportional to the flow gained per speed added to its holders
 
+    def bytes_between(self, hidden_bytes: float) -> Floats:
+        """Return the bytes/s between each two peers, (N, N), in each direction: activations and gradients.
 
-def maximum(costs: LayerCosts, spans_N2: Ints) -> MaxFlow:
-    """Return the greatest flow through spans; a flow of 0 if the solver fails, which extreme costs may cause."""
+        Args:
+            hidden_bytes: Bytes of one token's activations between two layers, one way.
+        """
+        sent_NN = np.zeros((len(self.idle_N), len(self.idle_N)))
+        for sender, receiver, _, rate in self.transfers:
+            sent_NN[sender, receiver] += hidden_bytes * rate
+            sent_NN[receiver, sender] += hidden_bytes * rate
+        return sent_NN
+
+
+def maximum(costs: LayerCosts, spans_N2: Ints, seconds: float = float("inf")) -> MaxFlow:
+    """Return the greatest flow through spans; a flow of 0 if the solver fails, or needs more than these seconds."""
     holds_NL = held(costs, spans_N2)
     speed_L = (holds_NL / costs.seconds_NL).sum(axis=0)
     scale = min(
@@ -70,7 +83,15 @@ def maximum(costs: LayerCosts, spans_N2: Ints) -> MaxFlow:
         return _nothing(costs)
     programme = _Programme(costs, spans_N2, holds_NL, scale)
     method = "highs-ipm" if programme.width > LARGE_PROGRAMME else "highs"
-    found = linprog(programme.cost, programme.use, programme.limits, programme.balance, programme.zeros, method=method)
+    found = linprog(
+        programme.cost,
+        programme.use,
+        programme.limits,
+        programme.balance,
+        programme.zeros,
+        method=method,
+        options={"time_limit": seconds} if seconds < MOST_SOLVING_S else {},
+    )
     if found.status != 0:
         return _nothing(costs)
     rates = np.maximum(0.0, found.x) * scale
@@ -90,6 +111,23 @@ def _nothing(costs: LayerCosts) -> MaxFlow:
     return MaxFlow(0.0, np.zeros(costs.seconds_NL.shape), (), np.ones(costs.peers), np.zeros(costs.layers))
 
 
+def together(costs: LayerCosts, parts: Sequence[tuple[Ints, MaxFlow]]) -> MaxFlow:
+    """Return the flow of the whole swarm in which tokens stay within groups of peers, from each group's own flow.
+
+    Args:
+        costs: What layers cost all N peers.
+        parts: The numbers of each group's peers, and the flow of `costs.of_peers(group)`. No two groups share a site.
+    """
+    computed_NL, idle_N = np.zeros((costs.peers, costs.layers)), np.ones(costs.peers)
+    price_L, transfers = np.zeros(costs.layers), list[Transfer]()
+    for peers_G, flow in parts:
+        computed_NL[peers_G], idle_N[peers_G] = flow.computed_NL, flow.idle_N
+        price_L += flow.price_L
+        names = peers_G.tolist()
+        transfers += [(names[i], names[j], layer, rate) for i, j, layer, rate in flow.transfers]
+    return MaxFlow(float(computed_NL[:, 0].sum()), computed_NL, tuple(transfers), idle_N, price_L)
+
+
 @dataclass(slots=True)
 class FlowSolver:
     """Computes flows with a cache, for searches that evaluate the same spans several times."""
@@ -97,14 +135,20 @@ class FlowSolver:
     costs: LayerCosts
     _known: dict[bytes, MaxFlow] = field(default_factory=dict)
 
-    def maximum(self, spans_N2: Ints) -> MaxFlow:
+    def maximum(self, spans_N2: Ints, seconds: float = float("inf")) -> MaxFlow:
         """Return the greatest flow through spans, from the cache or by the function `maximum`."""
-        key = spans_N2.tobytes()
-        if key not in self._known:
-            if len(self._known) >= FLOWS_REMEMBERED:
-                self._known.clear()
-            self._known[key] = maximum(self.costs, spans_N2)
-        return self._known[key]
+        known = self._known.get(spans_N2.tobytes())
+        if known is None:
+            known = maximum(self.costs, spans_N2, seconds)
+            if known.tokens_per_s > 0:
+                self.keep(spans_N2, known)
+        return known
+
+    def keep(self, spans_N2: Ints, flow: MaxFlow) -> None:
+        """Put a flow through spans into the cache."""
+        if len(self._known) >= FLOWS_REMEMBERED:
+            self._known.clear()
+        self._known[spans_N2.tobytes()] = flow
 
 
 def held(costs: LayerCosts, spans_N2: Ints) -> Flags:
@@ -217,21 +261,23 @@ class _Programme:
 
     def _pairs(self) -> tuple[Ints, Ints, Ints]:
         """Return the possible m as three arrays; if many enter a part, only each group's NEAREST fastest links."""
-        holds, left_CC, parts = self.groups.holds_CP, self.pair_left_CC, []
+        holds, left_CC = self.groups.holds_CP, self.pair_left_CC
         apart = ~(self.pooled_C[:, None] | self.pooled_C[None, :])
         np.fill_diagonal(apart, False)
         able = self._carries(self.peer_left_C)
         usable = apart & self._carries(left_CC) & able[:, None] & able[None, :]
-        for cut in range(1, holds.shape[1]):
-            senders, receivers = np.flatnonzero(holds[:, cut - 1]), np.flatnonzero(holds[:, cut])
+        sends_XC, takes_XC = holds[:, :-1].T, holds[:, 1:].T
+        many_X = np.minimum(sends_XC.sum(axis=1), takes_XC.sum(axis=1)) > NEAREST
+        few = np.flatnonzero(~many_X)
+        at, sender, receiver = np.nonzero(usable & sends_XC[few, :, None] & takes_XC[few, None, :])
+        parts = [np.stack((sender, receiver, few[at] + 1))]
+        for cut in np.flatnonzero(many_X).tolist():
+            senders, receivers = np.flatnonzero(sends_XC[cut]), np.flatnonzero(takes_XC[cut])
             grid = np.ix_(senders, receivers)
-            keep = usable[grid]
-            if min(keep.shape) > NEAREST:
-                links = np.where(keep, left_CC[grid], 0.0)
-                keep &= _largest(links) | _largest(links.T).T
-            i, j = np.nonzero(keep)
-            parts.append(np.vstack((senders[i], receivers[j], np.full(len(i), cut))))
-        together = np.hstack(parts) if parts else np.zeros((3, 0), np.int64)
+            links = np.where(usable[grid], left_CC[grid], 0.0)
+            i, j = np.nonzero(usable[grid] & (_largest(links) | _largest(links.T).T))
+            parts.append(np.stack((senders[i], receivers[j], np.full(len(i), cut + 1))))
+        together = np.hstack(parts)
         return together[0], together[1], together[2]
 
     def _capacities(self) -> tuple[csr_matrix, Floats]:
@@ -310,6 +356,8 @@ class _Programme:
         least = 1e-9 * self.scale
         members = [self.groups.members(group).tolist() for group in range(self.groups.count)]
         yield from self._between_groups(rates, members, least)
+        if not len(self.o):
+            return
         for cut, pool in itertools.product(range(1, self.cuts + 1), range(2)):
             gives = self._by_peer(rates[self.o], self.group_O, (self.cut_O == cut) & (self.pool_O == pool), members)
             takes = self._by_peer(rates[self.i], self.group_I, (self.cut_I == cut) & (self.pool_I == pool), members)

@@ -11,14 +11,14 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_matrix
 
 from decentral.scheduler.throughput import link_limits
-from decentral.scheduler.throughput.layer_costs import LayerCosts
+from decentral.scheduler.throughput.layer_costs import LayerCosts, reaches
 from decentral.scheduler.throughput.max_flow import MOVE_COST
 from decentral.scheduler.topology.arrays import Floats, Ints
 
 
 def options(costs: LayerCosts) -> int:
-    """Return the number of binary choices: the (peer, span) pairs whose span fits in the peer's memory."""
-    return sum(1 for _ in _choices(costs))
+    """Return the number of binary choices: at most so many (peer, span) pairs fit in the peers' memory."""
+    return int((reaches(costs) - np.arange(costs.layers)).sum())
 
 
 def best_spans(costs: LayerCosts, seconds: float = 600.0) -> Ints | None:
@@ -36,9 +36,9 @@ def best_spans(costs: LayerCosts, seconds: float = 600.0) -> Ints | None:
 
 
 def _choices(costs: LayerCosts) -> Iterator[tuple[int, int, int]]:
-    for peer in range(costs.peers):
-        for first in range(costs.layers):
-            for last in range(first + 1, costs.reach(peer, first) + 1):
+    for peer, reach_L in enumerate(reaches(costs).tolist()):
+        for first, reach in enumerate(reach_L):
+            for last in range(first + 1, reach + 1):
                 if costs.fits(peer, first, last):
                     yield peer, first, last
 

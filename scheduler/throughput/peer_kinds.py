@@ -9,11 +9,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from decentral.scheduler.throughput.layer_costs import LayerCosts
+from decentral.scheduler.throughput.layer_costs import COSTS_REMEMBERED, LayerCosts
 from decentral.scheduler.throughput.link_limits import SAME_RATE
 from decentral.scheduler.topology.arrays import Flags, Floats, Ints
-
-COSTS_REMEMBERED = 8
 
 
 @lru_cache(maxsize=COSTS_REMEMBERED)

@@ -18,14 +18,14 @@ from decentral.scheduler.partners import mixing
 from decentral.scheduler.throughput import feasibility, layer_costs, max_flow, routes, solvers, span_search
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.throughput.span_search import FlowProblem
-from decentral.scheduler.topology.arrays import Floats, Ints
+from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.plan import ThroughputPlan
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 from decentral.scheduler.topology.topology import Topology, regions_of
 
 RANDOM_DRAWS = 5  # the baseline is the best of this many random placements
-SEARCH_SHARE = 0.7  # share of the planning time for the search for spans
-GOSSIP_SHARE = 0.2  # share of the planning time for the choice of gossip partners; the baseline gets the rest
+SEARCH_SHARE = 0.8  # share of the planning time for the search for spans
+GOSSIP_SHARE = 0.12  # share of the planning time for the choice of gossip partners; the baseline gets the rest
 STAY_MARGIN = 0.02  # peers keep their layers unless a plan promises more tokens/s by this share
 HEADROOM = 1e-6  # a plan promises this share less than the solver's flow, as the solver's numbers are rounded
 
@@ -56,28 +56,26 @@ def throughput_plan(
     Raises:
         UserError: If the swarm cannot hold the model, no such solver exists, or the swarm is too large for the solver.
     """
-    start = budget.clock()
-    costs = layer_costs.of_model(topology, config, holders, utilisation)
-    bound = FlowProblem(costs, regions_of(topology)).bound()
-    rest = budget.part(SEARCH_SHARE).less(budget.clock() - start)
-    chosen = solvers.solved(costs, regions_of(topology), solver, seed, rest)
+    progress = SearchProgress(budget, 0.0)
+    problem = FlowProblem(layer_costs.of_model(topology, config, holders, utilisation), regions_of(topology))
+    costs, bound = problem.costs, problem.bound()
+    chosen = solvers.solved(problem, solver, seed, budget.part(SEARCH_SHARE).less(progress.seconds()))
     if not costs.valid(chosen):
         raise UserError(f"--holders {holders}: found no plan where so many peers hold each layer; add memory or peers")
-    solving = budget.clock()
-    chosen, found = _with_whole_models(costs, chosen)
-    flow_s = budget.clock() - solving
+    chosen = _with_whole_models(problem, chosen, progress.left_s())
+    found = problem.flow(chosen)
     held = np.minimum(np.array([(now or {}).get(name, (0, 0)) for name in topology.ids]), costs.layers)
-    if stays := costs.valid(held) and _no_gain(found, staying := max_flow.maximum(costs, held)):
+    if stays := costs.valid(held) and _no_gain(found, staying := problem.flow(held, progress.left_s())):
         chosen, found = held, staying
-    late_s = budget.clock() - start - budget.seconds * (1 - GOSSIP_SHARE)
+    late_s = progress.seconds() - budget.seconds * (1 - GOSSIP_SHARE)
     share = budget.part(GOSSIP_SHARE).silent().less(max(0.0, late_s))
     moved_L, held_NL = costs.snapshot_L * layer_costs.ROUND_S, max_flow.held(costs, chosen)
-    partners = mixing.partners(topology, held_NL, moved_L, _tokens_sent(costs, found), share)
-    baseline = random_throughput(costs, seed, budget.less(budget.clock() - start), flow_s)
+    partners = mixing.partners(topology, held_NL, moved_L, found.bytes_between(costs.hidden_bytes), share)
+    baseline = random_throughput(costs, seed, budget.less(progress.seconds()))
     plan = ThroughputPlan(
         solver=solver,
         seed=seed,
-        seconds=round(budget.clock() - start, 3),
+        seconds=round(progress.seconds(), 3),
         throughput={"tokens_per_s": 0.0, "bound": bound},
         planned_for=_planned_for(topology, config, utilisation),
         spans={name: [int(a), int(b)] for name, (a, b) in zip(topology.ids, chosen, strict=True) if a < b},
@@ -118,48 +116,41 @@ def _with_routes(
     )
 
 
-def random_throughput(costs: LayerCosts, seed: int, budget: SearchBudget, longest_s: float = 0.0) -> float | None:
+def random_throughput(costs: LayerCosts, seed: int, budget: SearchBudget) -> float | None:
     """Return the throughput, in tokens/s, of the best of RANDOM_DRAWS random plans; None if the budget allows none.
 
     In each plan, the model is cut into stages of equally many layers, and each peer gets a random stage. A plan is
-    evaluated only if the budget has time for one that takes as long as the slowest so far, or `longest_s`.
+    evaluated only if the budget has time for one that takes as long as the slowest so far.
     """
-    rng, progress, best = chance.arrays(seed, "equal spans"), SearchProgress(budget, 0.0), None
+    rng, progress = chance.arrays(seed, "equal spans"), SearchProgress(budget, 0.0)
+    best, longest_s = 0.0, 0.0
     for _ in range(RANDOM_DRAWS):
         begin = progress.seconds()
         if progress.late(longest_s):
             break
-        rate = max_flow.maximum(costs, span_search.equal_random(costs, rng)).tokens_per_s
-        best, longest_s = max(best or 0.0, rate), max(longest_s, progress.seconds() - begin)
-    return best
+        rate = max_flow.maximum(costs, span_search.equal_random(costs, rng), progress.left_s()).tokens_per_s
+        best, longest_s = max(best, rate), max(longest_s, progress.seconds() - begin)
+    return best or None
 
 
-def _with_whole_models(costs: LayerCosts, spans: Ints) -> tuple[Ints, max_flow.MaxFlow]:
-    """Return spans and their flow: with the whole model on each peer that can hold it, unless that lowers the flow.
+def _with_whole_models(problem: FlowProblem, spans: Ints, seconds: float) -> Ints:
+    """Return spans with the whole model on each peer that can hold it, unless that lowers the flow.
 
     A peer with the whole model depends on no other peer, and sends no activations unless others gain by it.
+
+    Args:
+        problem: The swarm.
+        spans: What a search has found.
+        seconds: Limit of the comparison; the spans stay as they are if it takes longer.
     """
-    found = max_flow.maximum(costs, spans)
-    whole_N = np.array([costs.fits(peer, 0, costs.layers) for peer in range(costs.peers)])
-    simpler = np.where(whole_N[:, None], (0, costs.layers), spans)
-    if (simpler != spans).any():
-        flow = max_flow.maximum(costs, simpler)
-        if flow.tokens_per_s >= found.tokens_per_s * (1 - HEADROOM):
-            return simpler, flow
-    return spans, found
+    layers = problem.costs.layers
+    simpler = np.where((problem.reach_NL[:, 0] == layers)[:, None], (0, layers), spans)
+    gains = problem.flow(simpler, seconds).tokens_per_s >= problem.flow(spans).tokens_per_s * (1 - HEADROOM)
+    return simpler if gains else spans
 
 
 def _no_gain(found: max_flow.MaxFlow, staying: max_flow.MaxFlow) -> bool:
     return found.tokens_per_s <= staying.tokens_per_s * (1 + STAY_MARGIN)
-
-
-def _tokens_sent(costs: LayerCosts, found: max_flow.MaxFlow) -> Floats:
-    """Return the bytes/s between each two peers, [N, N], in each direction: activations and gradients of the flow."""
-    sent_NN = np.zeros((costs.peers, costs.peers))
-    for sender, receiver, _, rate in found.transfers:
-        sent_NN[sender, receiver] += costs.hidden_bytes * rate
-        sent_NN[receiver, sender] += costs.hidden_bytes * rate
-    return sent_NN
 
 
 def _micro_batches(topology: Topology, costs: LayerCosts, chosen: Ints) -> dict[str, int]:

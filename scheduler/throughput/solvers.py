@@ -8,22 +8,22 @@ from decentral.core import rng as chance
 from decentral.core.errors import UserError
 from decentral.scheduler.spans import moves
 from decentral.scheduler.spans.solvers import SEARCHES
-from decentral.scheduler.throughput import max_flow, span_search
-from decentral.scheduler.throughput.layer_costs import LayerCosts
+from decentral.scheduler.spans.trials import Trials
+from decentral.scheduler.throughput import span_search
 from decentral.scheduler.throughput.span_search import FlowProblem
 from decentral.scheduler.topology.arrays import Ints
-from decentral.scheduler.topology.search_budget import SearchBudget
+from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 
-Solver = Callable[[LayerCosts, Ints, SearchBudget, np.random.Generator], Ints]
-"""A solver (costs, region_N, budget, rng) -> spans_N2; `region_N` has the region of each peer."""
+Solver = Callable[[FlowProblem, SearchBudget, np.random.Generator], Ints]
+"""A solver (problem, budget, rng) -> spans_N2."""
 
 Record = list[tuple[float, float]]
 """A search's history: (seconds since its begin, best tokens/s so far), at each improvement."""
 
 
-def exact(costs: LayerCosts, region_N: Ints, budget: SearchBudget, rng: np.random.Generator) -> Ints:
+def exact(problem: FlowProblem, budget: SearchBudget, rng: np.random.Generator) -> Ints:
     """Return the optimal spans; raise UserError if the swarm is too large for that."""
-    found = FlowProblem(costs, region_N).exact(budget.seconds)
+    found, costs = problem.exact(budget.seconds), problem.costs
     if found is None:
         raise UserError(
             "--solver exact is for at most about 6 peers with 8 layers; it found no plan for "
@@ -32,22 +32,22 @@ def exact(costs: LayerCosts, region_N: Ints, budget: SearchBudget, rng: np.rando
     return found
 
 
-def flow(costs: LayerCosts, region_N: Ints, budget: SearchBudget, rng: np.random.Generator) -> Ints:
+def flow(problem: FlowProblem, budget: SearchBudget, rng: np.random.Generator) -> Ints:
     """Return the spans of the best chain from which a search would start, without a search."""
-    problem = FlowProblem(costs, region_N)
-    chains = [span_search.chains(problem, groups, rng) for groups in span_search.groupings(costs, region_N)]
-    valid = [spans for spans in chains if costs.valid(spans)]
+    chains = [span_search.chains(problem, groups, rng) for groups in span_search.groupings(problem)]
+    valid = [spans for spans in chains if problem.valid(spans)]
     valid = valid or [problem.repaired(moves.filled(problem, rng))]
-    return max(valid, key=lambda spans: problem.evaluate(spans).value)
+    trials = Trials(problem, SearchProgress(budget, np.inf), rng)
+    return max(trials.begun(valid), key=lambda one: one.value).spans_N2
 
 
-def random(costs: LayerCosts, region_N: Ints, budget: SearchBudget, rng: np.random.Generator) -> Ints:
+def random(problem: FlowProblem, budget: SearchBudget, rng: np.random.Generator) -> Ints:
     """Return equal spans at random places."""
-    return span_search.equal_random(costs, rng)
+    return span_search.equal_random(problem.costs, rng)
 
 
 def _searching(name: str) -> Solver:
-    return lambda costs, region_N, budget, rng: span_search.search(costs, region_N, budget, rng, solver=name)
+    return lambda problem, budget, rng: span_search.search(problem, budget, rng, solver=name)
 
 
 THROUGHPUT_SOLVERS: dict[str, Solver] = {name: _searching(name) for name in SEARCHES} | {
@@ -57,7 +57,7 @@ THROUGHPUT_SOLVERS: dict[str, Solver] = {name: _searching(name) for name in SEAR
 }
 
 
-def solved(costs: LayerCosts, region_N: Ints, solver: str, seed: int, budget: SearchBudget) -> Ints:
+def solved(problem: FlowProblem, solver: str, seed: int, budget: SearchBudget) -> Ints:
     """Return the spans that the solver of this name finds.
 
     Raises:
@@ -66,16 +66,14 @@ def solved(costs: LayerCosts, region_N: Ints, solver: str, seed: int, budget: Se
     if solver not in THROUGHPUT_SOLVERS:
         known = ", ".join(THROUGHPUT_SOLVERS)
         raise UserError(f"--solver {solver} is unknown: --objective throughput expects one of {known}")
-    return THROUGHPUT_SOLVERS[solver](costs, region_N, budget, chance.arrays(seed, "spans", solver))
+    return THROUGHPUT_SOLVERS[solver](problem, budget, chance.arrays(seed, "spans", solver))
 
 
-def solver_records(
-    costs: LayerCosts, region_N: Ints, seed: int, seconds: float, clock: Callable[[], float]
-) -> dict[str, Record]:
+def solver_records(problem: FlowProblem, seed: int, seconds: float, clock: Callable[[], float]) -> dict[str, Record]:
     """Return the histories by name of all solvers that can solve a swarm of this size; they share `seconds` equally."""
     found: dict[str, Record] = {}
     for name in THROUGHPUT_SOLVERS:
-        begin, record = clock(), Record()
+        begin, record, fresh = clock(), Record(), FlowProblem(problem.costs, problem.region_N)  # nothing is remembered
 
         def note(_fraction: float, best: float, record: Record = record, begin: float = begin) -> None:
             if np.isfinite(best) and (not record or -best > record[-1][1]):
@@ -83,10 +81,10 @@ def solver_records(
 
         try:
             spans_N2 = solved(
-                costs, region_N, name, seed, SearchBudget(seconds / len(THROUGHPUT_SOLVERS), clock=clock, report=note)
+                fresh, name, seed, SearchBudget(seconds / len(THROUGHPUT_SOLVERS), clock=clock, report=note)
             )
         except UserError:
             continue
-        record.append((clock() - begin, max_flow.maximum(costs, spans_N2).tokens_per_s))
+        record.append((clock() - begin, fresh.evaluate(spans_N2).value))
         found[name] = record
     return found

@@ -1,10 +1,10 @@
 """Search for the spans (each peer's layers) with the greatest throughput. Start reading at `search`.
 
 The searches themselves are in scheduler/spans; `FlowProblem` tells them what spans cost and reach. They start from the
-whole model on each peer whose memory is large enough, and from a chain of peers in each group of regions whose memory
-is large enough. The layers of a chain are cut by the devices' speeds, so that all peers need the same time; then every
-span grows to fill its peer's memory, because overlapping spans let the flow balance the peers' work. In a small swarm,
-the exact solver (milp.py) comes first.
+whole model on each peer whose memory is large enough, and from rows (rows.py) and a chain of peers in each group of
+regions whose memory is large enough. The layers of a chain are cut by the devices' speeds, so that all peers need the
+same time; then every span grows to fill its peer's memory, because overlapping spans let the flow balance the peers'
+work. In a small swarm, the exact solver (milp.py) comes first. A large swarm is searched in groups (peer_groups.py).
 
 `spans_replan` finds new spans from old spans after peers left, joined, or changed their speed. It takes into account
 how long downloads last:
@@ -15,7 +15,8 @@ All peers download the layers that are new to them at the same time.
 """
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -24,15 +25,17 @@ from decentral.core import rng as chance
 from decentral.scheduler.spans import moves, solvers
 from decentral.scheduler.spans.moves import grown
 from decentral.scheduler.spans.problem import SpanValue, soft_minimum
-from decentral.scheduler.throughput import bound, link_limits, max_flow, milp
-from decentral.scheduler.throughput.layer_costs import LayerCosts
-from decentral.scheduler.throughput.max_flow import FlowSolver
+from decentral.scheduler.throughput import bound, link_limits, max_flow, milp, peer_groups, rows
+from decentral.scheduler.throughput.layer_costs import LayerCosts, reaches
+from decentral.scheduler.throughput.max_flow import FlowSolver, MaxFlow
 from decentral.scheduler.topology.arrays import Floats, Ints
-from decentral.scheduler.topology.search_budget import SearchBudget
+from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 
 SMALL_SWARM = 250  # with at most this many pairs of peer and span, the exact solver comes before the search
 EXACT_OPTIONS = 2_000  # with more pairs of peer and span, the exact solver is not asked
 DRAWS = 12  # number of random starts in a swarm of at most 16 peers; larger swarms get 2
+MOST_AT_ONCE = 64  # with more peers, groups of regions are searched one by one
+GROUPS_SHARE = 0.5  # share of the seconds for the groups of a large swarm; the flow between them may take the others
 LEAST = 1e-6  # share of the bound that a layer without holders supplies in the guide, which needs numbers above 0
 
 
@@ -43,30 +46,34 @@ class FlowProblem:
     costs: LayerCosts
     region_N: Ints  # each peer's region as a number
 
-    @cached_property
+    @property
     def reach_NL(self) -> Ints:
         """Return the end of each peer's longest span from each layer."""
-        known = dict[float, list[int]]()
-        for memory_bytes, peer in zip(self.costs.memory_N.tolist(), range(self.costs.peers), strict=True):
-            if memory_bytes not in known:
-                known[memory_bytes] = [self.costs.reach(peer, first) for first in range(self.costs.layers)]
-        return np.array([known[memory_bytes] for memory_bytes in self.costs.memory_N.tolist()])
+        return reaches(self.costs)
 
     def supply(self, peer: int, first: int, last: int) -> float:
         """Return the tokens/s of a peer that always computes layers [first, last), as its links allow."""
-        return float(self._supplies(np.array([peer]), np.array([[first, last]]))[0])
+        return float(self.supplies(np.array([peer]), np.array([[first, last]]))[0])
 
-    def evaluate(self, spans_N2: Ints) -> SpanValue:
-        """Return the greatest flow through the spans, and who waits for which layers."""
-        flow = self._flows.maximum(spans_N2)
+    def evaluate(self, spans_N2: Ints, seconds: float = float("inf")) -> SpanValue:
+        """Return the greatest flow through the spans, and who waits for which layers; 0 if it takes more seconds."""
+        flow = self.flow(spans_N2, seconds)
         return SpanValue(flow.tokens_per_s, flow.idle_N, flow.price_L)
+
+    def flow(self, spans_N2: Ints, seconds: float = float("inf")) -> MaxFlow:
+        """Return the greatest flow through the spans that is known, or is found in so many seconds."""
+        return self._flows.maximum(spans_N2, seconds)
+
+    def keep(self, spans_N2: Ints, flow: MaxFlow) -> None:
+        """Remember a flow through these spans, which `flow` then returns."""
+        self._flows.keep(spans_N2, flow)
 
     def guide(self, spans_N2: Ints, smooth: float) -> float:
         """Return an estimate of the throughput from what each peer supplies to its layers."""
         holders = np.flatnonzero(spans_N2[:, 1] > spans_N2[:, 0])
         spans_H2 = spans_N2[holders]
         held_HL = moves.layers_held(self.costs.layers, spans_H2)
-        supply_L = self._supplies(holders, spans_H2) @ held_HL + LEAST * self.bound()
+        supply_L = self.supplies(holders, spans_H2) @ held_HL + LEAST * self.bound()
         return float((1 - smooth) * supply_L.min() + smooth * soft_minimum(supply_L))
 
     def valid(self, spans_N2: Ints) -> bool:
@@ -82,8 +89,14 @@ class FlowProblem:
         return self._bound
 
     def starts(self, rng: np.random.Generator) -> list[Ints]:
-        """Return a chain for each way to group the peers, and random spans."""
-        found = [chains(self, groups, rng) for groups in groupings(self.costs, self.region_N)]
+        """Return chains and rows for each way to group the peers, and random spans.
+
+        In a large swarm, rows come first, as their flows take less time.
+        """
+        divisions = groupings(self)
+        chained = [chains(self, groups, rng) for groups in divisions]
+        in_rows = [rows.in_rows_of_groups(self, self.region_N, groups) for groups in divisions[::2]]
+        found = in_rows + chained if self.costs.peers > MOST_AT_ONCE else chained + in_rows
         return found + [moves.filled(self, rng) for _ in range(DRAWS if self.costs.peers <= 16 else 2)]
 
     def exact(self, seconds: float) -> Ints | None:
@@ -108,16 +121,16 @@ class FlowProblem:
         """Return the transfers/s that each peer's links carry, [N]."""
         return bound.access(self.costs) / self.costs.hidden_bytes
 
-    def _supplies(self, peers: Ints, spans_P2: Ints) -> Floats:
+    def supplies(self, peers_P: Ints, spans_P2: Ints) -> Floats:
+        """Return the tokens/s, (P,), of peers that always compute these spans, as their links allow."""
         first, last = spans_P2.T
-        compute = 1 / (self._seconds_before[peers, last] - self._seconds_before[peers, first])
+        compute = 1 / (self._seconds_before[peers_P, last] - self._seconds_before[peers_P, first])
         crossings = (first > 0) + 1.0 * (last < self.costs.layers)
-        return np.asarray(np.minimum(compute, self._crossings[peers] / np.maximum(crossings, 1e-9)))
+        return np.asarray(np.minimum(compute, self._crossings[peers_P] / np.maximum(crossings, 1e-9)))
 
 
 def search(
-    costs: LayerCosts,
-    region_N: Ints,
+    problem: FlowProblem,
     budget: SearchBudget,
     rng: np.random.Generator,
     first: Ints | None = None,
@@ -126,45 +139,58 @@ def search(
     """Return the spans_N2 with the greatest throughput that a search finds within the budget.
 
     Args:
-        costs: What layers cost each peer.
-        region_N: Each peer's region as a number.
+        problem: What spans may be held, and what they reach.
         budget: Limit of the search; in a small swarm, half of its seconds is for the exact solver.
         rng: Source of all random choices.
         first: When replanning, spans_N2 that are an additional start; None: no additional start.
-        solver: A name in `solvers.SEARCHES`. The exact solver comes first with the default.
+        solver: A name in `solvers.SEARCHES`. With the default, the exact solver comes first in a small swarm, and a
+            large swarm is searched in groups of regions.
     """
-    problem = FlowProblem(costs, region_N)
+    costs = problem.costs
     small = solver == "genetic" and milp.options(costs) <= SMALL_SWARM
     exact = problem.exact(budget.seconds / 2) if small else None
     if exact is not None and problem.valid(exact):
         return exact
+    if solver == "genetic" and costs.peers > MOST_AT_ONCE:
+        groups = peer_groups.groups(problem, problem.region_N)
+        if len(groups) > 1:
+            return _search_by_groups(problem, groups, budget, rng, first)
     return solvers.search(problem, solver, budget.part(0.5) if small else budget, rng, first).spans_N2
 
 
-def groupings(costs: LayerCosts, region_N: Ints) -> list[list[Ints]]:
+def _search_by_groups(
+    problem: FlowProblem, groups: Sequence[Ints], budget: SearchBudget, rng: np.random.Generator, first: Ints | None
+) -> Ints:
+    """Return spans_N2 of a large swarm: each group of peers holds the whole model, and is searched by itself.
+
+    The groups' flows together are a flow of the swarm, so that no linear programme of all peers is needed. One for the
+    transfers between groups follows if the budget has the seconds.
+    """
+    progress, costs = SearchProgress(budget, np.inf), problem.costs
+    spans_N2, flows = np.zeros((costs.peers, 2), np.int64), list[tuple[Ints, MaxFlow]]()
+    within = budget.part(GROUPS_SHARE)
+    holders, left = -(-costs.holders // len(groups)), costs.peers
+    for group in groups:
+        part = FlowProblem(replace(costs.of_peers(group), holders=holders), problem.region_N[group])
+        share = within.less(progress.seconds()).part(len(group) / left).silent()
+        spans_N2[group] = search(part, share, rng, None if first is None else first[group])
+        flows.append((group, part.flow(spans_N2[group])))
+        left -= len(group)
+        progress.report(-sum(flow.tokens_per_s for _, flow in flows))
+    apart = max_flow.together(costs, flows)
+    joined = max_flow.maximum(costs, spans_N2, progress.left_s())
+    problem.keep(spans_N2, max(apart, joined, key=lambda flow: flow.tokens_per_s))
+    return spans_N2
+
+
+def groupings(problem: FlowProblem) -> list[list[Ints]]:
     """Return several ways to divide the peers into groups, each of which can form a chain.
 
-    The divisions are: all peers in one group, one group per peer, and one group per region. A region whose memory is
-    too small for the model is joined to the region with the fastest link to it.
+    The divisions are: all peers in one group, one group per peer, and groups of regions (peer_groups.py).
     """
-    everyone = [np.arange(costs.peers)]
-    groups = [np.flatnonzero(region_N == region) for region in range(int(region_N.max()) + 1)]
-    divisions = [everyone, [np.array([peer]) for peer in everyone[0]]]
-    while len(groups) > 1:
-        weak = [group for group in groups if not _enough(costs, group)]
-        if not weak:
-            divisions.append(groups)
-            break
-        smallest = min(weak, key=lambda group: float(costs.memory_N[group].sum()))
-        others = [group for group in groups if group is not smallest]
-        near = max(range(len(others)), key=lambda i: float(costs.link_NN[np.ix_(smallest, others[i])].max()))
-        others[near] = np.concatenate((others[near], smallest))
-        groups = others
-    return divisions
-
-
-def _enough(costs: LayerCosts, group: Ints) -> bool:
-    return float(costs.memory_N[group].sum()) > 1.25 * float(costs.state_L.sum())
+    everyone = np.arange(problem.costs.peers)
+    regional = peer_groups.groups(problem, problem.region_N)
+    return [[everyone], [np.array([peer]) for peer in everyone], *([regional] if len(regional) > 1 else [])]
 
 
 def chains(problem: FlowProblem, groups: list[Ints], rng: np.random.Generator) -> Ints:
@@ -225,7 +251,7 @@ def spans_replan(
     kept = np.array([span if costs.fits(i, int(span[0]), int(span[1])) else (0, 0) for i, span in enumerate(old_N2)])
     problem = FlowProblem(costs, region_N)
     patched = problem.repaired(_newcomers_placed(problem, kept))
-    found = search(costs, region_N, budget, chance.arrays(seed, "replan"), first=patched)
+    found = search(problem, budget, chance.arrays(seed, "replan"), first=patched)
     options = [spans for spans in (patched, found) if costs.valid(spans)] or [found]
     scored = [(tokens_ahead(costs, old_N2, spans, seconds_ahead), i) for i, spans in enumerate(options)]
     tokens, best = max(scored)

@@ -52,6 +52,10 @@ class SearchProgress:
         """Return the seconds since the search began."""
         return self.budget.clock() - self._start
 
+    def left_s(self) -> float:
+        """Return the seconds of the budget that are left; 0 at least."""
+        return max(0.0, self.budget.seconds - self.seconds())
+
     def goes_on(self, ahead_s: float = 0.0) -> bool:
         """Return whether the budget allows another round that takes about `ahead_s` seconds."""
         return self.rounds < self.budget.rounds and not self.late(ahead_s)

@@ -31,7 +31,7 @@ class Shelves:
                 supply_L[first:last] += self.supply(peer, first, last)
         return supply_L
 
-    def evaluate(self, spans_N2: Ints) -> SpanValue:
+    def evaluate(self, spans_N2: Ints, seconds: float = np.inf) -> SpanValue:
         self.evaluated.append(spans_N2.tobytes())
         supply_L = self.supplies(spans_N2)
         least = float(supply_L.min())

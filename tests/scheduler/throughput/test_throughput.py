@@ -54,7 +54,7 @@ def test_the_search_equals_the_exact_optimum(seed: int) -> None:
     costs = small(seed)
     exact = milp.best_spans(costs)
     assert exact is not None
-    found = span_search.search(costs, regions(costs), SearchBudget(rounds=40), np.random.default_rng(0))
+    found = span_search.search(FlowProblem(costs, regions(costs)), SearchBudget(rounds=40), np.random.default_rng(0))
     best = max_flow.maximum(costs, exact).tokens_per_s
     assert max_flow.maximum(costs, found).tokens_per_s == pytest.approx(best, rel=1e-5)
 
@@ -75,7 +75,7 @@ def test_a_flow_that_would_end_too_late_is_not_begun(monkeypatch: pytest.MonkeyP
     costs, now = replace(small(1), link_NN=small(1).link_NN / 10), [0.0]
     maximum = max_flow.maximum
 
-    def slow(costs: LayerCosts, chosen: Ints) -> max_flow.MaxFlow:
+    def slow(costs: LayerCosts, chosen: Ints, seconds: float = np.inf) -> max_flow.MaxFlow:
         now[0] += 3.0
         return maximum(costs, chosen)
 
@@ -83,7 +83,9 @@ def test_a_flow_that_would_end_too_late_is_not_begun(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(span_search, "SMALL_SWARM", 0)
     for seconds in (10.0, 62.5, 64.0):
         now[0] = 0.0
-        span_search.search(costs, regions(costs), SearchBudget(seconds, clock=lambda: now[0]), np.random.default_rng(0))
+        span_search.search(
+            FlowProblem(costs, regions(costs)), SearchBudget(seconds, clock=lambda: now[0]), np.random.default_rng(0)
+        )
         assert seconds - 3.0 <= now[0] <= seconds
 
 
@@ -119,7 +121,7 @@ def test_routes_carry_the_flow_through_every_layer_in_order(seed: int) -> None:
 
 def test_spans_respect_memory_and_holders() -> None:
     costs = replace(small(1, peers=6), holders=2)
-    found = span_search.search(costs, regions(costs), SearchBudget(rounds=30), np.random.default_rng(0))
+    found = span_search.search(FlowProblem(costs, regions(costs)), SearchBudget(rounds=30), np.random.default_rng(0))
     assert costs.valid(found)
     assert (max_flow.held(costs, found).sum(axis=0) >= 2).all()
     for peer, (first, last) in enumerate(found):
@@ -167,7 +169,7 @@ def test_permuting_peers_changes_nothing_but_names() -> None:
 def test_peers_that_fit_the_whole_model_need_no_links() -> None:
     costs = small(0)
     costs = replace(costs, memory_N=np.full(4, 100.0), link_NN=np.zeros((4, 4)))
-    found = span_search.search(costs, regions(costs), SearchBudget(rounds=2), np.random.default_rng(0))
+    found = span_search.search(FlowProblem(costs, regions(costs)), SearchBudget(rounds=2), np.random.default_rng(0))
     assert max_flow.maximum(costs, found).tokens_per_s == pytest.approx(costs.compute_bound())
 
 
@@ -249,9 +251,13 @@ def test_layers_that_were_measured_once_are_scaled_to_the_speed_of_now() -> None
 def test_the_budget_covers_the_baseline_and_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
     now, maximum = [0.0], max_flow.maximum
 
-    def slow(costs: LayerCosts, chosen: Ints) -> max_flow.MaxFlow:
-        now[0] += 3.0
-        return maximum(costs, chosen)
+    def slow(costs: LayerCosts, chosen: Ints, seconds: float = np.inf) -> max_flow.MaxFlow:
+        now[0] += min(3.0, seconds)
+        return (
+            maximum(costs, chosen)
+            if seconds >= 3.0
+            else max_flow.MaxFlow(0.0, costs.seconds_NL, (), costs.rate_N, costs.state_L)
+        )
 
     monkeypatch.setattr(max_flow, "maximum", slow)
     for seconds, draws in ((5.0, False), (60.0, True)):
@@ -328,7 +334,7 @@ def test_a_layer_with_too_few_holders_is_not_valid() -> None:
 def test_any_spans_found_fit_memory_and_cover_every_layer_with_its_holders(seed: int, peers: int, holders: int) -> None:
     costs = small(seed, peers)
     costs = replace(costs, memory_N=costs.memory_N + 5.0 / peers * holders, holders=holders)
-    found = span_search.search(costs, regions(costs), SearchBudget(rounds=2), np.random.default_rng(seed))
+    found = span_search.search(FlowProblem(costs, regions(costs)), SearchBudget(rounds=2), np.random.default_rng(seed))
     held = np.zeros(costs.layers, np.int64)
     for peer, (first, last) in enumerate(found):
         assert 0 <= first <= last <= costs.layers
