@@ -10,7 +10,7 @@ power of two times the shortest length, so that windows of different lengths end
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 from statistics import median_low
@@ -28,7 +28,7 @@ from decentral.peers.runtime.setup import PresentSetup
 NEVER = -1  # step number of a state that was never stored
 SILENT_TTLS = 2  # after this many record lifetimes without a published speed, a peer counts as the slowest
 FASTEST_DEVICE = 64.0  # published speeds are capped at this many times the median or our own speed, as they may be lies
-WEIGHT_FLOOR = 0.1  # a partner is chosen with at least this share of the first partner's probability
+WEIGHT_FLOOR = 0.1  # a slow partner is chosen with at least this share of the fastest partner's probability
 
 LONGEST_WINDOW_S = 600.0  # a gossip window is never longer than this, whatever partners claim to need
 EARLY_TIMES = 3  # in the swarm's first steps, gossip may use this many times its share of cores, for shorter windows
@@ -175,7 +175,6 @@ class PeerSelection:
     _live: Sequence[PeerId] | None = None
     _trainers: Sequence[PeerId] | None = None
     _holders: dict[int, Sequence[PeerId]] = field(default_factory=dict)
-    _preferred: Mapping[PeerId, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Make `lengths`, the rule for window lengths."""
@@ -187,16 +186,12 @@ class PeerSelection:
         """Return the peers to exchange a fragment with in this window.
 
         Blocking algorithms get all other holders of the fragment. Other algorithms get a random sample of the holders,
-        weighted as the plan says that this peer follows (`prefer`), else by our measured downlink from each holder.
+        weighted by our measured downlink from each holder.
         """
         gossip, holders = self.setup.now.config.gossip, self.holders(fragment)
         if ALGORITHMS[gossip.algorithm].blocking:
             return holders
         return self._draw(holders, min(self.lengths.pulls(gossip.partners), len(holders)))
-
-    def prefer(self, weights: Mapping[PeerId, float]) -> None:
-        """Sample gossip partners by these weights from now on; {}: by our measured downlinks."""
-        self._preferred = weights
 
     def tokens_per_s(self, peer: PeerId, fragment: int) -> float:
         """Return the speed at which a peer trains one fragment, from the peer's published speed.
@@ -251,12 +246,11 @@ class PeerSelection:
         return self.lengths.is_thin(fragment, size)
 
     def _draw(self, peers: Sequence[PeerId], count: int) -> list[PeerId]:
-        """Return a random sample of peers, weighted by the plan, else by downlink; unknown ones get the top weight."""
+        """Return a random sample of `count` peers, weighted by downlink; an unmeasured link counts as the fastest."""
         left, links = list(peers), self.meter.links
-        known = {peer: self._preferred[peer] for peer in peers if peer in self._preferred}
-        known = known or {peer: rate for peer in peers if peer in links and (rate := links[peer].down.known)}
-        top = max(known.values(), default=0.0) or 1.0
-        weights = [max(WEIGHT_FLOOR, known[peer] / top) if peer in known else 1.0 for peer in left]
+        measured = {peer: rate for peer in peers if peer in links and (rate := links[peer].down.known)}
+        top = max(measured.values(), default=1.0)
+        weights = [max(WEIGHT_FLOOR, measured[peer] / top) if peer in measured else 1.0 for peer in left]
         drawn: list[PeerId] = []
         while len(drawn) < count:
             (place,) = self.chance.choices(range(len(left)), weights)

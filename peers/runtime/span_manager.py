@@ -75,7 +75,6 @@ class SpanManager:
         planned = plans.planned_spans(members)
         lost = self.layer_recovery.span_to_take(members, joining, now, self._is_retained, planned)
         effects: list[Effect | EvaluatePlans] = [*plans.review(members, now, self.layer_recovery.stuck)]
-        self.selection.prefer(plans.partner_weights)
         relief = self.layer_recovery.span_to_relieve(members, joining, now, move.replicas)
         if move.why == "plan" and plans.adopted is not None:
             effects += self._carry_out(move.redirect(plans.planned_span(move.held), now), now)

@@ -28,13 +28,8 @@ MOST_PLANNED = 1024  # with more peers * fragments than this, no plans are made
 LEAST_TOKENS_PER_S = 1e-3  # assumed speed of a peer without a published speed, to avoid division by zero
 UNMEASURED_LINK = 12.5e6  # assumed bytes/s of an unmeasured link, as in scheduler/topology/topology.py
 
-PARTNER_ROUNDS = 1  # rounds of the search for gossip partners of a plan
-
 Spans = tuple[tuple[str, int, int], ...]
 """A plan: peer ids, each with the fragments [begin, end) that the peer should hold."""
-
-Weights = tuple[tuple[PeerId, float], ...]
-"""Other peers, each with the probability that a peer pulls from it in gossip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +69,6 @@ class EvaluatePlans:
     """Effect: evaluate these proposals in a thread, and return a PlansEvaluated with the same number."""
 
     number: int
-    own: PeerId
     task: PlanTask
     proposals: tuple[Spans, ...]
     searches: bool
@@ -92,7 +86,6 @@ class PlansEvaluated:
     found: Spans = ()
     found_tokens: float = 0.0
     moved: int = 0
-    partners: tuple[Weights, ...] = ()  # our partners in each proposal, then in `found`; () if no better than staying
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,14 +124,10 @@ def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
     work = work_of(task)
     old = np.array([(one.held.start, one.held.stop) for _, one in task.members])
     stay = max(0.0, span_search.tokens_ahead(work, old, old, HORIZON_S))  # the solver's zero may be slightly negative
-    placed = [_placed(task, old, spans) for spans in asked.proposals]
-    proposed = tuple(_worth(task, work, old, new) for new in placed)
-    partners = tuple(
-        _partners(asked, work, new) if tokens > stay else () for new, tokens in zip(placed, proposed, strict=True)
-    )
+    proposed = tuple(_worth(task, work, old, _placed(task, old, spans)) for spans in asked.proposals)
     cover = covering.covering(work) if asked.searches and stay == 0 else None
     if not asked.searches or (stay == 0 and cover is None):
-        return PlansEvaluated(asked.number, task.digest(), stay, proposed, partners=partners)
+        return PlansEvaluated(asked.number, task.digest(), stay, proposed)
     rounds = max(LEAST_ROUNDS, SEARCH_ROUNDS // (count * len(task.needs.fragments)))
     nowhere, budget = np.zeros(len(old), np.int64), SearchBudget(rounds=rounds)
     start = old if cover is None else np.where((cover[:, 1] > cover[:, 0])[:, None], cover, old)
@@ -147,8 +136,7 @@ def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
     new, tokens = _without_useless_moves(task, work, old, new, rounds)
     found = tuple((peer, int(a), int(b)) for (peer, _), (a, b) in zip(task.members, new, strict=True))
     moved = int((new != old).any(axis=1).sum())
-    partners += (_partners(asked, work, new) if tokens > stay else (),)
-    return PlansEvaluated(asked.number, task.digest(), stay, proposed, found if tokens else (), tokens, moved, partners)
+    return PlansEvaluated(asked.number, task.digest(), stay, proposed, found if tokens else (), tokens, moved)
 
 
 def work_of(task: PlanTask) -> FragmentCosts:
@@ -194,24 +182,6 @@ def _worth(task: PlanTask, work: LayerCosts, old: Ints, new: Ints) -> float:
         return 0.0
     drained = sum(one.tokens_per_s for (_, one), a, b in zip(task.members, old, new, strict=True) if (a != b).any())
     return max(0.0, span_search.tokens_ahead(work, old, new, HORIZON_S) - DRAIN_COST_S * drained)
-
-
-def _partners(asked: EvaluatePlans, work: LayerCosts, spans_N2: Ints) -> Weights:
-    """Return how often our peer should pull from each other member, if all hold these spans (mixing.partners)."""
-    from decentral.scheduler.partners import mixing
-    from decentral.scheduler.throughput import max_flow
-    from decentral.scheduler.topology.topology import topology_from_profiles
-
-    names = [peer for peer, _ in asked.task.members]
-    if asked.own not in names or len(names) < 2:
-        return ()
-    rates = dict(zip(names, work.rate_N.tolist(), strict=True))
-    topology = topology_from_profiles({peer: {"up": rate, "down": rate} for peer, rate in rates.items()}, {})
-    sent_NN = max_flow.maximum(work, spans_N2).bytes_between(work.hidden_bytes)
-    moved_L, budget = work.snapshot_L * ROUND_S, SearchBudget(rounds=PARTNER_ROUNDS)
-    found = mixing.partners(topology, max_flow.held(work, spans_N2), moved_L, sent_NN, budget)
-    row = found.weight_NN[names.index(asked.own)].tolist()
-    return tuple((peer, weight) for peer, weight in zip(names, row, strict=True) if peer != asked.own)
 
 
 def _without_useless_moves(task: PlanTask, work: LayerCosts, old: Ints, new: Ints, most: int) -> tuple[Ints, float]:

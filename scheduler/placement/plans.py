@@ -188,7 +188,6 @@ class SwarmPlans:
     _evaluation: Evaluation | None = None
     _number: int = 0
     _adopted_at: Seconds = 0.0
-    _partner_weights: Mapping[PeerId, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Create `self.search`, the schedule of searches."""
@@ -270,11 +269,6 @@ class SwarmPlans:
         spans = self.adopted.spans if self.adopted is not None else ()
         return next((range(begin, end) for peer, begin, end in spans if peer == self.own.peer), held)
 
-    @property
-    def partner_weights(self) -> Mapping[PeerId, float]:
-        """Return how often this peer should pull from each other one in gossip by the adopted plan; {} without one."""
-        return self._partner_weights if self.adopted is not None else {}
-
     def planned_spans(self, swarm: Collection[PeerId]) -> list[range]:
         """Return the spans that the adopted plan gives to these peers; [] without a plan."""
         spans = self.adopted.spans if self.adopted is not None else ()
@@ -312,19 +306,17 @@ class SwarmPlans:
         self._evaluation = Evaluation(self._number, proposals, dict(members), self.search.led_by, searches)
         task = PlanTask(self.needs, tuple(sorted(members.items())), self.hidden_bytes, self.holders)
         seed = rng.seed_of(self.seed, "plan", self.own.peer, self._number)
-        return EvaluatePlans(self._number, self.own.peer, task, tuple(plan.spans for plan in proposals), searches, seed)
+        return EvaluatePlans(self._number, task, tuple(plan.spans for plan in proposals), searches, seed)
 
     def _evaluated(self, evaluation: Evaluation, found: PlansEvaluated, now: Seconds) -> list[Log | Announce]:
         """Adopt the best evaluated plan if it is better than staying, and announce it if this peer has proposed it."""
         plans = list(zip(found.proposed, evaluation.plans, strict=True))
-        of_plan = {plan.digest(): weights for (_, plan), weights in zip(plans, found.partners, strict=False)}
         if any(plan == self.adopted and tokens <= found.stay_tokens for tokens, plan in plans):
             self.adopted = None
         follows = any(plan == self.adopted for _, plan in plans)
         ours = self._own_proposal(found, evaluation, now)
         if ours is not None:
             plans.append((found.found_tokens, ours))
-            of_plan[ours.digest()] = found.partners[-1]
         # A peer that has adopted a plan accepts any gain over staying; other peers require a margin.
         is_better = operator.lt if follows else _is_better
         better = [(tokens, plan) for tokens, plan in plans if is_better(found.stay_tokens, tokens)]
@@ -333,7 +325,6 @@ class SwarmPlans:
         if not equal:
             return []
         tokens, best = min(equal, key=lambda one: _order(one[1], evaluation.members))
-        self._partner_weights = dict(of_plan.get(best.digest(), ()))
         if best == self.adopted:
             return []
         if follows:

@@ -81,26 +81,6 @@ def test_a_slow_link_is_drawn_seldom_but_not_never(own: Identity) -> None:
     assert 0 < drawn[B] < drawn[A] / 5
 
 
-def test_partners_are_sampled_by_the_plan_before_the_links(own: Identity) -> None:
-    swarm = Swarm(own, partners=1).meet(A).meet(B)
-    swarm.meter.saw(A, 1.0, 0.0, 0, 100 * MiB)
-    swarm.meter.saw(B, 100.0, 0.0, 0, 1 * MiB)
-    swarm.asks.prefer({A: 0.2, B: 0.8})
-    drawn = Counter(swarm.asks.partners(0, 0.0)[0] for _ in range(500))
-    assert drawn[A] * 2 < drawn[B] < drawn[A] * 8
-    swarm.asks.prefer({})
-    drawn = Counter(swarm.asks.partners(0, 0.0)[0] for _ in range(500))
-    assert drawn[B] < drawn[A] / 5
-
-
-def test_who_is_not_in_the_plan_is_a_partner_as_often_as_the_first_and_no_weight_of_0_excludes(own: Identity) -> None:
-    swarm = Swarm(own, partners=1).meet(A).meet(B).meet(C)
-    swarm.asks.prefer({A: 0.5, B: 0.0})
-    drawn = Counter(swarm.asks.partners(0, 0.0)[0] for _ in range(500))
-    assert 0 < drawn[B] < drawn[A] / 4
-    assert drawn[C] > drawn[B] * 4
-
-
 def test_allreduce_has_everybody_for_a_partner(own: Identity) -> None:
     assert Swarm(own, "allreduce").meet(B).meet(A).asks.partners(0, 0.0) == [A, B]
 

@@ -145,22 +145,6 @@ def test_a_peer_that_became_slower_leads_to_one_plan_that_all_follow() -> None:
     assert together.moved <= 2  # one of A and B goes to the middle, and one of C and D
 
 
-def test_peers_that_follow_a_plan_know_their_gossip_partners_by_it() -> None:
-    together = Together(SLOWER)
-    a, asked = together.plans[PeerId("A")], list[EvaluatePlans]()
-    assert a.partner_weights == {}
-    together.members = dict(EVEN)
-    a.review(EVEN, 101.0)
-    a.review(SLOWER, 102.0)
-    asked += [one for one in a.review(SLOWER, 120.0) if isinstance(one, EvaluatePlans)]
-    found = replace(evaluate_plans(asked[0]), partners=(((PeerId("B"), 0.75), (PeerId("C"), 0.25)),))
-    a.handle(found, 121.0)
-    assert a.adopted is not None
-    assert a.partner_weights == {"B": 0.75, "C": 0.25}
-    a.drop_adopted()
-    assert a.partner_weights == {}
-
-
 def test_a_peer_that_leaves_leads_to_a_plan() -> None:
     together = Together({**EVEN, **swarm(E=(2, 4, 100.0), F=(2, 4, 100.0))})
     together.pass_time(10.0)
@@ -451,14 +435,13 @@ def test_a_move_that_failed_is_tried_again_and_given_up_in_the_end() -> None:
 
 def worth(members: dict[PeerId, TrainingPeer], **spans: tuple[int, int]) -> float:
     proposal = tuple((name, *span) for name, span in spans.items())
-    (tokens,) = evaluate_plans(EvaluatePlans(1, PeerId("A"), task(members), (proposal,), False, 0)).proposed
+    (tokens,) = evaluate_plans(EvaluatePlans(1, task(members), (proposal,), False, 0)).proposed
     return tokens
 
 
 def test_a_proposal_is_judged_by_ones_own_measurements() -> None:
     moved = {"B": (0, 2), "A": (1, 3)}
-    staying = evaluate_plans(EvaluatePlans(1, PeerId("A"), task(SLOWER), (), False, 0)).stay_tokens
-    assert worth(SLOWER, **moved) > staying * 0.9
+    assert worth(SLOWER, **moved) > evaluate_plans(EvaluatePlans(1, task(SLOWER), (), False, 0)).stay_tokens * 0.9
     assert worth(EVEN, A=(1, 3)) == pytest.approx(HORIZON_S * 400.0, rel=0.01)
 
 
@@ -512,7 +495,7 @@ def spans_of(members: dict[PeerId, TrainingPeer]) -> Ints:
 
 
 def test_what_is_found_is_the_best_there_is_for_a_small_swarm() -> None:
-    found = evaluate_plans(EvaluatePlans(1, PeerId("A"), task(SLOWER), (), True, 0))
+    found = evaluate_plans(EvaluatePlans(1, task(SLOWER), (), True, 0))
     assert found.found_tokens == pytest.approx(HORIZON_S * 320.0, rel=0.01)
     assert is_sound(found.found, len(CUTS))
 
