@@ -39,7 +39,12 @@ class TrainingPeer:
     tokens_per_s: float  # speed at which the peer would train the whole model
     rate: float = 0.0  # bytes/s of the slower of uplink and downlink; 0 if not measured
     originates: bool = True
-    has_trained: bool = True  # whether its weights have taken a step, here or at the peer that sent them
+    lr_step: int = 1  # step of the learning-rate schedule; 0: its weights have not taken a step anywhere
+
+    @property
+    def has_trained(self) -> bool:
+        """Return whether the peer's weights have taken a step, here or at the peer that sent them."""
+        return self.lr_step > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,8 @@ class LayerRecovery:
         self._lost_since = {index: self._lost_since.get(index, now) for index in given_up}
         wait_s = INITIALISE_AFTER_S if any(member.has_trained for member in members.values()) else 0.0
         self.initial = frozenset(index for index, since in self._lost_since.items() if now >= since + wait_s)
-        ready = [index for index in lost if index in self.initial or is_retained(index)]
+        waits = {index for index in unheld if index not in self.initial and not is_retained(index)}
+        ready = [index for index in lost if index not in waits]
         beginning = [member.held for member in members.values() if member.originates and len(member.held) < count]
         idle = beginning and not lost and not any(FIRST in span for span in beginning)
         parts_joining = [span for span in joining if len(span) < count]
@@ -127,6 +128,7 @@ class LayerRecovery:
             ready = [FIRST]
         candidates = ranked(self.needs, members, ready) if ready else []
         self.stuck = bool(ready) and not candidates
+        candidates = [(peer, span) for peer, span in candidates if waits.isdisjoint(span)]  # others could not begin
         if not candidates:
             self._turns_at = None
             return None

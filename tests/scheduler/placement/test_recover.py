@@ -98,7 +98,7 @@ def test_a_layer_that_comes_back_in_time_is_not_taken() -> None:
 
 
 def test_before_anybody_has_trained_layers_begin_with_initial_weights_at_once() -> None:
-    untrained = {name: replace(one, has_trained=False) for name, one in SWARM.items()}
+    untrained = {name: replace(one, lr_step=0) for name, one in SWARM.items()}
     swarm = RecoveringSwarm(untrained, retained=False)
     assert swarm.pass_time(RECOVERY_BACKOFF_S + 1) == {"C": (range(2, 4), True)}
 
