@@ -144,13 +144,14 @@ class ColdCopies:
         return lone is not None and lone.holder == peer
 
     def _observe(self, stored: Mapping[PeerId, RetainedStates], now: Seconds) -> None:
-        """Note when each peer's states were first seen. States of a peer that we did not know count as old."""
+        """Note when each peer's states were first seen at their present steps."""
         before, self._seen = self._seen, {}
         for peer, states in stored.items():
-            known, since = before.get(peer, {}), now if peer in before else float("-inf")
-            found = {index: SeenCopy(step, since) for index, step in states}
-            same = {index: one for index, one in known.items() if index in found and found[index].step == one.step}
-            self._seen[peer] = found | same
+            known = before.get(peer, {})
+            self._seen[peer] = {
+                index: known[index] if index in known and known[index].step == step else SeenCopy(step, now)
+                for index, step in states
+            }
 
     def _lone_fragments(self, members: Mapping[PeerId, TrainingPeer]) -> dict[int, LoneFragment]:
         """Return the fragments that only one peer holds."""
