@@ -197,7 +197,7 @@ class SpanManager:
         return peers if step > dict(self.donor.retained).get(fragment, NEVER) else []
 
     def retains(self, fragment: int) -> bool:
-        """Return whether our disk has a stored state of this fragment from before we gave the fragment up."""
+        """Return whether our disk has a stored state of this fragment."""
         return fragment in dict(self.donor.retained)
 
     def _is_retained(self, fragment: int) -> bool:

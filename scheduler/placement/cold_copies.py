@@ -82,7 +82,7 @@ class ColdCopies:
     _next_at: dict[int, Seconds] = field(default_factory=dict)  # earliest time of our next copy of a fragment
     _reviewed_at: Seconds = 0.0
     _began_at: Seconds = 0.0
-    _writes: tuple[int, int] | None = None  # (step, bytes) of the copy that the disk is writing
+    _writes: KeepCopy | None = None  # the copy that the disk is writing
 
     def __post_init__(self) -> None:
         """Create `self.fetch`, the machine that fetches a fragment's state from its holder."""
@@ -122,9 +122,9 @@ class ColdCopies:
         if not isinstance(event, CopyKept):
             effects = self.fetch.handle(event, now) if self.fetch.incoming else []
             return [*effects, *(self._keep() if self.fetch.incoming and self.fetch.complete else ())]
-        if self._writes is None:
+        if self._writes is None or self._writes.fragment != event.fragment:
             return []
-        (step, size), self._writes = self._writes, None
+        written, self._writes = self._writes, None
         if event.reason:
             self._next_at[event.fragment] = now + DECLINED_S
             return [self._line(event.fragment, "failed", now, reason=event.reason)]
@@ -132,7 +132,7 @@ class ColdCopies:
         every_s = self.lone[event.fragment].every_s if event.fragment in self.lone else self.checkpoint_every_s
         lead_s = min(now - self._began_at + REVIEWED_S, every_s / 2)
         self._next_at[event.fragment] = self._began_at + every_s - lead_s
-        return [self._line(event.fragment, "done", now, step=step, size=size)]
+        return [self._line(event.fragment, "done", now, written.step, len(written.blob))]
 
     def has_copy(self, fragment: int) -> bool:
         """Return whether another peer's disk had a fresh copy of a fragment with one holder at the last review."""
@@ -216,8 +216,8 @@ class ColdCopies:
     def _keep(self) -> list[Effect]:
         (incoming,) = self.fetch.incoming.values()
         ((fragment, layout, blob),) = self.fetch.donated()
-        self._writes, self.fetch = (incoming.step, len(blob)), self._new_fetch()
-        return [KeepCopy(fragment, layout, blob, incoming.step)]
+        self._writes, self.fetch = KeepCopy(fragment, layout, blob, incoming.step), self._new_fetch()
+        return [self._writes]
 
     def _line(
         self, fragment: int, outcome: Outcome, now: Seconds, step: int = 0, size: int = 0, reason: str = ""

@@ -4,14 +4,15 @@
 
 The peer fetches the state of the new layers while it still serves the old layers. Then it needs a replica lease from
 other holders of each layer that it gives up: from one, or from `replicas` in a move for relief. A move by a plan may do
-without (`gaps`), since single holders could not exchange layers otherwise. Once it has these leases, it takes no new
-stage executions and waits until the running ones have finished. Then the training thread changes the layers between two
-optimizer steps. If an earlier part of the move fails, the peer keeps serving its old layers. The state of given-up
-layers stays on the disk (engine/checkpoint.py), in case their last holder is lost.
+without for the layers in `gaps`, since single holders could not exchange layers otherwise. Once it has these leases, it
+takes no new stage executions and waits until the running ones have finished. Then the training thread changes the
+layers between two optimizer steps. If an earlier part of the move fails, the peer keeps serving its old layers. The
+state of given-up layers stays on the disk (engine/checkpoint.py), in case their last holder is lost.
 
 A **replica lease** is a holder's promise to keep a fragment for LEASE_S, or until the lease is given back. A move needs
-leases because a record in the DHT may be out of date. If two peers want to give up the same layer, the peer with the
-lower id yields: it abandons its move and grants the lease.
+leases because a record in the DHT may be out of date. A cold copy (cold_copies.py) of a layer with one holder counts as
+a lease in a move by a plan. If two peers want to give up the same layer, the peer with the lower id yields: it abandons
+its move and grants the lease.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -97,7 +98,7 @@ class SpanView(Protocol):
         """Return the peers whose disks have a fragment's newest state; [] unless our own disk's state is older."""
 
     def retains(self, fragment: int) -> bool:
-        """Return whether our own disk has a state of a fragment that we have given up."""
+        """Return whether our own disk has a state of a fragment that we do not hold."""
 
 
 @dataclass(frozen=True, slots=True)

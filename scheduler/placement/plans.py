@@ -70,7 +70,7 @@ JUDGED_SHARE = 0.1  # repeated evaluations of the same plans may take at most th
 MOST_JUDGING_S = 6.0  # a longer evaluation was probably suspended, so its duration is capped at this
 MARGIN = 0.02  # a peer changes to a plan only if it gains more than this share
 MEASUREMENT_NOISE = 0.03  # added to MARGIN, because speeds are measured with about this error
-GAP_AFTER_S = 8.0  # a plan that cannot be carried out otherwise for this long may leave layers without a holder
+GAP_AFTER_S = 8.0  # a plan that is not carried out for this long may leave layers without a holder that have no copy
 
 PlanReason = Annotated[str, Strict(), Field(max_length=200), AfterValidator(partial(plain_text, most=200))]
 Figure = Annotated[float, Strict(), Field(ge=0, lt=1e18, allow_inf_nan=False)]
