@@ -3,7 +3,8 @@
     python -m benchmarks.lone_holder [--seeds 10] [--first 0] [--at 240] [--set KEY=VALUE] [--json FILE]
 
 The swarms are those of benchmarks/tight_swarms.py: six peers with memory for 0.3 to 0.6 of the model. At `--at` virtual
-seconds, the peer with the most layers that nobody else holds dies with its disk. For each seed: `layers`, the fragments
+seconds, a peer dies with its disk: of the peers without which the model still fits into memory, the one with the most
+layers that nobody else holds. For each seed: `layers`, the fragments
 that only it held; `age_s`, the time from the moment at which their recovered states left it (the oldest counts) to its
 death, null if any began from initial weights; `held_s`, the time until all layers have a holder again, null if they
 have none after `--for` seconds; and of all bytes that the peers had sent before, the `copied` share.
@@ -26,6 +27,8 @@ from decentral.core.synthetic import Blob
 from decentral.core.units import Seconds
 from decentral.peers.runtime.handlers import PeerEffect, PeerEvent
 from decentral.peers.runtime.progress import Stop
+from decentral.scheduler.placement.evaluate import work_of
+from decentral.scheduler.throughput.covering import covering
 from decentral.sim.host import VirtualHost
 from decentral.sim.run import Scenario, StopRun, run
 from decentral.sim.simulated_peer import SimulatedPeer
@@ -38,6 +41,7 @@ class Killing:
     """An observer of a swarm's jobs that kills a lone holder, and notes where its layers' next states come from."""
 
     at: Seconds
+    spare: frozenset[int]  # numbers of the peers without which the model fits into the others' memories
     swarm: SimulatedSwarm | None = None
     lost: set[int] = field(default_factory=set)  # fragments that only the killed peer held
     ages: dict[int, Seconds | None] = field(default_factory=dict)  # by lost fragment, once it is held again
@@ -58,7 +62,7 @@ class Killing:
         held = {one: set(one.host.node.setup.held) for one in self.swarm.living if one.training and one.host}
         alone = {one: mine - set().union(*(held[o] for o in held if o is not one)) for one, mine in held.items()}
         self.sent_bytes = sum(one.host.node.traffic.sent_bytes for one in held if one.host)
-        dying: SimulatedPeer = max(alone, key=lambda one: (len(alone[one]), one.peer))
+        dying: SimulatedPeer = max(alone, key=lambda one: (one.number in self.spare, len(alone[one]), one.peer))
         self.lost = alone[dying]
         self.swarm.crash(dying)
         dying.wipe()
@@ -101,18 +105,20 @@ class Killing:
 
 def row(seed: int, at: Seconds, lasts: Seconds, overrides: Sequence[str]) -> dict[str, float | int | None]:
     """Return the figures of one seed."""
-    swarm, killing = tight_swarm(seed, overrides), Killing(at)
+    swarm = tight_swarm(seed, overrides)
+    members = swarm.task.members
+    others = {number: members[:number] + members[number + 1 :] for number in range(PEERS)}
+    fitting = [
+        gone for gone, left in others.items() if covering(work_of(replace(swarm.task, members=left))) is not None
+    ]
+    killing = Killing(at, frozenset(fitting))
 
     def end_if_held(now: Seconds) -> None:
         if killing.held_s is not None:
             raise StopRun
 
-    run(
-        Scenario(replace(swarm.shape), PEERS, at + lasts, seed, (), LINKS, audited=False),
-        end_if_held,
-        observer=killing,
-        watches=[killing],
-    )
+    scenario = Scenario(swarm.shape, PEERS, at + lasts, seed, (), LINKS, audited=False)
+    run(scenario, end_if_held, observer=killing, watches=[killing])
     known = [age for age in killing.ages.values() if age is not None]
     return {
         "seed": seed,

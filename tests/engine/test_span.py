@@ -1,6 +1,7 @@
 """A change of span: what stays is untouched, what comes is as it was given, what goes is retained on the disk."""
 
 import gc
+import shutil
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -119,7 +120,7 @@ def test_a_copy_that_takes_too_much_of_the_disk_is_declined(
     assert compute.do(jobs.KeepCopy(*copy, 30)) == jobs.CopyKept(2, ((2, 30),))
     taken = (compute.setup.folder / "kept-2.safetensors").stat().st_size
     space = taken / checkpoint.COPIES_SHARE - taken  # with the old copy, just enough for the new one
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=space))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=space))
     assert compute.do(jobs.KeepCopy(*copy, 31)) == jobs.CopyKept(2, ((2, 31),))
     (compute.setup.folder / "kept-7.safetensors").write_bytes(bytes(2000))
     declined = compute.do(jobs.KeepCopy(*copy, 32))
