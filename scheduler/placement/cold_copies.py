@@ -172,20 +172,18 @@ class ColdCopies:
         """Return when to copy each fragment that has one holder and, at another peer, no copy that counts."""
         due, since = {}, {}
         for index, lone in self.lone.items():
-            candidates = [peer for peer, member in members.items() if index not in member.held and peer != self.own]
             if index in members[self.own].held or not lone.lr_step:
                 continue
+            candidates = [peer for peer, member in members.items() if index not in member.held and peer != self.own]
             earlier = [peer for peer in candidates if _hash(peer, index) < _hash(self.own, index)]
             renews = self._is_fresh(self.own, index)
             if any(self._is_fresh(peer, index) for peer in (earlier if renews else candidates)):
                 continue
             since[index] = self._needed_since.get(index, now)
-            begins = (
-                self._seen[self.own][index].since + lone.every_s
-                if renews
-                else since[index] + len(earlier) * lone.every_s
-            )
-            due[index] = self._next_at.get(index, begins) if renews else max(begins, self._next_at.get(index, 0.0))
+            if renews:
+                due[index] = self._next_at.get(index, self._seen[self.own][index].since + lone.every_s)
+            else:
+                due[index] = max(since[index] + len(earlier) * lone.every_s, self._next_at.get(index, 0.0))
         self._needed_since = since
         return due
 
