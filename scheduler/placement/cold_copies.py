@@ -36,6 +36,7 @@ from decentral.scheduler.placement.evaluate import TrainingPeer
 from decentral.scheduler.placement.move import FETCH_STALLED_S, MemoryBudget
 
 COPY_SHARE = 0.1  # copies take at most this share of their holder's uplink
+MOST_EVERY_S = 3600.0  # copies are at most this far apart, however slow a peer says that it is
 FRESH_TIMES = 3  # a copy is fresh for this many intervals: its record may be read one interval late
 REVIEWED_S = 2.0  # a copy may begin this much late, because reviews are this far apart
 COPY_RETRY_S = 5.0  # after a failed fetch, the next try is this much later
@@ -163,8 +164,8 @@ class ColdCopies:
         found = {}
         for index, peer in alone.items():
             size = sum(layout_bytes(self.budget.layouts[one]) for one, other in alone.items() if other == peer)
-            rate = members[peer].rate
-            every_s = max(self.checkpoint_every_s, size / (COPY_SHARE * rate) if rate else 0.0)
+            rate = members[peer].rate or float("inf")  # 0: not measured
+            every_s = max(self.checkpoint_every_s, size / max(COPY_SHARE * rate, size / MOST_EVERY_S))
             found[index] = LoneFragment(peer, members[peer].lr_step, every_s)
         return found
 

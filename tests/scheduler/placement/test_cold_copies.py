@@ -13,7 +13,7 @@ from decentral.core.jobs import CopyKept, DropCopy, KeepCopy
 from decentral.core.journal.events import CopyLine
 from decentral.core.machine import Log
 from decentral.core.memory_needs import MemoryNeeds
-from decentral.scheduler.placement.cold_copies import COPY_SHARE, DECLINED_S, ColdCopies
+from decentral.scheduler.placement.cold_copies import COPY_SHARE, DECLINED_S, MOST_EVERY_S, ColdCopies
 from decentral.scheduler.placement.evaluate import TrainingPeer
 from decentral.scheduler.placement.move import FETCH_STALLED_S, MemoryBudget
 
@@ -190,6 +190,12 @@ def test_a_slow_uplink_is_copied_from_less_often() -> None:
     swarm = Swarm(PARTS, rate=200 / (COPY_SHARE * 100.0))
     swarm.pass_time(1000.0)
     assert sum(fragment == 0 for _, _, fragment in swarm.requests) == pytest.approx(10, abs=1)
+
+
+def test_a_rate_that_no_link_has_is_not_believed() -> None:
+    swarm = Swarm(PARTS, rate=5e-324)
+    swarm.pass_time(2 * MOST_EVERY_S)
+    assert sum(fragment == 0 for _, _, fragment in swarm.requests) in (2, 3)
 
 
 def test_a_silent_holder_fails_the_copy_and_is_asked_again() -> None:
