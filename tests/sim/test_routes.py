@@ -186,7 +186,7 @@ def test_a_layer_whose_only_holder_dies_for_good_goes_on_from_a_copy_at_most_one
     assert {line.fragment for _, line in before} == {3}
     assert before[-1][0] >= 45.0 - 10.0  # swarm.checkpoint_every_s
     assert before[-1][1].step > before[0][1].step > 0
-    ((at, move),) = lines.moves
+    at, move = lines.moves[0]
     assert (move.why, move.outcome) == ("lost", "done")
     assert at < 45.0 + recover.INITIALISE_AFTER_S / 3
     counted = {round(one.at): one.tokens for one in report.samples}
