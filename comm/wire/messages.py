@@ -213,7 +213,7 @@ class StateRequest(RunQuestion):
     fragment: Index
     offset: Count
     length: Annotated[int, Strict(), Field(gt=0, le=MAX_CHUNK_BYTES)]
-    kept: Annotated[bool, Strict()] = False  # True: the state that the peer still stores of a fragment it gave up
+    kept: Annotated[bool, Strict()] = False  # True: the state on its disk of a fragment that the peer does not hold
 
 
 @dataclass(frozen=True, slots=True)

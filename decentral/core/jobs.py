@@ -259,9 +259,27 @@ class ChangeSpan:
 
 @dataclass(frozen=True, slots=True)
 class ExportRetained:
-    """Job: read from the disk the state of a fragment that this peer gave up. Outcome: `RetainedExported`."""
+    """Job: read from the disk the retained state of a fragment. Outcome: `RetainedExported`."""
 
     fragment: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeepCopy:
+    """Job: write another peer's state of a fragment, at learning-rate step `step`, to the disk. Outcome: `CopyKept`."""
+
+    fragment: int
+    layout: Layout
+    blob: Blob
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropCopy:
+    """Job: delete the retained state of a fragment if its learning-rate step is `step`. Outcome: `CopyKept`."""
+
+    fragment: int
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +314,7 @@ class Advance:
 StageJob = Draw | Forward | Backward | Forget | Compare | Seal | Apply | Drop
 RoundJob = CloseRound | Advance
 GossipJob = CloseWindow | Rest | EncodeSections | Merge | ExportState
-SpanJob = ChangeSpan | ExportRetained
+SpanJob = ChangeSpan | ExportRetained | KeepCopy | DropCopy
 Job = GossipJob | SpanJob | RoundJob | ImportState | SetClock | Evaluate | Save | Start | Finish | StageJob
 
 
@@ -520,6 +538,15 @@ class SpanChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyKept:
+    """Outcome of KeepCopy or DropCopy: the states that the disk retains now."""
+
+    fragment: int
+    kept: RetainedStates
+    reason: str = ""  # why the disk has refused the copy; "" if it has not
+
+
+@dataclass(frozen=True, slots=True)
 class RetainedExported:
     """Outcome: a fragment's retained state from the disk; `layout` is empty if no state can be read."""
 
@@ -540,6 +567,6 @@ class RoundClosed:
 
 StageOutcome = ForwardDone | BackwardDone | ExecutionFailed | Sealed | Compared | Forgotten | Stepped
 GossipOutcome = WindowClosed | Rested | NotHeld | SectionsEncoded | Merged | StateExported
-SpanOutcome = SpanChanged | RetainedExported
+SpanOutcome = SpanChanged | RetainedExported | CopyKept
 StateOutcome = StateImported | ClockSet | Evaluated | Saved | SaveFailed | Started
 Outcome = StageOutcome | GossipOutcome | SpanOutcome | RoundClosed | StateOutcome | JobFailed

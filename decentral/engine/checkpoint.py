@@ -2,12 +2,14 @@
 
 Start reading at `save` and `resume`. A checkpoint is one safetensors file (`TensorFile`). The new file is written
 beside the old file, fsynced, then renamed over it. So `kill -9` or a full disk at any moment leaves either the old or
-the new checkpoint whole. The other files have the used micro-batch numbers (`MicroBatchNumbers`), and the states of
-fragments that the peer no longer holds (`RetainedStateStore`).
+the new checkpoint whole. The other files have the used micro-batch numbers (`MicroBatchNumbers`), and states of
+fragments that the peer does not hold (`RetainedStateStore`).
 """
 
+import errno
 import json
 import secrets
+import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -38,6 +40,9 @@ FILE = "checkpoint.safetensors"
 DAMAGED = "checkpoint.damaged"  # an unreadable checkpoint is renamed to this, so that the peer can start without it
 COPY_ALIGNED = 64  # each tensor begins at a multiple of this many bytes, the size of a cache line
 MOST_POSITION_BYTES = 4096
+COPIES_SHARE = (
+    0.2  # retained states and copies may take at most this share of the disk's space that is free without them
+)
 RESERVED = 1024  # this many micro-batch numbers are reserved on disk at a time; a restart reuses none
 ELSEWHERE = SPACE // 2  # while the disk cannot be written, micro-batch numbers are random and at least this
 Read = TypeVar("Read")
@@ -347,10 +352,11 @@ class MicroBatchNumbers:
 
 @dataclass(frozen=True, slots=True)
 class RetainedStateStore:
-    """A store on disk for states of fragments that this peer no longer holds; lost layers can be recovered from them.
+    """A store on disk for states of fragments that this peer does not hold; lost layers can be recovered from them.
 
-    Each fragment has one file, with the state that the peer would have sent to a joining peer, and the learning-rate
-    step at which the peer stopped holding the fragment. Files of another run are ignored.
+    Each fragment has one file, with the state that a holder sends to a joining peer, and the state's learning-rate
+    step. The state is this peer's own from when it gave the fragment up, or a copy of another holder's. Files of
+    another run are ignored.
     """
 
     folder: Path
@@ -363,6 +369,19 @@ class RetainedStateStore:
         data = save_arrays({"state": np.frombuffer(blob, dtype=np.uint8)}, {"facts": json.dumps(facts)})
         write_atomically(self._path(fragment), data)
 
+    def write_copy(self, state: Donated, step: int) -> None:
+        """Write another holder's state of a fragment in place of an older one.
+
+        Raises:
+            OSError: If the folder's states would take more than COPIES_SHARE of the disk, or the disk fails; the old
+                state stays.
+        """
+        sizes = {path: path.stat().st_size for path in self.folder.glob("kept-*.safetensors")}
+        free, others = shutil.disk_usage(self.folder).free + sum(sizes.values()), {**sizes, self._path(state[0]): 0}
+        if sum(others.values()) + len(state[2]) > COPIES_SHARE * free:
+            raise OSError(errno.ENOSPC, f"a copy of {len(state[2])} bytes is too large for the disk")
+        self.write(state, step)
+
     def read(self, fragment: int) -> RetainedState | None:
         """Return a fragment's retained state; None if the folder has no readable state of this fragment and run."""
         if (found := self._facts(fragment)) is None:
@@ -374,7 +393,7 @@ class RetainedStateStore:
             return None
 
     def forget(self, fragments: Iterable[int]) -> None:
-        """Delete the retained states of these fragments. Call it when the peer holds these fragments again."""
+        """Delete the retained states of these fragments."""
         for fragment in fragments:
             with suppress(OSError):
                 self._path(fragment).unlink(missing_ok=True)

@@ -90,7 +90,9 @@ def time_kind(job: jobs.Job) -> str:
             return "checkpoint"
         case jobs.Evaluate() | jobs.Compare():
             return "evaluation"
-        case jobs.ExportState() | jobs.ImportState() | jobs.ChangeSpan() | jobs.ExportRetained():
+        case jobs.ExportState() | jobs.ImportState() | jobs.ChangeSpan():
+            return "state"
+        case jobs.ExportRetained() | jobs.KeepCopy() | jobs.DropCopy():
             return "state"
         case jobs.SetClock() | jobs.Start():
             return "state"
@@ -107,7 +109,7 @@ class JobRunner(ABC):
 
         Args:
             span: The fragments that the peer holds.
-            retained: States on disk of fragments that the peer no longer holds.
+            retained: States on disk of fragments that the peer does not hold.
             numbers: The source of micro-batch numbers.
             synchronous: Whether the run trains in synchronous rounds.
         """
@@ -172,6 +174,10 @@ class JobRunner(ABC):
                 return self._change_span(job)
             case jobs.ExportRetained(fragment):
                 return self._export_retained(fragment)
+            case jobs.KeepCopy():
+                return self._keep_copy(job)
+            case jobs.DropCopy(fragment, step):
+                return self._drop_copy(fragment, step)
             case jobs.Evaluate():
                 return self._evaluate()
             case jobs.Save():
@@ -215,6 +221,20 @@ class JobRunner(ABC):
         yield Phase.BESIDE
         step, layout, blob = self.retained.read(fragment) or (0, (), b"")
         return jobs.RetainedExported(fragment, step, layout, blob)
+
+    def _keep_copy(self, job: jobs.KeepCopy) -> Program:
+        yield Phase.BESIDE
+        try:
+            self.retained.write_copy((job.fragment, job.layout, job.blob), job.step)
+        except OSError as error:
+            return jobs.CopyKept(job.fragment, self.retained_states(), f"{type(error).__name__}: {error}")
+        return jobs.CopyKept(job.fragment, self.retained_states())
+
+    def _drop_copy(self, fragment: int, step: int) -> Program:
+        yield Phase.BESIDE
+        if (fragment, step) in self.retained_states():  # a move may have written a newer state since
+            self.retained.forget([fragment])
+        return jobs.CopyKept(fragment, self.retained_states())
 
     def _execute(self, job: jobs.Job) -> jobs.Outcome:
         """Carry out a job of routed training, and return its outcome. Raises AssertionError for any other job."""

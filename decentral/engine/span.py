@@ -161,17 +161,20 @@ def _gaps(layers: Mapping[int, nn.Module], first: int, last: int) -> list[tuple[
 
 
 RetainedState = tuple[int, Layout, bytes]
-"""The state of a fragment that the peer gave up: its learning-rate step, the layout of the state, and its blob."""
+"""The state of a fragment on disk: its learning-rate step, the layout of the state, and its blob."""
 
 
 class RetainedStore(Protocol):
-    """Interface of the store for states of fragments that the peer no longer holds.
+    """Interface of the store for states of fragments that the peer does not hold: given up, or copied from a holder.
 
     `RetainedStateStore` writes them to files; the simulator's `SurrogateDisk` has them in memory.
     """
 
     def write(self, state: jobs.Donated, step: int) -> None:
         """Replace the stored state of a fragment. If the disk fails, keep the stored state and raise OSError."""
+
+    def write_copy(self, state: jobs.Donated, step: int) -> None:
+        """Store a holder's state. If the disk is too small or fails, raise OSError."""
 
     def read(self, fragment: int) -> RetainedState | None:
         """Return the retained state of a fragment; None if the store has no readable state of the fragment."""

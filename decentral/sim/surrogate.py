@@ -48,7 +48,7 @@ class SurrogateDisk:
 
     checkpoint: SurrogateCheckpoint | None = None
     reserved: int = 0  # a restarted peer numbers its micro-batches from here, so that no number is used twice
-    retained: dict[int, RetainedState] = field(default_factory=dict)  # by fragment: its state when the peer gave it up
+    retained: dict[int, RetainedState] = field(default_factory=dict)  # by fragment: a state that the peer does not hold
     full: bool = False
 
     def reserve(self, numbers: int) -> None:
@@ -75,11 +75,15 @@ class SurrogateDisk:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def write(self, state: jobs.Donated, step: int) -> None:
-        """Store the state of a fragment that the peer gives up at `step`. Raises OSError if the disk is full."""
+        """Store the state of a fragment at `step`. Raises OSError if the disk is full."""
         self.check()
         fragment, layout, blob = state
-        assert isinstance(blob, bytes), "a peer retains only states that it exported"
+        assert isinstance(blob, bytes), "the states of simulated peers are synthetic blobs"
         self.retained[fragment] = step, layout, blob
+
+    def write_copy(self, state: jobs.Donated, step: int) -> None:
+        """Store another holder's state of a fragment. Raises OSError if the disk is full."""
+        self.write(state, step)
 
     def read(self, fragment: int) -> RetainedState | None:
         """Return the retained state of a fragment; None if there is none."""
@@ -91,7 +95,7 @@ class SurrogateDisk:
             self.retained.pop(fragment, None)
 
     def steps(self, fragments: Iterable[int]) -> jobs.RetainedStates:
-        """Return (fragment, step at which its state was stored) for those of `fragments` that have a retained state."""
+        """Return (fragment, step of its state) for those of `fragments` that have a retained state."""
         return tuple((one, self.retained[one][0]) for one in fragments if one in self.retained)
 
 

@@ -57,8 +57,8 @@ class Export:
     begun: Counter[PeerId] = field(default_factory=Counter)
 
     def serves(self, newcomer: PeerId, now: Seconds) -> bool:
-        """Return whether this newcomer may fetch the export; a newcomer that has begun has FINISHED_S more time."""
-        return now < self.expires_at + (FINISHED_S if newcomer in self.begun else 0.0)
+        """Return whether this newcomer may fetch the export; while it has only a part, it has FINISHED_S more time."""
+        return now < self.expires_at + (FINISHED_S if 0 < self.begun[newcomer] < len(self.blob) else 0.0)
 
 
 class MeasuredUplink(Protocol):
@@ -74,7 +74,7 @@ class Donor:
 
     run: RunId
     fragments: Sequence[Fragment]
-    retained: RetainedStates = ()  # states of fragments that this peer gave up but keeps on disk
+    retained: RetainedStates = ()  # states on disk of fragments that this peer does not hold
     uplink: MeasuredUplink | None = None
     exact: bool = False  # whether the run is synchronous: only states of the present step may be sent
     exports: dict[ExportName, Export] = field(default_factory=dict)
@@ -144,10 +144,9 @@ class Donor:
         """Serve only these fragments from now on, because this peer now holds other layers."""
         self.fragments = fragments
 
-    def changed(self, event: jobs.SpanChanged) -> None:
-        """Record which states this peer retains on its disk after a change of its layers, unless the change failed."""
-        if event.accepted:
-            self.retained = event.kept
+    def retain(self, states: RetainedStates) -> None:
+        """Serve these states from the disk from now on."""
+        self.retained = states
 
     def forget_old(self, now: Seconds) -> list[Effect]:
         """Drop the encoded states that have expired, and return jobs to encode states that newcomers wait for.

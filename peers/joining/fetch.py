@@ -44,7 +44,7 @@ class Incoming:
 
     fragment: Fragment
     layout: Layout  # the sections that a valid state must have
-    retained: bool = False  # True: fetch from the disks of peers that gave up the fragment; False: from its holders
+    retained: bool = False  # True: fetch from the disks of peers that do not hold the fragment; False: from its holders
     total: int | None = None  # bytes of the whole state; None until the first piece arrives
     pieces: dict[int, Blob] = field(default_factory=dict)
     here: int = 0  # number of bytes that have arrived
@@ -60,7 +60,7 @@ class Incoming:
     _from: int = 0  # every piece before this byte offset has arrived or is requested
 
     def fetch_retained(self, retained: bool) -> None:
-        """Set whether to fetch the state from the disks of former holders instead of from present holders."""
+        """Set whether to fetch the state from the disks of peers without the fragment instead of from its holders."""
         self.retained = retained
 
     def looked_for_holder(self, found: bool) -> None:

@@ -168,7 +168,7 @@ class Join:
         return [Log(ErrorLine(reason=self.waits))]
 
     def _prefer_retained(self, known: Sequence[PeerId]) -> None:
-        """If no peer holds a fragment, fetch its state from former holders' disks, unless our checkpoint is newer."""
+        """If no peer holds a fragment, fetch its state from other peers' disks, unless our checkpoint is newer."""
         for index, one in self.fetch.incoming.items():
             if not one.pieces:
                 held = any(self.view.donates(peer, one.fragment) for peer in known)
@@ -184,7 +184,8 @@ class Join:
     def can_donate(self, peer: PeerId, fragment: Fragment) -> bool:
         """Return whether a peer can send the fragment's state.
 
-        If the state is fetched from the disks of former holders, only the peers with its newest version can send it.
+        If the state is fetched from disks of peers that do not hold the fragment, only the peers with its newest
+        version can send it.
         """
         incoming = self.fetch.incoming.get(fragment.index)
         if incoming is None or not incoming.retained:

@@ -53,6 +53,7 @@ from decentral.peers.runtime.setup import NodeSetup, PresentSetup
 from decentral.peers.runtime.span_manager import SpanManager
 from decentral.peers.runtime.step_clock import StepClock
 from decentral.peers.runtime.traffic import TrafficCounter
+from decentral.scheduler.placement.cold_copies import CopyTag
 from decentral.scheduler.placement.evaluate import PlansEvaluated
 from decentral.scheduler.placement.move import LeaseTag, MoveTag
 
@@ -171,6 +172,7 @@ class Node:
         self.handlers.register(spans.moved, MoveTag, LeaseTag)
         self.handlers.register(spans.asked, LeaseRequest)
         self.handlers.register(spans.changed, jobs.SpanChanged)
+        self.handlers.register(spans.copied, CopyTag, jobs.CopyKept)
         self.handlers.register(spans.swarm_plans.handle, PlansEvaluated, spans.swarm_plans.key)
         self.record_gossip.pass_on(spans.swarm_plans)
 

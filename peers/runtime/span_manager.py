@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from decentral.comm.wire.private_swarm import may_train
-from decentral.comm.wire.transport import Asked, Effect, Event
+from decentral.comm.wire.transport import Answered, Asked, AskFailed, Effect, Event
 from decentral.core import rng
 from decentral.core.ids import PeerId
-from decentral.core.jobs import ChangeSpan, SpanChanged
+from decentral.core.jobs import ChangeSpan, CopyKept, RetainedStates, SpanChanged
 from decentral.core.machine import Woke
 from decentral.core.units import Seconds
 from decentral.peers.joining.donor import Donor
@@ -28,6 +28,7 @@ from decentral.peers.runtime.own_record import OwnRecord
 from decentral.peers.runtime.peer_selection import NEVER, PeerSelection
 from decentral.peers.runtime.route_planner import RoutePlanner
 from decentral.peers.runtime.setup import PresentSetup
+from decentral.scheduler.placement.cold_copies import ColdCopies
 from decentral.scheduler.placement.evaluate import EvaluatePlans, TrainingPeer
 from decentral.scheduler.placement.move import Drained, HoldSpan, MoveEffect, MovePhase, SpanMove
 from decentral.scheduler.placement.plans import SwarmPlans
@@ -39,7 +40,7 @@ WIRE_BYTES = {"auto": 2.0, "bf16": 2.0, "int8": 1.0, "int8-q4": 0.75, "fp32": 4.
 
 @dataclass(slots=True)
 class SpanManager:
-    """The owner of the state machines for moves, layer recovery and plans, and their view of the swarm (SpanView)."""
+    """The owner of the state machines for moves, layer recovery, plans and copies, and their view of the swarm."""
 
     setup: PresentSetup
     selection: PeerSelection
@@ -51,18 +52,20 @@ class SpanManager:
     span_move: SpanMove = field(init=False)
     layer_recovery: LayerRecovery = field(init=False)
     swarm_plans: SwarmPlans = field(init=False)
+    cold_copies: ColdCopies = field(init=False)
     wake_at: Seconds = 0.0
 
     def __post_init__(self) -> None:
-        """Make the state machines for moves, layer recovery and plans."""
+        """Make the state machines for moves, layer recovery, plans and copies."""
         setup = self.setup.now
         run, own, budget = setup.config, setup.own, setup.memory_budget
         assert budget is not None
-        chances = [rng.stream(run.seed, name, own.peer) for name in ("moves", "cover", "plans")]
+        chances = [rng.stream(run.seed, name, own.peer) for name in ("moves", "cover", "plans", "copies")]
         replicas, hidden_bytes = run.routes.holders, WIRE_BYTES[run.routes.wire] * run.model.d_model
         self.span_move = SpanMove(setup.run, own.peer, budget, self, chances[0], replicas, setup.held)
         self.layer_recovery = LayerRecovery(own.peer, budget.needs, chances[1])
         self.swarm_plans = SwarmPlans(setup.run, own, budget.needs, hidden_bytes, replicas, run.seed, chances[2], self)
+        self.cold_copies = ColdCopies(setup.run, own.peer, budget, run.swarm.checkpoint_every_s, chances[3])
 
     def review(self, now: Seconds) -> list[Effect | EvaluatePlans]:
         """Begin a move if this peer should hold other layers; cancel a move that is no longer needed.
@@ -75,6 +78,7 @@ class SpanManager:
         planned = plans.planned_spans(members)
         lost = self.layer_recovery.span_to_take(members, joining, now, self._is_retained, planned)
         effects: list[Effect | EvaluatePlans] = [*plans.review(members, now, self.layer_recovery.stuck)]
+        effects += self.cold_copies.review(members, self._stored(members), now)
         relief = self.layer_recovery.span_to_relieve(members, joining, now, move.replicas)
         if move.why == "plan" and plans.adopted is not None:
             effects += self._carry_out(move.redirect(plans.planned_span(move.held), now), now)
@@ -96,7 +100,8 @@ class SpanManager:
             return []
         unheld = [index for index in target if index not in held and not self.holders(index)]
         initial = all(index in self.layer_recovery.initial or self._is_retained(index) for index in unheld)
-        return self.span_move.begin(target, "plan", now, initial, plans.may_gap(held, members, now))
+        copied = {index for index in held if not self.holders(index) and self.cold_copies.has_copy(index)}
+        return self.span_move.begin(target, "plan", now, initial, plans.gaps(held, members, now, copied))
 
     def _relieve(self, target: range, now: Seconds) -> list[MoveEffect]:
         self.layer_recovery.relief_tried(now)
@@ -115,8 +120,17 @@ class SpanManager:
 
     def changed(self, event: SpanChanged, now: Seconds) -> list[Effect]:
         """Continue a move after the training thread has changed the layers, or has failed to change them."""
-        self.donor.changed(event)
+        if event.accepted:
+            self.donor.retain(event.kept)
         return self.moved(event, now)
+
+    def copied(self, event: Answered | AskFailed | CopyKept, now: Seconds) -> list[Effect]:
+        """Continue a cold copy with an answer of the fragment's holder, or after the disk has written it."""
+        if isinstance(event, CopyKept):
+            if dict(event.kept).keys() != dict(self.donor.retained).keys():
+                self.selection.roster.renew_soon(now)
+            self.donor.retain(event.kept)
+        return self.cold_copies.handle(event, now)
 
     def settle(self, now: Seconds) -> list[Effect]:
         """Refuse new stage executions if a move requires it, and continue the move when none is in progress.
@@ -127,7 +141,7 @@ class SpanManager:
         if self.span_move.drains and not routes.draining:
             routes.drain()
             effects += routes.handle(Woke(), now)
-        if self.span_move.gaps and self.span_move.drains and not self.swarm_plans.all_held:
+        if self.span_move.drains and not self.swarm_plans.all_held:
             effects += routes.give_up_all()
         if self.span_move.phase is MovePhase.DRAINING and routes.idle:
             effects += self.moved(Drained(), now)
@@ -183,7 +197,7 @@ class SpanManager:
         return peers if step > dict(self.donor.retained).get(fragment, NEVER) else []
 
     def retains(self, fragment: int) -> bool:
-        """Return whether our disk has a stored state of this fragment from before we gave the fragment up."""
+        """Return whether our disk has a stored state of this fragment."""
         return fragment in dict(self.donor.retained)
 
     def _is_retained(self, fragment: int) -> bool:
@@ -193,6 +207,12 @@ class SpanManager:
         """Return for how many seconds a peer has been in the roster; None if it is not in the roster."""
         entry = self.selection.roster.live.get(peer)
         return None if entry is None else now - entry.since
+
+    def _stored(self, members: Mapping[PeerId, TrainingPeer]) -> dict[PeerId, RetainedStates]:
+        """Return the states on the disks of these peers, ourselves included."""
+        live = self.selection.roster.live
+        stored = {peer: live[peer].record.kept for peer in members if peer in live}
+        return stored | {self.setup.now.own.peer: self.donor.retained}
 
     def _members(self, now: Seconds) -> tuple[dict[PeerId, TrainingPeer], list[range]]:
         """Return the peers that train, ourselves included, and the spans of all other peers in the roster.
@@ -220,7 +240,7 @@ def _member(held: range, profile: Profile, originates: bool, lr_step: int) -> Tr
         profile.tokens_per_s,
         rate=min(profile.down, profile.up),
         originates=originates,
-        has_trained=lr_step > 0,
+        lr_step=lr_step,
         costs=profile.costs,
         changed=profile.changed,
     )

@@ -41,9 +41,14 @@ class TrainingPeer:
     tokens_per_s: float  # speed at which the peer would train the whole model
     rate: float = 0.0  # bytes/s of the slower of uplink and downlink; 0 if not measured
     originates: bool = True
-    has_trained: bool = True  # whether its weights have taken a step, here or at the peer that sent them
+    lr_step: int = 1  # step of the learning-rate schedule; 0: its weights have not taken a step anywhere
     costs: KindCosts = UNMEASURED  # what a layer of each kind costs its device
     changed: Seconds = 0.0  # when its figures last changed, by its own clock (`Profile.changed`)
+
+    @property
+    def has_trained(self) -> bool:
+        """Return whether the peer's weights have taken a step, here or at the peer that sent them."""
+        return self.lr_step > 0
 
 
 @dataclass(frozen=True, slots=True)

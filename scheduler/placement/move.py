@@ -4,14 +4,15 @@
 
 The peer fetches the state of the new layers while it still serves the old layers. Then it needs a replica lease from
 other holders of each layer that it gives up: from one, or from `replicas` in a move for relief. A move by a plan may do
-without (`gaps`), since single holders could not exchange layers otherwise. Once it has these leases, it takes no new
-stage executions and waits until the running ones have finished. Then the training thread changes the layers between two
-optimizer steps. If an earlier part of the move fails, the peer keeps serving its old layers. The state of given-up
-layers stays on the disk (engine/checkpoint.py), in case their last holder is lost.
+without for the layers in `gaps`, since single holders could not exchange layers otherwise. Once it has these leases, it
+takes no new stage executions and waits until the running ones have finished. Then the training thread changes the
+layers between two optimizer steps. If an earlier part of the move fails, the peer keeps serving its old layers. The
+state of given-up layers stays on the disk (engine/checkpoint.py), in case their last holder is lost.
 
 A **replica lease** is a holder's promise to keep a fragment for LEASE_S, or until the lease is given back. A move needs
-leases because a record in the DHT may be out of date. If two peers want to give up the same layer, the peer with the
-lower id yields: it abandons its move and grants the lease.
+leases because a record in the DHT may be out of date. A cold copy (cold_copies.py) of a layer with one holder counts as
+a lease in a move by a plan. If two peers want to give up the same layer, the peer with the lower id yields: it abandons
+its move and grants the lease.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -97,7 +98,7 @@ class SpanView(Protocol):
         """Return the peers whose disks have a fragment's newest state; [] unless our own disk's state is older."""
 
     def retains(self, fragment: int) -> bool:
-        """Return whether our own disk has a state of a fragment that we have given up."""
+        """Return whether our own disk has a state of a fragment that we do not hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,7 @@ class SpanMove:
     phase: MovePhase = MovePhase.IDLE
     target: range = range(0)
     why: str = ""  # cause of the last move: "lost" or "relief" (recover.py), or "plan" (plans.py)
-    gaps: bool = False  # whether the move under way may leave layers without a holder
+    gaps: frozenset[int] = frozenset()  # fragments that the move under way may leave without a holder
     wake_at: Seconds | None = None
     fetch: Fetch = field(init=False)
     granted: GrantedLeases = field(default_factory=GrantedLeases)
@@ -215,9 +216,7 @@ class SpanMove:
 
     @property
     def needed(self) -> int:
-        """Return how many other holders each given-up layer must keep."""
-        if self.gaps:
-            return 0
+        """Return how many other holders each given-up layer must keep, unless it is in `gaps`."""
         return 1 if self.why in ("lost", "plan") else self.replicas
 
     @property
@@ -226,7 +225,12 @@ class SpanMove:
         return [] if self.phase is MovePhase.IDLE else [index for index in self.held if index not in self.target]
 
     def begin(
-        self, target: range, why: str, now: Seconds, may_initialise: bool = False, gaps: bool = False
+        self,
+        target: range,
+        why: str,
+        now: Seconds,
+        may_initialise: bool = False,
+        gaps: frozenset[int] = frozenset(),
     ) -> list[MoveEffect]:
         """Begin a move; do nothing if a move is under way or this peer holds the target already.
 
@@ -236,7 +240,7 @@ class SpanMove:
             now: Unix time in seconds.
             may_initialise: Whether fragments that no peer holds or retains may start from initial weights. Otherwise
                 a move to such fragments fails.
-            gaps: Whether given-up layers may be left without a holder.
+            gaps: Given-up fragments that may be left without a holder.
         """
         if self.phase is not MovePhase.IDLE or target == self.held:
             return []
@@ -244,10 +248,10 @@ class SpanMove:
         self.target, self.why, self._began_at, self.gaps = target, why, now, gaps
         if not self.budget.fits(target.start, target.stop):
             return self._fail(Reason.MEMORY, now)
-        bound = [self.granted.bind(index, set(self.view.holders(index)), now) for index in self.lost]
-        if any(bound) and not gaps:
+        bound = [self.granted.bind(index, set(self.view.holders(index)), now) for index in self._kept]
+        if any(bound):
             return self._fail(Reason.PROMISED, now)
-        if any(len(self._keepers(index)) < self.needed for index in self.lost):
+        if any(len(self._keepers(index)) < self.needed for index in self._kept):
             return self._fail(Reason.NEEDED, now)  # too few other holders: fail before the fetch
         self.fetch = self._new_fetch()
         incoming = {index: self._incoming(index) for index in target if index not in self.held}
@@ -321,7 +325,7 @@ class SpanMove:
         self._enter(MovePhase.LEASING)
         self.requests.begin(self.lost)
         asks: list[MoveEffect] = []
-        for index in () if self.gaps else self.lost:
+        for index in self._kept:
             holders = list(self._keepers(index))
             tag, question = LeaseTag(index, self.requests.number), Envelope(LeaseRequest(self.run, index))
             asked = self.chance.sample(holders, min(SPARE_REQUESTS + self.needed, len(holders)))
@@ -334,12 +338,17 @@ class SpanMove:
 
     def _drain(self, now: Seconds) -> list[MoveEffect]:
         """Begin to drain if enough leases were granted; otherwise fail the move."""
-        if any(len(self.requests.granted[index]) < self.needed for index in self.lost):
+        if any(len(self.requests.granted[index]) < self.needed for index in self._kept):
             return self._fail(Reason.NEEDED, now)
         self._enter(MovePhase.DRAINING)
         self._drain_until = now + DRAIN_MOST_S
         self.wake_at = now + MOVE_RETRY_S
         return []
+
+    @property
+    def _kept(self) -> list[int]:
+        """Return the given-up fragments that other holders must keep."""
+        return [index for index in self.lost if index not in self.gaps]
 
     def _keepers(self, index: int) -> Sequence[PeerId]:
         """Return the other holders whose leases count; in a "relief" move, peers with the whole model do not count."""
@@ -347,8 +356,8 @@ class SpanMove:
 
     def _lessors_are_gone(self) -> bool:
         """Return whether, for some given-up layer, too few of the peers that granted a lease still hold the layer."""
-        held = {index: set(self._keepers(index)) for index in self.lost}
-        return any(len(held[index].intersection(self.requests.granted[index])) < self.needed for index in self.lost)
+        held = {index: set(self._keepers(index)) for index in self._kept}
+        return any(len(held[index].intersection(self.requests.granted[index])) < self.needed for index in self._kept)
 
     def _fail(self, reason: str, now: Seconds) -> list[MoveEffect]:
         self.rest_until = now + MOVE_RETRY_S * (1 + self.chance.random())

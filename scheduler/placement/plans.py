@@ -73,7 +73,7 @@ JUDGED_SHARE = 0.1  # repeated evaluations of the same plans may take at most th
 MOST_JUDGING_S = 6.0  # a longer evaluation was probably suspended, so its duration is capped at this
 MARGIN = 0.02  # a peer changes to a plan only if it gains more than this share
 MEASUREMENT_NOISE = 0.03  # added to MARGIN, because speeds are measured with about this error
-GAP_AFTER_S = 8.0  # a plan that cannot be carried out otherwise for this long may leave layers without a holder
+GAP_AFTER_S = 8.0  # a plan that is not carried out for this long may leave layers without a holder that have no copy
 
 PlanReason = Annotated[str, Strict(), Field(max_length=200), AfterValidator(partial(plain_text, most=200))]
 Figure = Annotated[float, Strict(), Field(ge=0, lt=1e18, allow_inf_nan=False)]
@@ -274,17 +274,21 @@ class SwarmPlans:
         spans = self.adopted.spans if self.adopted is not None else ()
         return [range(begin, end) for peer, begin, end in spans if peer in swarm]
 
-    def may_gap(self, held: range, swarm: Collection[PeerId], now: Seconds) -> bool:
-        """Return whether our move by the adopted plan may leave layers without a holder until their next one has them.
+    def gaps(
+        self, held: range, swarm: Collection[PeerId], now: Seconds, copied: Collection[int] = ()
+    ) -> frozenset[int]:
+        """Return the fragments that our move by the adopted plan may leave without a holder until the next has them.
 
-        It may if the plan gives each of them to another of these peers, and if some layer has no holder anyway or the
-        plan was adopted at least GAP_AFTER_S ago. What we give up stays on our disk, where the next holder fetches it.
+        The plan must give such a fragment to another peer of `swarm`. In addition, another peer must have a copy of the
+        fragment (`copied`), or some fragment has no holder anyway, or the plan was adopted at least GAP_AFTER_S ago.
+        What we give up stays on our disk, where the next holder fetches it.
         """
         span = self.planned_span(held)
         others = {peer for peer in swarm if peer != self.own.peer}
         taken = {index for planned in self.planned_spans(others) for index in planned}
         is_time = not self.all_held or now >= self._adopted_at + GAP_AFTER_S
-        return is_time and all(index in taken for index in held if index not in span)
+        given_up = [index for index in held if index not in span and index in taken]
+        return frozenset(index for index in given_up if is_time or index in copied)
 
     def due_move(self, held: range, now: Seconds) -> range | None:
         """Return the fragments that this peer should try to move to now by the adopted plan; None if no try is due.

@@ -5,11 +5,12 @@ memory, contains as many lost layers as possible, and gives up only layers that 
 back-off, the first candidate moves (scheduler/placement/move.py). Every TURN_S one more candidate may move, in case the
 earlier candidates could not.
 
-**State.** The state of lost layers comes from a peer that retains it on its disk. If no peer retains it, the layers
-wait for their last holder, which may return with its checkpoint. After INITIALISE_AFTER_S the layers start from initial
-weights; at once, if no peer has trained yet. If the last holder returns after that, its training of the layers is lost,
-since the new weights count as newer. While a peer with the lost layers is joining, it may be their last holder, so the
-others wait up to RETURN_S.
+**State.** The state of lost layers comes from a peer that retains it on its disk, because it gave the layers up or
+copied them (scheduler/placement/cold_copies.py). If no peer retains it, the layers wait for their last holder, which
+may return with its checkpoint. A peer takes layers only when all lost layers of its new span have a state. After
+INITIALISE_AFTER_S the layers start from initial weights; at once, if no peer has trained yet. If the last holder
+returns after that, its training of the layers is lost, since the new weights count as newer. While a peer with the lost
+layers is joining, it may be their last holder, so the others wait up to RETURN_S.
 
 **No candidate.** If no single move gives lost layers a holder, recovery is `stuck`: the peers then search for a plan in
 which several of them move (scheduler/placement/plans.py). Layers that an adopted plan gives to a peer count as layers
@@ -119,7 +120,8 @@ class LayerRecovery:
         self._lost_since = {index: self._lost_since.get(index, now) for index in given_up}
         wait_s = INITIALISE_AFTER_S if any(member.has_trained for member in members.values()) else 0.0
         self.initial = frozenset(index for index, since in self._lost_since.items() if now >= since + wait_s)
-        ready = [index for index in lost if index in self.initial or is_retained(index)]
+        waits = {index for index in unheld if index not in self.initial and not is_retained(index)}
+        ready = [index for index in lost if index not in waits]
         beginning = [member.held for member in members.values() if member.originates and len(member.held) < count]
         idle = beginning and not lost and not any(FIRST in span for span in beginning)
         parts_joining = [span for span in joining if len(span) < count]
@@ -127,6 +129,7 @@ class LayerRecovery:
             ready = [FIRST]
         candidates = ranked(self.needs, members, ready) if ready else []
         self.stuck = bool(ready) and not candidates
+        candidates = [(peer, span) for peer, span in candidates if waits.isdisjoint(span)]  # others could not begin
         if not candidates:
             self._turns_at = None
             return None

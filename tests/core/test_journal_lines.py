@@ -32,6 +32,7 @@ NEEDED: dict[str, dict[str, Any]] = {  # what a line must have: without it nobod
     "applied": {"of": [[0, 2, 10]]},
     "audit": {"verdict": "agreed", "of": ["A", 7, 0]},
     "move": {"outcome": "done"},
+    "copy": {"outcome": "done"},
     "lost": {"lines": 1},
 }
 

@@ -1,9 +1,11 @@
 """A change of span: what stays is untouched, what comes is as it was given, what goes is retained on the disk."""
 
 import gc
+import shutil
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,6 +99,34 @@ def test_a_fragment_that_was_given_up_can_be_recovered_from_the_disk(setup_of: M
     assert found.retained.steps(range(3)) == ((2, 30),)
     assert found.do(jobs.ExportRetained(2)) == jobs.RetainedExported(2, 30, *given_up[1:])
     assert found.do(jobs.ChangeSpan(*LAST, (given_up,), 30)) == jobs.SpanChanged(True, kept=((0, 0),))
+
+
+def test_a_copy_of_another_holder_s_fragment_is_stored_served_and_taken_up(setup_of: MakeSetup) -> None:
+    compute, holder = peer(setup_of, "A", FIRST), peer(setup_of, "BB", LAST)
+    copy = state_of(holder, 2)
+    assert compute.do(jobs.KeepCopy(*copy, 30)) == jobs.CopyKept(2, ((2, 30),))
+    assert compute.do(jobs.ExportRetained(2)) == jobs.RetainedExported(2, 30, *copy[1:])
+    assert compute.do(jobs.DropCopy(2, 29)) == jobs.CopyKept(2, ((2, 30),))
+    assert compute.do(jobs.ChangeSpan(*LAST, (), 30)) == jobs.SpanChanged(True, kept=((0, 0),))
+    assert torch.equal(thetas(compute)[2], unpack(compute.setup.codecs, *copy[1:])["phi"])
+    assert compute.do(jobs.DropCopy(0, 0)) == jobs.CopyKept(0, ())
+
+
+def test_a_copy_that_takes_too_much_of_the_disk_is_declined(
+    setup_of: MakeSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute, holder = peer(setup_of, "A", FIRST), peer(setup_of, "BB", LAST)
+    copy = state_of(holder, 2)
+    assert compute.do(jobs.KeepCopy(*copy, 30)) == jobs.CopyKept(2, ((2, 30),))
+    taken = (compute.setup.folder / "kept-2.safetensors").stat().st_size
+    space = taken / checkpoint.COPIES_SHARE - taken  # with the old copy, just enough for the new one
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=space))
+    assert compute.do(jobs.KeepCopy(*copy, 31)) == jobs.CopyKept(2, ((2, 31),))
+    (compute.setup.folder / "kept-7.safetensors").write_bytes(bytes(2000))
+    declined = compute.do(jobs.KeepCopy(*copy, 32))
+    assert isinstance(declined, jobs.CopyKept)
+    assert declined.kept == ((2, 31),)
+    assert "too large for the disk" in declined.reason
 
 
 def test_a_checkpoint_after_a_move_goes_on_with_the_new_layers(setup_of: MakeSetup) -> None:

@@ -270,7 +270,10 @@ TIME: dict[str, set[type]] = {
     "gossip": {jobs.CloseWindow, jobs.Rest, jobs.EncodeSections, jobs.Merge, jobs.CloseRound},
     "checkpoint": {jobs.Save},
     "evaluation": {jobs.Evaluate, jobs.Compare},
-    "state": {jobs.ExportState, jobs.ImportState, jobs.ChangeSpan, jobs.ExportRetained, jobs.SetClock, jobs.Start},
+    "state": {
+        *{jobs.ExportState, jobs.ImportState, jobs.ChangeSpan, jobs.ExportRetained, jobs.KeepCopy, jobs.DropCopy},
+        *{jobs.SetClock, jobs.Start},
+    },
     "waiting": set(),
 }
 

@@ -117,6 +117,10 @@ class Device:
                 return jobs.StateExported(fragment, *(((), b"") if self._fails() else (STATE, blob_of(STATE))))
             case jobs.ExportRetained(fragment):
                 return jobs.RetainedExported(fragment, 5, *(((), b"") if self._fails() else (STATE, blob_of(STATE))))
+            case jobs.KeepCopy(fragment, step=step):
+                return jobs.CopyKept(fragment, *(((), "disk") if self._fails() else (((fragment, step),), "")))
+            case jobs.DropCopy(fragment):
+                return jobs.CopyKept(fragment, ())
             case jobs.ImportState(_, step):
                 accepted = not self._fails()
                 self.lr_step = max(self.lr_step, step) if accepted else self.lr_step

@@ -21,6 +21,7 @@ from decentral.core.jobs import (
     Seal,
     Sealed,
 )
+from decentral.core.journal.events import CopyLine, MoveLine
 from decentral.core.machine import Log
 from decentral.core.units import Seconds
 from decentral.engine import memory
@@ -29,6 +30,7 @@ from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.peers.membership.swarm_size import key_of
 from decentral.scheduler.placement import recover
+from decentral.scheduler.placement.cold_copies import ColdCopies
 from decentral.scheduler.placement.move import MoveEffect, MovePhase, SpanMove
 from decentral.scheduler.placement.plans import KnownPlan, SwarmPlan, SwarmPlans
 from decentral.sim import faults, sweep
@@ -155,6 +157,46 @@ def test_a_layer_whose_holders_all_die_is_taken_over_by_another_peer() -> None:
     assert counted[31] > 0
     assert counted[90] - counted[40] < 64 * 8  # only micro-batches that were under way
     assert counted[130] > counted[100] + 64 * 8
+
+
+@dataclass
+class Lines:
+    """A Watch: the lines about copies and moves, with their virtual times."""
+
+    copies: list[tuple[Seconds, CopyLine]] = field(default_factory=list)
+    moves: list[tuple[Seconds, MoveLine]] = field(default_factory=list)
+
+    def begin(self, swarm: SimulatedSwarm) -> None: ...
+
+    def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
+        match log.event:
+            case CopyLine() as line:
+                self.copies.append((t - EPOCH, line))
+            case MoveLine() as line:
+                self.moves.append((t - EPOCH, line))
+
+    def end(self) -> None: ...
+
+
+def test_a_layer_whose_only_holder_dies_for_good_goes_on_from_a_copy_at_most_one_interval_old() -> None:
+    """Fragment 3 has one holder, peer 1. The copy's step says that it is not the first one."""
+    lines = Lines()
+    report = run(scenario("crash 1 at 45; wipe 1 at 46", seconds=75.0), watches=[lines])
+    before = [(at, line) for at, line in lines.copies if at < 45.0]
+    assert {line.fragment for _, line in before} == {3}
+    assert before[-1][0] >= 45.0 - 10.0  # swarm.checkpoint_every_s
+    assert before[-1][1].step > before[0][1].step > 0
+    at, move = lines.moves[0]
+    assert (move.why, move.outcome) == ("lost", "done")
+    assert at < 45.0 + recover.INITIALISE_AFTER_S / 3
+    counted = {round(one.at): one.tokens for one in report.samples}
+    assert counted[75] > counted[63] + 64 * 4
+
+
+def test_a_layer_without_a_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ColdCopies, "review", lambda *_: [])
+    with pytest.raises(Violation, match="has one holder, and no copy"):
+        run(scenario())
 
 
 @dataclass

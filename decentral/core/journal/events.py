@@ -225,6 +225,18 @@ class MoveLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CopyLine:
+    """Event: a copy of a fragment that only one peer holds is on this peer's disk, or has failed."""
+
+    fragment: kind.Count
+    outcome: kind.Outcome
+    reason: kind.Text  # why the copy failed
+    step: kind.Count  # learning-rate step of the state
+    bytes: kind.Count
+    seconds: kind.Number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficLine:
     """Event: the bytes sent and received since the process started, written every 10 s."""
 
@@ -323,7 +335,7 @@ class LostLine:
 LifeLine = StartedLine | ContinuedLine | IslandLine | JoinedLine | DonorFailedLine | StoppedLine
 TrainingLine = StepLine | EvalLine | CheckpointLine | ExchangeLine | WithoutLine | BehindLine
 RouteLine = CountedLine | UncountedLine | AppliedLine | AuditLine | AbandonedLine | UnheldLine | HeldLine
-SpanLine = PlanLine | MoveLine
+SpanLine = PlanLine | MoveLine | CopyLine
 NetworkLine = TrafficLine | StatusLine | AddressesLine | PeerJoinedLine | PeerLeftLine | GoodbyeLine | RefusedLine
 MachineLine = RevokedLine | ErrorLine | ClockLine | SuspendedLine | LostLine
 JournalEvent = LifeLine | TrainingLine | RouteLine | SpanLine | NetworkLine | MachineLine
@@ -372,7 +384,7 @@ def told(event: JournalEvent) -> tuple[str, str] | None:
             return (BAD, "found another peer's wrong gradient in an audit") if event.verdict == "wrong" else None
         case StepLine() | EvalLine() | CheckpointLine() | ExchangeLine() | WithoutLine() | TrafficLine() | StatusLine():
             return None
-        case CountedLine() | UncountedLine() | AppliedLine() | AbandonedLine() | IslandLine():
+        case CountedLine() | UncountedLine() | AppliedLine() | AbandonedLine() | IslandLine() | CopyLine():
             return None
         case AddressesLine() | PeerJoinedLine() | PeerLeftLine() | GoodbyeLine() | RefusedLine():
             return None

@@ -101,6 +101,8 @@ class InvariantAudit:
                 self.convergence.corrected(host, fragment, forged)
             case jobs.Seal() | jobs.Apply(), jobs.Stepped() if host.ended is None:
                 self.routes.stepped(host)
+            case jobs.KeepCopy(fragment), jobs.CopyKept(reason=""):
+                self.routes.copied(host, fragment)
             case jobs.ChangeSpan(), jobs.SpanChanged(accepted=True):
                 self.gossip.moved(host)
             case _, jobs.Saved():

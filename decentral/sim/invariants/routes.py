@@ -7,6 +7,8 @@
     covered      a peer does not give up a layer that no other running peer holds, unless it has moved by a plan that
                  gives the layer to another peer (move.py: `gaps`), and its disk keeps the layer's state; the layer
                  then has a holder again soon
+    copied       in a quiet swarm, a layer with one holder has a copy on another peer's disk that is at most one
+                 checkpoint interval old, beside the time of a fetch
     bounded      the numbers of stage executions, undelivered commit decisions, stored activations and gradients in sums
                  have limits
     converges    soon after any change, all peers that have adopted a plan have adopted the same plan
@@ -17,7 +19,7 @@ sim/surrogate_stages.py check that activations and gradients arrive at the right
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from decentral.comm.pipeline import commits
@@ -30,9 +32,10 @@ from decentral.core.jobs import MOST_UNDER_WAY
 from decentral.core.journal.events import CountedLine, UncountedLine
 from decentral.core.journal.micro_batch_counts import Span, covered, overlap
 from decentral.core.units import Seconds
+from decentral.peers.runtime.clock import CLOCKS_AGREE_S
 from decentral.scheduler.placement.plans import SwarmPlan
 from decentral.sim.host import VirtualHost
-from decentral.sim.invariants.evidence import Evidence
+from decentral.sim.invariants.evidence import Evidence, slowest_step_s
 from decentral.sim.simulated_peer import SimulatedPeer
 from decentral.sim.surrogate import SurrogateWorkload
 from decentral.sim.surrogate_stages import SurrogateGradient
@@ -42,6 +45,8 @@ MOST_OUTBOXES = 8  # per running peer, at most this many others may wait for a p
 LONGEST_S = 60.0  # a micro-batch must be committed or aborted within this time
 CONVERGED_S = 40.0  # all peers must follow one plan this long after the set of training peers last changed
 ROUTE_STALLED_S = 2 * LONGEST_S  # the audit fails if no peer applies a routed gradient for this time
+COPIED_AFTER_S = 40.0  # rule "copied": the swarm must have been quiet for this long
+COPY_SLACK_S = 10.0  # rule "copied": a copy may take this long, beside the steps for which its export waits
 COUNTED_EVERYWHERE_S = 2 * LONGEST_S + 5.0  # once one layer applies a micro-batch, all layers must within this time
 
 
@@ -68,6 +73,8 @@ class RouteAudit:
     _unmatched: dict[PeerId, UnmatchedGradients] = field(default_factory=dict)
     _gaps: dict[int, Seconds] = field(default_factory=dict)  # fragment without a holder -> when its last gave it up
     _holders: dict[int, dict[PeerId, int]] = field(default_factory=dict)  # by fragment and holder: number of starts
+    _held_since: Seconds = 0.0  # when a layer last got or lost a holder
+    _copied_at: dict[tuple[PeerId, int], Seconds] = field(default_factory=dict)  # (peer, fragment) -> its last copy
     # The plan that each peer has adopted, and when the peer adopted it.
     _followed: dict[PeerId, tuple[SwarmPlan | None, Seconds]] = field(default_factory=dict)
     _there: frozenset[tuple[PeerId, int]] = frozenset()  # each training peer, with its number of starts
@@ -109,8 +116,12 @@ class RouteAudit:
             if held != told:
                 self.evidence.violated("told", f"the journal says {told}, the sum held {held}", host)
 
+    def copied(self, host: VirtualHost, fragment: int) -> None:
+        """Record that a peer's disk has a new copy of a fragment."""
+        self._copied_at[host.peer, fragment] = host.agenda.now
+
     def check(self) -> None:
-        """Check the rules "covered", "bounded", "converges" and "goes on" for the present state of the swarm."""
+        """Check the rules "covered", "copied", "bounded", "converges" and "goes on" for the present state."""
         now, living = self.evidence.swarm.agenda.now, self.evidence.swarm.living
         for member in living:
             self._check_bounds(member, len(living))
@@ -161,7 +172,30 @@ class RouteAudit:
             quiet_since = max(since, self._changed_at, self.evidence.network_trouble_at)
             if self.evidence.swarm.agenda.now - quiet_since > ROUTE_STALLED_S:
                 self.evidence.violated("covered", f"nobody has taken fragment {index}, which was given up", None)
+        self._check_copies(living, holders)
+        self._held_since = self._held_since if holders == self._holders else self.evidence.swarm.agenda.now
         self._holders = holders
+
+    def _check_copies(self, living: list[SimulatedPeer], holders: Mapping[int, Mapping[PeerId, int]]) -> None:
+        evidence, now = self.evidence, self.evidence.swarm.agenda.now
+        quiet_since = max(self._held_since, self._changed_at, evidence.network_trouble_at)
+        troubled = any(one.byzantine or one.disk.full for one in living) or evidence.skew_s() > CLOCKS_AGREE_S
+        hosts = [one.host for one in living if one.training and one.host and one.host.node.span_manager]
+        if troubled or holders != self._holders or now < quiet_since + COPIED_AFTER_S or not hosts:
+            return
+        longest = (
+            hosts[0].node.setup.config.swarm.checkpoint_every_s + COPY_SLACK_S + 2 * max(map(slowest_step_s, hosts))
+        )
+        for index, held_by in holders.items():
+            copiers = [one.peer for one in hosts if one.peer not in held_by]
+            if (
+                len(held_by) == 1
+                and copiers
+                and not any(now <= self._copied_at.get((peer, index), 0.0) + longest for peer in copiers)
+            ):
+                self.evidence.violated(
+                    "copied", f"fragment {index} has one holder, and no copy for {longest:.0f} s", None
+                )
 
     def _exchanges(self, peer: PeerId, index: int) -> bool:
         """Return whether a peer's last move could leave gaps, and the peer's disk keeps the fragment's state."""
@@ -169,7 +203,7 @@ class RouteAudit:
         spans = host.node.span_manager if host else None
         if host is None or spans is None or not isinstance(host.training, SurrogateWorkload):
             return False
-        return spans.span_move.gaps and host.training.disk.read(index) is not None
+        return index in spans.span_move.gaps and host.training.disk.read(index) is not None
 
     def _check_bounds(self, member: SimulatedPeer, living: int) -> None:
         host = member.host

@@ -626,6 +626,15 @@ def test_a_newcomer_finishes_the_export_that_it_has_begun_and_others_get_a_fresh
     assert donor.asked(4, A, pull, 90, late + EXPORT_KEPT_S + FINISHED_S) == [ExportState(0)]
 
 
+def test_a_peer_that_has_a_whole_export_gets_a_fresh_one_the_next_time() -> None:
+    donor = Donor(RUN, FRAGMENTS)
+    for offset in range(0, SIZE, PIECE_BYTES):
+        donor.asked(1, A, StateRequest(RUN, 0, offset, PIECE_BYTES), 50, 0.0)
+    donor.exported(StateExported(0, LAYOUT, bytes(SIZE)), 50, 1.0)
+    again = StateRequest(RUN, 0, 0, PIECE_BYTES)
+    assert donor.asked(2, A, again, 60, 1.0 + EXPORT_KEPT_S) == [ExportState(0)]
+
+
 @pytest.mark.parametrize(("lie", "known", "begins"), [(1 << 60, None, 50), (1 << 60, 48, 50), (50, None, 50)])
 def test_one_lying_donor_does_not_set_the_newcomers_clock(lie: int, known: int | None, begins: int) -> None:
     newcomer = Newcomer()

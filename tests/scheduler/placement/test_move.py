@@ -1,6 +1,6 @@
 """A peer changes its layers: it fetches, gets replica leases, drains, switches. A move that fails changes nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from random import Random
 
 import pytest
@@ -56,8 +56,8 @@ class Swarm:
         self.effects[name] += [effect for effect in effects if not isinstance(effect, Ask)]
         self.spans[name] = self.peers[name].held
 
-    def begin(self, name: str, target: range, **how: bool) -> None:
-        self.carry(PeerId(name), self[name].begin(target, "test", self.now, **how))
+    def begin(self, name: str, target: range, may_initialise: bool = False, gaps: Collection[int] = ()) -> None:
+        self.carry(PeerId(name), self[name].begin(target, "test", self.now, may_initialise, frozenset(gaps)))
 
     def tell(self, name: str, event: Event | Drained) -> None:
         self.carry(PeerId(name), self[name].handle(event, self.now))
@@ -381,12 +381,14 @@ def test_with_gaps_a_layer_may_be_left_without_a_holder_and_its_next_holder_fetc
     swarm = Swarm(A=range(0, 2), B=range(2, 4))
     swarm.begin("A", range(2, 4))
     assert swarm.said("A") == [("failed", "needed")]
-    swarm.begin("A", range(2, 4), gaps=True)
+    swarm.begin("A", range(2, 4), gaps=[0])
+    assert swarm.said("A")[1:] == [("failed", "needed")]
+    swarm.begin("A", range(2, 4), gaps=[0, 1])
     swarm.deliver_all()
     swarm.arrive("A")
     assert swarm["A"].held == range(2, 4)
     swarm.retained = {0: [PeerId("A")], 1: [PeerId("A")]}
-    swarm.begin("B", range(0, 2), gaps=True)
+    swarm.begin("B", range(0, 2), gaps=[2, 3])
     swarm.deliver_all()
     swarm.arrive("B")
     assert swarm["B"].held == range(0, 2)

@@ -79,6 +79,16 @@ def test_layers_that_stay_lost_begin_with_initial_weights() -> None:
     assert swarm.pass_time(RECOVERY_BACKOFF_S + 1) == {"C": (range(2, 4), True)}
 
 
+def test_a_peer_waits_until_all_lost_layers_that_it_would_take_have_a_state() -> None:
+    two = members(A=(range(0, 2), 2), B=(range(0, 2), 2))
+    one = LayerRecovery(PeerId("A"), NEEDS, Random(0))
+    found = [one.span_to_take(two, (), float(at), lambda index: index == 3) for at in range(int(INITIALISE_AFTER_S))]
+    assert not any(found)
+    assert not one.stuck
+    one.span_to_take(two, (), 100.0, lambda index: True)
+    assert one.span_to_take(two, (), 100.0 + RECOVERY_BACKOFF_S, lambda index: True) == (range(2, 4), False)
+
+
 def test_layers_of_which_nobody_else_has_a_state_wait_long_for_a_holder_that_comes_back() -> None:
     """Its download may take many minutes, and initial weights that train would be taken for newer than its own."""
     one = LayerRecovery(PeerId("C"), NEEDS, Random(0))
@@ -98,7 +108,7 @@ def test_a_layer_that_comes_back_in_time_is_not_taken() -> None:
 
 
 def test_before_anybody_has_trained_layers_begin_with_initial_weights_at_once() -> None:
-    untrained = {name: replace(one, has_trained=False) for name, one in SWARM.items()}
+    untrained = {name: replace(one, lr_step=0) for name, one in SWARM.items()}
     swarm = RecoveringSwarm(untrained, retained=False)
     assert swarm.pass_time(RECOVERY_BACKOFF_S + 1) == {"C": (range(2, 4), True)}
 
