@@ -232,6 +232,8 @@ def answer(known: Known, ask: Ask) -> Envelope:
         case messages.RecordsQuery():
             brought = tuple((peer, sealed_record(known, peer)) for peer in known.crowd[:3])
             passed_on = tuple((peer, sealed_plan(known, peer)) for peer in known.crowd[: chance.choice((0, 1, 8))])
+            while sum(len(sealed) for _, sealed in (*brought, *passed_on)) > codec.MAX_HEADER_BYTES - 2048:
+                passed_on = passed_on[1:]  # a message has no larger header
             return Envelope(messages.PeerRecords(run, brought, chance.choice((b"", b"no list")), passed_on))
         case messages.Offer(first=first):
             return Envelope(messages.Load(run, chance.random(), chance.random(), min(first + 3, known.cuts[-1].last)))

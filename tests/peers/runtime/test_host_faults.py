@@ -208,10 +208,10 @@ def test_a_step_without_memory_ends_the_peer_after_it_has_saved(
         running = await swarm.start("A")
         steps = swarm.hosts["A"].node.progress.step
 
-        def step(compute: Compute) -> None:
+        def step(compute: Compute) -> list[jobs.Stepped]:
             raise RuntimeError("CUDA out of memory")
 
-        monkeypatch.setattr(Compute, "step", step)
+        monkeypatch.setattr(Compute, "step_ahead", step)
         assert await running == f"error: RuntimeError: CUDA out of memory; {MEMORY_REMEDY}"
         found = checkpoint.read(swarm.folder("A"))
         assert found is not None

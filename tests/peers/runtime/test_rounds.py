@@ -125,13 +125,13 @@ def test_every_holder_takes_part_and_each_round_has_as_many_micro_batches_as_it_
     until_all_are_members(world)
     run_rounds(world, 5)  # a newcomer's first rounds have the others' micro-batches
     first = world.rounds(0).number
-    run_rounds(world, 8)
-    for number in range(first, first + 7):
+    run_rounds(world, 21)
+    for number in range(first, first + 20):
         origins = [origin for origin, _ in world.drawn()[number]]
         assert len(origins) == 5
         assert {origins.count(world.members[peer].peer) for peer in (0, 3)} == {2, 3}, "they draw the odd one in turns"
     active = [
-        peer for number in range(first, first + 7) for peer, executions in world.carried(number).items() if executions
+        peer for number in range(first, first + 20) for peer, executions in world.carried(number).items() if executions
     ]
     assert len(set(active)) == 5
     assert all_equal(world)
