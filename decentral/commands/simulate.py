@@ -2,6 +2,7 @@
 
     python -m decentral.simulate --peers 50 --seconds 600 --faults "crash 3 at 60; restart 3 at 90"
     python -m decentral.simulate --peers 1000 --seconds 3600 --set gossip.window_s=60 --step-seconds 2
+    python -m decentral.simulate m.yaml --topology t.yaml --plan plan.json     what a plan of decentral.plan reaches
     python -m decentral.simulate --sweep 300                      300 small swarms with random faults
     python -m decentral.simulate --sweep 1 --seed 42 --shrink     one of these swarms again, with the fewest faults
 
@@ -52,6 +53,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gradients", action="store_true", help="really train the model of CONFIG; for small models")
     links = "topology file of decentral.plan for links; repeated if there are more peers"
     parser.add_argument("--topology", metavar="FILE", help=links)
+    plan = "play this plan of decentral.plan --json on --topology, for the model of CONFIG; compare promise and result"
+    parser.add_argument("--plan", metavar="FILE", help=plan)
     parser.add_argument("--delay-ms", type=finite, default=30.0, metavar="MS", help="one-way delay; default 30")
     parser.add_argument("--up-mbps", type=finite, default=20.0, metavar="MBPS", help="a peer's uplink; default 20")
     parser.add_argument(
@@ -82,6 +85,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, least in (("peers", 1), ("seconds", 1.0), ("step_seconds", 1e-3), ("sweep", 0), ("processes", 1)):
         if getattr(flags, name) < least:
             raise UserError(f"--{name.replace('_', '-')} expects at least {least:g}; got {getattr(flags, name):g}")
+    if flags.plan and not flags.topology:
+        raise UserError("--plan needs --topology: the topology for which the plan was made")
     return flags
 
 

@@ -11,16 +11,18 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
 from decentral.commands.progress_bar import progress_bar
 from decentral.core import config, rng, strict_json
 from decentral.core.errors import UserError, writing
 from decentral.core.journal.field_kinds import OUTCOMES
+from decentral.core.plain_text import plain_text
 from decentral.core.temporary import temporary_folder
 from decentral.core.units import plural, readable_bytes
 from decentral.engine import memory
 from decentral.scheduler.topology import topology
-from decentral.sim import faults, sweep
+from decentral.sim import faults, planned, sweep
 from decentral.sim.host import Pace
 from decentral.sim.invariants.evidence import Violation
 from decentral.sim.journals import SimulatedJournals
@@ -33,6 +35,7 @@ from decentral.view.page.child import dashboard
 from decentral.view.page.simulated import SimulatedPage
 from decentral.view.run_picture import draw_run
 
+ROWS = 32  # a table of peers has at most this many rows
 MOST_AUDITED = 200  # a simulation with more peers leaves out quantisation, audits of events and moves of layers
 
 
@@ -47,8 +50,37 @@ def simulate(flags: argparse.Namespace) -> None:
     if flags.sweep:
         _sweep(flags)
         return
+    if flags.plan:
+        _play(flags)
+        return
     with temporary_folder() as folder:
         _simulate(flags, scenario_of(flags, folder))
+
+
+def _play(flags: argparse.Namespace) -> None:
+    """Play the plan in the file --plan on the topology, and print what it promised and reached."""
+    plan, where = planned.read(Path(flags.plan)), topology.load(flags.topology)
+    run_config = config.load(flags.config, flags.set)
+    scenario = planned.scenario_of(plan, where, run_config, flags.seconds, flags.seed, flags.noise)
+    played = planned.PlayedPlan(plan, scenario)
+    _run(flags, scenario, [played])
+    result = played.result()
+    share = result.reached / result.promised
+    if flags.json:
+        print(strict_json.dumps(result))
+        return
+    console = Console(highlight=False)
+    table = Table("peer", "layers", "busy", title=f"after {planned.WARM_UP * scenario.seconds:.0f} virtual seconds")
+    for peer, (first, last) in list(plan.spans.items())[:ROWS]:
+        table.add_row(plain_text(peer), f"{first}-{last - 1}", f"{result.busy[peer]:.0%}")
+    console.print(table)
+    console.print(
+        f"promised {result.promised:.4g} tokens/s, reached {result.reached:.4g} ({share:.1%})\n"
+        f"stage executions of routes: {result.executions} counted, {result.dropped} dropped; "
+        f"{plural(result.abandoned, 'micro-batch')} given up\n"
+        f"busiest link: {plain_text(result.busiest_link)}, {result.busiest_share:.1%}",
+        soft_wrap=True,
+    )
 
 
 def _simulate(flags: argparse.Namespace, scenario: Scenario) -> None:

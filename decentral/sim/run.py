@@ -116,11 +116,15 @@ def run(
 
 
 def _start(swarm: SimulatedSwarm, count: int) -> None:
-    """Schedule the starts of `count` peers: the first at virtual time 0, the others one by one from 0.5 s on."""
+    """Schedule the starts of `count` peers: the first at virtual time 0, the others one by one from 0.5 s on.
+
+    Peers that have a checkpoint (`SwarmSettings.saved`) all start at 0.
+    """
     gap_s = min(ALL_AT_ONCE_S, START_SPREAD_S / count)
     for number in range(count):
         member = swarm.add()
-        swarm.agenda.at(0.0 if number == 0 else 0.5 + gap_s * number, partial(swarm.start, member))
+        at_once = number == 0 or swarm.settings.saved
+        swarm.agenda.at(0.0 if at_once else 0.5 + gap_s * number, partial(swarm.start, member))
 
 
 def _moments(scenario: Scenario) -> Iterator[tuple[Seconds, bool]]:

@@ -67,6 +67,7 @@ class SwarmSettings:
     tokens_per_step: int = 1024
     memory: tuple[int, ...] = ()  # bytes that each peer may use; (): each peer holds the whole model
     spans: tuple[tuple[int, int], ...] = ()  # (first, last): a peer holds layers first to last - 1; (): it chooses
+    saved: bool = False  # whether all peers begin at once, each with a checkpoint of its layers
     moves: bool = True  # whether plans or lost layers may make peers change layers; ignored with `spans`
     unquantised: bool = False  # whether blobs are plain fp32, which simulates thousands of peers faster
     gradients: Callable[["SimulatedPeer"], Training] | None = None  # makes a peer's real training; None: surrogate
@@ -110,7 +111,8 @@ class SwarmSettings:
         """Return the layout of each fragment's state, as a donor sends it to a newcomer."""
         if self.donated is not None:
             return list(self.donated)
-        codecs = SyntheticCodecs(blockwise, self.fragments[0].parameters / NUMBERS)
+        mean = sum(one.parameters for one in self.fragments) / len(self.fragments)
+        codecs = SyntheticCodecs(blockwise, mean / NUMBERS)
         return [update_rules.layout_of(update_rules.donated(self.config.gossip), NUMBERS, codecs)] * len(self.fragments)
 
 
@@ -182,8 +184,9 @@ class SimulatedSwarm:
         """
         if member.alive or member.claiming or member.wiped:
             return
-        contacts = self._contacts(member)
-        if not contacts and not member.has_run and any(other is not member and other.has_run for other in self.started):
+        alone = member.has_run or self.settings.saved or not any(one.has_run for one in self.started)
+        contacts = self._contacts(member) if member.has_run or not self.settings.saved else ()
+        if not (contacts or alone):
             self.agenda.after(CONTACT_AGAIN_S, lambda: self.start(member))
             return
         if not member.lives:
@@ -357,7 +360,11 @@ class SimulatedSwarm:
         codecs = PlainCodecs(blockwise) if settings.unquantised else blockwise
         chance = rng.arrays(self.seed, "noise", member.number, member.lives)
         model = SurrogateModel(settings.config, settings.fragments, codecs, settings.tokens_per_step, self.model.forms)
-        return SurrogateWorkload(model, member.peer, member.span, chance, member.disk)
+        workload = SurrogateWorkload(model, member.peer, member.span, chance, member.disk)
+        if settings.saved and not workload.restored:
+            workload.do(jobs.Save())
+            return self._training(member)
+        return workload
 
     def _step_s(self, member: SimulatedPeer) -> Seconds:
         return self.settings.pace.step_s * self.settings.throttle(member.number)

@@ -119,6 +119,24 @@ def sites_of(topology: Topology) -> Ints:
     return np.array([index.get(region, -1) for region in topology.regions])
 
 
+def among(topology: Topology, peers: Sequence[int]) -> Topology:
+    """Return the topology of the peers with these numbers only, in this order."""
+    grid = np.ix_(peers, peers)
+    return replace(
+        topology,
+        ids=tuple(topology.ids[peer] for peer in peers),
+        regions=tuple(topology.regions[peer] for peer in peers),
+        devices=tuple(topology.devices[peer] for peer in peers),
+        memory_bytes=topology.memory_bytes[peers],
+        flops=topology.flops[peers],
+        delay_s=topology.delay_s[grid],
+        bandwidth=topology.bandwidth[grid],
+        up=topology.up[peers],
+        down=topology.down[peers],
+        loss=topology.loss[grid],
+    )
+
+
 def load(path: str | Path) -> Topology:
     """Return the topology in the YAML or JSON file `path` or, without such a file, the shipped topology of that name.
 

@@ -151,3 +151,8 @@ def test_a_sweep_ends_when_its_time_is_over(tmp_path: Path) -> None:
     flags = ["--sweep", "1000", "--for-seconds", "0.001", "--processes", "1", "--report", str(report)]
     assert simulate.main(flags) == 0
     assert json.loads(report.read_text())["played"] == 1
+
+
+def test_a_plan_needs_its_topology(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate.main(["--plan", "plan.json"]) == 2
+    assert "--topology" in capsys.readouterr().err

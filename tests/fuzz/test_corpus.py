@@ -40,6 +40,7 @@ NOT_OF_BYTES = {
     "sim.network.virtual_network.check": "the size of a question in virtual time, which private_swarm.check has taken",
     "peers.membership.records.require_valid": "our own record",
     "serving.gather_weights._fetch": "a decoded message",
+    "sim.planned.read": "a plan that the user names: tests/sim/test_planned.py",
     "view.page.sources.facts": "a run.json that the user names; a damaged one counts as none",
     "view.page.sources.lines": "journals that the user names, and what the process that started the page writes",
     "serving.chat_template.of_tokenizer": "the user's own tokenizer: tests/serving/test_chat_template.py",

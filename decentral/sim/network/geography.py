@@ -1,5 +1,6 @@
 """Give simulated peers their links' delays and rates, from a topology file or at random around a typical link."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from decentral.core import rng
@@ -7,6 +8,7 @@ from decentral.core.ids import PeerId
 from decentral.core.plain_text import plain_text
 from decentral.core.units import Seconds
 from decentral.scheduler.topology.topology import Topology
+from decentral.sim.network.shared_links import SiteLink
 
 RELAY_DELAYS = 2.0  # a message through a relay takes this many times the delay of the direct path
 RELAY_RATE = 1.25e6  # bytes/s of one path through a volunteer's relay
@@ -84,6 +86,17 @@ class SwarmGeography:
             return rate
         rate = min(rate, self.up(source), self.down(target))
         return rate * self.degraded.get(frozenset((source, target)), 1.0)
+
+    def site_links(self, source: PeerId, target: PeerId) -> Sequence[SiteLink]:
+        """Return the links of sites that the path between two peers uses: none, one or two."""
+        if self.topology is None or not self.topology.sites:
+            return ()
+        own, other = self.topology.regions[self._at(source)], self.topology.regions[self._at(target)]
+        if own == other:
+            return ()
+        sites = self.topology.sites
+        leaves = [SiteLink(site.region, True, site.up) for site in sites if site.region == own]
+        return leaves + [SiteLink(site.region, False, site.down) for site in sites if site.region == other]
 
     def _at(self, peer: PeerId) -> int:
         assert self.topology is not None

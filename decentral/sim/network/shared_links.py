@@ -1,10 +1,11 @@
 """Compute how long transfers on shared links take, by an event-driven fluid model. Start at `SharedLinks.start`.
 
 All transfers of a sender have equal shares of its uplink, all transfers to a receiver have equal shares of its
-downlink, and all transfers on the link between two peers have equal shares of that link. A transfer sends at the
-smallest of its three shares. A transfer that waits for acknowledgements (congestion.py) has no share. If a transfer
-cannot use all of a share, the rest stays unused. So transfers are slower than in reality, but the start or end of a
-transfer affects only the other transfers of its sender and receiver.
+downlink, and all transfers on the link between two peers have equal shares of that link. So have all transfers that
+leave a site, and all that enter it, of the link that its peers share. A transfer sends at the smallest of its shares. A
+transfer that waits for acknowledgements (congestion.py) has no share. If a transfer cannot use all of a share, the rest
+stays unused. So transfers are slower than in reality, but the start or end of a transfer affects only the other
+transfers of its sender, its receiver and their sites.
 
 Bytes in flight beyond the path's capacity wait in a queue before the sender's uplink, or before the link between both
 peers if that link is slower. Small messages and acknowledgements wait behind these bytes. If a transfer sends more
@@ -12,7 +13,7 @@ bytes at once than the uplink's queue has room for, the rest is dropped.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,6 +26,15 @@ from decentral.sim.network.congestion import CongestionWindow, Sender
 QUEUE_S = 0.25  # a link drops a packet that would have to wait longer than this in its queue
 LEAST_BYTES = 1e-3  # fewer unsent bytes than this are a rounding error, and count as 0
 MOST_WINDOWS = 100_000  # congestion windows of more connections are not kept: the least recently used one is forgotten
+
+
+@dataclass(frozen=True, slots=True)
+class SiteLink:
+    """One direction of the link that the peers of a site share, for transfers to or from peers elsewhere."""
+
+    site: str
+    leaves: bool  # True: what the site's peers send; False: what they receive
+    rate: float  # bytes/s
 
 
 class Geography(Protocol):
@@ -45,6 +55,9 @@ class Geography(Protocol):
     def bandwidth(self, source: PeerId, target: PeerId) -> float:
         """Return the bytes/s that the path between two peers' access links carries; infinite without a limit."""
 
+    def site_links(self, source: PeerId, target: PeerId) -> Sequence[SiteLink]:
+        """Return the links of sites that the path between two peers uses: none, one or two."""
+
 
 @dataclass(slots=True, eq=False)
 class Transfer:
@@ -52,8 +65,10 @@ class Transfer:
 
     source: PeerId
     target: PeerId
+    size: int  # bytes
     sender: Sender
     done: Callable[[], None]
+    site_links: Sequence[SiteLink] = ()
     rate: float = 0.0  # bytes/s since `sender.at`; 0 while the transfer waits for acknowledgements
     timer: Timer | None = None
     over: bool = False
@@ -86,7 +101,9 @@ class SharedLinks:
     geography: Geography
     sending: dict[PeerId, dict[Transfer, None]] = field(default_factory=dict)
     receiving: dict[PeerId, dict[Transfer, None]] = field(default_factory=dict)
+    crossing: dict[SiteLink, dict[Transfer, None]] = field(default_factory=dict)
     windows: dict[tuple[PeerId, PeerId], CongestionWindow] = field(default_factory=dict)
+    sent: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)  # (source, target) -> bytes of all transfers
     _sharing: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)  # transfers of each (source, target)
 
     def start(self, source: PeerId, target: PeerId, size: float, done: Callable[[], None]) -> Transfer:
@@ -97,7 +114,7 @@ class SharedLinks:
         round_trip_s = geography.round_trip_s(source, target)
         window.use(self.agenda.now, round_trip_s)
         sender = window.sender(size, path_rate, round_trip_s, self._sharing[source, target])
-        transfer = Transfer(source, target, sender, done)
+        transfer = Transfer(source, target, round(size), sender, done, geography.site_links(source, target))
         self._begin_round(transfer)
         return transfer
 
@@ -144,7 +161,9 @@ class SharedLinks:
         sender.begin_round(self.agenda.now, self.queue_s(target, source))
         self.sending.setdefault(source, {})[transfer] = None
         self.receiving.setdefault(target, {})[transfer] = None
-        self._share(source, target)
+        for link in transfer.site_links:
+            self.crossing.setdefault(link, {})[transfer] = None
+        self._share(transfer)
 
     def _drop(self, transfer: Transfer) -> None:
         """Drop the bytes of the window to be sent that exceed the room in the uplink's queue."""
@@ -170,8 +189,10 @@ class SharedLinks:
         transfer.cancel()
         if transfer in self.sending.get(source, ()):
             del self.sending[source][transfer], self.receiving[target][transfer]
+            for link in transfer.site_links:
+                del self.crossing[link][transfer]
             transfer.set_rate(0.0, self.agenda.now)
-            self._share(source, target)
+            self._share(transfer)
 
     def _next_round(self, transfer: Transfer) -> None:
         transfer.sender.acknowledge()
@@ -179,10 +200,15 @@ class SharedLinks:
 
     def _finish(self, transfer: Transfer) -> None:
         self.stop(transfer)
+        self.sent[transfer.source, transfer.target] += transfer.size
         transfer.done()
 
-    def _share(self, source: PeerId, target: PeerId) -> None:
-        for transfer in {**self.sending.get(source, {}), **self.receiving.get(target, {})}:
+    def _share(self, changed: Transfer) -> None:
+        """Set the rates of all transfers that share a link with a transfer that has begun or stopped to send."""
+        sharing = {**self.sending.get(changed.source, {}), **self.receiving.get(changed.target, {})}
+        for link in changed.site_links:
+            sharing |= self.crossing[link]
+        for transfer in sharing:
             self._set_rate(transfer)
 
     def _set_rate(self, transfer: Transfer) -> None:
@@ -191,6 +217,8 @@ class SharedLinks:
         link = geography.bandwidth(transfer.source, transfer.target)
         if link < rate * len(sent):  # else the path to the receiver is no bottleneck
             rate = min(rate, link / sum(1 for other in sent if other.target == transfer.target))
+        for shared in transfer.site_links:
+            rate = min(rate, shared.rate / len(self.crossing[shared]))
         if rate == transfer.rate:
             return
         transfer.set_rate(rate, self.agenda.now)

@@ -25,6 +25,7 @@ from decentral.comm.wire.transport import Answer, AskError, Directory, Handler, 
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.sim.network.agenda import Agenda
+from decentral.sim.network.shared_links import SiteLink
 from decentral.sim.network.virtual_directory import Records, VirtualDirectory
 from decentral.sim.network.virtual_network import Network
 from tests.comm.net.loopback import Loopback, LoopbackDirectory, LoopbackTransport, pipe
@@ -195,6 +196,9 @@ class Near:
 
     def bandwidth(self, source: PeerId, target: PeerId) -> float:
         return float("inf")
+
+    def site_links(self, source: PeerId, target: PeerId) -> list[SiteLink]:
+        return []
 
 
 class Pair:

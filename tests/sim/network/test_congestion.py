@@ -10,7 +10,7 @@ from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 from decentral.sim.network.agenda import Agenda
 from decentral.sim.network.congestion import FIRST_WINDOW, MOST_BYTES, WITH_HEADERS, CongestionWindow
-from decentral.sim.network.shared_links import QUEUE_S, SharedLinks
+from decentral.sim.network.shared_links import QUEUE_S, SharedLinks, SiteLink
 
 A, B, C = PeerId("A"), PeerId("B"), PeerId("C")
 RATE = 1e6
@@ -30,6 +30,9 @@ class Homes:
 
     def down(self, peer: PeerId) -> float:
         return float("inf")
+
+    def site_links(self, source: PeerId, target: PeerId) -> list[SiteLink]:
+        return []
 
     def delay_s(self, source: PeerId, target: PeerId) -> Seconds:
         return ROUND_TRIP_S / 2

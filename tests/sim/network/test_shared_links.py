@@ -1,6 +1,6 @@
 """Transfers that share links run at the least of their shares, and each byte is sent once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 from decentral.sim.network.agenda import Agenda
-from decentral.sim.network.shared_links import SharedLinks, Transfer
+from decentral.sim.network.shared_links import SharedLinks, SiteLink, Transfer
 from tests.sim.network.next_action import next_at
 
 A, B, C = PeerId("A"), PeerId("B"), PeerId("C")
@@ -23,6 +23,7 @@ class Plain:
 
     ups: dict[PeerId, float] = field(default_factory=dict)
     links: dict[tuple[PeerId, PeerId], float] = field(default_factory=dict)
+    sites: dict[tuple[PeerId, PeerId], list[SiteLink]] = field(default_factory=dict)
 
     def up(self, peer: PeerId) -> float:
         return 1e6 * self.ups.get(peer, 100.0)
@@ -38,6 +39,9 @@ class Plain:
 
     def bandwidth(self, source: PeerId, target: PeerId) -> float:
         return 1e6 * self.links.get((source, target), float("inf"))
+
+    def site_links(self, source: PeerId, target: PeerId) -> Sequence[SiteLink]:
+        return self.sites.get((source, target), [])
 
 
 class Wires:
@@ -75,6 +79,15 @@ def test_two_from_one_peer_share_its_uplink(wires: Wires) -> None:
     wires.send("to C", A, C, 1000)
     wires.agenda.run(100)
     assert wires.done == {"to B": pytest.approx(20), "to C": pytest.approx(20)}
+
+
+def test_all_that_leave_a_site_share_its_link(wires: Wires) -> None:
+    leaves = SiteLink("lab", True, 50e6)
+    wires.geography.sites |= {(A, C): [leaves], (B, C): [leaves]}
+    wires.send("A to C", A, C, 500)
+    wires.send("B to C", B, C, 250)
+    wires.agenda.run(100)
+    assert wires.done == {"A to C": pytest.approx(15), "B to C": pytest.approx(10)}
 
 
 def test_many_to_one_peer_share_its_downlink(wires: Wires) -> None:

@@ -14,6 +14,7 @@ from decentral.core.synthetic import SyntheticBlob
 from decentral.core.units import Seconds
 from decentral.sim.network.agenda import Agenda
 from decentral.sim.network.congestion import WITH_HEADERS
+from decentral.sim.network.shared_links import SiteLink
 from decentral.sim.network.virtual_network import Network, Outcome, Port, Respond
 from tests.comm.net.virtual_transport import plugged
 
@@ -38,6 +39,9 @@ class Wires:
 
     def bandwidth(self, source: PeerId, target: PeerId) -> float:
         return float("inf")
+
+    def site_links(self, source: PeerId, target: PeerId) -> list[SiteLink]:
+        return []
 
 
 @dataclass

@@ -1,0 +1,197 @@
+"""Play a throughput plan (`decentral.plan --json`): begin in its layout, and count what the swarm reaches.
+
+`scenario_of` makes the scenario: the planned peers with their planned layers, at the speeds and links of the topology.
+`PlayedPlan` watches the run, and `PlayedPlan.result` compares tokens/s, devices and links with the plan.
+"""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from decentral.core import foreign_file, strict_json
+from decentral.core.config import Config
+from decentral.core.errors import UserError
+from decentral.core.fragments import Fragment
+from decentral.core.ids import PeerId
+from decentral.core.journal.events import AbandonedLine, CountedLine, StepLine, UncountedLine
+from decentral.core.layer_work import share
+from decentral.core.machine import Log
+from decentral.core.units import Seconds
+from decentral.engine import memory
+from decentral.engine.fragment import fragments_of
+from decentral.scheduler.throughput import layer_costs
+from decentral.scheduler.topology import topology as topologies
+from decentral.scheduler.topology.plan import ThroughputPlan
+from decentral.scheduler.topology.topology import Topology
+from decentral.sim.host import Pace
+from decentral.sim.run import Scenario
+from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
+
+MAX_PLAN_BYTES = 64 * 1024 * 1024
+WARM_UP = 1 / 3  # tokens are counted after this share of the run, when peers have joined and measured their speeds
+REPORT_S = 1.0  # peers report their steps this often, so that few tokens lie across the end of the warm-up
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedResult:
+    """What a played plan promised and reached, after the warm-up."""
+
+    promised: float  # tokens/s
+    reached: float  # tokens/s that were counted, each in all layers
+    executions: int  # stage executions of routed micro-batches that counted
+    dropped: int  # stage executions whose gradients were discarded
+    abandoned: int  # routed micro-batches that their origin peer gave up
+    busy: dict[str, float]  # by the topology's peer id: share of the time that the device trained
+    busiest_link: str
+    busiest_share: float  # share of the bytes that this link could have carried
+
+
+def read(path: Path) -> ThroughputPlan:
+    """Return the throughput plan in a JSON file; raise UserError if there is none."""
+    try:
+        tree = strict_json.loads(foreign_file.read_text(path, MAX_PLAN_BYTES))
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise UserError(f"--plan: cannot read {path} ({getattr(error, 'strerror', None) or error})") from None
+    if not isinstance(tree, dict) or tree.pop("objective", None) != ThroughputPlan.objective:
+        raise UserError(f"--plan: {path} is no plan for throughput; make one by decentral.plan --model ... --json")
+    try:
+        return TypeAdapter(ThroughputPlan).validate_python(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"--plan: {path}: {key}: {first['msg'].lower()}") from None
+
+
+def scenario_of(
+    plan: ThroughputPlan, topology: Topology, config: Config, seconds: Seconds, seed: int, noise: float
+) -> Scenario:
+    """Return the scenario in which the planned peers begin with their planned layers, and keep these.
+
+    A device computes as fast as the plan assumes. The fragments' sizes are proportional to the time that they take, as
+    peers judge times by sizes. A micro-batch has as many sequences as fit in each peer of a route. The plan estimates
+    memory in another way than peers do, so each peer has at least the memory that its layers need.
+
+    Raises:
+        UserError: If the plan is for another topology or model, or cuts the model within a fragment.
+    """
+    if plan.digest != topology.digest():
+        raise UserError("--plan: the plan was made for another topology; give its own by --topology, or plan again")
+    counts = len(config.model.layer_parameters), sum(config.model.layer_parameters)
+    if counts != (plan.planned_for.get("layers"), plan.planned_for.get("parameters")):
+        raise UserError("--plan: the plan was made for another model; give CONFIG as in decentral.plan --model CONFIG")
+    utilisation = float(plan.planned_for["utilisation"])
+    seconds_NL = layer_costs.of_model(topology, config, utilisation=utilisation).seconds_NL
+    cuts = _timed(fragments_of(config), (seconds_NL[0] / seconds_NL[0].sum()).tolist())
+    ends = {cut.first for cut in cuts} | {cuts[-1].last}
+    at = next((end for span in plan.spans.values() for end in span if end not in ends), None)
+    if at is not None:
+        raise UserError(f"--plan: the plan cuts before layer {at}, within a fragment: set gossip.fragment_parameters=1")
+    routed = {hop[0] for route in plan.routes if len(route["hops"]) > 1 for hop in route["hops"]}
+    sequences = min(count for peer, count in plan.micro_batches.items() if peer in (routed or plan.spans))
+    config = config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": sequences})})
+    tokens, index = sequences * config.model.context, {peer: number for number, peer in enumerate(topology.ids)}
+    placed = [index[peer] for peer in plan.spans]
+    needs = memory.needs(config, cuts)
+    fragment = {cut.first: cut.index for cut in cuts} | {cuts[-1].last: len(cuts)}
+    settings = SwarmSettings(
+        config=config,
+        fragments=cuts,
+        pace=Pace(1.0, noise, report_s=REPORT_S),
+        throttles=tuple(tokens * float(seconds_NL[number].sum()) for number in placed),
+        tokens_per_step=tokens,
+        memory=tuple(
+            max(int(topology.memory_bytes[number]), needs.span_bytes(fragment[first], fragment[last]))
+            for number, (first, last) in zip(placed, plan.spans.values(), strict=True)
+        ),
+        spans=tuple((first, last) for first, last in plan.spans.values()),
+        saved=True,
+        unquantised=True,
+    )
+    return Scenario(settings, len(placed), seconds, seed, topology=topologies.among(topology, placed), audited=False)
+
+
+def _timed(cuts: list[Fragment], share_L: list[float]) -> tuple[Fragment, ...]:
+    """Return the fragments with parameters in proportion to their share of the time, and as many in all."""
+    total = sum(cut.parameters for cut in cuts)
+    return tuple(
+        replace(cut, parameters=max(1, round(total * sum(share_L[cut.first : cut.last]))), work=()) for cut in cuts
+    )
+
+
+@dataclass(slots=True)
+class PlayedPlan:
+    """A reader of the journals of a played plan's run, which counts from the end of the warm-up on; it is a `Watch`."""
+
+    plan: ThroughputPlan
+    scenario: Scenario
+    tokens: float = 0.0
+    executions: Counter[type] = field(default_factory=Counter)
+    spent_s: defaultdict[PeerId, float] = field(default_factory=lambda: defaultdict(float))
+    _swarm: SimulatedSwarm | None = None
+    _sent_before: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)
+
+    def begin(self, swarm: SimulatedSwarm) -> None:
+        """Prepare to read lines of this swarm."""
+        self._swarm = swarm
+        swarm.agenda.at(self._since, lambda: self._sent_before.update(swarm.network.links.sent))
+
+    def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
+        """Count a line of a peer's journal: a step of a peer with the whole model, or executions of routes."""
+        assert self._swarm is not None
+        if self._swarm.agenda.now <= self._since:
+            return
+        cuts = self.scenario.settings.fragments
+        match log.event:
+            case StepLine() as step:
+                self.spent_s[peer] += step.seconds
+                if self._swarm.by_peer[peer].span == (0, cuts[-1].last):
+                    self.tokens += step.tokens
+            case CountedLine(of=executions) | UncountedLine(of=executions) as event:
+                self.executions[type(event)] += len(executions)
+                if isinstance(event, CountedLine):
+                    self.tokens += sum(one.tokens * share(cuts, one.first, one.last) for one in executions)
+            case AbandonedLine() as event:
+                self.executions[type(event)] += 1
+
+    def end(self) -> None:
+        """Do nothing: the run's end is the end of the count."""
+
+    @property
+    def _since(self) -> Seconds:
+        return WARM_UP * self.scenario.seconds
+
+    def result(self) -> PlayedResult:
+        """Return what the plan promised and reached; call it after the run."""
+        assert self._swarm is not None
+        lasted_s = self._swarm.agenda.now - self._since
+        name = {member.peer: peer for member, peer in zip(self._swarm.members, self.plan.spans, strict=True)}
+        link, used = self._busiest(lasted_s, name)
+        return PlayedResult(
+            promised=self.plan.throughput["tokens_per_s"],
+            reached=self.tokens / lasted_s,
+            executions=self.executions[CountedLine],
+            dropped=self.executions[UncountedLine],
+            abandoned=self.executions[AbandonedLine],
+            busy={name[peer]: min(1.0, self.spent_s[peer] / lasted_s) for peer in name},
+            busiest_link=link,
+            busiest_share=used,
+        )
+
+    def _busiest(self, lasted_s: Seconds, name: dict[PeerId, str]) -> tuple[str, float]:
+        """Return the link that was used most, and the share of its capacity that was used."""
+        assert self._swarm is not None
+        geography, rates, sent = self._swarm.geography, dict[str, float](), Counter[str]()
+        for (source, target), size in (self._swarm.network.links.sent - self._sent_before).items():
+            links = {
+                f"{name[source]} up": geography.up(source),
+                f"{name[target]} down": geography.down(target),
+                f"{name[source]} to {name[target]}": geography.bandwidth(source, target),
+            }
+            for shared in geography.site_links(source, target):
+                links[f"site {shared.site} {'up' if shared.leaves else 'down'}"] = shared.rate
+            rates |= links
+            sent.update(dict.fromkeys(links, size))
+        shares = {link: sent[link] / (rate * lasted_s) for link, rate in rates.items()}
+        return max(shares.items(), key=lambda one: one[1], default=("none", 0.0))
