@@ -76,15 +76,15 @@ def from_topology(found: topology.Topology, peers: Sequence[int] | None = None) 
     chosen = list(range(len(found)) if peers is None else peers)
     if not 2 <= len(chosen) <= MOST_PEERS:
         raise UserError(f"the lab takes 2 to {MOST_PEERS} peers; got {len(chosen)} (--peers-per-region takes fewer)")
-    grid = np.ix_(chosen, chosen)
+    part = topology.among(found, chosen)
     return Description(
-        names=tuple(found.ids[peer] for peer in chosen),
-        regions=tuple(found.regions[peer] for peer in chosen),
-        up=found.up[chosen],
-        down=found.down[chosen],
-        path=found.bandwidth[grid],
-        delay_s=found.delay_s[grid],
-        loss=found.loss[grid],
+        names=part.ids,
+        regions=part.regions,
+        up=part.up,
+        down=part.down,
+        path=part.bandwidth,
+        delay_s=part.delay_s,
+        loss=part.loss,
     )
 
 

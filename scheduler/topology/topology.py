@@ -134,6 +134,7 @@ def among(topology: Topology, peers: Sequence[int]) -> Topology:
         up=topology.up[peers],
         down=topology.down[peers],
         loss=topology.loss[grid],
+        costs=tuple(topology.costs[peer] for peer in peers) if topology.costs else (),
     )
 
 

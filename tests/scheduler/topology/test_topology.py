@@ -53,6 +53,7 @@ HERE = {"inside": {"delay_ms": 1, "bandwidth_gbps": 1}}
 def test_measured_layers_are_read_for_the_peers_that_have_them() -> None:
     read = topology.parse({"peers": [{"id": "a", "layers": LAYERS}, {"id": "b"}], **HERE})
     assert read.costs == (KindCosts(block=KindCost(2e-6, 4e-6, 1500, 3_000_000)), KindCosts())
+    assert topology.among(read, [1, 0]).costs == read.costs[::-1]
     without = topology.parse({"peers": [{"id": "a"}, {"id": "b"}], **HERE})
     assert without.costs == ()
     assert without.digest() != read.digest()
