@@ -10,16 +10,10 @@ death, null if any began from initial weights; `held_s`, the time until all laye
 have none after `--for` seconds; and of all bytes that the peers had sent before, the `copied` share.
 """
 
-import argparse
-import json
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
-import torch
-
-from benchmarks.tight_swarms import LINKS, PEERS, tight_swarm
+from benchmarks.tight_swarms import LINKS, PEERS, play_seeds, seeds_parser, tight_swarm
 from decentral.core import jobs
 from decentral.core.ids import PeerId
 from decentral.core.machine import Log
@@ -132,22 +126,11 @@ def row(seed: int, at: Seconds, lasts: Seconds, overrides: Sequence[str]) -> dic
 
 def main() -> None:
     """Play the swarms of some seeds, and print a line for each."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    torch.set_num_threads(1)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser = seeds_parser(__doc__)
     parser.add_argument("--at", type=float, default=240.0, help="virtual time of the death")
     parser.add_argument("--for", type=float, default=300.0, dest="lasts", help="virtual seconds after it, at most")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    rows = []
-    for seed in range(args.first, args.first + args.seeds):
-        rows.append(row(seed, args.at, args.lasts, args.set))
-        print(json.dumps(rows[-1]), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    play_seeds(args, lambda seed: row(seed, args.at, args.lasts, args.set))
 
 
 if __name__ == "__main__":

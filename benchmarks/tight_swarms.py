@@ -12,7 +12,7 @@ the last third of the time, over those that it counts in that time if it starts 
 import argparse
 import json
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -140,23 +140,39 @@ def row(seed: int, seconds: Seconds, overrides: Sequence[str]) -> dict[str, floa
     }
 
 
-def main() -> None:
-    """Play the swarms of some seeds, and print a line for each."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    torch.set_num_threads(1)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def seeds_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of the flags of `play_seeds`, to which a benchmark adds its own."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--seconds", type=float, default=900.0, help="virtual seconds of each swarm")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    return parser
+
+
+def play_seeds(args: argparse.Namespace, row_of: Callable[[int], dict[str, float | int | None]]) -> None:
+    """Print the row of figures of each seed as a line of JSON, and write all rows to the file of --json.
+
+    Args:
+        args: Parsed by `seeds_parser`.
+        row_of: Plays the swarm of a seed, and returns its figures.
+    """
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    torch.set_num_threads(1)
     rows = []
     for seed in range(args.first, args.first + args.seeds):
-        rows.append(row(seed, args.seconds, args.set))
+        rows.append(row_of(seed))
         print(json.dumps(rows[-1]), flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def main() -> None:
+    """Play the swarms of some seeds, and print a line for each."""
+    parser = seeds_parser(__doc__)
+    parser.add_argument("--seconds", type=float, default=900.0, help="virtual seconds of each swarm")
+    args = parser.parse_args()
+    play_seeds(args, lambda seed: row(seed, args.seconds, args.set))
 
 
 if __name__ == "__main__":

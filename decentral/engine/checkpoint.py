@@ -40,9 +40,8 @@ FILE = "checkpoint.safetensors"
 DAMAGED = "checkpoint.damaged"  # an unreadable checkpoint is renamed to this, so that the peer can start without it
 COPY_ALIGNED = 64  # each tensor begins at a multiple of this many bytes, the size of a cache line
 MOST_POSITION_BYTES = 4096
-COPIES_SHARE = (
-    0.2  # retained states and copies may take at most this share of the disk's space that is free without them
-)
+# Retained states and copies may take at most this share of the disk space that would be free without them.
+COPIES_SHARE = 0.2
 RESERVED = 1024  # this many micro-batch numbers are reserved on disk at a time; a restart reuses none
 ELSEWHERE = SPACE // 2  # while the disk cannot be written, micro-batch numbers are random and at least this
 Read = TypeVar("Read")

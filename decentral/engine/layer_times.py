@@ -53,7 +53,7 @@ class LayerTrial:
             torch.cuda.empty_cache()
             return None
         tokens = sequences * run.model.context
-        kind = 0 if at == 0 else 2 if at == len(sizes) - 1 else 1
+        kind = self._kind(at)
         alike = run.model.depth if kind == 1 else 1
         emulated_s = self.device.emulated_s * shape_of(self.cuts)[kind] / alike / (self.sequences * run.model.context)
         times = self.device.throttle / self.device.ranks.size
@@ -63,6 +63,10 @@ class LayerTrial:
             activation_bytes=kept // tokens,
             state_bytes=self._state_bytes(at),
         )
+
+    def _kind(self, at: int) -> int:
+        """Return 0 for the embedding, 1 for a block and 2 for the head."""
+        return 0 if at == 0 else 2 if at == self.run.model.depth + 1 else 1
 
     def _state_bytes(self, at: int) -> int:
         """Return the bytes of the layer's weights, gradient, optimizer state, gossip state and sums of gradients."""
@@ -74,7 +78,7 @@ class LayerTrial:
     def _built(self, at: int) -> nn.Module:
         """Return a layer of the same kind and shape as layer `at`, with weights that mean nothing."""
         model, run = self.run.model, self.run
-        kind = 0 if at == 0 else 2 if at == model.depth + 1 else 1
+        kind = self._kind(at)
         small = model.model_copy(update={"depth": 1, "width": model.d_model, "start_from": None, "weights": None})
         layer = decoder.placed(decoder.build(small, 0, kind, kind + 1, drawn=False), run, self.device.device)[0]
         for weight in layer.to(getattr(torch, run.train.weights)).parameters():

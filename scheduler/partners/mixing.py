@@ -1,11 +1,10 @@
 """Choose how probable each gossip partner is in a plan of `decentral.plan`, so that weights mix fastest.
 
-Start at `partners`. Running peers that follow a plan pull by such probabilities, too (peers/runtime/peer_selection.py).
-Weights mix when the replicas of a layer's holders approach their mean. Peer i is busy for
-seconds_ij = delay + bytes / bandwidth when it pulls from j, and may spend LINK_SHARE of its time on gossip. With
-symmetric rates r_ij of exchanges per second, the weights phi of a layer's holders change in expectation by
-d/dt phi = -gamma L(r) phi, where gamma is a constant and L(r) is the Laplacian of the rates. The slowest component
-decays with the second smallest eigenvalue lambda_2 of L(r).
+Start at `partners`. A running peer draws its partners in peers/runtime/peer_selection.py instead. Weights mix when the
+replicas of a layer's holders approach their mean. Peer i is busy for seconds_ij = delay + bytes / bandwidth when it
+pulls from j, and may spend LINK_SHARE of its time on gossip. With symmetric rates r_ij of exchanges per second, the
+weights phi of a layer's holders change in expectation by d/dt phi = -gamma L(r) phi, where gamma is a constant and
+L(r) is the Laplacian of the rates. The slowest component decays with the second smallest eigenvalue lambda_2 of L(r).
 So the problem is
 
     maximise lambda_2(L(r))  over r >= 0  with  sum_j r_ij seconds_ij <= LINK_SHARE  for every i

@@ -7,9 +7,8 @@ import numpy as np
 from decentral.scheduler.throughput.layer_costs import LayerCosts, reaches
 from decentral.scheduler.topology.arrays import Ints
 
-LAYOUTS_KEPT = (
-    1024  # of the partial layouts with equally many peers, this many are kept; fewer with many kinds of peers
-)
+# Of the partial layouts with equally many peers, this many are kept; fewer if there are many kinds of peers.
+LAYOUTS_KEPT = 1024
 LAYOUTS_TRIED = 20_000  # about this many partial layouts are tried for each number of peers
 LEAST_LAYOUTS_KEPT = 16
 

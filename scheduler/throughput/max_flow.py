@@ -40,10 +40,9 @@ FLOWS_REMEMBERED = 1024
 NEAREST = 8  # for each layer, only this many of a peer's fastest links enter the linear programme, to keep it small
 MOVE_COST = 1e-4  # a token/s more is not worth this many (1 / MOVE_COST) transfers more, so that no transfer is idle
 LEAST_LINK = 1e-7  # a link that carries less than this share of the flow's bound counts as none, as 0 for the solver
-MOST_SOLVING_S = 1e6  # a longer limit of seconds counts as none
-LARGE_PROGRAMME = (
-    5_000  # with more variables, interior points (and a crossover to a vertex) take a third of the simplex's time
-)
+MOST_SOLVING_S = 1e6  # a longer time limit is not passed to the solver
+# With more variables than this, interior points (and a crossover to a vertex) take a third of the simplex's time.
+LARGE_PROGRAMME = 5_000
 
 Transfer = tuple[int, int, int, float]
 """The flow from one peer to another: (sender, receiver, the layer that the receiver computes next, tokens/s)."""

@@ -17,7 +17,7 @@ from decentral.scheduler.topology.arrays import Floats, Ints
 
 
 class Supplies(Protocol):
-    """What rows need to know of a swarm."""
+    """Interface of a swarm as the search for rows sees it; implemented by `FlowProblem` (span_search.py)."""
 
     @property
     def costs(self) -> LayerCosts:
