@@ -13,6 +13,7 @@
 #                             the check of a GPU, benchmarks/gpu, on the CPU in a few minutes; then goes on with
 #                             simulated swarms that nobody has simulated yet; night-report.json says how
 #                             many, and for each that was violated its seed and the line that replays it
+#   make matrix               tests with the lowest and newest versions allowed, on each Python from 3.11 to 3.13 here
 #   make fuzz SECONDS=600     looks for bytes that crash a decoder, by coverage; what it finds stays in
 #                             tests/fuzz/corpus/
 
@@ -22,7 +23,7 @@ RUN = $(VENV)/bin/python
 SECONDS ?= 3600
 WORKERS ?= 3
 
-.PHONY: swarm test check sweep soak night fuzz benchmark docs install clean
+.PHONY: swarm test check sweep soak night matrix fuzz benchmark docs install clean
 
 swarm: install
 	OMP_NUM_THREADS=1 $(RUN) -m decentral.local --peers 4 --throttle 1,1,1,10 --stop-after 90s --dashboard --summary swarm-summary.json
@@ -42,6 +43,9 @@ night: install
 	OMP_NUM_THREADS=1 $(RUN) -m benchmarks.gpu --rehearse --out build/gpu-rehearsal
 	OMP_NUM_THREADS=1 $(RUN) -m decentral.simulate --sweep 100000000 --seed $$(date +%s) --for-seconds $(SECONDS) \
 		--shrink --report night-report.json
+
+matrix: install
+	OMP_NUM_THREADS=1 $(RUN) -m tests.matrix
 
 fuzz: install
 	$(RUN) -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable ".[fuzz]"

@@ -216,7 +216,7 @@ class AveragedForward:
     def __init__(self, replica: Replica) -> None:
         """Wrap the model, wait until all ranks have wrapped the model, and copy rank 0's weights to all ranks."""
         self.plain = replica.forward
-        # Torch 2.13 deprecates `broadcast_buffers`, but torch 2.6 lacks its successor `forward_sync_buffers`.
+        # Torch 2.13 deprecates `broadcast_buffers`, but torch 2.9 lacks its successor `forward_sync_buffers`.
         with warnings.catch_warnings(action="ignore", category=FutureWarning):
             self.averaged = DistributedDataParallel(
                 LossModule(replica),

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.overrides import BaseTorchFunctionMode
 
 from decentral.core.config import TrainConfig
-from decentral.core.errors import UserError
 from decentral.engine.optimizers import Operands, views
 
 _MOMENTUM = 0.95
@@ -40,11 +39,6 @@ class Muon:
     train: TrainConfig
     shapes: tuple[torch.Size, ...]
     momentum: Tensor
-
-    def __post_init__(self) -> None:
-        """Raise UserError if this version of torch has no Muon."""
-        if not hasattr(torch.optim, "Muon"):
-            raise UserError(f"train.optimizer: muon needs torch 2.9 or newer; this is torch {torch.__version__}")
 
     @property
     def kind(self) -> Hashable:
@@ -88,7 +82,7 @@ def muon_step(
         return
     if void is not None and void:
         return
-    from torch.optim._muon import muon  # torch has it since 2.9, as `Muon` has checked
+    from torch.optim._muon import muon
 
     with fastest_products(matrices[0].device):
         muon(

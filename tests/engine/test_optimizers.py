@@ -194,12 +194,6 @@ def test_a_checkpoint_of_the_other_optimizer_is_a_user_error(setup_of: MakeSetup
         Compute(with_train(setup, optimizer="adamw")).resume()
 
 
-def test_a_torch_without_muon_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(UserError, match=r"train.optimizer: muon needs torch 2.9 or newer; this is torch \d"):
-        trained_by(decoder.build(MODEL, 0), MUON)
-
-
 @pytest.mark.parametrize("train", [MUON, ADAMW], ids=["muon", "adamw"])
 def test_a_newcomer_to_synchronous_training_takes_the_next_step_to_the_bit(train: config.TrainConfig) -> None:
     tools = RuleTools(blockwise, TorchKernels(blockwise))
