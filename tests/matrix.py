@@ -50,7 +50,9 @@ def tried(python: str, versions: str, folder: Path, tests: Sequence[str]) -> str
         return f"failed to import: {stated.stderr.strip().splitlines()[-1]}"
     log = folder / f"{environment.name}.txt"
     with log.open("w") as output:
-        ran = subprocess.run([own, "-m", "pytest", "--numprocesses", "2", "--dist", "loadfile", *tests], stdout=output, stderr=output)
+        ran = subprocess.run(
+            [own, "-m", "pytest", "--numprocesses", "2", "--dist", "loadfile", *tests], stdout=output, stderr=output
+        )
     last = log.read_text().strip().splitlines()[-1]
     return f"{'failed' if ran.returncode else 'passed'}: torch, transformers, numpy {stated.stdout.strip()}: {last}"
 

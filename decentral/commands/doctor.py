@@ -99,7 +99,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a peer of the swarm")
     parser.add_argument("--invite", metavar="FILE", help="the invitation, if the swarm is private")
     parser.add_argument("--state-dir", metavar="DIR", help="state folder of a peer that runs, has run or will run")
-    parser.add_argument("--device", help="auto, cpu, cuda or cuda:N, as for decentral.peer")
+    parser.add_argument("--device", help="auto, cpu, cuda, cuda:N, xpu or mps, as for decentral.peer")
     multiaddr = "as for decentral.peer"
     parser.add_argument("--listen", action="append", default=[], metavar="MULTIADDR", help=multiaddr)
     parser.add_argument("--announce", action="append", default=[], metavar="MULTIADDR", help=multiaddr)

@@ -390,7 +390,7 @@ def parse(argv: Sequence[str] | None) -> LocalFlags:
     parser.add_argument("--throttle", metavar="F,F,...", help="times that each peer is slower, such as 1,1,1,10")
     parser.add_argument("--stop-after", default="90s", metavar="AMOUNT", help="90s, or each peer's 500steps, 2e6tokens")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N, for all peers")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N, xpu or mps, for all peers")
     parser.add_argument("--memory", metavar="BYTES,...", help="each peer's memory, or one size for all of them")
     parser.add_argument("--private", action="store_true", help="begin a swarm that only invited peers may join")
     parser.add_argument("--state-dir", metavar="DIR", help="keep the peers' folders here, and continue from them")

@@ -98,7 +98,7 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
     code = "package.module:function that builds the run's model, and is imported and called on this machine"
     parser.add_argument("--trust-model-code", metavar="NAME", help=code)
     parser.add_argument("--state-dir", metavar="DIR", help="the peer's state folder; default: a new one")
-    parser.add_argument("--device", help="auto, cpu, cuda, cuda:N, or several: cuda:0,cuda:1")
+    parser.add_argument("--device", help="auto, cpu, cuda, xpu, mps, or some of several: cuda:0,cuda:1")
     memory = "memory for the model, such as 8GB; default: the device's"
     parser.add_argument("--memory", type=shared.size, metavar="BYTES", help=memory)
     parser.add_argument("--listen", action="append", metavar="MULTIADDR", help="address to listen at")

@@ -149,7 +149,7 @@ class TrainConfig(Strict):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number type of the forward and backward pass; auto: bfloat16 on CUDA, else float32."""
     compile: bool = False
-    """Compile the layers with torch.compile, on CUDA only."""
+    """Compile the layers with torch.compile, on CUDA and XPU only."""
     eval_every_s: Interval = 15.0
     """Time between two evaluations of the held-out loss. Unit: seconds."""
     eval_sequences: Positive = 64

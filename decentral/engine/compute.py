@@ -26,7 +26,7 @@ from decentral.core.ids import PeerId
 from decentral.core.jobs import DIVERGED
 from decentral.core.units import Seconds
 from decentral.data.source import Reading, TrainingData
-from decentral.engine import checkpoint, measure
+from decentral.engine import accelerator, checkpoint, measure
 from decentral.engine.checkpoint import MicroBatchNumbers, RetainedStateStore
 from decentral.engine.job_runner import JobRunner, Pause, time_kind
 from decentral.engine.span import Span
@@ -75,7 +75,7 @@ class Compute(JobRunner):
         """
         run = setup.config
         kernels = setup.kernels or TorchKernels(setup.codecs)
-        tools = RuleTools(setup.codecs, kernels, setup.device.device.type == "cuda", run.train.optimizer)
+        tools = RuleTools(setup.codecs, kernels, accelerator.has_streams(setup.device.device), run.train.optimizer)
         span = Span(run, setup.peer, tools, setup.device)
         first, last = setup.span or (0, span.model_layers)
         span.hold(first, last, drawn=not setup.state_expected)

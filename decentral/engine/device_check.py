@@ -29,7 +29,10 @@ def described(wanted: str) -> str:
         found = measure.without_speed(device)
     except RuntimeError as error:
         raise UserError(f"--device {wanted} cannot compute: {str(error).splitlines()[0]}") from None
-    versions = f", CUDA {torch.version.cuda}, driver {driver()}" if device.device.type == "cuda" else ""
+    versions = ""
+    if device.device.type == "cuda":
+        built_for = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+        versions = f", {built_for}" + (f", driver {driver()}" if driver() else "")
     limit = control_groups.limit_bytes() if device.device.type == "cpu" else None
     whole = f" left of this container's {limit / 1e9:.1f} GB" if limit else ""
     return f"{found.device}, {found.memory_bytes / 1e9:.1f} GB{whole}, {found.flops / 1e12:.3g} TFLOP/s{versions}"

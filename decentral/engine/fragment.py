@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from decentral.core import config, rng
 from decentral.core.choices import OPTIMIZERS
 from decentral.core.fragments import Fragment
+from decentral.engine import accelerator
 from decentral.engine.optimizers import (
     Operands,
     OptimizerState,
@@ -409,12 +410,16 @@ def copy_out(live: Live, into: Tensor) -> Arrive:
         return lambda: None
     staged = torch.empty(into.shape, dtype=into.dtype, device=live.theta.device)
     live.copy_theta(staged)
-    taken = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    taken.record(torch.cuda.current_stream(staged.device))  # without an argument, record() would use a stream of GPU 0
+    if not accelerator.has_streams(staged.device):
+        into.copy_(staged)
+        return lambda: None
+    streams = accelerator.streams(staged.device)
+    taken = streams.Event()
+    taken.record(streams.current_stream(staged.device))  # without an argument, record() would use a stream of GPU 0
 
     def arrive() -> None:
         side = _side_stream(staged.device)
-        with torch.cuda.stream(side):
+        with streams.stream(side):
             side.wait_event(taken)
             into.copy_(staged, non_blocking=True)
         side.synchronize()  # only now is `into` complete, and `staged` no longer needed
@@ -430,14 +435,17 @@ def copy_in(vector: Tensor, device: torch.device) -> Tensor:
     """
     if device.type == "cpu":
         return vector
-    side = _side_stream(device)
-    with torch.cuda.stream(side):
+    if not accelerator.has_streams(device):
+        return vector.to(device)
+    streams, side = accelerator.streams(device), _side_stream(device)
+    with streams.stream(side):
         on_device = vector.to(device, non_blocking=True)
-    on_device.record_stream(torch.cuda.current_stream(device))
+    on_device.record_stream(streams.current_stream(device))
     side.synchronize()
     return on_device
 
 
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _side_stream(device: torch.device) -> torch.Stream:
+    made: torch.Stream = accelerator.streams(device).Stream(device)
+    return made

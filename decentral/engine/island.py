@@ -35,11 +35,12 @@ from decentral.core import config
 from decentral.core.ids import PeerId
 from decentral.data import corpora
 from decentral.data.source import Reading
-from decentral.engine import measure
+from decentral.engine import accelerator, measure
 from decentral.engine.fragment import Inner, Live, fragments_of
 from decentral.engine.step import Chain, Counters, Device, ModelForward, Replica, train_step
 from decentral.model import decoder
 
+BACKENDS = {"cuda": "nccl", "xpu": "xccl"}  # of torch.distributed, by types of devices; gloo for all others
 STEP_S = 600.0  # if ranks wait this long for another rank within a step, it counts as hung
 WAIT_S = 24 * 3600.0  # a rank fails if rank 0 gives no order for this long; rank 0 may take hours to join a swarm
 BUCKET_BYTES = 4  # per parameter, for the copy of the gradients that DistributedDataParallel makes
@@ -84,9 +85,9 @@ class Island:
         Raises:
             RuntimeError: If not all ranks connect within STEP_S seconds.
         """
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        limit, backend = timedelta(seconds=STEP_S), "nccl" if device.type == "cuda" else "gloo"
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device.index or 0)
+        limit, backend = timedelta(seconds=STEP_S), BACKENDS.get(device.type, "gloo")
         store, rank, size = next(rendezvous("env://", timeout=limit))
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a restart must not read keys of older attempts
         dist.init_process_group(backend, timeout=limit, store=PrefixStore(attempt, store), rank=rank, world_size=size)
@@ -105,7 +106,7 @@ class Island:
     def memory_bytes(self) -> int:
         """The bytes of memory that each rank may use: the smallest GPU's memory, or an equal share of the host's."""
         least = min(member.memory_bytes for member in self.members)
-        return least if self.device.type == "cuda" else least // self.size
+        return least // self.size if self.device.type == "cpu" else least
 
     def begin(self, replica: Replica, counters: Counters, measuring: bool = False) -> ModelForward:
         """Order all ranks to step or to measure, and copy rank 0's changed tensors to them. Only rank 0 calls this.
@@ -263,7 +264,7 @@ class Follower:
         built = decoder.build(run.model, run.seed, drawn=False)
         layers = decoder.placed(built, run, device)
         lives = [Live(cut, layers, device, run.train) for cut in fragments_of(run)]
-        compiled = run.train.compile and device.type == "cuda"
+        compiled = run.train.compile and accelerator.has_streams(device)
         return cls(run, layers, Inner(lives, run.train), Chain(layers, compiled, run))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from decentral.core import config
 from decentral.core.fragments import Fragment
 from decentral.core.layer_work import FORWARD_PART, KindCost, KindCosts, shape_of
-from decentral.engine import memory
+from decentral.engine import accelerator, memory
 from decentral.engine.step import Device
 from decentral.model import decoder
 
@@ -49,8 +49,8 @@ class LayerTrial:
                 return None
         try:
             forward_s, backward_s, kept = self._timed(at, held or self._built(at), sequences)
-        except torch.cuda.OutOfMemoryError:
-            torch.cuda.empty_cache()
+        except torch.OutOfMemoryError:
+            accelerator.free_cache(self.device.device)
             return None
         tokens = sequences * run.model.context
         kind = self._kind(at)
@@ -117,8 +117,7 @@ class LayerTrial:
         return forward_done - began, self._now() - forward_done, kept.bytes
 
     def _now(self) -> float:
-        if self.device.device.type == "cuda":
-            torch.cuda.synchronize(self.device.device)
+        accelerator.wait(self.device.device)
         return time.perf_counter()
 
 

@@ -12,7 +12,7 @@ from decentral.core.errors import UserError
 from decentral.core.layer_work import UNMEASURED
 from decentral.core.rank_place import Place
 from decentral.core.units import Measured, plural
-from decentral.engine import control_groups
+from decentral.engine import accelerator, control_groups
 from decentral.engine.step import ALONE, Device, ModelForward, Ranks
 
 PASSES_S = 0.5  # when the timed passes have taken this long in all, no further pass is timed
@@ -25,8 +25,8 @@ def choose(wanted: str, dtype: str, throttle: float, emulated_s: float) -> Devic
     """Return the device that `--device` names.
 
     Args:
-        wanted: The value of `--device`: auto, cpu, cuda or cuda:N.
-        dtype: Type of the numbers in matrix products; auto is bfloat16 on a GPU, else float32.
+        wanted: The value of `--device`, as in accelerator.CHOICES.
+        dtype: Type of the numbers in matrix products; auto is bfloat16 on accelerators that have it, else float32.
         throttle: Factor by which computing is slowed down, to imitate a slower device.
         emulated_s: Least time in seconds for a micro-batch through the whole model, to emulate a device.
 
@@ -34,19 +34,20 @@ def choose(wanted: str, dtype: str, throttle: float, emulated_s: float) -> Devic
         UserError: If the value is not valid, or this machine does not have the device.
     """
     if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        wanted = accelerator.type_here()
     try:
         device = torch.device(wanted)
     except RuntimeError:
-        raise UserError(f"--device expects auto, cpu, cuda or cuda:N; got {wanted!r}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"--device expects auto, cpu, cuda or cuda:N; got {wanted!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        few = {0: "no CUDA device; use --device cpu", 1: "only cuda:0"}.get(count, f"only cuda:0 to cuda:{count - 1}")
+        raise UserError(f"--device expects {accelerator.CHOICES}; got {wanted!r}") from None
+    if device.type not in ("cpu", *accelerator.NAMES):
+        raise UserError(f"--device expects {accelerator.CHOICES}; got {wanted!r}")
+    if device.type != "cpu" and (device.index or 0) >= (count := accelerator.count(device)):
+        kind = device.type
+        none = f"no {accelerator.NAMES[kind]} device; use --device cpu"
+        few = {0: none, 1: f"only {kind}:0"}.get(count, f"only {kind}:0 to {kind}:{count - 1}")
         raise UserError(f"--device {wanted}: this machine has {few}")
-    chosen = "bfloat16" if dtype == "auto" and device.type == "cuda" else dtype.replace("auto", "float32")
-    return Device(device, getattr(torch, chosen), throttle, emulated_s)
+    chosen = accelerator.training_dtype(device) if dtype == "auto" else getattr(torch, dtype)
+    return Device(device, chosen, throttle, emulated_s)
 
 
 def devices(wanted: str, place: Place | None) -> list[str]:
@@ -65,12 +66,13 @@ def devices(wanted: str, place: Place | None) -> list[str]:
     if len({device.type for device in found}) > 1:
         raise UserError(f"--device {wanted}: the devices of one peer must be of one type; start a peer for each type")
     ranks = len(names) if place is None else place.local_size
-    if place is not None and len(names) == 1 and wanted in ("auto", "cpu", "cuda"):
-        names = [f"cuda:{rank}" if found[0].type == "cuda" else "cpu" for rank in range(ranks)]
+    if place is not None and len(names) == 1 and found[0].index is None:
+        kind = found[0].type
+        names = [kind if kind == "cpu" else f"{kind}:{rank}" for rank in range(ranks)]
         found = [choose(name, "auto", 1.0, 0.0).device for name in names]
     if len(names) != ranks:
         raise UserError(f"--device {wanted}: {ranks} ranks need a device each; name {ranks} devices, or --device cuda")
-    if found[0].type == "cuda" and len({device.index or 0 for device in found}) < len(found):
+    if found[0].type != "cpu" and len({device.index or 0 for device in found}) < len(found):
         raise UserError(f"--device {wanted} names a device twice; name a different device for each rank")
     return names
 
@@ -120,8 +122,8 @@ def micro_batch(forward: ModelForward, model: config.ModelConfig, device: Device
     while size <= LARGEST and (not rates or rates[size // 2] > GOOD_ENOUGH * max(rates.values())):
         try:
             rates[size] = size / _trained_s(forward, model, device, size)
-        except torch.cuda.OutOfMemoryError:
-            torch.cuda.empty_cache()
+        except torch.OutOfMemoryError:
+            accelerator.free_cache(device.device)
             break
         size *= 2
     if not rates:
@@ -147,38 +149,35 @@ def _trained_s(
     passes_s: list[float] = []
     warm_up = 0 if device.device.type == "cpu" else 1
     while len(passes_s) < warm_up + 3 and sum(passes_s[warm_up:]) <= PASSES_S:
-        _wait(device)
+        accelerator.wait(device.device)
         began = time.perf_counter()
         with device.autocast():
             loss = forward.loss(tokens_BT, targets_BT)
         loss.backward()  # type: ignore[no-untyped-call]
-        _wait(device)
-        took_s = torch.tensor(time.perf_counter() - began, dtype=torch.float64, device=device.device)
+        accelerator.wait(device.device)
+        took_s = torch.tensor(time.perf_counter() - began, dtype=torch.float32, device=device.device)
         passes_s.append(float(ranks.end(took_s)))
     return min(passes_s[warm_up:])
 
 
 def _flops(device: Device) -> float:
     """Return the FLOP/s of matrix products in the training dtype; a product of two n x n matrices counts 2 n^3."""
-    n = 4096 if device.device.type == "cuda" else 512
+    n = 512 if device.device.type == "cpu" else 4096
     matrix_NN = torch.randn(n, n, device=device.device).to(device.dtype)
-    _wait(device, matrix_NN @ matrix_NN)
+    _ = matrix_NN @ matrix_NN
+    accelerator.wait(device.device)
     began, products = time.perf_counter(), 0
     while time.perf_counter() - began < MATMUL_S:
-        _wait(device, matrix_NN @ matrix_NN)
+        _ = matrix_NN @ matrix_NN
+        accelerator.wait(device.device)
         products += 1
     return 2 * n**3 * products / (time.perf_counter() - began)
 
 
-def _wait(device: Device, _: torch.Tensor | None = None) -> None:
-    if device.device.type == "cuda":
-        torch.cuda.synchronize(device.device)
-
-
 def device_name(device: torch.device) -> str:
     """Return the GPU's name, or the processor's name and the number of threads that torch uses."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return accelerator.name(device)
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -187,8 +186,8 @@ def device_name(device: torch.device) -> str:
 
 def memory_bytes(device: torch.device) -> int:
     """Return a GPU's memory in bytes; for the CPU, the part of the host's memory that the model may use."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type != "cpu":
+        return accelerator.memory_bytes(device)
     return machine_bytes()
 
 

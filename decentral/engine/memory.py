@@ -106,7 +106,7 @@ def needs_on(run: config.Config, device: Device) -> MemoryNeeds:
     count for one micro-batch only, since this peer finishes each micro-batch before the next. With bf16 arithmetic,
     activations count half: measurements gave 0.45 and 0.51 of their fp32 bytes (docs/results/gpu.md).
     """
-    if device.device.type != "cuda":
+    if device.device.type == "cpu":
         return needs(run)
     found = replace(needs(run, gossip_apart=True), whole_in_flight=1)
     if device.dtype != torch.bfloat16:

@@ -17,6 +17,7 @@ from decentral.core.errors import ProtocolError
 from decentral.core.fragments import ActivationForms, Fragment, Layout
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
+from decentral.engine import accelerator
 from decentral.engine.fragment import Inner, Live, fragments_of
 from decentral.engine.gossip_jobs import FragmentGossip, unpacked
 from decentral.engine.stage_runner import StageRunner
@@ -92,7 +93,7 @@ class Span:
         ordered = [lives[fragment] for fragment in wanted]
         self.gossip.hold(ordered, undrawn=self._undrawn)
         self.inner = Inner(ordered, run.train)
-        self.forward = Chain(self.layers, run.train.compile and device.type == "cuda", run, first)
+        self.forward = Chain(self.layers, run.train.compile and accelerator.has_streams(device), run, first)
         if len(wanted) < len(self.cuts) or run.synchronous:
             self._stages = self._at_work(alone=True)
 

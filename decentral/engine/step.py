@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from decentral.core import config, jobs
 from decentral.core.time_spent import KINDS, TimeSpent
 from decentral.core.units import Seconds
+from decentral.engine import accelerator
 from decentral.engine.fragment import Inner, rate_at
 from decentral.model import decoder
 
@@ -171,7 +172,7 @@ class Device:
 
     def sent(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return a copy of a micro-batch on the device. With a GPU, the host does not wait for the copy."""
-        inputs_BT, targets_BT = (one.pin_memory() for one in batch) if self.device.type == "cuda" else batch
+        inputs_BT, targets_BT = (one.pin_memory() for one in batch) if accelerator.has_streams(self.device) else batch
         return inputs_BT.to(self.device, non_blocking=True), targets_BT.to(self.device, non_blocking=True)
 
 
@@ -189,7 +190,7 @@ class QueuedStep:
     """A step that is in the device's queue; on a CPU it is done. `report` waits for it."""
 
     figures: Tensor  # [2] in host memory: the mean loss, and the gradient's norm before clipping
-    complete: torch.cuda.Event | None  # after which the host may read the figures of a GPU
+    complete: torch.Event | None  # after which the host may read the figures of a GPU
     inner: Inner
     rate: float
     tokens: int
@@ -212,7 +213,7 @@ def steps_ahead(device: Device) -> int:
     A GPU that waited for its host between two steps would idle while the host launches the next forward pass. The ranks
     of an island wait for each other in each step anyway.
     """
-    return int(device.device.type == "cuda" and device.ranks.size == 1)
+    return int(accelerator.has_streams(device.device) and device.ranks.size == 1)
 
 
 def train_step(
@@ -257,9 +258,10 @@ def queue_step(
     norm, rate = inner.clip(), rate_at(train, lr_step, inner.steps)
     figures = ranks.end(torch.stack((torch.stack(losses).sum(), norm))).to("cpu", non_blocking=True)
     complete = None
-    if device.device.type == "cuda":
-        complete = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        complete.record(torch.cuda.current_stream(device.device))
+    if accelerator.has_streams(device.device):
+        streams = accelerator.streams(device.device)
+        complete = streams.Event(blocking=True)
+        complete.record(streams.current_stream(device.device))
     inner.step(rate, tokens, void=(~torch.isfinite(norm)).float())
     return QueuedStep(figures, complete, inner, rate, tokens, train.accumulate * ranks.size)
 
@@ -349,6 +351,5 @@ def slow_down(device: Device, took_s: float, share: float = 1.0) -> None:
     """
     goal_s = max(took_s, device.emulated_s * share) * device.throttle
     if goal_s > took_s:
-        if device.device.type == "cuda":
-            torch.cuda.synchronize(device.device)
+        accelerator.wait(device.device)
         time.sleep(goal_s - took_s)

@@ -1,0 +1,75 @@
+"""Accelerators: which one this machine has, its name and memory, and how to wait for its queued work.
+
+`cuda` means GPUs of NVIDIA, and with torch for ROCm those of AMD; `xpu` means GPUs of Intel, `mps` those of Apple. Only
+NVIDIA's have been tried (docs/results/gpu.md). CUDA and XPU queue work in streams, so that copies between the device
+and pinned host memory run beside training. Copies to and from an MPS device are waited for.
+"""
+
+from types import ModuleType
+
+import torch
+
+NAMES = {"cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}  # in messages, by the types of torch
+STREAMED = ("cuda", "xpu")
+CHOICES = "auto, cpu, cuda, xpu or mps, or one of several: cuda:N"
+
+
+def type_here() -> str:
+    """Return the type of this machine's accelerator, as torch names it; "cpu" if there is none."""
+    here = torch.accelerator.current_accelerator(check_available=True)
+    return here.type if here is not None and here.type in NAMES else "cpu"
+
+
+def count(device: torch.device) -> int:
+    """Return the number of devices of this type that torch can use; 0 if its build does not support the type."""
+    return int(torch.get_device_module(device).device_count())
+
+
+def has_streams(device: torch.device) -> bool:
+    """Return whether the device queues work in streams, and copies to and from pinned memory beside other work."""
+    return device.type in STREAMED
+
+
+def streams(device: torch.device) -> ModuleType:
+    """Return the module of the device's streams and events, torch.cuda or torch.xpu, which have the same functions."""
+    assert has_streams(device), f"devices of type {device.type} have no streams"
+    module: ModuleType = torch.get_device_module(device)
+    return module
+
+
+def wait(device: torch.device) -> None:
+    """Wait until the device has done all work that was queued. A CPU queues none."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def free_cache(device: torch.device) -> None:
+    """Return memory that torch keeps for later tensors to the device, for example after it ran out of memory."""
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+
+
+def training_dtype(device: torch.device) -> torch.dtype:
+    """Return bfloat16 if the device is an accelerator that multiplies matrices of it, else float32."""
+    if device.type == "cpu":
+        return torch.float32
+    if device.type != "cuda":  # each GPU that torch supports by CUDA has bfloat16; trying would occupy memory there
+        ones = torch.ones(2, 2, device=device)
+        try:
+            with torch.autocast(device.type, dtype=torch.bfloat16):
+                float((ones @ ones).sum())
+        except (RuntimeError, TypeError):
+            return torch.float32
+    return torch.bfloat16
+
+
+def name(device: torch.device) -> str:
+    """Return the accelerator's name, such as NVIDIA H100 80GB HBM3."""
+    return "Apple GPU" if device.type == "mps" else str(streams(device).get_device_name(device))
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Return the accelerator's memory in bytes; of Apple's unified memory, what the system recommends as the most."""
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory())
+    return int(streams(device).get_device_properties(device).total_memory)
