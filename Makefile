@@ -17,6 +17,9 @@
 #   make fuzz SECONDS=600     looks for bytes that crash a decoder, by coverage; what it finds stays in
 #                             tests/fuzz/corpus/
 
+# Keep compiled bytecode, also where the environment says not to: without it each process compiles torch again.
+export PYTHONDONTWRITEBYTECODE =
+
 PYTHON ?= python3.11
 VENV ?= .venv
 RUN = $(VENV)/bin/python

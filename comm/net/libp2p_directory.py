@@ -7,6 +7,7 @@ import asyncio
 import random
 from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import suppress
+from typing import Any
 
 from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
@@ -41,6 +42,24 @@ MEET_AGAIN = 3  # to join the DHT again, we ping or dial this many peers
 NETWORK_ERRORS = (ControlFailure, DispatchFailure, P2PDaemonError, ConnectionError, OSError, EOFError)
 
 
+def leave_lookups_unreported(loop: asyncio.AbstractEventLoop) -> None:
+    """Keep the loop from reporting the tasks that hivemind's lookups leave behind when they are cancelled.
+
+    Such a task waits for an `asyncio.Event` that only the lookup would have set (hivemind/dht/traverse.py).
+    """
+    before = loop.get_exception_handler()
+
+    def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "was destroyed" in context["message"] and context["task"].get_coro().__qualname__ == "Event.wait":
+            return
+        if before is None:
+            loop.default_exception_handler(context)
+        else:
+            before(loop, context)
+
+    loop.set_exception_handler(report)
+
+
 async def dht_node(p2p: GuardedCalls, valid: "SignedRecords", known: Iterable[PeerId]) -> DHTNode:
     """Start and return a DHT node, which stores only records that `valid` accepts and joins through `known` peers."""
     node = await DHTNode.create(
@@ -54,6 +73,7 @@ async def dht_node(p2p: GuardedCalls, valid: "SignedRecords", known: Iterable[Pe
     protocol = node.protocol
     protocol.storage = protocol.cache = BoundedStorage(valid, protocol.storage)  # hivemind's lookups read both
     protocol.update_routing_table = GuardedTable(protocol, p2p.places).update
+    leave_lookups_unreported(asyncio.get_running_loop())
     await at_once(protocol.call_ping(PeerID.from_base58(peer)) for peer in known)
     with suppress(TimeoutError):
         async with asyncio.timeout(JOIN_S):

@@ -78,29 +78,29 @@ class Order:
             buffer.read[actor] = clock[actor]
 
 
-class Stream:
+class OwnStream:
     """A stream of the stand-in."""
 
     def __init__(self, device: "StandIn", name: str) -> None:
         self.device, self.name = device, name
 
-    def wait_event(self, event: "Event") -> None:
+    def wait_event(self, event: "OwnEvent") -> None:
         self.device.order.join(self.name, event.clock)
 
-    def wait_stream(self, stream: "Stream") -> None:
+    def wait_stream(self, stream: "OwnStream") -> None:
         self.device.order.join(self.name, self.device.order.clocks.get(stream.name, {}))
 
     def synchronize(self) -> None:
         self.device.order.join(HOST, self.device.order.clocks.get(self.name, {}))
 
 
-class Event:
+class OwnEvent:
     """An event of the stand-in."""
 
     def __init__(self, device: "StandIn") -> None:
         self.device, self.clock = device, Clock()
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: OwnStream | None = None) -> None:
         """Mark what is queued on the stream; like torch's, without a stream, on the present stream of GPU 0."""
         name = self.device.present(0).name if stream is None else stream.name
         self.clock = dict(self.device.order.clocks.get(name, {}))
@@ -115,23 +115,23 @@ class StandIn:
     def __init__(self) -> None:
         self.order, self.mine, self.made = Order(), threading.local(), 0
 
-    def Stream(self, device: torch.device) -> Stream:
+    def Stream(self, device: torch.device) -> OwnStream:
         self.made += 1
-        return Stream(self, f"{device} side {self.made}")
+        return OwnStream(self, f"{device} side {self.made}")
 
-    def Event(self, blocking: bool = False) -> Event:
-        return Event(self)
+    def Event(self, blocking: bool = False) -> OwnEvent:
+        return OwnEvent(self)
 
-    def present(self, index: int) -> Stream:
+    def present(self, index: int) -> OwnStream:
         """The calling thread's stream of a GPU."""
-        chosen: dict[int, Stream] = self.mine.__dict__.setdefault("streams", {})
-        return chosen.get(index, Stream(self, f"cuda:{index}"))
+        chosen: dict[int, OwnStream] = self.mine.__dict__.setdefault("streams", {})
+        return chosen.get(index, OwnStream(self, f"cuda:{index}"))
 
-    def current_stream(self, device: torch.device) -> Stream:
+    def current_stream(self, device: torch.device) -> OwnStream:
         return self.present(device.index or 0)
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream: OwnStream) -> Iterator[None]:
         before = dict(self.mine.__dict__.setdefault("streams", {}))
         self.mine.streams[DEVICE.index] = stream
         yield
@@ -187,7 +187,7 @@ class _Places(TorchFunctionMode):
         dtype = kwargs.pop("dtype", None) or next((one for one in others if isinstance(one, torch.dtype)), tensor.dtype)
         here, there = self.order.buffer(tensor).on_device, target == DEVICE
         if target is None or here == there:
-            return tensor if dtype == tensor.dtype else tensor.type(dtype)
+            return torch.Tensor.type(tensor, dtype) if dtype != tensor.dtype else tensor
         moved = torch.empty(tensor.shape, dtype=dtype)
         buffer, stream = self.order.buffer(moved), self.device.current_stream(DEVICE)
         buffer.on_device, buffer.made_on = there, stream.name if there and "side" in stream.name else ""
@@ -197,11 +197,11 @@ class _Places(TorchFunctionMode):
         return moved
 
 
-class _Uses(TorchDispatchMode):
+class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what each operation reads and writes: on the present stream if one of its tensors is on the device."""
 
     def __init__(self, device: StandIn) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.order = device, device.order
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -236,12 +236,12 @@ class Standing:
     def __enter__(self) -> StandIn:
         self.modes = _Places(self.device), _Uses(self.device)
         for mode in self.modes:
-            mode.__enter__()
+            mode.__enter__()  # type: ignore[no-untyped-call]
         return self.device
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for mode in reversed(self.modes):
-            mode.__exit__(kind, error, at)
+            mode.__exit__(kind, error, at)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -253,7 +253,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
         with Standing(device):
             run(thread)
 
-    def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+    def record_stream(tensor: torch.Tensor, stream: OwnStream) -> None:
         device.order.buffer(tensor).recorded.add(stream.name)
 
     monkeypatch.setattr(threading.Thread, "run", run_there)

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from tests.engine.stand_in_device import DEVICE, OutOfOrder, StandIn, stand_in
 
 from decentral.core import config
 from decentral.engine import fragment
 from decentral.engine.fragment import Inner, Live, copy_in, copy_out, fragments_of
 from decentral.engine.step import Chain, Device, queue_step
 from decentral.model import decoder
+from tests.engine.stand_in_device import DEVICE, OutOfOrder, StandIn, stand_in
 
 RUN = config.load(None, ["model.width=16", "model.depth=1", "model.heads=2", "model.context=8", "train.micro_batch=2"])
 

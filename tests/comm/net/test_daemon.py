@@ -34,7 +34,7 @@ from hivemind.utils import MSGPackSerializer
 from decentral.comm.net import causes, libp2p, libp2p_directory
 from decentral.comm.net.daemon import CALLS_KEPT, OwnControl, OwnDaemon
 from decentral.comm.net.libp2p import Libp2p
-from decentral.comm.net.libp2p_directory import HivemindDirectory
+from decentral.comm.net.libp2p_directory import HivemindDirectory, leave_lookups_unreported
 from decentral.comm.wire.codec import Envelope
 from decentral.comm.wire.identity import Identity
 from decentral.comm.wire.messages import Ping, Pong
@@ -339,3 +339,26 @@ def test_an_answer_to_a_call_that_has_just_been_cancelled_does_not_end_the_conne
 
 def varint(number: int) -> bytes:
     return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + varint(number >> 7)
+
+
+def test_asyncio_does_not_report_what_a_cancelled_lookup_leaves_behind_and_reports_all_else() -> None:
+    said: list[str] = []
+
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: said.append(context["message"]))
+        leave_lookups_unreported(loop)
+        asyncio.create_task(asyncio.Event().wait())  # noqa: RUF006
+        await asyncio.sleep(0)
+        gc.collect()
+        assert said == []
+        asyncio.create_task(_waits(asyncio.Event()))  # noqa: RUF006
+        await asyncio.sleep(0)
+        gc.collect()
+
+    asyncio.run(story())
+    assert said == ["Task was destroyed but it is pending!"]
+
+
+async def _waits(event: asyncio.Event) -> None:
+    await event.wait()
