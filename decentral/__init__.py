@@ -12,6 +12,9 @@ from types import TracebackType
 __version__ = "0.1.0"
 __path__.append(str(Path(__file__).with_name("commands")))
 
+if sys.platform == "win32":
+    print("decentral needs Linux or macOS: on Windows, run it in WSL 2 (wsl --install)", file=sys.stderr)
+    sys.exit(2)
 if sys.platform == "linux":
     # hivemind's own choice for tensors that processes share, "file_system", starts a process. On a busy machine that
     # process answers too late, and `datasets` then fails to open a data set.

@@ -54,8 +54,8 @@ def training_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cpu":
         return torch.float32
     if device.type != "cuda":  # each GPU that torch supports by CUDA has bfloat16; trying would occupy memory there
-        ones = torch.ones(2, 2, device=device)
         try:
+            ones = torch.ones(2, 2, device=device)
             with torch.autocast(device.type, dtype=torch.bfloat16):
                 float((ones @ ones).sum())
         except (RuntimeError, TypeError):

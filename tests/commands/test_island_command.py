@@ -26,7 +26,7 @@ SAVING_OFTEN = ["--set", "swarm.checkpoint_every_s=1", "--set", "gossip.core_sha
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
 
 
 def under_torchrun(ranks: int) -> Place:

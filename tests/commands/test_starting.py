@@ -1,6 +1,8 @@
 """What a peer says while it starts: what may take long is named when it begins, and waiting is not silent."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,3 +97,10 @@ def test_only_a_port_that_a_peer_chose_for_itself_is_given_up_where_it_is_taken(
     assert asked == [[f"/ip4/127.0.0.1/tcp/{PORT}"], [ports.LOOPBACK]]
     place = f"cannot listen on /ip4/127.0.0.1/tcp/{PORT}: address already in use"
     assert start_of.warnings == [f"{place}, where this peer listened before; it listens at a free port instead"]
+
+
+def test_on_windows_each_command_is_one_line_that_names_wsl() -> None:
+    code = "import runpy, sys; sys.platform = 'win32'; runpy.run_module('decentral.peer', run_name='__main__')"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr == "decentral needs Linux or macOS: on Windows, run it in WSL 2 (wsl --install)\n"
