@@ -88,8 +88,8 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "comm.pipeline": "activations",
         "comm.rounds": "synchronous_rule",
         "engine": (
-            "checkpoint compute device_check fragment gossip_jobs island launch layer_times look_ahead measure memory "
-            "muon optimizers span stage_runner step tensor_file"
+            "accelerator checkpoint compute device_check fragment gossip_jobs island launch layer_times look_ahead "
+            "measure memory muon optimizers span stage_runner step tensor_file"
         ),
         "serving": "decoding loaded_model replicas",
         "sim": "fault_injector liars real_training route_liars surrogate surrogate_model sweep",

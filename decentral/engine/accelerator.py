@@ -5,11 +5,12 @@ NVIDIA's have been tried (docs/results/gpu.md). CUDA and XPU queue work in strea
 and pinned host memory run beside training. Copies to and from an MPS device are waited for.
 """
 
+from functools import cache
 from types import ModuleType
 
 import torch
 
-NAMES = {"cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}  # in messages, by the types of torch
+ACCELERATORS = {"cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}  # in messages, by the types of torch
 STREAMED = ("cuda", "xpu")
 CHOICES = "auto, cpu, cuda, xpu or mps, or one of several: cuda:N"
 
@@ -17,7 +18,7 @@ CHOICES = "auto, cpu, cuda, xpu or mps, or one of several: cuda:N"
 def type_here() -> str:
     """Return the type of this machine's accelerator, as torch names it; "cpu" if there is none."""
     here = torch.accelerator.current_accelerator(check_available=True)
-    return here.type if here is not None and here.type in NAMES else "cpu"
+    return here.type if here is not None and here.type in ACCELERATORS else "cpu"
 
 
 def count(device: torch.device) -> int:
@@ -35,6 +36,13 @@ def streams(device: torch.device) -> ModuleType:
     assert has_streams(device), f"devices of type {device.type} have no streams"
     module: ModuleType = torch.get_device_module(device)
     return module
+
+
+@cache
+def side_stream(device: torch.device) -> torch.Stream:
+    """Return the device's second stream, for copies beside training."""
+    made: torch.Stream = streams(device).Stream(device)
+    return made
 
 
 def wait(device: torch.device) -> None:

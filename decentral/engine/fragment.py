@@ -12,7 +12,6 @@ side stream. `copy_in` copies on the side stream as well.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import accumulate
 
 import torch
@@ -418,7 +417,7 @@ def copy_out(live: Live, into: Tensor) -> Arrive:
     taken.record(streams.current_stream(staged.device))  # without an argument, record() would use a stream of GPU 0
 
     def arrive() -> None:
-        side = _side_stream(staged.device)
+        side = accelerator.side_stream(staged.device)
         with streams.stream(side):
             side.wait_event(taken)
             into.copy_(staged, non_blocking=True)
@@ -437,15 +436,9 @@ def copy_in(vector: Tensor, device: torch.device) -> Tensor:
         return vector
     if not accelerator.has_streams(device):
         return vector.to(device)
-    streams, side = accelerator.streams(device), _side_stream(device)
+    streams, side = accelerator.streams(device), accelerator.side_stream(device)
     with streams.stream(side):
         on_device = vector.to(device, non_blocking=True)
     on_device.record_stream(streams.current_stream(device))
     side.synchronize()
     return on_device
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.Stream:
-    made: torch.Stream = accelerator.streams(device).Stream(device)
-    return made

@@ -39,11 +39,11 @@ def choose(wanted: str, dtype: str, throttle: float, emulated_s: float) -> Devic
         device = torch.device(wanted)
     except RuntimeError:
         raise UserError(f"--device expects {accelerator.CHOICES}; got {wanted!r}") from None
-    if device.type not in ("cpu", *accelerator.NAMES):
+    if device.type not in ("cpu", *accelerator.ACCELERATORS):
         raise UserError(f"--device expects {accelerator.CHOICES}; got {wanted!r}")
     if device.type != "cpu" and (device.index or 0) >= (count := accelerator.count(device)):
         kind = device.type
-        none = f"no {accelerator.NAMES[kind]} device; use --device cpu"
+        none = f"no {accelerator.ACCELERATORS[kind]} device; use --device cpu"
         few = {0: none, 1: f"only {kind}:0"}.get(count, f"only {kind}:0 to {kind}:{count - 1}")
         raise UserError(f"--device {wanted}: this machine has {few}")
     chosen = accelerator.training_dtype(device) if dtype == "auto" else getattr(torch, dtype)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decentral.core import config
-from decentral.engine import fragment
+from decentral.engine import accelerator
 from decentral.engine.fragment import Inner, Live, copy_in, copy_out, fragments_of
 from decentral.engine.step import Chain, Device, queue_step
 from decentral.model import decoder
@@ -17,10 +17,10 @@ RUN = config.load(None, ["model.width=16", "model.depth=1", "model.heads=2", "mo
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    fragment._side_stream.cache_clear()
+    accelerator.side_stream.cache_clear()
     with stand_in(monkeypatch) as device:
         yield device
-    fragment._side_stream.cache_clear()
+    accelerator.side_stream.cache_clear()
 
 
 def trained() -> tuple[Chain, Inner]:
