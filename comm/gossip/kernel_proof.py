@@ -26,6 +26,8 @@ from decentral.core.errors import ProtocolError
 PROVEN_SIZES = (0, 1, 127, 128, 129, 255, 256, 257, 1000, 10_001)
 PROVEN_MAGNITUDES = (1e-42, 1e-30, 1.0, 1e36)
 EXTREMES = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 3e38, -3e38, 1.0, 7.0, 127.0])
+HALVES = torch.tensor([7.0, *(sign * (level + 0.5) for level in range(7) for sign in (1, -1))])
+PEAKS = 64  # blocks of HALVES times 1 to 64: levels are ties, and peak / 7 is exact, so that other roundings differ
 LENGTH_TOLERANCE = 1e-9  # allowed relative difference of two L2 norms, as kernels may add squares in another order
 PROVEN_WEIGHTS = (0.5, 0.3, 0.2)
 
@@ -67,12 +69,14 @@ def prove(kernels: OuterKernels) -> None:
 
 
 def _cases() -> Iterator[list[Tensor]]:
-    """Yield lists of six equally long vectors: random ones of several magnitudes, and mixtures of EXTREMES."""
+    """Yield lists of six equally long vectors: random ones of several magnitudes, mixtures of EXTREMES, and ties."""
     generator = torch.Generator().manual_seed(0)
     for n in PROVEN_SIZES:
         for magnitude in PROVEN_MAGNITUDES:
             yield [magnitude * torch.randn(n, generator=generator) for _ in range(6)]
         yield [EXTREMES[torch.randint(len(EXTREMES), (n,), generator=generator)] for _ in range(6)]
+    ties = torch.outer(torch.arange(1.0, PEAKS + 1), HALVES.repeat(9)[:128]).flatten()
+    yield [torch.zeros_like(ties), torch.zeros_like(ties), *(ties for _ in range(4))]
 
 
 def _prove_close(both: tuple[OuterKernels, OuterKernels], vectors: list[Tensor], code: str) -> None:

@@ -1,71 +1,29 @@
 """The arguments of each launch of a CUDA kernel are those of its signature, which a machine without a GPU can check."""
 
-import importlib
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from types import ModuleType, SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from benchmarks.gpu import kernels as benchmark
 from decentral.comm.codecs import blockwise
-from decentral.comm.codecs.compiled_blocks import Bytes
 from decentral.comm.gossip.cuda_source import check_arguments, signatures
 from decentral.comm.gossip.outer_kernels import OuterVectors, Weighted
+from tests.gpu_source.on_cpu import cuda_kernels
 
 ALL = {"close_q4", "length_q4", "distance_int8", "merge"}
-KERNELS = "decentral.comm.gossip.kernels_cuda"
 NUMBERS = 1000  # the last chunk and the last block are not full
 RHO = 0.5
 
 
-class Slot:
-    """A slot of `CudaKernels` in host memory."""
-
-    def __init__(self) -> None:
-        self.stream = SimpleNamespace(wait_stream=lambda stream: None, synchronize=lambda: None)
-        self.staged = [torch.zeros(256) for _ in range(3)]
-
-    def entered(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def load(self, place: int, values: Tensor) -> Tensor:
-        return self.staged[place][: len(values)].copy_(values)
-
-
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[str]]]:
+def recorded() -> Iterator[tuple[Any, list[str]]]:
     """`CudaKernels` whose launches are only checked and listed, and the list of the launched kernels."""
     launched: list[str] = []
-
-    def function_of(kernel: str) -> Callable[..., None]:
-        return lambda grid, block, arguments: launched.append(kernel)
-
-    cupy = ModuleType("cupy")
-    cupy.cuda = SimpleNamespace(function=SimpleNamespace(Module=object))  # type: ignore[attr-defined]
-    cupy.from_dlpack = lambda tensor: tensor  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    sys.modules.pop(KERNELS, None)
-    module = importlib.import_module(KERNELS)
-
-    class OnCpu(module.CudaKernels):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            self.device, self.chunk_elements = torch.device("cpu"), 256
-            self._slots, self._module = [Slot(), Slot()], SimpleNamespace(get_function=function_of)
-
-        def _results(self, blocks: int) -> tuple[Tensor, Tensor]:
-            return torch.zeros(blocks, dtype=torch.float64), torch.zeros(blocks, dtype=torch.int32)
-
-        def _sent(self, packed: Bytes) -> Tensor:
-            return torch.from_numpy(packed.copy() if packed.size else np.zeros(1, np.uint8))
-
-    yield OnCpu(), launched
-    sys.modules.pop(KERNELS, None)
+    with cuda_kernels(lambda kernel, grid, block, arguments: launched.append(kernel)) as kernels:
+        yield kernels, launched
 
 
 def test_every_launch_of_the_product_has_the_arguments_of_its_signature(recorded: tuple[Any, list[str]]) -> None:
