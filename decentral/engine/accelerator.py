@@ -71,6 +71,21 @@ def training_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16
 
 
+@cache
+def compile_failure(device: torch.device) -> str:
+    """Return why torch.compile cannot be used for this device, as its last error says; "" if it can.
+
+    It compiles for devices with streams only, and needs Triton and a C compiler, which many containers lack.
+    """
+    if not has_streams(device):
+        return f"it is used on {' and '.join(ACCELERATORS[kind] for kind in STREAMED)} only"
+    try:
+        torch.compile(torch.nn.Linear(8, 8, device=device))(torch.zeros(8, 8, device=device))
+    except Exception as error:  # the compilers' errors have no common class, and training goes on without them
+        return (str(error).strip() or type(error).__name__).splitlines()[-1]
+    return ""
+
+
 def name(device: torch.device) -> str:
     """Return the accelerator's name, such as NVIDIA H100 80GB HBM3."""
     return "Apple GPU" if device.type == "mps" else str(streams(device).get_device_name(device))

@@ -264,7 +264,7 @@ class Follower:
         built = decoder.build(run.model, run.seed, drawn=False)
         layers = decoder.placed(built, run, device)
         lives = [Live(cut, layers, device, run.train) for cut in fragments_of(run)]
-        compiled = run.train.compile and accelerator.has_streams(device)
+        compiled = run.train.compile and not accelerator.compile_failure(device)
         return cls(run, layers, Inner(lives, run.train), Chain(layers, compiled, run))
 
 

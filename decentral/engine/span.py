@@ -93,7 +93,7 @@ class Span:
         ordered = [lives[fragment] for fragment in wanted]
         self.gossip.hold(ordered, undrawn=self._undrawn)
         self.inner = Inner(ordered, run.train)
-        self.forward = Chain(self.layers, run.train.compile and accelerator.has_streams(device), run, first)
+        self.forward = Chain(self.layers, run.train.compile and not accelerator.compile_failure(device), run, first)
         if len(wanted) < len(self.cuts) or run.synchronous:
             self._stages = self._at_work(alone=True)
 

@@ -34,7 +34,7 @@ from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.plain_text import plain_text
 from decentral.data import corpora as data
 from decentral.data import run_inputs
-from decentral.engine import checkpoint, launch, measure, memory
+from decentral.engine import accelerator, checkpoint, launch, measure, memory
 from decentral.engine.checkpoint import DamagedCheckpoint
 from decentral.engine.compute import Compute, ComputeSetup
 from decentral.engine.island import Assignment
@@ -134,6 +134,9 @@ async def prepare(
     corpus = data.load(run.data, run.model)
     expected = bool(access.contacts) or request.kept is not None
     computing = ComputeSetup(run, own.peer, corpus, blockwise, device, folder.path, claimed.span)
+    compiles = run.train.compile and accelerator.has_streams(device.device)
+    if compiles and (failure := accelerator.compile_failure(device.device)):
+        start.warnings.append(f"train.compile: this peer trains without torch.compile: {failure}")
     shared.stage("building the model")
     compute = Compute(replace(computing, state_expected=expected, kernels=kernels, report_s=STEPS_REPORTED_S))
     start.warnings.extend(corpus.warnings)

@@ -42,3 +42,19 @@ def test_a_device_that_cannot_multiply_bfloat16_trains_in_float32(monkeypatch: p
     assert accelerator.training_dtype(torch.device("xpu")) == torch.float32
     assert accelerator.training_dtype(torch.device("cpu")) == torch.float32
     assert accelerator.training_dtype(torch.device("cuda")) == torch.bfloat16
+
+
+def test_a_device_whose_compiler_is_missing_trains_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(layer: torch.nn.Module) -> torch.nn.Module:
+        raise RuntimeError("backend='inductor' raised:\nRuntimeError: Cannot find a working triton installation")
+
+    linear = torch.nn.Linear(8, 8)
+    monkeypatch.setattr(torch.nn, "Linear", lambda *sides, device: linear)
+    monkeypatch.setattr(torch, "compile", fail)
+    accelerator.compile_failure.cache_clear()
+    assert accelerator.compile_failure(torch.device("xpu")) == "RuntimeError: Cannot find a working triton installation"
+    accelerator.compile_failure.cache_clear()
+
+
+def test_compiling_is_for_devices_with_streams() -> None:
+    assert accelerator.compile_failure(torch.device("cpu")) == "it is used on CUDA and XPU only"
