@@ -32,6 +32,7 @@ from decentral.core.journal.lines import recorded
 from decentral.core.own_inputs import OwnInputs
 from decentral.core.plain_text import printable
 from decentral.core.temporary import temporary_folder
+from decentral.core.times import clock_time
 from decentral.core.units import Amount, Seconds, plural, readable_bytes
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup.invitation_files import FounderFile, founded, write_holding
@@ -39,7 +40,7 @@ from decentral.peers.startup.state import StateFolder
 from decentral.view import summary
 from decentral.view.page.address import PageAddress, add_dashboard_flag, reserved
 from decentral.view.page.child import DashboardProcess, dashboard
-from decentral.view.page.source_lines import MissedLine
+from decentral.view.page.source_lines import FactsLine, MissedLine
 
 PEER_START_S = 180.0  # a peer must join within this time, even if four peers start at once on two cores
 PEER_LEAVE_S = 120.0  # peers that have not saved and left within this time are killed
@@ -223,6 +224,9 @@ class LocalSwarm:
     def wait(self, console: Console) -> None:
         """Wait until --stop-after is reached, counted from the time at which the last peer joined."""
         goal = self.flags.stop_after.value if self.flags.stop_after.kind == "s" else None
+        if self.page and goal is not None:
+            facts = {"stop_after": str(self.flags.stop_after), "since": self.joined_at}
+            self.page.tell("", self.now(), FactsLine(facts=facts))
         with progress_bar(console, goal) as show:
             shown_at = self.joined_at
             while self._running() and (goal is None or self.now() < self.joined_at + goal):
@@ -236,7 +240,7 @@ class LocalSwarm:
                     line = "loss " + ", ".join(member.progress(self.began) for member in self.members)
                     show(shown_at - self.joined_at, line)
                     if not console.is_terminal:
-                        console.print(f"{shown_at - self.joined_at:4.0f} s  {line}", soft_wrap=True)
+                        console.print(f"{clock_time(shown_at)}  {shown_at - self.joined_at:4.0f} s  {line}", soft_wrap=True)
                     self.warn(console)
         self.tell_deaths()
 
@@ -248,7 +252,8 @@ class LocalSwarm:
                 continue
             self.known_dead.add(member.number)
             last = f"; its last line: {_last_output(member.folder)}" if member.process.returncode > 0 else ""
-            self.say(printable(f"warning: peer {member.number} has ended ({death}){last}", REASON_CHARS))
+            text = f"warning: peer {member.number} has ended ({death}){last}"
+            self.say(f"{clock_time(self.now())}  {printable(text, REASON_CHARS)}")
             started = member.happened(StartedLine, self.began - 1)
             if self.page and started:
                 self.page.tell("", self.now(), MissedLine(peer=started.peer, reason=death, certain=True))
@@ -265,7 +270,7 @@ class LocalSwarm:
                 if at >= self.joined_at and reason not in self.shown:
                     self.shown.add(reason)
                     text = f"warning: peer {member.number}: {printable(reason, REASON_CHARS)}"
-                    console.print(text, soft_wrap=True, markup=False)
+                    console.print(f"{clock_time(at)}  {text}", soft_wrap=True, markup=False)
 
     def stop(self) -> None:
         """Send Ctrl-C to every peer, and wait while they save. Kill those that take longer than PEER_LEAVE_S."""
@@ -291,6 +296,7 @@ class LocalSwarm:
         folder.mkdir(parents=True, exist_ok=True)
         restart = (folder / "run.json").exists()
         arguments = [sys.executable, "-m", "decentral.peer", "--plain", "--state-dir", str(folder)]
+        arguments += ["--name", folder.name]
         arguments += ["--listen", self.listen, "--throttle", str(self.throttles[number]), "--device", self.flags.device]
         if self.memory:
             arguments += ["--memory", str(self.memory[number])]

@@ -18,6 +18,7 @@ from decentral.peers.runtime.node import NodePhase
 from decentral.peers.runtime.traffic import NO_EXCHANGES
 
 PEER_PHASES = {NodePhase.JOINING: "joining", NodePhase.TRAINING: "training", NodePhase.LEFT: "leaving"}
+ABOUT = ("peer", "run", "name", "device", "region", "software")  # labels of decentral_peer_info
 BOUNDS = ("link", "cores", "swarm")  # what can force a gossip window to be long: values of the label `bound`
 
 Values = float | None | Mapping[tuple[str, ...], float]
@@ -62,7 +63,7 @@ def _gauge(name: str, help: str, read: Callable[[Host, Seconds], Values], *label
 def _about(host: Host, now: Seconds) -> Values:
     setup = host.node.setup
     profile = setup.profile
-    return {(setup.own.peer, setup.run, profile.device, profile.region, profile.software): 1}
+    return {(setup.own.peer, setup.run, profile.name, profile.device, profile.region, profile.software): 1}
 
 
 def _phase(host: Host, now: Seconds) -> Values:
@@ -139,7 +140,7 @@ def _by_reason(counts: Mapping[str, int]) -> Values:
 
 
 METRICS = (
-    _gauge("peer_info", "1; the labels describe this peer", _about, "peer", "run", "device", "region", "software"),
+    _gauge("peer_info", "1; the labels describe this peer", _about, *ABOUT),
     _gauge("phase", "1 for the phase that the peer is in", _phase, "phase"),
     _gauge("step", "Optimizer steps since the peer's first start", lambda host, now: host.node.progress.step),
     _gauge("swarm_step", "Step that sets the swarm's learning rate", lambda host, now: host.node.progress.lr_step),
