@@ -240,7 +240,8 @@ class LocalSwarm:
                     line = "loss " + ", ".join(member.progress(self.began) for member in self.members)
                     show(shown_at - self.joined_at, line)
                     if not console.is_terminal:
-                        console.print(f"{clock_time(shown_at)}  {shown_at - self.joined_at:4.0f} s  {line}", soft_wrap=True)
+                        passed = f"{clock_time(shown_at)}  {shown_at - self.joined_at:4.0f} s"
+                        console.print(f"{passed}  {line}", soft_wrap=True)
                     self.warn(console)
         self.tell_deaths()
 

@@ -117,7 +117,8 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
     parser.add_argument("--log", type=shared.log_names, metavar="NAMES", help=curves)
     on_event = "run CMD for each event, which it reads from stdin as JSON"
     parser.add_argument("--on-event", metavar="CMD", help=on_event)
-    parser.add_argument("--webhook", metavar="URL", help="POST each event to URL as JSON, or as text for Slack and Discord")
+    posted = "POST each event to URL as JSON, or as text for Slack and Discord"
+    parser.add_argument("--webhook", metavar="URL", help=posted)
     parser.add_argument("--events", metavar="KINDS", help="kinds of event for these, separated by commas; default: all")
     given = parser.parse_args(argv)
     peer = _of_peer(given)

@@ -52,7 +52,9 @@ def _main(flags: argparse.Namespace) -> None:
             print(f"stopping {_called(peer, running[peer])}", flush=True)
         for peer in found:
             ended = requests.has_ended(peer, deadline - time.monotonic())
-            is_saved, said = what_was_saved(peer, asked_at, time.time()) if ended else (False, "still saving; not killed")
+            is_saved, said = False, "still saving; not killed"
+            if ended:
+                is_saved, said = what_was_saved(peer, asked_at, time.time())
             all_well = all_well and is_saved
             print(f"{_called(peer, running[peer])}: {said}", flush=True)
     if not all_well:
@@ -82,7 +84,7 @@ def chosen(running: Running, which: Sequence[str]) -> list[RunningPeer]:
             raise UserError(f"{len(named)} peers are called {one}; name their folders: {folders}")
         if not named and not inside:
             near = did_you_mean(one, [name for status in own.values() for name in (status.name, str(status.folder))])
-            raise UserError(f"no peer of this user on this machine has the name or folder {one!r}{near} (see decentral ps)")
+            raise UserError(f"no peer of this user here has the name or folder {one!r}{near} (see decentral ps)")
         found |= dict.fromkeys(inside or named)
     return list(found)
 
@@ -116,7 +118,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the command's flags, or raise UserError if they are not valid."""
     about = "Make peers on this machine save, leave their swarms, and end."
     parser = shared.Parser(prog="python -m decentral.stop", description=about)
-    parser.add_argument("which", nargs="*", metavar="NAME|DIR", help="a peer's name or state folder, or a folder of them")
+    which = "a peer's name or state folder, or a folder of peers' folders"
+    parser.add_argument("which", nargs="*", metavar="NAME|DIR", help=which)
     parser.add_argument("--all", action="store_true", help="all peers that this user runs on this machine")
     flags = parser.parse_args(argv)
     if bool(flags.which) == flags.all:

@@ -9,7 +9,7 @@ import platform
 from decentral.core.ids import PeerId, short
 from decentral.core.plain_text import plain_text
 
-NAME_CHARS = 32  # a host name has at most 63 characters in each part; a table of 80 columns has no room for more than 32
+NAME_CHARS = 32  # longer names leave a table of 80 columns no room for figures
 
 
 def machine_name() -> str:

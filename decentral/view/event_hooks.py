@@ -195,9 +195,10 @@ class CommandHook:
         return cls(arguments)
 
     def deliver(self, message: HookMessage) -> None:
-        """Run the program. Raise OSError if it does not start, takes longer than HOOK_S, or ends with another code than 0.
+        """Run the program, and kill it with all that it has started if it takes longer than HOOK_S.
 
-        The program and all that it has started in its session are killed after HOOK_S.
+        Raises:
+            OSError: If it does not start, takes longer, or does not end with code 0.
         """
         nowhere = subprocess.DEVNULL
         process = subprocess.Popen(
@@ -237,7 +238,8 @@ class Webhook:
         """Return the hook of a URL. Raise UserError if it is no http or https URL."""
         with suppress(ValueError):
             url = urlsplit(text)
-            if url.scheme in ("http", "https") and url.hostname and (url.port or True) and text.isascii() and text.isprintable() and " " not in text:
+            is_plain = text.isascii() and text.isprintable() and " " not in text
+            if url.scheme in ("http", "https") and url.hostname and url.port != 0 and is_plain:
                 return cls(url)
         raise UserError("--webhook expects a URL such as https://hooks.slack.com/services/...; the one given is none")
 
@@ -397,7 +399,8 @@ async def hooks_running(hooks: Hooks, journal: Journal, say: Callable[[str], Non
         await asyncio.gather(*(asyncio.to_thread(thread.close) for thread in hooks.threads))
         for thread in hooks.threads:
             if thread.counts.missed:
-                say(f"warning: {thread.hook.flag} did not get {plural(thread.counts.missed, 'message')}: {thread.counts.reason}")
+                missed = plural(thread.counts.missed, "message")
+                say(f"warning: {thread.hook.flag} did not get {missed}: {thread.counts.reason}")
 
 
 async def _report(hooks: Hooks, journal: Journal, say: Callable[[str], None]) -> None:

@@ -127,9 +127,10 @@ class LiveDisplay:
         said = (*troubles, *first_step(node, now))
         warnings = [Text(f"warning: {printable(one, REASON_CHARS)}", style="yellow") for one in said]
         size, figured = self._console.size, _table(figures(node, now), self._console.width)
-        taken = 1 + sum(len(self._console.render_lines(one)) for one in (figured, *warnings))
+        above: list[Table | Text] = [figured, *warnings]
+        taken = 1 + sum(len(self._console.render_lines(one)) for one in above)
         peers = _peers(node, now, size, size.height - 1 - taken)  # the last line is the cursor's
-        self._live.update(Group(self._bar, figured, *warnings, peers))
+        self._live.update(Group(self._bar, *above, peers))
 
     def close(self) -> None:
         """End the live view."""
@@ -278,7 +279,7 @@ def _peers(node: Node, now: Seconds, size: ConsoleDimensions, lines: int) -> Tab
     wide = size.width >= WIDE
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("peer", *(("device", "region") if wide else ()), "step", "tokens/s", "from it", "heard"):
-        table.add_column(column, no_wrap=True, overflow="ellipsis", max_width=DEVICE_COLUMNS if wide else None)
+        table.add_column(column, no_wrap=True, overflow="ellipsis", max_width=DEVICE_COLUMNS if column == "device" else None)
     known = sorted(node.roster.live.items())
     room = max(LEAST_PEERS, lines - 1)
     shown = known if len(known) <= room else known[: room - 1]

@@ -311,7 +311,7 @@ def _exit(reason: str, unsaved: str) -> None:
 
 @asynccontextmanager
 async def _observed(host: Host, flags: StartFlags, metrics_server: "MetricsServer | None") -> AsyncIterator[None]:
-    """Serve metrics, write the scalar logs of --log, and run hooks, as the user asked for them, until the context ends."""
+    """Serve metrics, write logs and run hooks, as far as the user asked for them, until the context ends."""
     async with AsyncExitStack() as stack:
         if metrics_server:
             from decentral.view.metrics_server import metrics_served

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from decentral.core.peer_folders import KEY, lock_holders
@@ -57,7 +58,7 @@ def _peer(process: Path) -> RunningPeer | None:
 def _is_called_peer(command: bytes) -> bool:
     """Return whether a command line is `python -m decentral.peer ...` or `decentral peer ...`."""
     words = [word.decode(errors="replace") for word in command.split(b"\0")]
-    pairs = [(Path(first).name, second) for first, second in zip(words, words[1:], strict=False)]
+    pairs = [(Path(first).name, second) for first, second in pairwise(words)]
     return ("-m", "decentral.peer") in pairs or ("decentral", "peer") in pairs
 
 
@@ -115,9 +116,9 @@ class StopRequests:
 
 
 def _notice(peer: RunningPeer) -> signal.Signals:
-    """Return the signal at which a peer saves and leaves: SIGTERM, but SIGINT for rank 0 of a peer with several devices.
+    """Return the signal at which a peer saves and leaves: SIGTERM, but SIGINT where the peer has several devices.
 
-    The launcher of such a peer sends SIGTERM to end a rank at once (engine/launch.py).
+    The launcher of a peer with several devices sends SIGTERM to end a rank at once (engine/launch.py).
     """
     environment = (PROC / str(peer.pid) / "environ").read_bytes().split(b"\0")
     is_rank = any(entry.startswith(f"{ATTEMPT}=".encode()) for entry in environment)

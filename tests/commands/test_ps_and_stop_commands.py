@@ -51,8 +51,8 @@ def training(folder: Path) -> RunningPeer:
 def test_a_peer_has_a_line_with_what_its_journal_says(tmp_path: Path) -> None:
     status = PeerStatus.of(training(tmp_path / "one"))
     assert status == replace(
-        status, name="ann", peer="Qmx3kPq2", run="gpt-3fa2c1", phase="training", pid=5, since=BEGAN, step=1234, loss=2.5,
-        checkpoint_at=BEGAN + 60, folder=str(tmp_path / "one"),
+        status, name="ann", peer="Qmx3kPq2", run="gpt-3fa2c1", phase="training", pid=5, since=BEGAN, step=1234,
+        loss=2.5,        checkpoint_at=BEGAN + 60, folder=str(tmp_path / "one"),
     )  # fmt: skip
     row = dict(zip(COLUMNS, status.row(BEGAN + 400), strict=True))
     assert (row["step"], row["loss"], row["checkpoint"]) == ("1,234", "2.500", "5 min ago")
@@ -106,7 +106,7 @@ def test_peers_are_chosen_by_name_by_folder_or_all(
 
 
 def test_a_name_that_is_not_clear_stops_nobody(running: dict[RunningPeer, PeerStatus], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="2 peers are called bob; name their folders: .*peer-1, .*peer-2"):
+    with pytest.raises(UserError, match=r"2 peers are called bob; name their folders: .*peer-1, .*peer-2"):
         stop.chosen(running, ["bob"])
     with pytest.raises(UserError, match=r"has the name or folder 'anne'; did you mean ann\? \(see decentral ps\)"):
         stop.chosen(running, ["anne"])

@@ -20,7 +20,9 @@ def test_a_name_cannot_control_a_terminal_and_has_an_end() -> None:
     assert titled(PEER, "x" * 500) == f"x3kPq2 ({'x' * NAME_CHARS})"
 
 
-@pytest.mark.parametrize(("host", "name"), [("ann.example.org", "ann"), ("", ""), ("h\x1b" + "x" * 99, "h?" + "x" * 30)])
+@pytest.mark.parametrize(
+    ("host", "name"), [("ann.example.org", "ann"), ("", ""), ("h\x1b" + "x" * 99, "h?" + "x" * 30)]
+)
 def test_a_machine_is_called_by_its_host_name(host: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "node", lambda: host)
     assert machine_name() == name

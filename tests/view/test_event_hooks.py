@@ -218,7 +218,7 @@ def test_a_request_that_gets_no_answer_ends_at_its_limit(monkeypatch: pytest.Mon
     monkeypatch.setattr(event_hooks, "HOOK_S", 0.05)
     receiver = Receiver(hangs=True)
     try:
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match=r"timed out|no answer"):
             Webhook.parse(receiver.url).deliver(message("trouble"))
     finally:
         receiver.close()
@@ -244,7 +244,7 @@ def test_an_answer_that_refuses_is_tried_again_and_then_counts_as_failed(
 def test_nobody_at_the_address_is_a_failure_like_any_other() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="refused"):
         Webhook.parse(f"http://127.0.0.1:{port}/").deliver(message("trouble"))
 
 
@@ -297,7 +297,7 @@ def test_a_command_gets_the_message_on_stdin_and_nothing_from_others_in_its_argu
 
 def test_a_command_that_hangs_is_killed_with_what_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_hooks, "HOOK_S", 0.05)
-    with pytest.raises(OSError, match="it took longer than 0.05 s"):
+    with pytest.raises(OSError, match=r"it took longer than 0\.05 s"):
         CommandHook(["sh", "-c", "sleep 1000 & sleep 1000"]).deliver(message("trouble"))
 
 

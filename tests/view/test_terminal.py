@@ -182,17 +182,14 @@ def test_a_public_swarm_says_so_and_whether_its_algorithm_is_made_against_hostil
 
 
 def test_a_peer_is_shown_with_its_name_wherever_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ours, shown = node(tmp_path, Config(), name="ann"), io.StringIO()
+    ours = node(tmp_path, Config(), name="ann")
     ours.phase, display = NodePhase.TRAINING, terminal.LineDisplay()
     display.update(ours, NOW)
     meet(ours, tmp_path, "bob")
     display.update(ours, NOW)
     (other,) = ours.roster.live
     assert f"  peer {short(other)} (bob) joined (peers 0 -> 1)\n" in capsys.readouterr().out
-    live = terminal.LiveDisplay(Console(file=shown, width=80, height=24, highlight=False))
-    live.update(ours, NOW)
-    live.close()
-    assert f"{short(other)} (bob)" in shown.getvalue()
+    assert f"{short(other)} (bob)" in screen(ours, 80, 24)
     assert f"\npeer {ours.setup.own.peer} (ann) on cpu: " in terminal.introduction(ours, tmp_path)
 
 
@@ -209,6 +206,10 @@ def screen(ours: Node, width: int, height: int, troubles: tuple[str, ...] = (), 
     return shown.getvalue()
 
 
+def uncolored(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
 def test_the_live_view_fits_a_terminal_of_80_columns_and_24_lines(tmp_path: Path) -> None:
     ours = node(tmp_path, Config(), name="ann")
     ours.phase, ours.progress.joined_at = NodePhase.TRAINING, NOW - 100
@@ -217,7 +218,7 @@ def test_the_live_view_fits_a_terminal_of_80_columns_and_24_lines(tmp_path: Path
     record = PeerRecord(RUN, NOW, (), profile, 0, 3, 5, 5, 100, phase="training")
     ours.roster.live |= {PeerId(f"Qmstranger{number:06d}"): RosterEntry(record, NOW + 60) for number in range(30)}
     said = screen(ours, 80, 24, ("the disk is full, so the newest checkpoint is two hours old: make room there",))
-    lines = said.splitlines()
+    lines = uncolored(said).splitlines()
     assert len(lines) <= 23
     assert max(map(len, lines)) <= 80
     for part in ("100 of 200s, about 100 s left", "held-out", "windows", "checkpoint", "warning: the disk is full"):
@@ -232,7 +233,7 @@ def test_without_color_the_live_view_has_no_color_and_says_the_same(tmp_path: Pa
     plain, colored = screen(ours, 80, 24, ("look here",)), screen(ours, 80, 24, ("look here",), color=True)
     assert "\x1b[33m" in colored
     assert not re.search(r"\x1b\[[0-9;]*(3[0-7]|38|9[0-7])[;m]", plain)
-    assert re.sub(r"\x1b\[[0-9;]*m", "", plain) == re.sub(r"\x1b\[[0-9;]*m", "", colored)
+    assert uncolored(plain).splitlines()[1:] == uncolored(colored).splitlines()[1:]  # the first line has a moving bar
 
 
 def test_plain_lines_have_the_goal_and_the_age_of_the_checkpoint(

@@ -124,7 +124,7 @@ def test_a_name_or_an_address_with_escapes_is_refused(name: str, value: Any) -> 
 def largest() -> PeerRecord:
     label = "\U0001f600" * 128
     most_s = records.MOST_PER_S
-    profile = Profile(label, (1 << 62) - 1, 1e17, most_s, most_s, most_s, 1e17, label, label, COSTS, 1e10)
+    profile = Profile(label, (1 << 62) - 1, 1e17, most_s, most_s, most_s, 1e17, label, label, COSTS, 1e10, label[:32])
     kept = ((1 << 19, (1 << 62) - 1),) * records.MOST_KEPT
     addresses = ("/" * records.ADDRESS_CHARS,) * records.MOST_ADDRESSES
     most = (1 << 62) - 1

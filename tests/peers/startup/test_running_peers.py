@@ -1,11 +1,11 @@
 """The peers of a machine, by a folder of processes as Linux has it: who holds a lock is a peer, and nobody else."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from decentral.peers.startup import running_peers as module
 from decentral.peers.startup.running_peers import RunningPeer, StopRequests, running_peers
 
 BOOTED = 1_700_000_000
@@ -101,7 +101,7 @@ def test_a_process_that_is_no_longer_the_peer_is_asked_nothing(
 ) -> None:
     """The process of this test stands for one that got the number of a peer that has ended."""
     asked: list[int] = []
-    monkeypatch.setattr(module.signal, "pidfd_send_signal", lambda handle, number: asked.append(number))
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda handle, number: asked.append(number))
     gone = RunningPeer(os.getpid(), os.geteuid(), BOOTED, machine.peer("gone"))
     with StopRequests.ask([gone]) as requests:
         assert requests.has_ended(gone, 0.0)

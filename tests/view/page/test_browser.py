@@ -163,7 +163,9 @@ def test_a_lost_peer_stays_until_the_reader_acknowledges_it_in_the_title_too(ser
             served.tell(peer, 7209.0, "step", step=9, tokens=100, loss=1.0, seconds=0.9, aside={})
         served.publish(7210.0)  # two hours later
         until(driver, lambda: "2 h ago" in text(driver, "#problems"))
-        assert "1 of 4 peers lost: cccccc has ended (killed by signal 9)" in text(driver, "#problems").replace("\n", " ")
+        assert "1 of 4 peers lost: cccccc has ended (killed by signal 9)" in text(driver, "#problems").replace(
+            "\n", " "
+        )
         driver.find_element(By.CSS_SELECTOR, "#problems button").click()
         until(driver, lambda: "lost" not in driver.title)
         driver.refresh()
