@@ -28,7 +28,7 @@ def of(folder: Path, pid: int = 5) -> RunningPeer:
 
 def journal(folder: Path, *lines: tuple[float, str, dict[str, Any]]) -> None:
     """Write these lines: seconds after BEGAN, event, fields."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     at = BEGAN
     kept = Journal(folder / "journal.jsonl", lambda: at)
     for seconds, event, fields in lines:
@@ -159,12 +159,15 @@ def test_a_real_peer_is_listed_and_stopped_by_its_folder(peers: Peers) -> None:
 def test_a_peer_that_hangs_is_not_killed_and_not_said_to_have_ended(
     peers: Peers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    peers.start("one", *TINY)
+    peers.start("one", *TINY, "--throttle=1")  # one that is throttled would rest for a multiple of the time it hung
     peers.until("it trains", lambda: bool(peers.lines("one", "step")))
     process = peers.processes["one"]
-    process.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(stop, "WAIT_S", 0.2)
-    assert stop.main([str(peers.folder / "one")]) == 1
-    assert "still saving; not killed" in capsys.readouterr().out
-    assert process.poll() is None
-    process.send_signal(signal.SIGCONT)
+    process.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(SystemExit, match="1"):
+            stop.main([str(peers.folder / "one")])
+        assert "still saving; not killed" in capsys.readouterr().out
+        assert process.poll() is None
+    finally:
+        process.send_signal(signal.SIGCONT)
