@@ -279,7 +279,9 @@ def _peers(node: Node, now: Seconds, size: ConsoleDimensions, lines: int) -> Tab
     wide = size.width >= WIDE
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("peer", *(("device", "region") if wide else ()), "step", "tokens/s", "from it", "heard"):
-        table.add_column(column, no_wrap=True, overflow="ellipsis", max_width=DEVICE_COLUMNS if column == "device" else None)
+        table.add_column(
+            column, no_wrap=True, overflow="ellipsis", max_width=DEVICE_COLUMNS if column == "device" else None
+        )
     known = sorted(node.roster.live.items())
     room = max(LEAST_PEERS, lines - 1)
     shown = known if len(known) <= room else known[: room - 1]
