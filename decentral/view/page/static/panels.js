@@ -72,7 +72,7 @@ function tiles() {
   const level = totals.trend > 0.02 ? "bad" : totals.trend < -0.005 ? "good" : "";
   const entries = [
     ["Loss", number(totals.loss), trend(totals.trend), level],
-    ["Held-out loss", number(totals.held_out), totals.evaluated ? `${age(swarm.now - totals.evaluated)} ago, ${at(totals.evaluated)}` : "latest of any peer"],
+    ["Held-out loss", number(totals.held_out), totals.evaluated ? `${age(swarm.now - totals.evaluated)} ago, at ${at(totals.evaluated)}` : "latest of any peer"],
     ["Tokens", large(totals.tokens), `${large(totals.tokens_per_s)}/s`],
     ["Peers", `${totals.training ?? 0}`, [totals.live - totals.training ? `${totals.live - totals.training} joining` : "training", totals.gone ? `${totals.gone} gone` : ""].filter(Boolean).join(", ")],
     ...windows(),
@@ -103,7 +103,7 @@ function checkpoints() {
   const known = peers().filter((peer) => peer.live && peer.saved).map((peer) => peer.saved);
   if (!known.length) return [];
   const [oldest, newest] = [Math.min(...known), Math.max(...known)];
-  return [["Checkpoint", `${age(swarm.now - newest)} ago`, known.length > 1 ? `the oldest of ${known.length}${ago(oldest)}` : at(newest)]];
+  return [["Checkpoint age", age(swarm.now - newest), known.length > 1 ? `the oldest of ${known.length}: ${age(swarm.now - oldest)}` : `written at ${at(newest)}`]];
 }
 
 function goal() {

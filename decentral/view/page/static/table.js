@@ -73,7 +73,7 @@ function name(peer) {
   const button = make("button", { type: "button", class: "peer", "data-number": peer.number, title: peer.peer, on: () => choose(peer.number) }, peer.label);
   const dot = make("span", { class: `dot ${peer.state}`, title: peer.state });
   if (peer.state === "training" && swarm.timeline.series[`loss ${peer.number}`]) dot.style.background = colorOf(peer.number);
-  return make("span", {}, dot, button, peer.name && peer.label === peer.name ? make("span", { class: "id" }, peer.short) : null);
+  return make("span", {}, dot, button);
 }
 
 function matches(peer) {
