@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -186,8 +185,7 @@ class LocalSwarm:
         self.throttles, self.memory = flags.throttles, flags.memory
         self.members: list[LocalPeer] = []
         self.now = SwarmClock()
-        self.began = self.now()
-        self.joined_at = self.began
+        self.began = self.joined_at = self.now()
         self.seconds = 0.0  # training time: from the last peer's join until `stop` is called
         self.address = ""
         self.shown: set[str] = set()  # peers' errors that have been printed; each error is printed only once
@@ -200,7 +198,7 @@ class LocalSwarm:
 
     def start(self, console: Console) -> None:
         """Start all peers, and print the command for another peer to join. Raise UserError if a peer does not join."""
-        self.say = partial(console.print, soft_wrap=True, markup=False)
+        self.say = lambda text: console.print(text, soft_wrap=True, markup=False)
         throttles = ", ".join(f"{throttle:g}" for throttle in self.throttles)
         console.print(f"starting {plural(len(self.throttles), 'peer')} (throttle {throttles})")
         self.begin(len(self.throttles))
@@ -225,8 +223,7 @@ class LocalSwarm:
         """Wait until --stop-after is reached, counted from the time at which the last peer joined."""
         goal = self.flags.stop_after.value if self.flags.stop_after.kind == "s" else None
         if self.page and goal is not None:
-            facts = {"stop_after": str(self.flags.stop_after), "since": self.joined_at}
-            self.page.tell("", self.now(), FactsLine(facts=facts))
+            self.page.tell("", self.now(), FactsLine(facts={"stop_after": f"{goal:g}s", "since": self.joined_at}))
         with progress_bar(console, goal) as show:
             shown_at = self.joined_at
             while self._running() and (goal is None or self.now() < self.joined_at + goal):
@@ -240,8 +237,7 @@ class LocalSwarm:
                     line = "loss " + ", ".join(member.progress(self.began) for member in self.members)
                     show(shown_at - self.joined_at, line)
                     if not console.is_terminal:
-                        passed = f"{clock_time(shown_at)}  {shown_at - self.joined_at:4.0f} s"
-                        console.print(f"{passed}  {line}", soft_wrap=True)
+                        self.say(f"{clock_time(shown_at)}  {shown_at - self.joined_at:4.0f} s  {line}")
                     self.warn(console)
         self.tell_deaths()
 
@@ -253,8 +249,7 @@ class LocalSwarm:
                 continue
             self.known_dead.add(member.number)
             last = f"; its last line: {_last_output(member.folder)}" if member.process.returncode > 0 else ""
-            text = f"warning: peer {member.number} has ended ({death}){last}"
-            self.say(f"{clock_time(self.now())}  {printable(text, REASON_CHARS)}")
+            self.say(printable(f"warning: peer {member.number} has ended ({death}){last}", REASON_CHARS))
             started = member.happened(StartedLine, self.began - 1)
             if self.page and started:
                 self.page.tell("", self.now(), MissedLine(peer=started.peer, reason=death, certain=True))
@@ -299,12 +294,10 @@ class LocalSwarm:
         arguments = [sys.executable, "-m", "decentral.peer", "--plain", "--state-dir", str(folder)]
         arguments += ["--name", folder.name]
         arguments += ["--listen", self.listen, "--throttle", str(self.throttles[number]), "--device", self.flags.device]
-        if self.memory:
-            arguments += ["--memory", str(self.memory[number])]
+        arguments += ["--memory", str(self.memory[number])] if self.memory else []
         if self.flags.metrics:
             arguments += ["--metrics", shared.metrics_address(self.flags.metrics, number)]
-        if self.flags.log:
-            arguments += ["--log", ",".join(self.flags.log)]
+        arguments += ["--log", ",".join(self.flags.log)] if self.flags.log else []
         if join and not restart:
             arguments += ["--join", join, *self.joining(folder.name)]
         elif not restart:

@@ -27,7 +27,7 @@ from decentral.commands import shared
 from decentral.commands.lifeline import heed
 from decentral.core.errors import UserError
 from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
-from decentral.core.peer_names import NAME_CHARS
+from decentral.core.peer_names import PEER_NAME_CHARS
 from decentral.core.plain_text import SHOWN_CHARS, plain_text
 from decentral.core.rank_place import ATTEMPT, Place
 from decentral.core.units import Amount
@@ -111,15 +111,7 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
     parser.add_argument("--throttle", type=float, metavar="F", help="train F times slower than the device can")
     parser.add_argument("--stop-after", metavar="AMOUNT", help="stop after 500steps, 90s or 2e6tokens of this peer")
     parser.add_argument("--plain", action="store_true", help="print a line every few seconds instead of the live view")
-    add_dashboard_flag(parser)
-    parser.add_argument("--metrics", type=shared.host_port, metavar="[HOST:]PORT", help="serve metrics for Prometheus")
-    curves = "write curves for tensorboard, wandb (offline)"
-    parser.add_argument("--log", type=shared.log_names, metavar="NAMES", help=curves)
-    on_event = "run CMD for each event, which it reads from stdin as JSON"
-    parser.add_argument("--on-event", metavar="CMD", help=on_event)
-    posted = "POST each event to URL as JSON, or as text for Slack and Discord"
-    parser.add_argument("--webhook", metavar="URL", help=posted)
-    parser.add_argument("--events", metavar="KINDS", help="kinds of event for these, separated by commas; default: all")
+    _add_watch_flags(parser)
     given = parser.parse_args(argv)
     peer = _of_peer(given)
     if not 1 <= peer.throttle <= 1e4:
@@ -169,6 +161,21 @@ def _of_peer(given: argparse.Namespace) -> state.PeerFlags:
     )
 
 
+def _add_watch_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of those who watch a peer: the live page, metrics, curves and hooks."""
+    add_dashboard_flag(parser)
+    parser.add_argument("--metrics", type=shared.host_port, metavar="[HOST:]PORT", help="serve metrics for Prometheus")
+    curves = "write curves for tensorboard, wandb (offline)"
+    parser.add_argument("--log", type=shared.log_names, metavar="NAMES", help=curves)
+    on_event = "run CMD for each event, which it reads from stdin as JSON"
+    parser.add_argument("--on-event", metavar="CMD", help=on_event)
+    posted = "POST each event to URL as JSON, or as text for Slack and Discord"
+    parser.add_argument("--webhook", metavar="URL", help=posted)
+    parser.add_argument(
+        "--events", metavar="HOOK_KINDS", help="kinds of event for these, separated by commas; default: all"
+    )
+
+
 def _hooks(given: argparse.Namespace) -> Hooks | None:
     """Return the hooks of --on-event and --webhook; None without these flags. Raise UserError if one is not valid."""
     commands = [CommandHook.parse(given.on_event)] if given.on_event is not None else []
@@ -182,8 +189,8 @@ def _check_record(flags: state.PeerFlags) -> None:
     """Raise UserError if these flags would make a DHT record that other peers refuse."""
     if flags.region != plain_text(flags.region):
         raise UserError(f"--region expects up to {SHOWN_CHARS} printable characters, no brackets; got {flags.region!r}")
-    if flags.name is not None and flags.name != plain_text(flags.name, NAME_CHARS):
-        raise UserError(f"--name expects up to {NAME_CHARS} printable characters, no brackets; got {flags.name!r}")
+    if flags.name is not None and flags.name != plain_text(flags.name, PEER_NAME_CHARS):
+        raise UserError(f"--name expects up to {PEER_NAME_CHARS} printable characters, no brackets; got {flags.name!r}")
     for name, given in (("announce", flags.announce), ("listen", flags.listen)):
         if len(given) > records.MOST_ADDRESSES or any(len(one) > records.ADDRESS_CHARS for one in given):
             most = f"{records.MOST_ADDRESSES} addresses of at most {records.ADDRESS_CHARS} characters"

@@ -25,7 +25,7 @@ from decentral.core.times import ago, clock_time
 from decentral.core.units import Seconds
 from decentral.peers.startup.running_peers import PROC, RunningPeer, running_peers
 
-UNKNOWN = "-"
+NO_FIGURE = "-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +67,22 @@ class PeerStatus:
         )
 
     def row(self, now: Seconds) -> tuple[str, ...]:
-        """Return the cells of this peer's line, in the order of COLUMNS; `now` is Unix time."""
+        """Return the cells of this peer's line, in the order of STATUS_COLUMNS; `now` is Unix time."""
         return (
-            self.name or UNKNOWN,
-            self.run or UNKNOWN,
-            self.phase or UNKNOWN,
+            self.name or NO_FIGURE,
+            self.run or NO_FIGURE,
+            self.phase or NO_FIGURE,
             self.user,
             str(self.pid),
             f"{clock_time(self.since)} ({ago(self.since, now)})",
-            UNKNOWN if self.step is None else f"{self.step:,}",
-            UNKNOWN if self.loss is None else f"{self.loss:.3f}",
-            UNKNOWN if self.checkpoint_at is None else ago(self.checkpoint_at, now),
-            plain_text(self.folder or UNKNOWN, 4096),
+            NO_FIGURE if self.step is None else f"{self.step:,}",
+            NO_FIGURE if self.loss is None else f"{self.loss:.3f}",
+            NO_FIGURE if self.checkpoint_at is None else ago(self.checkpoint_at, now),
+            plain_text(self.folder or NO_FIGURE, 4096),
         )
 
 
-COLUMNS = ("name", "run", "phase", "user", "pid", "since", "step", "loss", "checkpoint", "folder")
+STATUS_COLUMNS = ("name", "run", "phase", "user", "pid", "since", "step", "loss", "checkpoint", "folder")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,7 +98,7 @@ def _main(flags: argparse.Namespace) -> None:
         print("no peer runs on this machine")
     else:
         now = time.time()
-        print(table(COLUMNS, [one.row(now) for one in found]))
+        print(table(STATUS_COLUMNS, [one.row(now) for one in found]))
 
 
 def here() -> list[RunningPeer]:
@@ -111,7 +111,7 @@ def here() -> list[RunningPeer]:
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table as text, with columns as wide as their widest cell."""
     lines = [columns, *rows]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    widths = [max(len(line[at]) for line in lines) for at in range(len(columns))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
     )

@@ -5,7 +5,7 @@
     python -m decentral.stop --all           all peers that this user runs here
 
 The command only ends processes that hold the lock of a peer's state folder and belong to this user. It never kills: a
-peer that does not end within WAIT_S goes on saving. Exit codes: 0 if all have ended and saved, 1 if not.
+peer that does not end within STOP_S goes on saving. Exit codes: 0 if all have ended and saved, 1 if not.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from decentral.core.times import ago
 from decentral.core.units import Seconds
 from decentral.peers.startup.running_peers import RunningPeer, StopRequests
 
-WAIT_S = 150.0  # a leaving peer takes 120 s at most for its last step and checkpoint, and a few for its goodbye
+STOP_S = 150.0  # a leaving peer takes 120 s at most for its last step and checkpoint, and a few for its goodbye
 REASON_CHARS = 500
 
 Running = Mapping[RunningPeer, PeerStatus]
@@ -45,7 +45,7 @@ def _main(flags: argparse.Namespace) -> None:
         print("no peer of this user runs on this machine")
         return
     asked_at = time.time()
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + STOP_S
     all_well = True
     with StopRequests.ask(found) as requests:
         for peer in found:

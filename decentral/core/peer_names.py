@@ -9,12 +9,12 @@ import platform
 from decentral.core.ids import PeerId, short
 from decentral.core.plain_text import plain_text
 
-NAME_CHARS = 32  # longer names leave a table of 80 columns no room for figures
+PEER_NAME_CHARS = 32  # longer names leave a table of 80 columns no room for figures
 
 
 def machine_name() -> str:
-    """Return this machine's host name without its domain, printable and cut to NAME_CHARS; "" if it has none."""
-    return plain_text(platform.node().partition(".")[0].strip(), NAME_CHARS)
+    """Return this machine's host name without its domain, printable and cut to PEER_NAME_CHARS; "" if it has none."""
+    return plain_text(platform.node().partition(".")[0].strip(), PEER_NAME_CHARS)
 
 
 def titled(peer: PeerId, name: str) -> str:
@@ -22,5 +22,5 @@ def titled(peer: PeerId, name: str) -> str:
 
     Both are printable and without square brackets, whatever the peer has sent.
     """
-    shown = plain_text(name, NAME_CHARS)
+    shown = plain_text(name, PEER_NAME_CHARS)
     return plain_text(short(peer)) + (f" ({shown})" if shown else "")

@@ -28,6 +28,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from decentral import __version__
 from decentral.core import strict_json
+from decentral.core.at_once import at_once
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.core.jobs import DIVERGED
@@ -42,20 +43,20 @@ from decentral.core.plain_text import printable
 from decentral.core.strict_json import JsonObject
 from decentral.core.units import KiB, Seconds, plural, readable_bytes
 
-KINDS = (
+HOOK_KINDS = (
     *("started", "training", "finished", "stopped", "diverged", "trouble", "checkpoint", "plan_adopted", "moved"),
     *("peer_joined", "peer_left", "peer_lost", "layers_lost", "layers_back", "wrong_gradient", "revoked"),
 )
 HOOK_S = 10.0  # a command or a request that takes longer is ended
-TRIES = 3  # a request that fails is made so often, since a network that is down for seconds loses no message then
+POST_TRIES = 3  # a request that fails is made so often, since a network that is down for seconds loses no message then
 PAUSE_S = 1.0  # before the second try; before the third, four times as long
 LAST_S = 5.0  # a peer that ends waits this long at most for its last messages to be delivered
-LOOK_S = 0.2  # an idle thread looks at this interval whether the peer has ended
-MOST_WAITING = 256  # messages that wait for a hook; more are dropped
+HOOK_LOOK_S = 0.2  # an idle thread looks at this interval whether the peer has ended
+QUEUED_MESSAGES = 256  # messages that wait for a hook; more are dropped
 REPORTED_S = 10.0  # new failures and drops are written to the journal at this interval
-MOST_BODY_BYTES = 32 * KiB  # a longer message has no details
-MOST_NAMES = 4096  # names of other peers that are remembered, for messages about them
-TEXT_CHARS = 1000
+MESSAGE_BYTES = 32 * KiB  # a longer message has no details
+NAMES_KEPT = 4096  # names of other peers that are remembered, for messages about them
+MESSAGE_CHARS = 1000
 DISCORD_CHARS = 2000  # Discord refuses a longer text
 SLACK_HOST, DISCORD_HOSTS = "hooks.slack.com", ("discord.com", "discordapp.com")
 
@@ -64,7 +65,7 @@ SLACK_HOST, DISCORD_HOSTS = "hooks.slack.com", ("discord.com", "discordapp.com")
 class HookMessage:
     """What a hook is told about an event. All texts are printable; `details` has the fields of the journal's line."""
 
-    event: str  # one of KINDS
+    event: str  # one of HOOK_KINDS
     time: str  # ISO 8601, UTC
     level: str  # good, plain, warning or bad
     text: str  # one sentence for people
@@ -74,9 +75,9 @@ class HookMessage:
     details: JsonObject
 
     def packed(self) -> bytes:
-        """Return the message as JSON; without details if it would have more than MOST_BODY_BYTES."""
+        """Return the message as JSON; without details if it would have more than MESSAGE_BYTES."""
         body = strict_json.dumps(asdict(self)).encode()
-        return body if len(body) <= MOST_BODY_BYTES else strict_json.dumps(asdict(self) | {"details": {}}).encode()
+        return body if len(body) <= MESSAGE_BYTES else strict_json.dumps(asdict(self) | {"details": {}}).encode()
 
     def sentence(self) -> str:
         """Return the text with the peer that tells and its run, for a chat."""
@@ -84,7 +85,7 @@ class HookMessage:
 
 
 def kind_of(event: JournalEvent) -> str | None:
-    """Return which of KINDS an event of the journal is; None if no hook is told about it."""
+    """Return which of HOOK_KINDS an event of the journal is; None if no hook is told about it."""
     match event:
         case events.StoppedLine(reason=reason):
             if reason.startswith(DIVERGED):
@@ -100,10 +101,10 @@ def kind_of(event: JournalEvent) -> str | None:
             return "trouble"
         case events.DonorFailedLine():
             return "trouble"
-    return _KINDS_OF.get(type(event))
+    return _KIND_BY_LINE.get(type(event))
 
 
-_KINDS_OF: Mapping[type[JournalEvent], str] = {
+_KIND_BY_LINE: Mapping[type[JournalEvent], str] = {
     events.StartedLine: "started",
     events.JoinedLine: "training",
     events.CheckpointLine: "checkpoint",
@@ -130,14 +131,14 @@ class Messages:
             case events.StartedLine():
                 self._own = event
             case events.PeerJoinedLine():
-                keep_latest(self._names, event.peer, event.name, MOST_NAMES)
+                keep_latest(self._names, event.peer, event.name, NAMES_KEPT)
         kind = kind_of(event)
         if kind is None or self._own is None:
             return None
         level, words = self._told(event)
         at = datetime.fromtimestamp(t, UTC).isoformat(timespec="milliseconds")
         own, details = self._own, JOURNAL_LINES.fields(event)
-        return HookMessage(kind, at, level, printable(words, TEXT_CHARS), own.run, own.peer, own.name, details)
+        return HookMessage(kind, at, level, printable(words, MESSAGE_CHARS), own.run, own.peer, own.name, details)
 
     def _told(self, event: JournalEvent) -> tuple[str, str]:
         """Return an event's severity and one sentence about it."""
@@ -226,7 +227,7 @@ class CommandHook:
 class Webhook:
     """An address on the web that gets each message by POST. It follows no redirect."""
 
-    flag, tries = "--webhook", TRIES
+    flag, tries = "--webhook", POST_TRIES
 
     def __init__(self, url: SplitResult) -> None:
         """Make the hook of an http or https URL."""
@@ -249,7 +250,6 @@ class Webhook:
         connection = kind(self._url.hostname or "", self._url.port, timeout=HOOK_S)
         self._connection = connection
         limit = threading.Timer(HOOK_S, self.end)  # the connection's own limit is for each read and write
-        limit.daemon = True
         limit.start()
         headers = {"content-type": "application/json", "user-agent": f"decentral/{__version__}"}
         path = (self._url.path or "/") + (f"?{self._url.query}" if self._url.query else "")
@@ -301,6 +301,24 @@ class Deliveries:
         """Number of messages that were not delivered."""
         return self.failed + self.dropped
 
+    def line(self, flag: str) -> events.HookLine:
+        """Return the journal's line about the hook of this flag."""
+        delivered, failed, dropped = self.delivered, self.failed, self.dropped
+        return events.HookLine(hook=flag, delivered=delivered, failed=failed, dropped=dropped, reason=self.reason)
+
+    def deliver(self) -> None:
+        """Count a delivered message."""
+        self.delivered += 1
+
+    def fail(self, reason: str) -> None:
+        """Count a message that was not delivered, and keep the reason."""
+        self.failed, self.reason = self.failed + 1, reason
+
+    def drop(self) -> None:
+        """Count a message for which the queue had no room, or that was left when the peer ended."""
+        self.dropped += 1
+        self.reason = self.reason or f"more than {QUEUED_MESSAGES} messages waited"
+
 
 class HookThread(threading.Thread):
     """The thread that delivers one hook's messages, one at a time, in their order."""
@@ -309,35 +327,35 @@ class HookThread(threading.Thread):
         """Prepare to deliver messages; they wait until `start`."""
         super().__init__(name=hook.flag, daemon=True)
         self.hook, self.counts = hook, Deliveries()
-        self._waiting: Queue[HookMessage] = Queue(MOST_WAITING)
+        self._waiting: Queue[HookMessage] = Queue(QUEUED_MESSAGES)
         self._over = threading.Event()
 
     def tell(self, message: HookMessage) -> None:
-        """Queue a message, or count it as dropped if MOST_WAITING messages wait already. Returns at once."""
+        """Queue a message, or count it as dropped if QUEUED_MESSAGES messages wait already. Returns at once."""
         try:
             self._waiting.put_nowait(message)
         except Full:
-            self.counts.dropped += 1
-            self.counts.reason = self.counts.reason or f"more than {MOST_WAITING} messages waited"
+            self.counts.drop()
 
     def run(self) -> None:
         """Deliver messages until `close`, and then those that still wait."""
         while not (self._over.is_set() and self._waiting.empty()):
             with suppress(Empty):
-                self._deliver(self._waiting.get(timeout=LOOK_S))
+                self._deliver(self._waiting.get(timeout=HOOK_LOOK_S))
 
     def _deliver(self, message: HookMessage) -> None:
+        reason = ""
         for number in range(self.hook.tries):
             try:
                 self.hook.deliver(message)
             except OSError as error:
-                self.counts.reason = printable(error.strerror or str(error) or type(error).__name__)
+                reason = printable(error.strerror or str(error) or type(error).__name__)
             else:
-                self.counts.delivered += 1
+                self.counts.deliver()
                 return
             if number + 1 < self.hook.tries and self._over.wait(PAUSE_S * 4**number):
                 break
-        self.counts.failed += 1
+        self.counts.fail(reason)
 
     def close(self) -> None:
         """Wait until the last messages are delivered, for LAST_S at most; then drop the others."""
@@ -346,14 +364,14 @@ class HookThread(threading.Thread):
         with suppress(Empty):
             while self.is_alive():
                 self._waiting.get_nowait()
-                self.counts.dropped += 1
+                self.counts.drop()
         self.hook.end()
 
 
 class Hooks:
     """All hooks of a peer, and the kinds of event that they are told about."""
 
-    def __init__(self, hooks: Sequence[Hook], kinds: Sequence[str] = KINDS) -> None:
+    def __init__(self, hooks: Sequence[Hook], kinds: Sequence[str] = HOOK_KINDS) -> None:
         """Make a thread for each hook; messages wait until `hooks_running` starts the threads."""
         self.threads = [HookThread(hook) for hook in hooks]
         self._kinds, self._messages = frozenset(kinds), Messages()
@@ -396,7 +414,7 @@ async def hooks_running(hooks: Hooks, journal: Journal, say: Callable[[str], Non
         yield
     finally:
         reporting.cancel()
-        await asyncio.gather(*(asyncio.to_thread(thread.close) for thread in hooks.threads))
+        await at_once(asyncio.to_thread(thread.close) for thread in hooks.threads)
         for thread in hooks.threads:
             if thread.counts.missed:
                 missed = plural(thread.counts.missed, "message")
@@ -414,17 +432,19 @@ async def _report(hooks: Hooks, journal: Journal, say: Callable[[str], None]) ->
             if not known[number]:
                 say(f"warning: {thread.hook.flag} failed: {counts.reason}; training goes on")
             known[number] = counts.missed
-            journal.write(events.HookLine(hook=thread.hook.flag, **asdict(counts)))
+            journal.write(counts.line(thread.hook.flag))
 
 
 def kinds_of(text: str | None) -> tuple[str, ...]:
-    """Return the kinds of event in a comma-separated text; all KINDS if it is None.
+    """Return the kinds of event in a comma-separated text; all HOOK_KINDS if it is None.
 
     Raises:
         UserError: If one of them is no kind of event.
     """
-    named = tuple(text.split(",")) if text is not None else KINDS
+    named = tuple(text.split(",")) if text is not None else HOOK_KINDS
     for one in named:
-        if one not in KINDS:
-            raise UserError(f"--events expects kinds of {', '.join(KINDS)}; got {one!r}{did_you_mean(one, KINDS)}")
+        if one not in HOOK_KINDS:
+            raise UserError(
+                f"--events expects kinds of {', '.join(HOOK_KINDS)}; got {one!r}{did_you_mean(one, HOOK_KINDS)}"
+            )
     return named

@@ -18,7 +18,6 @@ from decentral.peers.runtime.node import NodePhase
 from decentral.peers.runtime.traffic import NO_EXCHANGES
 
 PEER_PHASES = {NodePhase.JOINING: "joining", NodePhase.TRAINING: "training", NodePhase.LEFT: "leaving"}
-ABOUT = ("peer", "run", "name", "device", "region", "software")  # labels of decentral_peer_info
 BOUNDS = ("link", "cores", "swarm")  # what can force a gossip window to be long: values of the label `bound`
 
 Values = float | None | Mapping[tuple[str, ...], float]
@@ -140,7 +139,9 @@ def _by_reason(counts: Mapping[str, int]) -> Values:
 
 
 METRICS = (
-    _gauge("peer_info", "1; the labels describe this peer", _about, *ABOUT),
+    _gauge(
+        "peer_info", "1; the labels describe this peer", _about, "peer", "run", "name", "device", "region", "software"
+    ),
     _gauge("phase", "1 for the phase that the peer is in", _phase, "phase"),
     _gauge("step", "Optimizer steps since the peer's first start", lambda host, now: host.node.progress.step),
     _gauge("swarm_step", "Step that sets the swarm's learning rate", lambda host, now: host.node.progress.lr_step),

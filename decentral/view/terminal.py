@@ -127,7 +127,7 @@ class LiveDisplay:
         said = (*troubles, *first_step(node, now))
         warnings = [Text(f"warning: {printable(one, REASON_CHARS)}", style="yellow") for one in said]
         size, figured = self._console.size, _table(figures(node, now), self._console.width)
-        above: list[Table | Text] = [figured, *warnings]
+        above = [figured, *warnings]
         taken = 1 + sum(len(self._console.render_lines(one)) for one in above)
         peers = _peers(node, now, size, size.height - 1 - taken)  # the last line is the cursor's
         self._live.update(Group(self._bar, *above, peers))
@@ -254,24 +254,16 @@ def _busy(node: Node) -> str:
     return f"{training:.0%}" + (f" ({aside})" if aside else "")
 
 
-def _table(shown: Mapping[str, str], width: int) -> Table:
+def _table(shown: Mapping[str, str], width: int) -> Text:
     """Return the figures with their names above them, in as many rows as a terminal of `width` columns needs."""
-    rows: list[list[tuple[str, str]]] = []
-    left = 0
+    table, names, values = Text(no_wrap=True, overflow="ellipsis"), "", ""
     for name, value in shown.items():
         needs = max(len(name), len(value)) + BETWEEN
-        if needs > left:
-            rows.append([])
-            left = width
-        rows[-1].append((name, value))
-        left -= needs
-    table = Table.grid()
-    for row in rows:
-        part = Table.grid(padding=(0, BETWEEN, 0, 0))
-        part.add_row(*(Text(name, style="dim", no_wrap=True) for name, _ in row))
-        part.add_row(*(Text(value, no_wrap=True, overflow="ellipsis") for _, value in row))
-        table.add_row(part)
-    return table
+        if names and len(names) + needs > width:
+            table.append(f"{names.rstrip()}\n", style="dim").append(f"{values.rstrip()}\n")
+            names, values = "", ""
+        names, values = names + name.ljust(needs), values + value.ljust(needs)
+    return table.append(f"{names.rstrip()}\n", style="dim").append(values.rstrip())
 
 
 def _peers(node: Node, now: Seconds, size: ConsoleDimensions, lines: int) -> Table:
@@ -290,7 +282,8 @@ def _peers(node: Node, now: Seconds, size: ConsoleDimensions, lines: int) -> Tab
         link = f"{readable_bytes(rate)}/s" if rate else "-"
         place = [plain_text(record.profile.device), plain_text(record.profile.region)] if wide else []
         figures = [str(record.step), f"{record.profile.tokens_per_s:,.0f}", link, ago(record.time, now)]
-        table.add_row(titled(peer, record.profile.name), *place, *figures)
+        cells = [titled(peer, record.profile.name), *place, *figures]
+        table.add_row(*cells)
     if shown != known:
         table.add_row(f"and {len(known) - len(shown)} more")
     return table

@@ -259,20 +259,7 @@ async def train(
         terminal.say(f"the page: {page.url}")
     for warning in start.warnings:
         terminal.say(f"warning: {warning}")
-    started = StartedLine(
-        peer=setup.own.peer,
-        run=setup.run,
-        addresses=setup.addresses,
-        device=setup.profile.device,
-        throttle=flags.peer.throttle,
-        kernels=kernels,
-        region=setup.profile.region,
-        first=setup.fragments[0].first,
-        last=setup.fragments[-1].last,
-        name=setup.profile.name,
-        stop_after=str(flags.stop_after or ""),
-    )
-    host.journal.write(started)
+    host.journal.write(_started(setup, flags, kernels))
     for warning in start.warnings:
         host.journal.write(ErrorLine(reason=warning))
     if start.island:
@@ -297,6 +284,23 @@ async def train(
         host.journal.close()
     terminal.farewell(node, folder.path, reason, host.unsaved)
     _exit(reason, host.unsaved)
+
+
+def _started(setup: NodeSetup, flags: StartFlags, kernels: str) -> StartedLine:
+    """Return the journal's line about a start with these flags; `kernels` says which gossip kernels are used."""
+    return StartedLine(
+        peer=setup.own.peer,
+        run=setup.run,
+        addresses=setup.addresses,
+        device=setup.profile.device,
+        throttle=flags.peer.throttle,
+        kernels=kernels,
+        region=setup.profile.region,
+        first=setup.fragments[0].first,
+        last=setup.fragments[-1].last,
+        name=setup.profile.name,
+        stop_after=str(flags.stop_after or ""),
+    )
 
 
 def _exit(reason: str, unsaved: str) -> None:

@@ -186,8 +186,7 @@ def test_peers_that_have_died_are_said_once_and_a_peer_that_has_left_is_not(
     mortal.say = print
     mortal.wait(Console(highlight=False))
     mortal.tell_deaths()
-    said = capsys.readouterr().out.splitlines()
-    assert [line.partition("  ")[2] for line in said] == [
+    assert capsys.readouterr().out.splitlines() == [
         "warning: peer 1 has ended (killed by signal 9)",
         "warning: peer 2 has ended (exit code 1); its last line: RuntimeError: the device is gone",
     ]

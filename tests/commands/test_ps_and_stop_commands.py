@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from decentral.commands import ps, stop
-from decentral.commands.ps import COLUMNS, PeerStatus
+from decentral.commands.ps import STATUS_COLUMNS, PeerStatus
 from decentral.core.errors import UserError
 from decentral.core.journal.file import Journal
 from decentral.peers.startup.running_peers import RunningPeer
@@ -54,11 +54,11 @@ def test_a_peer_has_a_line_with_what_its_journal_says(tmp_path: Path) -> None:
         status, name="ann", peer="Qmx3kPq2", run="gpt-3fa2c1", phase="training", pid=5, since=BEGAN, step=1234,
         loss=2.5,        checkpoint_at=BEGAN + 60, folder=str(tmp_path / "one"),
     )  # fmt: skip
-    row = dict(zip(COLUMNS, status.row(BEGAN + 400), strict=True))
+    row = dict(zip(STATUS_COLUMNS, status.row(BEGAN + 400), strict=True))
     assert (row["step"], row["loss"], row["checkpoint"]) == ("1,234", "2.500", "5 min ago")
     assert row["since"].endswith("(6 min ago)")
-    lines = ps.table(COLUMNS, [status.row(BEGAN + 400)]).splitlines()
-    assert lines[0].split() == list(COLUMNS)
+    lines = ps.table(STATUS_COLUMNS, [status.row(BEGAN + 400)]).splitlines()
+    assert lines[0].split() == list(STATUS_COLUMNS)
     assert lines[1].index(str(tmp_path)) == lines[0].index("folder")
 
 
@@ -162,7 +162,7 @@ def test_a_peer_that_hangs_is_not_killed_and_not_said_to_have_ended(
     peers.start("one", *TINY, "--throttle=1")  # one that is throttled would rest for a multiple of the time it hung
     peers.until("it trains", lambda: bool(peers.lines("one", "step")))
     process = peers.processes["one"]
-    monkeypatch.setattr(stop, "WAIT_S", 0.2)
+    monkeypatch.setattr(stop, "STOP_S", 0.2)
     process.send_signal(signal.SIGSTOP)
     try:
         with pytest.raises(SystemExit, match="1"):

@@ -5,7 +5,7 @@ import platform
 import pytest
 
 from decentral.core.ids import PeerId
-from decentral.core.peer_names import NAME_CHARS, machine_name, titled
+from decentral.core.peer_names import PEER_NAME_CHARS, machine_name, titled
 
 PEER = PeerId("QmYwAPJzv5CZsnA625s3Xf2nemtYgPpHdWEz79ojx3kPq2")
 
@@ -17,7 +17,7 @@ def test_a_peer_is_written_with_its_id_before_its_name() -> None:
 
 def test_a_name_cannot_control_a_terminal_and_has_an_end() -> None:
     assert titled(PEER, "\x1b[2J[red]\u202e") == "x3kPq2 (?(2J(red)?)"
-    assert titled(PEER, "x" * 500) == f"x3kPq2 ({'x' * NAME_CHARS})"
+    assert titled(PEER, "x" * 500) == f"x3kPq2 ({'x' * PEER_NAME_CHARS})"
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from decentral.core.journal.file import Journal, read
 from decentral.core.journal.lines import JOURNAL_LINES, recorded
 from decentral.view import event_hooks
 from decentral.view.event_hooks import (
-    KINDS,
-    MOST_BODY_BYTES,
-    MOST_WAITING,
+    HOOK_KINDS,
+    MESSAGE_BYTES,
+    QUEUED_MESSAGES,
     CommandHook,
     HookedJournal,
     HookMessage,
@@ -124,7 +124,7 @@ def receiver() -> Iterator[Receiver]:
 
 
 def test_every_kind_of_event_is_known_and_has_one_sentence() -> None:
-    assert set(HAPPENED) == set(KINDS)
+    assert set(HAPPENED) == set(HOOK_KINDS)
     for kind in HAPPENED:
         assert kind_of(happened(kind)) == kind
         found = message(kind)
@@ -198,7 +198,7 @@ def test_a_webhook_that_hangs_costs_no_time_and_its_drops_stand_in_the_journal(
         async with hooks_running(hooks, journal, print):
             journal.write(happened("started"))
             await asyncio.to_thread(receiver.got.get, timeout=LIMIT_S)  # the request that is never answered
-            for _ in range(MOST_WAITING + others):
+            for _ in range(QUEUED_MESSAGES + others):
                 journal.write(happened("trouble"))
             while not any(isinstance(line.event, HookLine) for line in recorded(read(journal.path))):
                 await asyncio.sleep(0.01)
@@ -208,7 +208,7 @@ def test_a_webhook_that_hangs_costs_no_time_and_its_drops_stand_in_the_journal(
     receiver.close()
     found = [line.event for line in recorded(read(journal.path)) if isinstance(line.event, HookLine)]
     assert found[0] == HookLine(
-        hook="--webhook", delivered=0, failed=0, dropped=others, reason=f"more than {MOST_WAITING} messages waited"
+        hook="--webhook", delivered=0, failed=0, dropped=others, reason=f"more than {QUEUED_MESSAGES} messages waited"
     )
     assert "warning: --webhook failed: more than 256 messages waited; training goes on" in capsys.readouterr().out
     assert hooks.threads[0].counts.delivered == 0
@@ -233,7 +233,7 @@ def test_an_answer_that_refuses_is_tried_again_and_then_counts_as_failed(
     thread = HookThread(Webhook.parse(receiver.url))
     thread.tell(message("trouble"))
     thread.start()
-    for _ in range(event_hooks.TRIES):
+    for _ in range(event_hooks.POST_TRIES):
         receiver.got.get(timeout=LIMIT_S)
     thread.close()
     receiver.close()
@@ -276,9 +276,9 @@ def test_a_name_that_somebody_chose_mentions_nobody_in_a_chat() -> None:
 def test_a_name_with_escapes_and_a_reason_of_any_length_become_a_bounded_printable_message() -> None:
     found = message("peer_lost", reason="\x1b[2J" + "x" * 60_000)
     assert found.text.isprintable()
-    assert len(found.text) <= event_hooks.TEXT_CHARS
+    assert len(found.text) <= event_hooks.MESSAGE_CHARS
     packed = found.packed()
-    assert len(packed) <= MOST_BODY_BYTES
+    assert len(packed) <= MESSAGE_BYTES
     assert json.loads(packed)["details"] == {}
 
 

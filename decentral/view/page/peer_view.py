@@ -7,7 +7,7 @@ from typing import Any
 from decentral.core.journal.events import CheckpointLine, JournalEvent, PeerFacts, StartedLine, StepLine
 from decentral.core.journal.field_kinds import MOST_LAYERS, OUTCOMES
 from decentral.core.journal.peer_totals import ExchangeTotals, PeerTotals, WorkDone
-from decentral.core.peer_names import NAME_CHARS
+from decentral.core.peer_names import PEER_NAME_CHARS
 from decentral.core.plain_text import plain_text
 from decentral.core.time_spent import KINDS, TimeSpent
 from decentral.core.units import Seconds
@@ -49,7 +49,7 @@ class DeviceView:
 
     def called(self, name: str) -> None:
         """Set the peer's name, unless it is ""."""
-        self.name = plain_text(name, NAME_CHARS) or self.name
+        self.name = plain_text(name, PEER_NAME_CHARS) or self.name
 
     def span(self, first: int, last: int) -> None:
         """Set the layers to [first, last). Do nothing if `last` is not above `first`, or exceeds MOST_LAYERS."""
