@@ -19,7 +19,7 @@ from decentral.commands.checks.running_peer import JournalTail
 from decentral.commands.ps import PeerStatus, here
 from decentral.commands.table import COMMANDS
 from decentral.core.errors import UserError
-from decentral.core.journal.events import StoppedLine
+from decentral.core.journal.events import CheckpointLine, StoppedLine
 from decentral.core.near_names import did_you_mean
 from decentral.core.peer_folders import CHECKPOINT, changed_at
 from decentral.core.plain_text import printable
@@ -106,7 +106,8 @@ def what_was_saved(peer: RunningPeer, asked_at: Seconds, now: Seconds) -> tuple[
         return bool(at), f"ended before it trained; {kept}"
     if stopped[0].unsaved:
         return False, f"stopped, NOT saved ({printable(stopped[0].unsaved, REASON_CHARS)}); {kept}"
-    step = f"step {tail.work.step:,} " if tail and tail.work.step else ""
+    written = tail.last_of(CheckpointLine) if tail else []
+    step = f"step {written[0].step:,} " if written else ""
     return at >= asked_at - 1, f"stopped, {step}saved in {peer.folder}; {again}"
 
 

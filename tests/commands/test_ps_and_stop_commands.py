@@ -124,13 +124,13 @@ def test_it_is_said_what_is_on_the_disk(tmp_path: Path) -> None:
     peer = training(tmp_path / "one")
     assert peer.folder is not None
     assert stop.what_was_saved(peer, BEGAN + 100, BEGAN + 200)[1].startswith("ended before it trained; ")
-    journal(peer.folder, (70, "stopped", {"reason": "interrupted"}))
+    journal(peer.folder, (70, "checkpoint", {"step": 1240}), (71, "stopped", {"reason": "interrupted"}))
     saved, said = stop.what_was_saved(peer, BEGAN + 30, BEGAN + 100)
     assert (saved, said) == (
         True,
-        f"stopped, step 1,234 saved in {peer.folder}; go on with: python -m decentral.peer --state-dir {peer.folder}",
+        f"stopped, step 1,240 saved in {peer.folder}; go on with: python -m decentral.peer --state-dir {peer.folder}",
     )
-    journal(peer.folder, (71, "stopped", {"reason": "interrupted", "unsaved": "No space left on device"}))
+    journal(peer.folder, (72, "stopped", {"reason": "interrupted", "unsaved": "No space left on device"}))
     saved, said = stop.what_was_saved(peer, BEGAN + 30, BEGAN + 100)
     assert (saved, said) == (
         False,
