@@ -9,7 +9,7 @@ from decentral.core.journal.micro_batch_counts import CountAudit, audit
 from decentral.core.strict_json import JsonObject
 
 
-def event_of(name: str, **fields: Any) -> JournalEvent:
+def event_of(name: str, /, **fields: Any) -> JournalEvent:
     """The event that a line of this name with these fields tells."""
     found = JOURNAL_LINES.parse({"t": 0.0, "event": name, **fields})
     assert found is not None, (name, fields)

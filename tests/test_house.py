@@ -36,6 +36,7 @@ READS_OF_THIS_SYSTEM = {  # module -> what it reads by itself; files of others a
     "engine.device_check": "/proc",
     "engine.measure": "/proc",
     "peers.runtime.host": "/proc",
+    "peers.startup.running_peers": "/proc",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +31,7 @@ from decentral.core.journal.lines import recorded
 from decentral.core.own_inputs import OwnInputs
 from decentral.core.plain_text import printable
 from decentral.core.temporary import temporary_folder
+from decentral.core.times import clock_time
 from decentral.core.units import Amount, Seconds, plural, readable_bytes
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup.invitation_files import FounderFile, founded, write_holding
@@ -39,7 +39,7 @@ from decentral.peers.startup.state import StateFolder
 from decentral.view import summary
 from decentral.view.page.address import PageAddress, add_dashboard_flag, reserved
 from decentral.view.page.child import DashboardProcess, dashboard
-from decentral.view.page.source_lines import MissedLine
+from decentral.view.page.source_lines import FactsLine, MissedLine
 
 PEER_START_S = 180.0  # a peer must join within this time, even if four peers start at once on two cores
 PEER_LEAVE_S = 120.0  # peers that have not saved and left within this time are killed
@@ -185,8 +185,7 @@ class LocalSwarm:
         self.throttles, self.memory = flags.throttles, flags.memory
         self.members: list[LocalPeer] = []
         self.now = SwarmClock()
-        self.began = self.now()
-        self.joined_at = self.began
+        self.began = self.joined_at = self.now()
         self.seconds = 0.0  # training time: from the last peer's join until `stop` is called
         self.address = ""
         self.shown: set[str] = set()  # peers' errors that have been printed; each error is printed only once
@@ -199,7 +198,7 @@ class LocalSwarm:
 
     def start(self, console: Console) -> None:
         """Start all peers, and print the command for another peer to join. Raise UserError if a peer does not join."""
-        self.say = partial(console.print, soft_wrap=True, markup=False)
+        self.say = lambda text: console.print(text, soft_wrap=True, markup=False)
         throttles = ", ".join(f"{throttle:g}" for throttle in self.throttles)
         console.print(f"starting {plural(len(self.throttles), 'peer')} (throttle {throttles})")
         self.begin(len(self.throttles))
@@ -223,6 +222,8 @@ class LocalSwarm:
     def wait(self, console: Console) -> None:
         """Wait until --stop-after is reached, counted from the time at which the last peer joined."""
         goal = self.flags.stop_after.value if self.flags.stop_after.kind == "s" else None
+        if self.page and goal is not None:
+            self.page.tell("", self.now(), FactsLine(facts={"stop_after": f"{goal:g}s", "since": self.joined_at}))
         with progress_bar(console, goal) as show:
             shown_at = self.joined_at
             while self._running() and (goal is None or self.now() < self.joined_at + goal):
@@ -236,7 +237,7 @@ class LocalSwarm:
                     line = "loss " + ", ".join(member.progress(self.began) for member in self.members)
                     show(shown_at - self.joined_at, line)
                     if not console.is_terminal:
-                        console.print(f"{shown_at - self.joined_at:4.0f} s  {line}", soft_wrap=True)
+                        self.say(f"{clock_time(shown_at)}  {shown_at - self.joined_at:4.0f} s  {line}")
                     self.warn(console)
         self.tell_deaths()
 
@@ -265,7 +266,7 @@ class LocalSwarm:
                 if at >= self.joined_at and reason not in self.shown:
                     self.shown.add(reason)
                     text = f"warning: peer {member.number}: {printable(reason, REASON_CHARS)}"
-                    console.print(text, soft_wrap=True, markup=False)
+                    console.print(f"{clock_time(at)}  {text}", soft_wrap=True, markup=False)
 
     def stop(self) -> None:
         """Send Ctrl-C to every peer, and wait while they save. Kill those that take longer than PEER_LEAVE_S."""
@@ -291,13 +292,12 @@ class LocalSwarm:
         folder.mkdir(parents=True, exist_ok=True)
         restart = (folder / "run.json").exists()
         arguments = [sys.executable, "-m", "decentral.peer", "--plain", "--state-dir", str(folder)]
+        arguments += ["--name", folder.name]
         arguments += ["--listen", self.listen, "--throttle", str(self.throttles[number]), "--device", self.flags.device]
-        if self.memory:
-            arguments += ["--memory", str(self.memory[number])]
+        arguments += ["--memory", str(self.memory[number])] if self.memory else []
         if self.flags.metrics:
             arguments += ["--metrics", shared.metrics_address(self.flags.metrics, number)]
-        if self.flags.log:
-            arguments += ["--log", ",".join(self.flags.log)]
+        arguments += ["--log", ",".join(self.flags.log)] if self.flags.log else []
         if join and not restart:
             arguments += ["--join", join, *self.joining(folder.name)]
         elif not restart:

@@ -27,6 +27,7 @@ from decentral.commands import shared
 from decentral.commands.lifeline import heed
 from decentral.core.errors import UserError
 from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
+from decentral.core.peer_names import PEER_NAME_CHARS
 from decentral.core.plain_text import SHOWN_CHARS, plain_text
 from decentral.core.rank_place import ATTEMPT, Place
 from decentral.core.units import Amount
@@ -34,6 +35,7 @@ from decentral.engine import compile_caches
 from decentral.peers.membership import records
 from decentral.peers.startup import state
 from decentral.peers.startup.flags import StartFlags
+from decentral.view.event_hooks import CommandHook, Hooks, Webhook, kinds_of
 from decentral.view.page.address import add_dashboard_flag
 
 MAX_JOIN_WAIT_S = 7 * 86400.0
@@ -103,14 +105,13 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
     parser.add_argument("--memory", type=shared.size, metavar="BYTES", help=memory)
     parser.add_argument("--listen", action="append", metavar="MULTIADDR", help="address to listen at")
     parser.add_argument("--announce", action="append", metavar="MULTIADDR", help="address where others reach this peer")
+    called = "what people see this peer called, up to 32 characters; default: the host name"
+    parser.add_argument("--name", help=called)
     parser.add_argument("--region", help="name of this peer's place, for the planner")
     parser.add_argument("--throttle", type=float, metavar="F", help="train F times slower than the device can")
     parser.add_argument("--stop-after", metavar="AMOUNT", help="stop after 500steps, 90s or 2e6tokens of this peer")
     parser.add_argument("--plain", action="store_true", help="print a line every few seconds instead of the live view")
-    add_dashboard_flag(parser)
-    parser.add_argument("--metrics", type=shared.host_port, metavar="[HOST:]PORT", help="serve metrics for Prometheus")
-    curves = "write curves for tensorboard, wandb (offline)"
-    parser.add_argument("--log", type=shared.log_names, metavar="NAMES", help=curves)
+    _add_watch_flags(parser)
     given = parser.parse_args(argv)
     peer = _of_peer(given)
     if not 1 <= peer.throttle <= 1e4:
@@ -136,6 +137,7 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
         stop_after=stop_after,
         plain=given.plain,
         dashboard=given.dashboard,
+        hooks=_hooks(given),
     )
 
 
@@ -155,13 +157,40 @@ def _of_peer(given: argparse.Namespace) -> state.PeerFlags:
         throttle=kept.throttle if given.throttle is None else given.throttle,
         metrics=given.metrics or kept.metrics,
         log=tuple(given.log or kept.log),
+        name=kept.name if given.name is None else given.name,
     )
+
+
+def _add_watch_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of those who watch a peer: the live page, metrics, curves and hooks."""
+    add_dashboard_flag(parser)
+    parser.add_argument("--metrics", type=shared.host_port, metavar="[HOST:]PORT", help="serve metrics for Prometheus")
+    curves = "write curves for tensorboard, wandb (offline)"
+    parser.add_argument("--log", type=shared.log_names, metavar="NAMES", help=curves)
+    on_event = "run CMD for each event, which it reads from stdin as JSON"
+    parser.add_argument("--on-event", metavar="CMD", help=on_event)
+    posted = "POST each event to URL as JSON, or as text for Slack and Discord"
+    parser.add_argument("--webhook", metavar="URL", help=posted)
+    parser.add_argument(
+        "--events", metavar="HOOK_KINDS", help="kinds of event for these, separated by commas; default: all"
+    )
+
+
+def _hooks(given: argparse.Namespace) -> Hooks | None:
+    """Return the hooks of --on-event and --webhook; None without these flags. Raise UserError if one is not valid."""
+    commands = [CommandHook.parse(given.on_event)] if given.on_event is not None else []
+    addresses = [Webhook.parse(given.webhook)] if given.webhook is not None else []
+    if given.events is not None and not (commands or addresses):
+        raise UserError("--events needs --on-event CMD or --webhook URL")
+    return Hooks([*commands, *addresses], kinds_of(given.events)) if commands or addresses else None
 
 
 def _check_record(flags: state.PeerFlags) -> None:
     """Raise UserError if these flags would make a DHT record that other peers refuse."""
     if flags.region != plain_text(flags.region):
         raise UserError(f"--region expects up to {SHOWN_CHARS} printable characters, no brackets; got {flags.region!r}")
+    if flags.name is not None and flags.name != plain_text(flags.name, PEER_NAME_CHARS):
+        raise UserError(f"--name expects up to {PEER_NAME_CHARS} printable characters, no brackets; got {flags.name!r}")
     for name, given in (("announce", flags.announce), ("listen", flags.listen)):
         if len(given) > records.MOST_ADDRESSES or any(len(one) > records.ADDRESS_CHARS for one in given):
             most = f"{records.MOST_ADDRESSES} addresses of at most {records.ADDRESS_CHARS} characters"

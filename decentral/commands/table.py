@@ -40,6 +40,12 @@ COMMANDS = {
             "small --peers 3 --memory 8GB,2GB,2GB --state-dir kept",
         ),
     ),
+    "ps": Command("list the peers that run on this machine, whoever started them", ("", "--json")),
+    "stop": Command(
+        "make peers on this machine save, leave and end",
+        ("ann", "swarm/peer-1", "--all"),
+        interrupted=130,
+    ),
     "config": Command(
         "print every key of a config with its meaning, default, unit and range",
         ("", "--explain gossip.window_s"),

@@ -10,6 +10,7 @@ from decentral.core import foreign_file
 
 KEY = "identity.key"
 JOURNAL = "journal.jsonl"
+CHECKPOINT = "checkpoint.safetensors"
 MOST_KEY_BYTES = 64 * 1024  # a larger key file is refused; a key of 4,096 bits has 2.4 kB
 
 
@@ -19,14 +20,14 @@ def journals_in(folder: Path) -> list[Path]:
     return [own] if own.exists() else sorted(folder.glob(f"*/{JOURNAL}"))
 
 
-def lock_holders() -> dict[int, int]:
+def lock_holders(locks: Path = Path("/proc/locks")) -> dict[int, int]:
     """Map the inode of each locked file of this machine to the process id that holds the lock; {} except on Linux.
 
-    The locks are read from /proc/locks. Trying to take a lock could make a peer that starts at the same time believe
-    that another peer uses its folder.
+    The locks are read from the file `locks`. Trying to take a lock could make a peer that starts at the same time
+    believe that another peer uses its folder.
     """
     try:
-        rows = [row.split() for row in Path("/proc/locks").read_text().splitlines()]
+        rows = [row.split() for row in locks.read_text().splitlines()]
         return {int(row[5].rsplit(":", 1)[1]): int(row[4]) for row in rows if row[1:2] == ["FLOCK"]}
     except (OSError, ValueError, IndexError):
         return {}

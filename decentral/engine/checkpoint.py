@@ -27,6 +27,7 @@ from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.fragments import Layout, Section
 from decentral.core.jobs import Donated, RetainedStates
+from decentral.core.peer_folders import CHECKPOINT
 from decentral.core.reasons import Reason
 from decentral.core.strict_json import JsonFields, JsonObject
 from decentral.engine.gossip_jobs import GossipedFragment
@@ -36,7 +37,7 @@ from decentral.engine.step import Counters
 from decentral.engine.tensor_file import SUMS, TensorFile, checksum
 from decentral.engine.threads import Phase
 
-FILE = "checkpoint.safetensors"
+FILE = CHECKPOINT
 DAMAGED = "checkpoint.damaged"  # an unreadable checkpoint is renamed to this, so that the peer can start without it
 COPY_ALIGNED = 64  # each tensor begins at a multiple of this many bytes, the size of a cache line
 MOST_POSITION_BYTES = 4096

@@ -62,7 +62,7 @@ def _gauge(name: str, help: str, read: Callable[[Host, Seconds], Values], *label
 def _about(host: Host, now: Seconds) -> Values:
     setup = host.node.setup
     profile = setup.profile
-    return {(setup.own.peer, setup.run, profile.device, profile.region, profile.software): 1}
+    return {(setup.own.peer, setup.run, profile.name, profile.device, profile.region, profile.software): 1}
 
 
 def _phase(host: Host, now: Seconds) -> Values:
@@ -139,7 +139,9 @@ def _by_reason(counts: Mapping[str, int]) -> Values:
 
 
 METRICS = (
-    _gauge("peer_info", "1; the labels describe this peer", _about, "peer", "run", "device", "region", "software"),
+    _gauge(
+        "peer_info", "1; the labels describe this peer", _about, "peer", "run", "name", "device", "region", "software"
+    ),
     _gauge("phase", "1 for the phase that the peer is in", _phase, "phase"),
     _gauge("step", "Optimizer steps since the peer's first start", lambda host, now: host.node.progress.step),
     _gauge("swarm_step", "Step that sets the swarm's learning rate", lambda host, now: host.node.progress.lr_step),

@@ -1,4 +1,10 @@
-"""Serve a peer's metrics to Prometheus: `python -m decentral.peer --metrics [HOST:]PORT`. Needs the extra `metrics`.
+"""Serve a peer's metrics to Prometheus, and its health: `python -m decentral.peer --metrics [HOST:]PORT`.
+
+    /metrics    all metrics (also at other paths)
+    /healthz    200 if the peer's event loop answers within SCRAPE_S, else 503: then restart the peer
+    /readyz     200 if the peer trains and has no trouble, else 503 with the reason
+
+It needs the extra `metrics`.
 
 Start reading at `bound` and `metrics_served`. A scrape (one request for all metrics) reads the node in the event loop's
 thread, so that all numbers are from the same moment. Each connection has a thread, but scrapes are answered one after
@@ -20,13 +26,16 @@ from prometheus_client.registry import Collector
 
 from decentral.core.errors import UserError
 from decentral.core.ip_networks import CALLER, network_of
+from decentral.core.plain_text import printable
 from decentral.core.units import Seconds
 from decentral.peers.runtime.host import Host
+from decentral.peers.runtime.node import NodePhase
 from decentral.view.callers import has_room, is_ours, own_names
-from decentral.view.metrics import METRICS, PeerMetric
+from decentral.view.metrics import METRICS, PEER_PHASES, PeerMetric
 
 SCRAPE_S = 5.0  # a connection that sends nothing for this time is closed; reading the metrics may take as long
 WHOLE_SCRAPE_S = 15.0
+REASON_CHARS = 500  # a longer reason of /readyz is cut
 MOST_SCRAPES = 16  # at most this many connections are open, half of them from one network
 ACCEPT_RETRY_S = 1.0  # pause after a connection could not be accepted, usually for lack of a file descriptor
 
@@ -53,7 +62,7 @@ async def metrics_served(server: "MetricsServer", host: Host) -> AsyncIterator[s
     registry.register(PeerCollector(host, asyncio.get_running_loop()))
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
-    server.set_app(make_wsgi_app(registry))
+    server.set_app(_Health(host, asyncio.get_running_loop(), make_wsgi_app(registry)).answer)
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     try:
         yield server.url
@@ -84,6 +93,32 @@ class PeerCollector(Collector):
     async def _read(self) -> list[Metric]:
         now = self._host.now()
         return [_family(metric, self._host, now) for metric in METRICS]
+
+
+class _Health:
+    """The WSGI application of the port: health of a host at /healthz and /readyz, its metrics at any other path."""
+
+    def __init__(self, host: Host, loop: asyncio.AbstractEventLoop, metrics: WSGIApplication) -> None:
+        self._host, self._loop, self._metrics = host, loop, metrics
+
+    def answer(self, environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        """Answer one request."""
+        path = environ.get("PATH_INFO", "")
+        if path not in ("/healthz", "/readyz"):
+            return self._metrics(environ, start)
+        try:
+            waits = asyncio.run_coroutine_threadsafe(self._not_ready(), self._loop).result(SCRAPE_S)
+            reasons = waits if path == "/readyz" else []
+        except TimeoutError:
+            reasons = [f"the event loop has not answered for {SCRAPE_S:g} s"]
+        start("503 Service Unavailable" if reasons else "200 OK", [("content-type", "text/plain; charset=utf-8")])
+        return ["".join(f"{line}\n" for line in reasons or ["ok"]).encode()]
+
+    async def _not_ready(self) -> list[str]:
+        """Return why the host is not ready, one printable line for each reason; [] if it is."""
+        phase = self._host.node.phase
+        waits = [] if phase is NodePhase.TRAINING else [f"the peer is {PEER_PHASES[phase]}"]
+        return [*waits, *(printable(trouble, REASON_CHARS) for trouble in self._host.troubles())]
 
 
 def _family(metric: PeerMetric, host: Host, now: Seconds) -> Metric:

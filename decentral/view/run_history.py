@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from decentral.core.ids import short
 from decentral.core.journal import events as journal
 from decentral.core.journal.field_kinds import OUTCOMES
 from decentral.core.journal.file import read
 from decentral.core.journal.lines import JOURNAL_LINES
 from decentral.core.journal.peer_totals import Life, PeerTotals
+from decentral.core.peer_names import titled
 from decentral.core.strict_json import JsonFields
 from decentral.core.units import Seconds
 from decentral.scheduler.topology.arrays import Floats
@@ -66,8 +66,8 @@ class PeerHistory:
 
     @property
     def name(self) -> str:
-        """Short id of the peer, or the name of its folder if the id is not known."""
-        return short(self.facts.peer) if self.facts.peer else self.folder
+        """End of the id and name of the peer, or the name of its folder if the id is not known."""
+        return titled(self.facts.peer, self.facts.name) if self.facts.peer else self.folder
 
     @property
     def lives(self) -> list[Life]:

@@ -1,20 +1,22 @@
 """Show the state of a running peer to its user: as a live view on a terminal, or as lines of text."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleDimensions, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from decentral.commands.shared import stage
-from decentral.core.ids import PeerId, short
+from decentral.core.ids import PeerId
 from decentral.core.journal.field_kinds import OUTCOMES
+from decentral.core.peer_names import titled
 from decentral.core.plain_text import plain_text, printable
+from decentral.core.times import ago, clock_time, duration
 from decentral.core.units import Seconds, plural, readable_bytes
 from decentral.peers.runtime.node import Node, NodePhase
 from decentral.peers.runtime.progress import Evaluations
@@ -24,6 +26,10 @@ from decentral.peers.startup.invitation_files import founder_path
 LONG_STEP_S = 15.0
 MOST_CHANGES = 8
 REASON_CHARS = 500  # longer texts of warnings and reasons are cut to this many characters
+WIDE = 110  # a terminal of at least this many columns shows devices and regions
+DEVICE_COLUMNS = 36
+BETWEEN = 3  # columns between two figures
+LEAST_PEERS = 3  # a low terminal still shows this many peers
 
 
 class Display(Protocol):
@@ -46,24 +52,24 @@ class Company:
 
     def __init__(self) -> None:
         """Begin without known peers. The first comparison makes all present peers known, and reports no change."""
-        self._shown: set[PeerId] | None = None
+        self._shown: dict[PeerId, str] | None = None  # by peer: how it is written for people
 
     def changes(self, node: Node) -> list[str]:
         """Return a line for each peer that joined or left since the last call; [] while this peer does not train."""
         if node.phase is not NodePhase.TRAINING:
             return []
-        here = set(node.roster.live)
+        here = {peer: titled(peer, entry.record.profile.name) for peer, entry in node.roster.live.items()}
         before, self._shown = here if self._shown is None else self._shown, here
         counts = f"peers {len(before)} -> {len(here)}"
-        came = [f"peer {plain_text(short(peer))} joined ({counts})" for peer in sorted(here - before)]
-        left = [f"peer {plain_text(short(peer))} left ({counts})" for peer in sorted(before - here)]
+        came = [f"peer {here[peer]} joined ({counts})" for peer in sorted(here.keys() - before.keys())]
+        left = [f"peer {before[peer]} left ({counts})" for peer in sorted(before.keys() - here.keys())]
         changes = left + came
         more = len(changes) - MOST_CHANGES
         return [*changes[:MOST_CHANGES], *([f"and {more} more"] if more > 0 else [])]
 
 
 class LineDisplay:
-    """A display that prints a line of figures every few seconds."""
+    """A display that prints a line of figures every few seconds, after the date and time."""
 
     interval_s = 5.0
 
@@ -77,15 +83,17 @@ class LineDisplay:
 
     def update(self, node: Node, now: Seconds, troubles: Sequence[str] = ()) -> None:
         """Print who joined or left, a line of figures, and the warnings in `troubles`."""
+        at = clock_time(now)
         for change in self._company.changes(node):
-            say(change)
+            say(f"{at}  {change}")
         shown = figures(node, now)
         if node.phase is NodePhase.JOINING:
             stage(f"joining; known peers: {shown['peers']}, received: {shown['received']}")
         else:
-            say("  ".join(f"{name} {value}" for name, value in shown.items()))
+            goal = {"goal": told} if (told := _progress(node, now)[2]) else {}
+            say("  ".join([at, *(f"{name} {value}" for name, value in (shown | goal).items())]))
         for trouble in (*troubles, *first_step(node, now)):
-            say(f"warning: {printable(trouble, REASON_CHARS)}")
+            say(f"{at}  warning: {printable(trouble, REASON_CHARS)}")
 
     def close(self) -> None:
         """Do nothing, because printed lines need no cleanup."""
@@ -113,14 +121,16 @@ class LiveDisplay:
     def update(self, node: Node, now: Seconds, troubles: Sequence[str] = ()) -> None:
         """Print who joined or left, and update the view with the present figures and the warnings in `troubles`."""
         for change in self._company.changes(node):
-            self._console.print(change, markup=False)
+            self._console.print(f"{clock_time(now)}  {change}", markup=False)
         done, total, end = _progress(node, now)
         self._bar.update(self._task, description=node.phase.name.lower(), completed=done, total=total, end=end)
-        warnings = (
-            Text(f"warning: {printable(trouble, REASON_CHARS)}", style="yellow")
-            for trouble in (*troubles, *first_step(node, now))
-        )
-        self._live.update(Group(self._bar, _table(node, now), _peers(node), *warnings))
+        said = (*troubles, *first_step(node, now))
+        warnings = [Text(f"warning: {printable(one, REASON_CHARS)}", style="yellow") for one in said]
+        size, figured = self._console.size, _table(figures(node, now), self._console.width)
+        above = [figured, *warnings]
+        taken = 1 + sum(len(self._console.render_lines(one)) for one in above)
+        peers = _peers(node, now, size, size.height - 1 - taken)  # the last line is the cursor's
+        self._live.update(Group(self._bar, *above, peers))
 
     def close(self) -> None:
         """End the live view."""
@@ -147,11 +157,12 @@ def introduction(node: Node, folder: Path) -> str:
     setup, profile = node.setup, node.setup.profile
     parameters = sum(fragment.parameters for fragment in setup.fragments)
     speed = f"{profile.tokens_per_s:,.0f}" if profile.tokens_per_s else "its first steps will measure its"
+    called = f" ({plain_text(profile.name)})" if profile.name else ""
     adapters = setup.config.model.lora is not None
     trained = "trained parameters (adapters; the other weights are frozen)" if adapters else "parameters"
     return (
         f"run {setup.run}: {parameters / 1e6:.2f} M {trained} in {plural(len(setup.fragments), 'fragment')}\n"
-        f"peer {setup.own.peer} on {profile.device}: {speed} tokens/s\n"
+        f"peer {setup.own.peer}{called} on {profile.device}: {speed} tokens/s\n"
         f"state in {folder}; continue later with: python -m decentral.peer --state-dir {shlex.quote(str(folder))}\n"
         f"others join with:\n    {' '.join(['python -m decentral.peer --join', setup.addresses[0], *_needed(setup)])}"
     )
@@ -220,12 +231,13 @@ def figures(node: Node, now: Seconds) -> dict[str, str]:
         "exchanges": "/".join(str(node.gossip.counts.outcomes[outcome]) for outcome in OUTCOMES),
         "sent": readable_bytes(node.traffic.sent_bytes),
         "received": readable_bytes(node.traffic.received_bytes),
+        "checkpoint": "-" if progress.saved_at is None else ago(progress.saved_at, now),
     }
 
 
 def _held_out(known: Evaluations, now: Seconds) -> str:
-    """Return the last held-out loss and its age in seconds; "-" before the first evaluation."""
-    return "-" if known.held_out is None else f"{known.held_out:.3f} ({now - known.measured_at:.0f} s ago)"
+    """Return the last held-out loss and its age; "-" before the first evaluation."""
+    return "-" if known.held_out is None else f"{known.held_out:.3f} ({ago(known.measured_at, now)})"
 
 
 def _windows(node: Node) -> str:
@@ -242,32 +254,45 @@ def _busy(node: Node) -> str:
     return f"{training:.0%}" + (f" ({aside})" if aside else "")
 
 
-def _table(node: Node, now: Seconds) -> Table:
-    table = Table.grid(padding=(0, 3))
-    shown = figures(node, now)
-    table.add_row(*(f"[dim]{name}[/dim]" for name in shown))
-    table.add_row(*shown.values())
-    return table
+def _table(shown: Mapping[str, str], width: int) -> Text:
+    """Return the figures with their names above them, in as many rows as a terminal of `width` columns needs."""
+    table, names, values = Text(no_wrap=True, overflow="ellipsis"), "", ""
+    for name, value in shown.items():
+        needs = max(len(name), len(value)) + BETWEEN
+        if names and len(names) + needs > width:
+            table.append(f"{names.rstrip()}\n", style="dim").append(f"{values.rstrip()}\n")
+            names, values = "", ""
+        names, values = names + name.ljust(needs), values + value.ljust(needs)
+    return table.append(f"{names.rstrip()}\n", style="dim").append(values.rstrip())
 
 
-def _peers(node: Node) -> Table:
-    table = Table(box=None, padding=(0, 2), header_style="dim")
-    for column in ("peer", "device", "region", "step", "tokens/s", "from it"):
-        table.add_column(column)
-    for peer, entry in sorted(node.roster.live.items())[:12]:
+def _peers(node: Node, now: Seconds, size: ConsoleDimensions, lines: int) -> Table:
+    """Return a table of the other peers in at most `lines` lines; a narrow terminal shows no device and region."""
+    wide = size.width >= WIDE
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("peer", *(("device", "region") if wide else ()), "step", "tokens/s", "from it", "heard"):
+        table.add_column(
+            column, no_wrap=True, overflow="ellipsis", max_width=DEVICE_COLUMNS if column == "device" else None
+        )
+    known = sorted(node.roster.live.items())
+    room = max(LEAST_PEERS, lines - 1)
+    shown = known if len(known) <= room else known[: room - 1]
+    for peer, entry in shown:
         record, rate = entry.record, node.meter.bandwidth(peer)
         link = f"{readable_bytes(rate)}/s" if rate else "-"
-        speed = f"{record.profile.tokens_per_s:,.0f}"
-        device, region = plain_text(record.profile.device), plain_text(record.profile.region)
-        table.add_row(plain_text(short(peer)), device, region, str(record.step), speed, link)
+        place = [plain_text(record.profile.device), plain_text(record.profile.region)] if wide else []
+        figures = [str(record.step), f"{record.profile.tokens_per_s:,.0f}", link, ago(record.time, now)]
+        cells = [titled(peer, record.profile.name), *place, *figures]
+        table.add_row(*cells)
+    if shown != known:
+        table.add_row(f"and {len(known) - len(shown)} more")
     return table
 
 
 def _progress(node: Node, now: Seconds) -> tuple[float, float | None, str]:
     """Return the progress towards --stop-after, the goal (None if there is no goal), and a text that shows both."""
-    goal, progress = node.progress.stop_after, node.progress
-    if node.phase is not NodePhase.TRAINING or goal is None:
+    known = node.progress.towards_goal(now)
+    if node.phase is not NodePhase.TRAINING or known is None:
         return 0.0, None, ""
-    elapsed = now - (progress.joined_at or now)
-    done = {"s": elapsed, "steps": float(progress.step), "tokens": float(progress.tokens)}[goal.kind]
-    return done, goal.value, f"{done:,.0f} of {goal}"
+    left = f", about {duration(known.left_s)} left" if known.left_s is not None else ""
+    return known.done, known.goal.value, f"{known.done:,.0f} of {known.goal}{left}"

@@ -21,12 +21,14 @@ from decentral.core.errors import ProtocolError, UserError
 from decentral.core.fragments import Fragment
 from decentral.core.ids import SUFFIX_CHARS, PeerId, RunId
 from decentral.core.layer_work import UNMEASURED, KindCosts
+from decentral.core.peer_names import PEER_NAME_CHARS
 from decentral.core.plain_text import SHOWN_CHARS, plain_text
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 from decentral.peers.membership import swarm_size
 
 Label = Annotated[str, Strict(), Field(max_length=SHOWN_CHARS), AfterValidator(plain_text)]
+Name = Annotated[str, Strict(), Field(max_length=PEER_NAME_CHARS), AfterValidator(plain_text)]
 Positive = Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
 MOST_PER_S = 1e12  # a record with more tokens/s or bytes/s is invalid, because such figures break the planning solver
 PerSecond = Annotated[float, Field(ge=0, le=MOST_PER_S, allow_inf_nan=False)]
@@ -49,7 +51,7 @@ Addresses = Annotated[tuple[Address, ...], Field(max_length=MOST_ADDRESSES)]
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A peer's device and links, as the peer has measured them; `region` is a name that its user has chosen."""
+    """A peer's device and links, as the peer has measured them; its user has chosen `region` and `name`."""
 
     device: Label
     memory_bytes: Count
@@ -62,6 +64,7 @@ class Profile:
     software: Label = ""
     costs: KindCosts = UNMEASURED  # what a layer of each kind of the run's model costs the device
     changed: UnixTime = 0.0  # when speed or memory last changed much (runtime/own_record.py), by the peer's clock
+    name: Name = ""  # what the user calls this peer; "" in records of versions that had no names
 
 
 class Standing(NamedTuple):
@@ -126,8 +129,12 @@ _held: WeakValueDictionary[bytes, PeerRecord] = WeakValueDictionary()  # encoded
 
 
 def pack(record: PeerRecord) -> bytes:
-    """Return a record's body: the msgpack bytes that are signed and stored in the DHT."""
-    profile = {name: getattr(record.profile, name) for name in _PROFILE_NAMES}
+    """Return a record's body: the msgpack bytes that are signed and stored in the DHT.
+
+    A peer without a name packs no `name`, so its records have the bytes that they had before there were names.
+    """
+    names = _PROFILE_NAMES if record.profile.name else [name for name in _PROFILE_NAMES if name != "name"]
+    profile = {name: getattr(record.profile, name) for name in names}
     body: bytes = msgpack.packb({name: getattr(record, name) for name in _NAMES} | {"profile": profile})
     return body
 

@@ -405,7 +405,8 @@ class Roster:
         self._expiry_at = expires if self._expiry_at is None else min(self._expiry_at, expires)
         if known is None:
             self._sooner.found()
-            joined = PeerJoinedLine(peer=peer, device=record.profile.device, region=record.profile.region)
+            its = record.profile
+            joined = PeerJoinedLine(peer=peer, device=its.device, region=its.region, name=its.name)
             return [Learn(peer, record.addresses), Log(joined)]
         return [Learn(peer, record.addresses)] if known.record.addresses != record.addresses else []
 

@@ -35,6 +35,15 @@ class Stop:
 ProgressEffect = Evaluate | Save | Stop | Log
 
 
+@dataclass(frozen=True, slots=True)
+class GoalProgress:
+    """How far a peer is towards its goal, `--stop-after`, in the goal's unit."""
+
+    done: float
+    goal: Amount
+    left_s: Seconds | None  # time until the goal at this process's mean pace; None: no pace is known yet
+
+
 @dataclass(slots=True)
 class TrainingSpeed:
     """The running average of this peer's tokens/s, with a time constant of RATE_S."""
@@ -99,6 +108,7 @@ class SaveTimes:
     every_s: Seconds
     due_at: Seconds | None = None  # time of the next checkpoint; None: after the next step, unless one is being written
     since: Seconds | None = None  # time at which the checkpoint being written began; None if none is
+    saved_at: Seconds | None = None  # time at which the last checkpoint of this process was on the disk
 
     def postpone(self, now: Seconds) -> None:
         """Make the next checkpoint due `self.every_s` from now."""
@@ -143,6 +153,7 @@ class SaveTimes:
             Seconds since `take_due` returned True; 0.0 for the last checkpoint, which is made when the peer leaves.
         """
         self.due_at = now + max(self.every_s, cost_s / CHECKPOINT_SHARE, size / CHECKPOINT_BYTES_PER_S)
+        self.saved_at = now
         took_s, self.since = 0.0 if self.since is None else now - self.since, None
         return took_s
 
@@ -166,6 +177,7 @@ class TrainingProgress:
     rate: TrainingSpeed = field(default_factory=TrainingSpeed)
     spent: TimeSpent = NO_TIME
     micro_batches: int = 0
+    _steps_before: int | None = None  # number of the last step before this process's first; None before its first
     _steps: list[Stepped] = field(default_factory=list)
     _line_at: Seconds = 0.0
     _saves: SaveTimes = field(init=False)
@@ -198,6 +210,11 @@ class TrainingProgress:
     def save_soon(self, now: Seconds) -> None:
         """Make a checkpoint due now; called when layers have changed, since the last checkpoint has the old layers."""
         self._saves.soon(now)
+
+    @property
+    def saved_at(self) -> Seconds | None:
+        """Return the Unix time of the last checkpoint that this process wrote; None before the first."""
+        return self._saves.saved_at
 
     @property
     def wake_at(self) -> Seconds | None:
@@ -236,6 +253,17 @@ class TrainingProgress:
         """Return the average training speed in tokens/s, which decays during a pause."""
         return self.rate.at(now)
 
+    def towards_goal(self, now: Seconds) -> GoalProgress | None:
+        """Return how far this peer is towards --stop-after; None without a goal, or before it trains."""
+        goal, began = self.stop_after, self.joined_at
+        if goal is None or began is None:
+            return None
+        if goal.kind == "s":
+            return GoalProgress(now - began, goal, began + goal.value - now)
+        done, before = (self.step, self._steps_before) if goal.kind == "steps" else (self.tokens, 0)
+        trained = 0 if before is None else done - before
+        return GoalProgress(done, goal, (goal.value - done) * (now - began) / trained if trained else None)
+
     def flush(self, now: Seconds) -> list[Log]:
         """Return a journal line about the steps since the last line, and update the speed; [] without new steps."""
         if not self._steps:
@@ -263,6 +291,7 @@ class TrainingProgress:
         self._steps.append(step)
         self.rate.stepped(now, self.joined_at)
         self._saves.stepped(now)
+        self._steps_before = step.step - 1 if self._steps_before is None else self._steps_before
         self.step, self.lr_step = step.step, step.lr_step
         self.tokens += step.tokens
         self.spent += step.spent

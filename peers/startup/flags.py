@@ -8,6 +8,7 @@ from decentral.core.ids import PeerId
 from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
 from decentral.core.units import Amount, Seconds
 from decentral.peers.startup.state import PeerFlags, StateFolder
+from decentral.view.event_hooks import Hooks
 from decentral.view.page.address import PageAddress
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class StartFlags:
     stop_after: Amount | None = None
     plain: bool = False
     dashboard: PageAddress | None = None
+    hooks: Hooks | None = None  # of --on-event and --webhook; None without these flags
 
     @property
     def say_config(self) -> bool:

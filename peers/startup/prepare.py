@@ -10,7 +10,7 @@ Importing this module takes about a second, so peers/startup/start_peer.py does 
 import asyncio
 import secrets
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -31,6 +31,7 @@ from decentral.core.journal.events import ErrorLine, IslandLine, StartedLine
 from decentral.core.journal.file import Journal
 from decentral.core.layer_work import share
 from decentral.core.memory_needs import MemoryNeeds
+from decentral.core.peer_names import machine_name
 from decentral.core.plain_text import plain_text
 from decentral.data import corpora as data
 from decentral.data import run_inputs
@@ -49,7 +50,7 @@ from decentral.peers.runtime.host import NOTHING_TO_SAVE, Host
 from decentral.peers.runtime.node import Node
 from decentral.peers.runtime.setup import NodeSetup
 from decentral.peers.startup import invitation_files, state
-from decentral.peers.startup.flags import PeerStart
+from decentral.peers.startup.flags import PeerStart, StartFlags
 from decentral.peers.startup.lost_peers import look_for_the_lost
 from decentral.peers.startup.reach_swarm import SwarmAccess
 from decentral.scheduler.placement.claim_span import (
@@ -62,6 +63,7 @@ from decentral.scheduler.placement.claim_span import (
 )
 from decentral.scheduler.placement.move import MemoryBudget
 from decentral.view import terminal
+from decentral.view.event_hooks import HookedJournal, hooks_running
 from decentral.view.page.child import DashboardProcess
 from decentral.view.page.record_lines import feed_page, watch_for_page
 
@@ -149,7 +151,7 @@ async def prepare(
         start.island.assign(Assignment(run, own.peer, compute.micro_batch, folder.path), compute.span)
     needs, swarm = memory.needs_on(run, device), Look(access.directory, access.run, own.peer)
     await swarm.measure()
-    profile = _profile(flags.peer.region, folder, compute, claimed.memory_bytes)
+    profile = _profile(flags.peer, folder, compute, claimed.memory_bytes)
     setup = NodeSetup(
         config=run,
         run=access.run,
@@ -172,7 +174,9 @@ async def prepare(
     )
     records.require_valid(records.first_record(setup.run, setup.addresses, setup.profile))
     now = access.clock
-    journal, book = Journal(folder.path / "journal.jsonl", now), AddressBook.load(folder.path / "peers.json")
+    path = folder.path / "journal.jsonl"
+    journal = HookedJournal(path, now, flags.hooks) if flags.hooks else Journal(path, now)
+    book = AddressBook.load(folder.path / "peers.json")
     keep = partial(invitation_files.keep_revocations, folder.path)
     return Host(Node(setup), access.network, access.directory, compute, journal, book, now, keep_revocations=keep)
 
@@ -197,7 +201,7 @@ def _model(compute: Compute, needs: MemoryNeeds, profile: Profile) -> RoutedMode
     return RoutedModel(compute.span.cuts, most, needs.activations, compute.span.forms, profile.costs)
 
 
-def _profile(region: str, folder: state.StateFolder, compute: Compute, memory_bytes: int) -> Profile:
+def _profile(flags: state.PeerFlags, folder: state.StateFolder, compute: Compute, memory_bytes: int) -> Profile:
     """Return the device's profile, read from the state folder (same device, model and version) or measured now.
 
     While `compute` waits for state from other peers, no speed is measured: the profile has speed 0 until the peer
@@ -227,7 +231,8 @@ def _profile(region: str, folder: state.StateFolder, compute: Compute, memory_by
         memory_bytes=memory_bytes,
         flops=measured.flops,
         tokens_per_s=measured.tokens_per_s,
-        region=region,
+        region=flags.region,
+        name=machine_name() if flags.name is None else flags.name,
         software=f"decentral {__version__}",
         costs=measured.costs,
     )
@@ -257,18 +262,7 @@ async def train(
         terminal.say(f"the page: {page.url}")
     for warning in start.warnings:
         terminal.say(f"warning: {warning}")
-    started = StartedLine(
-        peer=setup.own.peer,
-        run=setup.run,
-        addresses=setup.addresses,
-        device=setup.profile.device,
-        throttle=flags.peer.throttle,
-        kernels=kernels,
-        region=setup.profile.region,
-        first=setup.fragments[0].first,
-        last=setup.fragments[-1].last,
-    )
-    host.journal.write(started)
+    host.journal.write(_started(setup, flags, kernels))
     for warning in start.warnings:
         host.journal.write(ErrorLine(reason=warning))
     if start.island:
@@ -284,7 +278,7 @@ async def train(
     )
     tasks = [asyncio.create_task(work) for work in works]
     try:
-        async with _observed(host, flags.peer.log, metrics_server):
+        async with _observed(host, flags, metrics_server):
             reason = await host.run()
     finally:
         for task in tasks:
@@ -293,6 +287,23 @@ async def train(
         host.journal.close()
     terminal.farewell(node, folder.path, reason, host.unsaved)
     _exit(reason, host.unsaved)
+
+
+def _started(setup: NodeSetup, flags: StartFlags, kernels: str) -> StartedLine:
+    """Return the journal's line about a start with these flags; `kernels` says which gossip kernels are used."""
+    return StartedLine(
+        peer=setup.own.peer,
+        run=setup.run,
+        addresses=setup.addresses,
+        device=setup.profile.device,
+        throttle=flags.peer.throttle,
+        kernels=kernels,
+        region=setup.profile.region,
+        first=setup.fragments[0].first,
+        last=setup.fragments[-1].last,
+        name=setup.profile.name,
+        stop_after=str(flags.stop_after or ""),
+    )
 
 
 def _exit(reason: str, unsaved: str) -> None:
@@ -306,18 +317,20 @@ def _exit(reason: str, unsaved: str) -> None:
 
 
 @asynccontextmanager
-async def _observed(host: Host, logs: Sequence[str], metrics_server: "MetricsServer | None") -> AsyncIterator[None]:
-    """Serve metrics and write the scalar logs of --log, if the user asked for them, until the context ends."""
+async def _observed(host: Host, flags: StartFlags, metrics_server: "MetricsServer | None") -> AsyncIterator[None]:
+    """Serve metrics, write logs and run hooks, as far as the user asked for them, until the context ends."""
     async with AsyncExitStack() as stack:
         if metrics_server:
             from decentral.view.metrics_server import metrics_served
 
             url = await stack.enter_async_context(metrics_served(metrics_server, host))
             terminal.say(f"metrics for Prometheus at {url}")
-        if logs:
+        if flags.peer.log:
             from decentral.view.scalar_logs import scalars_logged
 
-            await stack.enter_async_context(scalars_logged(logs, host))
+            await stack.enter_async_context(scalars_logged(flags.peer.log, host))
+        if flags.hooks:
+            await stack.enter_async_context(hooks_running(flags.hooks, host.journal, terminal.say))
         yield
 
 

@@ -45,6 +45,7 @@ class PeerFlags:
     throttle: float = 1.0
     metrics: tuple[str, int] | None = None  # host and port of the metrics server
     log: tuple[str, ...] = ()
+    name: str | None = None  # None: the host name
 
 
 _PEER_FLAGS = TypeAdapter(PeerFlags)

@@ -5,6 +5,7 @@ import json
 import re
 import socket
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ from queue import SimpleQueue
 from wsgiref.types import StartResponse
 
 import pytest
+import yaml
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -21,6 +23,7 @@ from decentral.core.journal.events import ExchangeLine
 from decentral.core.journal.peer_totals import ExchangeTotals
 from decentral.core.time_spent import TimeSpent
 from decentral.peers.runtime.host import Host
+from decentral.peers.runtime.node import NodePhase
 from decentral.view import metrics_server
 from decentral.view.metrics import METRICS, PeerMetric
 from decentral.view.metrics_server import MetricsServer, bound, metrics_served
@@ -252,3 +255,46 @@ def test_the_metrics_that_the_page_about_them_names_are_there() -> None:
     named = set(re.findall(r"`(decentral_\w+)", (ROOT / "docs/OBSERVING.md").read_text()))
     assert named
     assert named <= {one.shown_name for one in METRICS}
+
+
+def asked(url: str, path: str) -> tuple[int, str]:
+    """The status and the text of an answer."""
+    try:
+        with urllib.request.urlopen(url.replace("/metrics", path), timeout=LIMIT_S) as answered:
+            return answered.status, answered.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_a_peer_that_trains_is_healthy_and_ready_and_one_in_trouble_only_healthy(swarm: Swarm) -> None:
+    found: list[tuple[int, str]] = []
+
+    async def story() -> None:
+        running = await swarm.start("A")
+        host = swarm.hosts["A"]
+        async with metrics_served(bound(HERE), host) as url:
+            await swarm.until(lambda: host.node.phase is NodePhase.TRAINING)
+            found.extend([await asyncio.to_thread(asked, url, path) for path in ("/healthz", "/readyz")])
+            host.watch.note("disk", "the disk is full\x1b[2J")
+            found.extend([await asyncio.to_thread(asked, url, path) for path in ("/healthz", "/readyz")])
+        host.stop("enough")
+        await running
+
+    swarm.play(story())
+    assert found == [(200, "ok\n"), (200, "ok\n"), (200, "ok\n"), (503, "the disk is full?[2J\n")]
+
+
+def test_the_alerts_ask_only_for_metrics_and_labels_that_there_are() -> None:
+    written = yaml.safe_load((ROOT / "deploy/grafana/alerts.yml").read_text())
+    rules = [rule for group in written["groups"] for rule in group["rules"]]
+    queries = [rule["expr"] for rule in rules]
+    named = {name for query in queries for name in re.findall(r"\bdecentral_\w+", query)}
+    assert named <= {one.shown_name for one in METRICS}
+    labels = {label for query in queries for label in re.findall(r"(\w+)(?:=~|!=|=)\"", query)}
+    assert labels <= {"job", "instance", *(label for one in METRICS for label in one.labels)}
+    assert len({rule["alert"] for rule in rules}) == len(rules) >= 8
+    for rule in rules:
+        assert {"alert", "expr", "for", "labels", "annotations"} == set(rule)
+        assert rule["labels"]["severity"] in ("critical", "warning")
+    beside = yaml.safe_load((ROOT / "deploy/grafana/prometheus.yml").read_text())
+    assert all((ROOT / "deploy/grafana" / name).exists() for name in beside["rule_files"])

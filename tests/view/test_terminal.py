@@ -1,6 +1,7 @@
 """What a peer shows its user of strangers: their names, and nothing that a terminal or rich obeys."""
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,16 @@ from decentral.comm.wire.transport import Found
 from decentral.core import jobs
 from decentral.core.config import Config, DataConfig, GossipConfig, ModelConfig
 from decentral.core.fragments import Fragment, Section
-from decentral.core.ids import RunId, short
+from decentral.core.ids import PeerId, RunId, short
 from decentral.core.journal.events import PeerJoinedLine
 from decentral.core.machine import Log
+from decentral.core.peer_names import titled
+from decentral.core.times import clock_time
+from decentral.core.units import Amount
 from decentral.model.shape import LoraConfig
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.peers.membership.roster import RosterEntry
 from decentral.peers.runtime.node import Node, NodePhase
 from decentral.peers.runtime.setup import NodeSetup
 from decentral.view import terminal
@@ -26,25 +31,30 @@ KEY = f"{RUN}/peers"
 NAMES = ["\x1b[2J\x1b[H", "\x1b]0;title\x07", "[red]a[/red]", "[/]", "[link=https://example.org]a", "\u202eb", "a\nb\r"]
 
 
-def node(folder: Path, config: Config) -> Node:
+def node(folder: Path, config: Config, name: str = "") -> Node:
     own = Identity.load_or_create(folder / "own.key")
-    profile, layout = Profile("cpu", 1 << 30, 1e9, 1e4), (Section("phi", "int8", 6, 6),)
+    profile, layout = Profile("cpu", 1 << 30, 1e9, 1e4, name=name), (Section("phi", "int8", 6, 6),)
     fragments = (Fragment(0, 0, 3, 100),)
     made = Node(NodeSetup(config, RUN, own, fragments, [layout], 3, profile, ("/ip4/127.0.0.1/tcp/1",)))
     made.begin(NOW)
     return made
 
 
+def meet(ours: Node, folder: Path, name: str, number: int = 0) -> list[Log]:
+    """Let a node read the record of a stranger with this name; return what it journals."""
+    stranger = Identity.load_or_create(folder / f"{number}.key")
+    profile = Profile(name, 1 << 30, 1e9, 1e4, region=name, software=name, name=name)
+    record = PeerRecord(RUN, NOW, (), profile, 0, 3, 5, 5, 100, phase="training")
+    sealed = stranger.seal(KEY, records.pack(record), NOW + 60)
+    return [one for one in ours.handle(Found(KEY, {stranger.peer: sealed}), NOW) if isinstance(one, Log)]
+
+
 @pytest.fixture
 def met(tmp_path: Path) -> tuple[Node, list[Log]]:
     """A node that has met a stranger for each of these names, and what it journals of them."""
-    ours, lines = node(tmp_path, Config()), []
+    ours, lines = node(tmp_path, Config()), list[Log]()
     for number, name in enumerate(NAMES):
-        stranger = Identity.load_or_create(tmp_path / f"{number}.key")
-        profile = Profile(name, 1 << 30, 1e9, 1e4, region=name, software=name)
-        record = PeerRecord(RUN, NOW, (), profile, 0, 3, 5, 5, 100, phase="training")
-        sealed = stranger.seal(KEY, records.pack(record), NOW + 60)
-        lines += [one for one in ours.handle(Found(KEY, {stranger.peer: sealed}), NOW) if isinstance(one, Log)]
+        lines += meet(ours, tmp_path, name, number)
     assert len(ours.roster.live) == len(NAMES)
     return ours, lines
 
@@ -70,7 +80,7 @@ def test_a_peer_that_joins_says_so_instead_of_figures(
     assert capsys.readouterr().out == f"starting: joining; known peers: {len(NAMES)}, received: 0 B\n"
     ours.phase = NodePhase.TRAINING
     terminal.LineDisplay().update(ours, NOW)
-    assert capsys.readouterr().out.startswith("step 0  loss ")
+    assert capsys.readouterr().out.startswith(f"{clock_time(NOW)}  step 0  loss ")
 
 
 def test_a_peer_that_leaves_or_joins_has_a_line(
@@ -84,14 +94,16 @@ def test_a_peer_that_leaves_or_joins_has_a_line(
     assert "peer " not in capsys.readouterr().out
     gone = sorted(ours.roster.live)[0]
     entry = ours.roster.live.pop(gone)
+    who = titled(gone, entry.record.profile.name)
     for one in (display, live):
         one.update(ours, NOW)
-    said = f"peer {short(gone)} left (peers {len(NAMES)} -> {len(NAMES) - 1})"
+    said = f"{clock_time(NOW)}  peer {who} left (peers {len(NAMES)} -> {len(NAMES) - 1})"
     assert capsys.readouterr().out.splitlines()[0] == said
     assert said in shown.getvalue()
     ours.roster.live[gone] = entry
     display.update(ours, NOW)
-    assert capsys.readouterr().out.startswith(f"peer {short(gone)} joined (peers {len(NAMES) - 1} -> {len(NAMES)})")
+    said = f"{clock_time(NOW)}  peer {who} joined (peers {len(NAMES) - 1} -> {len(NAMES)})"
+    assert capsys.readouterr().out.startswith(said)
 
 
 def test_a_first_step_that_takes_long_is_said(met: tuple[Node, list[Log]]) -> None:
@@ -115,7 +127,7 @@ def test_a_journal_has_strangers_names_as_plain_text(met: tuple[Node, list[Log]]
     joined = [line.event for line in met[1] if isinstance(line.event, PeerJoinedLine)]
     assert len(joined) == len(NAMES)
     for line in joined:
-        for name in ("device", "region"):
+        for name in ("device", "region", "name"):
             assert getattr(line, name).isprintable()
             assert not set("[]") & set(getattr(line, name))
 
@@ -125,6 +137,7 @@ def test_a_held_out_loss_is_shown_with_its_age(tmp_path: Path) -> None:
     assert terminal.figures(peer, NOW)["held-out"] == "-"
     peer.progress.handle(jobs.Evaluated(64, 1.8531, 0.1), NOW)
     assert terminal.figures(peer, NOW + 47.2)["held-out"] == "1.853 (47 s ago)"
+    assert terminal.figures(peer, NOW + 250)["held-out"] == "1.853 (4 min ago)"
 
 
 def test_a_peer_that_has_diverged_says_so_once_in_its_last_line(
@@ -166,3 +179,70 @@ def test_a_public_swarm_says_so_and_whether_its_algorithm_is_made_against_hostil
     said = terminal.openness(node(tmp_path, Config(gossip=GossipConfig(algorithm=algorithm))).setup, tmp_path)
     assert said.startswith("this swarm is public")
     assert ("can undo" in said) == (algorithm != "pull")
+
+
+def test_a_peer_is_shown_with_its_name_wherever_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = node(tmp_path, Config(), name="ann")
+    ours.phase, display = NodePhase.TRAINING, terminal.LineDisplay()
+    display.update(ours, NOW)
+    meet(ours, tmp_path, "bob")
+    display.update(ours, NOW)
+    (other,) = ours.roster.live
+    assert f"  peer {short(other)} (bob) joined (peers 0 -> 1)\n" in capsys.readouterr().out
+    assert f"{short(other)} (bob)" in screen(ours, 80, 24)
+    assert f"\npeer {ours.setup.own.peer} (ann) on cpu: " in terminal.introduction(ours, tmp_path)
+
+
+def screen(ours: Node, width: int, height: int, troubles: tuple[str, ...] = (), color: bool = False) -> str:
+    """What the live view draws on a terminal of this size at NOW."""
+    shown = io.StringIO()
+    environment = {"TERM": "xterm-256color"} | ({} if color else {"NO_COLOR": "1"})
+    console = Console(
+        file=shown, width=width, height=height, highlight=False, force_terminal=True, _environ=environment
+    )
+    live = terminal.LiveDisplay(console)
+    live.update(ours, NOW, troubles)
+    console.print(live._live.renderable)
+    return shown.getvalue()
+
+
+def uncolored(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def test_the_live_view_fits_a_terminal_of_80_columns_and_24_lines(tmp_path: Path) -> None:
+    ours = node(tmp_path, Config(), name="ann")
+    ours.phase, ours.progress.joined_at = NodePhase.TRAINING, NOW - 100
+    ours.progress.stop_after = Amount(200, "s")
+    profile = Profile("a device", 1 << 30, 1e9, 1e4, name="a name of thirty-two characters!")
+    record = PeerRecord(RUN, NOW, (), profile, 0, 3, 5, 5, 100, phase="training")
+    ours.roster.live |= {PeerId(f"Qmstranger{number:06d}"): RosterEntry(record, NOW + 60) for number in range(30)}
+    said = screen(ours, 80, 24, ("the disk is full, so the newest checkpoint is two hours old: make room there",))
+    lines = uncolored(said).splitlines()
+    assert len(lines) <= 23
+    assert max(map(len, lines)) <= 80
+    for part in ("100 of 200s, about 100 s left", "held-out", "windows", "checkpoint", "warning: the disk is full"):
+        assert part in said
+    assert "a name of thirty-two characters!" in said
+    assert "more" in lines[-1]
+
+
+def test_without_color_the_live_view_has_no_color_and_says_the_same(tmp_path: Path) -> None:
+    ours = node(tmp_path, Config())
+    ours.phase = NodePhase.TRAINING
+    plain, colored = screen(ours, 80, 24, ("look here",)), screen(ours, 80, 24, ("look here",), color=True)
+    assert "\x1b[33m" in colored
+    assert not re.search(r"\x1b\[[0-9;]*(3[0-7]|38|9[0-7])[;m]", plain)
+    assert uncolored(plain).splitlines()[1:] == uncolored(colored).splitlines()[1:]  # the first line has a moving bar
+
+
+def test_plain_lines_have_the_goal_and_the_age_of_the_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = node(tmp_path, Config())
+    ours.phase, ours.progress.joined_at = NodePhase.TRAINING, NOW - 100
+    ours.progress.stop_after = Amount(200, "s")
+    ours.progress.handle(jobs.Saved(7, 100, 0.1), NOW - 12)
+    terminal.LineDisplay().update(ours, NOW)
+    said = capsys.readouterr().out
+    assert "  checkpoint 12 s ago  goal 100 of 200s, about 100 s left\n" in said

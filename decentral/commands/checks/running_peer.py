@@ -14,13 +14,13 @@ from typing import TypeVar
 from decentral.commands.checks.finding import Finding, ok, unknown, warn, wrong
 from decentral.commands.checks.reason_remedies import remedy_of
 from decentral.core.errors import UserError
-from decentral.core.ids import short
+from decentral.core.ids import PeerId
 from decentral.core.journal import events
 from decentral.core.journal import file as journal
 from decentral.core.journal.lines import Recorded, recorded
 from decentral.core.journal.peer_totals import WorkDone
 from decentral.core.peer_folders import lock_holders
-from decentral.core.plain_text import plain_text
+from decentral.core.peer_names import titled
 from decentral.core.units import MiB, Seconds
 from decentral.peers.startup.state import StateFolder
 
@@ -207,11 +207,18 @@ def departure(folder: Path | None, now: Seconds) -> str:
         The text; "" if the last RECENT_S of the journal have no such peer, or there is no journal.
     """
     tail = JournalTail.of(folder) if folder else None
-    for line in reversed(tail.lines if tail else ()):
+    if tail is None:
+        return ""
+    for line in reversed(tail.lines):
         match line.event:
             case events.PeerLeftLine(peer=peer, reason="left"):
-                return f"{plain_text(short(peer))} left {now - line.t:.0f} s ago"
+                return f"{titled(peer, _names(tail).get(peer, ''))} left {now - line.t:.0f} s ago"
     return ""
+
+
+def _names(tail: JournalTail) -> dict[PeerId, str]:
+    """Return the names of the peers that joined in these lines; other peers are not known by name."""
+    return {line.peer: line.name for line in tail.of_event(events.PeerJoinedLine)}
 
 
 def missed(tail: JournalTail) -> Iterator[Finding]:
@@ -221,9 +228,10 @@ def missed(tail: JournalTail) -> Iterator[Finding]:
         for line in tail.lines
         if isinstance(line.event, events.PeerLeftLine | events.PeerJoinedLine)
     }
+    names = _names(tail)
     gone = [peer for peer, line in last.items() if isinstance(line, events.PeerLeftLine) and line.reason != "left"]
     if gone:
-        named = ", ".join(plain_text(short(peer)) for peer in gone[:PEERS_NAMED])
+        named = ", ".join(titled(peer, names.get(peer, "")) for peer in gone[:PEERS_NAMED])
         more = f" and {len(gone) - PEERS_NAMED} more" if gone[PEERS_NAMED:] else ""
         remedy = "read the last output of these peers, and start each again with --state-dir"
         lately = f"in the last {RECENT_S / 60:.0f} minutes"

@@ -20,7 +20,7 @@ REPEAT_S = 60.0  # a lasting trouble gets another `error` line at this interval,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFacts:
-    """The peer's own description when it starts: its identity, device and region, and its layers [first, last)."""
+    """The peer's own description when it starts: identity, name, device, region, goal, and layers [first, last)."""
 
     peer: kind.Peer
     run: kind.Run
@@ -31,6 +31,8 @@ class PeerFacts:
     region: kind.Word
     first: kind.Layer
     last: kind.Layer
+    name: kind.Word = ""  # what its user calls the peer
+    stop_after: kind.Word = ""  # the amount of --stop-after, such as `90s`; "" without a goal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +271,7 @@ class PeerJoinedLine:
     peer: kind.Peer
     device: kind.Word
     region: kind.Word
+    name: kind.Word = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,12 +335,23 @@ class LostLine:
     reason: kind.Text = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HookLine:
+    """Event: messages to `--on-event` or `--webhook` were not delivered; totals since the process started."""
+
+    hook: kind.Word  # the flag
+    delivered: kind.Count
+    failed: kind.Count
+    dropped: kind.Count  # messages for which the queue had no room
+    reason: kind.Text = ""  # why the last message failed
+
+
 LifeLine = StartedLine | ContinuedLine | IslandLine | JoinedLine | DonorFailedLine | StoppedLine
 TrainingLine = StepLine | EvalLine | CheckpointLine | ExchangeLine | WithoutLine | BehindLine
 RouteLine = CountedLine | UncountedLine | AppliedLine | AuditLine | AbandonedLine | UnheldLine | HeldLine
 SpanLine = PlanLine | MoveLine | CopyLine
 NetworkLine = TrafficLine | StatusLine | AddressesLine | PeerJoinedLine | PeerLeftLine | GoodbyeLine | RefusedLine
-MachineLine = RevokedLine | ErrorLine | ClockLine | SuspendedLine | LostLine
+MachineLine = RevokedLine | ErrorLine | ClockLine | SuspendedLine | LostLine | HookLine
 JournalEvent = LifeLine | TrainingLine | RouteLine | SpanLine | NetworkLine | MachineLine
 """The content of any line of a journal."""
 
@@ -380,6 +394,9 @@ def told(event: JournalEvent) -> tuple[str, str] | None:
             return WARNING, f"was stopped for {_amount(event.seconds)} s"
         case LostLine():
             return WARNING, f"lost {plural(event.lines, 'line')} of its journal: {_said(event.reason)}"
+        case HookLine():
+            missed = plural(event.failed + event.dropped, "message")
+            return WARNING, f"could not deliver {missed} to {plain_text(event.hook)}: {_said(event.reason)}"
         case AuditLine():
             return (BAD, "found another peer's wrong gradient in an audit") if event.verdict == "wrong" else None
         case StepLine() | EvalLine() | CheckpointLine() | ExchangeLine() | WithoutLine() | TrafficLine() | StatusLine():

@@ -4,30 +4,36 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from decentral.core.journal.events import JournalEvent, PeerFacts, StartedLine, StepLine
+from decentral.core.journal.events import CheckpointLine, JournalEvent, PeerFacts, StartedLine, StepLine
 from decentral.core.journal.field_kinds import MOST_LAYERS, OUTCOMES
 from decentral.core.journal.peer_totals import ExchangeTotals, PeerTotals, WorkDone
+from decentral.core.peer_names import PEER_NAME_CHARS
 from decentral.core.plain_text import plain_text
 from decentral.core.time_spent import KINDS, TimeSpent
 from decentral.core.units import Seconds
 from decentral.peers.membership.records import PeerRecord
+from decentral.view.page.goal import GoalView
 
 SPEED_S = 10.0  # tokens/s are an exponential moving average with this time constant
 LOSS_SHARE = 0.1  # weight of a new loss in its exponential moving average
 REASONS_SHOWN = 4  # a peer's row shows its most frequent reasons for exchange outcomes, up to this number
+BOUND_CHARS = 32
+NOT_BOUND = "nothing"
 LIVE = ("joining", "training")  # a peer in one of these states is in the swarm
+LOST = ("silent", "ended")  # a peer in one of these states is gone without a goodbye
 ROW = (  # browsers get a peer as a list of these values
     *("number", "peer", "state", "why", "since", "heard", "device", "region", "software", "throttle", "first", "last"),
     *("memory_bytes", "step", "tokens", "tokens_per_s", "loss", "held_out", "shares", "exchanges", "reasons"),
-    *("sent_bytes", "received_bytes", "up", "down", "latency_s", "window_s", "evaluated"),
+    *("sent_bytes", "received_bytes", "up", "down", "latency_s", "window_s", "evaluated", "name", "bound", "saved"),
 )
 
 
 @dataclass(slots=True)
 class DeviceView:
-    """What the page shows of a peer's device, region, software and layers."""
+    """What the page shows of a peer's name, device, region, software and layers."""
 
     device: str = ""
+    name: str = ""  # what its user calls the peer; "" if not known
     region: str = ""
     software: str = ""
     throttle: float = 1.0  # slowdown factor with which the peer imitates a slower device; 1.0: no slowdown
@@ -41,6 +47,10 @@ class DeviceView:
         self.region = plain_text(region) or self.region
         self.throttle = throttle or 1.0
 
+    def called(self, name: str) -> None:
+        """Set the peer's name, unless it is ""."""
+        self.name = plain_text(name, PEER_NAME_CHARS) or self.name
+
     def span(self, first: int, last: int) -> None:
         """Set the layers to [first, last). Do nothing if `last` is not above `first`, or exceeds MOST_LAYERS."""
         if first < last <= MOST_LAYERS:
@@ -52,6 +62,7 @@ class DeviceView:
 
     def recorded(self, record: PeerRecord, own: bool) -> None:
         """Update from the peer's DHT record. If the page reads the peer's journal (`own`), keep device and layers."""
+        self.called(record.profile.name)
         self.region = self.region or plain_text(record.profile.region)
         self.software, self.memory_bytes = plain_text(record.profile.software), record.profile.memory_bytes
         if not own:
@@ -67,10 +78,11 @@ class NetworkView:
     down: float = 0.0  # bytes/s
     latency_s: Seconds = 0.0
     window_s: Seconds = 0.0  # duration of local training between two exchanges
+    bound: str = ""  # what makes windows long: `link`, `cores`, `swarm` or `nothing`; "" if not known
 
-    def window(self, window_s: Seconds) -> None:
-        """Set the present length of a gossip window."""
-        self.window_s = window_s
+    def window(self, window_s: Seconds, bound: str) -> None:
+        """Set the present length of a gossip window, and what makes it long."""
+        self.window_s, self.bound = window_s, plain_text(bound, BOUND_CHARS) or NOT_BOUND
 
     def measured(self, rate: float, latency_s: Seconds, own: bool) -> None:
         """Update the smallest delay from a measurement of one link and, if `own`, also the largest download rate.
@@ -98,6 +110,7 @@ class ProgressView:
     loss: float | None = None  # on training data, nats per token
     held_out: float | None = None  # on held-out data, nats per token
     evaluated: Seconds = 0.0  # Unix time of the last evaluation; 0.0: not known
+    saved: Seconds = 0.0  # Unix time of the last checkpoint; 0.0: not known
 
     def started(self) -> None:
         """Reset the speed, because the peer has restarted."""
@@ -123,6 +136,10 @@ class ProgressView:
         self.held_out, self.evaluated = held_out, t if fresh or again else self.evaluated
         return fresh
 
+    def checkpointed(self, t: Seconds) -> None:
+        """Record that a checkpoint was on the disk at time `t`."""
+        self.saved = t
+
     def recorded(self, record: PeerRecord) -> None:
         """Set speed and training loss from the peer's record."""
         self.tokens_per_s, self.loss = record.profile.tokens_per_s, record.standing.loss
@@ -144,6 +161,7 @@ class PeerView:
     device: DeviceView = field(default_factory=DeviceView)
     network: NetworkView = field(default_factory=NetworkView)
     progress: ProgressView = field(default_factory=ProgressView)
+    goal: GoalView = field(default_factory=GoalView)
     totals: PeerTotals = field(default_factory=PeerTotals)  # from the peer's journal, or else its record in the DHT
 
     @property
@@ -178,13 +196,17 @@ class PeerView:
         if not self.own:
             self.own, self.totals = True, PeerTotals()
         self.totals.take(t, event)
+        self.goal.take(t, event)
         match event:
             case StartedLine():
                 self.become("joining", t)
                 self.progress.started()
             case StepLine():
                 self._stepped(t, event)
+            case CheckpointLine():
+                self.progress.checkpointed(t)
         if isinstance(event, PeerFacts):
+            self.device.called(event.name)
             self.device.place(event.device, event.region, event.throttle)
             self.device.span(event.first, event.last)
 
@@ -226,6 +248,7 @@ class PeerView:
             *([outcomes[outcome] for outcome in OUTCOMES], dict(reasons)),
             *(work.sent_bytes, work.received_bytes, round(network.up), round(network.down)),
             *(round(network.latency_s, 4), round(network.window_s, 2), round(progress.evaluated, 1)),
+            *(device.name, network.bound, round(progress.saved, 1)),
         ]
 
 

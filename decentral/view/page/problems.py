@@ -1,4 +1,7 @@
-"""Find the present problems of a swarm for the live page. Start reading at `RecentTroubles.problems`."""
+"""Find the present problems of a swarm for the live page. Start reading at `RecentTroubles.problems`.
+
+Lost peers are no problem here: the page lists them by themselves (`SwarmView`), until its reader acknowledges them.
+"""
 
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -7,10 +10,9 @@ from dataclasses import dataclass, field
 from decentral.core.journal.events import BAD, WARNING
 from decentral.core.reasons import known_reason
 from decentral.core.units import Seconds
-from decentral.view.page.peer_view import PeerView, gone_words
+from decentral.view.page.peer_view import PeerView
 
 TROUBLED_S = 120.0  # a serious event is shown as a problem for this time
-STILL_MISSED_S = 3600.0  # a peer that ended without a goodbye message is shown as a problem for this time
 EXCHANGES_SEEN = 300  # the share of failures is computed over this many recent exchanges
 MOST_FAILED = 0.25  # the page reports a problem if at least this share of the recent exchanges failed
 FEW_EXCHANGES = 20  # with fewer recent exchanges, their failures are no problem yet
@@ -61,7 +63,7 @@ class RecentTroubles:
     def problems(self, peers: Iterable[PeerView], now: Seconds, run: RunKind = USUAL_RUN) -> list[Problem]:
         """Return at most PROBLEMS_SHOWN different problems that exist at Unix time `now`, the most serious first."""
         known = list(peers)
-        found = [*_silent(known, now), *self._without_holder(known), *self._serious(now), *self._failing(now)]
+        found = [*self._without_holder(known), *self._serious(now), *self._failing(now)]
         found += [] if run.synchronous else _alone(known, now)
         found += _idle(known, run)
         return sorted(dict.fromkeys(found), key=lambda one: one[0] != BAD)[:PROBLEMS_SHOWN]
@@ -86,23 +88,6 @@ class RecentTroubles:
             return []
         why = ", ".join(f"{reason} {times}" for reason, times in failed.most_common(3))
         return [(WARNING, -1, f"{count} of the last {len(recent)} exchanges failed: {why}")]
-
-
-def _silent(peers: Iterable[PeerView], now: Seconds) -> list[Problem]:
-    """Return a problem for each peer that went silent or ended: BAD for 2 minutes, then WARNING for an hour."""
-    gone = [peer for peer in peers if peer.state in ("silent", "ended") and peer.since > now - STILL_MISSED_S]
-    lost = [peer for peer in gone if peer.since > now - TROUBLED_S]
-    missed = [peer for peer in gone if peer not in lost]
-    found = [(BAD, peer.number, gone_words(peer)) for peer in lost]
-    if len(lost) > PROBLEMS_SHOWN // 2:
-        found = [(BAD, -1, f"{len(lost)} peers have fallen silent or ended in the last two minutes")]
-    if len(missed) > PROBLEMS_SHOWN // 2:
-        return [
-            *found,
-            (WARNING, -1, f"{len(missed)} peers have fallen silent or ended in the last hour, and not come back"),
-        ]
-    ago = ((peer, f"{gone_words(peer)}, for {(now - peer.since) / 60:.0f} min") for peer in missed)
-    return [*found, *((WARNING, peer.number, words) for peer, words in ago)]
 
 
 def _alone(peers: list[PeerView], now: Seconds) -> list[Problem]:

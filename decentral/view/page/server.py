@@ -5,6 +5,8 @@
     /stream              first the whole state, then changes, about once a second
     /api/swarm           the whole state, once
     /api/peers/N         the loss of peer N over time
+    /healthz             200 while this server answers
+    /readyz              200 while a peer trains, else 503
     /v1/...              text from a model, if the user serves one (decentral/serving)
 
 Start reading at `application`. An update is encoded once for all browsers. There is no queue of updates for a slow
@@ -115,15 +117,27 @@ def application(updates: Updates, host: str = HERE, model_api: ASGIApp | None = 
         found = updates.view.history(int(number[0])) if number else None
         return PlainTextResponse("no such peer", 404) if found is None else _json(strict_json.dumps(found))
 
+    async def healthz(request: Request) -> Response:
+        return _health("")
+
+    async def readyz(request: Request) -> Response:
+        return _health("" if updates.view.totals.training else "no peer trains")
+
     routes = [
         Route("/", page),
         Route("/stream", stream),
         Route("/api/swarm", swarm),
         Route("/api/peers/{number}", peer),
+        Route("/healthz", healthz),
+        Route("/readyz", readyz),
         Mount("/static", StaticFiles(directory=STATIC)),
         *([Mount("/v1", model_api)] if model_api else ()),
     ]
     return Starlette(routes=routes, middleware=[Middleware(Guarded, names=own_names(host))])
+
+
+def _health(wrong: str) -> Response:
+    return PlainTextResponse(f"{wrong or 'ok'}\n", 503 if wrong else 200)
 
 
 def _json(content: str) -> Response:

@@ -21,8 +21,9 @@ from decentral.core.strict_json import JsonObject
 from decentral.core.time_spent import KINDS
 from decentral.core.units import Seconds
 from decentral.view.page.events import EventLog
+from decentral.view.page.goal import amount_of, goal_json, towards_time
 from decentral.view.page.link_view import LINK_ROW, LinkTable
-from decentral.view.page.peer_view import ROW, PeerView, gone_words
+from decentral.view.page.peer_view import LOST, ROW, PeerView, gone_words
 from decentral.view.page.problems import Problem, RecentTroubles, RunKind
 from decentral.view.page.source_lines import FactsLine, MissedLine, NowLine, PageLine, PlaceLine, RecordLine
 from decentral.view.page.timeline import Timeline
@@ -67,7 +68,7 @@ class SwarmView:
         self.now = max(self.now, t)
         match event:
             case NowLine():
-                return
+                self.learn({"virtual": True})
             case FactsLine(facts=facts):
                 self.learn(facts)
             case PlaceLine():
@@ -122,7 +123,21 @@ class SwarmView:
         timeline = self.timeline.since(first, names)
         whole = {"facts": self.facts, "now": round(self.now, 1), "totals": self.totals.to_json(), "plan": self.plan}
         parts = {"peers": rows, "links": links, "events": events, "timeline": timeline, "problems": self.problems}
-        return whole | parts | {"uncounted": self.uncounted}
+        return whole | parts | {"uncounted": self.uncounted, "lost": self._lost(), "goal": self._goal()}
+
+    def _lost(self) -> list[int]:
+        """Return the numbers of the peers that ended or fell silent without a goodbye and have not come back."""
+        return [view.number for view in self.peers.values() if view.state in LOST]
+
+    def _goal(self) -> JsonObject:
+        """Return the swarm's goal and how far it is as JSON (goal.py): the command's goal, or that of the peers."""
+        goal = amount_of(str(self.facts.get("stop_after", "")))
+        since = self.facts.get("since")
+        if goal is not None and goal.kind == "s" and isinstance(since, int | float):
+            return goal_json(str(goal), [towards_time(goal.value, since, self.now)])
+        training = [view.goal for view in self.peers.values() if view.state == "training"]
+        known = [(str(one.goal), towards) for one in training if (towards := one.towards(self.now)) is not None]
+        return goal_json(known[0][0] if known else "", [towards for _, towards in known])
 
     def _drawn(self) -> Iterable[str]:
         """Return the names of all peers' loss series, or [] if there are more than SERIES_SHOWN series."""
@@ -147,7 +162,7 @@ class SwarmView:
                 self._evaluated(view, t, event.loss)
             case journal.StatusLine():
                 view.device.span(event.first, event.last)
-                view.network.window(event.window_s)
+                view.network.window(event.window_s, event.bound)
                 self._measured(view, event.links)
             case journal.PlanLine():
                 said = {"reason": plain_text(event.reason, PLAN_CHARS), "digest": plain_text(event.digest)}
@@ -203,6 +218,7 @@ class SwarmView:
         if view is None or view.own or view.is_gone_since(t):
             return
         view.device.met(line.device, line.region)
+        view.device.called(line.name)
         view.hear(t)
         self._changed[view.number] = view
         if view.become("training", t):
@@ -268,8 +284,9 @@ class SwarmView:
         return view
 
     def _forget_one(self) -> bool:
-        """Remove the peer that has been gone longest from the view; return False if no peer is gone."""
-        gone = min((view for view in self.peers.values() if not view.live), key=lambda view: view.since, default=None)
+        """Remove the peer that left longest ago, or else was lost longest ago; return False if no peer is gone."""
+        known = (view for view in self.peers.values() if not view.live)
+        gone = min(known, key=lambda view: (view.state in LOST, view.since), default=None)
         if gone is None:
             return False
         self.totals.forget(gone)

@@ -107,7 +107,7 @@ def test_costs_that_no_device_has_are_refused(cost: object) -> None:
 # What a stranger, and what our own user, may make large
 
 
-@pytest.mark.parametrize("name", ["device", "region", "software"])
+@pytest.mark.parametrize("name", ["device", "region", "software", "name"])
 def test_names_that_strangers_chose_are_plain_text(name: str) -> None:
     changes: dict[str, Any] = {name: "\x1b[2J[red]mine\u202e"}
     profile = dataclasses.replace(RECORD.profile, **changes)
@@ -124,7 +124,7 @@ def test_a_name_or_an_address_with_escapes_is_refused(name: str, value: Any) -> 
 def largest() -> PeerRecord:
     label = "\U0001f600" * 128
     most_s = records.MOST_PER_S
-    profile = Profile(label, (1 << 62) - 1, 1e17, most_s, most_s, most_s, 1e17, label, label, COSTS, 1e10)
+    profile = Profile(label, (1 << 62) - 1, 1e17, most_s, most_s, most_s, 1e17, label, label, COSTS, 1e10, label[:32])
     kept = ((1 << 19, (1 << 62) - 1),) * records.MOST_KEPT
     addresses = ("/" * records.ADDRESS_CHARS,) * records.MOST_ADDRESSES
     most = (1 << 62) - 1
@@ -202,3 +202,29 @@ def test_of_many_addresses_the_first_that_fit_are_published() -> None:
 )
 def test_a_peer_has_moved_when_others_would_reach_it_elsewhere(now: list[str], moved: bool) -> None:
     assert records.has_moved(["/ip4/10.0.0.1/tcp/1", "/ip4/127.0.0.1/tcp/1"], now) == moved
+
+
+# Names, which older versions lack
+
+
+def test_a_record_of_a_peer_without_a_name_is_what_it_was_before_there_were_names() -> None:
+    body = msgpack.unpackb(records.pack(RECORD))
+    assert "name" not in body["profile"]
+    assert records.unpack(msgpack.packb(body)).profile.name == ""
+
+
+def test_a_name_comes_back_and_a_version_without_names_would_read_the_record() -> None:
+    """A reader passes over what it does not know, as this one does with a field of a later version."""
+    named = dataclasses.replace(RECORD, profile=dataclasses.replace(RECORD.profile, name="ann-laptop"))
+    body = msgpack.unpackb(records.pack(named))
+    assert body["profile"]["name"] == "ann-laptop"
+    body["profile"]["later"] = 1
+    assert records.unpack(msgpack.packb(body)) == named
+
+
+@pytest.mark.parametrize("name", ["x" * 33, 5, None, ["ann"], b"ann"])
+def test_a_name_that_is_too_long_or_no_text_is_refused(name: object) -> None:
+    fields = dataclasses.asdict(RECORD)
+    fields["profile"]["name"] = name
+    with pytest.raises(ProtocolError):
+        records.unpack(msgpack.packb(fields))

@@ -1,6 +1,7 @@
 """The page in a real browser: it shows what is there, does what is clicked, complains of nothing, asks nobody else."""
 
 import asyncio
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -148,4 +149,55 @@ def test_peers_that_name_a_region_each_do_not_break_the_page(served: Served) -> 
         until(driver, lambda: "604 peers train" in text(driver, "#verdict"))
         until(driver, lambda: "1 to 20 of 604" in text(driver, "#page"))
         assert "in 602 regions" in text(driver, "#map-note")
+        assert complaints(driver) == []
+
+
+def test_a_lost_peer_stays_until_the_reader_acknowledges_it_in_the_title_too(served: Served) -> None:
+    four_peers(served)
+    with browsing(served.url) as driver:
+        until(driver, lambda: "4 peers train" in text(driver, "#verdict"))
+        served.tell("", 9.0, "missed", peer=PEERS[2], reason="killed by signal 9", certain=True)
+        served.publish(9.0)
+        until(driver, lambda: driver.title.startswith("(1 of 4 peers lost) test-000000"))
+        for peer in (PEERS[0], PEERS[1], PEERS[3]):
+            served.tell(peer, 7209.0, "step", step=9, tokens=100, loss=1.0, seconds=0.9, aside={})
+        served.publish(7210.0)  # two hours later
+        until(driver, lambda: "2 h ago" in text(driver, "#problems"))
+        assert "1 of 4 peers lost: cccccc has ended (killed by signal 9)" in text(driver, "#problems").replace(
+            "\n", " "
+        )
+        driver.find_element(By.CSS_SELECTOR, "#problems button").click()
+        until(driver, lambda: "lost" not in driver.title)
+        driver.refresh()
+        until(driver, lambda: "train" in text(driver, "#verdict"))
+        assert "cccccc has ended" not in text(driver, "#problems")
+        served.tell(PEERS[2], 7220.0, "started", peer=PEERS[2])
+        served.tell(PEERS[2], 7221.0, "step", step=9, tokens=100, loss=1.0, seconds=0.9, aside={})
+        served.tell("", 7222.0, "missed", peer=PEERS[2], reason="killed again", certain=True)
+        served.publish(7222.0)
+        until(driver, lambda: "peers lost" in driver.title)
+        assert "killed again" in text(driver, "#problems")
+        assert complaints(driver) == []
+
+
+def test_names_windows_checkpoint_goal_and_clock_times_are_on_the_first_screen(served: Served) -> None:
+    four_peers(served)
+    for peer, name in zip(PEERS, ("ann", "bob", "bob", HOSTILE[:32]), strict=True):
+        served.tell(peer, 8.0, "continued", peer=peer, name=name, device="cpu", last=4)
+        served.tell(peer, 8.0, "status", window_s=2.0, bound="link", first=0, last=4)
+        served.tell(peer, 8.0, "checkpoint", step=7, bytes=5, seconds=0.1)
+        served.tell(peer, 8.0, "eval", tokens=64, loss=5.14, seconds=0.1)
+        served.tell(peer, 8.0, "step", step=8, tokens=100, loss=1.0, seconds=0.9, aside={})
+    served.tell("", 8.0, "facts", facts={"stop_after": "90s", "since": 0.0})
+    served.publish(30.0)
+    with browsing(served.url) as driver:
+        until(driver, lambda: "ann" in text(driver, ".peers tbody"))
+        tiles = text(driver, "#tiles")
+        for part in ("bound by link (4 of 4)", "22 s ago", "5.140", "33%", "90s, 60 s left"):
+            assert part in tiles, part
+        assert {"ann", "bob bbbbbb", "bob cccccc"} <= {
+            one.text for one in driver.find_elements(By.CSS_SELECTOR, ".peers tbody .peer")
+        }
+        assert re.search(r"\d\d:\d\d:\d\d", text(driver, "#events li"))
+        assert driver.find_elements(By.CSS_SELECTOR, ".peers tbody img") == []
         assert complaints(driver) == []

@@ -3,7 +3,7 @@
 from decentral.core.journal.events import BAD, PLAIN, WARNING
 from decentral.core.time_spent import TimeSpent
 from decentral.view.page.peer_view import PeerView
-from decentral.view.page.problems import PROBLEMS_SHOWN, STILL_MISSED_S, RecentTroubles, RunKind
+from decentral.view.page.problems import PROBLEMS_SHOWN, RecentTroubles, RunKind
 
 
 def peer(number: int, state: str = "training", since: float = 0.0) -> PeerView:
@@ -18,26 +18,6 @@ def exchanging(number: int) -> PeerView:
 
 def test_of_a_swarm_that_is_well_nothing_is_said() -> None:
     assert RecentTroubles().problems([exchanging(0), exchanging(1)], now=100.0) == []
-
-
-def test_a_peer_that_died_for_good_is_still_missed_after_it_was_news() -> None:
-    silent = peer(1, "silent", since=90.0)
-    silent.why = "deadline"
-    found = RecentTroubles().problems([exchanging(0), silent], now=100.0)
-    assert found == [(BAD, 1, "is silent (deadline)")]
-    assert RecentTroubles().problems([exchanging(0), silent], now=270.0) == [
-        (WARNING, 1, "is silent (deadline), for 3 min")
-    ]
-    assert RecentTroubles().problems([exchanging(0), silent], now=90.0 + STILL_MISSED_S) == []
-    left = peer(1, "left", since=90.0)
-    assert RecentTroubles().problems([exchanging(0), left], now=270.0) == []
-
-
-def test_many_silent_peers_are_counted() -> None:
-    silent = [peer(number, "silent", since=90.0) for number in range(50)]
-    assert RecentTroubles().problems(silent, now=100.0) == [
-        (BAD, -1, "50 peers have fallen silent or ended in the last two minutes")
-    ]
 
 
 def test_exchanges_that_fail_often_are_a_problem_with_their_reasons() -> None:

@@ -116,6 +116,16 @@ def test_programs_that_ask_often_make_no_work_between_two_updates(client: TestCl
     assert client.get("/api/swarm").json()["now"] == 5.0
 
 
+def test_a_supervisor_is_told_whether_the_page_answers_and_whether_a_peer_trains(
+    client: TestClient, updates: Updates
+) -> None:
+    assert (client.get("/healthz").status_code, client.get("/healthz").text) == (200, "ok\n")
+    assert (client.get("/readyz").status_code, client.get("/readyz").text) == (200, "ok\n")
+    updates.view.take("A", line("stopped", 2.0, reason="interrupted"))
+    updates.view.tick(2.0)
+    assert (client.get("/readyz").status_code, client.get("/readyz").text) == (503, "no peer trains\n")
+
+
 def test_nothing_can_be_changed_through_the_page(client: TestClient) -> None:
     for method in ("post", "put", "delete", "patch"):
         assert getattr(client, method)("/api/swarm").status_code == 405

@@ -309,6 +309,10 @@ HOSTILE = "<img src=x onerror=alert(1)>[red]\x1b[31m\u202e"
         {"event": "record", "t": 1.0, "peer": "new", "record": {"run": "r", "standing": [1, {}, "x"]}},
         {"event": "exchange", "t": 1.0, "partner": 7, "outcome": ["done"], "reason": HOSTILE},
         {"event": "peer_joined", "t": 1.0, "peer": B, "device": HOSTILE, "region": HOSTILE},
+        {"event": "peer_joined", "t": 1.0, "peer": B, "name": HOSTILE},
+        {"event": "started", "t": 1.0, "peer": A, "name": HOSTILE, "stop_after": HOSTILE},
+        {"event": "facts", "t": 1.0, "facts": {"stop_after": HOSTILE, "since": "long"}},
+        {"event": "status", "t": 1.0, "bound": HOSTILE},
         {"event": "plan", "t": 1.0, "reason": HOSTILE, "cost": "much"},
         {"event": "joined", "t": 1.0, "donors": 5},
         {"event": "move", "t": 1.0, "outcome": "done", "first": "x", "last": None},
@@ -345,3 +349,69 @@ def test_reasons_that_partners_make_up_do_not_add_up(told: Told) -> None:
         told.line(A, 2.0, "exchange", partner=B, outcome="failed", reason=f"word-{number}")
     told.line(A, 2.0, "exchange", partner=B, outcome="failed", reason="deadline")
     assert told.row(A)["reasons"] == {"other": 100, "deadline": 1}
+
+
+# Lost peers, names, ages, windows and the goal
+
+
+def test_a_lost_peer_is_listed_until_it_returns_however_long_that_takes(told: Told) -> None:
+    told.training(A, B)
+    told.line("", 2.5, "missed", peer=B, reason="killed by signal 9", certain=True)
+    for now in (3.0, 20.0, 1e6):
+        told.step(A, now)
+        told.view.tick(now)
+        assert told.view.snapshot()["lost"] == told.view.changes()["lost"] == [told.row(B)["number"]]
+    told.line(B, 1e6 + 1, "started", peer=B)
+    assert told.row(B)["number"] not in told.view.snapshot()["lost"]
+
+
+def test_a_peer_that_said_goodbye_is_not_lost(told: Told) -> None:
+    told.training(A, B)
+    told.line(B, 2.0, "stopped", reason="interrupted")
+    told.line("", 3.0, "missed", peer=B, reason="its process is gone", certain=True)
+    told.view.tick(4.0)
+    assert told.view.snapshot()["lost"] == []
+
+
+def test_a_lost_peer_makes_room_after_those_that_have_left(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swarm_view, "PEERS_SHOWN", 2)
+    told.training(A, B)
+    told.line("", 2.0, "missed", peer=A, reason="killed", certain=True)
+    told.line(B, 3.0, "stopped", reason="interrupted")
+    told.training("C", t=4.0)
+    assert set(told.view.peers) == {A, "C"}
+
+
+def test_a_peer_is_named_by_its_journal_by_others_and_by_its_record(told: Told) -> None:
+    told.line(A, 0.0, "started", peer=A, name="ann")
+    told.line(A, 1.0, "peer_joined", peer=B, device="cpu", name="bob")
+    assert (told.row(A)["name"], told.row(B)["name"]) == ("ann", "bob")
+    told.record(2.0, "QmC")
+    assert told.row("QmC")["name"] == ""
+
+
+def test_windows_have_what_bounds_them_and_checkpoints_their_time(told: Told) -> None:
+    told.training(A, B)
+    assert (told.row(A)["bound"], told.row(A)["saved"]) == ("", 0.0)
+    told.line(A, 2.0, "status", window_s=4.0, bound="link")
+    told.line(B, 2.0, "status", window_s=0.5, bound="")
+    told.line(A, 3.0, "checkpoint", step=1, bytes=5, seconds=0.1)
+    assert (told.row(A)["window_s"], told.row(A)["bound"], told.row(A)["saved"]) == (4.0, "link", 3.0)
+    assert told.row(B)["bound"] == "nothing"
+
+
+def test_the_goal_is_that_of_the_command_or_of_the_peers(told: Told) -> None:
+    told.training(A)
+    assert told.view.snapshot()["goal"] == {}
+    told.line(A, 10.0, "started", peer=A, stop_after="100s")
+    told.line(A, 10.0, "joined")
+    told.step(A, 20.0)
+    told.view.tick(35.0)
+    assert told.view.snapshot()["goal"] == {"text": "100s", "share": 0.25, "left_s": 75}
+    told.view.learn({"stop_after": "50s", "since": 10.0})
+    assert told.view.snapshot()["goal"] == {"text": "50s", "share": 0.5, "left_s": 25}
+
+
+def test_a_simulation_says_that_its_clock_is_virtual(told: Told) -> None:
+    told.line("", 0.0, "now")
+    assert told.view.facts["virtual"] is True

@@ -39,7 +39,7 @@ export function draw() {
   const { series } = swarm.timeline;
   if (!series.tokens?.length || !$("loss").clientWidth) return;
   const single = Object.keys(series).filter((name) => name.startsWith("loss "));
-  const shape = [state.axis, ...single].join();
+  const shape = [state.axis, ...single, ...single.map((name) => label(Number(name.slice(5))))].join();
   if (shape !== state.shape) {
     rebuild();
     state.shape = shape;

@@ -44,6 +44,21 @@ export function span(seconds) {
   return minutes ? `${minutes} min ${whole % 60} s` : `${whole} s`;
 }
 
+// As short as an age may be: "47 s", "4 min", "2 h", "3 d".
+export function age(seconds) {
+  const whole = Math.max(0, Math.round(seconds));
+  for (const [from, size, unit] of [[172800, 86400, "d"], [7200, 3600, "h"], [120, 60, "min"]])
+    if (whole >= from) return `${Math.floor(whole / size)} ${unit}`;
+  return `${whole} s`;
+}
+
+// The reader's clock time; with the day if that was more than half a day before `now`.
+export function time(t, now) {
+  const at = new Date(t * 1e3);
+  const clock = at.toLocaleTimeString("en-GB");
+  return now - t > 43200 ? `${at.toLocaleDateString("en-GB", { day: "numeric", month: "short" })} ${clock}` : clock;
+}
+
 export function clock(seconds) {
   const whole = Math.max(0, Math.floor(seconds));
   const parts = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];

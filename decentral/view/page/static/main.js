@@ -25,7 +25,8 @@ function receive(apply) {
   return (message) => {
     const began = performance.now();
     apply(JSON.parse(message.data));
-    if (!document.hidden) draw();
+    if (document.hidden) panels.title();
+    else draw();
     cost.updates += 1;
     cost.last_ms = performance.now() - began;
     cost.slowest_ms = Math.max(cost.slowest_ms, cost.last_ms);

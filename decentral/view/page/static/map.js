@@ -6,6 +6,7 @@
 import { colorOf } from "./charts.js";
 import { $, color, fill, make } from "./dom.js";
 import { delay, large, number, rate } from "./format.js";
+import { lost } from "./lost.js";
 import { choose, view } from "./selection.js";
 import { peers, swarm } from "./store.js";
 
@@ -13,7 +14,7 @@ const FEW = 24; // a map of at most this many peers names each peer and draws al
 const REGIONS = 24; // most regions; further ones, the smallest, share one place: peers choose their regions' names
 const WRITTEN = 8; // a map of at most this many links has each link's figures
 const USED_S = 6; // an exchange is shown for this time
-const GONE_S = 60; // a peer that is gone is shown for this time
+const GONE_S = 60; // a peer that is gone is shown for this time, a lost one until it is acknowledged
 const STILL = window.matchMedia("(prefers-reduced-motion: reduce)");
 
 const state = { spots: new Map(), seen: new Map(), moving: false, hover: null };
@@ -30,8 +31,8 @@ export function wire() {
 }
 
 export function draw() {
-  const all = peers(), past = !all.some((peer) => peer.live);
-  const shown = all.filter((peer) => past || peer.live || (peer.state !== "left" && swarm.now - peer.since < GONE_S));
+  const all = peers(), past = !all.some((peer) => peer.live), missed = new Set(lost());
+  const shown = all.filter((peer) => past || peer.live || missed.has(peer) || (peer.state !== "left" && swarm.now - peer.since < GONE_S));
   place(shown);
   paint();
   explain(shown);
@@ -222,7 +223,7 @@ function disc(pen, colors, { peer, x, y, r }, few) {
   pen.font = "600 11px ui-monospace, monospace";
   pen.textAlign = "center";
   pen.fillStyle = peer.live ? colors.ink : colors.bad;
-  pen.fillText(peer.live ? peer.short : `${peer.short} ${peer.state}`, x, y + r + 14);
+  pen.fillText(peer.live ? peer.label : `${peer.label} ${peer.state}`, x, y + r + 14);
 }
 
 function cross(pen, colors, x, y, r) {
@@ -270,7 +271,7 @@ function point(peer) {
   $("map").style.cursor = one ? "pointer" : "";
   if (one) {
     const known = one.peer;
-    tip.textContent = [`${known.short}: ${known.state}`, [known.device, known.region].filter(Boolean).join(", "), `loss ${number(known.loss)}, ${large(known.tokens_per_s)} tokens/s`, known.last ? `layers ${known.first} to ${known.last - 1}` : ""].filter(Boolean).join("\n");
+    tip.textContent = [`${known.label}: ${known.state}`, [known.device, known.region].filter(Boolean).join(", "), `loss ${number(known.loss)}, ${large(known.tokens_per_s)} tokens/s`, known.last ? `layers ${known.first} to ${known.last - 1}` : ""].filter(Boolean).join("\n");
     tip.style.left = `${Math.min(one.x + 12, $("map").clientWidth - 180)}px`;
     tip.style.top = `${Math.max(0, one.y - 60)}px`;
   }

@@ -1,16 +1,20 @@
 // The figures, what is wrong, what happened, and the cards about exchanges, time, layers and the plan.
 
 import { $, color, fill, make, pairs, split } from "./dom.js";
-import { bytes, clock, delay, large, number, percent, rate, span } from "./format.js";
+import { age, bytes, clock, delay, large, number, percent, rate, span, time as clockTime } from "./format.js";
+import { acknowledge, lost, lostWords } from "./lost.js";
 import { choose, view } from "./selection.js";
 import { label, peers, swarm } from "./store.js";
 import { place, times } from "./table.js";
 
-const SIGNS = { bad: "Wrong", warning: "Warning" };
+const SIGNS = { bad: "Wrong", warning: "Look at" };
+const LOST_SHOWN = 6; // so many lost peers are listed one by one
 const EVENTS_SHOWN = 100;
 let latest = -1; // number of the newest event on the page
+let listed = null; // the problems on the page, as text
 
 export function draw() {
+  title();
   heading();
   tiles();
   problems();
@@ -23,22 +27,35 @@ export function draw() {
   $("note").textContent = swarm.facts.note ?? "";
 }
 
+// Writes the tab's title, which people see while the page is hidden.
+export function title() {
+  const gone = lostWords(lost().length);
+  document.title = `${gone ? `(${gone}) ` : ""}${swarm.facts.run ?? "decentral"}: loss ${number(swarm.totals.loss)}`;
+}
+
 function heading() {
   const { facts, totals, timeline } = swarm;
   $("run").textContent = facts.run ?? "decentral";
-  document.title = `${facts.run ?? "decentral"}: loss ${number(totals.loss)}`;
+  const gone = lost().length;
   const model = facts.parameters ? `${large(facts.parameters)} parameters in ${facts.layers} layers` : facts.code ? `model ${facts.code}` : "";
   $("facts").textContent = [model, facts.data, facts.algorithm, facts.optimizer].filter(Boolean).join(" · ");
   const lasted = timeline.begin === null ? "" : `, for ${span(swarm.now - timeline.begin)}`;
-  const wrong = swarm.problems.length ? `${swarm.problems.length} ${swarm.problems.length === 1 ? "thing is" : "things are"} wrong.` : "Nothing is wrong.";
+  const wrong = swarm.problems.filter(([level]) => level === "bad").length + (gone ? 1 : 0);
+  const rest = swarm.problems.filter(([level]) => level === "warning").length;
+  const said = wrong ? `${wrong} ${wrong === 1 ? "thing is" : "things are"} wrong` : "Nothing is wrong";
   const doing = facts.over || facts.past ? `This run is over; loss ${number(totals.loss)}, held-out ${number(totals.held_out)}.` : totals.training ? `${totals.training} ${totals.training === 1 ? "peer trains" : "peers train"}${lasted}; loss ${number(totals.loss)}, ${trend(totals.trend)}.` : "No peer trains.";
-  const words = `${doing} ${wrong}`;
+  const words = `${doing} ${said}${rest ? `, ${rest} to look at` : ""}.`;
   if ($("verdict").textContent !== words) $("verdict").textContent = words;
+}
+
+// Returns the clock time of an event; in a simulation, whose clock is virtual, the time since the run began.
+function at(t) {
+  return swarm.facts.virtual ? clock(t - (swarm.timeline.begin ?? 0)) : clockTime(t, swarm.now);
 }
 
 // Returns how long ago a loss was measured, since an old loss beside fresh figures misleads.
 function ago(measured) {
-  return measured ? `, ${span(swarm.now - measured)} ago` : "";
+  return measured ? `, ${age(swarm.now - measured)} ago` : "";
 }
 
 function trend(change) {
@@ -55,30 +72,76 @@ function tiles() {
   const level = totals.trend > 0.02 ? "bad" : totals.trend < -0.005 ? "good" : "";
   const entries = [
     ["Loss", number(totals.loss), trend(totals.trend), level],
-    ["Held-out loss", number(totals.held_out), `latest of any peer${ago(totals.evaluated)}`],
+    ["Held-out loss", number(totals.held_out), totals.evaluated ? `${age(swarm.now - totals.evaluated)} ago, at ${at(totals.evaluated)}` : "latest of any peer"],
     ["Tokens", large(totals.tokens), `${large(totals.tokens_per_s)}/s`],
     ["Peers", `${totals.training ?? 0}`, [totals.live - totals.training ? `${totals.live - totals.training} joining` : "training", totals.gone ? `${totals.gone} gone` : ""].filter(Boolean).join(", ")],
+    ...windows(),
     ["Time in training", percent(training), "mean of the training threads"],
     ["Exchanges done", percent(merged), `${large(exchanges[0])} of ${large(exchanges[0] + exchanges[1] + exchanges[2])}`],
     ["Sent", bytes(totals.sent_bytes), `received ${bytes(totals.received_bytes)}`],
+    ...checkpoints(),
+    ...goal(),
   ];
   fill($("tiles"), ...entries.map(([name, value, more, state]) => make("div", { class: "tile" },
     make("div", { class: "label" }, name), make("div", { class: "value" }, value), make("div", { class: "more", "data-level": state ?? "" }, more))));
 }
 
+// Windows of gossip and what bounds them, of the peers that train.
+function windows() {
+  const known = peers().filter((peer) => peer.state === "training" && peer.window_s);
+  if (!known.length) return [];
+  const lengths = known.map((peer) => peer.window_s).sort((a, b) => a - b);
+  const counts = {};
+  for (const peer of known) if (peer.bound) counts[peer.bound] = (counts[peer.bound] ?? 0) + 1;
+  const most = Object.keys(counts).sort((a, b) => counts[b] - counts[a])[0];
+  return [["Windows", `${lengths[Math.floor(lengths.length / 2)]} s`, most === "nothing" ? "as short as asked" : most ? `bound by ${most} (${counts[most]} of ${known.length})` : "what bounds them: unknown"]];
+}
+
+const bound = (by) => (by && by !== "nothing" ? `, bound by ${by}` : "");
+
+function checkpoints() {
+  const known = peers().filter((peer) => peer.live && peer.saved).map((peer) => peer.saved);
+  if (!known.length) return [];
+  const [oldest, newest] = [Math.min(...known), Math.max(...known)];
+  return [["Checkpoint age", age(swarm.now - newest), known.length > 1 ? `the oldest of ${known.length}: ${age(swarm.now - oldest)}` : `written at ${at(newest)}`]];
+}
+
+function goal() {
+  const { text, share, left_s: left } = swarm.goal ?? {};
+  if (!text) return [];
+  return [["Goal", percent(share), share >= 1 ? `${text}, reached` : left < 0 ? text : `${text}, ${age(left)} left`]];
+}
+
+// Says what became of a lost peer, in whole minutes, so that the words change rarely.
+function fate(peer) {
+  const minutes = Math.floor((swarm.now - peer.heard) / 60);
+  return `${peer.label} ${peer.state === "ended" ? "has ended" : "is silent"} (${peer.why}); last heard at ${at(peer.heard)}, ${minutes ? `${age(60 * minutes)} ago` : "just now"}`;
+}
+
 function problems() {
-  $("problems").hidden = swarm.problems.length === 0;
-  fill($("problems"), make("ul", {}, ...swarm.problems.map(([level, peer, words]) => make("li", { "data-level": level },
-    make("span", { class: "sign" }, SIGNS[level]), make("span", {}, peer < 0 ? words : `${label(peer)} ${words}`)))));
+  const gone = lost();
+  const one = gone.length > 1 ? "" : `: ${gone.map(fate).join()}`;
+  const shown = gone.length > 1 && gone.length <= LOST_SHOWN ? gone : [];
+  const entries = [
+    ...(gone.length ? [["bad", `${lostWords(gone.length)}${one}`, gone]] : []),
+    ...shown.map((peer) => ["bad", fate(peer), [peer]]),
+    ...swarm.problems.map(([level, peer, words]) => [level, peer < 0 ? words : `${label(peer)} ${words}`, []]),
+  ];
+  const text = JSON.stringify(entries.map(([level, words]) => [level, words]));
+  if (text === listed) return; // a button that is replaced while it is pressed would miss the click
+  listed = text;
+  $("problems").hidden = entries.length === 0;
+  fill($("problems"), make("ul", {}, ...entries.map(([level, words, peers]) => make("li", { "data-level": level },
+    make("span", { class: "sign" }, SIGNS[level]), make("span", { class: "words" }, words),
+    peers.length ? make("button", { type: "button", on: () => { acknowledge(peers); view.onChange(); } }, peers === gone && gone.length > 1 ? "Acknowledge all" : "Acknowledge") : null))));
 }
 
 function events() {
   const newest = swarm.events.at(-1)?.[0] ?? -1;
   if (newest === latest) return;
   latest = newest;
-  const begin = swarm.timeline.begin ?? 0;
   fill($("events"), ...swarm.events.slice(-EVENTS_SHOWN).reverse().map(([, t, peer, level, words]) => make("li", {},
-    make("span", { class: `dot ${level}` }), make("time", {}, clock(t - begin)),
+    make("span", { class: `dot ${level}` }), make("time", { title: `${clock(t - (swarm.timeline.begin ?? 0))} after the beginning` }, at(t)),
     make("button", { type: "button", class: "peer", on: () => choose(peer) }, label(peer)), words)));
 }
 
@@ -92,12 +155,12 @@ function chosen() {
     return [label(other), `${rate(from)} from it, ${delay(link.latency_s)}, ${link.done} done${link.failed ? `, ${link.failed} failed` : ""}`];
   });
   fill($("one"),
-    make("div", { class: "head" }, make("h2", { id: "one-title" }, `Peer ${peer.short}`), make("button", { type: "button", on: () => choose(null) }, "Close")),
+    make("div", { class: "head" }, make("h2", { id: "one-title" }, `Peer ${peer.label}`), make("button", { type: "button", on: () => choose(null) }, "Close")),
     make("p", { class: "id" }, peer.peer),
     make("div", { class: "columns" },
-      pairs([["state", [peer.state, peer.why].filter(Boolean).join(": ")], ["in this state for", span(swarm.now - peer.since)], ["device", place(peer) || "–"], ["software", peer.software || "–"],
+      pairs([["state", [peer.state, peer.why].filter(Boolean).join(": ")], ["in this state since", `${at(peer.since)}, ${span(swarm.now - peer.since)}`], ["last heard", peer.heard ? `${at(peer.heard)}${ago(peer.heard)}` : "–"], ["device", place(peer) || "–"], ["software", peer.software || "–"],
         ["memory for the model", peer.memory_bytes ? bytes(peer.memory_bytes) : "–"], ["layers", peer.last ? `${peer.first} to ${peer.last - 1}` : "–"]]),
-      pairs([["step", large(peer.step)], ["tokens", large(peer.tokens)], ["tokens/s", large(peer.tokens_per_s)], ["loss", number(peer.loss)], ["held-out loss", `${number(peer.held_out)}${ago(peer.evaluated)}`], ["window", peer.window_s ? `${peer.window_s} s` : "–"]]),
+      pairs([["step", large(peer.step)], ["tokens", large(peer.tokens)], ["tokens/s", large(peer.tokens_per_s)], ["loss", number(peer.loss)], ["held-out loss", `${number(peer.held_out)}${ago(peer.evaluated)}`], ["window", peer.window_s ? `${peer.window_s} s${bound(peer.bound)}` : "–"], ["checkpoint", peer.saved ? `${at(peer.saved)}${ago(peer.saved)}` : "–"]]),
       pairs(peer.shares ? times(peer).map(([kind, share, shade]) => [kind, percent(share, 1), shade]) : [["time", "not known"]]),
       pairs([["exchanges", `${peer.exchanges.join("/")} done/solo/failed`], ...Object.entries(peer.reasons), ["sent", bytes(peer.sent_bytes)], ["received", bytes(peer.received_bytes)], ["up, down", `${rate(peer.up)}, ${rate(peer.down)}`]]),
       beside.length ? pairs(beside) : null));

@@ -5,7 +5,7 @@ import { short } from "./format.js";
 const EVENTS = 300;
 
 export const swarm = {
-  facts: {}, totals: {}, plan: {}, problems: [], peers: new Map(), links: new Map(), events: [],
+  facts: {}, totals: {}, plan: {}, goal: {}, problems: [], lost: [], peers: new Map(), links: new Map(), events: [],
   timeline: { begin: null, width_s: 1, series: {} }, now: 0, row: [], link_row: [], kinds: [], outcomes: [],
 };
 
@@ -19,13 +19,14 @@ export function everything(told) {
 }
 
 export function changes(told) {
-  for (const name of ["facts", "totals", "plan", "problems", "now", "uncounted"]) swarm[name] = told[name];
+  for (const name of ["facts", "totals", "plan", "goal", "problems", "lost", "now", "uncounted"]) swarm[name] = told[name];
   for (const row of told.peers) {
     const peer = named(swarm.row, row);
     peer.short = short(peer.peer);
     peer.live = peer.state === "training" || peer.state === "joining";
     swarm.peers.set(peer.number, peer);
   }
+  name();
   for (const row of told.links) {
     const link = named(swarm.link_row, row);
     const key = `${link.low}-${link.high}`;
@@ -36,6 +37,14 @@ export function changes(told) {
   const newest = swarm.events.at(-1)?.[0] ?? 0;
   swarm.events = [...swarm.events, ...told.events.filter((event) => event[0] > newest)].slice(-EVENTS);
   grow(told.timeline);
+}
+
+// Names each peer: by the name that its user chose, with the end of its id if another peer has that name or id.
+function name() {
+  const counts = new Map();
+  for (const peer of swarm.peers.values()) for (const one of [peer.name, peer.short]) counts.set(one, (counts.get(one) ?? 0) + 1);
+  for (const peer of swarm.peers.values())
+    peer.label = !peer.name ? peer.short : counts.get(peer.name) > 1 ? `${peer.name} ${peer.short}` : peer.name;
 }
 
 // Replaces the buckets from `first` on; earlier buckets stay. `first` is 0 if the grid has become coarser.
@@ -54,4 +63,4 @@ function named(names, values) {
 }
 
 export const peers = () => [...swarm.peers.values()];
-export const label = (number) => swarm.peers.get(number)?.short ?? "?";
+export const label = (number) => swarm.peers.get(number)?.label ?? "?";

@@ -2,7 +2,7 @@
 
 import { colorOf } from "./charts.js";
 import { $, color, fill, make, split } from "./dom.js";
-import { bytes, large, number, span } from "./format.js";
+import { age, bytes, large, number } from "./format.js";
 import { choose, view } from "./selection.js";
 import { peers, swarm } from "./store.js";
 
@@ -23,7 +23,7 @@ const COLUMNS = [
   ["done/solo/failed", "failed", (peer) => peer.exchanges.join("/")],
   ["sent", "sent_bytes", (peer) => bytes(peer.sent_bytes), "wide-only"],
   ["received", "received_bytes", (peer) => bytes(peer.received_bytes), "wide-only"],
-  ["heard", "heard", (peer) => (peer.heard ? `${span(swarm.now - peer.heard)} ago` : "–"), "wide-only"],
+  ["heard", "heard", (peer) => (peer.heard ? `${age(swarm.now - peer.heard)} ago` : "–"), "wide-only"],
 ];
 const DERIVED = { training: (peer) => peer.shares?.[0] ?? 2, failed: (peer) => peer.exchanges[2] };
 
@@ -70,14 +70,14 @@ function row(peer) {
 }
 
 function name(peer) {
-  const button = make("button", { type: "button", class: "peer", "data-number": peer.number, title: peer.peer, on: () => choose(peer.number) }, peer.short);
+  const button = make("button", { type: "button", class: "peer", "data-number": peer.number, title: peer.peer, on: () => choose(peer.number) }, peer.label);
   const dot = make("span", { class: `dot ${peer.state}`, title: peer.state });
   if (peer.state === "training" && swarm.timeline.series[`loss ${peer.number}`]) dot.style.background = colorOf(peer.number);
   return make("span", {}, dot, button);
 }
 
 function matches(peer) {
-  return !state.text || [peer.peer, peer.device, peer.region, peer.state, peer.why].join(" ").toLowerCase().includes(state.text);
+  return !state.text || [peer.peer, peer.name, peer.device, peer.region, peer.state, peer.why].join(" ").toLowerCase().includes(state.text);
 }
 
 function sorted(found) {

@@ -1,0 +1,143 @@
+"""python -m decentral.ps: list the peers that run on this machine, whoever started them.
+
+    python -m decentral.ps             a line for each peer
+    python -m decentral.ps --json      the same as JSON
+
+The figures come from the peers' journals. Of other users' peers only the process is shown. `decentral stop` ends peers.
+"""
+
+import argparse
+import pwd
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+from decentral.commands import shared
+from decentral.commands.checks.running_peer import JournalTail
+from decentral.core import strict_json
+from decentral.core.errors import UserError
+from decentral.core.journal.events import JoinedLine, StoppedLine
+from decentral.core.peer_folders import CHECKPOINT, JOURNAL, changed_at
+from decentral.core.plain_text import plain_text
+from decentral.core.times import ago, clock_time
+from decentral.core.units import Seconds
+from decentral.peers.startup.running_peers import PROC, RunningPeer, running_peers
+
+NO_FIGURE = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStatus:
+    """What this machine knows of one running peer. Figures are None until the peer has written them to its journal."""
+
+    name: str
+    peer: str
+    run: str
+    phase: str  # starting, joining, training or stopping; "" for another user's peer
+    user: str
+    pid: int
+    since: Seconds  # Unix time at which the process started
+    step: int | None
+    loss: float | None  # nats per token
+    checkpoint_at: Seconds | None  # Unix time of the newest checkpoint; None: there is none yet
+    folder: str | None
+
+    @classmethod
+    def of(cls, peer: RunningPeer) -> "PeerStatus":
+        """Return what the peer's folder says of it."""
+        tail = JournalTail.of(peer.folder) if peer.folder else None
+        if peer.folder and changed_at(peer.folder / JOURNAL) < peer.since:
+            tail = None  # the lines are of an earlier process
+        work, facts = (tail.work, tail.facts) if tail else (None, None)
+        stepped = work is not None and work.stepped_at > 0
+        return cls(
+            name=plain_text(facts.name) if facts else "",
+            peer=plain_text(facts.peer) if facts else "",
+            run=plain_text(facts.run) if facts else "",
+            phase=_phase(tail) if peer.folder else "",
+            user=_user(peer.user),
+            pid=peer.pid,
+            since=round(peer.since, 1),
+            step=work.step if work and stepped else None,
+            loss=work.loss if work and stepped else None,
+            checkpoint_at=(changed_at(peer.folder / CHECKPOINT) or None) if peer.folder else None,
+            folder=str(peer.folder) if peer.folder else None,
+        )
+
+    def row(self, now: Seconds) -> tuple[str, ...]:
+        """Return the cells of this peer's line, in the order of STATUS_COLUMNS; `now` is Unix time."""
+        return (
+            self.name or NO_FIGURE,
+            self.run or NO_FIGURE,
+            self.phase or NO_FIGURE,
+            self.user,
+            str(self.pid),
+            f"{clock_time(self.since)} ({ago(self.since, now)})",
+            NO_FIGURE if self.step is None else f"{self.step:,}",
+            NO_FIGURE if self.loss is None else f"{self.loss:.3f}",
+            NO_FIGURE if self.checkpoint_at is None else ago(self.checkpoint_at, now),
+            plain_text(self.folder or NO_FIGURE, 4096),
+        )
+
+
+STATUS_COLUMNS = ("name", "run", "phase", "user", "pid", "since", "step", "loss", "checkpoint", "folder")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    return shared.run(lambda: _main(parse(argv)))
+
+
+def _main(flags: argparse.Namespace) -> None:
+    found = [PeerStatus.of(peer) for peer in here()]
+    if flags.json:
+        print(strict_json.dumps({"peers": [asdict(one) for one in found]}, indent=1))
+    elif not found:
+        print("no peer runs on this machine")
+    else:
+        now = time.time()
+        print(table(STATUS_COLUMNS, [one.row(now) for one in found]))
+
+
+def here() -> list[RunningPeer]:
+    """Return the peers that run on this machine. Raise UserError if the system has no /proc, as only Linux has it."""
+    if not (PROC / "locks").exists():
+        raise UserError("this command finds peers by /proc/locks, which this system lacks; it works on Linux")
+    return running_peers()
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as text, with columns as wide as their widest cell."""
+    lines = [columns, *rows]
+    widths = [max(len(line[at]) for line in lines) for at in range(len(columns))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def _phase(tail: JournalTail | None) -> str:
+    if tail is None:
+        return "starting"
+    if tail.of_event(StoppedLine):
+        return "stopping"
+    return "training" if tail.work.stepped_at or tail.of_event(JoinedLine) else "joining"
+
+
+def _user(number: int) -> str:
+    with suppress(KeyError):
+        return pwd.getpwuid(number).pw_name
+    return str(number)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the command's flags, or raise UserError if they are not valid."""
+    about = "List the peers that run on this machine, whoever started them."
+    parser = shared.Parser(prog="python -m decentral.ps", description=about)
+    parser.add_argument("--json", action="store_true", help="print the list as JSON")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""python -m decentral.stop: make peers on this machine save a checkpoint, leave their swarms, and end.
+
+    python -m decentral.stop ann             the peer with this name (`decentral ps` shows names)
+    python -m decentral.stop swarm/peer-1    the peer with this state folder, or all peers in a folder
+    python -m decentral.stop --all           all peers that this user runs here
+
+The command only ends processes that hold the lock of a peer's state folder and belong to this user. It never kills: a
+peer that does not end within STOP_S goes on saving. Exit codes: 0 if all have ended and saved, 1 if not.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from decentral.commands import shared
+from decentral.commands.checks.running_peer import JournalTail
+from decentral.commands.ps import PeerStatus, here
+from decentral.commands.table import COMMANDS
+from decentral.core.errors import UserError
+from decentral.core.journal.events import CheckpointLine, StoppedLine
+from decentral.core.near_names import did_you_mean
+from decentral.core.peer_folders import CHECKPOINT, changed_at
+from decentral.core.plain_text import printable
+from decentral.core.times import ago
+from decentral.core.units import Seconds
+from decentral.peers.startup.running_peers import RunningPeer, StopRequests
+
+STOP_S = 150.0  # a leaving peer takes 120 s at most for its last step and checkpoint, and a few for its goodbye
+REASON_CHARS = 500
+
+Running = Mapping[RunningPeer, PeerStatus]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 1 if a peer has not ended, or its end was not saved."""
+    return shared.run(lambda: _main(parse(argv)), interrupted=COMMANDS["stop"].interrupted)
+
+
+def _main(flags: argparse.Namespace) -> None:
+    running = {peer: PeerStatus.of(peer) for peer in here()}
+    found = chosen(running, flags.which)
+    if not found:
+        print("no peer of this user runs on this machine")
+        return
+    asked_at = time.time()
+    deadline = time.monotonic() + STOP_S
+    all_well = True
+    with StopRequests.ask(found) as requests:
+        for peer in found:
+            print(f"stopping {_called(peer, running[peer])}", flush=True)
+        for peer in found:
+            ended = requests.has_ended(peer, deadline - time.monotonic())
+            is_saved, said = False, "still saving; not killed"
+            if ended:
+                is_saved, said = what_was_saved(peer, asked_at, time.time())
+            all_well = all_well and is_saved
+            print(f"{_called(peer, running[peer])}: {said}", flush=True)
+    if not all_well:
+        raise SystemExit(1)
+
+
+def chosen(running: Running, which: Sequence[str]) -> list[RunningPeer]:
+    """Return which of this user's running peers to stop.
+
+    Args:
+        running: The peers on this machine.
+        which: Names and folders of peers, and folders of peers' folders; []: all peers of this user.
+
+    Raises:
+        UserError: If no peer of this user has one of these names and folders, or several peers have a name.
+    """
+    own = {peer: status for peer, status in running.items() if peer.folder is not None}
+    if not which:
+        return list(own)
+    found: dict[RunningPeer, None] = {}
+    for one in which:
+        named = [peer for peer, status in own.items() if status.name == one]
+        path = Path(one).resolve()
+        inside = [peer for peer in own if peer.folder and path in (peer.folder, peer.folder.parent)]
+        if len(named) > 1 and not inside:
+            folders = ", ".join(str(peer.folder) for peer in named)
+            raise UserError(f"{len(named)} peers are called {one}; name their folders: {folders}")
+        if not named and not inside:
+            near = did_you_mean(one, [name for status in own.values() for name in (status.name, str(status.folder))])
+            raise UserError(f"no peer of this user here has the name or folder {one!r}{near} (see decentral ps)")
+        found |= dict.fromkeys(inside or named)
+    return list(found)
+
+
+def what_was_saved(peer: RunningPeer, asked_at: Seconds, now: Seconds) -> tuple[bool, str]:
+    """Return whether a peer that has ended saved its end, and a line for people that says what is on the disk.
+
+    Args:
+        peer: The peer.
+        asked_at: Unix time at which the peer was asked to stop.
+        now: Unix time.
+    """
+    assert peer.folder is not None, "only this user's peers are stopped"
+    tail, at = JournalTail.of(peer.folder), changed_at(peer.folder / CHECKPOINT)
+    stopped = tail.last_of(StoppedLine) if tail else []
+    again = f"go on with: {shared.as_called('python -m decentral.peer')} --state-dir {peer.folder}"
+    kept = f"{peer.folder} keeps the checkpoint of {ago(at, now)}" if at else f"{peer.folder} has no checkpoint"
+    if not stopped:
+        return bool(at), f"ended before it trained; {kept}"
+    if stopped[0].unsaved:
+        return False, f"stopped, NOT saved ({printable(stopped[0].unsaved, REASON_CHARS)}); {kept}"
+    written = tail.last_of(CheckpointLine) if tail else []
+    step = f"step {written[0].step:,} " if written else ""
+    return at >= asked_at - 1, f"stopped, {step}saved in {peer.folder}; {again}"
+
+
+def _called(peer: RunningPeer, status: PeerStatus) -> str:
+    return f"{status.name or status.folder} (pid {peer.pid})"
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the command's flags, or raise UserError if they are not valid."""
+    about = "Make peers on this machine save, leave their swarms, and end."
+    parser = shared.Parser(prog="python -m decentral.stop", description=about)
+    which = "a peer's name or state folder, or a folder of peers' folders"
+    parser.add_argument("which", nargs="*", metavar="NAME|DIR", help=which)
+    parser.add_argument("--all", action="store_true", help="all peers that this user runs on this machine")
+    flags = parser.parse_args(argv)
+    if bool(flags.which) == flags.all:
+        raise UserError("expected names or folders of peers, or --all; decentral ps lists the peers")
+    return flags
+
+
+if __name__ == "__main__":
+    sys.exit(main())

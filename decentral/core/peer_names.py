@@ -1,0 +1,26 @@
+"""The names that users give their peers with `--name`, and how a peer is written for people. Start at `titled`.
+
+A name is text that another peer chose: it is bounded, may be false, and two peers may have the same one. So a peer's id
+stands before its name.
+"""
+
+import platform
+
+from decentral.core.ids import PeerId, short
+from decentral.core.plain_text import plain_text
+
+PEER_NAME_CHARS = 32  # longer names leave a table of 80 columns no room for figures
+
+
+def machine_name() -> str:
+    """Return this machine's host name without its domain, printable and cut to PEER_NAME_CHARS; "" if it has none."""
+    return plain_text(platform.node().partition(".")[0].strip(), PEER_NAME_CHARS)
+
+
+def titled(peer: PeerId, name: str) -> str:
+    """Return the end of a peer's id and, if the peer has a name, the name: `x3kPq2 (ann-laptop)`.
+
+    Both are printable and without square brackets, whatever the peer has sent.
+    """
+    shown = plain_text(name, PEER_NAME_CHARS)
+    return plain_text(short(peer)) + (f" ({shown})" if shown else "")

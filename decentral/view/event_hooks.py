@@ -1,0 +1,450 @@
+"""Tell programs and chat tools what happens to a peer: `--on-event CMD` and `--webhook URL`.
+
+An event of the journal that people wait for (`kind_of`) becomes a message in JSON. A command gets it on stdin: nothing
+that another peer sent becomes an argument, and no shell reads the command. A webhook gets it by POST; Slack and Discord
+get the text that they show.
+
+Each hook has a thread and a bounded queue. A hook that hangs or fails costs training nothing: its messages are dropped
+and counted, and `hook` lines of the journal say how many. Start reading at `HookedJournal` and `hooks_running`.
+"""
+
+import asyncio
+import http.client
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from queue import Empty, Full, Queue
+from typing import Protocol
+from urllib.parse import SplitResult, urlsplit
+
+from decentral import __version__
+from decentral.core import strict_json
+from decentral.core.at_once import at_once
+from decentral.core.errors import UserError
+from decentral.core.ids import PeerId
+from decentral.core.jobs import DIVERGED
+from decentral.core.journal import events
+from decentral.core.journal.events import BAD, GOOD, PLAIN, WARNING, JournalEvent
+from decentral.core.journal.file import Journal
+from decentral.core.journal.lines import JOURNAL_LINES
+from decentral.core.latest import keep_latest
+from decentral.core.near_names import did_you_mean
+from decentral.core.peer_names import titled
+from decentral.core.plain_text import printable
+from decentral.core.strict_json import JsonObject
+from decentral.core.units import KiB, Seconds, plural, readable_bytes
+
+HOOK_KINDS = (
+    *("started", "training", "finished", "stopped", "diverged", "trouble", "checkpoint", "plan_adopted", "moved"),
+    *("peer_joined", "peer_left", "peer_lost", "layers_lost", "layers_back", "wrong_gradient", "revoked"),
+)
+HOOK_S = 10.0  # a command or a request that takes longer is ended
+POST_TRIES = 3  # a request that fails is made so often, since a network that is down for seconds loses no message then
+PAUSE_S = 1.0  # before the second try; before the third, four times as long
+LAST_S = 5.0  # a peer that ends waits this long at most for its last messages to be delivered
+HOOK_LOOK_S = 0.2  # an idle thread looks at this interval whether the peer has ended
+QUEUED_MESSAGES = 256  # messages that wait for a hook; more are dropped
+REPORTED_S = 10.0  # new failures and drops are written to the journal at this interval
+MESSAGE_BYTES = 32 * KiB  # a longer message has no details
+NAMES_KEPT = 4096  # names of other peers that are remembered, for messages about them
+MESSAGE_CHARS = 1000
+DISCORD_CHARS = 2000  # Discord refuses a longer text
+SLACK_HOST, DISCORD_HOSTS = "hooks.slack.com", ("discord.com", "discordapp.com")
+
+
+@dataclass(frozen=True, slots=True)
+class HookMessage:
+    """What a hook is told about an event. All texts are printable; `details` has the fields of the journal's line."""
+
+    event: str  # one of HOOK_KINDS
+    time: str  # ISO 8601, UTC
+    level: str  # good, plain, warning or bad
+    text: str  # one sentence for people
+    run: str
+    peer: str  # id of the peer that tells
+    name: str  # its name, or ""
+    details: JsonObject
+
+    def packed(self) -> bytes:
+        """Return the message as JSON; without details if it would have more than MESSAGE_BYTES."""
+        body = strict_json.dumps(asdict(self)).encode()
+        return body if len(body) <= MESSAGE_BYTES else strict_json.dumps(asdict(self) | {"details": {}}).encode()
+
+    def sentence(self) -> str:
+        """Return the text with the peer that tells and its run, for a chat."""
+        return f"{titled(PeerId(self.peer), self.name)}, run {self.run}: {self.text}"
+
+
+def kind_of(event: JournalEvent) -> str | None:
+    """Return which of HOOK_KINDS an event of the journal is; None if no hook is told about it."""
+    match event:
+        case events.StoppedLine(reason=reason):
+            if reason.startswith(DIVERGED):
+                return "diverged"
+            return "finished" if reason.startswith("--stop-after") else "stopped"
+        case events.ErrorLine(reason=reason):
+            return "diverged" if reason.startswith(DIVERGED) else "trouble"
+        case events.PeerLeftLine(reason=reason):
+            return "peer_left" if reason == "left" else "peer_lost"
+        case events.AuditLine(verdict=verdict):
+            return "wrong_gradient" if verdict == "wrong" else None
+        case events.ClockLine() | events.SuspendedLine() | events.LostLine() | events.BehindLine():
+            return "trouble"
+        case events.DonorFailedLine():
+            return "trouble"
+    return _KIND_BY_LINE.get(type(event))
+
+
+_KIND_BY_LINE: Mapping[type[JournalEvent], str] = {
+    events.StartedLine: "started",
+    events.JoinedLine: "training",
+    events.CheckpointLine: "checkpoint",
+    events.PlanLine: "plan_adopted",
+    events.MoveLine: "moved",
+    events.PeerJoinedLine: "peer_joined",
+    events.GoodbyeLine: "peer_left",
+    events.UnheldLine: "layers_lost",
+    events.HeldLine: "layers_back",
+    events.RevokedLine: "revoked",
+}
+
+
+@dataclass(slots=True)
+class Messages:
+    """The maker of messages from one peer's events. It remembers the names of peers that have joined."""
+
+    _own: events.PeerFacts | None = None
+    _names: dict[PeerId, str] = field(default_factory=dict)
+
+    def of(self, t: Seconds, event: JournalEvent) -> HookMessage | None:
+        """Return the message about an event at Unix time `t`; None if no hook is told about it."""
+        match event:
+            case events.StartedLine():
+                self._own = event
+            case events.PeerJoinedLine():
+                keep_latest(self._names, event.peer, event.name, NAMES_KEPT)
+        kind = kind_of(event)
+        if kind is None or self._own is None:
+            return None
+        level, words = self._told(event)
+        at = datetime.fromtimestamp(t, UTC).isoformat(timespec="milliseconds")
+        own, details = self._own, JOURNAL_LINES.fields(event)
+        return HookMessage(kind, at, level, printable(words, MESSAGE_CHARS), own.run, own.peer, own.name, details)
+
+    def _told(self, event: JournalEvent) -> tuple[str, str]:
+        """Return an event's severity and one sentence about it."""
+        match event:
+            case events.CheckpointLine():
+                return PLAIN, f"checkpoint of step {event.step:,} written ({readable_bytes(event.bytes)})"
+            case events.PeerJoinedLine():
+                return GOOD, f"peer {titled(event.peer, event.name)} joined"
+            case events.PeerLeftLine(reason="left") | events.GoodbyeLine():
+                return PLAIN, f"peer {self._titled(event.peer)} left"
+            case events.PeerLeftLine():
+                return BAD, f"peer {self._titled(event.peer)} is lost ({event.reason})"
+        return events.told(event) or (WARNING, JOURNAL_LINES.name(event))
+
+    def _titled(self, peer: PeerId) -> str:
+        return titled(peer, self._names.get(peer, ""))
+
+
+class Hook(Protocol):
+    """Interface of a receiver of messages; implemented by CommandHook and Webhook."""
+
+    flag: str
+    tries: int
+
+    def deliver(self, message: HookMessage) -> None:
+        """Deliver a message within about HOOK_S. Raise OSError, with the reason as its text, if that fails."""
+
+    def end(self) -> None:
+        """End a delivery that is under way; called from another thread."""
+
+
+class CommandHook:
+    """A program that runs once for each message, which it reads from stdin as JSON; its output is thrown away."""
+
+    flag, tries = "--on-event", 1
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        """Make the hook of a program and its arguments."""
+        self._arguments = list(arguments)
+        self._running: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def parse(cls, command: str) -> "CommandHook":
+        """Return the hook of a command as a shell would split it, without a shell.
+
+        Raises:
+            UserError: If the command is not well quoted, or this machine has no such program.
+        """
+        try:
+            arguments = shlex.split(command)
+        except ValueError as error:
+            raise UserError(f"--on-event {command!r}: {error}") from None
+        if not arguments or shutil.which(arguments[0]) is None:
+            raise UserError(f"--on-event expects a program and its arguments, without a shell; got {command!r}")
+        return cls(arguments)
+
+    def deliver(self, message: HookMessage) -> None:
+        """Run the program, and kill it with all that it has started if it takes longer than HOOK_S.
+
+        Raises:
+            OSError: If it does not start, takes longer, or does not end with code 0.
+        """
+        nowhere = subprocess.DEVNULL
+        process = subprocess.Popen(
+            self._arguments, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True
+        )
+        self._running = process
+        try:
+            process.communicate(message.packed() + b"\n", HOOK_S)
+        except subprocess.TimeoutExpired:
+            self.end()
+            process.wait()
+            raise OSError(f"it took longer than {HOOK_S:g} s") from None
+        finally:
+            self._running = None
+        if process.returncode:
+            raise OSError(f"exit code {process.returncode}")
+
+    def end(self) -> None:
+        """Kill the program, if it runs."""
+        if (process := self._running) is not None:
+            with suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+class Webhook:
+    """An address on the web that gets each message by POST. It follows no redirect."""
+
+    flag, tries = "--webhook", POST_TRIES
+
+    def __init__(self, url: SplitResult) -> None:
+        """Make the hook of an http or https URL."""
+        self._url = url
+        self._connection: http.client.HTTPConnection | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Webhook":
+        """Return the hook of a URL. Raise UserError if it is no http or https URL."""
+        with suppress(ValueError):
+            url = urlsplit(text)
+            is_plain = text.isascii() and text.isprintable() and " " not in text
+            if url.scheme in ("http", "https") and url.hostname and url.port != 0 and is_plain:
+                return cls(url)
+        raise UserError("--webhook expects a URL such as https://hooks.slack.com/services/...; the one given is none")
+
+    def deliver(self, message: HookMessage) -> None:
+        """Send the message. Raise OSError if no answer with a status of 200 to 299 comes within HOOK_S."""
+        kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self._url.hostname or "", self._url.port, timeout=HOOK_S)
+        self._connection = connection
+        limit = threading.Timer(HOOK_S, self.end)  # the connection's own limit is for each read and write
+        limit.start()
+        headers = {"content-type": "application/json", "user-agent": f"decentral/{__version__}"}
+        path = (self._url.path or "/") + (f"?{self._url.query}" if self._url.query else "")
+        try:
+            connection.request("POST", path, body_for(self._url.hostname or "", message), headers)
+            status = connection.getresponse().status
+        except http.client.HTTPException as error:
+            raise OSError(f"no answer ({type(error).__name__})") from None
+        finally:
+            limit.cancel()
+            self._connection = None
+            connection.close()
+        if not 200 <= status < 300:
+            raise OSError(f"answer with status {status}")
+
+    def end(self) -> None:
+        """Break the connection, if there is one."""
+        if (connection := self._connection) is not None and connection.sock is not None:
+            with suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def body_for(host: str, message: HookMessage) -> bytes:
+    """Return the body that a webhook at this host expects: a text for Slack and Discord, else the message as JSON.
+
+    Names of peers come from others: they cannot mention anybody in a chat, make a link, or embed a page.
+    """
+    if host == SLACK_HOST:
+        text = message.sentence().replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        return strict_json.dumps({"text": text}).encode()
+    if host in DISCORD_HOSTS:
+        suppressed_embeds = 4
+        said = {"content": message.sentence()[:DISCORD_CHARS], "allowed_mentions": {"parse": []}}
+        return strict_json.dumps(said | {"flags": suppressed_embeds}).encode()
+    return message.packed()
+
+
+@dataclass(slots=True)
+class Deliveries:
+    """How many messages a hook got, failed to get, and lost because its queue was full; and why the last one failed."""
+
+    delivered: int = 0
+    failed: int = 0
+    dropped: int = 0
+    reason: str = ""
+
+    @property
+    def missed(self) -> int:
+        """Number of messages that were not delivered."""
+        return self.failed + self.dropped
+
+    def line(self, flag: str) -> events.HookLine:
+        """Return the journal's line about the hook of this flag."""
+        delivered, failed, dropped = self.delivered, self.failed, self.dropped
+        return events.HookLine(hook=flag, delivered=delivered, failed=failed, dropped=dropped, reason=self.reason)
+
+    def deliver(self) -> None:
+        """Count a delivered message."""
+        self.delivered += 1
+
+    def fail(self, reason: str) -> None:
+        """Count a message that was not delivered, and keep the reason."""
+        self.failed, self.reason = self.failed + 1, reason
+
+    def drop(self) -> None:
+        """Count a message for which the queue had no room, or that was left when the peer ended."""
+        self.dropped += 1
+        self.reason = self.reason or f"more than {QUEUED_MESSAGES} messages waited"
+
+
+class HookThread(threading.Thread):
+    """The thread that delivers one hook's messages, one at a time, in their order."""
+
+    def __init__(self, hook: Hook) -> None:
+        """Prepare to deliver messages; they wait until `start`."""
+        super().__init__(name=hook.flag, daemon=True)
+        self.hook, self.counts = hook, Deliveries()
+        self._waiting: Queue[HookMessage] = Queue(QUEUED_MESSAGES)
+        self._over = threading.Event()
+
+    def tell(self, message: HookMessage) -> None:
+        """Queue a message, or count it as dropped if QUEUED_MESSAGES messages wait already. Returns at once."""
+        try:
+            self._waiting.put_nowait(message)
+        except Full:
+            self.counts.drop()
+
+    def run(self) -> None:
+        """Deliver messages until `close`, and then those that still wait."""
+        while not (self._over.is_set() and self._waiting.empty()):
+            with suppress(Empty):
+                self._deliver(self._waiting.get(timeout=HOOK_LOOK_S))
+
+    def _deliver(self, message: HookMessage) -> None:
+        reason = ""
+        for number in range(self.hook.tries):
+            try:
+                self.hook.deliver(message)
+            except OSError as error:
+                reason = printable(error.strerror or str(error) or type(error).__name__)
+            else:
+                self.counts.deliver()
+                return
+            if number + 1 < self.hook.tries and self._over.wait(PAUSE_S * 4**number):
+                break
+        self.counts.fail(reason)
+
+    def close(self) -> None:
+        """Wait until the last messages are delivered, for LAST_S at most; then drop the others."""
+        self._over.set()
+        self.join(LAST_S)
+        with suppress(Empty):
+            while self.is_alive():
+                self._waiting.get_nowait()
+                self.counts.drop()
+        self.hook.end()
+
+
+class Hooks:
+    """All hooks of a peer, and the kinds of event that they are told about."""
+
+    def __init__(self, hooks: Sequence[Hook], kinds: Sequence[str] = HOOK_KINDS) -> None:
+        """Make a thread for each hook; messages wait until `hooks_running` starts the threads."""
+        self.threads = [HookThread(hook) for hook in hooks]
+        self._kinds, self._messages = frozenset(kinds), Messages()
+
+    def tell(self, t: Seconds, event: JournalEvent) -> None:
+        """Queue the message about an event at Unix time `t`, if there is one. Returns at once and raises nothing."""
+        message = self._messages.of(t, event) if self.threads else None
+        if message is not None and message.event in self._kinds:
+            for thread in self.threads:
+                thread.tell(message)
+
+
+class HookedJournal(Journal):
+    """A journal that also tells hooks of each event, even if the disk refuses the event's line."""
+
+    def __init__(self, path: Path, clock: Callable[[], Seconds], hooks: Hooks) -> None:
+        """Open the journal at `path`, as Journal does, for these hooks."""
+        super().__init__(path, clock)
+        self._hooks, self._now = hooks, clock
+
+    def write(self, event: JournalEvent) -> None:
+        """Append the line of an event, and tell the hooks."""
+        super().write(event)
+        self._hooks.tell(self._now(), event)
+
+
+@asynccontextmanager
+async def hooks_running(hooks: Hooks, journal: Journal, say: Callable[[str], None]) -> AsyncIterator[None]:
+    """Deliver the messages of these hooks until the block ends, and report what was not delivered.
+
+    Args:
+        hooks: The hooks; their threads are started.
+        journal: Gets a `hook` line about each hook with new failures or drops, every REPORTED_S at most.
+        say: Prints a line for the user, at a hook's first failure.
+    """
+    for thread in hooks.threads:
+        thread.start()
+    reporting = asyncio.create_task(_report(hooks, journal, say))
+    try:
+        yield
+    finally:
+        reporting.cancel()
+        await at_once(asyncio.to_thread(thread.close) for thread in hooks.threads)
+        for thread in hooks.threads:
+            if thread.counts.missed:
+                missed = plural(thread.counts.missed, "message")
+                say(f"warning: {thread.hook.flag} did not get {missed}: {thread.counts.reason}")
+
+
+async def _report(hooks: Hooks, journal: Journal, say: Callable[[str], None]) -> None:
+    known = [0 for _ in hooks.threads]
+    while True:
+        await asyncio.sleep(REPORTED_S)
+        for number, thread in enumerate(hooks.threads):
+            counts = thread.counts
+            if counts.missed == known[number]:
+                continue
+            if not known[number]:
+                say(f"warning: {thread.hook.flag} failed: {counts.reason}; training goes on")
+            known[number] = counts.missed
+            journal.write(counts.line(thread.hook.flag))
+
+
+def kinds_of(text: str | None) -> tuple[str, ...]:
+    """Return the kinds of event in a comma-separated text; all HOOK_KINDS if it is None.
+
+    Raises:
+        UserError: If one of them is no kind of event.
+    """
+    named = tuple(text.split(",")) if text is not None else HOOK_KINDS
+    for one in named:
+        if one not in HOOK_KINDS:
+            raise UserError(
+                f"--events expects kinds of {', '.join(HOOK_KINDS)}; got {one!r}{did_you_mean(one, HOOK_KINDS)}"
+            )
+    return named

@@ -1,0 +1,125 @@
+"""Find the peers that run on this machine, whoever started them, and end those of this user; only on Linux.
+
+A peer holds the lock of its state folder for as long as its process lives (`StateFolder.claim`). /proc/locks names the
+process of each lock, and /proc/PID/fd shows whether that process has this very file open. So no process is taken for a
+peer because it has got the process id that a peer once had. Start reading at `running_peers`.
+"""
+
+import os
+import select
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from decentral.core.peer_folders import KEY, lock_holders
+from decentral.core.rank_place import ATTEMPT
+from decentral.core.units import Seconds
+
+PROC = Path("/proc")
+STARTED_FIELD = 19  # of /proc/PID/stat, counted from the state: when the process started, in ticks since the boot
+
+
+@dataclass(frozen=True, slots=True)
+class RunningPeer:
+    """The process of a peer."""
+
+    pid: int
+    user: int  # number of the user who runs it
+    since: Seconds  # Unix time at which the process started
+    folder: Path | None  # its state folder; None: another user's process, whose folder this user may not see
+
+
+def running_peers(proc: Path = PROC) -> list[RunningPeer]:
+    """Return the peers that run on this machine, the oldest first.
+
+    Args:
+        proc: The folder of all processes, as Linux has it.
+    """
+    found = [peer for entry in proc.glob("[0-9]*") if (peer := _peer(entry)) is not None]
+    own = [peer for peer in found if peer.user == os.geteuid() and peer.folder is not None]
+    return sorted([*own, *(peer for peer in found if peer.user != os.geteuid())], key=lambda peer: peer.since)
+
+
+def _peer(process: Path) -> RunningPeer | None:
+    """Return the peer with this folder in /proc; None if the process is no peer, or has ended."""
+    try:
+        if not _is_called_peer((process / "cmdline").read_bytes()):
+            return None
+        user = process.stat().st_uid
+        folder = _claimed(process) if user == os.geteuid() else None
+        return RunningPeer(int(process.name), user, _started(process), folder)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _is_called_peer(command: bytes) -> bool:
+    """Return whether a command line is `python -m decentral.peer ...` or `decentral peer ...`."""
+    words = [word.decode(errors="replace") for word in command.split(b"\0")]
+    pairs = [(Path(first).name, second) for first, second in pairwise(words)]
+    return ("-m", "decentral.peer") in pairs or ("decentral", "peer") in pairs
+
+
+def _claimed(process: Path) -> Path | None:
+    """Return the state folder whose lock this process holds; None if it holds none."""
+    if int(process.name) not in lock_holders(process.parent / "locks").values():
+        return None
+    for descriptor in (process / "fd").iterdir():
+        with suppress(OSError):
+            file = Path(os.readlink(descriptor))
+            folder, is_same = file.parent, os.path.samestat(file.stat(), descriptor.stat())
+            if file.name == "lock" and is_same and (folder / KEY).exists():
+                return folder
+    return None
+
+
+def _started(process: Path) -> Seconds:
+    """Return the Unix time at which a process started."""
+    after_name = (process / "stat").read_text().rpartition(")")[2].split()  # the name may have spaces and brackets
+    lines = (process.parent / "stat").read_text().splitlines()
+    booted = [int(line.split()[1]) for line in lines if line.startswith("btime ")]
+    return booted[0] + int(after_name[STARTED_FIELD]) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequests:
+    """The peers that were asked to save and leave, each with a handle that stands for its process."""
+
+    _handles: dict[RunningPeer, int]
+
+    @classmethod
+    @contextmanager
+    def ask(cls, peers: Sequence[RunningPeer]) -> Iterator["StopRequests"]:
+        """Ask these peers of this user to save and leave, as `kill PID` does.
+
+        A process is asked only if it still holds the lock of the peer's folder, even if its process id was used again.
+        """
+        handles: dict[RunningPeer, int] = {}
+        try:
+            for peer in peers:
+                with suppress(OSError):  # the process has ended
+                    handles[peer] = os.pidfd_open(peer.pid)
+                    if _peer(PROC / str(peer.pid)) == peer:
+                        signal.pidfd_send_signal(handles[peer], _notice(peer))
+                    else:
+                        os.close(handles.pop(peer))
+            yield cls(handles)
+        finally:
+            for handle in handles.values():
+                os.close(handle)
+
+    def has_ended(self, peer: RunningPeer, wait_s: Seconds) -> bool:
+        """Wait until a peer has ended, for at most `wait_s`, and return whether it has."""
+        return peer not in self._handles or bool(select.select([self._handles[peer]], [], [], max(0.0, wait_s))[0])
+
+
+def _notice(peer: RunningPeer) -> signal.Signals:
+    """Return the signal at which a peer saves and leaves: SIGTERM, but SIGINT where the peer has several devices.
+
+    The launcher of a peer with several devices sends SIGTERM to end a rank at once (engine/launch.py).
+    """
+    environment = (PROC / str(peer.pid) / "environ").read_bytes().split(b"\0")
+    is_rank = any(entry.startswith(f"{ATTEMPT}=".encode()) for entry in environment)
+    return signal.SIGINT if is_rank else signal.SIGTERM

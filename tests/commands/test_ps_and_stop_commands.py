@@ -1,0 +1,173 @@
+"""`decentral ps` and `decentral stop`: which peers run here, and ending them so that nothing is lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decentral.commands import ps, stop
+from decentral.commands.ps import STATUS_COLUMNS, PeerStatus
+from decentral.core.errors import UserError
+from decentral.core.journal.file import Journal
+from decentral.peers.startup.running_peers import RunningPeer
+from tests.commands.peer_processes import TINY, Peers
+from tests.journal_lines import event_of
+
+BEGAN = 1.7e9
+
+
+def of(folder: Path, pid: int = 5) -> RunningPeer:
+    return RunningPeer(pid, os.geteuid(), BEGAN, folder)
+
+
+def journal(folder: Path, *lines: tuple[float, str, dict[str, Any]]) -> None:
+    """Write these lines: seconds after BEGAN, event, fields."""
+    folder.mkdir(parents=True, exist_ok=True)
+    at = BEGAN
+    kept = Journal(folder / "journal.jsonl", lambda: at)
+    for seconds, event, fields in lines:
+        at = BEGAN + seconds
+        kept.write(event_of(event, **fields))
+    kept.close()
+
+
+STARTED = {"peer": "Qmx3kPq2", "run": "gpt-3fa2c1", "name": "ann"}
+
+
+def training(folder: Path) -> RunningPeer:
+    step = {"step": 1234, "loss": 2.5, "tokens": 64, "seconds": 0.9, "aside": {}}
+    journal(folder, (1, "started", STARTED), (2, "joined", {"seconds": 1.0}), (3, "step", step))
+    (folder / "checkpoint.safetensors").write_bytes(b"")
+    os.utime(folder / "checkpoint.safetensors", (BEGAN + 60, BEGAN + 60))
+    return of(folder)
+
+
+def test_a_peer_has_a_line_with_what_its_journal_says(tmp_path: Path) -> None:
+    status = PeerStatus.of(training(tmp_path / "one"))
+    assert status == replace(
+        status, name="ann", peer="Qmx3kPq2", run="gpt-3fa2c1", phase="training", pid=5, since=BEGAN, step=1234,
+        loss=2.5,        checkpoint_at=BEGAN + 60, folder=str(tmp_path / "one"),
+    )  # fmt: skip
+    row = dict(zip(STATUS_COLUMNS, status.row(BEGAN + 400), strict=True))
+    assert (row["step"], row["loss"], row["checkpoint"]) == ("1,234", "2.500", "5 min ago")
+    assert row["since"].endswith("(6 min ago)")
+    lines = ps.table(STATUS_COLUMNS, [status.row(BEGAN + 400)]).splitlines()
+    assert lines[0].split() == list(STATUS_COLUMNS)
+    assert lines[1].index(str(tmp_path)) == lines[0].index("folder")
+
+
+def test_a_peer_that_starts_is_not_shown_with_the_figures_of_its_last_life(tmp_path: Path) -> None:
+    found = PeerStatus.of(replace(training(tmp_path / "one"), since=BEGAN + 1e9))
+    assert (found.phase, found.name, found.step, found.checkpoint_at) == ("starting", "", None, BEGAN + 60)
+    journal(tmp_path / "two", (1, "started", STARTED))
+    assert PeerStatus.of(of(tmp_path / "two")).phase == "joining"
+
+
+def test_another_user_s_peer_is_shown_without_its_folder() -> None:
+    found = PeerStatus.of(RunningPeer(7, os.geteuid() + 1, BEGAN, None))
+    assert (found.folder, found.phase, found.pid) == (None, "", 7)
+    assert found.row(BEGAN)[0] == "-"
+
+
+def test_a_name_from_a_journal_of_somebody_else_cannot_control_the_terminal(tmp_path: Path) -> None:
+    journal(tmp_path / "one", (1, "started", {**STARTED, "name": "\x1b[2J", "run": "\x1b]0;x\x07"}))
+    row = PeerStatus.of(of(tmp_path / "one")).row(BEGAN)
+    assert all(cell.isprintable() for cell in row)
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> dict[RunningPeer, PeerStatus]:
+    """Three peers of this user, of which two have one name, and one of another user."""
+    found: dict[RunningPeer, PeerStatus] = {}
+    for number, name in enumerate(("ann", "bob", "bob")):
+        journal(tmp_path / "swarm" / f"peer-{number}", (1, "started", {**STARTED, "name": name}))
+        peer = of(tmp_path / "swarm" / f"peer-{number}", number)
+        found[peer] = PeerStatus.of(peer)
+    stranger = RunningPeer(9, os.geteuid() + 1, BEGAN, None)
+    return found | {stranger: replace(PeerStatus.of(stranger), name="eve")}
+
+
+def test_peers_are_chosen_by_name_by_folder_or_all(
+    running: dict[RunningPeer, PeerStatus], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ann, bob, other, _ = running
+    assert stop.chosen(running, ["ann"]) == [ann]
+    assert stop.chosen(running, [str(tmp_path / "swarm" / "peer-2")]) == [other]
+    assert stop.chosen(running, [str(tmp_path / "swarm")]) == [ann, bob, other]
+    monkeypatch.chdir(tmp_path)
+    assert stop.chosen(running, ["swarm/peer-1", "ann", "swarm/peer-1"]) == [bob, ann]
+    assert stop.chosen(running, []) == [ann, bob, other]
+
+
+def test_a_name_that_is_not_clear_stops_nobody(running: dict[RunningPeer, PeerStatus], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"2 peers are called bob; name their folders: .*peer-1, .*peer-2"):
+        stop.chosen(running, ["bob"])
+    with pytest.raises(UserError, match=r"has the name or folder 'anne'; did you mean ann\? \(see decentral ps\)"):
+        stop.chosen(running, ["anne"])
+    with pytest.raises(UserError, match="has the name or folder 'eve'"):
+        stop.chosen(running, ["eve"])  # of another user
+
+
+@pytest.mark.parametrize("flags", [[], ["ann", "--all"]])
+def test_stop_needs_to_be_told_what(flags: list[str]) -> None:
+    with pytest.raises(UserError, match="expected names or folders of peers, or --all"):
+        stop.parse(flags)
+
+
+def test_it_is_said_what_is_on_the_disk(tmp_path: Path) -> None:
+    peer = training(tmp_path / "one")
+    assert peer.folder is not None
+    assert stop.what_was_saved(peer, BEGAN + 100, BEGAN + 200)[1].startswith("ended before it trained; ")
+    journal(peer.folder, (70, "checkpoint", {"step": 1240}), (71, "stopped", {"reason": "interrupted"}))
+    saved, said = stop.what_was_saved(peer, BEGAN + 30, BEGAN + 100)
+    assert (saved, said) == (
+        True,
+        f"stopped, step 1,240 saved in {peer.folder}; go on with: python -m decentral.peer --state-dir {peer.folder}",
+    )
+    journal(peer.folder, (72, "stopped", {"reason": "interrupted", "unsaved": "No space left on device"}))
+    saved, said = stop.what_was_saved(peer, BEGAN + 30, BEGAN + 100)
+    assert (saved, said) == (
+        False,
+        f"stopped, NOT saved (No space left on device); {peer.folder} keeps the checkpoint of 40 s ago",
+    )
+
+
+@pytest.mark.swarm
+def test_a_real_peer_is_listed_and_stopped_by_its_folder(peers: Peers) -> None:
+    """And a process that merely has the number of a peer is not: the peer's number comes from its lock."""
+    peers.start("one", *TINY, "--name", "a name")
+    peers.until("it trains", lambda: bool(peers.lines("one", "step")))
+    folder = peers.folder / "one"
+    said = subprocess.run([sys.executable, "-m", "decentral.ps", "--json"], capture_output=True, text=True, check=True)
+    (found,) = [one for one in json.loads(said.stdout)["peers"] if one["folder"] == str(folder)]
+    assert (found["name"], found["phase"], found["pid"]) == ("a name", "training", peers.processes["one"].pid)
+    assert found["run"] == peers.lines("one", "started")[0]["run"]
+    done = subprocess.run([sys.executable, "-m", "decentral.stop", str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"saved in {folder}; go on with:" in done.stdout
+    assert peers.processes["one"].wait(1) == 0
+    assert peers.lines("one", "stopped")[0]["reason"] == "interrupted"
+
+
+@pytest.mark.swarm
+def test_a_peer_that_hangs_is_not_killed_and_not_said_to_have_ended(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peers.start("one", *TINY, "--throttle=1")  # one that is throttled would rest for a multiple of the time it hung
+    peers.until("it trains", lambda: bool(peers.lines("one", "step")))
+    process = peers.processes["one"]
+    monkeypatch.setattr(stop, "STOP_S", 0.2)
+    process.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(SystemExit, match="1"):
+            stop.main([str(peers.folder / "one")])
+        assert "still saving; not killed" in capsys.readouterr().out
+        assert process.poll() is None
+    finally:
+        process.send_signal(signal.SIGCONT)
