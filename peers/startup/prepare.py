@@ -40,7 +40,7 @@ from decentral.engine.checkpoint import DamagedCheckpoint
 from decentral.engine.compute import Compute, ComputeSetup
 from decentral.engine.island import Assignment
 from decentral.engine.layer_times import LayerTrial, layer_costs
-from decentral.engine.step import ALONE
+from decentral.engine.step import ALONE, Device
 from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.records import Profile
@@ -116,6 +116,14 @@ async def claim_layers(start: PeerStart, access: SwarmAccess) -> tuple[SpanReque
     return request, claimed
 
 
+def _not_compiled(wanted: bool, device: Device) -> list[str]:
+    """Return a warning if layers are `wanted` compiled and this device could compile them, but its compiler fails."""
+    if wanted and accelerator.has_streams(device.device):
+        failure = accelerator.compile_failure(device.device)
+        return [f"train.compile: this peer trains without torch.compile: {failure}"] if failure else []
+    return []
+
+
 async def prepare(
     start: PeerStart, access: SwarmAccess, request: SpanRequest, claimed: ClaimedSpan, kernels: OuterKernels
 ) -> Host:
@@ -136,12 +144,9 @@ async def prepare(
     corpus = data.load(run.data, run.model)
     expected = bool(access.contacts) or request.kept is not None
     computing = ComputeSetup(run, own.peer, corpus, blockwise, device, folder.path, claimed.span)
-    compiles = run.train.compile and accelerator.has_streams(device.device)
-    if compiles and (failure := accelerator.compile_failure(device.device)):
-        start.warnings.append(f"train.compile: this peer trains without torch.compile: {failure}")
     shared.stage("building the model")
     compute = Compute(replace(computing, state_expected=expected, kernels=kernels, report_s=STEPS_REPORTED_S))
-    start.warnings.extend(corpus.warnings)
+    start.warnings.extend([*corpus.warnings, *_not_compiled(run.train.compile, device)])
     try:
         restored = compute.resume()
     except DamagedCheckpoint as error:
