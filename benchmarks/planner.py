@@ -13,12 +13,13 @@
     sync-enumerated  genetic for 2 s against the enumerated optimum of 4 to 8 peers, some of which may be left out
     small       throughput of up to 6 peers and 8 layers: the default solver against `exact`
     enumerated  throughput of up to 4 peers and 5 layers whose uplinks and links limit it: the default solver and
-                `exact` against all spans
+                `exact` against all spans (planner_layouts.py)
     unequal     throughput of 64 unequal devices in 20 s, against equal spans placed at random and against the bound
     gossip      mixing per second of the planned partners against the two simple rules, within 2 s
     solvers     throughput of every solver after 10 s as a share of the bound, on the shipped topologies: 125 M and 7 B
     command     seconds that `python -m decentral.plan --seconds 2` searches, throughput of 64 peers
-    seeds       throughput of the shipped topologies in 10 s, 125 M and 7 B: one line for each seed
+    seeds       throughput of the shipped topologies in 10 s, 125 M and 7 B, and of three labs and thirty homes, 1.3 B
+                and 7 B: one line for each seed
     size        1,000 volunteers (planner_volunteers.py) and 80 blocks in 30 s: 1, 4 and 16 billion parameters
 
 Seconds are CPU seconds of this process, so that other load does not change what a search may do. All ratios are
@@ -26,8 +27,8 @@ within one run. Prints one JSON line per measurement.
 """
 
 import argparse
-import itertools
 import json
+import math
 import os
 import resource
 import subprocess
@@ -40,7 +41,7 @@ from importlib.resources import files
 
 import numpy as np
 
-from benchmarks import layout_bound, planner_enumerated, planner_volunteers
+from benchmarks import layout_bound, planner_enumerated, planner_layouts, planner_volunteers
 from benchmarks import planner_published as published_code
 from decentral.core import config
 from decentral.core.errors import UserError
@@ -207,20 +208,18 @@ def small(seed: int, scale: float) -> None:
 def enumerated(seed: int, scale: float) -> None:
     rng = np.random.default_rng(seed)
     costs = tiny(rng, int(rng.integers(2, 5)), int(rng.integers(3, 6)))
-    spans = [
-        [(0, 0), *((a, b) for a in range(costs.layers) for b in range(a + 1, costs.reach(peer, a) + 1))]
-        for peer in range(costs.peers)
-    ]
-    every = [chosen for chosen in map(np.array, itertools.product(*spans)) if costs.valid(chosen)]
-    best = max(max_flow.maximum(costs, chosen).tokens_per_s for chosen in every)
     exact = milp.best_spans(costs)
     assert exact is not None
     budget = SearchBudget(10 * scale, clock=time.process_time)
     problem = FlowProblem(costs, np.arange(costs.peers) % 2)
     found = span_search.search(problem, budget, np.random.default_rng(seed))
-    rates = [max_flow.maximum(costs, chosen).tokens_per_s / best for chosen in (found, exact)]
-    _line("enumerated", seed=seed, peers=costs.peers, layers=costs.layers, choices=len(every), found=rates[0],
-          exact=rates[1], of_bound=best / costs.compute_bound())  # fmt: skip
+    rates = [max_flow.maximum(costs, chosen).tokens_per_s for chosen in (found, exact)]
+    begin = time.process_time()
+    best, solved = planner_layouts.best_flow(costs, 0.9 * max(rates))
+    choices = math.prod(1 + sum(costs.reach(peer, a) - a for a in range(costs.layers)) for peer in range(costs.peers))
+    _line("enumerated", seed=seed, peers=costs.peers, layers=costs.layers, choices=choices, solved=solved,
+          found=rates[0] / best, exact=rates[1] / best, of_bound=best / costs.compute_bound(),
+          enumerating_s=time.process_time() - begin)  # fmt: skip
 
 
 def unequal(seed: int, scale: float) -> None:
@@ -258,7 +257,12 @@ def compared(seed: int, scale: float) -> None:
 
 
 def seeds(seed: int, scale: float) -> None:
-    for name, model, swarm, keys in _shipped():
+    tested = [
+        (name, model, topology.load(f"tests/scheduler/topologies/{name}.yaml"), keys)
+        for name in ("three-labs", "thirty-homes")
+        for model, keys in (("1.3B", GPT_1300M), ("7B", LLAMA_7B))
+    ]
+    for name, model, swarm, keys in (*_shipped(), *tested):
         _planned("seeds", f"{name} {model}", swarm, keys, seed, 10 * scale)
 
 
@@ -300,6 +304,7 @@ def command(seed: int, scale: float) -> None:
 
 
 GPT_125M = ["model.depth=12", "model.width=768", "model.heads=12", "model.vocabulary=50304", "model.context=1024"]
+GPT_1300M = ["model.depth=24", "model.width=2048", "model.heads=16", "model.vocabulary=50304", "model.context=2048"]
 LLAMA_7B = ["model.depth=32", "model.width=4096", "model.heads=32", "model.hidden=11008", "model.vocabulary=32000",
             "model.context=2048"]  # fmt: skip
 

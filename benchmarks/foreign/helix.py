@@ -85,6 +85,9 @@ class HelixProblem:
         supply_L = helix_flow.supply(spans_N2, self.layers, self.rate_NS, LEAST * self.bound())
         return (1 - smooth) * self.flow(spans_N2)[0] + smooth * soft_minimum(supply_L)
 
+    def limit(self, spans_N2: Ints) -> float:
+        return float(helix_flow.supply(spans_N2, self.layers, self.rate_NS, 0.0).min())
+
     def valid(self, spans_N2: Ints) -> bool:
         return True
 
@@ -119,9 +122,6 @@ class HelixProblem:
     def starts(self, rng: np.random.Generator) -> list[Ints]:
         paced = [in_a_row(self, rng, pace) for pace in paces(self)[:STARTS]]
         return paced + [make(self, rng) for _ in range(STARTS // 2) for make in (in_a_row, filled)]
-
-    def exact(self, seconds: float) -> Ints | None:
-        return None
 
 
 def load(path: str) -> HelixProblem:

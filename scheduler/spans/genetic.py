@@ -13,6 +13,7 @@ from decentral.scheduler.spans.moves import crossover
 from decentral.scheduler.spans.trials import SLIGHTLY, Candidate, Trials
 from decentral.scheduler.topology.arrays import Ints
 
+ANNEALING_SHARE = 0.5  # of the budget, before the first local search
 MOST_PARENTS = 8
 WARM = 0.01  # first temperature of a crossover's annealing, lower than annealing.HOT, which would forget the parents
 CHILD_PART = 0.1  # moves of a crossover's annealing, as a share of all moves so far
@@ -20,14 +21,15 @@ FRESH = 4  # every so many children, one is random
 
 
 def search(trials: Trials, starts: list[Ints]) -> None:
-    """Climb from the best of the starts and one annealing, then make children until the budget ends."""
+    """Anneal for ANNEALING_SHARE of the budget, climb from the best, then make children until the budget ends."""
     pool: list[Candidate] = []
     for start in trials.begun(starts):
         _offer(pool, start)
     peers, layers = trials.problem.reach_NL.shape
-    child = annealing.annealed(trials, annealing.begin(trials), annealing.PART, annealing.HOT)
-    if child is not None:
-        _offer(pool, child)
+    while trials.goes_on() and (not trials.annealings or trials.progress.used() < ANNEALING_SHARE):
+        child = annealing.annealed(trials, annealing.begin(trials), annealing.PART, annealing.HOT)
+        if child is not None:
+            _offer(pool, child)
     if pool:
         _offer(pool, climbed(trials, pool[0], PATIENCE * peers))
     number = 0

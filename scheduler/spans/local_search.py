@@ -29,7 +29,11 @@ def climbed(trials: Trials, here: Candidate, patience: int) -> Candidate:
     """Return what moves from `here` lead to, until `patience` moves in a row gain nothing, or the budget ends."""
     stuck = 0
     while stuck < patience and trials.goes_on():
-        child = trials.evaluated(mutated(trials.problem, here.spans_N2, here.found, trials.rng))
+        spans_N2 = mutated(trials.problem, here.spans_N2, here.found, trials.rng)
+        if trials.excluded(spans_N2, here.value):
+            stuck += 1
+            continue
+        child = trials.evaluated(spans_N2)
         stuck = 0 if child.value > here.value * (1 + SLIGHTLY) else stuck + 1
         if child.value > here.value * (1 - SLIGHTLY):  # spans that are equally good are accepted, too
             here = child

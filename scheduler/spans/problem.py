@@ -47,6 +47,9 @@ class SpanProblem(Protocol):
             smooth: Weight, 0 to 1, of the layers' `soft_minimum`; the throughput or a hard estimate has the rest.
         """
 
+    def limit(self, spans_N2: Ints) -> float:
+        """Return tokens/s that these spans do not exceed, in microseconds. A search skips spans that it excludes."""
+
     def valid(self, spans_N2: Ints) -> bool:
         """Return whether the peers may hold these spans, and each layer has as many holders as it needs."""
 
@@ -58,9 +61,6 @@ class SpanProblem(Protocol):
 
     def starts(self, rng: np.random.Generator) -> list[Ints]:
         """Return spans from which a search may begin, the most promising first."""
-
-    def exact(self, seconds: float) -> Ints | None:
-        """Return the optimal spans; None if the problem is too large or the solver finds none in time."""
 
 
 def soft_minimum(supply_L: Floats) -> float:

@@ -9,6 +9,7 @@ from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.search_budget import SearchProgress
 
 SLIGHTLY = 1e-9  # values that differ by a smaller share than this count as equal
+LIMITS_A_ROUND = 100  # so many looks at the limit of spans count as one round of the budget
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +35,7 @@ class Trials:
     best: Candidate | None = None
     steps: int = 0  # moves that annealing has tried
     annealings: int = 0  # numbers given to annealings so far
+    limits: int = 0  # looks at the limit of spans
     longest_s: float = 0.0  # longest time that one evaluation has taken; a search ends early enough for one more
 
     def goes_on(self) -> bool:
@@ -59,6 +61,13 @@ class Trials:
             self.best = candidate
         self.progress.report(-self.best.value)
         return candidate
+
+    def excluded(self, spans_N2: Ints, least: float) -> bool:
+        """Return whether the problem's limit shows that spans reach less than `least` tokens/s, or are not valid."""
+        self.limits += 1
+        if self.limits % LIMITS_A_ROUND == 0 and self.best is not None:
+            self.progress.report(-self.best.value)
+        return self.problem.limit(spans_N2) < least * (1 - SLIGHTLY) or not self.problem.valid(spans_N2)
 
     def affordable(self, steps: int, chunk: int) -> int:
         """Return the number of annealing's moves that the budget allows, `steps` at most, of `chunk` moves a round."""

@@ -97,12 +97,11 @@ class LayerCosts:
 
     def valid(self, spans_N2: Ints) -> bool:
         """Return whether every span fits in its peer's memory, and every layer has at least `self.holders` holders."""
-        held = np.zeros(self.layers, np.int64)
-        for peer, (first, last) in enumerate(spans_N2):
-            if first < last and not self.fits(peer, first, last):
-                return False
-            held[first:last] += 1
-        return bool((held >= self.holders).all())
+        first_N, last_N = spans_N2.T
+        if (span_bytes(self)[first_N, last_N] > self.memory_N).any():
+            return False
+        change_E = np.bincount(first_N, minlength=self.layers + 1) - np.bincount(last_N, minlength=self.layers + 1)
+        return bool((np.cumsum(change_E[:-1]) >= self.holders).all())
 
 
 @lru_cache(maxsize=COSTS_REMEMBERED)
@@ -111,6 +110,15 @@ def reaches(costs: LayerCosts) -> Ints:
     memory_M, kind_N = np.unique(costs.memory_N, return_index=True, return_inverse=True)[1:]
     reach_ML = [[costs.reach(int(peer), first) for first in range(costs.layers)] for peer in memory_M]
     return np.array(reach_ML)[kind_N.ravel()]
+
+
+@lru_cache(maxsize=COSTS_REMEMBERED)
+def span_bytes(costs: LayerCosts) -> Floats:
+    """Return the bytes of each span with a micro-batch of one sequence, at [first, last]; 0 for spans of no layers."""
+    bytes_EE = np.zeros((costs.layers + 1, costs.layers + 1))
+    for first in range(costs.layers):
+        bytes_EE[first, first + 1 :] = [costs.bytes_of(first, last, 1) for last in range(first + 1, costs.layers + 1)]
+    return bytes_EE
 
 
 def of_model(topology: Topology, config: Config, holders: int = 1, utilisation: float = UTILISATION) -> LayerCosts:

@@ -3,8 +3,8 @@
 import numpy as np
 
 from decentral.scheduler.throughput.max_flow import held
-from decentral.scheduler.throughput.peer_kinds import access_limited
-from decentral.scheduler.throughput.rows import Supplies, in_rows
+from decentral.scheduler.throughput.peer_kinds import anywhere
+from decentral.scheduler.throughput.rows import Supplies, in_rows_of_regions
 from decentral.scheduler.topology.arrays import Floats, Ints
 
 AMPLE_MEMORY = 1.25  # peers whose longest spans have this many times the model's layers together can hold the model
@@ -21,20 +21,20 @@ def groups(problem: Supplies, region_N: Ints) -> list[Ints]:
     """
     costs = problem.costs
     alone_N = problem.reach_NL[:, 0] == costs.layers
-    anywhere_N = access_limited(costs) & (costs.site_N < 0) & ~alone_N
+    anywhere_N = anywhere(costs) & ~alone_N
     found = [np.flatnonzero(some_N) for some_N in (alone_N, anywhere_N) if some_N.any()]
     rest_N = ~alone_N & ~anywhere_N
     for region in np.unique(region_N[rest_N]):
         found += _divided(problem, np.flatnonzero(rest_N & (region_N == region)))
     size_G = np.array([_copies(problem, group) for group in found])
-    weak_G = np.array([not _can_hold(problem, group) for group in found])
+    weak_G = np.array([not _can_hold(problem, region_N, group) for group in found])
     link_GG = _links(problem, found)
     while len(found) > 1 and weak_G.any():
         weak = int(np.argmax(np.where(weak_G, size_G, -1.0)))
         near = _partner(weak, link_GG, size_G, weak_G)
         found[near] = np.sort(np.concatenate((found[near], found[weak])))
         size_G[near] += size_G[weak]
-        weak_G[near] = weak_G[near] and not _can_hold(problem, found[near])
+        weak_G[near] = weak_G[near] and not _can_hold(problem, region_N, found[near])
         link_GG[near] = link_GG[:, near] = np.maximum(link_GG[near], link_GG[weak])
         link_GG[near, near] = -1.0
         del found[weak]
@@ -73,14 +73,13 @@ def _copies(problem: Supplies, group: Ints) -> float:
     return float((problem.reach_NL[group] - np.arange(layers)).max(axis=1).sum()) / layers
 
 
-def _can_hold(problem: Supplies, group: Ints) -> bool:
-    """Return whether a group can hold the model: it has ample memory, or rows of its peers have all layers."""
+def _can_hold(problem: Supplies, region_N: Ints, group: Ints) -> bool:
+    """Return whether a group can hold the model: it has ample memory, or rows of its regions have all layers."""
     copies = _copies(problem, group)
     if not 1 <= copies < AMPLE_MEMORY:
         return copies >= 1
-    layers = problem.costs.layers
     spans_N2 = np.zeros((problem.costs.peers, 2), np.int64)
-    spans_N2[group] = in_rows(problem, group, 0, layers)
+    spans_N2[group] = in_rows_of_regions(problem, region_N[group], group)
     return bool(held(problem.costs, spans_N2).any(axis=0).all())
 
 

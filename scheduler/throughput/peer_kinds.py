@@ -2,7 +2,7 @@
 
 `kinds` numbers the peers so that two peers of a kind could swap their places without any change. `access_limited`
 marks peers whose links are all as fast as the access of one of both ends: their transfers need no variable for each
-pair.
+pair. `anywhere` marks those of them that no site's shared link limits.
 """
 
 from functools import lru_cache
@@ -54,3 +54,8 @@ def access_limited(costs: LayerCosts) -> Flags:
     slower = costs.link_NN < enough * (1 - SAME_RATE)
     np.fill_diagonal(slower, False)
     return np.asarray(np.isfinite(costs.rate_N) & ~slower.any(axis=1))
+
+
+def anywhere(costs: LayerCosts) -> Flags:
+    """Return flags of peers, (N,), whose place does not matter: no site, and links as fast as the access of an end."""
+    return access_limited(costs) & (costs.site_N < 0)

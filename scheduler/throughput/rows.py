@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from decentral.scheduler.throughput.layer_costs import LayerCosts
+from decentral.scheduler.throughput.peer_kinds import anywhere
 from decentral.scheduler.topology.arrays import Floats, Ints
 
 
@@ -75,18 +76,22 @@ def in_rows_of_groups(problem: Supplies, region_N: Ints, groups: Sequence[Ints])
 def in_rows_of_regions(problem: Supplies, region_G: Ints, peers_G: Ints) -> Ints:
     """Return spans, (G, 2), of a group of peers: each region has a range of layers, and its peers form rows within it.
 
+    Peers that may be anywhere (peer_kinds.py) count as one region.
+
     Args:
         problem: The whole swarm.
         region_G: Each peer's region as a number.
         peers_G: The numbers of the group's peers.
     """
-    costs, regions = problem.costs, np.unique(region_G)
+    costs = problem.costs
+    region_G = np.where(anywhere(costs)[peers_G], -1, region_G)
+    regions = np.unique(region_G)
     longest_G = (problem.reach_NL[peers_G] - np.arange(costs.layers)).max(axis=1)
     speed_G = 1 / costs.seconds_NL[peers_G].sum(axis=1)
     most_R, speed_R = (
         np.array([float(of_peers[region_G == region].sum()) for region in regions]) for of_peers in (longest_G, speed_G)
     )
-    share_R = _shared(costs.layers, most_R, speed_R)
+    share_R = shared(costs.layers, most_R, speed_R)
     ends = np.round(np.cumsum(share_R)).astype(np.int64)
     spans_G2, begin = np.zeros((len(peers_G), 2), np.int64), 0
     for region, end in zip(regions, np.minimum(ends, costs.layers).tolist(), strict=True):
@@ -118,7 +123,7 @@ def _dealt(problem: Supplies, peers_G: Ints, row: list[int], segments: Ints, spa
         supply_L[first:last] += supply
 
 
-def _shared(amount: float, most_R: Floats, weight_R: Floats) -> Floats:
+def shared(amount: float, most_R: Floats, weight_R: Floats) -> Floats:
     """Return shares of an amount in proportion to the weights, none above its limit; all limits if they are too low."""
     if most_R.sum() <= amount:
         return most_R

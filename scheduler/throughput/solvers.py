@@ -9,10 +9,12 @@ from decentral.core.errors import UserError
 from decentral.scheduler.spans import moves
 from decentral.scheduler.spans.solvers import SEARCHES
 from decentral.scheduler.spans.trials import Trials
-from decentral.scheduler.throughput import span_search
+from decentral.scheduler.throughput import milp, span_search
 from decentral.scheduler.throughput.span_search import FlowProblem
 from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
+
+EXACT_OPTIONS = 2_000  # with more pairs of peer and span, `exact` refuses
 
 Solver = Callable[[FlowProblem, SearchBudget, np.random.Generator], Ints]
 """A solver (problem, budget, rng) -> spans_N2."""
@@ -23,7 +25,8 @@ Record = list[tuple[float, float]]
 
 def exact(problem: FlowProblem, budget: SearchBudget, rng: np.random.Generator) -> Ints:
     """Return the optimal spans; raise UserError if the swarm is too large for that."""
-    found, costs = problem.exact(budget.seconds), problem.costs
+    costs = problem.costs
+    found = milp.best_spans(costs, budget.seconds) if milp.options(costs) <= EXACT_OPTIONS else None
     if found is None:
         raise UserError(
             "--solver exact is for at most about 6 peers with 8 layers; it found no plan for "

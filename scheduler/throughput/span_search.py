@@ -4,7 +4,7 @@ The searches themselves are in scheduler/spans; `FlowProblem` tells them what sp
 whole model on each peer whose memory is large enough, and from rows (rows.py) and a chain of peers in each group of
 regions whose memory is large enough. The layers of a chain are cut by the devices' speeds, so that all peers need the
 same time; then every span grows to fill its peer's memory, because overlapping spans let the flow balance the peers'
-work. In a small swarm, the exact solver (milp.py) comes first. A large swarm is searched in groups (peer_groups.py).
+work. In a small swarm, the exact solver (milp.py) follows. A large swarm is searched in groups (peer_groups.py).
 
 `spans_replan` finds new spans from old spans after peers left, joined, or changed their speed. It takes into account
 how long downloads last:
@@ -14,7 +14,6 @@ how long downloads last:
 All peers download the layers that are new to them at the same time.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,14 +24,19 @@ from decentral.core import rng as chance
 from decentral.scheduler.spans import moves, solvers
 from decentral.scheduler.spans.moves import grown
 from decentral.scheduler.spans.problem import SpanValue, soft_minimum
+from decentral.scheduler.spans.trials import SLIGHTLY
 from decentral.scheduler.throughput import bound, link_limits, max_flow, milp, peer_groups, rows
-from decentral.scheduler.throughput.layer_costs import LayerCosts, reaches
+from decentral.scheduler.throughput.estimates import Estimates
+from decentral.scheduler.throughput.layer_costs import LayerCosts, reaches, span_bytes
 from decentral.scheduler.throughput.max_flow import FlowSolver, MaxFlow
+from decentral.scheduler.throughput.peer_kinds import access_limited
 from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 
-SMALL_SWARM = 250  # with at most this many pairs of peer and span, the exact solver comes before the search
-EXACT_OPTIONS = 2_000  # with more pairs of peer and span, the exact solver is not asked
+SMALL_SWARM = 250  # with at most this many pairs of peer and span, the exact solver follows the search
+SMALL_IN_ROUNDS = 150  # the same where the budget is in rounds; larger swarms take the solver seconds
+EXACT_NODES = 5  # limit of the exact solver's branches where the budget is in rounds
+LINKED_CHAINS = 4  # number of chains along the fastest links, for each way to group the peers
 DRAWS = 12  # number of random starts in a swarm of at most 16 peers; larger swarms get 2
 MOST_AT_ONCE = 64  # with more peers, groups of regions are searched one by one
 GROUPS_SHARE = 0.5  # share of the seconds for the groups of a large swarm; the flow between them may take the others
@@ -69,12 +73,13 @@ class FlowProblem:
         self._flows.keep(spans_N2, flow)
 
     def guide(self, spans_N2: Ints, smooth: float) -> float:
-        """Return an estimate of the throughput from what each peer supplies to its layers."""
-        holders = np.flatnonzero(spans_N2[:, 1] > spans_N2[:, 0])
-        spans_H2 = spans_N2[holders]
-        held_HL = moves.layers_held(self.costs.layers, spans_H2)
-        supply_L = self.supplies(holders, spans_H2) @ held_HL + LEAST * self.bound()
-        return float((1 - smooth) * supply_L.min() + smooth * soft_minimum(supply_L))
+        """Return an estimate of the throughput, from its limit, the links, and what the holders of layers supply."""
+        _, carried, supply_L = self._estimates.of(spans_N2)
+        return (1 - smooth) * carried + smooth * soft_minimum(supply_L + LEAST * self.bound())
+
+    def limit(self, spans_N2: Ints) -> float:
+        """Return tokens/s that these spans do not exceed, without a linear programme."""
+        return self._estimates.of(spans_N2)[0]
 
     def valid(self, spans_N2: Ints) -> bool:
         """Return whether all spans fit in memory, and each layer has as many holders as it needs."""
@@ -95,17 +100,20 @@ class FlowProblem:
         """
         divisions = groupings(self)
         chained = [chains(self, groups, rng) for groups in divisions]
+        if not access_limited(self.costs).all():
+            longer = [groups for groups in divisions if len(groups) < self.costs.peers]
+            chained += [chains(self, groups, rng, linked=True) for groups in longer for _ in range(LINKED_CHAINS)]
         in_rows = [rows.in_rows_of_groups(self, self.region_N, groups) for groups in divisions[::2]]
         found = in_rows + chained if self.costs.peers > MOST_AT_ONCE else chained + in_rows
         return found + [moves.filled(self, rng) for _ in range(DRAWS if self.costs.peers <= 16 else 2)]
 
-    def exact(self, seconds: float) -> Ints | None:
-        """Return the optimal spans; None if there are too many choices, or the solver finds none in time."""
-        return milp.best_spans(self.costs, seconds) if milp.options(self.costs) <= EXACT_OPTIONS else None
-
     @cached_property
     def _flows(self) -> FlowSolver:
         return FlowSolver(self.costs)
+
+    @cached_property
+    def _estimates(self) -> Estimates:
+        return Estimates(self.costs)
 
     @cached_property
     def _bound(self) -> float:
@@ -140,22 +148,26 @@ def search(
 
     Args:
         problem: What spans may be held, and what they reach.
-        budget: Limit of the search; in a small swarm, half of its seconds is for the exact solver.
+        budget: Limit of the search; in a small swarm, half of it is for the exact solver, which has a limit of
+            EXACT_NODES if the budget is in rounds, so that equal seeds give equal spans.
         rng: Source of all random choices.
         first: When replanning, spans_N2 that are an additional start; None: no additional start.
-        solver: A name in `solvers.SEARCHES`. With the default, the exact solver comes first in a small swarm, and a
-            large swarm is searched in groups of regions.
+        solver: A name in `solvers.SEARCHES`. With the default, the exact solver follows in a small swarm, and a large
+            swarm is searched in groups of regions.
     """
     costs = problem.costs
-    small = solver == "genetic" and milp.options(costs) <= SMALL_SWARM
-    exact = problem.exact(budget.seconds / 2) if small else None
-    if exact is not None and problem.valid(exact):
-        return exact
     if solver == "genetic" and costs.peers > MOST_AT_ONCE:
         groups = peer_groups.groups(problem, problem.region_N)
         if len(groups) > 1:
             return _search_by_groups(problem, groups, budget, rng, first)
-    return solvers.search(problem, solver, budget.part(0.5) if small else budget, rng, first).spans_N2
+    timed = budget.seconds < np.inf
+    small = solver == "genetic" and milp.options(costs) <= (SMALL_SWARM if timed else SMALL_IN_ROUNDS)
+    found = solvers.search(problem, solver, budget.part(0.5) if small else budget, rng, first)
+    if small and found.value < problem.bound() * (1 - SLIGHTLY):
+        exact = milp.best_spans(costs, budget.seconds / 2, None if timed else EXACT_NODES)
+        if exact is not None and problem.valid(exact) and problem.evaluate(exact).value > found.value:
+            return exact
+    return found.spans_N2
 
 
 def _search_by_groups(
@@ -193,26 +205,46 @@ def groupings(problem: FlowProblem) -> list[list[Ints]]:
     return [[everyone], [np.array([peer]) for peer in everyone], *([regional] if len(regional) > 1 else [])]
 
 
-def chains(problem: FlowProblem, groups: list[Ints], rng: np.random.Generator) -> Ints:
-    """Return spans that form a chain in each group: the peers in order of memory, with layers in proportion to speed.
+def chains(problem: FlowProblem, groups: list[Ints], rng: np.random.Generator, linked: bool = False) -> Ints:
+    """Return spans that form a chain in each group: the peers in some order, with layers by speed, as memory allows.
 
-    Every span then grows to fill its peer's memory. `rng` chooses whether a chain begins or ends with the largest
-    memory.
+    Every span then grows to fill its peer's memory.
+
+    Args:
+        problem: The swarm.
+        groups: The numbers of each group's peers.
+        rng: Chooses whether a chain begins or ends with the largest memory, or with which peer it begins.
+        linked: Whether each peer is followed by the one to which it has the fastest link; else by memory.
     """
     costs = problem.costs
     spans = np.zeros((costs.peers, 2), np.int64)
     cost_L = (costs.seconds_NL / costs.seconds_NL.sum(axis=1, keepdims=True)).mean(axis=0)
     edges = np.concatenate(([0.0], np.cumsum(cost_L)))
     for group in groups:
-        order = group[np.argsort(-costs.memory_N[group], kind="stable")]
-        order = order if rng.random() < 0.5 else order[::-1]
+        if linked:
+            order = _along_links(costs, group, rng)
+        else:
+            order = group[np.argsort(-costs.memory_N[group], kind="stable")]
+            order = order if rng.random() < 0.5 else order[::-1]
         speed = 1 / costs.seconds_NL[order].sum(axis=1)
-        ends = np.concatenate(([0.0], np.cumsum(speed) / speed.sum()))
+        largest = (edges[problem.reach_NL[order]] - edges[:-1]).max(axis=1)
+        share = rows.shared(1.0, largest, speed)
+        ends = np.concatenate(([0.0], np.cumsum(share) / share.sum()))
         for peer, begin, end in zip(order, ends, ends[1:], strict=False):
             first = min(int(np.searchsorted(edges, begin + 1e-9, side="right")) - 1, costs.layers - 1)
             last = max(first + 1, int(np.searchsorted(edges, end - 1e-9)))
             spans[peer] = grown(problem.reach_NL[peer], first, min(last, costs.layers))
     return spans
+
+
+def _along_links(costs: LayerCosts, group: Ints, rng: np.random.Generator) -> Ints:
+    """Return the peers of a group in an order that begins at random, and always follows the fastest link."""
+    link_GG = costs.link_NN[np.ix_(group, group)].copy()
+    order = [int(rng.integers(len(group)))]
+    while len(order) < len(group):
+        link_GG[:, order[-1]] = -1.0
+        order.append(int(np.argmax(link_GG[order[-1]])))
+    return group[order]
 
 
 def equal_random(costs: LayerCosts, rng: np.random.Generator) -> Ints:
@@ -221,15 +253,15 @@ def equal_random(costs: LayerCosts, rng: np.random.Generator) -> Ints:
     The model is cut into the fewest equal stages that fit in every peer's memory, and each peer gets a random stage. If
     some peer cannot even hold a single layer, peers whose stage does not fit get no layers.
     """
+    bytes_EE = span_bytes(costs)
     for stages in range(1, costs.layers + 1):
         cuts = np.round(np.linspace(0, costs.layers, stages + 1)).astype(np.int64)
-        every = all(costs.fits(p, int(a), int(b)) for p in range(costs.peers) for a, b in itertools.pairwise(cuts))
-        if every or stages == costs.layers:
+        if (bytes_EE[cuts[:-1], cuts[1:]] <= costs.memory_N.min()).all() or stages == costs.layers:
             break
     stage_N = rng.permutation(costs.peers) % stages
     spans = np.stack((cuts[stage_N], cuts[stage_N + 1]), axis=1)
-    fits = [costs.fits(peer, int(first), int(last)) for peer, (first, last) in enumerate(spans)]
-    return np.where(np.array(fits)[:, None], spans, 0)
+    fits_N = bytes_EE[spans[:, 0], spans[:, 1]] <= costs.memory_N
+    return np.where(fits_N[:, None], spans, 0)
 
 
 def spans_replan(
@@ -252,10 +284,9 @@ def spans_replan(
     problem = FlowProblem(costs, region_N)
     patched = problem.repaired(_newcomers_placed(problem, kept))
     found = search(problem, budget, chance.arrays(seed, "replan"), first=patched)
-    options = [spans for spans in (patched, found) if costs.valid(spans)] or [found]
-    scored = [(tokens_ahead(costs, old_N2, spans, seconds_ahead), i) for i, spans in enumerate(options)]
-    tokens, best = max(scored)
-    return options[best], tokens
+    tokens = tokens_ahead(costs, old_N2, found, seconds_ahead)
+    staying = tokens_ahead(costs, old_N2, patched, seconds_ahead) if costs.valid(patched) else 0.0
+    return (found, tokens) if tokens > staying * (1 + SLIGHTLY) else (patched, staying)
 
 
 def tokens_ahead(costs: LayerCosts, old_N2: Ints, new_N2: Ints, seconds_ahead: float) -> float:

@@ -56,6 +56,10 @@ class SearchProgress:
         """Return the seconds of the budget that are left; 0 at least."""
         return max(0.0, self.budget.seconds - self.seconds())
 
+    def used(self) -> float:
+        """Return the used share of the budget, of its seconds or of its rounds."""
+        return max(self.seconds() / self.budget.seconds, self.rounds / self.budget.rounds)
+
     def goes_on(self, ahead_s: float = 0.0) -> bool:
         """Return whether the budget allows another round that takes about `ahead_s` seconds."""
         return self.rounds < self.budget.rounds and not self.late(ahead_s)
@@ -68,5 +72,4 @@ class SearchProgress:
         """Count a finished round whose lowest cost is `best`, and report the lowest cost of all rounds so far."""
         self.rounds += 1
         self.best = min(self.best, best)
-        fraction = max(self.seconds() / self.budget.seconds, self.rounds / self.budget.rounds)
-        self.budget.report(min(1.0, fraction), self.best)
+        self.budget.report(min(1.0, self.used()), self.best)

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from decentral.scheduler.spans import moves
+from decentral.scheduler.spans import genetic, moves
 from decentral.scheduler.spans.problem import SpanValue, soft_minimum
 from decentral.scheduler.spans.solvers import SEARCHES, search
-from decentral.scheduler.spans.trials import Trials
+from decentral.scheduler.spans.trials import LIMITS_A_ROUND, Candidate, Trials
 from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 
@@ -40,6 +40,9 @@ class Shelves:
     def guide(self, spans_N2: Ints, smooth: float) -> float:
         return soft_minimum(self.supplies(spans_N2))
 
+    def limit(self, spans_N2: Ints) -> float:
+        return float(self.supplies(spans_N2).min())
+
     def valid(self, spans_N2: Ints) -> bool:
         return bool(moves.layers_held(self.reach_NL.shape[1], spans_N2).any(axis=0).all())
 
@@ -51,9 +54,6 @@ class Shelves:
 
     def starts(self, rng: np.random.Generator) -> list[Ints]:
         return [moves.filled(self, rng)]
-
-    def exact(self, seconds: float) -> Ints | None:
-        return None
 
 
 def shelves(peers: int = 6, layers: int = 9, most: int = 4) -> Shelves:
@@ -98,6 +98,29 @@ def test_a_search_ends_with_its_seconds(solver: str) -> None:
 
     search(shelves(7), solver, SearchBudget(5.0, clock=clock), np.random.default_rng(0))
     assert 4.0 < looks[0] < 5.5
+
+
+def test_spans_that_the_limit_excludes_cost_a_hundredth_of_an_evaluation() -> None:
+    best, worse = np.array([[0, 3], [0, 3], [3, 6], [3, 6], [6, 9], [6, 9]]), np.array([[0, 3]] * 2 + [[3, 6]] * 4)
+    trials = Trials(shelves(), SearchProgress(SearchBudget(rounds=9), np.inf), np.random.default_rng(0))
+    least = trials.evaluated(best).value
+    assert trials.excluded(worse, least)
+    assert not trials.excluded(best, least)
+    for _ in range(LIMITS_A_ROUND - 2):
+        trials.excluded(worse, least)
+    assert trials.progress.rounds == 2
+
+
+def test_the_default_search_anneals_for_its_share_before_it_climbs(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = list[float]()
+
+    def climbed(trials: Trials, here: Candidate, _patience: int) -> Candidate:
+        used.append(trials.progress.used())
+        return here
+
+    monkeypatch.setattr(genetic, "climbed", climbed)
+    search(shelves(7), "genetic", SearchBudget(rounds=100), np.random.default_rng(0))
+    assert genetic.ANNEALING_SHARE <= used[0] < 0.7
 
 
 def test_a_child_has_early_layers_of_one_parent_and_late_layers_of_the_other() -> None:

@@ -51,6 +51,25 @@ def test_sites_that_hold_the_model_stay_apart_and_two_that_do_not_are_joined() -
     assert named(groups) == [[0, 1, 2], [3, 4, 5, 6], [7, 8, 9]]
 
 
+def test_two_sites_that_hold_the_model_only_with_a_range_of_layers_each_are_a_group() -> None:
+    costs = swarm([3] * 3 + [2] * 2 + [1] * 4, [1e6] * 9, [0] * 3 + [1] * 2 + [2] * 4)
+    assert named(peer_groups.groups(problem(costs), costs.site_N)) == [[0, 1, 2], [3, 4, 5, 6, 7, 8]]
+
+
+def test_homes_form_rows_wherever_they_are() -> None:
+    costs = swarm([4] * 4, [100.0] * 4, [-1] * 4)
+    spans = rows.in_rows_of_regions(problem(costs), np.arange(4), np.arange(4))
+    assert sorted(map(tuple, spans.tolist())) == [(0, 4), (0, 4), (4, 8), (4, 8)]
+
+
+def test_a_chain_gives_no_peer_more_layers_than_it_can_hold() -> None:
+    costs = swarm([1, 6, 6], [1e6] * 3, [-1] * 3)
+    costs = replace(costs, seconds_NL=costs.seconds_NL * np.array([[0.1], [1.0], [1.0]]))
+    spans = span_search.chains(problem(costs), [np.arange(3)], np.random.default_rng(0))
+    assert costs.valid(spans)
+    assert (spans[0, 1] - spans[0, 0]) == 1
+
+
 def test_homes_are_one_group_wherever_they_are() -> None:
     costs = swarm([4] * 3 + [2] * 6, [1e6] * 3 + [100.0] * 6, [0] * 3 + [-1] * 6)
     groups = peer_groups.groups(problem(costs), np.array([0, 0, 0, 1, 2, 3, 4, 5, 6]))

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import planner_layouts
 from decentral.core import config
 from decentral.core.errors import UserError
 from decentral.core.layer_work import KindCost, KindCosts
@@ -66,9 +67,55 @@ def test_the_exact_optimum_is_the_best_of_all_spans(seed: int) -> None:
     spans = [[(0, 0)] + [(a, b) for a in range(3) for b in range(a + 1, costs.reach(p, a) + 1)] for p in range(3)]
     every = [np.array(chosen) for chosen in itertools.product(*spans) if costs.valid(np.array(chosen))]
     best = max(plain_flow(costs, chosen) for chosen in every)
+    assert planner_layouts.best_flow(costs, 0.0)[0] == pytest.approx(best, rel=5e-3)
     exact = milp.best_spans(costs)
     assert exact is not None
     assert max_flow.maximum(costs, exact).tokens_per_s == pytest.approx(best, rel=5e-3)
+
+
+def test_a_budget_in_rounds_limits_the_exact_solver_by_nodes_and_one_in_seconds_by_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = list[tuple[float, int | None]]()
+
+    def best_spans(costs: LayerCosts, seconds: float, nodes: int | None) -> Ints | None:
+        asked.append((seconds, nodes))
+        return None
+
+    monkeypatch.setattr(milp, "best_spans", best_spans)
+    costs = replace(small(1), link_NN=small(1).link_NN / 10)
+    for budget in (SearchBudget(rounds=2), SearchBudget(6.0, 2, clock=lambda: 0.0)):
+        span_search.search(FlowProblem(costs, regions(costs)), budget, np.random.default_rng(0))
+    assert asked == [(np.inf, span_search.EXACT_NODES), (3.0, None)]
+
+
+def test_the_exact_solver_ends_with_its_nodes_and_finds_the_same_again() -> None:
+    one, again = (milp.best_spans(small(2, peers=3, layers=4), nodes=1) for _ in range(2))
+    assert one is not None
+    assert again is not None
+    np.testing.assert_array_equal(one, again)
+
+
+def test_the_search_keeps_what_it_has_found_where_the_exact_solver_finds_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = replace(small(1), link_NN=small(1).link_NN / 10)
+    problem = FlowProblem(costs, regions(costs))
+    poor = min(problem.starts(np.random.default_rng(0)), key=lambda spans: problem.evaluate(spans).value)
+    monkeypatch.setattr(milp, "best_spans", lambda *_: poor)
+    found = span_search.search(problem, SearchBudget(rounds=20), np.random.default_rng(0))
+    assert problem.evaluate(found).value > problem.evaluate(poor).value
+
+
+def test_a_chain_along_links_follows_the_fastest_ones() -> None:
+    costs, link = small(0, layers=8), np.full((4, 4), 1e5)
+    for i, j in ((0, 2), (2, 1), (1, 3)):
+        link[i, j] = link[j, i] = 9e5
+    costs = replace(costs, link_NN=link, memory_N=np.full(4, 2.5), seconds_NL=np.full((4, 8), 0.01))
+    problem = FlowProblem(costs, regions(costs))
+    orders = {
+        tuple(span_search.chains(problem, [np.arange(4)], np.random.default_rng(seed), linked=True)[:, 0].tolist())
+        for seed in range(20)
+    }
+    assert {(0, 4, 2, 6), (6, 2, 4, 0)} <= orders
 
 
 def test_a_flow_that_would_end_too_late_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,136 @@
+"""Estimate the throughput of spans in microseconds, without a linear programme. Start reading at `Estimates.of`.
+
+Three estimates are made. A limit, which no flow exceeds, is the least of these, where t are tokens/s:
+
+    t * sum over layers of share_x <= sum of the speeds of the peers that hold any of them     for every set of layers
+    t <= what the holders of a layer can receive, or compute after the layer before            for every layer but one
+    t <= what the holders of a layer can send, or compute in the layer after                   for every layer but one
+
+The set of layers with the least t follows from Dinkelbach's method (1967): for a t, the best set is a shortest path
+over the layers, because a peer's layers are consecutive. The other estimates assume that tokens enter a peer at its
+first layer and leave it after its last: what the links of each layer's holders carry, and what the holders supply if
+they also divide their time equally among their layers.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from decentral.core.compiled import compiled, inner
+from decentral.scheduler.partners.mixing import LINK_SHARE
+from decentral.scheduler.throughput import link_limits
+from decentral.scheduler.throughput.layer_costs import LayerCosts
+from decentral.scheduler.topology.arrays import Floats, Ints
+
+STEPS = 20  # of Dinkelbach's method at most; it takes two or three
+
+
+@dataclass(frozen=True, eq=False)
+class Estimates:
+    """Estimates for the spans of one swarm."""
+
+    costs: LayerCosts
+
+    def of(self, spans_N2: Ints) -> tuple[float, float, Floats]:
+        """Return the limit, the lesser of it and of what links carry, and what each layer's holders supply, (L,)."""
+        return _estimate(spans_N2, *self._arrays)
+
+    @cached_property
+    def _arrays(self) -> tuple[Floats, ...]:
+        """Return what `_estimate` needs: sums over the layers before each layer, shares, speeds, links in tokens/s."""
+        costs = self.costs
+        share_L = costs.seconds_NL.min(axis=0) / costs.seconds_NL.min(axis=0).sum()
+        return (
+            np.pad(np.cumsum(costs.seconds_NL, axis=1), ((0, 0), (1, 0))),
+            share_L,
+            (share_L / costs.seconds_NL).max(axis=1),
+            costs.rate_N / costs.hidden_bytes,
+            np.concatenate(([0.0], np.cumsum(costs.snapshot_L))) / costs.hidden_bytes,
+            link_limits.pair_left(costs, np.arange(costs.peers)) / costs.hidden_bytes,
+        )
+
+
+@compiled
+def _estimate(
+    spans_N2: Ints, before_NL: Floats, share_L: Floats, speed_N: Floats, rate_N: Floats, gossip_L: Floats,
+    link_NN: Floats,
+) -> tuple[float, float, Floats]:  # fmt: skip
+    """Return `Estimates.of`.
+
+    Args:
+        spans_N2: Each peer's layers [first, last); (0, 0) for a peer without layers.
+        before_NL: Seconds per token of all layers before each layer, [N, L + 1].
+        share_L: Each layer's share of the work of a token.
+        speed_N: tokens/s that each peer computes in all layers together, at most.
+        rate_N: tokens/s that each peer's links carry.
+        gossip_L: tokens/s by which gossip about all layers before each layer lowers that, [L + 1].
+        link_NN: tokens/s that each link carries.
+    """
+    peers, layers = len(spans_N2), len(share_L)
+    left_N = np.zeros(peers)
+    held_LL = np.zeros((layers, layers + 1))  # speed of the peers that hold a layer and begin before another
+    for j in range(peers):
+        first, last = spans_N2[j, 0], spans_N2[j, 1]
+        gossip = gossip_L[last] - gossip_L[first]
+        left_N[j] = rate_N[j] - min(LINK_SHARE * rate_N[j], gossip) if rate_N[j] < np.inf else np.inf
+        for layer in range(first, last):
+            held_LL[layer, first + 1] += speed_N[j]
+    for layer in range(layers):
+        for first in range(layers):
+            held_LL[layer, first + 1] += held_LL[layer, first]
+    supply_L, linked_L = np.zeros(layers), np.zeros(layers)
+    receive_L, send_L = np.zeros(layers + 1), np.zeros(layers + 1)
+    for j in range(peers):
+        first, last = spans_N2[j, 0], spans_N2[j, 1]
+        if last <= first:
+            continue
+        into, out = 0.0, 0.0
+        for i in range(peers):
+            if spans_N2[i, 0] < first <= spans_N2[i, 1]:
+                into += min(link_NN[i, j], left_N[i])
+            if spans_N2[i, 0] <= last < spans_N2[i, 1]:
+                out += min(link_NN[i, j], left_N[i])
+        access = left_N[j] / 2 if first > 0 and last < layers else left_N[j]  # a token that comes must leave
+        into = min(into, access) if first > 0 else np.inf
+        out = min(out, access) if last < layers else np.inf
+        supply_L[first:last] += min(1 / (before_NL[j, last] - before_NL[j, first]), into, out)
+        linked_L[first:last] += min(into, out)
+        for layer in range(first, last):
+            alone = 1 / (before_NL[j, layer + 1] - before_NL[j, layer])
+            receive_L[layer] += min(alone, into) if layer == first else alone
+            send_L[layer + 1] += min(alone, out) if layer + 1 == last else alone
+    limit = _scarcest(held_LL, share_L)
+    for layer in range(1, layers):
+        limit = min(limit, receive_L[layer], send_L[layer])
+    return limit, min(limit, linked_L.min()), supply_L
+
+
+@inner
+def _scarcest(held_LL: Floats, share_L: Floats) -> float:
+    """Return the least ratio, over sets of layers, of the speed of all peers that hold any of them to their share.
+
+    Args:
+        held_LL: The speed of the peers that hold layer q and begin before layer p, at [q, p].
+        share_L: Each layer's share of the work of a token.
+    """
+    layers = len(share_L)
+    speed_L, work_L = np.empty(layers), np.empty(layers)  # of the best set whose last layer is this
+    limit = np.inf
+    for layer in range(layers):
+        limit = min(limit, held_LL[layer, layer + 1] / share_L[layer])
+    for _ in range(STEPS):
+        least, ratio = 0.0, limit
+        for layer in range(layers):
+            best, speed, work = held_LL[layer, layer + 1], held_LL[layer, layer + 1], 0.0
+            for other in range(layer):
+                more = speed_L[other] + held_LL[layer, layer + 1] - held_LL[layer, other + 1]
+                if more - limit * work_L[other] < best:
+                    best, speed, work = more - limit * work_L[other], more, work_L[other]
+            speed_L[layer], work_L[layer] = speed, work + share_L[layer]
+            if best - limit * share_L[layer] < least:
+                least, ratio = best - limit * share_L[layer], speed_L[layer] / work_L[layer]
+        if ratio >= limit * (1 - 1e-9):
+            break
+        limit = ratio
+    return limit
