@@ -108,7 +108,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
     "scipy": {
         "scheduler.sync": "step_needs",
         "scheduler.partners": "mixing",
-        "scheduler.throughput": "bound max_flow milp routing",
+        "scheduler.throughput": "bound in_flight max_flow milp routing",
     },
     "hivemind": {
         "comm.net": "daemon libp2p libp2p_directory libp2p_services dht_calls dht_values",

@@ -56,6 +56,7 @@ MOST_ROUTES = 64  # we store durations of this many routes; beyond, the route un
 AT_RANDOM = 3.0  # while most routes are new, executions arrive unevenly, so queues may be this many times longer
 MANY_ROUTES = 8  # if we know more routes than this, a new route's first estimate is the shortest duration on any route
 LEAST_BUDGET_S = 9.0  # a micro-batch gets at least this long: time to notice a silent peer and to try another one
+MOST_DOUBLED = 6  # a time limit is doubled at most this often
 
 
 @dataclass(slots=True)
@@ -92,6 +93,8 @@ class MicroBatchWindow:
     starting: bool = True  # True during slow start: each completed micro-batch enlarges the window until a queue forms
     bases: dict[tuple[PeerId, ...], RouteBase] = field(default_factory=dict)  # a route is the tuple of its later peers
     typical_s: Seconds | None = None
+    late: int = 0  # how often micro-batches ran out of time since one was completed, at most MOST_DOUBLED
+    _doubled_at: Seconds = -math.inf  # when `late` grew last
     _waiting: float = 0.0  # running average of the part of its duration that a micro-batch waits in queues
     _new: float = 0.0  # running average of the part of our micro-batches whose route we did not know before
     _fastest_s: Seconds = math.inf  # shortest duration on any route; each longer duration raises it slightly (FADES)
@@ -105,6 +108,7 @@ class MicroBatchWindow:
             route: The peers after this one on the micro-batch's route.
             max_size: The largest window that memory allows, in micro-batches.
         """
+        self.late = 0
         waited = 1 - self._base_s(seconds, route) / max(1e-9, seconds)
         self._waiting += NEWEST_WEIGHT * (waited - self._waiting)
         known = self.typical_s
@@ -122,6 +126,18 @@ class MicroBatchWindow:
             self.size = max(2, self.size - 1)
         self.size = min(self.size, max_size)
 
+    def budget_s(self, guess_s: Seconds = 0.0) -> Seconds:
+        """Return the seconds after which a micro-batch is given up; see the function `budget_s`."""
+        return budget_s(self.typical_s, guess_s, self.late)
+
+    def ran_out(self, started_at: Seconds, now: Seconds) -> None:
+        """Record that a micro-batch which began at `started_at` ran out of time: later ones get twice as long.
+
+        Micro-batches that began with the same limit count once.
+        """
+        if started_at >= self._doubled_at:
+            self.late, self._doubled_at = min(MOST_DOUBLED, self.late + 1), now
+
     def _base_s(self, seconds: Seconds, route: tuple[PeerId, ...]) -> Seconds:
         """Record a micro-batch's duration on a route, and return the seconds that it would take without waiting.
 
@@ -138,19 +154,21 @@ class MicroBatchWindow:
         return self._fastest_s if known is None and len(self.bases) > MANY_ROUTES else base.least
 
 
-def budget_s(typical_s: Seconds | None, guess_s: Seconds = 0.0) -> Seconds:
+def budget_s(typical_s: Seconds | None, guess_s: Seconds = 0.0, late: int = 0) -> Seconds:
     """Return the seconds after which an origin peer gives up one of its micro-batches, retries included.
 
     Args:
         typical_s: Usual duration of our micro-batches; None until the first one has completed.
         guess_s: Expected duration without waiting, used while `typical_s` is None; 0 if unknown.
+        late: How often in a row micro-batches ran out of time; each time doubles the result.
 
     Returns:
         At most MAX_ROUTE_S; MAX_ROUTE_S if neither duration is known.
     """
-    if typical_s is None:
-        return min(MAX_ROUTE_S, max(UNKNOWN_S, 2 * ROUTE_SLACK * guess_s)) if guess_s > 0 else MAX_ROUTE_S
-    return min(MAX_ROUTE_S, max(LEAST_BUDGET_S, 2 * ROUTE_SLACK * typical_s))
+    if typical_s is None and guess_s <= 0:
+        return MAX_ROUTE_S
+    expected_s, least_s = (guess_s, UNKNOWN_S) if typical_s is None else (typical_s, LEAST_BUDGET_S)
+    return min(MAX_ROUTE_S, 2.0**late * max(least_s, 2 * ROUTE_SLACK * expected_s))
 
 
 @dataclass(slots=True)
@@ -401,7 +419,7 @@ class OwnMicroBatches:
             last=last,
             memory_share=self.admission.stage.memory_share(0, last),
             started_at=now,
-            until=now + budget_s(self.admission.window.typical_s),
+            until=now + self.admission.window.budget_s(),
             drawn=now,
             round=self.admission.round,
         )

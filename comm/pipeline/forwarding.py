@@ -117,13 +117,16 @@ class Forwarding:
         holders = [peer for peer, weight in trust.items() if weight]
         peers = [peer for peer in holders if peer not in hop.tried]
         peers = peers or [peer for peer in holders if peer != hop.tried[-1]] or holders
-        peers = [peer for peer in self.scheduler.askable(peers, now) if peer not in hop.busy]
+        peers = self.scheduler.askable(peers, now)
+        peers = self.scheduler.near({peer: self.view.span_and_speed(peer)[2] for peer in peers}, now)
+        peers = [peer for peer in peers if peer not in hop.busy]
         if self.stage.exact:
             peers = [peer for peer in peers if peer not in self.questioned] or peers
         if not peers:
             return self._wait(hop, now)
         rates = self._rates(execution.last, {peer: trust[peer] for peer in peers})
-        chosen = self.scheduler.choose(execution.last, rates, CANDIDATES if len(rates) > FEW else 1)
+        links_s = {peer: self._link_s(hop, peer) for peer in rates}
+        chosen = self.scheduler.choose(execution.last, rates, links_s, CANDIDATES if len(rates) > FEW else 1)
         if len(rates) <= FEW:
             return self._send_to(execution, chosen[0], now)
         hop.offer(chosen)
@@ -169,7 +172,8 @@ class Forwarding:
         load = answer if isinstance(answer, Load) and execution.last < answer.last <= self.stage.layers else None
         if load is not None:
             load = replace(load, wait_s=self.scheduler.believable_wait_s(event.peer, load))
-        offers.answered(event.peer, load, self.load.share(execution.last, load.last) if load else 0.0)
+        part = self.load.share(execution.last, load.last) if load else 0.0
+        offers.answered(event.peer, load, part, self._link_s(hop, event.peer))
         if load is None:
             hop.busy.append(event.peer)
         if offers.asked:
@@ -184,7 +188,7 @@ class Forwarding:
             return self.table.give_up(execution, Reason.LATE)
         hop, id = execution.sent, execution.next_id
         execution.events.append(("sent to", to))
-        look_at = now + self.scheduler.look_s(to, self._guess_s(execution))
+        look_at = now + self.scheduler.look_s(to, self._guess_s(execution, to))
         hop.send(Sent(to, now, now + self._deadline_s(execution, to), look_at))
         self.scheduler.asked(to, now)
         run, sequences, drawn = self.stage.run, execution.sequences, execution.drawn
@@ -196,11 +200,26 @@ class Forwarding:
         return [Ask(tag, to, Envelope(request, hop.payload), patience_s, hop.most_bytes)]
 
     def _deadline_s(self, execution: StageExecution, to: PeerId) -> Seconds:
-        return self.scheduler.deadline_s(to, self._guess_s(execution))
+        return self.scheduler.deadline_s(to, self._guess_s(execution, to))
 
-    def _guess_s(self, execution: StageExecution) -> Seconds:
-        """Return the seconds that the remaining layers take without waiting, at the usual speed of devices."""
-        return self.load.rest_s(execution.sent.tokens, execution.last)
+    def _guess_s(self, execution: StageExecution, to: PeerId) -> Seconds:
+        """Return the seconds that the remaining layers and transfers take without waiting, at usual speeds."""
+        hop, more = execution.sent, max(0, self.load.hops_left(execution.last) - 1)
+        links_s = self._link_s(hop, to) + more * self._link_s(hop, None)
+        return self.load.rest_s(hop.tokens, execution.last) + links_s
+
+    def _link_s(self, hop: NextHop, to: PeerId | None) -> Seconds:
+        """Return the seconds in which activations reach a peer (None: a typical one) and their gradient comes back."""
+        return self.view.there_and_back_s(to, len(hop.payload), hop.most_bytes)
+
+    def route_s(self, execution: StageExecution) -> Seconds:
+        """Return the seconds that a micro-batch of ours takes without waiting; 0 if no speed of devices is known.
+
+        Call this after the forward pass.
+        """
+        hop = execution.sent
+        computing_s = self.load.rest_s(hop.tokens, 0)
+        return computing_s and computing_s + self.load.hops_left(execution.last) * self._link_s(hop, None)
 
     def refused(self, execution: StageExecution, now: Seconds) -> list[Effect]:
         """Ask another peer, because the next peer refused as busy; pause once MOST_BUSY peers have refused."""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from decentral.comm.pipeline.admission import Admission, budget_s
+from decentral.comm.pipeline.admission import Admission
 from decentral.comm.pipeline.audits import RouteAudits
 from decentral.comm.pipeline.execution import (
     AWAY,
@@ -158,7 +158,8 @@ class ExecutionLifecycle:
         if isinstance(execution, OwnExecution):
             execution.name(done.number)
             if self.admission.window.typical_s is None:
-                execution.until = execution.started_at + budget_s(None, load.rest_s(done.tokens, 0))
+                limit_s = self.admission.window.budget_s(self.forwarding.route_s(execution))
+                execution.until = execution.started_at + limit_s
         return self.forwarding.send(execution, now, "forward pass done")
 
     def _backward_done(self, execution: StageExecution, done: BackwardDone, now: Seconds) -> list[Effect]:
@@ -257,6 +258,8 @@ class ExecutionLifecycle:
                     self.table.holds.ran_out(PeerId(execution.id.origin), now - execution.held_at, now)
                 elif execution.state is AWAY and hop is not None:
                     self.forwarding.ran_out(hop, now)
+                if execution.own:
+                    self.admission.window.ran_out(execution.started_at, now)
                 effects += self.table.give_up(execution, Reason.LATE)
             elif hop is not None and execution.state is AWAY and now >= hop.place.due:
                 match hop.place:

@@ -41,6 +41,10 @@ MOST_NEXT_PEERS = 256  # for at most this many next peers we store how long a mi
 NEWEST_WEIGHT = 0.2  # weight of the newest value in a running average
 LEAST_WEIGHT = 0.02  # a peer without routing weight gets this part of the largest weight, so that its speed is measured
 MOST_TIMES_SLOWER = 16.0  # missed deadlines raise an expected duration to at most this many times the median of peers
+FAR_TIMES = 6.0  # with exact gradients, a peer gets nothing if its link makes it this many times slower than others
+HEALED_TIMES = 2.0  # the mean of a peer's seconds is at most this many times the newest
+FAR_S = 5.0  # a peer behind a slow link is timed again after this time at first, then after twice as long each time
+UNKNOWN_TIMES = 4.0  # a peer that was not timed yet counts as at most this many times slower than a typical one
 MISSED = 2.0  # each missed deadline multiplies the peer's expected duration by this
 FIRST_SUSPENDED_S = 4.0  # the first suspension is this long; each unanswered Offer doubles it, up to MOST_SUSPENDED_S
 MOST_SUSPENDED_S = 64.0  # a peer that does not answer Offers is suspended for at most this long
@@ -159,21 +163,54 @@ class PeerScheduler:
 
     seconds: dict[PeerId, Seconds] = field(default_factory=dict)  # mean time until a peer returns a gradient
     suspended: dict[PeerId, Suspension] = field(default_factory=dict)
+    # For each peer behind a slow link: (when it is timed again, the wait before).
+    _far: dict[PeerId, tuple[Seconds, Seconds]] = field(default_factory=dict)
     # For each layer: the turns of the peers that hold it.
     _strides: dict[int, StrideScheduler[PeerId]] = field(default_factory=dict)
 
-    def choose(self, layer: int, rates: Mapping[PeerId, float], count: int = 1) -> list[PeerId]:
+    def choose(
+        self,
+        layer: int,
+        rates: Mapping[PeerId, float],
+        links_s: Mapping[PeerId, Seconds],
+        count: int = 1,
+    ) -> list[PeerId]:
         """Return the `count` peers that come next at this layer, or all if there are fewer, and record their turns.
 
         Args:
             layer: First layer of the next peer's execution.
             rates: Routing weight of each peer, in any unit. A peer with 0 gets a few turns, to measure its speed.
+            links_s: Seconds of the transfers to and from each peer. A peer whose gradients were not timed yet is
+                expected to take as long, but between 1 and UNKNOWN_TIMES times as long as a typical peer.
             count: How many peers to take.
         """
         top, typical_s = max(rates.values(), default=0.0), self._typical_s()
         weights = {peer: max(LEAST_WEIGHT, rate / top) if top else 1.0 for peer, rate in rates.items()}
-        costs = {peer: self.seconds.get(peer, typical_s) / weight for peer, weight in weights.items()}
+        guess_s = {peer: min(UNKNOWN_TIMES * typical_s, max(typical_s, links_s[peer])) for peer in rates}
+        costs = {peer: self.seconds.get(peer, guess_s[peer]) / weight for peer, weight in weights.items()}
         return self._strides.setdefault(layer, StrideScheduler()).choose(costs, count)
+
+    def near(self, speeds: Mapping[PeerId, float], now: Seconds) -> list[PeerId]:
+        """Return the peers that take less than FAR_TIMES as long as another peer of their speed, or one to time again.
+
+        With exact gradients, each step waits for the slowest micro-batch in flight, so peers behind slow links get
+        none. Each of them is timed again after a while, which doubles.
+
+        Args:
+            speeds: Each peer's tokens/s; 0 if it is not known.
+            now: Present time.
+        """
+        usual = max(speeds.values(), default=0.0) or 1.0
+        work = {peer: self.seconds[peer] * (speed or usual) for peer, speed in speeds.items() if peer in self.seconds}
+        most = FAR_TIMES * min(work.values(), default=0.0)
+        near = [peer for peer in speeds if work.get(peer, most) <= most]
+        far = {peer: self._far.get(peer, (now + FAR_S, FAR_S)) for peer in work if work[peer] > most}
+        due = next((peer for peer, (again_at, _) in far.items() if now >= again_at), None)
+        if due is not None:
+            far[due] = now + 2 * far[due][1], 2 * far[due][1]
+        for peer, again in far.items():
+            keep_latest(self._far, peer, again, MOST_NEXT_PEERS)
+        return near if due is None else [due]
 
     def _typical_s(self, unknown_s: Seconds = 1.0) -> Seconds:
         return median(self.seconds.values()) if self.seconds else unknown_s
@@ -182,6 +219,7 @@ class PeerScheduler:
         """Record that this peer returned a gradient after `seconds`, end its suspension, and halve its next one."""
         known = self.seconds.get(peer)
         mean = seconds if known is None else (1 - NEWEST_WEIGHT) * known + NEWEST_WEIGHT * seconds
+        mean = min(mean, HEALED_TIMES * seconds)  # so that a peer whose link was slow once is soon near again
         keep_latest(self.seconds, peer, mean, MOST_NEXT_PEERS)
         before = self.suspended.pop(peer, None)
         if before and before.seconds > FORGIVEN_S:
@@ -257,10 +295,10 @@ class PeerScheduler:
 
         Args:
             peer: The peer that has the micro-batch.
-            guess_s: Seconds expected from the devices' speeds, without queues; used if no peer's duration is known.
+            guess_s: Seconds expected from the speeds of devices and links, without queues; used for an unknown peer.
         """
         known_s = self.seconds.get(peer)
-        expected_s = self._typical_s(guess_s) if known_s is None else known_s
+        expected_s = max(guess_s, self._typical_s(guess_s)) if known_s is None else known_s
         least_s = UNKNOWN_S if known_s is None else HOP_DEADLINE_FLOOR_S
         return min(HOP_DEADLINE_TOP_S, max(least_s, ROUTE_SLACK * expected_s))
 
@@ -292,18 +330,19 @@ class Offers:
     best: PeerId | None = None
     _least: tuple[float, float] = (0.0, 0.0)  # rank of `best`: (cost in seconds / part of the model, -part)
 
-    def answered(self, peer: PeerId, load: Load | None, part: float) -> None:
+    def answered(self, peer: PeerId, load: Load | None, part: float, link_s: Seconds) -> None:
         """Record a peer's answer, and keep the peer as `best` if it needs the fewest seconds for its part of the model.
 
         Args:
             peer: The peer that got the Offer.
             load: Its answer; None if it refused or did not answer.
             part: Part of the model's parameters that it would compute.
+            link_s: Seconds of the transfers to and from it.
         """
         self.asked.discard(peer)
         if load is None or part <= 0:
             return
-        cost = (load.wait_s + COMPUTE_WEIGHT * load.seconds) / part
+        cost = (link_s + load.wait_s + COMPUTE_WEIGHT * load.seconds) / part
         if self.best is None or (cost, -part) < self._least:
             self.best, self._least = peer, (cost, -part)
 

@@ -188,7 +188,7 @@ class Router:
                 self.audits.stepped(len(tokens))
                 return self.ledger.sealed(tokens, slot, sound)
             case Stepped(spent=spent, executions=executions, applied=applied):
-                self.load.stepped(spent.busy)
+                self.load.stepped(spent.training)
                 if executions:
                     self.audits.stepped(len(executions))
                 told: list[Effect] = [] if applied is None else [Log(AppliedLine(of=applied))]

@@ -5,6 +5,7 @@ speed. `RouteView` is the interface through which the router reads other peers' 
 """
 
 import bisect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,6 +23,8 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import MOST_UNDER_WAY
 from decentral.core.layer_work import UNMEASURED, KindCosts, forward_share, share
 from decentral.core.units import Seconds
+
+LEAST_PART_MEASURED = 0.2  # the speed is measured where executions take at least this part of a whole one
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,12 @@ class RouteView(Protocol):
     def span_and_speed(self, peer: PeerId) -> tuple[int, int, float]:
         """Return the layers [first, last) that a successor holds, and its tokens/s through the whole model."""
 
+    def there_and_back_s(self, peer: PeerId | None, sent: int, received: int) -> Seconds:
+        """Return the seconds in which `sent` bytes reach a peer and `received` bytes come back, by measured links.
+
+        `peer` is None for a typical peer.
+        """
+
     def is_thin(self) -> bool:
         """Return whether this peer's uplink is slow, so that activations are sent in the run's smaller encoding."""
 
@@ -132,6 +141,7 @@ class StageLoad:
     speed: float = 0.0  # measured tokens/s through the whole model, without the pauses; 0: not measured yet
     tokens: int = 0
     _worked: float = 0.0  # work since the last optimizer step: sum of tokens times share of a token's time
+    _full: float = 0.0  # what that work would be if each execution went through all our layers
     _shares: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
 
     def hold(self, stage: StageConfig) -> None:
@@ -142,16 +152,19 @@ class StageLoad:
         """Add an execution of `tokens` tokens, whose backward pass is done, to the work since the last step."""
         self.tokens = tokens
         self._worked += tokens * self.share(execution.id.first, execution.last)
+        self._full += tokens * self.share(self.stage.first, self.stage.last)
 
     def stepped(self, seconds: Seconds) -> None:
         """Update the speed at a step, given that this peer has computed for `seconds` seconds since the last step.
 
         The average is taken of seconds per token, not of tokens/s: so it soon shows that a device has become slower.
+        Executions through few layers say little about the device, as each has a fixed cost: a peer that computed only
+        the embedding would seem very slow, and so would get nothing else to do.
         """
-        if self._worked > 0 and seconds > 0:
+        if self._worked > LEAST_PART_MEASURED * self._full and seconds > 0:
             newest_s = seconds / self._worked
             self.speed = 1 / ((1 - NEWEST_WEIGHT) / self.speed + NEWEST_WEIGHT * newest_s if self.speed else newest_s)
-        self._worked = 0.0
+        self._worked = self._full = 0.0
 
     def share(self, first: int, last: int) -> float:
         """Return the share of a token's time through the model that layers [first, last) take on this device."""
@@ -185,6 +198,11 @@ class StageLoad:
             elif execution.state is BACKWARD:
                 parts += whole - forward
         return self.seconds(parts)
+
+    def hops_left(self, layer: int) -> int:
+        """Return how many peers a micro-batch visits from a layer on, if all hold as large a part as this peer."""
+        rest = self.share(layer, self.stage.layers)
+        return math.ceil(rest / self.share(self.stage.first, self.stage.last)) if rest > 0 else 0
 
     def rest_s(self, tokens: int, layer: int) -> Seconds:
         """Return the seconds that peers of usual speed need to compute from a layer to the model's end, without queues.

@@ -231,6 +231,22 @@ class Meter:
         late = self.links[peer].late if peer in self.links else 0
         return min(DEADLINE_TOP_S, BACK_OFF**late * self.first_deadline_s(peer, size))
 
+    def there_and_back_s(self, peer: PeerId | None, sent: int, received: int) -> Seconds:
+        """Return the seconds in which `sent` bytes reach a peer and `received` bytes come back, without its own work.
+
+        Figures that were not measured on the link are those of our other links, or else those of a weak home.
+
+        Args:
+            peer: The other peer; None: a typical one.
+            sent: Bytes of the question.
+            received: Bytes of the answer.
+        """
+        link = (self.links.get(peer) if peer is not None else None) or Link()
+        latency_s = UNKNOWN_LATENCY_S if link.latency_s is None else link.latency_s
+        up, down = link.up or self.best_up(), link.down.known or self.typical_down()
+        there_s = transfer_s(sent, up or UNKNOWN_BANDWIDTH, latency_s)
+        return latency_s + there_s + transfer_s(received, down or UNKNOWN_BANDWIDTH, latency_s)
+
     def first_deadline_s(self, peer: PeerId, size: int) -> Seconds:
         """Return the seconds to wait for an answer of `size` bytes, without regard to earlier late answers.
 

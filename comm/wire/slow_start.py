@@ -13,9 +13,10 @@ All durations are from the arrival of the first byte to the arrival of the last 
 from collections.abc import Iterator
 from functools import lru_cache
 
-from decentral.core.units import Seconds
+from decentral.core.units import MiB, Seconds
 
 INITIAL_BYTES = 10 * 1448  # the initial congestion window of TCP: 10 segments of 1,448 bytes
+MOST_BYTES = 4.0 * MiB  # no connection has more bytes in flight: this is the default send buffer of Linux (tcp_wmem)
 SLOW_PART = 0.5  # at most this fraction of a duration is attributed to TCP slow start
 RESULTS_KEPT = 4096  # cached results of each function, since both are called for every message
 

@@ -18,6 +18,7 @@ from decentral.core.ids import PeerId
 from decentral.core.journal.events import AbandonedLine, CountedLine, StepLine, UncountedLine
 from decentral.core.layer_work import share
 from decentral.core.machine import Log
+from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.units import Seconds
 from decentral.engine import memory
 from decentral.engine.fragment import fragments_of
@@ -70,8 +71,8 @@ def scenario_of(
     """Return the scenario in which the planned peers begin with their planned layers, and keep these.
 
     A device computes as fast as the plan assumes. The fragments' sizes are proportional to the time that they take, as
-    peers judge times by sizes. A micro-batch has as many sequences as fit in each peer of a route. The plan estimates
-    memory in another way than peers do, so each peer has at least the memory that its layers need.
+    peers judge times by sizes. The plan estimates memory in another way than peers do, so each peer has the memory that
+    its layers need with as many micro-batches in flight as the plan says.
 
     Raises:
         UserError: If the plan is for another topology or model, or cuts the model within a fragment.
@@ -90,7 +91,8 @@ def scenario_of(
         raise UserError(f"--plan: the plan cuts before layer {at}, within a fragment: set gossip.fragment_parameters=1")
     routed = {hop[0] for route in plan.routes if len(route["hops"]) > 1 for hop in route["hops"]}
     sequences = min(count for peer, count in plan.micro_batches.items() if peer in (routed or plan.spans))
-    config = config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": sequences})})
+    step = {"micro_batch": sequences, "accumulate": plan.accumulate}
+    config = config.model_copy(update={"train": config.train.model_copy(update=step)})
     tokens, index = sequences * config.model.context, {peer: number for number, peer in enumerate(topology.ids)}
     placed = [index[peer] for peer in plan.spans]
     needs = memory.needs(config, cuts)
@@ -101,15 +103,21 @@ def scenario_of(
         pace=Pace(1.0, noise, report_s=REPORT_S),
         throttles=tuple(tokens * float(seconds_NL[number].sum()) for number in placed),
         tokens_per_step=tokens,
-        memory=tuple(
-            max(int(topology.memory_bytes[number]), needs.span_bytes(fragment[first], fragment[last]))
-            for number, (first, last) in zip(placed, plan.spans.values(), strict=True)
-        ),
+        memory=tuple(_memory(plan, needs, peer, fragment) for peer in plan.spans),
         spans=tuple((first, last) for first, last in plan.spans.values()),
         saved=True,
         unquantised=True,
     )
     return Scenario(settings, len(placed), seconds, seed, topology=topologies.among(topology, placed), audited=False)
+
+
+def _memory(plan: ThroughputPlan, needs: MemoryNeeds, peer: str, fragment: dict[int, int]) -> int:
+    """Return the bytes of a peer's layers with the planned micro-batches in flight, and no less than a peer requires.
+
+    `fragment` maps the layers at which fragments begin or end to their numbers.
+    """
+    begin, end = (fragment[layer] for layer in plan.spans[peer])
+    return max(needs.span_bytes(begin, end), needs.span_bytes(begin, end, plan.in_flight.get(peer, 1)))
 
 
 def _timed(cuts: list[Fragment], share_L: list[float]) -> tuple[Fragment, ...]:

@@ -82,6 +82,10 @@ class RoutePlanner:
         """Return (first, last, tokens/s) of a peer that holds layers [first, last); (0, 0, 0.0) if it holds none."""
         return self.roster.holders.span_and_speed(peer)
 
+    def there_and_back_s(self, peer: PeerId | None, sent: int, received: int) -> Seconds:
+        """Return the seconds in which `sent` bytes reach a peer and `received` bytes come back (`Meter`)."""
+        return self.meter.there_and_back_s(peer, sent, received)
+
     def is_thin(self) -> bool:
         """Return whether routes in bf16 would take more than THIN_SHARE of our uplink at our device's full speed.
 

@@ -1,4 +1,4 @@
-"""Compute how much of each device and link a finished throughput plan uses (`uses`), apart from the planner.
+"""Compute how much of each device, memory and link a finished throughput plan uses (`uses`), apart from the planner.
 
 The computation follows the plan's routes hop by hop and counts bytes for each direction of each pair of peers. It
 shares no code with the planner's linear programme (max_flow.py), so that it finds the planner's mistakes.
@@ -37,12 +37,15 @@ def uses(plan: ThroughputPlan, topology: Topology, costs: LayerCosts) -> dict[st
             hold; no device can follow such a plan.
     """
     index = {name: number for number, name in enumerate(topology.ids)}
-    busy_N, sent_NN = np.zeros(len(topology)), np.zeros((len(topology), len(topology)))
+    busy_N, kept_N = np.zeros(len(topology)), np.zeros(len(topology))
+    sent_NN = np.zeros((len(topology), len(topology)))
     for route in plan.routes:
         rate, hops = route["share"] * plan.throughput["tokens_per_s"], route["hops"]
         _check(plan, hops, costs.layers)
-        for name, first, last in hops:
+        for (name, first, last), seconds in zip(hops, _kept_s(plan, hops, topology, costs), strict=True):
             busy_N[index[name]] += rate * costs.seconds_NL[index[name], first:last].sum()
+            if len(hops) > 1:  # Little's law
+                kept_N[index[name]] += rate * seconds * costs.activation_L[first:last].sum() / _context(plan)
         for (sender, _, _), (receiver, _, _) in itertools.pairwise(hops):
             sent_NN[index[sender], index[receiver]] += rate * costs.hidden_bytes  # activations
             sent_NN[index[receiver], index[sender]] += rate * costs.hidden_bytes  # their gradients
@@ -54,7 +57,11 @@ def uses(plan: ThroughputPlan, topology: Topology, costs: LayerCosts) -> dict[st
             common = before[max(first, begin, min(last, end))] - before[max(first, begin)]
             sent_NN[index[partner], index[name]] += weight / every_s * common
     memory = [
-        costs.bytes_of(first, last, plan.micro_batches[name]) / costs.memory_N[index[name]]
+        max(
+            costs.bytes_of(first, last, plan.micro_batches[name]),
+            costs.state_L[first:last].sum() + kept_N[index[name]],
+        )
+        / costs.memory_N[index[name]]
         for name, (first, last) in plan.spans.items()
     ]
     return {
@@ -65,6 +72,31 @@ def uses(plan: ThroughputPlan, topology: Topology, costs: LayerCosts) -> dict[st
         "link": _greatest_link(sent_NN / topology.bandwidth, topology.ids),
         "shared link": _greatest_site(sent_NN, topology),
     }
+
+
+def _context(plan: ThroughputPlan) -> int:
+    """Return the tokens in a sequence."""
+    return int(plan.planned_for["context"])
+
+
+def _kept_s(
+    plan: ThroughputPlan, hops: Sequence[tuple[str, int, int]], topology: Topology, costs: LayerCosts
+) -> list[float]:
+    """Return the seconds for which each hop of a route keeps a micro-batch that waits nowhere."""
+    if len(hops) == 1:
+        return [0.0]
+    tokens = plan.micro_batches[hops[0][0]] * _context(plan)
+    kept, later_s, after = list[float](), 0.0, -1
+    for name, first, last in reversed(hops):
+        at = topology.ids.index(name)
+        later_s += tokens * float(costs.seconds_NL[at, first:last].sum())
+        for one, other in ((at, after), (after, at)) if after >= 0 else ():
+            later_s += float(
+                topology.delay_s[one, other] + tokens * costs.hidden_bytes / topology.bandwidth[one, other]
+            )
+        kept.append(later_s)
+        after = at
+    return kept[::-1]
 
 
 def _check(plan: ThroughputPlan, hops: Sequence[tuple[str, int, int]], layers: int) -> None:

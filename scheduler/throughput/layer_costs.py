@@ -1,6 +1,6 @@
 """Estimate what a model's layers cost each peer: seconds per token, bytes on links, and device memory.
 
-    bytes of a span = parameters * 36 + micro-batch tokens * 34 * width * blocks + bytes of the logits
+    bytes of a span = parameters * 36 + tokens in flight * 34 * width * blocks + bytes of the logits
 
 36 bytes per parameter: eight vectors in float32 (32: the weights, four vectors of gossip, the gradient, two moments of
 AdamW), and two snapshots of int8 and 4-bit values (3; rounded up for the codec's scales). 34 bytes per channel and
@@ -8,12 +8,14 @@ token: a block's activations in 16 bits without the attention matrix, which the 
 (Korthikanti et al., arXiv 2205.05198, equation 2).
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Self
 
 import numpy as np
 
+from decentral.comm.wire.slow_start import MOST_BYTES
 from decentral.core.config import Config
 from decentral.core.errors import UserError
 from decentral.core.fragments import Fragment
@@ -27,6 +29,7 @@ SNAPSHOT_BYTES = 1.5  # bytes per parameter that a gossip exchange sends in each
 ROUND_S = 600.0  # a peer is assumed to pull the snapshots of its layers once in this time: the longest gossip window
 UTILISATION = 0.35  # share of peak FLOP/s that training reaches: 1 B parameters on an H200 (docs/results/gpu.md)
 MOST_PLANNED_SEQUENCES = 64  # larger micro-batches are not planned, as no device is faster with them
+LEAST_ROUND_TRIP_S = 1e-6
 COSTS_REMEMBERED = 8
 
 
@@ -40,7 +43,7 @@ class LayerCosts:
     activation_L: Floats  # bytes of each layer's activations per sequence
     snapshot_L: Floats  # bytes/s of gossip about each layer that a holder sends, and that it receives
     memory_N: Floats  # bytes
-    link_NN: Floats  # bytes/s in the slower direction; 0 from a peer to itself
+    link_NN: Floats  # bytes/s in the slower direction of one connection; 0 from a peer to itself
     hidden_bytes: float  # bytes of one token's activations between two layers, one way
     holders: int  # each layer must be trained by at least this many peers
     rate_N: Floats  # bytes/s of the slower of each peer's uplink and downlink, for all its links; inf: unlimited
@@ -73,8 +76,17 @@ class LayerCosts:
         return float((1 / self.seconds_NL.sum(axis=1)).sum())
 
     def fits(self, peer: int, first: int, last: int) -> bool:
-        """Return whether layers [first, last) and a micro-batch of one sequence fit in a peer's memory."""
-        return bool(self.bytes_of(first, last, 1) <= self.memory_N[peer])
+        """Return whether layers [first, last) and the least micro-batches in flight fit in a peer's memory."""
+        return bool(self.bytes_of(first, last, self.least_in_flight(first, last)) <= self.memory_N[peer])
+
+    def least_in_flight(self, first: int, last: int) -> int:
+        """Return how many micro-batches of one sequence must fit beside layers [first, last): 1 for the whole model.
+
+        If all stages are as wide, one is at this peer and one at each later stage, while one waits for this peer
+        (1F1B: PipeDream, arXiv 1806.03377).
+        """
+        whole = last - first >= self.layers
+        return 1 if whole else 1 + math.ceil((self.layers - first) / max(1, last - first))
 
     def bytes_of(self, first: int, last: int, sequences: int) -> float:
         """Return the bytes that layers [first, last) take with a micro-batch of `sequences` sequences."""
@@ -153,6 +165,8 @@ def of_model(topology: Topology, config: Config, holders: int = 1, utilisation: 
     state_L = STATE_BYTES * parameters_L
     _use_measured_bytes(topology, model.context, activation_L, state_L)
     link_NN = np.minimum(topology.bandwidth, topology.bandwidth.T)
+    round_trip_NN = topology.delay_s + topology.delay_s.T
+    connection_NN = MOST_BYTES / np.maximum(round_trip_NN, LEAST_ROUND_TRIP_S)
     found = LayerCosts(
         seconds_NL=seconds_NL,
         state_L=state_L,
@@ -160,7 +174,7 @@ def of_model(topology: Topology, config: Config, holders: int = 1, utilisation: 
         activation_L=activation_L,
         snapshot_L=SNAPSHOT_BYTES * parameters_L / ROUND_S,
         memory_N=topology.memory_bytes,
-        link_NN=np.where(np.isinf(link_NN), 0.0, link_NN),
+        link_NN=np.where(np.isinf(link_NN), 0.0, np.minimum(link_NN, connection_NN)),
         hidden_bytes=2.0 * model.d_model,
         holders=holders,
         rate_N=np.minimum(topology.up, topology.down),

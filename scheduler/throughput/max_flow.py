@@ -11,7 +11,7 @@ generalised from whole spans to parts of spans). The linear programme (HiGHS):
     sum_x seconds_jx * y_jx <= 1                            no peer computes for more than 1 s per second
     hidden * sum_ix (m_ijx + m_jix) <= left_j               a peer's uplink; its downlink carries as much
     the same for the pairs (i, j) with one end in a site: its shared link; for one pair: the link between i and j
-    maximise sum_j y_j0 - MOVE_COST * sum m
+    maximise sum_j y_j0 - MOVE_COST * sum of detour_ij * m_ijx
 
 Activations travel one way and gradients of the same size back. `left` are the bytes/s that gossip leaves
 (link_limits.py). To keep the programme small, interchangeable peers with the same span (peer_kinds.py) count as one
@@ -38,7 +38,7 @@ from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 
 FLOWS_REMEMBERED = 1024
 NEAREST = 8  # for each layer, only this many of a peer's fastest links enter the linear programme, to keep it small
-MOVE_COST = 1e-4  # a token/s more is not worth this many (1 / MOVE_COST) transfers more, so that no transfer is idle
+MOVE_COST = 1e-4  # a token/s more is worth 1 / MOVE_COST transfers over fast links, and half as many over slow ones
 LEAST_LINK = 1e-7  # a link that carries less than this share of the flow's bound counts as none, as 0 for the solver
 MOST_SOLVING_S = 1e6  # a longer time limit is not passed to the solver
 # With more variables than this, interior points (and a crossover to a vertex) take a third of the simplex's time.
@@ -248,7 +248,7 @@ class _Programme:
         )
         self.cost = np.zeros(self.width)
         self.cost[self.y[self.part_Y == 0]] = -1.0
-        self.cost[self.m] = MOVE_COST
+        self.cost[self.m] = MOVE_COST * self._detours(groups.first_C)[self.sender_M, self.receiver_M]
         self.cost[self.o] = MOVE_COST
         self.use, self.limits = self._capacities()
         self.balance = self._balance()
@@ -257,6 +257,12 @@ class _Programme:
     def _carries(self, left: Floats) -> Flags:
         """Return whether this many bytes/s are enough for a transfer that matters."""
         return np.asarray(left > LEAST_LINK * self.scale * self.costs.hidden_bytes)
+
+    def _detours(self, peers_C: Ints) -> Floats:
+        """Return the cost of a transfer between two groups, (C, C): 1 over a very fast link, 2 over the slowest one."""
+        link_CC = self.costs.link_NN[np.ix_(peers_C, peers_C)]
+        slowest = link_CC.min(initial=np.inf, where=link_CC > 0)
+        return np.asarray(1 + np.divide(slowest, link_CC, out=np.ones_like(link_CC), where=link_CC > 0))
 
     def _pairs(self) -> tuple[Ints, Ints, Ints]:
         """Return the possible m as three arrays; if many enter a part, only each group's NEAREST fastest links."""

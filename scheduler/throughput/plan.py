@@ -15,7 +15,7 @@ from decentral.core.errors import UserError
 from decentral.core.strict_json import JsonObject
 from decentral.core.units import readable_number
 from decentral.scheduler.partners import mixing
-from decentral.scheduler.throughput import feasibility, layer_costs, max_flow, routes, solvers, span_search
+from decentral.scheduler.throughput import feasibility, in_flight, layer_costs, max_flow, routes, solvers, span_search
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.throughput.span_search import FlowProblem
 from decentral.scheduler.topology.arrays import Ints
@@ -79,7 +79,7 @@ def throughput_plan(
         throughput={"tokens_per_s": 0.0, "bound": bound},
         planned_for=_planned_for(topology, config, utilisation),
         spans={name: [int(a), int(b)] for name, (a, b) in zip(topology.ids, chosen, strict=True) if a < b},
-        micro_batches=_micro_batches(topology, costs, chosen),
+        micro_batches={},
         routes=[],
         gossip=partners.to_json(topology.ids),
         use={},
@@ -87,7 +87,7 @@ def throughput_plan(
         reason="Stay as you are: each peer keeps its layers. " if stays else "",
         digest=topology.digest(),
     )
-    return _with_routes(plan, topology, costs, chosen, found)
+    return _with_routes(plan, topology, config, costs, (chosen, found))
 
 
 def _planned_for(topology: Topology, config: Config, utilisation: float) -> JsonObject:
@@ -98,21 +98,43 @@ def _planned_for(topology: Topology, config: Config, utilisation: float) -> Json
     """
     layers = config.model.layer_parameters
     model: JsonObject = {"model": config.name, "parameters": sum(layers), "layers": len(layers)}
+    model["context"] = config.model.context
     return model | {"utilisation": utilisation, "measured": int(layer_costs.measured(topology).sum())}
 
 
 def _with_routes(
-    plan: ThroughputPlan, topology: Topology, costs: LayerCosts, chosen: Ints, found: max_flow.MaxFlow
+    plan: ThroughputPlan, topology: Topology, config: Config, costs: LayerCosts, of: tuple[Ints, max_flow.MaxFlow]
 ) -> ThroughputPlan:
-    """Return the plan with the routes of a flow, what they use of devices and links, their throughput, and a reason."""
-    paths = routes.routes(found)
-    tokens_per_s = found.tokens_per_s * sum(share for share, _ in paths) * (1 - HEADROOM)
-    plan = replace(plan, throughput=plan.throughput | {"tokens_per_s": tokens_per_s}, routes=_routes(topology, paths))
+    """Return the plan with the routes of a flow, what they use of devices and links, their throughput, and a reason.
+
+    `of` has the spans and the flow through them. Routes carry less than the flow where memory for micro-batches in
+    flight is scarce, or where steps wait for them.
+    """
+    chosen, found = of
+    spans = [(int(a), int(b)) for a, b in chosen]
+    paths = [(share * found.tokens_per_s, hops) for share, hops in routes.routes(found)]
+    pipeline, rates = in_flight.chosen(costs, topology.delay_s, config, paths, spans)
+    carried = [(rate, hops) for rate, (_, hops) in zip(rates.tolist(), paths, strict=True) if rate > 0]
+    tokens_per_s = sum(rate for rate, _ in carried) * (1 - HEADROOM)
+    plan = replace(
+        plan,
+        throughput=plan.throughput | {"tokens_per_s": tokens_per_s},
+        routes=_routes(topology, sorted(carried, key=lambda path: (-path[0], path[1]))),
+        micro_batches=_micro_batches(topology, pipeline, carried, spans),
+        accumulate=in_flight.accumulated(config, pipeline.sequences),
+        in_flight={
+            topology.ids[peer]: int(pipeline.capacity((peer, *spans[peer]), spans[peer]))
+            for peer in sorted(_routed(carried))
+        },
+    )
     used = feasibility.uses(plan, topology, costs)
     return replace(
         plan,
         use={kind: use.share for kind, use in used.items()},
-        reason=plan.reason + _reason(plan, costs, chosen, found) + _most_used(used),
+        reason=plan.reason
+        + _reason(plan, costs, chosen, found)
+        + _lost(found.tokens_per_s, tokens_per_s, exact=not config.routes.overlap)
+        + _most_used(used),
     )
 
 
@@ -153,13 +175,32 @@ def _no_gain(found: max_flow.MaxFlow, staying: max_flow.MaxFlow) -> bool:
     return found.tokens_per_s <= staying.tokens_per_s * (1 + STAY_MARGIN)
 
 
-def _micro_batches(topology: Topology, costs: LayerCosts, chosen: Ints) -> dict[str, int]:
-    """Return the sequences in each peer's micro-batch: as many as fit in its memory beside its layers."""
-    named = zip(topology.ids, chosen, strict=True)
-    return {name: costs.sequences(i, int(a), int(b)) for i, (name, (a, b)) in enumerate(named) if a < b}
+def _routed(paths: Sequence[in_flight.Path]) -> set[int]:
+    """Return the peers on routes of several hops."""
+    return {peer for _, hops in paths if len(hops) > 1 for peer, _, _ in hops}
 
 
-def _routes(topology: Topology, paths: Sequence[tuple[float, list[routes.Hop]]]) -> list[JsonObject]:
+def _micro_batches(
+    topology: Topology, pipeline: in_flight.Pipeline, paths: Sequence[in_flight.Path], spans: Sequence[tuple[int, int]]
+) -> dict[str, int]:
+    """Return the sequences in each peer's micro-batch: those of the routes or, for a lone peer, as many as fit."""
+    routed = _routed(paths)
+    return {
+        topology.ids[peer]: pipeline.sequences if peer in routed else pipeline.costs.sequences(peer, first, last)
+        for peer, (first, last) in enumerate(spans)
+        if first < last
+    }
+
+
+def _lost(flow: float, carried: float, exact: bool) -> str:
+    """Return a sentence about what micro-batches in flight cost; "" if it is less than 1%."""
+    if carried >= 0.99 * flow:
+        return ""
+    why = ", and steps wait for them: routes.overlap or a larger train.accumulate would lose less" if exact else ""
+    return f" Routes carry {carried / flow:.1%} of the flow, as memory holds few micro-batches in flight{why}."
+
+
+def _routes(topology: Topology, paths: Sequence[in_flight.Path]) -> list[JsonObject]:
     """Return the routes of a plan; their shares sum to 1."""
     total = sum(share for share, _ in paths)
     return [

@@ -13,13 +13,12 @@ single transfer without other traffic. Sizes are in bytes of IP packets, rates i
 
 from dataclasses import dataclass
 
-from decentral.comm.wire.slow_start import INITIAL_BYTES
-from decentral.core.units import MiB, Seconds
+from decentral.comm.wire.slow_start import INITIAL_BYTES, MOST_BYTES
+from decentral.core.units import Seconds
 
 PACKET_BYTES = 1500
 WITH_HEADERS = PACKET_BYTES / 1448  # bytes on the wire per byte of payload: a packet of 1500 bytes has 52 of headers
 FIRST_WINDOW = INITIAL_BYTES * WITH_HEADERS
-MOST_BYTES = 4.0 * MiB  # no connection has more bytes in flight: this is the default send buffer of Linux (tcp_wmem)
 SLOW_START_PATHS = 1.5  # slow start ends at this many bandwidth-delay products in flight (1 to 2 with HyStart)
 AFTER_LOSS = 0.7  # a loss shrinks the congestion window to this share (CUBIC, RFC 9438)
 LEAST_TIMEOUT_S = 0.2  # a retransmission time-out is a round trip plus this time (RFC 6298, with Linux's minimum)

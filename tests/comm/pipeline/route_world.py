@@ -283,6 +283,9 @@ class View:
         stage = self.world.peers[peer].routes.stage
         return stage.first, stage.last, 1.0
 
+    def there_and_back_s(self, peer: PeerId | None, sent: int, received: int) -> float:
+        return 0.0
+
     def is_thin(self) -> bool:
         return False
 

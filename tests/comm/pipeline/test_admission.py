@@ -78,3 +78,16 @@ def test_a_micro_batch_s_time_goes_by_what_others_took_or_by_the_devices_speeds(
     assert budget_s(None) == budget_s(1e9) == MAX_ROUTE_S
     assert budget_s(None, guess_s=0.1) == UNKNOWN_S
     assert UNKNOWN_S < budget_s(None, guess_s=10.0) < MAX_ROUTE_S
+    assert budget_s(2.0, late=3) == 8 * budget_s(2.0)
+
+
+def test_each_time_that_micro_batches_run_out_of_time_later_ones_get_twice_as_long() -> None:
+    window = MicroBatchWindow()
+    first_s = window.budget_s(10.0)
+    window.ran_out(started_at=0.0, now=first_s)
+    window.ran_out(started_at=1.0, now=first_s + 1.0)  # it had the same limit
+    assert window.budget_s(10.0) == 2 * first_s
+    window.ran_out(started_at=first_s, now=3 * first_s)
+    assert window.budget_s(10.0) == 4 * first_s
+    window.done(1.0, (A,), 8)
+    assert window.budget_s() == budget_s(1.0)

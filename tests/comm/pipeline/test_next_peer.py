@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decentral.comm.pipeline.next_peer import (
+    FAR_S,
     FEW,
     HALVED_S,
     HOP_DEADLINE_FLOOR_S,
@@ -57,15 +58,35 @@ def test_a_choice_that_was_expensive_is_taken_again_soon_after_it_is_not() -> No
 def test_a_missed_deadline_halves_a_peers_turns() -> None:
     scheduler = PeerScheduler({A: 1.0, B: 1.0})
     scheduler.missed(B)
-    taken = Counter(scheduler.choose(2, {A: 0.0, B: 0.0})[0] for _ in range(300))
+    taken = Counter(scheduler.choose(2, {A: 0.0, B: 0.0}, {A: 0.0, B: 0.0})[0] for _ in range(300))
     assert taken[A] == pytest.approx(2 * taken[B], abs=3)
+
+
+def test_a_peer_that_was_not_timed_yet_is_judged_by_its_link() -> None:
+    scheduler = PeerScheduler({A: 1.0})
+    taken = Counter(scheduler.choose(2, {A: 0.0, B: 0.0}, {A: 0.1, B: 2.0})[0] for _ in range(300))
+    assert taken[A] == pytest.approx(2 * taken[B], abs=3)
+    far = PeerScheduler({A: 1.0})
+    taken = Counter(far.choose(2, {A: 0.0, B: 0.0}, {A: 0.1, B: 1000.0})[0] for _ in range(300))
+    assert taken[A] == pytest.approx(4 * taken[B], abs=3), "its link may be faster by now"
+
+
+def test_with_exact_gradients_peers_behind_slow_links_get_nothing_and_slow_devices_do() -> None:
+    scheduler = PeerScheduler({A: 1.0, B: 10.0, C: 10.0})
+    speeds = {A: 10.0, B: 10.0, C: 1.0, X: 10.0}
+    assert scheduler.near(speeds, 0.0) == [A, C, X], "X was not timed yet"
+    assert scheduler.near(speeds, FAR_S) == [B], "it is timed again"
+    assert scheduler.near(speeds, 2 * FAR_S) == [A, C, X]
+    assert scheduler.near(speeds, 3 * FAR_S) == [B]
+    scheduler.served(B, 1.0)
+    assert scheduler.near(speeds, 3 * FAR_S) == [A, B, C, X]
 
 
 def test_missed_deadlines_never_shut_a_peer_out() -> None:
     scheduler = PeerScheduler({A: 1.0, B: 1.0})
     for _ in range(50):
         scheduler.missed(B)
-    assert B in [scheduler.choose(2, {A: 0.0, B: 0.0})[0] for _ in range(40)]
+    assert B in [scheduler.choose(2, {A: 0.0, B: 0.0}, {A: 0.0, B: 0.0})[0] for _ in range(40)]
 
 
 WAIT_S = 3.0  # for the answer to the question whether it is there
@@ -158,7 +179,7 @@ def test_what_a_peer_says_of_its_queue_counts_where_it_explains_how_long_it_has_
 
 def test_the_routing_weights_decide_among_equally_fast_peers() -> None:
     scheduler = PeerScheduler({A: 1.0, B: 1.0, C: 1.0})
-    taken = Counter(scheduler.choose(2, {A: 3.0, B: 1.0, C: 0.0})[0] for _ in range(800))
+    taken = Counter(scheduler.choose(2, {A: 3.0, B: 1.0, C: 0.0}, dict.fromkeys((A, B, C), 0.0))[0] for _ in range(800))
     assert taken[A] == pytest.approx(3 * taken[B], rel=0.05)
     assert 0 < taken[C] < 0.05 * taken[A]
 
@@ -175,7 +196,8 @@ def test_a_first_deadline_goes_by_what_the_devices_say_and_later_ones_by_what_ot
     assert scheduler.deadline_s(A, 0.0) == UNKNOWN_S
     assert scheduler.deadline_s(A, 50.0) == ROUTE_SLACK * 50.0
     scheduler.served(B, 20.0)
-    assert scheduler.deadline_s(A, 50.0) == ROUTE_SLACK * 20.0
+    assert scheduler.deadline_s(A, 5.0) == ROUTE_SLACK * 20.0
+    assert scheduler.deadline_s(A, 50.0) == ROUTE_SLACK * 50.0, "its link is slower"
 
 
 def test_a_peer_is_asked_whether_it_still_computes_before_its_deadline() -> None:
@@ -197,16 +219,25 @@ def load(wait_s: float, seconds: float, last: int = 4) -> Load:
     return Load(RUN, wait_s, seconds, last)
 
 
-def chosen(first: Load | None, second: Load | None, parts: tuple[float, float] = (0.5, 0.5)) -> PeerId | None:
+def chosen(
+    first: Load | None,
+    second: Load | None,
+    parts: tuple[float, float] = (0.5, 0.5),
+    links_s: tuple[float, float] = (0.0, 0.0),
+) -> PeerId | None:
     offers = Offers({A, B})
-    offers.answered(A, first, parts[0])
+    offers.answered(A, first, parts[0], links_s[0])
     assert offers.asked == {B}
-    offers.answered(B, second, parts[1])
+    offers.answered(B, second, parts[1], links_s[1])
     return offers.best
 
 
 def test_the_one_where_less_waits_is_chosen() -> None:
     assert chosen(load(3.0, 1.0), load(1.0, 1.0)) == B
+
+
+def test_a_near_one_goes_before_one_behind_a_slow_link() -> None:
+    assert chosen(load(0.0, 1.0), load(1.0, 1.0), links_s=(5.0, 0.1)) == B
 
 
 def test_a_slow_device_that_idles_goes_before_a_fast_one_with_a_queue() -> None:

@@ -72,6 +72,9 @@ class Peers:
     def span_and_speed(self, peer: PeerId) -> tuple[int, int, float]:
         return *self.spans[peer], 1.0
 
+    def there_and_back_s(self, peer: PeerId | None, sent: int, received: int) -> float:
+        return 0.0
+
     def is_thin(self) -> bool:
         return False
 

@@ -17,7 +17,7 @@ def equal(peers: int, layers: int, held: int) -> LayerCosts:
     np.fill_diagonal(link, 0.0)
     seconds, memory = np.full((peers, layers), 0.01), np.full(peers, held * 1.1)
     free, nowhere = np.full(peers, np.inf), np.full(peers, -1)
-    return LayerCosts(seconds, ones, ones / 9, ones * 0.1, ones, memory, link, 100.0, 1, free, nowhere, np.zeros(0))
+    return LayerCosts(seconds, ones, ones / 9, ones * 0.01, ones, memory, link, 100.0, 1, free, nowhere, np.zeros(0))
 
 
 def replanned(costs: LayerCosts, old: list[tuple[int, int]], seconds_ahead: float = AHEAD_S) -> tuple[Ints, float]:

@@ -36,7 +36,17 @@ def test_a_throughput_plan_as_json() -> None:
     )
     shown = plan.to_json()
     assert list(shown)[:4] == ["objective", "solver", "seed", "seconds"]
-    names = ["throughput", "planned_for", "spans", "micro_batches", "routes", "gossip", "use"]
-    assert list(shown)[4:11] == names
-    assert list(shown)[11:] == ["baselines", "reason", "digest"]
+    names = [
+        "throughput",
+        "planned_for",
+        "spans",
+        "micro_batches",
+        "accumulate",
+        "in_flight",
+        "routes",
+        "gossip",
+        "use",
+    ]
+    assert list(shown)[4:13] == names
+    assert list(shown)[13:] == ["baselines", "reason", "digest"]
     assert shown["objective"] == "throughput"

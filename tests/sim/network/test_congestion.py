@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from decentral.comm.wire.slow_start import transfer_s
+from decentral.comm.wire.slow_start import MOST_BYTES, transfer_s
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 from decentral.sim.network.agenda import Agenda
-from decentral.sim.network.congestion import FIRST_WINDOW, MOST_BYTES, WITH_HEADERS, CongestionWindow
+from decentral.sim.network.congestion import FIRST_WINDOW, WITH_HEADERS, CongestionWindow
 from decentral.sim.network.shared_links import QUEUE_S, SharedLinks, SiteLink
 
 A, B, C = PeerId("A"), PeerId("B"), PeerId("C")

@@ -1,0 +1,173 @@
+"""Bound what routes carry by memory for micro-batches in flight, and by steps that wait for them. Start at `limited`.
+
+A peer keeps a micro-batch's activations from its arrival until its backward pass here, while it waits and is computed
+here and at all later peers of its route, and while links carry it there and back. On a route r, hop h keeps it for
+
+    kept_rh = sum over hops k >= h of 2 passes_k  +  sum over links behind h of (2 delay + 2 transfer_s(bytes, rate))
+
+where a micro-batch waits for a device as long as it computes there, since a device is always busy only if work waits.
+By Little's law, the tokens/s x_r on the routes of a flow are limited by the micro-batches that fit beside the layers:
+
+    maximise sum_r x_r   with   x_r <= flow_r   and   sum_rh x_r / tokens * kept_rh <= capacity_j   for every peer j
+
+With exact gradients, an origin peer begins M micro-batches, and takes a step when the last one is back. So its cycle
+has the time of one micro-batch and M - 1 times that between two of them: `with_steps`.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import coo_matrix
+
+from decentral.comm.wire.slow_start import transfer_s
+from decentral.core.config import Config
+from decentral.core.jobs import MOST_UNDER_WAY
+from decentral.scheduler.throughput.layer_costs import LayerCosts
+from decentral.scheduler.throughput.routes import Hop
+from decentral.scheduler.topology.arrays import Floats
+
+WAITING = 1.0  # a micro-batch waits for a device this many times as long as it computes there
+JOBS_S = 0.003  # beside computing, a hop takes this long for the jobs of a micro-batch: two passes and a step
+LOST = 0.02  # the largest micro-batch is planned that costs at most this share of the tokens/s of single sequences
+Path = tuple[float, list[Hop]]
+"""The tokens/s on a route, and its hops."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """What micro-batches of a size cost the peers and links of their routes."""
+
+    costs: LayerCosts
+    delay_NN: Floats  # seconds in one direction
+    context: int  # tokens in a sequence
+    sequences: int  # in a micro-batch
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of a micro-batch."""
+        return self.sequences * self.context
+
+    def passes_s(self, hop: Hop) -> float:
+        """Return the seconds in which a hop computes both passes of a micro-batch."""
+        peer, first, last = hop
+        return JOBS_S + self.tokens * float(self.costs.seconds_NL[peer, first:last].sum())
+
+    def link_s(self, sender: int, receiver: int) -> float:
+        """Return the seconds in which activations reach a peer, and their gradient comes back, if nothing waits.
+
+        Each transfer begins with TCP slow start, as connections lose their windows while they are idle.
+        """
+        costs = self.costs
+        rate = min(costs.link_NN[sender, receiver], costs.rate_N[sender], costs.rate_N[receiver])
+        round_trip_s = float(self.delay_NN[sender, receiver] + self.delay_NN[receiver, sender])
+        size = int(self.tokens * costs.hidden_bytes)
+        return round_trip_s + 2 * transfer_s(size, float(rate), round_trip_s)
+
+    def kept_s(self, hops: Sequence[Hop], waiting: float = WAITING) -> list[float]:
+        """Return the seconds for which each hop of a route keeps a micro-batch."""
+        links = [*(self.link_s(a, b) for (a, _, _), (b, _, _) in itertools.pairwise(hops)), 0.0]
+        each = [(1 + waiting) * self.passes_s(hop) + link for hop, link in zip(hops, links, strict=True)]
+        return list(itertools.accumulate(reversed(each)))[::-1]
+
+    def capacity(self, hop: Hop, held: tuple[int, int]) -> float:
+        """Return how many micro-batches of these layers a peer that holds the layers `held` can keep, at least 1."""
+        (peer, first, last), costs = hop, self.costs
+        free = float(costs.memory_N[peer] - costs.state_L[held[0] : held[1]].sum())
+        each = self.sequences * float(costs.activation_L[first:last].sum())
+        return min(MOST_UNDER_WAY, max(1.0, free / each))
+
+    def carried(self, paths: Sequence[Path], spans_N2: Sequence[tuple[int, int]]) -> Floats:
+        """Return the tokens/s on each route that devices and memory allow; the sum is as large as possible."""
+        rates, peers = np.array([rate for rate, _ in paths]), self.costs.peers
+        uses = [  # (row, route, share of the row's limit that a token/s takes)
+            use
+            for route, (_, hops) in enumerate(paths)
+            if len(hops) > 1
+            for hop, kept in zip(hops, self.kept_s(hops), strict=True)
+            for use in (
+                (hop[0], route, kept / self.tokens / self.capacity(hop, spans_N2[hop[0]])),
+                (peers + hop[0], route, self.passes_s(hop) / self.tokens),
+            )
+        ]
+        if not uses:
+            return rates
+        uses += [
+            (peers + hops[0][0], route, float(self.costs.seconds_NL[hops[0][0]].sum()))
+            for route, (_, hops) in enumerate(paths)
+            if len(hops) == 1
+        ]
+        rows, columns, values = (np.array([use[axis] for use in uses]) for axis in range(3))
+        scale = float(rates.sum())
+        within = coo_matrix((values * scale, (rows, columns)), shape=(2 * peers, len(paths))).tocsr()
+        bounds = np.column_stack((np.zeros(len(paths)), rates / scale))
+        found = linprog(-np.ones(len(paths)), within, np.ones(2 * peers), bounds=bounds)
+        return np.maximum(0.0, found.x) * scale if found.status == 0 else np.zeros(len(paths))
+
+
+def with_steps(pipeline: Pipeline, paths: Sequence[Path], accumulate: int) -> Floats:
+    """Return the tokens/s on each route with exact gradients, for which a step waits for all micro-batches in flight.
+
+    Of M micro-batches, each origin peer has as many in flight as its longest route has hops, and a step needs
+    `accumulate` of them to be back: M = accumulate + hops - 1. The first takes as long as a micro-batch on that route,
+    and each other one as long as its routes need for it without steps:
+
+        tokens/s = M * tokens / (seconds of a micro-batch + (M - 1) * tokens / tokens/s without steps)
+
+    Args:
+        pipeline: The costs of a micro-batch.
+        paths: The routes, with what they carry without steps.
+        accumulate: The least number of micro-batches in a step.
+    """
+    rates = np.array([rate for rate, _ in paths])
+    origins = np.array([hops[0][0] for _, hops in paths])
+    routed = np.array([len(hops) > 1 for _, hops in paths])
+    for origin in np.unique(origins[routed]):
+        own = np.flatnonzero(routed & (origins == origin) & (rates > 0)).tolist()
+        if not own:
+            continue
+        flow = float(rates[own].sum())
+        many = accumulate + max(len(paths[route][1]) for route in own) - 1
+        first_s = sum(rates[route] * pipeline.kept_s(paths[route][1])[0] for route in own) / flow
+        cycle_s = max(first_s + (many - 1) * pipeline.tokens / flow, many * pipeline.tokens / flow)
+        rates[own] *= many * pipeline.tokens / cycle_s / flow
+    return rates
+
+
+def accumulated(run: Config, sequences: int) -> int:
+    """Return the least micro-batches of so many sequences in a step that has all sequences of a step of the run."""
+    whole, train = run.train.micro_batch, run.train
+    return max(1, train.accumulate * whole // sequences) if isinstance(whole, int) else train.accumulate
+
+
+def chosen(
+    costs: LayerCosts,
+    delay_NN: Floats,
+    run: Config,
+    paths: Sequence[Path],
+    spans_N2: Sequence[tuple[int, int]],
+) -> tuple[Pipeline, Floats]:
+    """Return the costs of the best micro-batches, and the tokens/s that each route carries with them.
+
+    The micro-batches are the largest that cost at most LOST of what the best size reaches, as devices are often slow
+    with small ones.
+    """
+    routed = {hop[0] for _, hops in paths if len(hops) > 1 for hop in hops}
+    most = min((costs.sequences(peer, spans_N2[peer][0], spans_N2[peer][1]) for peer in routed), default=1)
+    found = [_carried(Pipeline(costs, delay_NN, run.model.context, 1 << k), run, paths, spans_N2) for k in range(7)]
+    fitting = [one for one in found if one[0].sequences <= most]
+    least = (1 - LOST) * max(float(rates.sum()) for _, rates in fitting)
+    return next(one for one in reversed(fitting) if one[1].sum() >= least)
+
+
+def _carried(
+    pipeline: Pipeline, run: Config, paths: Sequence[Path], spans_N2: Sequence[tuple[int, int]]
+) -> tuple[Pipeline, Floats]:
+    """Return the pipeline, and the tokens/s that each route carries with its micro-batches."""
+    if run.routes.overlap:
+        return pipeline, pipeline.carried(paths, spans_N2)
+    with_waits = with_steps(pipeline, paths, accumulated(run, pipeline.sequences))
+    slower = [(rate, hops) for rate, (_, hops) in zip(with_waits.tolist(), paths, strict=True)]
+    return pipeline, pipeline.carried(slower, spans_N2)

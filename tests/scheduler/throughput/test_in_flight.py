@@ -1,0 +1,94 @@
+"""Micro-batches in flight limit what routes carry: cases computed by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from decentral.core import config
+from decentral.scheduler.throughput import in_flight
+from decentral.scheduler.throughput.in_flight import JOBS_S, Pipeline
+from decentral.scheduler.throughput.layer_costs import LayerCosts
+
+SPANS = [(0, 1), (1, 2)]
+ROUTE = [(0, 0, 1), (1, 1, 2)]
+PASSES_S = 0.1 + JOBS_S  # of a sequence in a layer
+DELAY_NN = np.full((2, 2), 0.05)
+
+
+def pair(memory_bytes: float = 1000.0) -> Pipeline:
+    """Two peers with a layer each, which takes 0.1 s a sequence of ten tokens, 500 bytes, and 100 bytes a sequence.
+
+    A sequence takes 0.1 s in each direction over the link, and 0.05 s of delay.
+    """
+    seconds, ones, free = np.full((2, 2), 0.01), np.ones(2), np.full(2, np.inf)
+    memory, link = np.full(2, memory_bytes), np.array([[0.0, 1e4], [1e4, 0.0]])
+    costs = LayerCosts(
+        seconds, 500 * ones, ones, 100 * ones, ones, memory, link, 100.0, 1, free, np.full(2, -1), np.zeros(0)
+    )
+    return Pipeline(costs, DELAY_NN, context=10, sequences=1)
+
+
+def test_a_peer_keeps_a_micro_batch_until_all_later_peers_and_links_are_done() -> None:
+    """Another micro-batch waits as long as it computes; activations and gradient take 0.3 s on the link."""
+    assert pair().kept_s(ROUTE) == pytest.approx([4 * PASSES_S + 0.3, 2 * PASSES_S])
+    assert pair().kept_s(ROUTE, waiting=0.0) == pytest.approx([2 * PASSES_S + 0.3, PASSES_S])
+    two = replace(pair(), sequences=2).kept_s(ROUTE, waiting=0.0)
+    assert two == pytest.approx([2 * (PASSES_S + 0.1) + 0.5, PASSES_S + 0.1])
+
+
+def test_a_transfer_over_a_far_link_begins_slowly() -> None:
+    """Two megabytes take seven round trips of 0.2 s, until 14 kB have become as many as are left."""
+    costs = replace(pair().costs, link_NN=np.full((2, 2), 1e9), hidden_bytes=2e5)
+    far = Pipeline(costs, np.full((2, 2), 0.1), context=10, sequences=1)
+    assert far.link_s(0, 1) == pytest.approx(0.2 + 2 * 7 * 0.2, rel=0.01)
+
+
+def test_memory_for_five_micro_batches_carries_five_in_the_time_of_one() -> None:
+    kept_s = 4 * PASSES_S + 0.3
+    assert pair().carried([(100.0, ROUTE)], SPANS).tolist() == pytest.approx([5 * 10 / kept_s])
+    assert pair(100.0).carried([(100.0, ROUTE)], SPANS).tolist() == pytest.approx([10 / kept_s])
+
+
+def test_a_device_takes_time_for_the_jobs_of_each_micro_batch() -> None:
+    assert pair(10_000.0).carried([(100.0, ROUTE)], SPANS).tolist() == pytest.approx([10 / PASSES_S])
+
+
+def test_a_peer_with_the_whole_model_needs_no_memory_for_others() -> None:
+    assert pair(0.0).carried([(100.0, [(0, 0, 2)])], [(0, 2), (0, 0)]).tolist() == [100.0]
+
+
+def test_a_shorter_way_goes_first_where_memory_is_scarce() -> None:
+    """Of two next peers, the first is ten times farther away."""
+    near = pair()
+    costs = near.costs.of_peers(np.array([0, 1, 1]))
+    link, delay = np.full((3, 3), 1e4), np.full((3, 3), 0.05)
+    np.fill_diagonal(link, 0.0)
+    delay[0, 2] = delay[2, 0] = 0.5
+    far = replace(near, costs=replace(costs, link_NN=link), delay_NN=delay)
+    rates = far.carried([(40.0, [(0, 0, 1), (2, 1, 2)]), (40.0, ROUTE)], [*SPANS, (1, 2)])
+    left = 5 - 40 / 10 * (4 * PASSES_S + 0.3)
+    assert rates.tolist() == pytest.approx([left * 10 / (4 * PASSES_S + 1.2), 40.0])
+
+
+def test_a_step_with_exact_gradients_waits_until_the_last_micro_batch_is_back() -> None:
+    """Two hops: one micro-batch more is in flight than the step needs. Each lasts 0.2 s at 50 tokens/s."""
+    first_s = 4 * PASSES_S + 0.3
+    assert in_flight.with_steps(pair(), [(50.0, ROUTE)], 1).tolist() == pytest.approx([20 / (first_s + 0.2)])
+    assert in_flight.with_steps(pair(), [(50.0, ROUTE)], 99).tolist() == pytest.approx([1000 / (first_s + 99 * 0.2)])
+    assert in_flight.with_steps(pair(), [(50.0, [(0, 0, 2)])], 1).tolist() == [50.0]
+
+
+def test_steps_have_as_many_sequences_as_the_run_says() -> None:
+    run = config.load(None, ["train.micro_batch=8", "train.accumulate=2"])
+    assert [in_flight.accumulated(run, sequences) for sequences in (1, 4, 64)] == [16, 4, 1]
+
+
+def test_the_largest_micro_batch_is_chosen_that_costs_no_throughput() -> None:
+    """With memory for hundreds of sequences, 64 together carry as much as one; with little memory each more costs."""
+    run = config.load(None, ["model.context=10", "routes.overlap=true"])
+    ample, _ = in_flight.chosen(pair(1e5).costs, DELAY_NN, run, [(10.0, ROUTE)], SPANS)
+    assert ample.sequences == 64
+    scarce, rates = in_flight.chosen(pair().costs, DELAY_NN, run, [(100.0, ROUTE)], SPANS)
+    assert scarce.sequences == 1
+    assert rates.tolist() == pytest.approx([5 * 10 / (4 * PASSES_S + 0.3)])
