@@ -1,0 +1,238 @@
+"""Estimates against runs: what `decentral.estimate` predicts, and what real and simulated swarms then do.
+
+    python -m benchmarks.estimates [--part real|simulated|routed] [--only NAME,...] [--seconds 60] [--json FILE]
+
+`real`: three swarms of processes on this machine, whose processor is measured for the estimate just before. `simulated`:
+ten swarms of peers with the whole model in virtual time, on links of several kinds; the devices' speeds are the ones
+that the estimate assumes, so tokens/s test little there, and bytes test the whole prediction of windows. `routed`:
+swarms whose peers hold parts of the model. Both count after a third of the time, when speeds and links are measured. A
+row has the estimate over the run, and whether the estimate's range contains the run.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.shapes import SIZES
+from benchmarks.sizes import training
+from decentral.commands.estimates import places
+from decentral.commands.estimates.figures import Figure
+from decentral.commands.estimates.forecast import Forecast, forecast
+from decentral.commands.estimates.machines import Machine, machines_of, step_tokens
+from decentral.commands.estimates.traffic import Gossiper
+from decentral.commands.local import LocalSwarm
+from decentral.commands.local import parse as parse_local
+from decentral.core import config
+from decentral.core.config import Config
+from decentral.core.ids import PeerId
+from decentral.core.journal.events import StepLine, TrafficLine
+from decentral.core.journal.file import read
+from decentral.core.journal.lines import recorded
+from decentral.core.machine import Log
+from decentral.core.units import Seconds
+from decentral.scheduler.topology import topology as topologies
+from decentral.scheduler.topology.topology import Topology
+from decentral.sim.host import Pace
+from decentral.sim.run import Scenario, run
+from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
+
+WARM_UP = 1 / 3  # of a simulated run
+STEADY = ["gossip.start_steps=0", "train.eval_every_s=1e6", "train.eval_sequences=8"]
+KNOWN = (0.9, 1.02)  # range of tokens/s, over those of a device whose speed is known
+NOISE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A swarm to estimate and to run: its config's overrides, and its peers as for --peers or a topology's name."""
+
+    name: str
+    overrides: Sequence[str]
+    peers: str
+    step_s: tuple[float, ...] = ()  # of peers of a simulated topology, repeated; (): by their cards
+
+
+REAL = [
+    Case("0.5M", [*SIZES["0.5M"], *STEADY], "2xcpu"),
+    Case("10M", [*SIZES["10M"], *STEADY], "2xcpu"),
+    Case("85M", [*SIZES["85M"], *STEADY, "train.optimizer=adamw", "gossip.core_share=0.2"], "2xcpu"),
+]
+SIMULATED = [
+    Case("four-homes, 0.5 M", SIZES["0.5M"], "four-homes", (0.2,)),
+    Case("four-far-homes, 10 M", SIZES["10M"], "four-far-homes", (0.4, 0.4, 0.8, 4.0)),
+    Case("home-among-labs, 125 M", SIZES["125M"], "home-among-labs", (0.5, 0.5, 0.5, 2.0)),
+    Case("24-in-ten-cities, 125 M", SIZES["125M"], "24-in-ten-cities", (0.5,)),
+    Case("ten-cities, 350 M", SIZES["350M"], "ten-cities", (1.0, 1.5)),
+    Case("home of four and a cluster, 350 M", SIZES["350M"], "4x4090 home:50/500, 8xA100 oregon"),
+    Case(
+        "five unequal homes, 125 M", SIZES["125M"], "4090 home1, 3090 home2:40/200, 4070 home3, 3080 home4, 5090 home5"
+    ),
+    Case("sixteen homes, 10 M", SIZES["10M"], ", ".join(f"3060 home{n}" for n in range(16))),
+    Case("one cluster of eight, 350 M", SIZES["350M"], "8xH100 lab"),
+    Case("two labs and a phone line, 85 M", SIZES["85M"], "3xL4 porto:200/200, 3xL40S braga:500/500, T4 home:5/20"),
+]
+ROUTED = [
+    Case("four small cards in one lab, 1 B", SIZES["1B"], "4xRTX 4070 lab"),
+    Case("six homes, 1 B", SIZES["1B"], ", ".join(f"3080 home{n}:100/500" for n in range(6))),
+]
+
+
+class SteadyState:
+    """A watch of a simulated run, which counts tokens and bytes after the warm-up."""
+
+    def __init__(self, seconds: Seconds) -> None:
+        self.since, self.tokens = WARM_UP * seconds, 0
+        self.windows: dict[int, float] = {}
+        self._swarm: SimulatedSwarm | None = None
+        self._before: Counter[tuple[PeerId, PeerId]] = Counter()
+
+    def begin(self, swarm: SimulatedSwarm) -> None:
+        self._swarm = swarm
+        swarm.agenda.at(self.since, lambda: self._before.update(swarm.network.links.sent))
+
+    def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
+        assert self._swarm is not None
+        if self._swarm.agenda.now > self.since and isinstance(log.event, StepLine):
+            self.tokens += log.event.tokens
+
+    def end(self) -> None: ...
+
+    def rates(self) -> tuple[float, list[float]]:
+        """Return tokens/s, and the bytes/s that each peer sends, by its number."""
+        assert self._swarm is not None
+        lasted_s, sent = self._swarm.agenda.now - self.since, Counter[PeerId]()
+        for (source, _), size in (self._swarm.network.links.sent - self._before).items():
+            sent[source] += size
+        return self.tokens / lasted_s, [sent[one.peer] / lasted_s for one in self._swarm.members]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    args = _arguments()
+    parts = {"real": (REAL, real), "simulated": (SIMULATED, simulated), "routed": (ROUTED, simulated)}
+    cases, play = parts[args.part]
+    for case in cases:
+        if args.only and case.name not in args.only:
+            continue
+        row = {"case": case.name, "part": args.part} | play(case, args)
+        print(json.dumps(row), flush=True)
+        if args.json:
+            with args.json.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def real(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    """Estimate a swarm on this machine, run it, and compare."""
+    run_config, groups = config.load(None, case.overrides), places.groups_of(case.peers)
+    (machine,), count = machines_of(run_config, groups), groups[0].count
+    found = forecast(run_config, places.topology_of(groups, [machine.memory_bytes / 1e9], [1.0]), [machine] * count)
+    flags = ["--peers", f"{count}", "--stop-after", "1d"] + [part for key in case.overrides for part in ("--set", key)]
+    with tempfile.TemporaryDirectory(prefix="estimates-") as folder:
+        swarm = LocalSwarm(parse_local(flags), Path(folder))
+        with training(swarm):
+            time.sleep(args.settle)
+            begins = time.time()
+            time.sleep(args.seconds)
+            ends = time.time()
+            journals = [list(recorded(read(one / "journal.jsonl"))) for one in swarm.folders()]
+    tokens = [[(one.t, one.event.tokens) for one in lines if isinstance(one.event, StepLine) and begins <= one.t <= ends]
+              for lines in journals]  # fmt: skip
+    totals = [[(one.t, one.event.sent_bytes) for one in lines if isinstance(one.event, TrafficLine) and begins <= one.t]
+              for lines in journals]  # fmt: skip
+    speed = sum(sum(count for _, count in own[1:]) / (own[-1][0] - own[0][0]) for own in tokens)
+    sent = sum((own[-1][1] - own[0][1]) / (own[-1][0] - own[0][0]) for own in totals)
+    return compared(found, speed, [sent])
+
+
+def simulated(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    """Estimate a swarm, play it in virtual time, and compare."""
+    run_config = config.load(None, [*case.overrides, "gossip.start_steps=0"])
+    where, machines = _swarm(case, run_config)
+    found = forecast(run_config, where, machines)
+    settings = SwarmSettings.of(
+        run_config,
+        Pace(1.0, NOISE, report_s=1.0),
+        [step_tokens(run_config) / one.tokens_per_s for one in machines],
+        step_tokens(run_config),
+    )
+    if args.part == "routed":
+        settings = replace(settings, memory=tuple(int(one.memory_bytes) for one in machines))
+    seconds = args.seconds if args.seconds > 60 else 600.0
+    watch, began = SteadyState(seconds), time.process_time()
+    run(Scenario(settings, len(where), seconds, args.seed, topology=where, audited=False), watches=[watch])
+    speed, sent = watch.rates()
+    return compared(found, speed, sent) | {"cpu_s": round(time.process_time() - began, 1)}
+
+
+def _swarm(case: Case, run_config: Config) -> tuple[Topology, list[Machine]]:
+    """Return the topology, and each peer's machine, whose speed is known and whose processor limits no gossip."""
+    low, high = KNOWN
+    if case.step_s:
+        where = topologies.load(case.peers)
+        model = machines_of(run_config, places.groups_of("H200"))[0]
+        steps = [case.step_s[number % len(case.step_s)] for number in range(len(where))]
+        return where, [
+            replace(
+                model, tokens_per_s=step_tokens(run_config) / step, low=low, high=high, gossiper=Gossiper(step, None)
+            )
+            for step in steps
+        ]
+    groups = places.groups_of(case.peers)
+    kinds = [
+        replace(one, low=low, high=high, gossiper=Gossiper(one.gossiper.step_s, None))
+        for one in machines_of(run_config, groups)
+    ]
+    where = places.topology_of(groups, [one.memory_bytes / 1e9 for one in kinds], [1.0] * len(groups))
+    return where, [one for one, group in zip(kinds, groups, strict=True) for _ in range(group.count)]
+
+
+def compared(found: Forecast, tokens_per_s: float, sent: Sequence[float]) -> dict[str, Any]:
+    """Return the estimates over what a run reached, and whether their ranges contain it."""
+    everyone = range(len(found.spans))
+    bytes_per_s = found.pairs.between(everyone, everyone)
+    by_peer = [
+        found.pairs.between([peer], everyone).mid / one for peer, one in enumerate(sent) if len(sent) > 1 and one
+    ]
+    gossip = found.gossip
+    return {
+        "tokens_per_s": round(tokens_per_s, 1),
+        "estimated": round(found.tokens_per_s.mid, 1),
+        "speed_ratio": round(found.tokens_per_s.mid / tokens_per_s, 3),
+        "speed_in_range": _within(found.tokens_per_s, tokens_per_s),
+        "sent_per_s": round(sum(sent)),
+        "estimated_sent": round(bytes_per_s.mid),
+        "bytes_ratio": round(bytes_per_s.mid / sum(sent), 3),
+        "bytes_in_range": _within(bytes_per_s, sum(sent)),
+        "by_peer": [round(one, 2) for one in by_peer[:12]],
+        "window_s": sorted({round(float(one), 2) for one in gossip.period_s}) if gossip else [],
+        "bound": sorted(set(gossip.bound)) if gossip else [],
+    }
+
+
+def _within(figure: Figure, value: float) -> bool:
+    return figure.low <= value <= figure.high
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=["real", "simulated", "routed"], default="simulated")
+    parser.add_argument("--only", type=lambda text: text.split(";"), metavar="NAME;...", help="cases of the part")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="of a real interval; of a simulated run if above 60"
+    )
+    parser.add_argument("--settle", type=float, default=25.0, help="seconds before a real interval")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file to which each row is appended")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
