@@ -1,19 +1,18 @@
 """Estimates against runs: what `decentral.estimate` predicts, and what real and simulated swarms then do.
 
-    python -m benchmarks.estimates [--part real|simulated|routed] [--only NAME,...] [--seconds 60] [--json FILE]
+    python -m benchmarks.estimates [--part real|simulated|routed] [--only NAME;...] [--json FILE]
 
-`real`: three swarms of processes on this machine, whose processor is measured for the estimate just before. `simulated`:
-ten swarms of peers with the whole model in virtual time, on links of several kinds; the devices' speeds are the ones
-that the estimate assumes, so tokens/s test little there, and bytes test the whole prediction of windows. `routed`:
-swarms whose peers hold parts of the model. Both count after a third of the time, when speeds and links are measured. A
-row has the estimate over the run, and whether the estimate's range contains the run.
+`real`: three swarms of processes on this machine, whose processor is measured for the estimate just before.
+`simulated`: ten swarms of peers with the whole model in virtual time, on links of several kinds, with another seed and
+for longer than the estimate plays them; devices are as fast as the estimate assumes. `routed`: swarms whose peers hold
+parts of the model, with another plan. A row has the estimate over the run, and whether its range contains the run.
 """
 
 import argparse
 import json
+import math
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,27 +26,23 @@ from decentral.commands.estimates import places
 from decentral.commands.estimates.figures import Figure
 from decentral.commands.estimates.forecast import Forecast, forecast
 from decentral.commands.estimates.machines import Machine, machines_of, step_tokens
+from decentral.commands.estimates.playing import play
 from decentral.commands.estimates.traffic import Gossiper
 from decentral.commands.local import LocalSwarm
 from decentral.commands.local import parse as parse_local
 from decentral.core import config
 from decentral.core.config import Config
-from decentral.core.ids import PeerId
 from decentral.core.journal.events import StepLine, TrafficLine
 from decentral.core.journal.file import read
 from decentral.core.journal.lines import recorded
-from decentral.core.machine import Log
-from decentral.core.units import Seconds
+from decentral.peers.runtime.traffic import TRAFFIC_S
+from decentral.scheduler.throughput.plan import throughput_plan
 from decentral.scheduler.topology import topology as topologies
+from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import Topology
-from decentral.sim.host import Pace
-from decentral.sim.run import Scenario, run
-from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
 
-WARM_UP = 1 / 3  # of a simulated run
 STEADY = ["gossip.start_steps=0", "train.eval_every_s=1e6", "train.eval_sequences=8"]
 KNOWN = (0.9, 1.02)  # range of tokens/s, over those of a device whose speed is known
-NOISE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,35 +80,6 @@ ROUTED = [
 ]
 
 
-class SteadyState:
-    """A watch of a simulated run, which counts tokens and bytes after the warm-up."""
-
-    def __init__(self, seconds: Seconds) -> None:
-        self.since, self.tokens = WARM_UP * seconds, 0
-        self.windows: dict[int, float] = {}
-        self._swarm: SimulatedSwarm | None = None
-        self._before: Counter[tuple[PeerId, PeerId]] = Counter()
-
-    def begin(self, swarm: SimulatedSwarm) -> None:
-        self._swarm = swarm
-        swarm.agenda.at(self.since, lambda: self._before.update(swarm.network.links.sent))
-
-    def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
-        assert self._swarm is not None
-        if self._swarm.agenda.now > self.since and isinstance(log.event, StepLine):
-            self.tokens += log.event.tokens
-
-    def end(self) -> None: ...
-
-    def rates(self) -> tuple[float, list[float]]:
-        """Return tokens/s, and the bytes/s that each peer sends, by its number."""
-        assert self._swarm is not None
-        lasted_s, sent = self._swarm.agenda.now - self.since, Counter[PeerId]()
-        for (source, _), size in (self._swarm.network.links.sent - self._before).items():
-            sent[source] += size
-        return self.tokens / lasted_s, [sent[one.peer] / lasted_s for one in self._swarm.members]
-
-
 def main() -> None:
     torch.set_num_threads(1)
     args = _arguments()
@@ -143,10 +109,11 @@ def real(case: Case, args: argparse.Namespace) -> dict[str, Any]:
             time.sleep(args.seconds)
             ends = time.time()
             journals = [list(recorded(read(one / "journal.jsonl"))) for one in swarm.folders()]
-    tokens = [[(one.t, one.event.tokens) for one in lines if isinstance(one.event, StepLine) and begins <= one.t <= ends]
-              for lines in journals]  # fmt: skip
-    totals = [[(one.t, one.event.sent_bytes) for one in lines if isinstance(one.event, TrafficLine) and begins <= one.t]
-              for lines in journals]  # fmt: skip
+    within = [[one for one in lines if begins <= one.t <= ends + TRAFFIC_S] for lines in journals]
+    tokens = [[(one.t, one.event.tokens) for one in lines if isinstance(one.event, StepLine)] for lines in within]
+    totals = [
+        [(one.t, one.event.sent_bytes) for one in lines if isinstance(one.event, TrafficLine)] for lines in within
+    ]
     speed = sum(sum(count for _, count in own[1:]) / (own[-1][0] - own[0][0]) for own in tokens)
     sent = sum((own[-1][1] - own[0][1]) / (own[-1][0] - own[0][0]) for own in totals)
     return compared(found, speed, [sent])
@@ -157,19 +124,14 @@ def simulated(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     run_config = config.load(None, [*case.overrides, "gossip.start_steps=0"])
     where, machines = _swarm(case, run_config)
     found = forecast(run_config, where, machines)
-    settings = SwarmSettings.of(
-        run_config,
-        Pace(1.0, NOISE, report_s=1.0),
-        [step_tokens(run_config) / one.tokens_per_s for one in machines],
-        step_tokens(run_config),
-    )
+    plan = None
     if args.part == "routed":
-        settings = replace(settings, memory=tuple(int(one.memory_bytes) for one in machines))
-    seconds = args.seconds if args.seconds > 60 else 600.0
-    watch, began = SteadyState(seconds), time.process_time()
-    run(Scenario(settings, len(where), seconds, args.seed, topology=where, audited=False), watches=[watch])
-    speed, sent = watch.rates()
-    return compared(found, speed, sent) | {"cpu_s": round(time.process_time() - began, 1)}
+        priced = replace(where, costs=tuple(one.costs for one in machines))
+        plan = throughput_plan(priced, run_config, "genetic", args.seed, SearchBudget(5.0, clock=time.monotonic))
+    began = time.process_time()
+    rates = play(run_config, where, machines, plan, run_config.gossip.window_s, math.inf, args.virtual_s, args.seed)
+    sent = rates.sent_NN.sum(axis=1).tolist()
+    return compared(found, rates.tokens, sent) | {"cpu_s": round(time.process_time() - began, 1)}
 
 
 def _swarm(case: Case, run_config: Config) -> tuple[Topology, list[Machine]]:
@@ -201,7 +163,6 @@ def compared(found: Forecast, tokens_per_s: float, sent: Sequence[float]) -> dic
     by_peer = [
         found.pairs.between([peer], everyone).mid / one for peer, one in enumerate(sent) if len(sent) > 1 and one
     ]
-    gossip = found.gossip
     return {
         "tokens_per_s": round(tokens_per_s, 1),
         "estimated": round(found.tokens_per_s.mid, 1),
@@ -212,8 +173,7 @@ def compared(found: Forecast, tokens_per_s: float, sent: Sequence[float]) -> dic
         "bytes_ratio": round(bytes_per_s.mid / sum(sent), 3),
         "bytes_in_range": _within(bytes_per_s, sum(sent)),
         "by_peer": [round(one, 2) for one in by_peer[:12]],
-        "window_s": sorted({round(float(one), 2) for one in gossip.period_s}) if gossip else [],
-        "bound": sorted(set(gossip.bound)) if gossip else [],
+        "windows": sorted({(round(length, 2), bound) for length, bound in found.windows}),
     }
 
 
@@ -225,11 +185,10 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=["real", "simulated", "routed"], default="simulated")
     parser.add_argument("--only", type=lambda text: text.split(";"), metavar="NAME;...", help="cases of the part")
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, help="of a real interval; of a simulated run if above 60"
-    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="of a real interval")
+    parser.add_argument("--virtual-s", type=float, default=3600.0, help="of a simulated run, of which two thirds count")
     parser.add_argument("--settle", type=float, default=25.0, help="seconds before a real interval")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=1, help="of simulated runs; estimates have 0")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file to which each row is appended")
     return parser.parse_args()
 

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from decentral.commands import shared
 from decentral.commands.estimates import cards, places, sizes
@@ -114,15 +113,14 @@ def _check_prices(prices: Mapping[str, float], groups: Sequence[PeerGroup]) -> N
 
 def _show(found: JsonObject, console: Console) -> None:
     console.print(f"model: {found['model']}")
-    table = Table("peers", "memory: needs / has", "holds", "tokens/s of each", "sent / received an hour", "gossip each")
     for kind in found["peers"]:
-        whole, has = readable_bytes(kind["whole_model_bytes"]), readable_bytes(kind["memory_bytes"])
-        why = f"{kind['bound'] or 'as configured'}, {kind['code']}"
-        window = f"{kind['window_s']:.3g} s ({why})" if kind["window_s"] else "-"
-        sent, received = (_bytes(kind[name]) for name in ("sent_bytes_per_hour", "received_bytes_per_hour"))
-        speed = f"{kind['tokens_per_s']:,.0f}"
-        table.add_row(kind["peers"], f"{whole} / {has}", kind["holds"], speed, f"{sent} / {received}", window)
-    console.print(table)
+        needs, has = readable_bytes(kind["whole_model_bytes"]), readable_bytes(kind["memory_bytes"])
+        console.print(f"{kind['peers']}: holds {kind['holds']} (which needs {needs}; each has {has})", soft_wrap=True)
+        gossip = f"; gossip each {kind['window_s']:.3g} s" if kind["window_s"] else ""
+        why = f" (bound by {kind['bound']})" if kind["bound"] else ""
+        console.print(f"    {kind['tokens_per_s']:,.0f} tokens/s each{gossip}{why}")
+        console.print(f"    sends {_bytes(kind['sent_bytes_per_hour'])} an hour each")
+        console.print(f"    receives {_bytes(kind['received_bytes_per_hour'])}")
     total = found["tokens_per_s"]
     rates = f"{total['mid']:,.0f} tokens/s ({total['low']:,.0f} to {total['high']:,.0f})"
     console.print(f"{rates}; limit: {found['limit']}", soft_wrap=True)
@@ -164,8 +162,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--tokens", type=quantities.count, metavar="N", help="tokens to train, such as 10B: days and price"
     )
     parser.add_argument("--price", metavar="PRICE", help="of an hour of a device: 0.4, or 4090=0.35,A100=1.2")
-    search = "time limit of the search for routes, if a peer cannot hold the whole model; default 3"
-    parser.add_argument("--seconds", type=quantities.duration_s, default=3.0, metavar="S", help=search)
+    search = "time limit of the search for routes and of the simulation; default 20 s"
+    parser.add_argument("--seconds", type=quantities.duration_s, default=20.0, metavar="TIME", help=search)
     parser.add_argument("--json", action="store_true", help="print the estimate as JSON")
     return parser.parse_args(argv)
 

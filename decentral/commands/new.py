@@ -163,7 +163,7 @@ def _kind(flags: argparse.Namespace) -> str:
     path = Path(flags.data)
     if path.suffix in TOKEN_FILES:
         return "tokens"
-    rows = path.suffix in ROWS or any(path.glob(f"**/*{suffix}") for suffix in ROWS)
+    rows = path.suffix in ROWS or any(any(path.glob(f"**/*{suffix}")) for suffix in ROWS)
     on_hub = "/" in flags.data and not path.exists() and not path.is_absolute() and not flags.data.startswith(".")
     if not (rows or on_hub or flags.tokenizer or flags.model_from):
         return "text"

@@ -65,7 +65,7 @@ def _kind(run: Config, group: PeerGroup, machine: Machine, found: Forecast, peer
     """Return the figures of one peer of a group; its traffic is the mean over the group."""
     everyone = range(len(found.spans))
     sent, received = found.pairs.between(peers, everyone), found.pairs.between(everyone, peers)
-    gossip, first = found.gossip, peers[0]
+    window_s, bound = found.windows[peers[0]]
     return {
         "peers": group.text,
         "count": group.count,
@@ -75,9 +75,8 @@ def _kind(run: Config, group: PeerGroup, machine: Machine, found: Forecast, peer
         "tokens_per_s": float(f"{machine.tokens_per_s:.4g}"),
         "sent_bytes_per_hour": sent.times(HOUR_S / group.count).to_json(),
         "received_bytes_per_hour": received.times(HOUR_S / group.count).to_json(),
-        "window_s": float(f"{gossip.period_s[first]:.4g}") if gossip else 0.0,
-        "bound": gossip.bound[first] if gossip else "",
-        "code": gossip.codes[first] if gossip else "",
+        "window_s": float(f"{window_s:.4g}"),
+        "bound": bound,
     }
 
 

@@ -14,6 +14,7 @@ from decentral.comm.codecs import blockwise
 from decentral.comm.gossip.exchange import MOST_READ, RARER, WHOLE_EVERY
 from decentral.comm.gossip.gossip_cost import FIXED_CORES, IDLE_SHARE, Stretch
 from decentral.comm.gossip.outer_kernels import ONE_BIT_CODEC, PSEUDO_GRADIENT_CODEC, SLOW_WEIGHTS_CODEC
+from decentral.comm.wire.slow_start import transfer_s
 from decentral.core.config import GossipConfig
 from decentral.core.fragments import Fragment
 from decentral.peers.membership.prober import PROBE_BYTES, PROBE_EVERY_S
@@ -43,8 +44,8 @@ class GossipTraffic:
     """The predicted gossip of N peers."""
 
     period_s: Floats  # (N,) seconds between two windows of a fragment
+    cores_s: Floats  # (N,) seconds of the windows that the processor alone would need
     bound: tuple[str, ...]  # what lengthens a peer's windows: link, cores, swarm, steps; "" nothing
-    codes: tuple[str, ...]  # of each peer's pseudo-gradients: q4 or q1
     sent_NN: Floats  # bytes/s from the row's peer to the column's peer
 
 
@@ -91,8 +92,8 @@ def traffic(
     codes = [_code(gossip, one) for one in thin]
     sent_NN, period_N = _sent(topology, fragments, held_NF, found, codes, np.array(periods_s), peers)
     slow = period_N > np.array(periods_s) * 1.01
-    return GossipTraffic(period_N, tuple("steps" if late else why for late, why in zip(slow, bound, strict=True)),
-                         tuple(codes), sent_NN)  # fmt: skip
+    why = tuple("steps" if late else why for late, why in zip(slow, bound, strict=True))
+    return GossipTraffic(period_N, np.array([one.cores * gossip.window_s for one in found]), why, sent_NN)
 
 
 def _code(gossip: GossipConfig, thin: bool) -> str:
@@ -193,13 +194,25 @@ def _sent(
         )
         per_window_NN[grid] += drawn * size
         pulls_NN[grid] = drawn
-        transfer = 2 * topology.delay_s[grid] + size / np.where(np.isinf(rate_NN[grid]), LOOPBACK, rate_NN[grid])
-        slowest_N[holders] = np.maximum(slowest_N[holders], (drawn * transfer).max(axis=1))
+        took_HH = _transfers_s(2 * topology.delay_s[grid], size, rate_NN[grid] / partners[:, None])
+        mean_H = (drawn * took_HH).sum(axis=1) / np.maximum(drawn.sum(axis=1), 1e-9)
+        slowest_N[holders] = np.maximum(slowest_N[holders], mean_H)
     cycle_N = step_N * (1 + np.ceil(np.maximum(slowest_N, 1e-9) / np.maximum(step_N, 1e-9)))
     period_N = np.maximum(period_N, cycle_N)
     asked_NN = per_window_NN / period_N[:, None]  # row pulls from column
     asked_NN *= _fresh(pulls_NN, period_N)
-    return _within_links(topology, asked_NN.T) + _probes(count), period_N
+    return _within_links(topology, asked_NN.T + _probes(count)), period_N
+
+
+def _transfers_s(round_trip_HH: Floats, size_HH: Floats, rate_HH: Floats) -> Floats:
+    """Return the seconds of each pull, a round trip and TCP's slow start included."""
+    trips, sizes, rates = round_trip_HH.tolist(), size_HH.tolist(), np.minimum(rate_HH, LOOPBACK).tolist()
+    return np.array(
+        [
+            [trip + transfer_s(int(size), rate, trip) for trip, size, rate in zip(one, two, three, strict=True)]
+            for one, two, three in zip(trips, sizes, rates, strict=True)
+        ]
+    )
 
 
 def _drawn(rate_HH: Floats, partners_H: Floats) -> Floats:
