@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import processes
 from benchmarks.shapes import SIZES
 from benchmarks.sizes import training
 from decentral.commands.estimates import places
@@ -96,18 +97,23 @@ def main() -> None:
 
 
 def real(case: Case, args: argparse.Namespace) -> dict[str, Any]:
-    """Estimate a swarm on this machine, run it, and compare."""
+    """Estimate a swarm on this machine, run it, and compare.
+
+    Other programs may run here, too. So tokens/s are divided by the share of a core that training got, and that share
+    is the one by which the estimate decides about windows.
+    """
     run_config, groups = config.load(None, case.overrides), places.groups_of(case.peers)
     (machine,), count = machines_of(run_config, groups), groups[0].count
-    found = forecast(run_config, places.topology_of(groups, [machine.memory_bytes / 1e9], [1.0]), [machine] * count)
+    where = places.topology_of(groups, [machine.memory_bytes / 1e9], [1.0])
     flags = ["--peers", f"{count}", "--stop-after", "1d"] + [part for key in case.overrides for part in ("--set", key)]
     with tempfile.TemporaryDirectory(prefix="estimates-") as folder:
         swarm = LocalSwarm(parse_local(flags), Path(folder))
         with training(swarm):
             time.sleep(args.settle)
-            begins = time.time()
+            pids = [member.process.pid for member in swarm.members]
+            begins, before = time.time(), [processes.cpu_of_peer(pid) for pid in pids]
             time.sleep(args.seconds)
-            ends = time.time()
+            ends, after = time.time(), [processes.cpu_of_peer(pid) for pid in pids]
             journals = [list(recorded(read(one / "journal.jsonl"))) for one in swarm.folders()]
     within = [[one for one in lines if begins <= one.t <= ends + TRAFFIC_S] for lines in journals]
     tokens = [[(one.t, one.event.tokens) for one in lines if isinstance(one.event, StepLine)] for lines in within]
@@ -116,7 +122,14 @@ def real(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     ]
     speed = sum(sum(count for _, count in own[1:]) / (own[-1][0] - own[0][0]) for own in tokens)
     sent = sum((own[-1][1] - own[0][1]) / (own[-1][0] - own[0][0]) for own in totals)
-    return compared(found, speed, [sent])
+    spent = [processes.spent(pid, begun, ended) for pid, begun, ended in zip(pids, before, after, strict=True)]
+    cores = sum(one.training for one in spent) / count / (ends - begins)
+    loaded = replace(machine, gossiper=replace(machine.gossiper, step_s=machine.gossiper.step_s / cores, cores=cores))
+    found = forecast(run_config, where, [loaded] * count)
+    return compared(found, speed / min(1.0, cores), [sent]) | {
+        "cores": round(cores, 3),
+        "tokens_per_s": round(speed, 1),
+    }
 
 
 def simulated(case: Case, args: argparse.Namespace) -> dict[str, Any]:

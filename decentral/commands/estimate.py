@@ -27,7 +27,6 @@ from decentral.core.strict_json import JsonObject
 from decentral.core.units import readable_bytes, readable_number
 
 DAY_S = 86400.0
-AUTO_SEQUENCES = 16  # assumed where `train.micro_batch` is auto
 FOLDER_DATA = ("data.kind=tokens", "data.path=tokens.bin", "data.token_bytes=4")  # no data are read for an estimate
 RECOVERED = "gossip recovers 0.93 of the gain of ideal synchronous training with 4 peers, 0.67 with 16"
 
@@ -49,7 +48,7 @@ def _main(flags: argparse.Namespace) -> None:
 
 
 def run_of(flags: argparse.Namespace) -> Config:
-    """Return the config that CONFIG, --model, --model-from and --set describe, with a number as `train.micro_batch`.
+    """Return the config that CONFIG, --model, --model-from and --set describe.
 
     Raises:
         UserError: If the config is not valid, its model is user code, or its peers do not gossip by pulls.
@@ -66,8 +65,6 @@ def run_of(flags: argparse.Namespace) -> Config:
         raise UserError("user code (model.layers) cannot be estimated; estimate with model.depth and model.width")
     if run.gossip.algorithm != "pull":
         raise UserError(f"only swarms with gossip.algorithm pull can be estimated; it is {run.gossip.algorithm}")
-    if run.train.micro_batch == "auto":
-        run = run.model_copy(update={"train": run.train.model_copy(update={"micro_batch": AUTO_SEQUENCES})})
     return run
 
 

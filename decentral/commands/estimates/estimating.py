@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from decentral.commands.estimates import places
 from decentral.commands.estimates.forecast import Forecast, forecast, held_share
-from decentral.commands.estimates.machines import MEASURED_UTILISATION, Machine, machines_of
+from decentral.commands.estimates.machines import MEASURED_UTILISATION, Machine, machines_of, with_micro_batch
 from decentral.commands.estimates.places import MBIT, PeerGroup
 from decentral.core.config import Config
 from decentral.core.strict_json import JsonObject
@@ -25,6 +25,7 @@ def estimated(run: Config, groups: Sequence[PeerGroup], seconds: float) -> JsonO
     Raises:
         UserError: If a device is unknown, or the peers cannot hold the model.
     """
+    run = with_micro_batch(run, groups)
     machines = machines_of(run, groups)
     each = [one for one, group in zip(machines, groups, strict=True) for _ in range(group.count)]
     topology = None

@@ -23,6 +23,8 @@ MEASURED_UTILISATION = (0.14, 0.5)  # range of whole steps over a card's peak: d
 WITHOUT_BF16 = 0.2  # of the lower end, for a card that has no bf16 units
 MEASURED_HERE = (0.75, 1.15)  # range of tokens/s over those that were measured on this machine
 HOST_CORES = 8  # assumed beside each card; gossip may use a part of them
+AUTO_SEQUENCES = 16  # of a micro-batch at most, where `train.micro_batch` is auto
+CARD = Device(torch.device("cuda"), torch.bfloat16)
 NEWTON_SCHULZ = 5  # iterations of a Muon step, each with three products
 
 
@@ -41,7 +43,7 @@ class Machine:
     @property
     def whole_bytes(self) -> int:
         """Bytes that a peer with the whole model claims."""
-        return self.needs.span_bytes(0, len(self.needs.fragments))
+        return _whole_bytes(self.needs)
 
 
 def machines_of(run: Config, groups: Sequence[PeerGroup]) -> list[Machine]:
@@ -57,6 +59,30 @@ def machines_of(run: Config, groups: Sequence[PeerGroup]) -> list[Machine]:
     return [one for found in known if (one := measured if found is None else _published(run, found))]
 
 
+def with_micro_batch(run: Config, groups: Sequence[PeerGroup]) -> Config:
+    """Return the config with a number in place of `train.micro_batch: auto`.
+
+    It is the largest power of two up to AUTO_SEQUENCES with which every peer holds the whole model, or 1.
+    """
+    if run.train.micro_batch != "auto":
+        return run
+    here = sum(group.count for group in groups if group.is_own)
+    sequences, found = AUTO_SEQUENCES, run
+    while sequences >= 1:
+        found = run.model_copy(update={"train": run.train.model_copy(update={"micro_batch": sequences})})
+        by_card = memory.needs_on(found, CARD)
+        free = [card(group.device).memory_bytes - _whole_bytes(by_card) for group in groups if not group.is_own]
+        free += [machine_bytes() / here - _whole_bytes(memory.needs(found))] if here else []
+        if min(free) >= 0:
+            break
+        sequences //= 2
+    return found
+
+
+def _whole_bytes(needs: MemoryNeeds) -> int:
+    return needs.span_bytes(0, len(needs.fragments))
+
+
 def step_tokens(run: Config) -> int:
     """Return the tokens of a peer's optimizer step; `train.micro_batch` must be a number."""
     return int(run.train.micro_batch) * run.train.accumulate * run.model.context
@@ -67,8 +93,7 @@ def _published(run: Config, found: Card) -> Machine:
     flops = [*run.model.layer_flops[:1], sum(run.model.layer_flops[1:-1]), *run.model.layer_flops[-1:]]
     flops[1] += _optimizer_flops(run) / step_tokens(run)
     seconds = [one / (UTILISATION * found.flops) for one in flops]
-    device = Device(torch.device("cuda"), torch.bfloat16)
-    needs, tokens_per_s = memory.needs_on(run, device), 1 / sum(seconds)
+    needs, tokens_per_s = memory.needs_on(run, CARD), 1 / sum(seconds)
     low, high = (one / UTILISATION for one in MEASURED_UTILISATION)
     gossiper = Gossiper(step_tokens(run) / tokens_per_s, HOST_CORES, HOST_CORES - 1)
     low *= 1.0 if found.bf16 else WITHOUT_BF16

@@ -63,6 +63,8 @@ def _widths(size: float, depth: int, vocabulary: int) -> list[int]:
 def with_shape(run: Config, text: str, given: frozenset[str]) -> Config:
     """Return a config whose model has about the size in `text`, with CONTEXT tokens in a sequence unless it is given.
 
+    Its micro-batch is auto unless the user has set another.
+
     Args:
         run: The config, whose vocabulary counts.
         text: The size, such as 125M.
@@ -75,4 +77,6 @@ def with_shape(run: Config, text: str, given: frozenset[str]) -> Config:
         raise UserError(f"--model {text} sets model.depth and model.width; leave one of both out")
     tree = run.model_dump(by_alias=True)
     tree["model"] |= shape_of(text, run.model.vocabulary) | ({} if "context" in given else {"context": CONTEXT})
+    if "micro_batch" not in run.train.model_fields_set:
+        tree["train"] |= {"micro_batch": "auto"}
     return validated(tree)
