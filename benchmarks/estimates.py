@@ -23,6 +23,7 @@ import torch
 from benchmarks import processes
 from benchmarks.shapes import SIZES
 from benchmarks.sizes import training
+from decentral.comm.gossip.gossip_cost import FEWER_CORES
 from decentral.commands.estimates import places
 from decentral.commands.estimates.figures import Figure
 from decentral.commands.estimates.forecast import Forecast, forecast
@@ -33,9 +34,10 @@ from decentral.commands.local import LocalSwarm
 from decentral.commands.local import parse as parse_local
 from decentral.core import config
 from decentral.core.config import Config
-from decentral.core.journal.events import StepLine, TrafficLine
+from decentral.core.journal.events import StatusLine, StepLine, TrafficLine
 from decentral.core.journal.file import read
 from decentral.core.journal.lines import recorded
+from decentral.peers.runtime.host import CORES_S
 from decentral.peers.runtime.traffic import TRAFFIC_S
 from decentral.scheduler.throughput.plan import throughput_plan
 from decentral.scheduler.topology import topology as topologies
@@ -43,6 +45,7 @@ from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import Topology
 
 STEADY = ["gossip.start_steps=0", "train.eval_every_s=1e6", "train.eval_sequences=8"]
+RARE = ["gossip.window_s=8", "gossip.fragment_parameters=30000000"]  # so that large swarms are played soon
 KNOWN = (0.9, 1.02)  # range of tokens/s, over those of a device whose speed is known
 
 
@@ -65,15 +68,19 @@ SIMULATED = [
     Case("four-homes, 0.5 M", SIZES["0.5M"], "four-homes", (0.2,)),
     Case("four-far-homes, 10 M", SIZES["10M"], "four-far-homes", (0.4, 0.4, 0.8, 4.0)),
     Case("home-among-labs, 125 M", SIZES["125M"], "home-among-labs", (0.5, 0.5, 0.5, 2.0)),
-    Case("24-in-ten-cities, 125 M", SIZES["125M"], "24-in-ten-cities", (0.5,)),
-    Case("ten-cities, 350 M", SIZES["350M"], "ten-cities", (1.0, 1.5)),
-    Case("home of four and a cluster, 350 M", SIZES["350M"], "4x4090 home:50/500, 8xA100 oregon"),
+    Case("24-in-ten-cities, 125 M", [*SIZES["125M"], *RARE], "24-in-ten-cities", (0.5,)),
+    Case("ten-cities, 350 M", [*SIZES["350M"], *RARE], "ten-cities", (1.0, 1.5)),
+    Case("home of four and a cluster, 350 M", [*SIZES["350M"], *RARE], "4x4090 home:50/500, 8xA100 oregon"),
     Case(
         "five unequal homes, 125 M", SIZES["125M"], "4090 home1, 3090 home2:40/200, 4070 home3, 3080 home4, 5090 home5"
     ),
     Case("sixteen homes, 10 M", SIZES["10M"], ", ".join(f"3060 home{n}" for n in range(16))),
-    Case("one cluster of eight, 350 M", SIZES["350M"], "8xH100 lab"),
-    Case("two labs and a phone line, 85 M", SIZES["85M"], "3xL4 porto:200/200, 3xL40S braga:500/500, T4 home:5/20"),
+    Case("one cluster of eight, 350 M", [*SIZES["350M"], *RARE], "8xH100 lab"),
+    Case(
+        "two labs and a phone line, 85 M",
+        [*SIZES["85M"], *RARE],
+        "3xL4 porto:200/200, 3xL40S braga:500/500, T4 home:5/20",
+    ),
 ]
 ROUTED = [
     Case("four small cards in one lab, 1 B", SIZES["1B"], "4xRTX 4070 lab"),
@@ -99,8 +106,8 @@ def main() -> None:
 def real(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Estimate a swarm on this machine, run it, and compare.
 
-    Other programs may run here, too. So tokens/s are divided by the share of a core that training got, and that share
-    is the one by which the estimate decides about windows.
+    Other programs may run here, too. So tokens/s are divided by the share of a core that training got, and the
+    estimate decides about windows by the cores that peers saw.
     """
     run_config, groups = config.load(None, case.overrides), places.groups_of(case.peers)
     (machine,), count = machines_of(run_config, groups), groups[0].count
@@ -112,7 +119,7 @@ def real(case: Case, args: argparse.Namespace) -> dict[str, Any]:
             time.sleep(args.settle)
             pids = [member.process.pid for member in swarm.members]
             begins, before = time.time(), [processes.cpu_of_peer(pid) for pid in pids]
-            time.sleep(args.seconds)
+            cores = seen_cores(pids, args.seconds)
             ends, after = time.time(), [processes.cpu_of_peer(pid) for pid in pids]
             journals = [list(recorded(read(one / "journal.jsonl"))) for one in swarm.folders()]
     within = [[one for one in lines if begins <= one.t <= ends + TRAFFIC_S] for lines in journals]
@@ -123,20 +130,32 @@ def real(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     speed = sum(sum(count for _, count in own[1:]) / (own[-1][0] - own[0][0]) for own in tokens)
     sent = sum((own[-1][1] - own[0][1]) / (own[-1][0] - own[0][0]) for own in totals)
     spent = [processes.spent(pid, begun, ended) for pid, begun, ended in zip(pids, before, after, strict=True)]
-    cores = sum(one.training for one in spent) / count / (ends - begins)
-    loaded = replace(machine, gossiper=replace(machine.gossiper, step_s=machine.gossiper.step_s / cores, cores=cores))
+    share = sum(one.training for one in spent) / count / (ends - begins)
+    loaded = replace(machine, gossiper=replace(machine.gossiper, step_s=machine.gossiper.step_s / share, cores=cores))
     found = forecast(run_config, where, [loaded] * count)
-    return compared(found, speed / min(1.0, cores), [sent]) | {
-        "cores": round(cores, 3),
-        "tokens_per_s": round(speed, 1),
-    }
+    of_run = {"share": round(share, 3), "cores": round(cores, 3), "tokens_per_s": round(speed, 1)}
+    windows = [[line.event.window_s for line in lines if isinstance(line.event, StatusLine)][-1:] for lines in within]
+    return compared(found, speed / min(1.0, share), [sent]) | of_run | {"real_windows": windows}
+
+
+def seen_cores(pids: Sequence[int], seconds: float) -> float:
+    """Return the cores that training keeps busy as peers estimate them (GossipCost.measured), after some seconds."""
+    known, until = [0.0] * len(pids), time.time() + seconds
+    while time.time() < until:
+        began, before = time.time(), [processes.cpu_of_peer(pid) for pid in pids]
+        time.sleep(CORES_S)
+        after, took_s = [processes.cpu_of_peer(pid) for pid in pids], time.time() - began
+        used = [processes.spent(pid, old, new) for pid, old, new in zip(pids, before, after, strict=True)]
+        shares = [one.training / took_s for one in used]
+        known = [max(new, old + FEWER_CORES * (new - old)) for old, new in zip(known, shares, strict=True)]
+    return sum(known) / len(known)
 
 
 def simulated(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Estimate a swarm, play it in virtual time, and compare."""
     run_config = config.load(None, [*case.overrides, "gossip.start_steps=0"])
     where, machines = _swarm(case, run_config)
-    found = forecast(run_config, where, machines)
+    found = forecast(run_config, where, machines, args.budget_s)
     plan = None
     if args.part == "routed":
         priced = replace(where, costs=tuple(one.costs for one in machines))
@@ -200,6 +219,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", type=lambda text: text.split(";"), metavar="NAME;...", help="cases of the part")
     parser.add_argument("--seconds", type=float, default=60.0, help="of a real interval")
     parser.add_argument("--virtual-s", type=float, default=3600.0, help="of a simulated run, of which two thirds count")
+    parser.add_argument("--budget-s", type=float, default=20.0, help="processor time of a simulated swarm's estimate")
     parser.add_argument("--settle", type=float, default=25.0, help="seconds before a real interval")
     parser.add_argument("--seed", type=int, default=1, help="of simulated runs; estimates have 0")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file to which each row is appended")

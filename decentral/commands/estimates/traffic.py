@@ -106,7 +106,8 @@ def _best_up(topology: Topology) -> Floats:
     """Return the rate of each peer's fastest upload, which it takes for its uplink's, in bytes/s."""
     rate_NN = np.minimum(topology.bandwidth, np.minimum.outer(topology.up, topology.down))
     np.fill_diagonal(rate_NN, 0.0)
-    return np.minimum(rate_NN.max(axis=1), LOOPBACK)
+    best_N: Floats = np.minimum(rate_NN.max(axis=1), LOOPBACK)
+    return best_N
 
 
 def _windows(
@@ -183,7 +184,7 @@ def _sent(
     per_window_NN, pulls_NN = np.zeros((count, count)), np.zeros((count, count))
     slowest_N = np.zeros(count)
     for cut in fragments:
-        holders = np.flatnonzero(held_NF[:, cut.index])
+        holders = np.flatnonzero(held_NF[:, cut.index]).tolist()
         if len(holders) < 2:
             continue
         grid = np.ix_(holders, holders)
