@@ -29,6 +29,7 @@ from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
 WARM_UP = 1 / 3  # share of the time that is played before tokens and bytes count
 NOISE = 0.05  # random share of a step's time
 PLAYED_S = 1200.0  # virtual seconds that are played at most; a probe of the uplink comes each two minutes
+LEAST_SAMPLES = 6  # of 200, so that something counts after the warm-up
 MOST_PLAYED = 64  # a larger swarm takes too long to play
 
 
@@ -126,7 +127,7 @@ def play(
 
     def sampled(_: Seconds) -> None:
         watch.sample()
-        if time.process_time() > until:
+        if time.process_time() > until and len(watch.at) >= LEAST_SAMPLES:
             raise StopRun
 
     run(scenario, sampled, watches=[watch])
