@@ -28,7 +28,7 @@ from decentral.core.units import readable_number
 AUTO_SEQUENCES = 16  # assumed in a step where `train.micro_batch` is auto
 TOKENIZER_VOCABULARY = 32_768  # of a run whose tokens come from a tokenizer
 TOKEN_FILES = (".bin", ".npy")
-ROWS = (*config.FILES_OF_ROWS, ".ndjson")
+ROW_FILES = (*config.FILES_OF_ROWS, ".ndjson")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +69,23 @@ def _ask_for(flags: argparse.Namespace, ask: Callable[[str], str]) -> None:
     def answer(question: str, usual: str) -> str:
         return ask(f"{question} [{usual}]: ").strip() or usual
 
-    flags.name = flags.name or answer("Name of the run", "mine")
-    flags.model = answer("Size of the model, such as 125M", "10M")
+    given = vars(flags)
+    given["name"] = flags.name or answer("Name of the run", "mine")
+    given["model"] = answer("Size of the model, such as 125M", "10M")
     if flags.data is None:
-        flags.data = answer("Data: a text file or folder, rows, tokens; none: Python's library", "none")
-        flags.data = None if flags.data == "none" else flags.data
+        data = answer("Data: a text file or folder, rows, tokens; none: Python's library", "none")
+        given["data"] = None if data == "none" else data
     if flags.peers is None:
-        flags.peers = answer("Peers, such as 4x4090 home:50/500, 8xA100 oregon", "2xcpu here")
+        given["peers"] = answer("Peers, such as 4x4090 home:50/500, 8xA100 oregon", "2xcpu here")
     if flags.tokens is None:
-        flags.tokens = quantities.count(answer("Tokens to train", "100M"))
+        given["tokens"] = _tokens(answer("Tokens to train", "100M"))
+
+
+def _tokens(text: str) -> float:
+    try:
+        return quantities.count(text)
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"tokens to train: {error}") from None
 
 
 def text_of(name: str, flags: argparse.Namespace) -> str:
@@ -163,7 +171,7 @@ def _kind(flags: argparse.Namespace) -> str:
     path = Path(flags.data)
     if path.suffix in TOKEN_FILES:
         return "tokens"
-    rows = path.suffix in ROWS or any(any(path.glob(f"**/*{suffix}")) for suffix in ROWS)
+    rows = path.suffix in ROW_FILES or any(any(path.glob(f"**/*{suffix}")) for suffix in ROW_FILES)
     on_hub = "/" in flags.data and not path.exists() and not path.is_absolute() and not flags.data.startswith(".")
     if not (rows or on_hub or flags.tokenizer or flags.model_from):
         return "text"

@@ -11,7 +11,7 @@ import re
 SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}  # unit of a duration -> seconds
 THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}  # letter after a count -> factor
 MOST_SECONDS = 10 * 365 * 86400.0  # no duration is longer than ten years
-MOST_BYTES = 1 << 60
+MOST_SIZE = 1 << 60
 MOST_COUNT = 1e18
 _NUMBER = r"(?P<value>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)"
 
@@ -34,10 +34,10 @@ def size_bytes(text: str) -> int:
     """Return the bytes in a text such as 800000000, 800MB, 16GB or 1.5e9; a kB has 1,000 bytes.
 
     Raises:
-        ArgumentTypeError: If the text has another form, or the size is below 1 or at least MOST_BYTES.
+        ArgumentTypeError: If the text has another form, or the size is below 1 or at least MOST_SIZE.
     """
     value = _read(text, r"(?P<unit>[kmgt]?)b?", THOUSANDS)
-    if not 1 <= value < MOST_BYTES:
+    if not 1 <= value < MOST_SIZE:
         raise argparse.ArgumentTypeError(f"expected a size such as 800MB or 16GB; got {text!r}")
     return int(value)
 

@@ -15,7 +15,7 @@ import numpy as np
 from decentral.commands.estimates.figures import Figure
 from decentral.commands.estimates.machines import Machine
 from decentral.commands.estimates.playing import MOST_PLAYED, Rates, play
-from decentral.commands.estimates.traffic import GossipTraffic, traffic
+from decentral.commands.estimates.traffic import PredictedGossip, traffic
 from decentral.core.config import Config
 from decentral.core.errors import UserError
 from decentral.core.memory_needs import widest_span
@@ -34,7 +34,7 @@ PLAYED_RANGE = 1.6  # factor of the range of bytes that were played
 CORES_RANGE = 2.5  # the same where processors bound the windows, whose length is a power of two
 EASE = (0.55, 1.8)  # links and cores over what is assumed: the range of traffic is that of the windows that follow
 BYTES_RANGE = 1.2  # a further factor of that range
-BUSY = 0.95  # a resource that is used so much limits the swarm
+USED_UP = 0.95  # a resource that is used so much limits the swarm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,7 +144,7 @@ def _limit(plan: ThroughputPlan, topology: Topology, run: Config) -> str:
     """Return which resource of a plan with routes is used up, and whose."""
     used = feasibility.uses(plan, topology, layer_costs.of_model(topology, run))
     names = {"device": "compute"}
-    shown = [f"{names.get(kind, kind)} of {use.whose}" for kind, use in used.items() if use.share >= BUSY]
+    shown = [f"{names.get(kind, kind)} of {use.whose}" for kind, use in used.items() if use.share >= USED_UP]
     return f"{', '.join(shown) or 'memory'}; not every peer holds the whole model, so micro-batches travel"
 
 
@@ -160,7 +160,7 @@ def _by_routes(plan: ThroughputPlan, topology: Topology, run: Config, tokens_per
 
 def _gossip(
     run: Config, topology: Topology, machines: Sequence[Machine], spans: Sequence[tuple[int, int]], ease: float = 1.0
-) -> GossipTraffic:
+) -> PredictedGossip:
     return traffic(topology, run.gossip, machines[0].needs.fragments, spans, [one.gossiper for one in machines], ease)
 
 
@@ -169,7 +169,7 @@ def _predicted(
     topology: Topology,
     machines: Sequence[Machine],
     spans: Sequence[tuple[int, int]],
-    gossip: GossipTraffic,
+    gossip: PredictedGossip,
 ) -> PairTraffic:
     """Return the traffic of gossip by formulas, where processors bound it or the swarm is too large to play."""
     cases = [gossip.sent_NN, *(_gossip(run, topology, machines, spans, ease).sent_NN for ease in EASE)]

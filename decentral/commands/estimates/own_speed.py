@@ -26,7 +26,7 @@ WHOLE_PARAMETERS = 20e6  # up to this size the model itself is timed
 FEWER_BLOCKS = (1, 3)  # of a larger model, models with so many blocks are timed
 WARM_STEPS, LEAST_STEPS, MOST_STEPS = 2, 3, 50
 TIMED_S = 3.0  # seconds in which further steps are timed, after the least number
-MOST_AT_ONCE = 16  # at most this many processes are timed beside each other
+MOST_TIMED = 16  # at most this many processes are timed beside each other
 
 
 def step_s(run: Config, peers: int) -> float:
@@ -41,7 +41,7 @@ def step_s(run: Config, peers: int) -> float:
     """
     cores = os.cpu_count() or 1
     threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // peers))
-    at_once = max(1, min(peers, cores // threads, MOST_AT_ONCE))
+    at_once = max(1, min(peers, cores // threads, MOST_TIMED))
     if at_once == 1:
         found = [_alone(run, threads)]
     else:

@@ -27,7 +27,7 @@ from decentral.sim.run import Scenario, StopRun, run
 from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
 
 WARM_UP = 1 / 3  # share of the time that is played before tokens and bytes count
-NOISE = 0.05  # random share of a step's time
+STEP_NOISE_SHARE = 0.05  # random share of a step's time
 PLAYED_S = 1200.0  # virtual seconds that are played at most; a probe of the uplink comes each two minutes
 LEAST_SAMPLES = 6  # of 200, so that something counts after the warm-up
 MOST_PLAYED = 64  # a larger swarm takes too long to play
@@ -118,11 +118,11 @@ def play(
     if plan is None:
         tokens = step_tokens(run_config)
         steps_s = [tokens / one.tokens_per_s for one in machines]
-        settings = SwarmSettings.of(settled, Pace(1.0, NOISE, report_s=1.0), steps_s, tokens)
+        settings = SwarmSettings.of(settled, Pace(1.0, STEP_NOISE_SHARE, report_s=1.0), steps_s, tokens)
         settings = replace(settings, saved=True, unquantised=True)
         scenario = Scenario(settings, len(topology), seconds, seed, topology=topology, audited=False)
     else:
-        scenario = planned.scenario_of(plan, topology, settled, seconds, seed, NOISE)
+        scenario = planned.scenario_of(plan, topology, settled, seconds, seed, STEP_NOISE_SHARE)
     watch, until = PlayedSwarm(), time.process_time() + budget_s
 
     def sampled(_: Seconds) -> None:

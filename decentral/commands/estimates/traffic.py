@@ -26,7 +26,7 @@ PULL_S = 2e-3  # core-seconds of a pull without its bytes, at the peer that asks
 PULL_BYTES_PER_S = 74e6  # a core's rate of a pull's bytes; with PULL_S, 200 kB take 4.7 ms (docs/results/benchmarks.md)
 NUMBERS_PER_S = (708e6, 618e6, 704e6)  # of a core: closing a window, merging a partner's, encoding slow weights
 COPIED_NUMBERS_PER_S = 700e6  # of a core: copying weights when a window closes, and adding the correction
-LOOPBACK = 180e6  # bytes/s of a stream between two processes of one machine (docs/results/benchmarks.md)
+LOOPBACK_RATE = 180e6  # bytes/s of a stream between two processes of one machine (docs/results/benchmarks.md)
 ROUNDS = 4  # of finding the windows that the swarm has in common
 
 
@@ -40,7 +40,7 @@ class Gossiper:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GossipTraffic:
+class PredictedGossip:
     """The predicted gossip of N peers."""
 
     period_s: Floats  # (N,) seconds between two windows of a fragment
@@ -63,7 +63,7 @@ class _Windows:
 def traffic(
     topology: Topology, gossip: GossipConfig, fragments: Sequence[Fragment], spans: Sequence[tuple[int, int]],
     peers: Sequence[Gossiper], ease: float = 1.0,
-) -> GossipTraffic:  # fmt: skip
+) -> PredictedGossip:  # fmt: skip
     """Return the gossip of peers that hold these layers.
 
     Args:
@@ -93,7 +93,7 @@ def traffic(
     sent_NN, period_N = _sent(topology, fragments, held_NF, found, codes, np.array(periods_s), peers)
     slow = period_N > np.array(periods_s) * 1.01
     why = tuple("steps" if late else why for late, why in zip(slow, bound, strict=True))
-    return GossipTraffic(period_N, np.array([one.cores * gossip.window_s for one in found]), why, sent_NN)
+    return PredictedGossip(period_N, np.array([one.cores * gossip.window_s for one in found]), why, sent_NN)
 
 
 def _code(gossip: GossipConfig, thin: bool) -> str:
@@ -106,7 +106,7 @@ def _best_up(topology: Topology) -> Floats:
     """Return the rate of each peer's fastest upload, which it takes for its uplink's, in bytes/s."""
     rate_NN = np.minimum(topology.bandwidth, np.minimum.outer(topology.up, topology.down))
     np.fill_diagonal(rate_NN, 0.0)
-    best_N: Floats = np.minimum(rate_NN.max(axis=1), LOOPBACK)
+    best_N: Floats = np.minimum(rate_NN.max(axis=1), LOOPBACK_RATE)
     return best_N
 
 
@@ -207,7 +207,7 @@ def _sent(
 
 def _transfers_s(round_trip_HH: Floats, size_HH: Floats, rate_HH: Floats) -> Floats:
     """Return the seconds of each pull, a round trip and TCP's slow start included."""
-    trips, sizes, rates = round_trip_HH.tolist(), size_HH.tolist(), np.minimum(rate_HH, LOOPBACK).tolist()
+    trips, sizes, rates = round_trip_HH.tolist(), size_HH.tolist(), np.minimum(rate_HH, LOOPBACK_RATE).tolist()
     return np.array(
         [
             [trip + transfer_s(int(size), rate, trip) for trip, size, rate in zip(one, two, three, strict=True)]
@@ -218,7 +218,7 @@ def _transfers_s(round_trip_HH: Floats, size_HH: Floats, rate_HH: Floats) -> Flo
 
 def _drawn(rate_HH: Floats, partners_H: Floats) -> Floats:
     """Return the chance that the row's peer draws the column's in a window, with weights by the measured rate."""
-    rate_HH = np.where(np.isinf(rate_HH), LOOPBACK, rate_HH)
+    rate_HH = np.where(np.isinf(rate_HH), LOOPBACK_RATE, rate_HH)
     np.fill_diagonal(rate_HH, 0.0)
     weights_HH = np.maximum(WEIGHT_FLOOR, rate_HH / rate_HH.max(axis=1, keepdims=True))
     np.fill_diagonal(weights_HH, 0.0)

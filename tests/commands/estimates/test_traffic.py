@@ -6,7 +6,7 @@ import pytest
 
 from decentral.comm.codecs import blockwise
 from decentral.commands.estimates.places import MBIT, groups_of, topology_of
-from decentral.commands.estimates.traffic import Gossiper, GossipTraffic, traffic
+from decentral.commands.estimates.traffic import Gossiper, PredictedGossip, traffic
 from decentral.core.config import GossipConfig
 from decentral.core.fragments import Fragment
 
@@ -14,7 +14,7 @@ FRAGMENTS = [Fragment(0, 0, 1, 1_000_000), Fragment(1, 1, 2, 1_000_000)]
 WHOLE = (0, 2)
 
 
-def predicted(peers: str, gossipers: Sequence[Gossiper], gossip: GossipConfig | None = None) -> GossipTraffic:
+def predicted(peers: str, gossipers: Sequence[Gossiper], gossip: GossipConfig | None = None) -> PredictedGossip:
     groups = groups_of(peers)
     topology = topology_of(groups, [1.0] * len(groups), [1.0] * len(groups))
     return traffic(topology, gossip or GossipConfig(), FRAGMENTS, [WHOLE] * len(topology), gossipers)
