@@ -144,7 +144,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "peers.startup": "reach_swarm",
         "serving": "replies served_model",
         "commands.checks": "disk",
-        "commands.estimates": "forecast own_speed",
+        "commands.estimates": "forecast own_speed playing",
         "commands": "dashboard invite local plan simulation",
     },
     "random": {

@@ -90,7 +90,7 @@ def _holds(run: Config, machine: Machine, spans: Sequence[tuple[int, int]]) -> s
     return f"{planned} of {run.model.depth + 2} layers; room for {held_share(machine):.0%} of the parameters"
 
 
-def _link(place: places.PeerPlace, peers: Sequence[int], count: int, found: Forecast) -> JsonObject:
+def _link(place: places.SharedPlace, peers: Sequence[int], count: int, found: Forecast) -> JsonObject:
     """Return the bytes an hour that the peers of a place send to other places, and receive from them."""
     others = [peer for peer in range(count) if peer not in set(peers)]
     rates = f"{place.up / MBIT:,.0f}/{place.down / MBIT:,.0f} Mb/s"

@@ -24,12 +24,12 @@ CENTRE_MBPS = (1000.0, 1000.0)  # up and down of any other place
 LAN = {"delay_ms": 0.5, "bandwidth_gbps": 1.0}  # between two peers of one place
 ACROSS = {"delay_ms": 30.0, "bandwidth_gbps": 1000.0}  # between two places, whose own links limit the rate
 NO_PLACE = "here"  # the place of a group that names none
-MOST_NAMED = topologies.MOST_TOPOLOGY_PEERS
+MOST_ESTIMATED = topologies.MOST_TOPOLOGY_PEERS
 MBIT = 1e6 / 8
 
 
 @dataclass(frozen=True, slots=True)
-class PeerPlace:
+class SharedPlace:
     """Where peers are: the link that they share to other places, in bytes/s."""
 
     name: str
@@ -44,7 +44,7 @@ class PeerGroup:
 
     count: int
     device: str  # as the user wrote it
-    place: PeerPlace
+    place: SharedPlace
 
     @property
     def text(self) -> str:
@@ -61,17 +61,17 @@ def groups_of(text: str) -> list[PeerGroup]:
     """Return the groups of peers in a text such as `4x4090 home:50/500, 8xA100 oregon`.
 
     Raises:
-        UserError: If a part has another form, a place has two different links, or there are more than MOST_NAMED peers.
+        UserError: If a part has another form, a place has two different links, or there are more than MOST_ESTIMATED peers.
     """
     groups = [_group(part.strip()) for part in text.split(",")]
-    places: dict[str, PeerPlace] = {}
+    places: dict[str, SharedPlace] = {}
     for group in groups:
         known, new = places.get(group.place.name), group.place
         if known and not known.assumed and not new.assumed and known != new:
             raise UserError(f"--peers: {new.name} has two different links; give its UP/DOWN once")
         places[new.name] = new if known is None or known.assumed else known
-    if sum(group.count for group in groups) > MOST_NAMED:
-        raise UserError(f"--peers expects at most {MOST_NAMED} peers; got {sum(group.count for group in groups)}")
+    if sum(group.count for group in groups) > MOST_ESTIMATED:
+        raise UserError(f"--peers expects at most {MOST_ESTIMATED} peers; got {sum(group.count for group in groups)}")
     return [replace(group, place=places[group.place.name]) for group in groups]
 
 
@@ -88,14 +88,14 @@ def _group(text: str) -> PeerGroup:
     return PeerGroup(count, " ".join(words[:-1] if named else words), _place(last if named else NO_PLACE))
 
 
-def _place(text: str) -> PeerPlace:
+def _place(text: str) -> SharedPlace:
     name, colon, rates = text.partition(":")
     up_mbps, down_mbps = HOME_MBPS if name.lower().startswith("home") else CENTRE_MBPS
     if not colon:
-        return PeerPlace(plain_text(name), up_mbps * MBIT, down_mbps * MBIT, assumed=True)
+        return SharedPlace(plain_text(name), up_mbps * MBIT, down_mbps * MBIT, assumed=True)
     up, slash, down = rates.partition("/")
     try:
-        return PeerPlace(
+        return SharedPlace(
             plain_text(name), quantities.rate_bytes(up), quantities.rate_bytes(down if slash else up), False
         )
     except argparse.ArgumentTypeError as error:
