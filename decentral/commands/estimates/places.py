@@ -61,7 +61,7 @@ def groups_of(text: str) -> list[PeerGroup]:
     """Return the groups of peers in a text such as `4x4090 home:50/500, 8xA100 oregon`.
 
     Raises:
-        UserError: If a part has another form, a place has two different links, or there are more than MOST_ESTIMATED peers.
+        UserError: If a part has another form, a place has two links, or there are more than MOST_ESTIMATED peers.
     """
     groups = [_group(part.strip()) for part in text.split(",")]
     places: dict[str, SharedPlace] = {}
