@@ -9,7 +9,7 @@ from decentral.commands.estimates import machines
 from decentral.core.strict_json import JsonObject
 
 QUICK = ["--seconds", "0.1"]
-SWARM = "4x4090 home:50/500, 8xA100 oregon"
+SWARM = "2x4090 home:50/500, A100 oregon"
 
 
 def told(capsys: pytest.CaptureFixture[str], *flags: str) -> JsonObject:
@@ -33,7 +33,7 @@ def test_it_predicts_speed_memory_traffic_days_and_price(capsys: pytest.CaptureF
     assert speed["low"] < speed["mid"] < speed["high"]
     assert days["mid"] == pytest.approx(1e10 / speed["mid"] / 86400, rel=1e-3)
     assert days["low"] < days["mid"] < days["high"]
-    assert found["price_per_hour"] == pytest.approx(4 * 0.35 + 8 * 1.2)
+    assert found["price_per_hour"] == pytest.approx(2 * 0.35 + 1.2)
     assert price["mid"] == pytest.approx(days["mid"] * 24 * found["price_per_hour"], rel=1e-3)
     home = next(link for link in found["links"] if link["place"] == "home")
     assert 0 < home["up"]["mid"] <= 50e6 / 8 * 3600 * 1.01
@@ -58,7 +58,7 @@ def test_a_model_that_no_peer_holds_is_cut_and_its_limit_named(capsys: pytest.Ca
 def test_the_text_names_each_group_and_what_limits_the_swarm(capsys: pytest.CaptureFixture[str]) -> None:
     assert estimate.main([*QUICK, "--model", "125M", "--peers", SWARM, "--tokens", "10B"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    for part in ("4x4090 home", "8xA100 oregon", "tokens/s", "limit: compute", "10 G tokens:", "(assumed)"):
+    for part in ("2x4090 home", "1xA100 oregon", "tokens/s", "limit: compute", "10 G tokens:", "(assumed)"):
         assert part in text
 
 
