@@ -44,6 +44,7 @@ ROOMS = [
     "view",
     "view.page",
     "commands.checks",
+    "commands.estimates",
     "commands",
 ]
 SHAPE = "the section `model` of a config stands with the models; it loads no torch"
@@ -97,6 +98,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "sim": "fault_injector liars real_training route_liars surrogate surrogate_model sweep",
         "sim.invariants": "convergence gossip",
         "view": "scalar_logs",
+        "commands.estimates": "machines own_speed",
         "commands": "simulation",
     },
     "cupy": {
@@ -144,6 +146,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "peers.startup": "reach_swarm",
         "serving": "replies served_model",
         "commands.checks": "disk",
+        "commands.estimates": "forecast own_speed playing",
         "commands": "dashboard invite local plan ps simulation stop",
     },
     "random": {
@@ -161,7 +164,14 @@ OUTSIDE = {
     "threading",
     "time",
 }  # of a machine, and of what it imports
-WITHOUT_TORCH = ("peers.runtime.host", "sim.network.virtual_network", "comm.net.libp2p", "commands.config")
+WITHOUT_TORCH = (
+    "peers.runtime.host",
+    "sim.network.virtual_network",
+    "comm.net.libp2p",
+    "commands.config",
+    "commands.estimate",
+    "commands.new",
+)
 
 
 def modules() -> dict[str, Path]:

@@ -56,7 +56,18 @@ def _lines(key: Key) -> Iterator[str]:
     *sections, name = key.path.split(".")
     margin = "  " * len(sections)
     facts = [f"Unit: {key.unit}."] * bool(key.unit) + [f"Range: {key.allowed}"] * bool(key.allowed)
-    for text in filter(None, (key.meaning, " ".join(facts))):
+    yield from comment((key.meaning, " ".join(facts)), margin)
+    yield f"{margin}{'# ' * key.is_idle}{name}: {key.default}".rstrip()
+
+
+def comment(texts: Iterable[str], margin: str) -> Iterator[str]:
+    """Yield the lines of a YAML comment, wrapped at COMMENT_COLUMNS: each text that is not empty begins a line.
+
+    Args:
+        texts: The texts.
+        margin: Spaces before each `#`.
+    """
+    for text in filter(None, texts):
         yield from textwrap.wrap(
             text,
             COMMENT_COLUMNS,
@@ -65,7 +76,6 @@ def _lines(key: Key) -> Iterator[str]:
             break_long_words=False,
             break_on_hyphens=False,
         )
-    yield f"{margin}{'# ' * key.is_idle}{name}: {key.default}".rstrip()
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from decentral.comm.wire.codec import Envelope
@@ -23,6 +23,7 @@ from decentral.comm.wire.messages import PeerRecords, RecordsQuery
 from decentral.comm.wire.private_swarm import revoked_key
 from decentral.comm.wire.transport import AskError
 from decentral.commands import shared
+from decentral.core import quantities
 from decentral.core.at_once import at_once
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import PeerId
@@ -36,8 +37,6 @@ from decentral.peers.startup import invitation_files
 from decentral.peers.startup.invitation_files import FounderFile
 from decentral.peers.startup.visit import VisitedSwarm, known_addresses, visit
 
-UNITS_S = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}  # letter of a unit in --until -> seconds
-MOST_S = 10 * 365 * 86400.0  # longest --until, ten years; `never` is allowed too
 MOST_TOLD = 1024  # this command sends the list to at most this many peers, which pass it on to the others
 TELLING_S = 60.0  # after this time no more peers are told, since each hostile peer could name another one
 VISIT_S = 600.0  # lifetime of the invitation that this command makes for itself, to announce revocations to the swarm
@@ -167,17 +166,24 @@ def _number(text: str) -> bytes:
     return invitation_files.read_holding(Path(text)).invitation.id
 
 
-def _duration(text: str) -> Seconds:
-    """Return the seconds in a text such as 30d, 12h, 2w or never. Raise ArgumentTypeError for any other text."""
+def _until(text: str) -> Seconds:
+    """Return the seconds from now in a text such as 30d, 12h, never, or a date (until its end in UTC).
+
+    Raises:
+        ArgumentTypeError: If the text has another form, or the date is over.
+    """
     if text == "never":
         return math.inf
-    try:
-        value = float(text[:-1]) * UNITS_S.get(text[-1:], 0.0)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= MOST_S:
-        raise argparse.ArgumentTypeError(f"expected 12h, 30d, 8w (at most ten years) or never; got {text!r}")
-    return value
+    with suppress(ValueError):
+        end = datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC) + timedelta(days=1)
+        if (left_s := end.timestamp() - time.time()) <= 0:
+            raise argparse.ArgumentTypeError(f"expected a date to come; got {text}")
+        return left_s
+    with suppress(argparse.ArgumentTypeError):
+        if text[-1:].isalpha():  # a bare number would be seconds, which nobody means
+            return quantities.duration_s(text)
+    forms = "12h, 30d, 8w (at most ten years), a date such as 2030-12-31, or never"
+    raise argparse.ArgumentTypeError(f"expected {forms}; got {text!r}")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -186,8 +192,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = shared.Parser(prog="python -m decentral.invite", description=about)
     parser.add_argument("--state-dir", required=True, metavar="DIR", help="state folder of the peer that began it")
     parser.add_argument("--for", dest="holder", metavar="NAME", help="name of the person who is invited")
-    until = "lifetime of the invitation: 12h, 30d, 8w or never; default 30d"
-    parser.add_argument("--until", type=_duration, default="30d", metavar="TIME", help=until)
+    until = "lifetime of the invitation: 12h, 30d, 8w or never, or its last day (UTC): 2030-12-31; default 30d"
+    parser.add_argument("--until", type=_until, default="30d", metavar="TIME", help=until)
     may = "what the invitation allows; default: train"
     parser.add_argument("--may", choices=[one.value for one in Permission], default="train", help=may)
     parser.add_argument("--out", metavar="FILE", help="file to write the invitation to, which is a secret")

@@ -22,7 +22,7 @@ from decentral.comm.net import ports
 from decentral.comm.wire.invitations import FOR_EVER, Permission
 from decentral.commands import lifeline, shared
 from decentral.commands.progress_bar import progress_bar
-from decentral.core import config, strict_json
+from decentral.core import config, quantities, strict_json
 from decentral.core.errors import UserError, writing
 from decentral.core.journal.events import ErrorLine, JoinedLine, JournalEvent, StartedLine, StepLine, UnheldLine
 from decentral.core.journal.field_kinds import OUTCOMES
@@ -388,7 +388,7 @@ def parse(argv: Sequence[str] | None) -> LocalFlags:
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, or the name of a shipped one")
     parser.add_argument("--peers", type=int, default=4, metavar="N", help="number of peers; default 4")
     parser.add_argument("--throttle", metavar="F,F,...", help="times that each peer is slower, such as 1,1,1,10")
-    parser.add_argument("--stop-after", default="90s", metavar="AMOUNT", help="90s, or each peer's 500steps, 2e6tokens")
+    parser.add_argument("--stop-after", default="90s", metavar="AMOUNT", help="15m, or each peer's 500steps, 2Mtokens")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N, xpu or mps, for all peers")
     parser.add_argument("--memory", metavar="BYTES,...", help="each peer's memory, or one size for all of them")
@@ -431,7 +431,7 @@ def _require_place(summary_file: Path) -> None:
 def _memories(text: str | None, peers: int) -> tuple[int, ...]:
     if text is None:
         return ()
-    sizes = tuple(shared.several(text, shared.size))
+    sizes = tuple(shared.several(text, quantities.size_bytes))
     if len(sizes) not in (1, peers):
         raise UserError(f"--memory expects one size or {peers}, such as 800MB,16GB; got {text!r}")
     return sizes * peers if len(sizes) == 1 else sizes

@@ -25,6 +25,7 @@ if __name__ == "__main__":  # let a signal end the process at once during import
 
 from decentral.commands import shared
 from decentral.commands.lifeline import heed
+from decentral.core import quantities
 from decentral.core.errors import UserError
 from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
 from decentral.core.peer_names import PEER_NAME_CHARS
@@ -86,8 +87,8 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
     parser = shared.Parser(prog="python -m decentral.peer", description=about)
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, or the name of a shipped one")
     parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a peer of the swarm")
-    wait = "keep trying the addresses of --join for this many seconds; default 0"
-    parser.add_argument("--join-wait", type=float, default=0.0, metavar="SECONDS", help=wait)
+    wait = "keep trying the addresses of --join for so long, such as 10m; default: not again"
+    parser.add_argument("--join-wait", type=quantities.duration_s, default=0.0, metavar="TIME", help=wait)
     parser.add_argument("--invite", metavar="FILE", help="this peer's invitation, if the swarm is private")
     parser.add_argument("--private", action="store_true", help="begin a swarm that only invited peers may join")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
@@ -102,22 +103,22 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
     parser.add_argument("--state-dir", metavar="DIR", help="the peer's state folder; default: a new one")
     parser.add_argument("--device", help="auto, cpu, cuda, xpu, mps, or some of several: cuda:0,cuda:1")
     memory = "memory for the model, such as 8GB; default: the device's"
-    parser.add_argument("--memory", type=shared.size, metavar="BYTES", help=memory)
+    parser.add_argument("--memory", type=quantities.size_bytes, metavar="BYTES", help=memory)
     parser.add_argument("--listen", action="append", metavar="MULTIADDR", help="address to listen at")
     parser.add_argument("--announce", action="append", metavar="MULTIADDR", help="address where others reach this peer")
     called = "what people see this peer called, up to 32 characters; default: the host name"
     parser.add_argument("--name", help=called)
     parser.add_argument("--region", help="name of this peer's place, for the planner")
     parser.add_argument("--throttle", type=float, metavar="F", help="train F times slower than the device can")
-    parser.add_argument("--stop-after", metavar="AMOUNT", help="stop after 500steps, 90s or 2e6tokens of this peer")
+    parser.add_argument("--stop-after", metavar="AMOUNT", help="stop after 15m, 2h, 500steps or 2Mtokens of this peer")
     parser.add_argument("--plain", action="store_true", help="print a line every few seconds instead of the live view")
     _add_watch_flags(parser)
     given = parser.parse_args(argv)
     peer = _of_peer(given)
     if not 1 <= peer.throttle <= 1e4:
         raise UserError(f"--throttle expects a factor of 1 to 10000; got {peer.throttle:g}")
-    if not 0 <= given.join_wait <= MAX_JOIN_WAIT_S:
-        raise UserError(f"--join-wait expects seconds up to {MAX_JOIN_WAIT_S:g}; got {given.join_wait:g}")
+    if given.join_wait > MAX_JOIN_WAIT_S:
+        raise UserError(f"--join-wait expects at most {MAX_JOIN_WAIT_S:g} s; got {given.join_wait:g} s")
     stop_after = Amount.parse(given.stop_after) if given.stop_after else None
     if peer.metrics:
         shared.require_extra("--metrics", "prometheus-client", "prometheus_client", "metrics")

@@ -22,7 +22,7 @@ from rich.table import Table
 from decentral.commands import shared
 from decentral.commands.progress_bar import progress_bar
 from decentral.commands.table import COMMANDS
-from decentral.core import strict_json
+from decentral.core import quantities, strict_json
 from decentral.core.config import Config
 from decentral.core.config import load as load_config
 from decentral.core.errors import UserError
@@ -90,7 +90,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     solvers = "genetic, annealing, gcma, exact; for throughput also local, policy, flow; default: genetic"
     parser.add_argument("--solver", default="genetic", help=solvers)
     parser.add_argument(
-        "--seconds", type=_positive, default=5.0, help="time limit of everything, in seconds (default 5)"
+        "--seconds", type=quantities.duration_s, default=5.0, help="time limit of everything (default 5 s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of all random choices (default 0)")
     holders = "least number of peers that hold each layer; for throughput (default 1)"
@@ -104,16 +104,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.holders < 1:
         raise UserError(f"--holders expects at least 1; got {options.holders}")
     return options
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e7:
-        raise argparse.ArgumentTypeError(f"expected seconds above 0; got {text}")
-    return value
 
 
 def _swarm(options: argparse.Namespace) -> tuple[Topology, LiveSwarm]:

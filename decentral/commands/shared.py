@@ -8,10 +8,11 @@ can correct; one line on stderr explains it. Ctrl-C gives 0, or 130 for commands
 import argparse
 import math
 import os
+import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +29,7 @@ T = TypeVar("T")
 LOG_NAMES = ("tensorboard", "wandb")  # experiment trackers; their packages have these names
 STAGE = "starting: "  # prefix of the lines that a peer prints while it starts
 ERROR_CHARS = 2000
+UNRECOGNIZED = "unrecognized arguments: "  # begin of argparse's message about unknown flags
 PORTS = 1 << 16
 
 
@@ -40,35 +42,22 @@ class Parser(argparse.ArgumentParser):
         return as_called(super().format_help() + (f"\nexamples:{lines}\n" if lines else ""))
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError with argparse's message; for an unknown flag the error also names the nearest known flag."""
-        unknown = message.removeprefix("unrecognized arguments: ").split()[0] if "unrecognized" in message else ""
-        meant = did_you_mean(unknown, self._option_string_actions) if unknown.startswith("--") else ""
-        raise UserError(as_called(f"{message}{meant} (see {self.prog} --help)"))
+        """Raise UserError with argparse's message; it names what is nearest to an unknown flag or choice."""
+        raise UserError(as_called(f"{message}{self._meant(message)} (see {self.prog} --help)"))
+
+    def _meant(self, message: str) -> str:
+        """Return `; did you mean NEAR?` for the unknown flag or choice that argparse's message names, else ""."""
+        if message.startswith(UNRECOGNIZED):
+            flag = message.removeprefix(UNRECOGNIZED).split()[0].partition("=")[0]
+            return did_you_mean(flag, self._option_string_actions) if flag.startswith("--") else ""
+        found = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message)
+        return did_you_mean(found[1], re.findall(r"[\w.-]+", found[2])) if found else ""
 
 
 def as_called(text: str) -> str:
     """Return a text with `python -m decentral.NAME` replaced by `decentral NAME`, if the user called `decentral`."""
     by_one_name = Path(sys.argv[0]).name == "decentral"
     return text.replace(table.CALL, "decentral ") if by_one_name else text
-
-
-def size(text: str) -> int:
-    """Convert a text such as 800000000, 800MB, 16GB or 1.5e9 to a number of bytes; a kB has 1,000 bytes.
-
-    Raises:
-        ArgumentTypeError: If the text has another form, or the size is below 1 or at least 2^60.
-    """
-    number, unit = text.strip().rstrip("Bb"), 1
-    for position, prefix in enumerate("kmgt", 1):
-        if number.lower().endswith(prefix):
-            number, unit = number[:-1], 1000**position
-    try:
-        value = float(number) * unit
-    except ValueError:
-        value = 0.0
-    if not 1 <= value < 1 << 60:
-        raise argparse.ArgumentTypeError(f"expected a size such as 800MB or 16GB; got {text!r}")
-    return int(value)
 
 
 def finite(text: str) -> float:
@@ -107,16 +96,27 @@ def metrics_address(first: tuple[str, int], number: int) -> str:
     return f"{f'[{host}]' if ':' in host else host}:{port + number if port else 0}"
 
 
-def log_names(text: str) -> list[str]:
-    """Return the experiment trackers that a text names: `tensorboard`, `wandb`, or both separated by a comma.
+def names_of(text: str, known: Sequence[str]) -> list[str]:
+    """Return the names, once each, in a text such as `tensorboard,wandb`.
+
+    Args:
+        text: Names with commas between them.
+        known: All names that are allowed.
 
     Raises:
-        ArgumentTypeError: If another name is given.
+        ArgumentTypeError: If another name is given; the error names the nearest one.
     """
-    names = list(dict.fromkeys(text.split(",")))
-    if not set(names) <= set(LOG_NAMES):
-        raise argparse.ArgumentTypeError(f"expected {' or '.join(LOG_NAMES)}, or both with a comma; got {text!r}")
+    names = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    unknown = next((name for name in names if name not in known), None)
+    if unknown is not None:
+        expected = f"expected one or several of {', '.join(known)}; got {unknown!r}"
+        raise argparse.ArgumentTypeError(f"{expected}{did_you_mean(unknown, known)}")
     return names
+
+
+def log_names(text: str) -> list[str]:
+    """Return the experiment trackers that a text names. Raises ArgumentTypeError if another name is given."""
+    return names_of(text, LOG_NAMES)
 
 
 def require_extra(flag: str, package: str, module: str, extra: str) -> None:

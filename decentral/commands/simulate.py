@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from decentral.commands import shared
 from decentral.commands.shared import finite
+from decentral.core import quantities
 from decentral.core.errors import UserError
 from decentral.sim.faults import BESIDES
 from decentral.view.page.address import add_dashboard_flag
@@ -40,10 +41,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = shared.Parser(prog="python -m decentral.simulate", description=about)
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, or the name of a shipped one")
     parser.add_argument("--peers", type=int, default=8, metavar="N", help="number of peers; default 8")
-    parser.add_argument("--seconds", type=finite, default=600.0, metavar="S", help="virtual seconds; default 600")
+    lasts = "virtual time, such as 10m; default 600 s"
+    parser.add_argument("--seconds", type=quantities.duration_s, default=600.0, metavar="TIME", help=lasts)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all random choices; default 0")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
-    parser.add_argument("--step-seconds", type=finite, default=0.5, metavar="S", help="time of a step; default 0.5")
+    step = "time of a step; default 0.5 s"
+    parser.add_argument("--step-seconds", type=quantities.duration_s, default=0.5, metavar="TIME", help=step)
     parser.add_argument("--noise", type=finite, default=0.05, metavar="F", help="random share of a step's time")
     factors = "each peer's slowness; repeated if there are more peers"
     parser.add_argument("--throttle", type=_factors, default=(1.0,), metavar="F,F,...", help=factors)
@@ -68,9 +71,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sweep", type=int, default=0, metavar="N", help=swarms)
     only = "with --sweep: only seeds with machine faults (hosts), lying peers (liars) or hostile DHT nodes (eclipses)"
     parser.add_argument("--only", type=_besides, default=(), metavar="KINDS", help=only)
-    parser.add_argument(
-        "--for-seconds", type=finite, default=0.0, metavar="S", help="with --sweep: end after S seconds"
-    )
+    ends = "with --sweep: end after so long"
+    parser.add_argument("--for-seconds", type=quantities.duration_s, default=0.0, metavar="TIME", help=ends)
     parser.add_argument("--report", metavar="FILE", help="with --sweep: write a JSON report of seeds and violations")
     processes = "with --sweep: number of processes; default: one for each core"
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help=processes)
@@ -91,14 +93,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _besides(text: str) -> tuple[str, ...]:
-    kinds = tuple(part.strip() for part in text.split(","))
-    if not set(kinds) <= set(BESIDES):
-        raise argparse.ArgumentTypeError(f"expected one or several of {', '.join(BESIDES)}; got {text!r}")
-    return kinds
+    return tuple(shared.names_of(text, BESIDES))
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    sizes = shared.several(text, shared.size)
+    sizes = shared.several(text, quantities.size_bytes)
     if not sizes:
         raise argparse.ArgumentTypeError(f"expected sizes such as 800MB,2GB; got {text!r}")
     return tuple(sizes)

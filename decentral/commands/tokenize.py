@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from decentral.commands import shared
-from decentral.core import config
+from decentral.core import config, quantities
 from decentral.core.atomic_file import replacing, write_atomically
 from decentral.core.errors import UserError
 from decentral.data import tokenizer
@@ -146,7 +146,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", metavar="PATH", help="file or folder of a Hugging Face tokenizer")
     parser.add_argument("--train", type=int, metavar="N", help="train a BPE tokenizer of N tokens instead")
     most = "with --train: train on at most this much text; default 256MB"
-    parser.add_argument("--train-bytes", type=shared.size, default=256_000_000, metavar="BYTES", help=most)
+    parser.add_argument("--train-bytes", type=quantities.size_bytes, default=256_000_000, metavar="BYTES", help=most)
     between = "the token between documents; default: the tokenizer's end-of-text token"
     parser.add_argument("--separator", metavar="TOKEN", help=between)
     parser.add_argument("--column", default="text", metavar="NAME", help="the column with the text; default text")

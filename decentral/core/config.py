@@ -446,4 +446,5 @@ def _explain(error: ValidationError) -> str:
     expected = expected.replace("a valid integer", "an integer").replace("a valid ", "a ")
     if first["type"] == "value_error":
         return f"{key}: {expected}" if key and not expected.startswith(f"{key}.") else expected
-    return f"{key} must be {expected}; it is {_SHORT.repr(first['input'])}"
+    near = did_you_mean(str(first["input"])[:30], expected.split("'")[1::2])  # the allowed names are quoted
+    return f"{key} must be {expected}; it is {_SHORT.repr(first['input'])}{near}"

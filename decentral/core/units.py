@@ -1,9 +1,12 @@
-"""Units, numbers as text for people, and amounts of training as a user types them: `90s`, `500steps`, `2e6tokens`."""
+"""Units, numbers as text for people, and amounts of training as a user types them: `15m`, `500steps`, `2Mtokens`."""
 
+import argparse
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, cast
 
+from decentral.core import quantities
 from decentral.core.errors import UserError
 from decentral.core.layer_work import KindCosts
 
@@ -35,16 +38,18 @@ class Amount:
 
     @classmethod
     def parse(cls, text: str) -> "Amount":
-        """Return the amount in a text such as `90s`, `500steps` or `2e6tokens`.
+        """Return the amount in a text such as `90s`, `15m`, `2h`, `500steps` or `2Mtokens`.
 
         Raises:
             UserError: If the text has another form, or the amount is not above 0.
         """
-        number = r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+]?[0-9]+)?"
-        found = re.fullmatch(rf"(?P<value>{number})\s*(?P<kind>s|steps|tokens)", text.strip())
-        if not found or float(found["value"]) <= 0:
-            raise UserError(f"expected 90s, 500steps or 2e6tokens; got {text!r}")
-        return cls(float(found["value"]), cast(Kind, found["kind"]))
+        found = re.fullmatch(r"(?P<number>.*?)(?P<kind>[smhdw]|steps|tokens)", text.strip())
+        with suppress(argparse.ArgumentTypeError):
+            if found and found["kind"] in ("steps", "tokens"):
+                return cls(quantities.count(found["number"]), cast(Kind, found["kind"]))
+            if found:
+                return cls(quantities.duration_s(text), "s")
+        raise UserError(f"--stop-after expects 90s, 15m, 2h, 1d, 500steps or 2Mtokens; got {text!r}")
 
     def __str__(self) -> str:
         """Return the amount as a user types it, such as `90s`."""

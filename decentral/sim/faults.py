@@ -42,6 +42,7 @@ from typing import TypeVar
 
 from decentral.core import foreign_file
 from decentral.core.errors import UserError
+from decentral.core.near_names import listed
 from decentral.core.units import MiB, Seconds
 
 Number = TypeVar("Number", int, float)
@@ -134,10 +135,10 @@ def _built(kind: str, target: str, value: str | None, at: Seconds, lasts: Second
     if kind == "eclipse" and target in ECLIPSED:
         return Fault(kind, at, lasts=lasts, how=target)
     if kind not in (*PEERS, *HOSTS, *NEWS):
-        known = ", ".join([*PEERS, *HOSTS, *NEWS, *PAIRS, *SHARES, "join", *(f"eclipse {key}" for key in ECLIPSED)])
-        raise UserError(f"--faults: unknown fault {kind!r}; known: {known}")
+        kinds = [*PEERS, *HOSTS, *NEWS, *PAIRS, *SHARES, "join", *(f"eclipse {key}" for key in ECLIPSED)]
+        raise UserError(f"--faults: unknown fault {kind!r}; known: {listed(kind, kinds)}")
     if kind == "lie" and value not in ALL_LIES:
-        raise UserError(f"--faults: a lie is one of {', '.join(ALL_LIES)}; got {value!r}")
+        raise UserError(f"--faults: got {value!r}; a lie is one of {listed(value or '', ALL_LIES)}")
     either = kind in ("skew", "clock")
     size = _number(value, negative=either) if either or kind == "slow" else 0.0
     return Fault(kind, at, _peers(target), size, lasts, how=(value or "") if kind == "lie" else "")

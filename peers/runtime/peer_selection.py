@@ -87,7 +87,7 @@ class WindowLengths:
         own, bound = self._own_windows(fragment, size)
         common = self._common_need_s(own * self.window_s()) / self.window_s()
         times = 1 << math.ceil(math.log2(max(1.0, common)) - NEED_ROUNDING)
-        return (own, bound) if own >= times else (min(times, _most(self.window_s())), "swarm")
+        return (own, bound) if own >= times else (min(times, most_windows(self.window_s())), "swarm")
 
     def needed_s(self, fragment: int, size: int) -> Seconds:
         """Return the window length in seconds that our own link and cores need."""
@@ -101,7 +101,7 @@ class WindowLengths:
         """
         window_s = self.window_s()
         cores, link = self._cores_windows(window_s), self._link_windows(fragment, size, window_s)
-        windows = max(1, min(_most(window_s), max(cores, link)))
+        windows = max(1, min(most_windows(window_s), max(cores, link)))
         return windows, "link" if link > cores else "cores" if cores > 1 else ""
 
     def _cores_windows(self, window_s: Seconds) -> int:
@@ -109,23 +109,14 @@ class WindowLengths:
         return self.cost.windows(window_s, len(self.setup.now.fragments), min(1.0, core_share))
 
     def _common_need_s(self, own_s: Seconds) -> Seconds:
-        """Return the upper median of the window lengths that we and the peers with some of our layers need, in seconds.
-
-        A peer that lies can move the median only to a neighbouring value. ALONE_TIMES limits the influence of a single
-        other peer.
-        """
+        """Return `common_need_s` of the peers with some of our layers."""
         if self._others[0] != self.roster.changes:
             first, last = self.setup.now.fragments[0].first, self.setup.now.fragments[-1].last
             live = self.roster.live.values()
             records = [entry.record for entry in live if entry.record.window_s]
             needs = [one.window_s for one in records if one.overlaps(first, last)]
             self._others = self.roster.changes, sorted(needs)
-        others = self._others[1]
-        if len(others) == 1:
-            return min(max(own_s, others[0]), ALONE_TIMES * own_s)
-        middle = (len(others) + 1) // 2
-        below, above = others[max(0, middle - 1) : middle], others[middle : middle + 1]
-        return sorted([own_s, *below, *above])[len(below)]
+        return common_need_s(own_s, self._others[1])
 
     @property
     def _early(self) -> bool:
@@ -335,6 +326,23 @@ class PeerSelection:
             self._holders.clear()
 
 
-def _most(window_s: Seconds) -> int:
+def common_need_s(own_s: Seconds, others_s: Sequence[Seconds]) -> Seconds:
+    """Return the upper median of the window lengths that a peer and the others with some of its layers need.
+
+    A peer that lies can move the median only to a neighbouring value. ALONE_TIMES limits the influence of a single
+    other peer.
+
+    Args:
+        own_s: The window length that the peer needs, seconds.
+        others_s: Those that the others need, sorted.
+    """
+    if len(others_s) == 1:
+        return min(max(own_s, others_s[0]), ALONE_TIMES * own_s)
+    middle = (len(others_s) + 1) // 2
+    below, above = others_s[max(0, middle - 1) : middle], others_s[middle : middle + 1]
+    return sorted([own_s, *below, *above])[len(below)]
+
+
+def most_windows(window_s: Seconds) -> int:
     """Return how many windows of `window_s` fit into LONGEST_WINDOW_S, rounded down to a power of two; at least 1."""
     return int(1 << int(max(1.0, LONGEST_WINDOW_S / window_s)).bit_length() - 1)

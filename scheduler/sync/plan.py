@@ -15,6 +15,7 @@ import numpy as np
 
 from decentral.core import rng as chance
 from decentral.core.errors import UserError
+from decentral.core.near_names import listed
 from decentral.scheduler.sync import annealing, degrees, evolve, exact, explain, gcma, layouts, step_needs
 from decentral.scheduler.sync.layout_cost import Layout, Problem, best_layout
 from decentral.scheduler.topology.arrays import Ints
@@ -159,7 +160,7 @@ def _solve(problem: Problem, region_N: Ints, solver: str, seed: int, budget: Sea
     if solver in layouts.HAND:
         return layouts.STARTS[solver](region_N, problem.stages, problem.replicas, rng)
     if solver not in SYNC_SOLVERS:
-        known = ", ".join([*SYNC_SOLVERS, *layouts.HAND])
+        known = listed(solver, [*SYNC_SOLVERS, *layouts.HAND])
         raise UserError(f"--solver {solver} is unknown: --objective sync expects one of {known}")
     if not SYNC_SOLVERS[solver].takes(problem):
         raise UserError(

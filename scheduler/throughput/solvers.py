@@ -6,6 +6,7 @@ import numpy as np
 
 from decentral.core import rng as chance
 from decentral.core.errors import UserError
+from decentral.core.near_names import listed
 from decentral.scheduler.spans import moves
 from decentral.scheduler.spans.solvers import SEARCHES
 from decentral.scheduler.spans.trials import Trials
@@ -67,7 +68,7 @@ def solved(problem: FlowProblem, solver: str, seed: int, budget: SearchBudget) -
         UserError: If there is no such solver, or the swarm is too large for it.
     """
     if solver not in THROUGHPUT_SOLVERS:
-        known = ", ".join(THROUGHPUT_SOLVERS)
+        known = listed(solver, THROUGHPUT_SOLVERS)
         raise UserError(f"--solver {solver} is unknown: --objective throughput expects one of {known}")
     return THROUGHPUT_SOLVERS[solver](problem, budget, chance.arrays(seed, "spans", solver))
 

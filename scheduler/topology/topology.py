@@ -37,6 +37,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from decentral.core import foreign_file, own_yaml
 from decentral.core.errors import UserError
 from decentral.core.layer_work import UNMEASURED, KindCost, KindCosts
+from decentral.core.near_names import listed
 from decentral.core.strict_json import JsonFields
 from decentral.scheduler.topology.arrays import Floats, Ints
 
@@ -172,7 +173,7 @@ def parse(tree: Any, source: Path | None = None) -> Topology:
     known = {peer.region for peer in peers}
     unknown = next((region for region in spec.sites if region not in known), None)
     if unknown is not None:
-        raise UserError(f"topology: sites name an unknown region {unknown}; known: {', '.join(sorted(known))}")
+        raise UserError(f"topology: sites name an unknown region {unknown}; known: {listed(unknown, sorted(known))}")
     sites = tuple(Site(region, site.up_gbps * GBIT, site.down_gbps * GBIT) for region, site in spec.sites.items())
     return _topology(peers, matrices, spec.workload.workload() if spec.workload else None, sites)
 
@@ -315,7 +316,7 @@ def _find(path: Path, beside: Path | None = None) -> Path:
     for candidate in tried:
         if candidate.is_file():
             return candidate
-    names = ", ".join(sorted(file.stem for file in shipped.glob("*.yaml")))
+    names = listed(str(path), sorted(file.stem for file in shipped.glob("*.yaml")))
     raise UserError(f"topology: no file {path}; name a topology file or a shipped topology: {names}")
 
 
@@ -337,7 +338,7 @@ def _validated(tree: Any) -> _File:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
-            raise UserError(f"topology: unknown key {key}; known: {', '.join(_File.model_fields)}") from None
+            raise UserError(f"topology: unknown key {key}; known: {listed(key, _File.model_fields)}") from None
         expected = first["msg"].removeprefix("Input should be ")
         raise UserError(f"topology: {key} must be {expected}; it is {str(first['input'])[:60]}") from None
 
@@ -388,7 +389,7 @@ def _by_region(spec: _File, names: list[str], region_N: Ints) -> tuple[Floats, F
     for link in spec.links:
         for name in link.between:
             if name not in known and spec.based_on is None:
-                raise UserError(f"topology: links name an unknown region {name}; known: {', '.join(names)}")
+                raise UserError(f"topology: links name an unknown region {name}; known: {listed(name, names)}")
         if all(name in known for name in link.between):
             a, b = (known[name] for name in link.between)
             delay[a, b] = delay[b, a] = link.delay_ms

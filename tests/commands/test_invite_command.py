@@ -370,3 +370,14 @@ def test_whoever_may_look_looks(swarm: Peers, tmp_path: Path, capsys: pytest.Cap
     said = capsys.readouterr()
     assert said.out.startswith("import")
     assert f"weights of {swarm.lines('founder', 'started')[0]['peer']} at step" in said.err
+
+
+@pytest.mark.parametrize(("text", "line"), [("2001-01-01", "expected a date to come"), ("30", "expected 12h, 30d")])
+def test_an_invitation_ends_in_the_future_and_a_bare_number_has_no_unit(text: str, line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        invite.parse(["--state-dir", "x", "--for", "ann", "--out", "x", "--until", text])
+
+
+def test_an_invitation_may_end_with_a_day() -> None:
+    flags = invite.parse(["--state-dir", "x", "--for", "ann", "--out", "x", "--until", "2999-12-31"])
+    assert flags.until > 900 * 365 * 86400

@@ -43,7 +43,7 @@ def test_a_table_and_a_paragraph_on_the_terminal(capsys: pytest.CaptureFixture[s
     [
         ([], "give either a TOPOLOGY"),
         (["spot", "--join", "x"], "give either a TOPOLOGY"),
-        (["spot", "--seconds", "soon"], "expected seconds above 0; got soon"),
+        (["spot", "--seconds", "soon"], "expected a duration such as 90s"),
         (["spot", "--solver", "magic"], "--solver magic"),
         (["spot", "--holders", "0"], "--holders expects at least 1"),
         (["nowhere"], "no file nowhere"),

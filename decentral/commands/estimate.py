@@ -1,0 +1,169 @@
+"""python -m decentral.estimate: predict what a swarm that does not exist yet can train, how fast, and at what price.
+
+python -m decentral.estimate --model 1.3B --peers "4x4090 home:50/500, 8xA100 oregon" --tokens 10B
+python -m decentral.estimate my-config.yaml --peers "4xcpu" --json
+
+A device is one of NVIDIA's cards, by its published peak, or `cpu`, this machine, which is measured. Peers of one place
+share its link to other places. Figures are estimates: each has the range in which it surely lies.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+
+from decentral.commands import shared
+from decentral.commands.estimates import cards, places, sizes
+from decentral.commands.estimates.figures import Figure
+from decentral.commands.estimates.places import PeerGroup
+from decentral.commands.table import COMMANDS
+from decentral.core import config, quantities, strict_json
+from decentral.core.config import Config
+from decentral.core.errors import UserError
+from decentral.core.near_names import did_you_mean
+from decentral.core.own_inputs import OwnInputs
+from decentral.core.strict_json import JsonObject
+from decentral.core.units import readable_bytes, readable_number
+
+DAY_S = 86400.0
+FOLDER_DATA = ("data.kind=tokens", "data.path=tokens.bin", "data.token_bytes=4")  # no data are read for an estimate
+RECOVERED = "gossip recovers 0.93 of the gain of ideal synchronous training with 4 peers, 0.67 with 16"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    return shared.run(lambda: _main(parse(argv)), interrupted=COMMANDS["estimate"].interrupted)
+
+
+def _main(flags: argparse.Namespace) -> None:
+    run = run_of(flags)
+    groups, prices = places.groups_of(flags.peers), _prices(flags.price)
+    _check_prices(prices, groups)
+    with shared.loading(COMMANDS["estimate"].interrupted):
+        from decentral.commands.estimates.estimating import estimated
+    found = estimated(run, groups, flags.seconds)
+    found |= _of_tokens(found, flags.tokens, groups, prices)
+    print(strict_json.dumps(found)) if flags.json else _show(found, Console(highlight=False))
+
+
+def run_of(flags: argparse.Namespace) -> Config:
+    """Return the config that CONFIG, --model, --model-from and --set describe.
+
+    Raises:
+        UserError: If the config is not valid, its model is user code, or its peers do not gossip by pulls.
+    """
+    size = flags.model if flags.model and sizes.is_size(flags.model) else None
+    if flags.model and size is None and flags.config:
+        raise UserError(f"give CONFIG or --model {flags.model}, not both; a size such as --model 125M goes with CONFIG")
+    path = flags.config if size or not flags.model else flags.model
+    overrides = [*(FOLDER_DATA if flags.model_from and path is None else ()), *flags.set]
+    run = config.load(path, overrides, OwnInputs(model_folder=flags.model_from))
+    if size:
+        run = sizes.with_shape(run, size, frozenset(run.model.model_fields_set))
+    if run.model.layers is not None:
+        raise UserError("user code (model.layers) cannot be estimated; estimate with model.depth and model.width")
+    if run.gossip.algorithm != "pull":
+        raise UserError(f"only swarms with gossip.algorithm pull can be estimated; it is {run.gossip.algorithm}")
+    return run
+
+
+def _of_tokens(
+    found: JsonObject, tokens: float | None, groups: Sequence[PeerGroup], prices: Mapping[str, float]
+) -> JsonObject:
+    """Return the days that `tokens` take, and their price; an hour's price where no tokens are given."""
+    speed = found["tokens_per_s"]
+    days = Figure(speed["mid"], speed["low"], speed["high"]).times(DAY_S).duration(tokens) if tokens else None
+    hourly = sum(group.count * prices.get(cards.key(group.device), prices.get("", 0.0)) for group in groups)
+    counted: JsonObject = {"tokens": tokens, "days": days.to_json()} if days else {}
+    if prices:
+        counted["price_per_hour"] = round(hourly, 4)
+        counted |= {"price": days.times(24 * hourly).to_json()} if days else {}
+    return counted
+
+
+def _prices(text: str | None) -> dict[str, float]:
+    """Return the prices of an hour by device key in a text such as `0.4` or `4090=0.35,A100=1.2`; "" is any device."""
+    found: dict[str, float] = {}
+    for part in text.split(",") if text else ():
+        device, equals, price = part.rpartition("=")
+        try:
+            found[cards.key(device) if equals else ""] = shared.finite(price)
+        except argparse.ArgumentTypeError:
+            form = "expects 0.4, or 4090=0.35,A100=1.2, for an hour of a device"
+            raise UserError(f"--price {form}; got {text!r}") from None
+    if any(price < 0 for price in found.values()):
+        raise UserError(f"--price expects prices of at least 0; got {text!r}")
+    return found
+
+
+def _check_prices(prices: Mapping[str, float], groups: Sequence[PeerGroup]) -> None:
+    """Raise UserError if a price is for a device that no peer has, or a device has no price."""
+    named = {cards.key(group.device): group.device for group in groups}
+    for device in prices:
+        if device and device not in named:
+            raise UserError(f"--price: no peer has a {device}{did_you_mean(device, named)}")
+    missing = [device for key, device in named.items() if prices and key not in prices and "" not in prices]
+    if missing:
+        raise UserError(f"--price has none for {missing[0]}; add {missing[0]}=PRICE, for an hour of it")
+
+
+def _show(found: JsonObject, console: Console) -> None:
+    console.print(f"model: {found['model']}")
+    for kind in found["peers"]:
+        needs, has = readable_bytes(kind["whole_model_bytes"]), readable_bytes(kind["memory_bytes"])
+        console.print(f"{kind['peers']}: holds {kind['holds']} (which needs {needs}; each has {has})", soft_wrap=True)
+        gossip = f"; gossip each {kind['window_s']:.3g} s" if kind["window_s"] else ""
+        why = f" (bound by {kind['bound']})" if kind["bound"] else ""
+        console.print(f"    {kind['tokens_per_s']:,.0f} tokens/s each{gossip}{why}")
+        console.print(f"    sends {_bytes(kind['sent_bytes_per_hour'])} an hour each")
+        console.print(f"    receives {_bytes(kind['received_bytes_per_hour'])}")
+    total = found["tokens_per_s"]
+    rates = f"{total['mid']:,.0f} tokens/s ({total['low']:,.0f} to {total['high']:,.0f})"
+    console.print(f"{rates}; limit: {found['limit']}", soft_wrap=True)
+    for link in found["links"]:
+        console.print(
+            f"link of {link['place']}, {link['is']}: {_bytes(link['up'])} up an hour, {_bytes(link['down'])} down"
+        )
+    if "days" in found:
+        console.print(f"{readable_number(found['tokens'])} tokens: {_range(found['days'])} days")
+    if "price_per_hour" in found:
+        in_all = f"; in all {_range(found['price'])}" if "price" in found else ""
+        console.print(f"price: {found['price_per_hour']:.2f} an hour{in_all}")
+    for note in [*found["notes"], RECOVERED]:
+        console.print(f"note: {note}", style="dim", soft_wrap=True)
+
+
+def _range(figure: JsonObject) -> str:
+    return f"{figure['mid']:,.3g} ({figure['low']:,.3g} to {figure['high']:,.3g})"
+
+
+def _bytes(figure: JsonObject) -> str:
+    return f"{readable_bytes(figure['mid'])} ({readable_bytes(figure['low'])} to {readable_bytes(figure['high'])})"
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the command's flags, or raise UserError if they are not valid."""
+    about = "Predict what a swarm can train, how fast, and at what price."
+    parser = shared.Parser(prog="python -m decentral.estimate", description=about)
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file, or the name of a shipped one")
+    model = "a size such as 125M or 1.3B, instead of the config's depth and width; or a config"
+    parser.add_argument("--model", metavar="SIZE|CONFIG", help=model)
+    parser.add_argument("--model-from", metavar="DIR", help="a Hugging Face folder whose shape the model has")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
+    peers = (
+        "[COUNTx]DEVICE [PLACE[:UP/DOWN]], ...; Mb/s, by default 20/100 where PLACE begins with home, else 1000/1000"
+    )
+    parser.add_argument("--peers", required=True, metavar="PEERS", help=peers)
+    parser.add_argument(
+        "--tokens", type=quantities.count, metavar="N", help="tokens to train, such as 10B: days and price"
+    )
+    parser.add_argument("--price", metavar="PRICE", help="of an hour of a device: 0.4, or 4090=0.35,A100=1.2")
+    search = "time limit of the search for routes and of the simulation; default 20 s"
+    parser.add_argument("--seconds", type=quantities.duration_s, default=20.0, metavar="TIME", help=search)
+    parser.add_argument("--json", action="store_true", help="print the estimate as JSON")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

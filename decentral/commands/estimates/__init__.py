@@ -1,0 +1,1 @@
+"""What `decentral.estimate` predicts of a swarm before it exists: speed, memory, traffic, days and price."""

@@ -1,0 +1,117 @@
+"""Put an estimate together, from devices and links to the figures that `decentral.estimate` prints: `estimated`."""
+
+from collections.abc import Sequence
+
+from decentral.commands.estimates import places
+from decentral.commands.estimates.forecast import Forecast, forecast, held_share
+from decentral.commands.estimates.machines import MEASURED_UTILISATION, Machine, machines_of, with_micro_batch
+from decentral.commands.estimates.places import MBIT, PeerGroup
+from decentral.core.config import Config
+from decentral.core.strict_json import JsonObject
+from decentral.core.units import readable_number
+from decentral.scheduler.throughput.layer_costs import FETCHED_BYTES, UTILISATION
+
+HOUR_S = 3600.0
+
+
+def estimated(run: Config, groups: Sequence[PeerGroup], seconds: float) -> JsonObject:
+    """Return the estimate as one JSON object: model, peers by group, tokens/s, links by place, limit, and notes.
+
+    Args:
+        run: The run's config.
+        groups: The peers.
+        seconds: Limit of the search for a plan.
+
+    Raises:
+        UserError: If a device is unknown, or the peers cannot hold the model.
+    """
+    run = with_micro_batch(run, groups)
+    machines = machines_of(run, groups)
+    each = [one for one, group in zip(machines, groups, strict=True) for _ in range(group.count)]
+    topology = None
+    if len(each) > 1:
+        topology = places.topology_of(groups, [one.memory_bytes / 1e9 for one in machines], [1.0] * len(groups))
+    found = forecast(run, topology, each, seconds)
+    ends = [sum(group.count for group in groups[: number + 1]) for number in range(len(groups))]
+    members = [list(range(end - group.count, end)) for group, end in zip(groups, ends, strict=True)]
+    kinds = [
+        _kind(run, group, machine, found, peers)
+        for group, machine, peers in zip(groups, machines, members, strict=True)
+    ]
+    by_place = {
+        group.place: [peer for other, peers in zip(groups, members, strict=True) if other.place == group.place
+                      for peer in peers]
+        for group in groups
+    }  # fmt: skip
+    return {
+        "model": _model(run),
+        "parameters": sum(run.model.layer_parameters),
+        "peers": kinds,
+        "tokens_per_s": found.tokens_per_s.to_json(),
+        "links": [_link(place, peers, len(each), found) for place, peers in by_place.items() if len(by_place) > 1],
+        "limit": found.limit,
+        "notes": _notes(run, groups, machines),
+    }
+
+
+def _model(run: Config) -> str:
+    """Return the model's shape as text for people."""
+    model = run.model
+    size = f"{readable_number(sum(model.layer_parameters))} parameters"
+    shape = f"depth {model.depth}, width {model.d_model}, vocabulary {model.vocabulary}, context {model.context}"
+    return f"{size}: {shape}; {run.train.micro_batch} sequences a micro-batch, {run.train.optimizer}"
+
+
+def _kind(run: Config, group: PeerGroup, machine: Machine, found: Forecast, peers: Sequence[int]) -> JsonObject:
+    """Return the figures of one peer of a group; its traffic is the mean over the group."""
+    everyone = range(len(found.spans))
+    sent, received = found.pairs.between(peers, everyone), found.pairs.between(everyone, peers)
+    window_s, bound = found.windows[peers[0]]
+    return {
+        "peers": group.text,
+        "count": group.count,
+        "memory_bytes": round(machine.memory_bytes),
+        "whole_model_bytes": machine.whole_bytes,
+        "holds": _holds(run, machine, [found.spans[peer] for peer in peers]),
+        "tokens_per_s": float(f"{machine.tokens_per_s:.4g}"),
+        "sent_bytes_per_hour": sent.times(HOUR_S / group.count).to_json(),
+        "received_bytes_per_hour": received.times(HOUR_S / group.count).to_json(),
+        "window_s": float(f"{window_s:.4g}"),
+        "bound": bound,
+    }
+
+
+def _holds(run: Config, machine: Machine, spans: Sequence[tuple[int, int]]) -> str:
+    """Return what the peers of a group hold in the plan, and what one of them could hold, as text for people."""
+    if all(span == (0, run.model.depth + 2) for span in spans):
+        return "whole model"
+    layers = sorted({last - first for first, last in spans})
+    planned = f"{layers[0]} to {layers[-1]}" if layers[0] < layers[-1] else f"{layers[0]}"
+    return f"{planned} of {run.model.depth + 2} layers; room for {held_share(machine):.0%} of the parameters"
+
+
+def _link(place: places.SharedPlace, peers: Sequence[int], count: int, found: Forecast) -> JsonObject:
+    """Return the bytes an hour that the peers of a place send to other places, and receive from them."""
+    others = [peer for peer in range(count) if peer not in set(peers)]
+    rates = f"{place.up / MBIT:,.0f}/{place.down / MBIT:,.0f} Mb/s"
+    return {
+        "place": place.name,
+        "is": f"{rates} (assumed)" if place.assumed else rates,
+        "up": found.pairs.between(peers, others).times(HOUR_S).to_json(),
+        "down": found.pairs.between(others, peers).times(HOUR_S).to_json(),
+    }
+
+
+def _notes(run: Config, groups: Sequence[PeerGroup], machines: Sequence[Machine]) -> list[str]:
+    """Return what a reader has to know of the figures."""
+    low, high = MEASURED_UTILISATION
+    weights = readable_number(FETCHED_BYTES * sum(run.model.layer_parameters))
+    notes = [f"a newcomer downloads {weights}B of weights from several peers"]
+    if any(not one.is_own for one in groups):
+        share = f"{UTILISATION:.0%} of their published peak, the range with {low:.0%} to {high:.0%}"
+        notes.append(f"cards count with {share}")
+    pairs = zip(groups, machines, strict=True)
+    slow = [group.device for group, one in pairs if not group.is_own and one.low < low / UTILISATION]
+    if slow:
+        notes.append(f"{slow[0]} has no bf16 units, so it may be far slower than its peak; try train.dtype=float32")
+    return notes

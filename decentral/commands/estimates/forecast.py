@@ -1,0 +1,184 @@
+"""Predict a swarm's speed, memory and traffic from its devices and links. Start at `forecast`.
+
+Where every peer holds the whole model, none waits for a link: the swarm's tokens/s are the sum over its devices. Else
+the planner lays out spans and routes (scheduler/throughput/plan.py). The simulator plays routes and gossip; a swarm
+that is too large for it is predicted by formulas.
+"""
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from decentral.commands.estimates.figures import Figure
+from decentral.commands.estimates.machines import Machine
+from decentral.commands.estimates.playing import MOST_PLAYED, Rates, play
+from decentral.commands.estimates.traffic import PredictedGossip, traffic
+from decentral.core.config import Config
+from decentral.core.errors import UserError
+from decentral.core.memory_needs import widest_span
+from decentral.scheduler.throughput import feasibility, layer_costs
+from decentral.scheduler.throughput.plan import throughput_plan
+from decentral.scheduler.topology.arrays import Floats
+from decentral.scheduler.topology.plan import ThroughputPlan
+from decentral.scheduler.topology.search_budget import SearchBudget
+from decentral.scheduler.topology.topology import Topology
+
+TRAINING_SHARE = 0.985  # of a peer's time; the rest is gossip, evaluation, checkpoints (docs/results/benchmarks.md)
+PLANNING_SHARE = 0.3  # of the time for a plan; the simulator gets the rest
+ROUTED_SHARE = 0.3  # of a plan's tokens/s, where a swarm with routes is too large to play (docs/results/planner.md)
+ROUTED_RANGE = 1.4  # factor of the range of tokens/s that were played with routes
+PLAYED_RANGE = 1.6  # factor of the range of bytes that were played
+CORES_RANGE = 2.5  # the same where processors bound the windows, whose length is a power of two
+EASE = (0.55, 1.8)  # links and cores over what is assumed: the range of traffic is that of the windows that follow
+BYTES_RANGE = 1.2  # a further factor of that range
+USED_UP = 0.95  # a resource that is used so much limits the swarm
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PairTraffic:
+    """Predicted bytes/s from the row's peer to the column's peer, and their range."""
+
+    mid_NN: Floats
+    low_NN: Floats
+    high_NN: Floats
+
+    def plus(self, sent_NN: Floats, share: float) -> "PairTraffic":
+        """Return the traffic with further bytes/s, of which at least none and probably `share` are sent."""
+        return PairTraffic(self.mid_NN + share * sent_NN, self.low_NN, self.high_NN + sent_NN)
+
+    def between(self, senders: Sequence[int], receivers: Sequence[int]) -> Figure:
+        """Return the bytes/s that these senders send to these receivers together."""
+        grid = np.ix_(senders, receivers)
+        return Figure(float(self.mid_NN[grid].sum()), float(self.low_NN[grid].sum()), float(self.high_NN[grid].sum()))
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a swarm of N peers reaches, in a steady state."""
+
+    tokens_per_s: Figure
+    spans: tuple[tuple[int, int], ...]  # each peer's layers [first, last); (0, 0): none
+    pairs: PairTraffic
+    windows: tuple[tuple[float, str], ...]  # of each peer's gossip: seconds, 0 if unknown, and what bounds them
+    limit: str  # what limits tokens/s, as text for people
+
+
+def forecast(run: Config, topology: Topology | None, machines: Sequence[Machine], seconds: float = 20.0) -> Forecast:
+    """Return what the swarm reaches.
+
+    Args:
+        run: The run's config, with a built-in model, gossip by pull, and a number as `train.micro_batch`.
+        topology: The peers and their links; None: one peer alone.
+        machines: Each peer's machine, in the topology's order.
+        seconds: Limit of the search for a plan and of the simulation.
+
+    Raises:
+        UserError: If the peers together cannot hold the model.
+    """
+    whole = [one.whole_bytes <= one.memory_bytes for one in machines]
+    if topology is None or all(whole):
+        if not all(whole):
+            needs, has = machines[0].whole_bytes / 1e9, machines[0].memory_bytes / 1e9
+            raise UserError(f"--peers: one peer alone needs {needs:.1f} GB for this model and has {has:.1f}; add peers")
+        return _whole_models(run, topology, machines, seconds)
+    topology = replace(topology, costs=tuple(one.costs for one in machines))
+    budget = SearchBudget(PLANNING_SHARE * seconds, clock=time.monotonic)
+    plan = throughput_plan(topology, run, "genetic", 0, budget)
+    spans = tuple((first, last) for first, last in (plan.spans.get(name, (0, 0)) for name in topology.ids))
+    rates, found = _played(run, topology, machines, spans, plan, (1 - PLANNING_SHARE) * seconds)
+    promised = plan.throughput["tokens_per_s"]
+    if rates is None:
+        speed = Figure(ROUTED_SHARE * promised, 0.1 * promised, promised)
+        found = replace(found, pairs=found.pairs.plus(_by_routes(plan, topology, run, promised), ROUTED_SHARE))
+    else:
+        speed = Figure(rates.tokens, rates.tokens / ROUTED_RANGE, min(promised, rates.tokens * ROUTED_RANGE))
+    low, high = min(one.low for one in machines), max(one.high for one in machines)
+    speed = Figure(speed.mid, speed.low * low, speed.high * high)
+    return replace(found, tokens_per_s=speed, limit=_limit(plan, topology, run))
+
+
+def _whole_models(run: Config, topology: Topology | None, machines: Sequence[Machine], seconds: float) -> Forecast:
+    """Return the forecast of a swarm whose peers all hold the whole model."""
+    spans = ((0, run.model.depth + 2),) * len(machines)
+    speed = Figure(
+        TRAINING_SHARE * sum(one.tokens_per_s for one in machines),
+        sum(one.low * one.tokens_per_s for one in machines),
+        sum(one.high * one.tokens_per_s for one in machines),
+    )
+    limit, nothing_NN = "compute: each peer holds the whole model, and training waits for no link", np.zeros((1, 1))
+    if topology is None:
+        return Forecast(speed, spans, PairTraffic(nothing_NN, nothing_NN, nothing_NN), ((0.0, ""),), limit)
+    return replace(_played(run, topology, machines, spans, None, seconds)[1], tokens_per_s=speed, limit=limit)
+
+
+def _played(
+    run: Config,
+    topology: Topology,
+    machines: Sequence[Machine],
+    spans: tuple[tuple[int, int], ...],
+    plan: ThroughputPlan | None,
+    seconds: float,
+) -> tuple[Rates | None, Forecast]:
+    """Return what the simulator showed, None for a swarm that is too large for it; and a forecast of gossip only.
+
+    The simulator's peers have no processor of their own, so it plays windows that are at least as long as the upper
+    median of what the peers' processors need.
+    """
+    gossip, nothing = _gossip(run, topology, machines, spans), Figure(0.0, 0.0, 0.0)
+    if len(topology) > MOST_PLAYED:
+        windows = tuple(zip(gossip.period_s.tolist(), gossip.bound, strict=True))
+        return None, Forecast(nothing, spans, _predicted(run, topology, machines, spans, gossip), windows, "")
+    least_s = max(run.gossip.window_s, float(np.sort(gossip.cores_s)[len(topology) // 2]))
+    rates = play(run, topology, machines, plan, least_s, seconds)
+    by_cores = least_s > run.gossip.window_s
+    margin = CORES_RANGE if by_cores else PLAYED_RANGE
+    pairs = PairTraffic(rates.sent_NN, rates.sent_NN / margin, rates.sent_NN * margin)
+    windows = tuple((length, bound or ("cores" if by_cores else "")) for length, bound in rates.windows)
+    return rates, Forecast(nothing, spans, pairs, windows, "")
+
+
+def _limit(plan: ThroughputPlan, topology: Topology, run: Config) -> str:
+    """Return which resource of a plan with routes is used up, and whose."""
+    used = feasibility.uses(plan, topology, layer_costs.of_model(topology, run))
+    names = {"device": "compute"}
+    shown = [f"{names.get(kind, kind)} of {use.whose}" for kind, use in used.items() if use.share >= USED_UP]
+    return f"{', '.join(shown) or 'memory'}; not every peer holds the whole model, so micro-batches travel"
+
+
+def _by_routes(plan: ThroughputPlan, topology: Topology, run: Config, tokens_per_s: float) -> Floats:
+    """Return the bytes/s of activations and gradients between each two peers at this speed."""
+    index = {name: number for number, name in enumerate(topology.ids)}
+    hidden, sent_NN = 2.0 * run.model.d_model, np.zeros((len(topology), len(topology)))
+    for route in plan.routes:
+        for (sender, _, _), (receiver, _, _) in itertools.pairwise(route["hops"]):
+            sent_NN[index[sender], index[receiver]] += route["share"] * tokens_per_s * hidden
+    return sent_NN + sent_NN.T
+
+
+def _gossip(
+    run: Config, topology: Topology, machines: Sequence[Machine], spans: Sequence[tuple[int, int]], ease: float = 1.0
+) -> PredictedGossip:
+    return traffic(topology, run.gossip, machines[0].needs.fragments, spans, [one.gossiper for one in machines], ease)
+
+
+def _predicted(
+    run: Config,
+    topology: Topology,
+    machines: Sequence[Machine],
+    spans: Sequence[tuple[int, int]],
+    gossip: PredictedGossip,
+) -> PairTraffic:
+    """Return the traffic of gossip by formulas, where processors bound it or the swarm is too large to play."""
+    cases = [gossip.sent_NN, *(_gossip(run, topology, machines, spans, ease).sent_NN for ease in EASE)]
+    low_NN, high_NN = np.minimum.reduce(cases) / BYTES_RANGE, np.maximum.reduce(cases) * BYTES_RANGE
+    return PairTraffic(gossip.sent_NN, low_NN, high_NN)
+
+
+def held_share(machine: Machine) -> float:
+    """Return the largest share of the model's parameters, 0 to 1, that fits into a machine's memory in one span."""
+    cuts, widest = machine.needs.fragments, widest_span(machine.needs, int(machine.memory_bytes))
+    total = sum(cut.parameters for cut in cuts)
+    return max(sum(cut.parameters for cut in cuts[begin : widest(begin)]) for begin in range(len(cuts))) / total

@@ -1,0 +1,142 @@
+"""What the devices of a swarm can do with a run's model, by published peaks or measured here: `machine_of`."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from decentral.commands.estimates.cards import Card, card
+from decentral.commands.estimates.own_speed import step_s
+from decentral.commands.estimates.places import PeerGroup
+from decentral.commands.estimates.traffic import Gossiper
+from decentral.core.choices import OPTIMIZERS
+from decentral.core.config import Config
+from decentral.core.layer_work import FORWARD_PART, KindCost, KindCosts
+from decentral.core.memory_needs import MemoryNeeds
+from decentral.engine import memory
+from decentral.engine.measure import machine_bytes
+from decentral.engine.step import Device
+from decentral.scheduler.throughput.layer_costs import UTILISATION
+
+MEASURED_UTILISATION = (0.14, 0.5)  # range of whole steps over a card's peak: docs/results/gpu.md, with a margin
+WITHOUT_BF16 = 0.2  # of the lower end, for a card that has no bf16 units
+MEASURED_HERE = (0.75, 1.15)  # range of tokens/s over those that were measured on this machine
+HOST_CORES = 8  # assumed beside each card; gossip may use a part of them
+AUTO_SEQUENCES = 16  # of a micro-batch at most, where `train.micro_batch` is auto
+CARD = Device(torch.device("cuda"), torch.bfloat16)
+NEWTON_SCHULZ = 5  # iterations of a Muon step, each with three products
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One peer's device, and what the run's model costs it."""
+
+    memory_bytes: float
+    tokens_per_s: float  # of the whole model, as long as it waits for nothing
+    low: float  # share of `tokens_per_s` that is surely reached
+    high: float  # multiple of `tokens_per_s` that is surely not exceeded
+    needs: MemoryNeeds  # bytes of the model's fragments
+    costs: KindCosts  # of a layer of each kind
+    gossiper: Gossiper
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes that a peer with the whole model claims."""
+        return _whole_bytes(self.needs)
+
+
+def machines_of(run: Config, groups: Sequence[PeerGroup]) -> list[Machine]:
+    """Return the machine of each group; the present one is measured, with as many peers at once as are named.
+
+    Raises:
+        UserError: If a device is neither in the table nor this machine.
+    """
+    own = [group.is_own for group in groups]
+    known = [None if is_own else card(group.device) for group, is_own in zip(groups, own, strict=True)]
+    here = sum(group.count for group, is_own in zip(groups, own, strict=True) if is_own)
+    measured = _measured(run, here) if here else None
+    return [one for found in known if (one := measured if found is None else _published(run, found))]
+
+
+def with_micro_batch(run: Config, groups: Sequence[PeerGroup]) -> Config:
+    """Return the config with a number in place of `train.micro_batch: auto`.
+
+    It is the largest power of two up to AUTO_SEQUENCES with which every peer holds the whole model, or 1.
+    """
+    if run.train.micro_batch != "auto":
+        return run
+    here = sum(group.count for group in groups if group.is_own)
+    sequences, found = AUTO_SEQUENCES, run
+    while sequences >= 1:
+        found = run.model_copy(update={"train": run.train.model_copy(update={"micro_batch": sequences})})
+        by_card = memory.needs_on(found, CARD)
+        free = [card(group.device).memory_bytes - _whole_bytes(by_card) for group in groups if not group.is_own]
+        free += [machine_bytes() / here - _whole_bytes(memory.needs(found))] if here else []
+        if min(free) >= 0:
+            break
+        sequences //= 2
+    return found
+
+
+def _whole_bytes(needs: MemoryNeeds) -> int:
+    return needs.span_bytes(0, len(needs.fragments))
+
+
+def step_tokens(run: Config) -> int:
+    """Return the tokens of a peer's optimizer step; `train.micro_batch` must be a number."""
+    return int(run.train.micro_batch) * run.train.accumulate * run.model.context
+
+
+def _published(run: Config, found: Card) -> Machine:
+    """Return the machine of a card whose step reaches UTILISATION of the published peak."""
+    flops = [*run.model.layer_flops[:1], sum(run.model.layer_flops[1:-1]), *run.model.layer_flops[-1:]]
+    flops[1] += _optimizer_flops(run) / step_tokens(run)
+    seconds = [one / (UTILISATION * found.flops) for one in flops]
+    needs, tokens_per_s = memory.needs_on(run, CARD), 1 / sum(seconds)
+    low, high = (one / UTILISATION for one in MEASURED_UTILISATION)
+    gossiper = Gossiper(step_tokens(run) / tokens_per_s, HOST_CORES, HOST_CORES - 1)
+    low *= 1.0 if found.bf16 else WITHOUT_BF16
+    return Machine(found.memory_bytes, tokens_per_s, low, high, needs, _costs(run, needs, seconds), gossiper)
+
+
+def _measured(run: Config, peers: int) -> Machine:
+    """Return this machine, shared by `peers` peers that train on its processor."""
+    took_s, cores = step_s(run, peers), os.cpu_count() or 1
+    tokens_per_s = step_tokens(run) / took_s
+    flops = [*run.model.layer_flops[:1], sum(run.model.layer_flops[1:-1]), *run.model.layer_flops[-1:]]
+    seconds = [one / sum(flops) / tokens_per_s for one in flops]
+    needs, busy = memory.needs(run), min(1.0, cores / peers)
+    gossiper = Gossiper(took_s, busy, max(0.0, cores - peers))
+    low, high = MEASURED_HERE
+    return Machine(machine_bytes() / peers, tokens_per_s, low, high, needs, _costs(run, needs, seconds), gossiper)
+
+
+def _costs(run: Config, needs: MemoryNeeds, seconds: Sequence[float]) -> KindCosts:
+    """Return the costs of a layer of each kind.
+
+    Args:
+        run: The run's config.
+        needs: Bytes of the fragments on the device.
+        seconds: Seconds per token of both passes through the embedding, all blocks together, and the head.
+    """
+    parameters, tokens = run.model.layer_parameters, int(run.train.micro_batch) * run.model.context
+    state_bytes = sum(needs.state_of_parts) / sum(parameters)
+    kept = memory.activation_bytes(run.model)
+    halved = sum(needs.activations) / (tokens * sum(kept))
+    costs = []
+    for at, alike, took_s in zip((0, 1, -1), (1, run.model.depth, 1), seconds, strict=True):
+        each_s = took_s / alike
+        activation_bytes = round(kept[at] * min(1.0, halved))
+        state = round(state_bytes * parameters[at])
+        costs.append(KindCost(each_s * FORWARD_PART, each_s * (1 - FORWARD_PART), activation_bytes, state))
+    return KindCosts(costs[0], costs[1], costs[2])
+
+
+def _optimizer_flops(run: Config) -> float:
+    """Return the FLOPs of an optimizer step beyond a few for each parameter: those of Muon's products."""
+    if not OPTIMIZERS[run.train.optimizer].stretch or run.model.lora is not None:
+        return 0.0
+    sides = [(min(shape), max(shape)) for shape in run.model.block_shapes.values()]
+    block = sum(4.0 * short**2 * long + 2.0 * short**3 for short, long in sides)
+    return NEWTON_SCHULZ * block * run.model.depth

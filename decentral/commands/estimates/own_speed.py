@@ -1,0 +1,97 @@
+"""Measure how long a training step of a run takes on this machine's processor: `step_s`.
+
+A whole step is timed: passes, clipping and optimizer. A large model is not built: its steps are those of models with
+fewer blocks of the same shape, continued along a line over the number of blocks.
+"""
+
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from statistics import median
+
+import torch
+
+from decentral.comm.codecs import blockwise
+from decentral.comm.gossip.outer_kernels import TorchKernels
+from decentral.comm.gossip.update_rules import RuleTools
+from decentral.core.config import Config
+from decentral.core.ids import PeerId
+from decentral.engine.measure import choose
+from decentral.engine.memory import keep_what_is_freed
+from decentral.engine.span import Span
+from decentral.engine.step import train_step
+
+WHOLE_PARAMETERS = 20e6  # up to this size the model itself is timed
+FEWER_BLOCKS = (1, 3)  # of a larger model, models with so many blocks are timed
+WARM_STEPS, LEAST_STEPS, MOST_STEPS = 2, 3, 50
+TIMED_S = 3.0  # seconds in which further steps are timed, after the least number
+MOST_TIMED = 16  # at most this many processes are timed beside each other
+
+
+def step_s(run: Config, peers: int) -> float:
+    """Return the seconds of a training step on this processor while `peers` peers train here.
+
+    As many processes are timed at once as there are peers or cores, because cores share caches and memory. More peers
+    than cores take turns.
+
+    Args:
+        run: The run's config; `train.micro_batch` must be a number.
+        peers: Number of peers on this machine, each with one process.
+    """
+    cores = os.cpu_count() or 1
+    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // peers))
+    at_once = max(1, min(peers, cores // threads, MOST_TIMED))
+    if at_once == 1:
+        found = [_alone(run, threads)]
+    else:
+        with ProcessPoolExecutor(at_once, mp_context=get_context("spawn")) as pool:
+            timed = [pool.submit(_alone, run, threads) for _ in range(at_once)]
+            found = [one.result() for one in timed]
+    return median(found) * max(1.0, peers * threads / cores)
+
+
+def _alone(run: Config, threads: int) -> float:
+    """Return the seconds of a step in this process, with `threads` threads."""
+    torch.set_num_threads(threads)
+    keep_what_is_freed()
+    depth = run.model.depth
+    if sum(run.model.layer_parameters) <= WHOLE_PARAMETERS or depth <= max(FEWER_BLOCKS):
+        return _timed(run)
+    few, more = FEWER_BLOCKS
+    few_s, more_s = _timed(_with_depth(run, few)), _timed(_with_depth(run, more))
+    return few_s + max(0.0, more_s - few_s) * (depth - few) / (more - few)
+
+
+def _with_depth(run: Config, depth: int) -> Config:
+    model = run.model
+    shape = {"width": model.d_model, "heads": model.n_heads, "kv_heads": model.n_kv_heads, "hidden": model.d_hidden}
+    changed = model.model_copy(update={**shape, "depth": depth, "start_from": None, "weights": None})
+    return run.model_copy(update={"model": changed})
+
+
+def _timed(run: Config) -> float:
+    """Return the median seconds of a step after WARM_STEPS, on tokens that are drawn at random.
+
+    Processor time counts, so that other programs which run just now do not slow the step.
+    """
+    train, threads = run.train, torch.get_num_threads()
+    device = choose("cpu", train.dtype, 1.0, 0.0)
+    tools = RuleTools(blockwise, TorchKernels(blockwise), optimizer=train.optimizer)
+    span = Span(run, PeerId("A"), tools, device)
+    span.hold(0, run.model.depth + 2)
+    numbers = torch.Generator().manual_seed(0)
+    shape = (int(train.micro_batch), run.model.context)
+
+    def fetch() -> tuple[torch.Tensor, torch.Tensor]:
+        tokens_BT = torch.randint(run.model.vocabulary, shape, generator=numbers)
+        return tokens_BT, tokens_BT.roll(-1, 1)
+
+    took_s: list[float] = []
+    while len(took_s) < WARM_STEPS + LEAST_STEPS or (
+        sum(took_s[WARM_STEPS:]) < TIMED_S and len(took_s) < WARM_STEPS + MOST_STEPS
+    ):
+        began = time.process_time()
+        train_step(span.forward, fetch, span.inner, len(took_s), train, device)
+        took_s.append((time.process_time() - began) / threads)
+    return max(train.accumulate * train.emulated_micro_batch_s, median(took_s[WARM_STEPS:]))

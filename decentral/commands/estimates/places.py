@@ -1,0 +1,126 @@
+"""Read the peers of a swarm that does not exist yet, as `--peers` gives them: `4x4090 home:50/500, 8xA100 oregon`.
+
+    [COUNTx]DEVICE [PLACE[:UP/DOWN]], ...        UP and DOWN in Mb/s
+
+Start at `groups_of` and `topology_of`. Peers of one place share its link to other places, as `sites` of a topology do,
+and reach each other over a local network.
+"""
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from decentral.commands.estimates.cards import OWN
+from decentral.core import quantities
+from decentral.core.errors import UserError
+from decentral.core.plain_text import plain_text
+from decentral.core.strict_json import JsonObject
+from decentral.scheduler.topology import topology as topologies
+from decentral.scheduler.topology.topology import GBIT, Topology
+
+HOME_MBPS = (20.0, 100.0)  # up and down of a place whose name begins with `home`, as in the topology four-homes
+CENTRE_MBPS = (1000.0, 1000.0)  # up and down of any other place
+LAN = {"delay_ms": 0.5, "bandwidth_gbps": 1.0}  # between two peers of one place
+ACROSS = {"delay_ms": 30.0, "bandwidth_gbps": 1000.0}  # between two places, whose own links limit the rate
+NO_PLACE = "here"  # the place of a group that names none
+MOST_ESTIMATED = topologies.MOST_TOPOLOGY_PEERS
+MBIT = 1e6 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPlace:
+    """Where peers are: the link that they share to other places, in bytes/s."""
+
+    name: str
+    up: float
+    down: float
+    assumed: bool  # whether the user gave no rates
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGroup:
+    """Equal peers in one place."""
+
+    count: int
+    device: str  # as the user wrote it
+    place: SharedPlace
+
+    @property
+    def text(self) -> str:
+        """The group as a user writes it, such as `4x4090 home`."""
+        return f"{self.count}x{self.device} {self.place.name}"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the device is the present machine, which is measured."""
+        return self.device.lower() in OWN
+
+
+def groups_of(text: str) -> list[PeerGroup]:
+    """Return the groups of peers in a text such as `4x4090 home:50/500, 8xA100 oregon`.
+
+    Raises:
+        UserError: If a part has another form, a place has two links, or there are more than MOST_ESTIMATED peers.
+    """
+    groups = [_group(part.strip()) for part in text.split(",")]
+    places: dict[str, SharedPlace] = {}
+    for group in groups:
+        known, new = places.get(group.place.name), group.place
+        if known and not known.assumed and not new.assumed and known != new:
+            raise UserError(f"--peers: {new.name} has two different links; give its UP/DOWN once")
+        places[new.name] = new if known is None or known.assumed else known
+    if sum(group.count for group in groups) > MOST_ESTIMATED:
+        raise UserError(f"--peers expects at most {MOST_ESTIMATED} peers; got {sum(group.count for group in groups)}")
+    return [replace(group, place=places[group.place.name]) for group in groups]
+
+
+def _group(text: str) -> PeerGroup:
+    found = re.fullmatch(r"(?:(\d{1,6})\s*[xX]\s*)?(\S.*)", text)
+    words = found[2].split() if found else []
+    if found is None or not words:
+        raise UserError(f"--peers expects parts such as 4x4090 home:50/500 or 8xA100 oregon; got {text!r}")
+    count = int(found[1] or 1)
+    if not count:
+        raise UserError(f"--peers: expected at least 1 peer in {text!r}")
+    last = words[-1]
+    named = len(words) > 1 and not re.fullmatch(r"(?i)ti|super|ada|pcie|\d+gb|[a-z]?\d{2,4}[a-z]?", last)
+    return PeerGroup(count, " ".join(words[:-1] if named else words), _place(last if named else NO_PLACE))
+
+
+def _place(text: str) -> SharedPlace:
+    name, colon, rates = text.partition(":")
+    up_mbps, down_mbps = HOME_MBPS if name.lower().startswith("home") else CENTRE_MBPS
+    if not colon:
+        return SharedPlace(plain_text(name), up_mbps * MBIT, down_mbps * MBIT, assumed=True)
+    up, slash, down = rates.partition("/")
+    try:
+        return SharedPlace(
+            plain_text(name), quantities.rate_bytes(up), quantities.rate_bytes(down if slash else up), False
+        )
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"--peers: {text}: {error}") from None
+
+
+def topology_of(groups: Sequence[PeerGroup], memory_gb: Sequence[float], tflops: Sequence[float]) -> Topology:
+    """Return the topology of at least two peers, group by group.
+
+    Args:
+        groups: The peers.
+        memory_gb: Memory of a peer of each group, GB.
+        tflops: Training speed of a peer of each group, TFLOP/s.
+    """
+    peers, sites = list[JsonObject](), dict[str, JsonObject]()
+    crowd = {group.place.name: 0 for group in groups}
+    for group, memory, speed in zip(groups, memory_gb, tflops, strict=True):
+        place = group.place
+        sites[place.name] = {"up_gbps": place.up / GBIT, "down_gbps": place.down / GBIT}
+        for _ in range(group.count):
+            crowd[place.name] += 1
+            named = {"id": f"{place.name}-{crowd[place.name]}", "region": place.name, "device": group.device}
+            peers.append(named | {"memory_gb": memory, "tflops": speed})
+    for peer in peers:
+        alone = crowd[peer["region"]] == 1
+        peer |= sites[peer["region"]] if alone else dict.fromkeys(("up_gbps", "down_gbps"), LAN["bandwidth_gbps"])
+    shared = {name: rates for name, rates in sites.items() if crowd[name] > 1 and len(crowd) > 1}
+    return topologies.parse({"peers": peers, "inside": LAN, "across": ACROSS, "sites": shared})

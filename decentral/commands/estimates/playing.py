@@ -1,0 +1,134 @@
+"""Play a swarm in the simulator for a few seconds, to see what links really carry: `play`.
+
+The peers run the real protocol in virtual time: they measure their links while gossip uses them, stretch windows, and
+carry micro-batches along routes. All begin with the model, so that the first third of the time is enough to settle.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from decentral.commands.estimates.machines import Machine, step_tokens
+from decentral.core.config import Config
+from decentral.core.ids import PeerId
+from decentral.core.journal.events import CountedLine, StatusLine, StepLine
+from decentral.core.layer_work import share
+from decentral.core.machine import Log
+from decentral.core.units import Seconds
+from decentral.scheduler.topology.arrays import Floats
+from decentral.scheduler.topology.plan import ThroughputPlan
+from decentral.scheduler.topology.topology import Topology
+from decentral.sim import planned
+from decentral.sim.host import Pace
+from decentral.sim.run import Scenario, StopRun, run
+from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
+
+WARM_UP = 1 / 3  # share of the time that is played before tokens and bytes count
+STEP_NOISE_SHARE = 0.05  # random share of a step's time
+PLAYED_S = 1200.0  # virtual seconds that are played at most; a probe of the uplink comes each two minutes
+LEAST_SAMPLES = 6  # of 200, so that something counts after the warm-up
+MOST_PLAYED = 64  # a larger swarm takes too long to play
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rates:
+    """What a played swarm of N peers did, per second of virtual time after the warm-up."""
+
+    tokens: float  # trained in all layers
+    sent_NN: Floats  # bytes from the row's peer to the column's peer
+    windows: tuple[tuple[Seconds, str], ...]  # each peer's last windows of gossip: their length, and what bounds it
+
+
+@dataclass(slots=True)
+class PlayedSwarm:
+    """A watch of a simulated run that counts tokens and bytes over time."""
+
+    tokens: float = 0.0
+    windows: dict[PeerId, tuple[Seconds, str]] = field(default_factory=dict)
+    at: list[tuple[Seconds, float, Counter[tuple[PeerId, PeerId]]]] = field(default_factory=list)
+    _swarm: SimulatedSwarm | None = None
+
+    def begin(self, swarm: SimulatedSwarm) -> None:
+        """Prepare to count in this swarm."""
+        self._swarm = swarm
+
+    def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
+        """Count the tokens of a step through the whole model, or of a routed micro-batch's executions."""
+        assert self._swarm is not None
+        cuts = self._swarm.settings.fragments
+        match log.event:
+            case StepLine() as step if self._swarm.by_peer[peer].span == (0, cuts[-1].last):
+                self.tokens += step.tokens
+            case StatusLine(window_s=window_s, bound=bound):
+                self.windows[peer] = window_s, bound
+            case CountedLine(of=executions):
+                self.tokens += sum(one.tokens * share(cuts, one.first, one.last) for one in executions)
+
+    def end(self) -> None:
+        """Do nothing: `rates` counts between samples."""
+
+    def sample(self) -> None:
+        """Remember what was counted so far."""
+        assert self._swarm is not None
+        self.at.append((self._swarm.agenda.now, self.tokens, Counter(self._swarm.network.links.sent)))
+
+    def rates(self) -> Rates:
+        """Return the rates between the end of the warm-up and the last sample."""
+        assert self._swarm is not None
+        end, tokens, sent = self.at[-1]
+        begin, before, sent_before = next(one for one in self.at if one[0] >= WARM_UP * end)
+        number = {member.peer: place for place, member in enumerate(self._swarm.members)}
+        sent_NN, lasted_s = np.zeros((len(number), len(number))), max(1e-9, end - begin)
+        for (source, target), size in (sent - sent_before).items():
+            sent_NN[number[source], number[target]] = size / lasted_s
+        windows = tuple(self.windows.get(member.peer, (0.0, "")) for member in self._swarm.members)
+        return Rates((tokens - before) / lasted_s, sent_NN, windows)
+
+
+def play(
+    run_config: Config,
+    topology: Topology,
+    machines: Sequence[Machine],
+    plan: ThroughputPlan | None,
+    window_s: Seconds,
+    budget_s: Seconds,
+    seconds: Seconds = PLAYED_S,
+    seed: int = 0,
+) -> Rates:
+    """Return what the swarm does in virtual time.
+
+    Args:
+        run_config: The run's config.
+        topology: The peers and their links.
+        machines: Each peer's machine.
+        plan: The peers' layers and routes; None: each peer holds the whole model.
+        window_s: The shortest windows of gossip; longer ones than the config's where processors allow no shorter ones.
+        budget_s: Limit of the processor time that playing takes, seconds.
+        seconds: Limit of the virtual time.
+        seed: Seed of all random choices.
+
+    Raises:
+        UserError: If the plan cuts the model within a fragment.
+    """
+    gossip = run_config.gossip.model_copy(update={"start_steps": 0, "window_s": window_s})
+    settled = run_config.model_copy(update={"gossip": gossip})
+    if plan is None:
+        tokens = step_tokens(run_config)
+        steps_s = [tokens / one.tokens_per_s for one in machines]
+        settings = SwarmSettings.of(settled, Pace(1.0, STEP_NOISE_SHARE, report_s=1.0), steps_s, tokens)
+        settings = replace(settings, saved=True, unquantised=True)
+        scenario = Scenario(settings, len(topology), seconds, seed, topology=topology, audited=False)
+    else:
+        scenario = planned.scenario_of(plan, topology, settled, seconds, seed, STEP_NOISE_SHARE)
+    watch, until = PlayedSwarm(), time.process_time() + budget_s
+
+    def sampled(_: Seconds) -> None:
+        watch.sample()
+        if time.process_time() > until and len(watch.at) >= LEAST_SAMPLES:
+            raise StopRun
+
+    run(scenario, sampled, watches=[watch])
+    return watch.rates()

@@ -1,0 +1,264 @@
+"""Predict what gossip sends: the length and code of windows, and bytes/s between each two peers. Start at `traffic`.
+
+It is the steady state of `gossip.algorithm: pull`, after `gossip.start_steps`. Each peer's window follows from its
+uplink and its processor by the rules of running peers (peers/runtime/peer_selection.py), whose constants count here. A
+partner's answer has the bytes of its code, and slow weights now and then.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from decentral.comm.codecs import blockwise
+from decentral.comm.gossip.exchange import MOST_READ, RARER, WHOLE_EVERY
+from decentral.comm.gossip.gossip_cost import FIXED_CORES, IDLE_SHARE, Stretch
+from decentral.comm.gossip.outer_kernels import ONE_BIT_CODEC, PSEUDO_GRADIENT_CODEC, SLOW_WEIGHTS_CODEC
+from decentral.comm.wire.slow_start import transfer_s
+from decentral.core.config import GossipConfig
+from decentral.core.fragments import Fragment
+from decentral.peers.membership.prober import PROBE_BYTES, PROBE_EVERY_S
+from decentral.peers.runtime.peer_selection import THIN_PARTNERS, WEIGHT_FLOOR, common_need_s, most_windows
+from decentral.scheduler.topology.arrays import Flags, Floats
+from decentral.scheduler.topology.topology import Topology, sites_of
+
+PULL_S = 2e-3  # core-seconds of a pull without its bytes, at the peer that asks and at the one that answers together
+PULL_BYTES_PER_S = 74e6  # a core's rate of a pull's bytes; with PULL_S, 200 kB take 4.7 ms (docs/results/benchmarks.md)
+NUMBERS_PER_S = (708e6, 618e6, 704e6)  # of a core: closing a window, merging a partner's, encoding slow weights
+COPIED_NUMBERS_PER_S = 700e6  # of a core: copying weights when a window closes, and adding the correction
+LOOPBACK_RATE = 180e6  # bytes/s of a stream between two processes of one machine (docs/results/benchmarks.md)
+ROUNDS = 4  # of finding the windows that the swarm has in common
+
+
+@dataclass(frozen=True, slots=True)
+class Gossiper:
+    """What decides a peer's gossip, beside its links."""
+
+    step_s: float
+    cores: float | None  # that training keeps busy; None: the processor limits no gossip
+    idle_cores: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PredictedGossip:
+    """The predicted gossip of N peers."""
+
+    period_s: Floats  # (N,) seconds between two windows of a fragment
+    cores_s: Floats  # (N,) seconds of the windows that the processor alone would need
+    bound: tuple[str, ...]  # what lengthens a peer's windows: link, cores, swarm, steps; "" nothing
+    sent_NN: Floats  # bytes/s from the row's peer to the column's peer
+
+
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    """One peer's windows: lengths are multiples of the shortest window."""
+
+    own: int
+    dense_link: int  # that the link would need with the dense code
+    cores: int
+    partners: int
+    bound: str
+
+
+def traffic(
+    topology: Topology, gossip: GossipConfig, fragments: Sequence[Fragment], spans: Sequence[tuple[int, int]],
+    peers: Sequence[Gossiper], ease: float = 1.0,
+) -> PredictedGossip:  # fmt: skip
+    """Return the gossip of peers that hold these layers.
+
+    Args:
+        topology: The peers and their links.
+        gossip: The section `gossip` of the config, with algorithm pull.
+        fragments: All fragments of the model.
+        spans: Layers [first, last) of each peer.
+        peers: Each peer's step and processor.
+        ease: Links and cores have this many times the rate that is assumed, as windows are decided.
+    """
+    held_NF = np.array([[first <= one.first and one.last <= last for one in fragments] for first, last in spans])
+    up_N, numbers = ease * _best_up(topology), range(len(peers))
+    held = [[cut for cut, holds in zip(fragments, held_F, strict=True) if holds] for held_F in held_NF]
+    thin, periods_s, needs_s = [False] * len(peers), [0.0] * len(peers), [0.0] * len(peers)
+    found = [_windows(gossip, held[i], held_NF, up_N[i], thin[i], peers[i], ease) for i in numbers]
+    for _ in range(ROUNDS):
+        needs_s = [one.own * gossip.window_s for one in found]
+        common_s = [_common(needs_s, held_NF, i) for i in numbers]
+        thin = [
+            gossip.code == "auto" and one.dense_link > one.cores and one.dense_link * gossip.window_s >= common
+            for one, common in zip(found, common_s, strict=True)
+        ]
+        periods_s = [max(need, common) for need, common in zip(needs_s, common_s, strict=True)]
+        found = [_windows(gossip, held[i], held_NF, up_N[i], thin[i], peers[i], ease) for i in numbers]
+    bound = ["swarm" if p > n else one.bound for p, n, one in zip(periods_s, needs_s, found, strict=True)]
+    codes = [_code(gossip, one) for one in thin]
+    sent_NN, period_N = _sent(topology, fragments, held_NF, found, codes, np.array(periods_s), peers)
+    slow = period_N > np.array(periods_s) * 1.01
+    why = tuple("steps" if late else why for late, why in zip(slow, bound, strict=True))
+    return PredictedGossip(period_N, np.array([one.cores * gossip.window_s for one in found]), why, sent_NN)
+
+
+def _code(gossip: GossipConfig, thin: bool) -> str:
+    if gossip.code != "auto":
+        return gossip.code
+    return ONE_BIT_CODEC if thin else PSEUDO_GRADIENT_CODEC
+
+
+def _best_up(topology: Topology) -> Floats:
+    """Return the rate of each peer's fastest upload, which it takes for its uplink's, in bytes/s."""
+    rate_NN = np.minimum(topology.bandwidth, np.minimum.outer(topology.up, topology.down))
+    np.fill_diagonal(rate_NN, 0.0)
+    best_N: Floats = np.minimum(rate_NN.max(axis=1), LOOPBACK_RATE)
+    return best_N
+
+
+def _windows(
+    gossip: GossipConfig, held: Sequence[Fragment], held_NF: Flags, up: float, thin: bool, one: Gossiper, ease: float
+) -> _Windows:
+    """Return a peer's own windows, as `WindowLengths` decides about them."""
+    if not held:
+        return _Windows(1, 1, 1, 0, "")
+    first = held[0]
+    holders = int(held_NF[:, first.index].sum()) - 1
+    served = max(1, min(gossip.partners, len(held_NF) - 1))
+    whole = sum(cut.parameters for cut in held) / first.parameters
+    share_s = gossip.link_share * gossip.window_s
+
+    def link(code: str, partners: int, pulled: int) -> float:
+        """Return the windows that the uplink needs; `pulled` is the number of partners that snapshots' size counts."""
+        return partners * whole * _answer_bytes(code, first.parameters, pulled, holders) / up / share_s
+
+    code = _code(gossip, thin)
+    partners = served if Stretch().fit(link(code, served, served)) == 1 else min(THIN_PARTNERS, served)
+    size = link(code, partners, min(partners, max(1, holders)))
+    dense = _code(gossip, False)
+    link_times, dense_times = Stretch().fit(size), Stretch().fit(link(dense, served, min(partners, max(1, holders))))
+    cores_times = _cores_times(gossip, held, one, code, min(partners, holders), holders, ease) if holders else 1
+    most = most_windows(gossip.window_s)
+    own = max(1, min(most, max(link_times, cores_times)))
+    bound = "link" if link_times > cores_times else "cores" if cores_times > 1 else ""
+    return _Windows(own, dense_times, cores_times, partners, bound)
+
+
+def _cores_times(
+    gossip: GossipConfig, held: Sequence[Fragment], peer: Gossiper, code: str, partners: int, holders: int, ease: float
+) -> int:
+    """Return the windows that keep gossip's processor time within its share, as `GossipCost.windows` computes them."""
+    if peer.cores is None:
+        return 1
+    cost_s = sum(_window_cost_s(cut.parameters, code, partners, holders) for cut in held)
+    left = max(gossip.core_share / 2, gossip.core_share - FIXED_CORES)
+    return Stretch().fit(cost_s / (ease * (left * peer.cores + IDLE_SHARE * peer.idle_cores) * gossip.window_s))
+
+
+def _window_cost_s(parameters: int, code: str, partners: int, holders: int) -> float:
+    """Return the core-seconds of one fragment's window: kernels, copies, and as many pulls each way."""
+    close, merge, encode = NUMBERS_PER_S
+    whole = 1 / _whole_every(partners, holders)
+    kernels_s = parameters * (1 / close + partners / merge + whole / encode + 2 / COPIED_NUMBERS_PER_S)
+    return kernels_s + partners * (PULL_S + _answer_bytes(code, parameters, partners, holders) / PULL_BYTES_PER_S)
+
+
+def _whole_every(partners: int, holders: int) -> int:
+    return WHOLE_EVERY * (RARER if partners >= MOST_READ * holders else 1)
+
+
+def _answer_bytes(code: str, parameters: int, partners: int, holders: int) -> float:
+    """Return the mean bytes of an answer about a fragment: one of `partners` sends slow weights now and then."""
+    slow = blockwise.size(SLOW_WEIGHTS_CODEC, parameters) / (_whole_every(partners, holders) * max(1, partners))
+    return blockwise.size(code, parameters) + slow
+
+
+def _common(needs_s: Sequence[float], held_NF: Flags, peer: int) -> float:
+    """Return the length in seconds that the peers with some of this peer's fragments need."""
+    others = [need for j, need in enumerate(needs_s) if j != peer and bool((held_NF[j] & held_NF[peer]).any())]
+    return common_need_s(needs_s[peer], sorted(others))
+
+
+def _sent(
+    topology: Topology, fragments: Sequence[Fragment], held_NF: Flags, found: Sequence[_Windows], codes: Sequence[str],
+    period_N: Floats, peers: Sequence[Gossiper],
+) -> tuple[Floats, Floats]:  # fmt: skip
+    """Return the bytes/s from each peer to each other, and the time between windows that links and steps allow."""
+    count = len(topology)
+    rate_NN = np.minimum(topology.bandwidth, np.minimum.outer(topology.up, topology.down)).T  # row pulls from column
+    step_N = np.array([one.step_s for one in peers])
+    per_window_NN, pulls_NN = np.zeros((count, count)), np.zeros((count, count))
+    slowest_N = np.zeros(count)
+    for cut in fragments:
+        holders = np.flatnonzero(held_NF[:, cut.index]).tolist()
+        if len(holders) < 2:
+            continue
+        grid = np.ix_(holders, holders)
+        partners = np.array([min(found[i].partners, len(holders) - 1) for i in holders])
+        drawn = _drawn(rate_NN[grid], partners)
+        size = np.array(
+            [[_answer_bytes(codes[j], cut.parameters, int(k), len(holders) - 1) for j in holders] for k in partners]
+        )
+        per_window_NN[grid] += drawn * size
+        pulls_NN[grid] = drawn
+        took_HH = _transfers_s(2 * topology.delay_s[grid], size, rate_NN[grid] / partners[:, None])
+        mean_H = (drawn * took_HH).sum(axis=1) / np.maximum(drawn.sum(axis=1), 1e-9)
+        slowest_N[holders] = np.maximum(slowest_N[holders], mean_H)
+    cycle_N = step_N * (1 + np.ceil(np.maximum(slowest_N, 1e-9) / np.maximum(step_N, 1e-9)))
+    period_N = np.maximum(period_N, cycle_N)
+    asked_NN = per_window_NN / period_N[:, None]  # row pulls from column
+    asked_NN *= _fresh(pulls_NN, period_N)
+    return _within_links(topology, asked_NN.T + _probes(count)), period_N
+
+
+def _transfers_s(round_trip_HH: Floats, size_HH: Floats, rate_HH: Floats) -> Floats:
+    """Return the seconds of each pull, a round trip and TCP's slow start included."""
+    trips, sizes, rates = round_trip_HH.tolist(), size_HH.tolist(), np.minimum(rate_HH, LOOPBACK_RATE).tolist()
+    return np.array(
+        [
+            [trip + transfer_s(int(size), rate, trip) for trip, size, rate in zip(one, two, three, strict=True)]
+            for one, two, three in zip(trips, sizes, rates, strict=True)
+        ]
+    )
+
+
+def _drawn(rate_HH: Floats, partners_H: Floats) -> Floats:
+    """Return the chance that the row's peer draws the column's in a window, with weights by the measured rate."""
+    rate_HH = np.where(np.isinf(rate_HH), LOOPBACK_RATE, rate_HH)
+    np.fill_diagonal(rate_HH, 0.0)
+    weights_HH = np.maximum(WEIGHT_FLOOR, rate_HH / rate_HH.max(axis=1, keepdims=True))
+    np.fill_diagonal(weights_HH, 0.0)
+    others = len(rate_HH) - 1
+    chance_HH = np.where(weights_HH > 0, 1.0, 0.0)
+    for row, partners in enumerate(partners_H):
+        if partners < others:
+            low, high = 0.0, 1e3
+            for _ in range(60):
+                middle = (low + high) / 2
+                drawn = (1 - np.exp(-middle * weights_HH[row])).sum()
+                low, high = (middle, high) if drawn < partners else (low, middle)
+            chance_HH[row] = 1 - np.exp(-low * weights_HH[row])
+    return chance_HH
+
+
+def _fresh(pulls_NN: Floats, period_N: Floats) -> Floats:
+    """Return the share of pulls that find a window which the puller has not seen, by the periods of both."""
+    windows_NN = np.maximum(1.0, period_N[None, :] / period_N[:, None])  # the row's windows in one of the column's
+    seen_NN = 1 - (1 - np.minimum(pulls_NN, 1.0)) ** windows_NN
+    share: Floats = np.where(pulls_NN > 0, seen_NN / np.maximum(pulls_NN * windows_NN, 1e-12), 0.0)
+    return np.minimum(share, 1.0)
+
+
+def _within_links(topology: Topology, sent_NN: Floats) -> Floats:
+    """Return bytes/s scaled down where a peer's links or a site's link carry less than is asked of them."""
+    site_N = sites_of(topology)
+    for _ in range(ROUNDS):
+        sent_NN = sent_NN * np.minimum(1.0, topology.up / np.maximum(sent_NN.sum(axis=1), 1e-9))[:, None]
+        sent_NN = sent_NN * np.minimum(1.0, topology.down / np.maximum(sent_NN.sum(axis=0), 1e-9))[None, :]
+        for number, site in enumerate(topology.sites):
+            leaves = np.outer(site_N == number, site_N != number)
+            for crossing, rate in ((leaves, site.up), (leaves.T, site.down)):
+                asked = float(sent_NN[crossing].sum())
+                sent_NN = np.where(crossing & (asked > rate), sent_NN * (rate / max(asked, rate)), sent_NN)
+    return sent_NN
+
+
+def _probes(count: int) -> Floats:
+    """Return the bytes/s of probes between each two peers."""
+    found = np.full((count, count), PROBE_BYTES / PROBE_EVERY_S / max(1, count - 1))
+    np.fill_diagonal(found, 0.0)
+    return found

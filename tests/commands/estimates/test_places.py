@@ -1,0 +1,85 @@
+"""The peers that `--peers` describes, and the topology that they form."""
+
+import numpy as np
+import pytest
+
+from decentral.commands.estimates.cards import card, cards
+from decentral.commands.estimates.places import MBIT, groups_of, topology_of
+from decentral.core.errors import UserError
+
+
+def test_a_group_has_a_count_a_device_and_a_place_with_its_link() -> None:
+    one, other = groups_of("4x4090 home:50/500, 8xA100 oregon")
+    assert (one.count, one.device, one.place.name) == (4, "4090", "home")
+    assert (one.place.up, one.place.down, one.place.assumed) == (50 * MBIT, 500 * MBIT, False)
+    assert (other.count, other.device, other.place.name, other.place.assumed) == (8, "A100", "oregon", True)
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "place"),
+    [
+        ("RTX 4090", "RTX 4090", "here"),
+        ("2x RTX 4070 Ti Super porto", "RTX 4070 Ti Super", "porto"),
+        ("A100 80GB", "A100 80GB", "here"),
+        ("cpu lab1", "cpu", "lab1"),
+        ("RTX 6000 Ada lab", "RTX 6000 Ada", "lab"),
+    ],
+)
+def test_a_device_may_have_several_words_and_the_place_may_be_missing(text: str, device: str, place: str) -> None:
+    (group,) = groups_of(text)
+    assert (group.device, group.place.name) == (device, place)
+
+
+def test_a_home_has_a_home_s_link_and_any_other_place_that_of_a_data_centre() -> None:
+    home, centre = groups_of("4090 home-of-ann, 4090 oregon")
+    assert (home.place.up / MBIT, home.place.down / MBIT) == (20, 100)
+    assert (centre.place.up / MBIT, centre.place.down / MBIT) == (1000, 1000)
+
+
+def test_the_link_of_a_place_is_given_once() -> None:
+    one, other = groups_of("4090 home:50/500, 3090 home")
+    assert one.place == other.place
+    with pytest.raises(UserError, match="home has two different links"):
+        groups_of("4090 home:50/500, 3090 home:20/100")
+
+
+def test_peers_of_one_place_share_its_link_and_a_peer_alone_has_it() -> None:
+    topology = topology_of(groups_of("2x4090 home:50/500, A100 oregon"), [24.0, 40.0], [1.0, 1.0])
+    assert [(site.region, site.up) for site in topology.sites] == [("home", 50 * MBIT)]
+    assert topology.up[2] == 1000 * MBIT
+    assert topology.bandwidth[0, 1] == 1000 * MBIT
+    assert topology.bandwidth[0, 2] == 50 * MBIT
+    assert np.allclose(topology.delay_s[0], [0, 0.5e-3, 30e-3])
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", "expects parts such as"),
+        ("0x4090", "at least 1 peer"),
+        ("9999x4090", "at most 4096 peers"),
+        ("4090 home:fast", "expected a rate in Mb/s"),
+    ],
+)
+def test_what_is_wrong_is_one_clear_line(text: str, line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        groups_of(text)
+
+
+@pytest.mark.parametrize("name", ["4090", "RTX 4090", "NVIDIA GeForce RTX 4090", "rtx4090"])
+def test_a_card_is_found_by_the_names_that_people_and_drivers_use(name: str) -> None:
+    assert card(name).name == "RTX 4090"
+
+
+def test_the_memory_tells_cards_of_one_name_apart() -> None:
+    assert card("A100").memory_bytes < card("A100-80GB").memory_bytes
+
+
+def test_an_unknown_card_names_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"unknown device '4091'.*; did you mean RTX 4090\?"):
+        card("4091")
+
+
+def test_every_card_has_plausible_figures() -> None:
+    assert len(cards()) > 30
+    assert all(8e9 <= one.memory_bytes <= 200e9 and 2e13 <= one.flops <= 3e15 for one in cards().values())

@@ -1,0 +1,88 @@
+"""python -m decentral.new: a valid config with only what differs from the defaults, and why."""
+
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from decentral.commands import new
+from decentral.core import config, own_yaml
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", StringIO())
+
+
+def written(*flags: str) -> str:
+    assert new.main(["mine", *flags]) == 0
+    return Path("mine.yaml").read_text()
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    assert new.main(flags) == 2
+    return capsys.readouterr().err
+
+
+def test_the_file_is_a_config_of_the_size_and_data_that_were_asked_for() -> None:
+    Path("books").mkdir()
+    written("--model", "125M", "--data", "books", "--peers", "4x4090 home", "--tokens", "10B")
+    run = config.load("mine.yaml")
+    assert (run.name, run.data.kind, run.data.path) == ("mine", "text", "books")
+    assert sum(run.model.layer_parameters) == pytest.approx(125e6, rel=0.08)
+    assert run.train.micro_batch == "auto"
+    assert run.train.total_steps == round(1e10 / (16 * 1024 * 4))
+
+
+def test_it_has_only_keys_that_differ_from_their_defaults() -> None:
+    tree = own_yaml.mapping(written("--model", "10M", "--set", "gossip.partners=3"), "mine")
+    usual = config.Config().model_dump(by_alias=True)
+    for section, keys in tree.items():
+        for key, value in keys.items() if isinstance(keys, dict) else ():
+            assert usual[section][key] != value, key
+    assert "gossip" not in tree
+
+
+def test_each_key_has_its_meaning_and_its_reason_above_it() -> None:
+    text = written("--model", "10M")
+    above = text[: text.index("  depth:")].splitlines()[-2:]
+    assert above[0].startswith("  # Blocks between embedding and head. Unit: blocks.")
+    assert "parameters" in above[1]
+
+
+def test_rows_of_text_need_a_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rows.jsonl").write_text("{}\n")
+    assert "need --tokenizer" in refusal(capsys, "--model", "10M", "--data", "rows.jsonl")
+    run = own_yaml.mapping(written("--model", "10M", "--data", "rows.jsonl", "--tokenizer", "tok"), "mine")
+    assert run["data"] == {"kind": "huggingface", "path": "rows.jsonl", "tokenizer": "tok"}
+
+
+def test_a_further_key_is_set_and_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean gossip.window_s?" in refusal(capsys, "--model", "10M", "--set", "gossip.windw_s=2")
+    written("--model", "10M", "--set", "gossip.window_s=2")
+    assert config.load("mine.yaml").gossip.window_s == 2
+
+
+def test_an_existing_file_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    text = written("--model", "10M")
+    assert "exists already" in refusal(capsys, "mine", "--model", "20M")
+    assert Path("mine.yaml").read_text() == text
+
+
+def test_on_a_terminal_it_asks_and_an_empty_answer_takes_the_default() -> None:
+    asked, answers = [], iter(["ours", "20M", "", "", ""])
+
+    def ask(question: str) -> str:
+        asked.append(question)
+        return next(answers)
+
+    flags = new.parse([])
+    new._ask_for(flags, ask)
+    assert (flags.name, flags.model, flags.data, flags.peers, flags.tokens) == ("ours", "20M", None, "2xcpu here", 1e8)
+    assert len(asked) == 5
+
+
+def test_without_a_terminal_the_size_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "give --model SIZE" in refusal(capsys)

@@ -1,0 +1,48 @@
+"""Durations, bytes, counts and rates as people type them."""
+
+import argparse
+from collections.abc import Callable
+
+import pytest
+
+from decentral.core.quantities import count, duration_s, rate_bytes, size_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90), ("90s", 90), ("15m", 900), ("2h", 7200), ("1d", 86400), ("0.5w", 302_400), (" 1.5 h ", 5400)],
+)
+def test_a_duration_is_a_number_and_a_unit_of_time(text: str, seconds: float) -> None:
+    assert duration_s(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("800", 800), ("1.5e9", 1_500_000_000), ("800MB", 800_000_000), ("2g", 2_000_000_000), ("1kB", 1000)],
+)
+def test_a_size_is_in_powers_of_a_thousand(text: str, size: int) -> None:
+    assert size_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("5000", 5000), ("125M", 125e6), ("1.3B", 1.3e9), ("10T", 1e13), ("2e6", 2e6)]
+)
+def test_a_count_may_end_with_a_letter_for_its_thousands(text: str, value: float) -> None:
+    assert count(text) == value
+
+
+@pytest.mark.parametrize(("text", "rate"), [("50", 6.25e6), ("500Mb/s", 62.5e6), ("1Gb/s", 125e6), ("10Gbps", 1.25e9)])
+def test_a_rate_without_a_unit_is_in_megabits(text: str, rate: float) -> None:
+    assert rate_bytes(text) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("read", [duration_s, size_bytes, count, rate_bytes])
+@pytest.mark.parametrize("text", ["", "much", "0", "-1", "nan", "1e300", "3x", "٣", "1_000"])
+def test_anything_else_is_refused_with_an_example(read: Callable[[str], float], text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=r"^expected a .* such as "):
+        read(text)
+
+
+def test_megabytes_are_no_rate_since_links_are_sold_in_megabits() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="500Mb/s"):
+        rate_bytes("20MB/s")
