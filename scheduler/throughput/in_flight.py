@@ -31,7 +31,7 @@ from decentral.scheduler.topology.arrays import Floats
 
 WAITING = 1.0  # a micro-batch waits for a device this many times as long as it computes there
 JOBS_S = 0.003  # beside computing, a hop takes this long for the jobs of a micro-batch: two passes and a step
-LOST = 0.02  # the largest micro-batch is planned that costs at most this share of the tokens/s of single sequences
+LOST_SHARE = 0.02  # the largest micro-batch is planned that costs at most this share of the rate of single sequences
 Path = tuple[float, list[Hop]]
 """The tokens/s on a route, and its hops."""
 
@@ -151,14 +151,14 @@ def chosen(
 ) -> tuple[Pipeline, Floats]:
     """Return the costs of the best micro-batches, and the tokens/s that each route carries with them.
 
-    The micro-batches are the largest that cost at most LOST of what the best size reaches, as devices are often slow
+    The micro-batches are the largest that cost at most LOST_SHARE of what the best size reaches, as devices are slow
     with small ones.
     """
     routed = {hop[0] for _, hops in paths if len(hops) > 1 for hop in hops}
     most = min((costs.sequences(peer, spans_N2[peer][0], spans_N2[peer][1]) for peer in routed), default=1)
     found = [_carried(Pipeline(costs, delay_NN, run.model.context, 1 << k), run, paths, spans_N2) for k in range(7)]
     fitting = [one for one in found if one[0].sequences <= most]
-    least = (1 - LOST) * max(float(rates.sum()) for _, rates in fitting)
+    least = (1 - LOST_SHARE) * max(float(rates.sum()) for _, rates in fitting)
     return next(one for one in reversed(fitting) if one[1].sum() >= least)
 
 
