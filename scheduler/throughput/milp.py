@@ -17,7 +17,7 @@ from decentral.scheduler.throughput.max_flow import MOVE_COST
 from decentral.scheduler.throughput.peer_kinds import access_limited
 from decentral.scheduler.topology.arrays import Ints
 
-MOST_SECONDS = 600.0
+SOLVER_S = 600.0
 GAP = 1e-7  # share of the optimum by which the best spans may still fall short of the bound when the solver ends
 
 
@@ -26,16 +26,16 @@ def options(costs: LayerCosts) -> int:
     return int((reaches(costs) - np.arange(costs.layers)).sum())
 
 
-def best_spans(costs: LayerCosts, seconds: float = MOST_SECONDS, nodes: int | None = None) -> Ints | None:
+def best_spans(costs: LayerCosts, seconds: float = SOLVER_S, nodes: int | None = None) -> Ints | None:
     """Return the best spans_N2 found within the limits; None if the solver finds no valid spans.
 
     Args:
         costs: What layers cost each peer.
-        seconds: Limit of the solver's time by the clock; MOST_SECONDS at most.
+        seconds: Limit of the solver's time by the clock; SOLVER_S at most.
         nodes: Limit of the solver's branch-and-bound nodes, so that equal swarms get equal spans on any machine.
     """
     model = _Model(costs)
-    limits: dict[str, float] = {"time_limit": min(seconds, MOST_SECONDS), "mip_rel_gap": GAP}
+    limits: dict[str, float] = {"time_limit": min(seconds, SOLVER_S), "mip_rel_gap": GAP}
     if nodes is not None:
         limits["node_limit"] = nodes
     found = milp(model.value, integrality=model.integer, bounds=model.bounds, constraints=model.rules(), options=limits)

@@ -87,7 +87,8 @@ def test_metrics_ports_beyond_the_last_one(capfd: pytest.CaptureFixture[str]) ->
 
 
 def test_a_stop_after_that_is_no_amount(capfd: pytest.CaptureFixture[str]) -> None:
-    assert refusal(capfd, "--stop-after", "soon") == "expected 90s, 500steps or 2e6tokens; got 'soon'"
+    expected = "--stop-after expects 90s, 15m, 2h, 1d, 500steps or 2Mtokens; got 'soon'"
+    assert refusal(capfd, "--stop-after", "soon") == expected
 
 
 def test_peers_that_are_no_number(capfd: pytest.CaptureFixture[str]) -> None:

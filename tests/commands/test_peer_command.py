@@ -47,7 +47,7 @@ def test_a_throttle_that_is_no_number(folder: Path) -> None:
 @pytest.mark.parametrize("amount", ["soon", "10", "-5s", "0steps", "5 hours"])
 def test_a_stop_after_that_is_no_amount(folder: Path, amount: str) -> None:
     said = refusal(folder, f"--stop-after={amount}")
-    assert said == f"expected 90s, 500steps or 2e6tokens; got {amount!r}"
+    assert said == f"--stop-after expects 90s, 15m, 2h, 1d, 500steps or 2Mtokens; got {amount!r}"
 
 
 def test_an_unknown_flag(folder: Path) -> None:
