@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -189,7 +190,8 @@ class World:
 
     def end(self) -> None:
         for running in self.commands.values():
-            wake_up(running)  # after a test that failed while the machine was asleep
+            with suppress(ProcessLookupError):  # it has ended
+                wake_up(running)  # after a test that failed while the machine was asleep
             running.send(signal.SIGTERM)
         for running in self.commands.values():
             running.terminal.process.wait(LIMIT_S)
