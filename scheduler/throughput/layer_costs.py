@@ -77,7 +77,7 @@ class LayerCosts:
 
     def fits(self, peer: int, first: int, last: int) -> bool:
         """Return whether layers [first, last) and the least micro-batches in flight fit in a peer's memory."""
-        return bool(self.bytes_of(first, last, self.least_in_flight(first, last)) <= self.memory_N[peer])
+        return bool(span_bytes(self)[first, last] <= self.memory_N[peer])
 
     def least_in_flight(self, first: int, last: int) -> int:
         """Return how many micro-batches of one sequence must fit beside layers [first, last): 1 for the whole model.
@@ -126,10 +126,11 @@ def reaches(costs: LayerCosts) -> Ints:
 
 @lru_cache(maxsize=COSTS_REMEMBERED)
 def span_bytes(costs: LayerCosts) -> Floats:
-    """Return the bytes of each span with a micro-batch of one sequence, at [first, last]; 0 for spans of no layers."""
+    """Return the bytes of each span with its least micro-batches in flight, at [first, last]; 0 for no layers."""
     bytes_EE = np.zeros((costs.layers + 1, costs.layers + 1))
     for first in range(costs.layers):
-        bytes_EE[first, first + 1 :] = [costs.bytes_of(first, last, 1) for last in range(first + 1, costs.layers + 1)]
+        for last in range(first + 1, costs.layers + 1):
+            bytes_EE[first, last] = costs.bytes_of(first, last, costs.least_in_flight(first, last))
     return bytes_EE
 
 

@@ -1,5 +1,8 @@
 """Replanning spans: what moves, who is placed, and what moves cost."""
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -49,3 +52,13 @@ def test_the_slowest_download_of_new_layers_costs_its_time() -> None:
     download_s = 2 / 9 / 1e6  # two layers of a ninth of a byte
     assert span_search.tokens_ahead(costs, old, new, 1e-6) == pytest.approx(rate * (1e-6 - download_s))
     assert span_search.tokens_ahead(costs, old, new, download_s / 2) == 0.0
+
+
+def test_spans_are_valid_where_each_fits_with_its_least_micro_batches_in_flight() -> None:
+    costs = replace(equal(1, 6, 3), holders=0, memory_N=np.array([3.5]))
+    found = set()
+    for first, last in itertools.combinations(range(7), 2):
+        fits = costs.bytes_of(first, last, costs.least_in_flight(first, last)) <= costs.memory_N[0]
+        assert costs.fits(0, first, last) == costs.valid(np.array([[first, last]])) == fits
+        found.add((fits, costs.bytes_of(first, last, 1) <= costs.memory_N[0]))
+    assert (False, True) in found  # of one span, one micro-batch fits, and those in flight do not
