@@ -188,8 +188,9 @@ class Forwarding:
             return self.table.give_up(execution, Reason.LATE)
         hop, id = execution.sent, execution.next_id
         execution.events.append(("sent to", to))
-        look_at = now + self.scheduler.look_s(to, self._guess_s(execution, to))
-        hop.send(Sent(to, now, now + self._deadline_s(execution, to), look_at))
+        guess_s = self._guess_s(execution, to)
+        look_at, due = now + self.scheduler.look_s(to, guess_s), now + self.scheduler.deadline_s(to, guess_s)
+        hop.send(Sent(to, now, due, look_at))
         self.scheduler.asked(to, now)
         run, sequences, drawn = self.stage.run, execution.sequences, execution.drawn
         hold_s = min(MAX_ROUTE_S, max(0.0, execution.until - now))

@@ -4,7 +4,7 @@ python -m decentral.estimate --model 1.3B --peers "4x4090 home:50/500, 8xA100 or
 python -m decentral.estimate my-config.yaml --peers "4xcpu" --json
 
 A device is one of NVIDIA's cards, by its published peak, or `cpu`, this machine, which is measured. Peers of one place
-share its link to other places. Figures are estimates: each has the range in which it surely lies.
+share its link to other places. Each figure has a range; a run may still lie outside of it (docs/results/estimates.md).
 """
 
 import argparse

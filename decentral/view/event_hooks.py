@@ -48,7 +48,7 @@ HOOK_KINDS = (
     *("peer_joined", "peer_left", "peer_lost", "layers_lost", "layers_back", "wrong_gradient", "revoked"),
 )
 HOOK_S = 10.0  # a command or a request that takes longer is ended
-POST_TRIES = 3  # a request that fails is made so often, since a network that is down for seconds loses no message then
+POST_TRIES = 3  # requests for a message at most, so that a network that is down for seconds loses none
 PAUSE_S = 1.0  # before the second try; before the third, four times as long
 LAST_S = 5.0  # a peer that ends waits this long at most for its last messages to be delivered
 HOOK_LOOK_S = 0.2  # an idle thread looks at this interval whether the peer has ended

@@ -38,7 +38,7 @@ from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 
 FLOWS_REMEMBERED = 1024
 NEAREST = 8  # for each layer, only this many of a peer's fastest links enter the linear programme, to keep it small
-MOVE_COST = 1e-4  # a token/s more is worth 1 / MOVE_COST transfers over fast links, and half as many over slow ones
+MOVE_COST = 1e-4  # price of moving a token/s over a fast link, in tokens/s of throughput; a slow link costs twice
 LEAST_LINK = 1e-7  # a link that carries less than this share of the flow's bound counts as none, as 0 for the solver
 MOST_SOLVING_S = 1e6  # a longer time limit is not passed to the solver
 # With more variables than this, interior points (and a crossover to a vertex) take a third of the simplex's time.

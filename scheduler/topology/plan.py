@@ -52,9 +52,7 @@ class ThroughputPlan(Plan):
     planned_for: JsonObject  # name, parameters and layers of the model, and the utilisation of the peers' FLOP/s
     spans: dict[str, list[int]]  # peer id -> [first, last): its layers
     micro_batches: dict[str, int]  # peer id -> sequences in one micro-batch
-    accumulate: int = (
-        1  # least micro-batches in a step of a routed peer; with these, steps are as large as the run says
-    )
+    accumulate: int = 1  # least micro-batches in a routed peer's step, so that steps are as large as the run's
     in_flight: dict[str, int] = field(default_factory=dict)  # peer id -> micro-batches of routes that its memory holds
     routes: list[JsonObject]  # each has its `share` of the tokens and its `hops`: peer id, first layer, end
     gossip: JsonObject  # result of Partners.to_json (scheduler/partners/mixing.py)

@@ -47,7 +47,7 @@ class Machine:
 
 
 def machines_of(run: Config, groups: Sequence[PeerGroup]) -> list[Machine]:
-    """Return the machine of each group; the present one is measured, with as many peers at once as are named.
+    """Return each group's machine: a card's published figures, or those measured here with all groups' peers on `cpu`.
 
     Raises:
         UserError: If a device is neither in the table nor this machine.
