@@ -55,7 +55,7 @@ def test_the_slowest_download_of_new_layers_costs_its_time() -> None:
 
 
 def test_spans_are_valid_where_each_fits_with_its_least_micro_batches_in_flight() -> None:
-    costs = replace(equal(1, 6, 3), holders=0, memory_N=np.array([3.5]))
+    costs = replace(equal(1, 6, 3), holders=0, memory_N=np.array([3.05]))
     found = set()
     for first, last in itertools.combinations(range(7), 2):
         fits = costs.bytes_of(first, last, costs.least_in_flight(first, last)) <= costs.memory_N[0]
