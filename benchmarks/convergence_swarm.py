@@ -30,6 +30,7 @@ SEQUENCES = 8  # a peer's micro-batch
 PEERS = 4
 BEHIND = 1.5  # as in comm/gossip/exchange.py
 NEVER = 1 << 30  # windows
+CHUNK = 4096  # numbers among which the code "sparse" chooses the largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,9 @@ class Method:
     partners: int = PEERS - 1
     phi_every: int = 3  # windows from one pull of slow weights to the next
     exact: bool = False  # nothing is quantised
-    code: Literal["q4", "q1"] = "q4"  # of pseudo-gradients, but for the windows of the first steps
+    code: Literal["q4", "q1", "sparse"] = "q4"  # of pseudo-gradients, but for the windows of the first steps
+    density: float = 1 / 64  # the share of numbers that the code "sparse" sends
+    decay: float = 1.0  # of what quantising has kept back, in each window
     code_from: int = 0  # the number of first steps whose windows are in q4
     aligned: bool = True  # windows end on the same instants on all peers
     rho: float = 0.0  # 0: rho_of
@@ -172,7 +175,8 @@ class Swarm:
         theta = self.replicas.theta_PN[peer] if pending is None else self.replicas.theta_PN[peer] + pending
         in_start = self.replicas.steps[peer] <= self.method.code_from
         code = self.codes[peer] = "q4" if in_start else self.method.code
-        self.slow[peer], sent = outer_step.close(slow, theta, lambda x: self._coded(code, x))
+        after, sent = outer_step.close(slow, theta, lambda x: self._coded(code, x))
+        self.slow[peer] = replace(after, residual=self.method.decay * after.residual)
         own = outer_step.WindowUpdate(sent, self.tokens[peer], self.lr_sums[peer])
         self.published[peer] = Snapshot(replace(own, phi=self._coded("int8", slow.phi)), self.closed[peer])
         self.closed[peer] += 1
@@ -232,11 +236,31 @@ class Swarm:
     def _coded(self, codec: str, values: Tensor) -> Tensor:
         if self.method.exact:
             return values.clone()
+        if codec == "sparse":
+            return sparse(values, self.method.density)
         return blockwise.decode(codec, blockwise.encode(codec, values), values.numel())
 
     def _bytes(self, codec: str) -> float:
+        if codec == "sparse":
+            return sparse_bytes(self.method.density)
         size = self.replicas.theta_PN.shape[1]
         return blockwise.CODECS["fp32" if self.method.exact else codec].size(size) / size
+
+
+def sparse(values_N: Tensor, density: float) -> Tensor:
+    """The largest magnitudes of each chunk, in two bits: a sign, and whether it is above the mean of those sent."""
+    padded_CK = torch.nn.functional.pad(values_N, (0, -len(values_N) % CHUNK)).view(-1, CHUNK)
+    found = padded_CK.abs().topk(round(density * CHUNK), dim=1)
+    large = found.values > found.values.mean(dim=1, keepdim=True)
+    means = [(found.values * one).sum(1, True) / one.sum(1, True).clamp_min(1) for one in (large, ~large)]
+    sent = torch.where(large, means[0], means[1]) * padded_CK.gather(1, found.indices).sign()
+    return torch.zeros_like(padded_CK).scatter_(1, found.indices, sent).flatten()[: len(values_N)]
+
+
+def sparse_bytes(density: float) -> float:
+    """Bytes for each number: indices at 1.15 times their entropy, two bits for a value, and two scales for a chunk."""
+    entropy = -density * math.log2(density) - (1 - density) * math.log2(1 - density)
+    return (1.15 * entropy + 2 * density) / 8 + 4 / CHUNK
 
 
 def rate_at(setting: Setting, now: int) -> float:

@@ -59,7 +59,7 @@ OLD_DAEMON_S, PORT_AGAIN_S = 5.0, 0.2
 # We remember at most this many peers as connected. Beyond, a peer that we dial replaces another peer, and a peer that
 # asks us a question is not remembered.
 MOST_CONNECTED = 256
-LISTED_S = 1.0  # a DHT call asks the daemon for the connected peers again if the last list is older than this
+LISTED_S = 5.0  # a DHT call asks the daemon for the connected peers again if the last list is older than this
 MOST_LEARNED = 4096  # we remember the addresses of at most this many peers; beyond, the oldest are forgotten
 TIMED = ("hivemind.utils.timed_storage", *(f"hivemind.dht.{module}" for module in ("node", "protocol", "routing")))
 

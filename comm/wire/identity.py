@@ -9,6 +9,7 @@ a record can check that the peer with that id has signed the record.
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +18,7 @@ import msgpack
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
+from cryptography.hazmat.primitives.asymmetric.utils import Prehashed
 
 from decentral.comm.wire.unpacking import read_msgpack
 from decentral.core import foreign_file
@@ -31,6 +33,7 @@ MAX_PEER_RECORD_BYTES = 16 * 1024
 MAX_LIFETIME_S = 2 * 3600.0  # later expiries are refused: a record lives half an hour, clocks may differ by 1.5 hours
 KEY_BITS = 2048
 EXPONENT = 65537  # RSA keys with another public exponent are refused
+MOST_VERIFIED = 1024  # valid signatures that are remembered, since lookups return the same records again and again
 
 _PADDING = padding.PSS(mgf=padding.MGF1(hashes.SHA256()), salt_length=32)
 _RSA = b"\x08\x00\x12"  # libp2p's encoding (protobuf) of an RSA key begins with these bytes
@@ -121,21 +124,31 @@ def open_sealed(key: str, peer: PeerId, record: bytes, now: float) -> tuple[byte
             is past or more than MAX_LIFETIME_S ahead.
     """
     body, expires, public, signature = _parts(record, max_record_bytes(key))
-    if peer_of(public) != peer:
-        raise ProtocolError(Reason.IDENTITY, "the record's public key does not belong to the named peer")
     if not now < expires < now + MAX_LIFETIME_S:
         said = f"a record must expire in 0 to {MAX_LIFETIME_S:g} s; this one expires in {expires - now:.0f} s"
         raise ProtocolError(Reason.EXPIRED, said)
+    _verify(peer, public, signature, hashlib.sha256(_signed(key, peer, body, expires)).digest())
+    return body, expires
+
+
+@lru_cache(MOST_VERIFIED)
+def _verify(peer: PeerId, public: bytes, signature: bytes, digest: bytes) -> None:
+    """Check that `peer` has signed the bytes with this SHA-256 digest, and remember this if it is so.
+
+    Raises:
+        ProtocolError: If the public key is not the peer's or not of an accepted kind, or the signature is not valid.
+    """
+    if peer_of(public) != peer:
+        raise ProtocolError(Reason.IDENTITY, "the record's public key does not belong to the named peer")
     try:
         loaded = serialization.load_der_public_key(public)
         if not isinstance(loaded, rsa.RSAPublicKey) or not 2048 <= loaded.key_size <= 8192:
             raise ProtocolError(Reason.IDENTITY, "a record's key must be an RSA key of 2048 to 8192 bits")
         if loaded.public_numbers().e != EXPONENT:  # with a long exponent, a verification takes a hundred times as long
             raise ProtocolError(Reason.IDENTITY, f"the exponent of a record's key must be {EXPONENT}")
-        loaded.verify(signature, _signed(key, peer, body, expires), _PADDING, hashes.SHA256())
+        loaded.verify(signature, digest, _PADDING, Prehashed(hashes.SHA256()))
     except (InvalidSignature, ValueError, UnsupportedAlgorithm) as error:
         raise ProtocolError(Reason.SIGNATURE, f"the signature is not valid ({type(error).__name__})") from None
-    return body, expires
 
 
 def peer_of(public: bytes) -> PeerId:

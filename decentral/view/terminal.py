@@ -225,6 +225,7 @@ def figures(node: Node, now: Seconds) -> dict[str, str]:
         "loss": str(progress.losses),
         "held-out": _held_out(progress.evaluations, now),
         "tokens/s": f"{progress.speed(now):,.0f}",
+        "MFU": "-" if (mfu := node.own_record.utilisation(now)) is None else f"{mfu:.0%}",
         "busy": _busy(node) if progress.spent.total else "-",
         "windows": _windows(node),
         "peers": f"{len(node.roster.live)}",

@@ -270,7 +270,7 @@ class Node:
             effects += self.span_manager.moved(event, now)
         effects += self.donor.forget_old(now)
         totals = self.traffic.lines(now)
-        return [*effects, *totals, *([self.own_record.status()] if totals and self.is_training() else [])]
+        return [*effects, *totals, *([self.own_record.status(now)] if totals and self.is_training() else [])]
 
     def _asked(self, event: Asked, now: Seconds) -> Sequence[PeerEffect]:
         if event.sender not in self.roster.live:
@@ -317,7 +317,7 @@ class Node:
         self.roster.renew_soon(now)
         donors, seconds = tuple(sorted(self.join.fetch.used)), round(now - self.join.began_at, 3)
         line = JoinedLine(peers=len(self.roster.live), donors=donors, seconds=seconds)
-        lines: list[PeerEffect] = [Log(line), self.own_record.status()]
+        lines: list[PeerEffect] = [Log(line), self.own_record.status(now)]
         if self.route_planner is None:
             return lines
         if self.rounds:

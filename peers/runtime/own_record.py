@@ -94,13 +94,24 @@ class OwnRecord:
         self.moved_to = addresses
         return Log(AddressesLine(addresses=addresses))
 
-    def status(self) -> Log:
-        """Return a journal line with this peer's layers, its window length and why it is so long, and its links."""
+    def status(self, now: Seconds) -> Log:
+        """Return a journal line with our layers, our window length and why it is so long, our MFU and our links."""
         setup, (count, bound) = self.setup.now, self.gossip.windows
         first, last = setup.fragments[0].first, setup.fragments[-1].last
         links = tuple(MeasuredLink(suffix, rate, latency_ms / 1e3) for suffix, rate, latency_ms in self._links())
-        window_s = self.selection.lengths.window_s() * count
-        return Log(StatusLine(first=first, last=last, window_s=window_s, bound=bound, links=links))
+        window_s, known = self.selection.lengths.window_s() * count, self.utilisation(now)
+        mfu = None if known is None else round(known, 4)
+        return Log(StatusLine(first=first, last=last, window_s=window_s, bound=bound, mfu=mfu, links=links))
+
+    def utilisation(self, now: Seconds) -> float | None:
+        """Return the model FLOPs utilisation (MFU; PaLM, arXiv 2204.02311, appendix B); None if it is not known.
+
+        It is the FLOP/s that both passes through our layers need at the present tokens/s, divided by the FLOP/s of the
+        device in a large matrix product, as measured at the start.
+        """
+        setup, speed = self.setup.now, self.progress.speed(now)
+        flops = sum(sum(one.work) for one in setup.fragments) * speed  # 0.0 for layers of user code
+        return flops / setup.profile.flops if flops and setup.profile.flops else None
 
     def _standing(self) -> Standing:
         progress, exchanges = self.progress, self.gossip.counts.outcomes

@@ -24,6 +24,7 @@ from decentral.core.journal.peer_totals import ExchangeTotals
 from decentral.core.time_spent import TimeSpent
 from decentral.peers.runtime.host import Host
 from decentral.peers.runtime.node import NodePhase
+from decentral.peers.runtime.progress import TrainingSpeed
 from decentral.view import metrics_server
 from decentral.view.metrics import METRICS, PeerMetric
 from decentral.view.metrics_server import MetricsServer, bound, metrics_served
@@ -117,7 +118,11 @@ def test_each_ratio_falls_when_what_it_measures_does(played: Callable[[], Swarm]
     assert {one.name for one in METRICS if one.name.endswith("_ratio")} == {
         "decentral_training_thread_ratio",
         "decentral_model_held_ratio",
+        "decentral_model_flops_utilisation_ratio",
     }
+    flops_per_token = sum(sum(one.work) for one in host.node.setup.fragments)
+    host.node.progress.rate = TrainingSpeed(tokens_per_s=0.5 * host.node.setup.profile.flops / flops_per_token)
+    assert value(host, "decentral_model_flops_utilisation_ratio") == pytest.approx(0.5)
     host.node.progress.spent = TimeSpent(training=9.0, waiting=1.0)
     assert value(host, "decentral_training_thread_ratio", "training") == pytest.approx(0.9)
     host.node.progress.spent = TimeSpent(training=9.0, waiting=9.0)

@@ -254,6 +254,7 @@ class StatusLine:
     last: kind.Layer
     window_s: kind.Number
     bound: kind.Word  # name of the bottleneck for which this peer makes its windows longer than the config says
+    mfu: kind.MaybeNumber  # model FLOPs utilisation: share of the device's measured FLOP/s that training uses
     links: kind.MeasuredLinks  # the eight links that were measured last
 
 

@@ -25,6 +25,7 @@ ROW = (  # browsers get a peer as a list of these values
     *("number", "peer", "state", "why", "since", "heard", "device", "region", "software", "throttle", "first", "last"),
     *("memory_bytes", "step", "tokens", "tokens_per_s", "loss", "held_out", "shares", "exchanges", "reasons"),
     *("sent_bytes", "received_bytes", "up", "down", "latency_s", "window_s", "evaluated", "name", "bound", "saved"),
+    "mfu",
 )
 
 
@@ -111,6 +112,7 @@ class ProgressView:
     held_out: float | None = None  # on held-out data, nats per token
     evaluated: Seconds = 0.0  # Unix time of the last evaluation; 0.0: not known
     saved: Seconds = 0.0  # Unix time of the last checkpoint; 0.0: not known
+    mfu: float | None = None  # model FLOPs utilisation, from the peer's own journal
 
     def started(self) -> None:
         """Reset the speed, because the peer has restarted."""
@@ -248,7 +250,7 @@ class PeerView:
             *([outcomes[outcome] for outcome in OUTCOMES], dict(reasons)),
             *(work.sent_bytes, work.received_bytes, round(network.up), round(network.down)),
             *(round(network.latency_s, 4), round(network.window_s, 2), round(progress.evaluated, 1)),
-            *(device.name, network.bound, round(progress.saved, 1)),
+            *(device.name, network.bound, round(progress.saved, 1), progress.mfu),
         ]
 
 

@@ -11,7 +11,7 @@ from decentral.core.time_spent import KINDS
 from decentral.core.units import Seconds
 from decentral.view.page.peer_view import REASONS_SHOWN, PeerView
 
-TOTAL_SERIES = {"tokens", "live"}  # names of series whose timeline buckets contain the last value, not the mean
+TOTAL_SERIES = {"tokens", "step", "live"}  # names of series whose timeline buckets contain the last value, not the mean
 TREND_S = 60.0  # the trend is the change of the loss over this time
 
 
@@ -23,6 +23,7 @@ class Totals:
     training: int = 0
     gone: int = 0
     tokens: int = 0
+    step: int = 0  # highest step that any peer has reached
     tokens_per_s: float = 0.0
     loss: float | None = None  # median of the peers' training losses
     low: float | None = None  # 10th percentile of the peers' training losses
@@ -44,7 +45,7 @@ class Totals:
 
     def series(self) -> dict[str, float]:
         """Return, by name, those figures for the timeline whose values are known."""
-        known = {"tokens": self.tokens, "tokens_per_s": self.tokens_per_s, "live": self.live}
+        known = {"tokens": self.tokens, "step": self.step, "tokens_per_s": self.tokens_per_s, "live": self.live}
         losses = {"median": self.loss, "low": self.low, "high": self.high}
         return known | {name: value for name, value in losses.items() if value is not None}
 
@@ -84,6 +85,7 @@ def totals_of(peers: Iterable[PeerView], before: Totals, now: Seconds) -> Totals
         training=len(training),
         gone=len(known) - len(live),
         tokens=before.forgotten_tokens + sum(view.totals.tokens for view in known),
+        step=max((view.work.step for view in known), default=0),
         tokens_per_s=round(sum(view.progress.tokens_per_s for view in training), 1),
         loss=middle,
         low=tenths[0],

@@ -52,6 +52,17 @@ def test_a_sealed_record_opens_to_its_body_and_expiry(ours: Identity, record: by
     assert open_sealed(KEY, ours.peer, record, NOW) == (b"profile", NOW + 60)
 
 
+def test_a_record_that_was_valid_before_is_refused_once_it_has_expired_or_differs(
+    ours: Identity, other: Identity, record: bytes
+) -> None:
+    open_sealed(KEY, ours.peer, record, NOW)  # its signature is remembered
+    assert refusal(ours.peer, record, now=NOW + 61) == "expired"
+    assert refusal(other.peer, record) == "identity"
+    body, expires, public, signature = msgpack.unpackb(record)
+    assert refusal(ours.peer, msgpack.packb([body + b"!", expires, public, signature])) == "signature"
+    assert refusal(ours.peer, msgpack.packb([body, expires + 1, public, signature])) == "signature"
+
+
 def test_a_restarted_peer_seals_as_the_same_peer(file: Path, ours: Identity, record: bytes) -> None:
     again = Identity.load_or_create(file)
     assert again.peer == ours.peer

@@ -561,3 +561,16 @@ def test_a_node_s_record_and_its_journal_say_how_its_training_goes() -> None:
     assert standing.links[0][0] == partner[-8:]
     (line,) = [one.event for one in played.effects if isinstance(one, Log) and isinstance(one.event, StatusLine)]
     assert (line.first, line.last, line.window_s) == (0, 3, 1.0)
+    assert line.mfu is None  # the fragments of this node do not say their work
+
+
+def test_the_journal_says_how_much_of_the_device_training_uses() -> None:
+    played = Played("pull", "training")
+    setup = played.node.present.now
+    work = [dataclasses.replace(one, work=(0.0, 5e6, 1e6)) for one in setup.fragments]
+    device = dataclasses.replace(setup.profile, flops=4e9)
+    played.node.present.now = dataclasses.replace(setup, fragments=work, profile=device)
+    played.node.progress.rate.tokens_per_s = 100.0
+    line = played.node.own_record.status(played.now).event
+    assert isinstance(line, StatusLine)
+    assert line.mfu == round(100.0 * len(work) * 6e6 / 4e9, 4)

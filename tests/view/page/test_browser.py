@@ -98,8 +98,9 @@ def test_a_reader_finds_a_peer_and_its_figures_and_the_page_is_silent_about_it(s
         driver.find_element(By.TAG_NAME, "body").send_keys(Keys.ESCAPE)
         assert not driver.find_element(By.ID, "one").is_displayed()
 
-        driver.find_element(By.CSS_SELECTOR, "[data-axis=tokens]").click()
-        assert driver.find_element(By.CSS_SELECTOR, "[data-axis=tokens]").get_attribute("aria-pressed") == "true"
+        for axis in ("tokens", "step"):
+            driver.find_element(By.CSS_SELECTOR, f"[data-axis={axis}]").click()
+            assert driver.find_element(By.CSS_SELECTOR, f"[data-axis={axis}]").get_attribute("aria-pressed") == "true"
         driver.find_element(By.ID, "filter").send_keys("cccccc")
         assert len(driver.find_elements(By.CSS_SELECTOR, ".peers tbody tr")) == 1
         before = driver.execute_script("return getComputedStyle(document.body).backgroundColor")

@@ -64,12 +64,12 @@ def test_a_row_says_what_the_journal_said(told: Told) -> None:
     told.training(A)
     told.line(A, 2.0, "exchange", fragment=0, partner=B, outcome="failed", reason="deadline", seconds=3.0)
     told.line(A, 3.0, "traffic", sent_bytes=5, received_bytes=6)
-    told.line(A, 3.0, "status", first=0, last=4, window_s=2.0, bound="", links=[[B[-8:], 1000, 0.05]])
+    told.line(A, 3.0, "status", first=0, last=4, window_s=2.0, bound="", mfu=0.4, links=[[B[-8:], 1000, 0.05]])
     row = told.row(A)
     assert (row["state"], row["tokens"], row["loss"]) == ("training", 1000, 2.0)
     assert (row["exchanges"], row["reasons"]) == ([0, 0, 1], {"deadline": 1})
     assert (row["sent_bytes"], row["received_bytes"], row["first"], row["last"]) == (5, 6, 0, 4)
-    assert row["shares"][:2] == [0.9, 0.1]
+    assert (row["shares"][:2], row["mfu"]) == ([0.9, 0.1], 0.4)
 
 
 def test_tokens_of_all_lives_count_and_exchanges_of_the_present_one(told: Told) -> None:
@@ -223,7 +223,7 @@ def test_the_totals_are_those_of_the_peers_that_train(told: Told) -> None:
     told.step(B, 2.0, loss=1.0)
     told.view.tick(2.5)
     totals = told.view.totals
-    assert (totals.live, totals.training, totals.tokens) == (2, 2, 3000)
+    assert (totals.live, totals.training, totals.tokens, totals.step) == (2, 2, 3000, told.row(B)["step"])
     assert totals.loss == pytest.approx(1.95)  # of 2 and 1.9, as the shown loss follows slowly
 
 

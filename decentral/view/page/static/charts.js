@@ -1,4 +1,4 @@
-// Loss over time or tokens, and throughput with the number of peers, by uPlot.
+// Loss over time, steps or tokens, and throughput with the number of peers, by uPlot.
 
 import { $, color, fill, make } from "./dom.js";
 import { clock, large, number } from "./format.js";
@@ -57,13 +57,13 @@ export function draw() {
   state.speed.setData([axis, pick("tokens_per_s"), pick("live")]);
 }
 
-// Returns the horizontal axis and the buckets on it. Over tokens, buckets whose total is unknown or has not grown are left out.
+// Returns the horizontal axis and the buckets on it. Over steps or tokens, buckets whose total is unknown or has not grown are left out.
 function abscissa(series) {
   const axis = [], keep = [];
-  let tokens = -1;
+  let most = -1;
   for (let at = 0; at < series.tokens.length; at++) {
     if (state.axis === "time") axis.push(at * swarm.timeline.width_s);
-    else if ((series.tokens[at] ?? -1) > tokens) axis.push((tokens = series.tokens[at]));
+    else if ((series[state.axis]?.[at] ?? -1) > most) axis.push((most = series[state.axis][at]));
     else continue;
     keep.push(at);
   }

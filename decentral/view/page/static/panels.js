@@ -160,7 +160,7 @@ function chosen() {
     make("div", { class: "columns" },
       pairs([["state", [peer.state, peer.why].filter(Boolean).join(": ")], ["in this state since", `${at(peer.since)}, ${span(swarm.now - peer.since)}`], ["last heard", peer.heard ? `${at(peer.heard)}${ago(peer.heard)}` : "–"], ["device", place(peer) || "–"], ["software", peer.software || "–"],
         ["memory for the model", peer.memory_bytes ? bytes(peer.memory_bytes) : "–"], ["layers", peer.last ? `${peer.first} to ${peer.last - 1}` : "–"]]),
-      pairs([["step", large(peer.step)], ["tokens", large(peer.tokens)], ["tokens/s", large(peer.tokens_per_s)], ["loss", number(peer.loss)], ["held-out loss", `${number(peer.held_out)}${ago(peer.evaluated)}`], ["window", peer.window_s ? `${peer.window_s} s${bound(peer.bound)}` : "–"], ["checkpoint", peer.saved ? `${at(peer.saved)}${ago(peer.saved)}` : "–"]]),
+      pairs([["step", large(peer.step)], ["tokens", large(peer.tokens)], ["tokens/s", large(peer.tokens_per_s)], ["MFU", percent(peer.mfu)], ["loss", number(peer.loss)], ["held-out loss", `${number(peer.held_out)}${ago(peer.evaluated)}`], ["window", peer.window_s ? `${peer.window_s} s${bound(peer.bound)}` : "–"], ["checkpoint", peer.saved ? `${at(peer.saved)}${ago(peer.saved)}` : "–"]]),
       pairs(peer.shares ? times(peer).map(([kind, share, shade]) => [kind, percent(share, 1), shade]) : [["time", "not known"]]),
       pairs([["exchanges", `${peer.exchanges.join("/")} done/solo/failed`], ...Object.entries(peer.reasons), ["sent", bytes(peer.sent_bytes)], ["received", bytes(peer.received_bytes)], ["up, down", `${rate(peer.up)}, ${rate(peer.down)}`]]),
       beside.length ? pairs(beside) : null));

@@ -2,7 +2,7 @@
 
 import { colorOf } from "./charts.js";
 import { $, color, fill, make, split } from "./dom.js";
-import { age, bytes, large, number } from "./format.js";
+import { age, bytes, large, number, percent } from "./format.js";
 import { choose, view } from "./selection.js";
 import { peers, swarm } from "./store.js";
 
@@ -18,6 +18,7 @@ const COLUMNS = [
   ["loss", "loss", (peer) => number(peer.loss)],
   ["held-out", "held_out", (peer) => number(peer.held_out), "wide-only"],
   ["tokens/s", "tokens_per_s", (peer) => large(peer.tokens_per_s || null)],
+  ["MFU", "mfu", (peer) => percent(peer.mfu), "wide-only"],
   ["tokens", "tokens", (peer) => large(peer.tokens || null), "wide-only"],
   ["time", "training", (peer) => (peer.shares ? split(times(peer)) : "–"), "left"],
   ["done/solo/failed", "failed", (peer) => peer.exchanges.join("/")],
