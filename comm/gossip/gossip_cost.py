@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from decentral.core.units import Seconds
 
 IDLE_SHARE = 0.1  # gossip may use this share of the idle cores; more could slow training
-FIXED_CORES = 0.005  # cores that the event loop and the network daemon use even without gossip
+FIXED_CORES = 0.006  # cores that the event loop and the network daemon use even without gossip, with four peers
 SLOWEST_BYTES_PER_S = 20e6  # assumed slowest transfer by one core; it caps what gossip is charged for its bytes
 REMEMBERED_WINDOWS = 16
 REMEMBERED_S = 20.0  # costs are averaged over REMEMBERED_WINDOWS, but at most this long: the first windows cost more
