@@ -73,11 +73,11 @@ METHODS: dict[str, Method] = {
     "thin": Method(code="q1", phi_every=NEVER),
     "thin-q4": Method(phi_every=NEVER),
     **{
-        f"sparse-{parts}-{decay:g}-{partners}": Method(
-            code="sparse", density=1 / parts, decay=decay, partners=partners, phi_every=NEVER
+        f"sparse-{parts}-{keep:g}-{partners}": Method(
+            code="sparse", density=1 / parts, keep=keep, partners=partners, phi_every=NEVER
         )
         for parts in (16, 32, 64, 128)
-        for decay in (1.0, 0.95, 0.9, 0.8)
+        for keep in (0.0, 0.25, 0.5, 1.0)
         for partners in (3, 7, 15, 31)
     },
     "parts": Method(code="q1", phi_every=NEVER, parts=True),

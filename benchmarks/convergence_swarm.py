@@ -49,6 +49,7 @@ class Method:
     exact: bool = False  # nothing is quantised
     code: Literal["q4", "q1", "sparse"] = "q4"  # of pseudo-gradients, but for the windows of the first steps
     density: float = 1 / 64  # the share of numbers that the code "sparse" sends
+    keep: float = 0.0  # how much of what is not sent yet stays in the peer's own weights, 0 to 1
     decay: float = 1.0  # of what quantising has kept back, in each window
     code_from: int = 0  # the number of first steps whose windows are in q4
     aligned: bool = True  # windows end on the same instants on all peers
@@ -220,10 +221,17 @@ class Swarm:
             taken = self.replicas.steps[pull.peer] + int(self.method.beside)  # when the correction is added
             rho = self.method.rho or rho_of(taken - pull.steps, self.method.late_as or self.setting.optimizer)
             outcome = outer_step.merge(self.slow[pull.peer], pull.own, pull.partners, self.method.constants, rho)
+            outcome = self._kept(outcome, rho) if self.method.keep else outcome
             self.slow[pull.peer] = outcome.slow
             self._shift_moment(pull, outcome, rho * self.method.kappa)
             pending = self.pending[pull.peer]
             self.pending[pull.peer] = outcome.correction if pending is None else pending + outcome.correction
+
+    def _kept(self, outcome: outer_step.OuterStep, rho: float) -> outer_step.OuterStep:
+        """The outer step towards slow weights that have a part of this peer's own progress that is not sent yet."""
+        kept = -rho * self.method.keep * outcome.slow.residual
+        slow = replace(outcome.slow, baseline=outcome.slow.baseline + kept)
+        return replace(outcome, slow=slow, correction=outcome.correction + kept)
 
     def _shift_moment(self, pull: Pull, outcome: outer_step.OuterStep, strength: float) -> None:
         steps = self.replicas.steps[pull.peer]
