@@ -168,6 +168,7 @@ WITHOUT_TORCH = (
     "peers.runtime.host",
     "sim.network.virtual_network",
     "comm.net.libp2p",
+    "commands.compare",
     "commands.config",
     "commands.estimate",
     "commands.new",

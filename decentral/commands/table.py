@@ -119,6 +119,10 @@ COMMANDS = {
         "write the swarm's model as a folder for transformers",
         (f"--join {ADDRESS} --out my-model", "--state-dir swarm/peer-1 swarm/peer-2 --out my-model"),
     ),
+    "compare": Command(
+        "compare runs: losses at equal tokens and time, settings, and who trained what",
+        ("muon adamw", "swarm/peer-1 other/peer-1 third --json"),
+    ),
     "generate": Command(
         "generate text from the swarm's model on this machine",
         (

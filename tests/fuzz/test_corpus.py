@@ -49,6 +49,7 @@ NOT_OF_BYTES = {
     "model.families.read": "the user's own config.json: tests/model/test_families.py",
     "model.start_weights._file": "the user's own folder, whose errors are one line",
     "model.start_weights._places": "the user's own folder, whose errors are one line",
+    "view.run_comparison.of": "a config that was received before",
     "data.library_trial.tried": "what a child of our own prints",
     "data.tokenizer._digest": "the user's own tokenizer, which the library has read",
     "data.tokenizer.settings": "the user's own tokenizer, whose errors are one line",
