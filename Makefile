@@ -75,7 +75,7 @@ install: $(VENV)/installed
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt torch
-	$(RUN) -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable ".[dev,hf,lora,eval,plot,8bit,dashboard]"
+	$(RUN) -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable ".[dev,hf,lora,eval,plot,upload,8bit,dashboard]"
 	touch $@
 
 clean:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 TESTS = ["tests/comm", "tests/core", "tests/engine", "tests/model", "tests/scheduler"]
 RESOLUTIONS = {"lowest": "lowest-direct", "newest": "highest"}
-EXTRAS = ".[dev,hf,lora,plot,dashboard]"
+EXTRAS = ".[dev,hf,lora,plot,upload,dashboard]"
 STATED = "import torch, transformers, numpy; print(torch.__version__, transformers.__version__, numpy.__version__)"
 
 

@@ -21,6 +21,7 @@ ROOMS = [
     "core",
     "model",
     "data",
+    "store",
     "comm.wire",
     "comm.codecs",
     "comm.gossip",
@@ -117,6 +118,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
     },
     "asyncio": {
         "core": "at_once",
+        "store": "uploader",
         "comm.net": "daemon dialler libp2p libp2p_directory names streams uplink",
         "peers.runtime": "clock host",
         "peers.startup": "copied_identity lost_peers prepare reach_swarm start_peer",
@@ -140,6 +142,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "commands": "lifeline shared",
     },
     "time": {
+        "store": "sending",
         "comm.net": "libp2p streams",
         "engine": "compute layer_times measure stage_runner step threads",
         "peers.runtime": "clock host",
@@ -147,7 +150,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "serving": "replies served_model",
         "commands.checks": "disk",
         "commands.estimates": "forecast own_speed playing",
-        "commands": "dashboard invite local plan ps simulation stop",
+        "commands": "dashboard invite local plan ps push simulation stop",
     },
     "random": {
         "core": "rng",
@@ -168,9 +171,11 @@ WITHOUT_TORCH = (
     "peers.runtime.host",
     "sim.network.virtual_network",
     "comm.net.libp2p",
+    "commands.compare",
     "commands.config",
     "commands.estimate",
     "commands.new",
+    "commands.push",
 )
 
 

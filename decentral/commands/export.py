@@ -3,7 +3,8 @@
 gather   Read all layers from checkpoints (--state-dir), or download them from running peers (--join).
 average  Average each layer over the peers that hold it. Peers that lag far behind are left out. If a peer's folder was
          copied, only the newest copy counts.
-write    Write config.json, model.safetensors, and a tokenizer: that of --tokenizer, else of --model-from, else bytes.
+write    Write config.json, model.safetensors, a model card (README.md), and a tokenizer: that of --tokenizer, else of
+         --model-from, else bytes.
          For a run that trains adapters (`model.lora`), write adapter_config.json and adapter_model.safetensors for
          peft; --format huggingface merges the adapters into the model's weights instead.
 """
@@ -15,9 +16,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from decentral.commands import shared
-from decentral.core.errors import UserError
+from decentral.core import foreign_file
+from decentral.core.atomic_file import write_atomically
+from decentral.core.config import Config
+from decentral.core.errors import UserError, writing
+from decentral.core.ids import RunId
 from decentral.core.own_inputs import OwnInputs
+from decentral.core.peer_folders import journals_in
 from decentral.core.plain_text import printable
+from decentral.core.units import MiB
+from decentral.peers.startup.state import StateFolder
+from decentral.store.fetching import fetched
+from decentral.store.places import is_address
+
+CARD_FILE = "README.md"
+MOST_CARD_BYTES = 4 * MiB
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +46,8 @@ def _main(flags: argparse.Namespace) -> None:
     if flags.join:
         found = asyncio.run(gather_weights.from_swarm(flags.join, flags.invite))
     else:
-        found = gather_weights.from_folders(flags.state_dir, own)
+        folders = [_local(text) for text in flags.state_dir]
+        found = gather_weights.from_folders(folders, own)
     run, weights = found.config.with_own(own), found.average()
     adapters = flags.format == "peft" or (flags.format is None and run.model.lora is not None)
     layers, out = replicas.layers_with(run, weights, frozen=not adapters), Path(flags.out)
@@ -42,6 +56,8 @@ def _main(flags: argparse.Namespace) -> None:
     else:
         like = flags.tokenizer or run.tokenizer
         files = huggingface.write(out, run, layers, Path(like) if like else None)
+    steps = [step for one in found.holders for step in one.steps.values()]
+    files += _write_card(out, found.run, run, [] if flags.join else folders, max(steps, default=0), adapters)
     counts = [sum(index in one.weights for one in found.holders) for index in weights]
     peers = "peer" if max(counts) == 1 else "peers"
     held = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
@@ -49,8 +65,44 @@ def _main(flags: argparse.Namespace) -> None:
     for line in [gather_weights.whose(found.holders), *(f"left out: {one}" for one in found.left_out)]:
         print(printable(line, shared.ERROR_CHARS))
     print(f"wrote {', '.join(files)} in {flags.out}")
+    if CARD_FILE in files:
+        print(f"{CARD_FILE} names peers and data: read it before you publish the folder")
     if not adapters and "tokenizer.json" not in files:
         print("no tokenizer was written: this run's tokens are not bytes; give its tokenizer with --tokenizer PATH")
+
+
+def _local(text: str) -> str:
+    """Return the folder of an uploaded checkpoint, which is downloaded now; a path is returned as it is."""
+    return str(fetched(text, "checkpoint", "--state-dir", shared.stage)) if is_address(text) else text
+
+
+def _write_card(
+    out: Path, run: RunId, settings: Config, folders: Sequence[str], step: int, adapters: bool
+) -> list[str]:
+    """Write the model card, and return its file name; [] if the folder has a card that its user has made their own.
+
+    Args:
+        out: The folder of the export.
+        run: The run.
+        settings: The run's config.
+        folders: Folders with the journals of peers, or with such folders; [] if there are none.
+        step: The newest step of the weights.
+        adapters: Whether the folder has adapters, which need the model that the run started from.
+    """
+    from decentral.view import model_card
+    from decentral.view.run_history import history_of
+
+    path, journals = out / CARD_FILE, [journal for folder in folders for journal in journals_in(Path(folder))]
+    with writing("--out", out, "folder"):
+        if path.exists() and model_card.MARK not in foreign_file.read_text(path, MOST_CARD_BYTES):
+            return []
+        history = history_of((journal.parent.name, journal) for journal in journals)
+        names = [StateFolder(journal.parent).data_name() for journal in journals]
+        data = tuple(dict.fromkeys(name for name in names if name))
+        known = history if history.peers else None
+        card = model_card.card_of(model_card.CardFacts(run, settings, known, step, data, adapters))
+        write_atomically(path, card.encode())
+    return [CARD_FILE]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -59,7 +111,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = shared.Parser(prog="python -m decentral.export", description=about)
     parser.add_argument("--join", action="append", default=[], metavar="ADDR", help="address of a running peer")
     parser.add_argument("--invite", metavar="FILE", help="with --join: the invitation to a private swarm")
-    parser.add_argument("--state-dir", nargs="+", default=[], metavar="DIR", help="state folders of stopped peers")
+    stopped = "state folders of stopped peers, or places of uploaded checkpoints"
+    parser.add_argument("--state-dir", nargs="+", default=[], metavar="DIR", help=stopped)
     form = "format of the folder; default: peft if the run trains adapters, else huggingface, which merges adapters"
     parser.add_argument("--format", choices=["huggingface", "peft"], help=form)
     folder = "folder of the model that the run started from, which merging adapters needs"

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,11 +24,11 @@ if __name__ == "__main__":  # let a signal end the process at once during import
         signal.signal(_each, lambda *_: os._exit(0))
     heed()
 
-from decentral.commands import shared
+from decentral.commands import push, shared
 from decentral.commands.lifeline import heed
 from decentral.core import quantities
 from decentral.core.errors import UserError
-from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
+from decentral.core.own_inputs import NO_UPLOAD, NOTHING_NAMED, OwnInputs
 from decentral.core.peer_names import PEER_NAME_CHARS
 from decentral.core.plain_text import SHOWN_CHARS, plain_text
 from decentral.core.rank_place import ATTEMPT, Place
@@ -36,6 +37,8 @@ from decentral.engine import compile_caches
 from decentral.peers.membership import records
 from decentral.peers.startup import state
 from decentral.peers.startup.flags import StartFlags
+from decentral.store.fetching import fetched
+from decentral.store.places import checked_place, is_address
 from decentral.view.event_hooks import CommandHook, Hooks, Webhook, kinds_of
 from decentral.view.page.address import add_dashboard_flag
 
@@ -63,7 +66,8 @@ def _start(arguments: Sequence[str]) -> None:
         if place and not flags.state_dir:
             raise UserError("a peer of several ranks needs --state-dir DIR, so that it finds its checkpoint again")
         if flags.state_dir and ATTEMPT not in os.environ:  # a rank skips this check, because its launcher has made it
-            says_run = any((flags.say_config, flags.join, flags.private, flags.invite, flags.own != NOTHING_NAMED))
+            says_run = any((flags.say_config, flags.join, flags.private, flags.invite, flags.resume_from))
+            says_run = says_run or flags.own != NOTHING_NAMED
             state.require_meant(flags.state_dir, says_run, flags.peer != state.PeerFlags())
     except UserError:
         if place is None or place.rank == 0:
@@ -73,12 +77,30 @@ def _start(arguments: Sequence[str]) -> None:
         assert flags.state_dir, "a rank has a state folder"
         compile_caches.keep_in(Path(flags.state_dir).absolute())
         device, again = devices[place.local_rank], place.restarts > 0
+        flags = _downloaded(flags) if place.rank == 0 else flags
         lead = partial(start_peer.start, flags, device, again=again)
         launch.rank(device, flags.peer.throttle, place, lambda island: asyncio.run(lead(island=island)))
     elif len(devices) > 1:
         raise SystemExit(launch.island(arguments, flags.state_dir or str(state.new_path()), devices))
     else:
-        asyncio.run(start_peer.start(flags, flags.peer.device))
+        asyncio.run(start_peer.start(_downloaded(flags), flags.peer.device))
+
+
+def _downloaded(flags: StartFlags) -> StartFlags:
+    """Return flags with the folders of downloads in place of the addresses of uploads, which are downloaded now.
+
+    A checkpoint is not downloaded if the state folder has a run already, so that the same command restarts a peer.
+
+    Raises:
+        UserError: If an upload cannot be downloaded.
+    """
+    own, resumed = flags.own, flags.resume_from
+    if own.model_folder is not None and is_address(own.model_folder):
+        own = replace(own, model_folder=str(fetched(own.model_folder, "model", "--model-from", shared.stage)))
+    if resumed is not None:
+        has_run = flags.state_dir is not None and (Path(flags.state_dir) / "run.json").exists()
+        resumed = None if has_run else str(fetched(resumed, "checkpoint", "--resume-from", shared.stage))
+    return replace(flags, own=own, resume_from=resumed)
 
 
 def parse(argv: Sequence[str] | None) -> StartFlags:
@@ -92,14 +114,7 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
     parser.add_argument("--invite", metavar="FILE", help="this peer's invitation, if the swarm is private")
     parser.add_argument("--private", action="store_true", help="begin a swarm that only invited peers may join")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of CONFIG")
-    parser.add_argument("--data", metavar="PATH", help="this peer's own text or tokens, if the run needs them")
-    parser.add_argument("--data-glob", metavar="PATTERN", help="the files of a folder to read; for text **/*.txt")
-    parser.add_argument("--data-column", metavar="NAME", help="the column with the text in rows of data; default text")
-    parser.add_argument("--data-part", metavar="K/N", help="read only the K-th of N parts of streamed data")
-    parser.add_argument("--tokenizer", metavar="PATH", help="this peer's own file or folder of the run's tokenizer")
-    parser.add_argument("--model-from", metavar="DIR", help="a Hugging Face folder whose weights the run starts from")
-    code = "package.module:function that builds the run's model, and is imported and called on this machine"
-    parser.add_argument("--trust-model-code", metavar="NAME", help=code)
+    _add_own_flags(parser)
     parser.add_argument("--state-dir", metavar="DIR", help="the peer's state folder; default: a new one")
     parser.add_argument("--device", help="auto, cpu, cuda, xpu, mps, or some of several: cuda:0,cuda:1")
     memory = "memory for the model, such as 8GB; default: the device's"
@@ -125,6 +140,8 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
     for name in peer.log:
         shared.require_extra(f"--log {name}", name, name, name)
     _check_record(peer)
+    if given.upload not in (None, NO_UPLOAD):
+        checked_place(given.upload, "--upload")
     return StartFlags(
         peer=peer,
         own=OwnInputs.named_by(given),
@@ -139,7 +156,29 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
         plain=given.plain,
         dashboard=given.dashboard,
         hooks=_hooks(given),
+        resume_from=given.resume_from,
     )
+
+
+def _add_own_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name this peer's own data, model and places of uploads."""
+    parser.add_argument("--data", metavar="PATH", help="this peer's own text or tokens, if the run needs them")
+    parser.add_argument("--data-glob", metavar="PATTERN", help="the files of a folder to read; for text **/*.txt")
+    parser.add_argument("--data-column", metavar="NAME", help="the column with the text in rows of data; default text")
+    parser.add_argument("--data-part", metavar="K/N", help="read only the K-th of N parts of streamed data")
+    parser.add_argument("--tokenizer", metavar="PATH", help="this peer's own file or folder of the run's tokenizer")
+    model = "Hugging Face folder, or place of an upload, whose weights the run starts from"
+    parser.add_argument("--model-from", metavar="DIR", help=model)
+    code = "package.module:function that builds the run's model, and is imported and called on this machine"
+    parser.add_argument("--trust-model-code", metavar="NAME", help=code)
+    resumed = "go on from an uploaded checkpoint, at a place that decentral push names"
+    parser.add_argument("--resume-from", metavar="PLACE", help=resumed)
+    upload = "copy checkpoints to a folder, s3://BUCKET/PATH or hf://USER/NAME; off: no longer"
+    parser.add_argument("--upload", metavar="PLACE", help=upload)
+    keep = "this peer's newest N uploads of the run stay there; default 3"
+    parser.add_argument("--upload-keep", type=push.kept, metavar="N", help=keep)
+    rate = "upload at most this fast, such as 20Mb/s"
+    parser.add_argument("--upload-rate", type=quantities.rate_bytes, metavar="RATE", help=rate)
 
 
 def _of_peer(given: argparse.Namespace) -> state.PeerFlags:
@@ -159,6 +198,8 @@ def _of_peer(given: argparse.Namespace) -> state.PeerFlags:
         metrics=given.metrics or kept.metrics,
         log=tuple(given.log or kept.log),
         name=kept.name if given.name is None else given.name,
+        upload_keep=given.upload_keep or kept.upload_keep,
+        upload_rate=given.upload_rate or kept.upload_rate,
     )
 
 

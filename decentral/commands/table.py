@@ -30,6 +30,8 @@ COMMANDS = {
             f"--join {ADDRESS} --region lisbon",
             f"--join {ADDRESS} --data books/ --memory 8GB --device cuda",
             "--listen /ip4/0.0.0.0/tcp/4001 --announce /ip4/203.0.113.7/tcp/4001",
+            "--state-dir mine --upload s3://bucket/runs --upload-rate 20Mb/s",
+            "--resume-from s3://bucket/runs --state-dir new",
             "--state-dir swarm/peer-1",
         ),
     ),
@@ -118,6 +120,19 @@ COMMANDS = {
     "export": Command(
         "write the swarm's model as a folder for transformers",
         (f"--join {ADDRESS} --out my-model", "--state-dir swarm/peer-1 swarm/peer-2 --out my-model"),
+    ),
+    "push": Command(
+        "copy a checkpoint or an exported model to a folder, a bucket or the Hugging Face Hub",
+        (
+            "swarm/peer-1 s3://bucket/runs --keep 3 --rate 20Mb/s",
+            "my-model hf://me/my-model",
+            "swarm/peer-1 /mnt/backup",
+        ),
+        interrupted=130,
+    ),
+    "compare": Command(
+        "compare runs: losses at equal tokens and time, settings, and who trained what",
+        ("muon adamw", "swarm/peer-1 other/peer-1 third --json"),
     ),
     "generate": Command(
         "generate text from the swarm's model on this machine",

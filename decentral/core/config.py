@@ -43,9 +43,10 @@ MAX_YAML_BYTES = 64 * 1024
 MAX_CONFIG_BYTES = 8 * 1024  # a larger config from another peer is refused; the longest valid config has about 2 KiB
 BYTES = 256  # size of the vocabulary if each token is a byte
 MAX_BATCH_TOKENS = 1 << 24  # a micro-batch or an evaluation has at most this many tokens: 128 MiB of int64
-OWN_KEYS = {  # section -> keys that name a peer's own files; these keys are never sent to other peers
+OWN_KEYS = {  # section -> keys that name a peer's own files and places; these keys are never sent to other peers
     "model": ("from",),
     "data": ("path", "glob", "column", "part", "tokenizer"),
+    "train": ("upload",),
 }
 LATER_KEYS = (("model", "block"),)  # (section, key) that old releases lack; `canonical` omits it at its default
 # Section -> keys of earlier releases. A config may still contain such a key, but only with the value given here.
@@ -156,6 +157,8 @@ class TrainConfig(Strict):
     """Held-out sequences in an evaluation. Unit: sequences."""
     emulated_micro_batch_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
     """Make each micro-batch take at least this long, to emulate a slower device. Unit: seconds."""
+    upload: OwnPath | None = None
+    """Where this peer keeps copies of its checkpoints, such as a folder or s3://BUCKET/PATH; null: nowhere."""
 
     @property
     def peak_rate(self) -> float:
@@ -288,6 +291,7 @@ class Config(Strict):
             data_column=column,
             data_part=data.part,
             tokenizer=data.tokenizer,
+            upload=self.train.upload,
         )
 
     def with_own(self, own: OwnInputs) -> "Config":
@@ -296,6 +300,7 @@ class Config(Strict):
         data = {"path": own.data, "glob": own.data_glob, "column": own.data_column, "part": own.data_part}
         data["tokenizer"] = own.tokenizer
         sections = {"model": (self.model, model), "data": (self.data, data)}
+        sections["train"] = (self.train, {"upload": own.upload})
         update = {
             name: section.model_copy(update={key: value for key, value in named.items() if value is not None})
             for name, (section, named) in sections.items()
@@ -342,7 +347,7 @@ def load(path: str | Path | None, overrides: Sequence[str] = (), own: OwnInputs 
     """
     tree = own_yaml.mapping(_read(path), str(path or "default"))
     for override in overrides:
-        _set(tree, override)
+        own_yaml.override(tree, override)
     _take_model(tree, own.model_folder)
     found = validated(tree)
     if own.model_code is not None and found.model.layers is not None:
@@ -396,22 +401,6 @@ def _read(path: str | Path | None) -> str:
 def shipped_configs() -> list[Traversable]:
     """Return the YAML files that come with the package."""
     return [entry for entry in files("decentral.configs").iterdir() if entry.name.endswith(".yaml")]
-
-
-def _set(tree: dict[str, object], override: str) -> None:
-    key, equals, value = override.partition("=")
-    if not equals or not key:
-        raise UserError(f"--set expects key=value, such as gossip.window_s=2; got {override!r}")
-    *parents, leaf = key.strip().split(".")
-    for parent in parents:
-        child = tree.setdefault(parent, {})
-        if not isinstance(child, dict):
-            raise UserError(f"--set {key}: {parent} is a value, not a section; expected section.key=value")
-        tree = child
-    try:
-        tree[leaf] = own_yaml.value(value)
-    except ValueError:
-        raise UserError(f"--set {key}: {value!r} is not a YAML value") from None
 
 
 def validated(tree: Mapping[str, object]) -> Config:

@@ -1,4 +1,4 @@
-"""The inputs that only a peer's own user may name: the code of a model, and the files that data are read from.
+"""What only a peer's own user may name: the code of a model, files that data are read from, a place for uploads.
 
 The user who starts a swarm names these inputs in the config or by flags; a user who joins a swarm names them by flags.
 A name that another peer sends is never used as an input (decentral/core/received.py).
@@ -14,7 +14,7 @@ from decentral.core.plain_text import plain_text
 
 @dataclass(frozen=True, slots=True)
 class OwnInputs:
-    """The code and files that this peer's user named, by flags, config or state folder. None: not named."""
+    """The code, files and place that this peer's user named, by flags, config or state folder. None: not named."""
 
     model_code: str | None = None  # package.module:function, which is imported and called
     model_folder: str | None = None  # a Hugging Face folder with the weights that the model starts from
@@ -23,6 +23,7 @@ class OwnInputs:
     data_column: str | None = None
     data_part: str | None = None  # k/n: which of n parts of the rows is read
     tokenizer: str | None = None
+    upload: str | None = None  # where copies of checkpoints go, or NO_UPLOAD
 
     @classmethod
     def of(cls, value_of: Callable[[str], str | None]) -> "OwnInputs":
@@ -56,9 +57,11 @@ FLAGS = {
     "data_column": "--data-column",
     "data_part": "--data-part",
     "tokenizer": "--tokenizer",
+    "upload": "--upload",
 }
 OF_DATA = ("data", "data_glob", "data_column", "data_part", "tokenizer")
 NOTHING_NAMED = OwnInputs()
+NO_UPLOAD = "off"  # value of --upload that ends what an earlier start began
 
 
 def agreed_code(run: str | None, trusted: str | None, whose: str) -> str | None:

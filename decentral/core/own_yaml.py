@@ -104,3 +104,24 @@ def value(text: str) -> object:
         return yaml.load(text, Loader=_PlainLoader)
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(str(error)) from None
+
+
+def override(tree: dict[str, object], text: str) -> None:
+    """Set a key of a config's tree by a text such as `gossip.window_s=2`, whose value is YAML.
+
+    Raises:
+        UserError: If the text has another form.
+    """
+    key, equals, given = text.partition("=")
+    if not equals or not key:
+        raise UserError(f"--set expects key=value, such as gossip.window_s=2; got {text!r}")
+    *parents, leaf = key.strip().split(".")
+    for parent in parents:
+        child = tree.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise UserError(f"--set {key}: {parent} is a value, not a section; expected section.key=value")
+        tree = child
+    try:
+        tree[leaf] = value(given)
+    except ValueError:
+        raise UserError(f"--set {key}: {given!r} is not a YAML value") from None

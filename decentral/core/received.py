@@ -84,6 +84,10 @@ class ReceivedConfig:
         """Whether all peers of the run take each step together."""
         return self._settings.synchronous
 
+    def canonical(self) -> str:
+        """Return the keys that all peers share as sorted JSON; see `Config.canonical`."""
+        return self._settings.canonical()
+
     def facts(self) -> dict[str, str | int]:
         """Return the run's facts for the dashboard and reports; see `facts_of`."""
         return facts_of(self._settings)

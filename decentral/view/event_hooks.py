@@ -97,15 +97,15 @@ def kind_of(event: JournalEvent) -> str | None:
             return "peer_left" if reason == "left" else "peer_lost"
         case events.AuditLine(verdict=verdict):
             return "wrong_gradient" if verdict == "wrong" else None
-        case events.ClockLine() | events.SuspendedLine() | events.LostLine() | events.BehindLine():
-            return "trouble"
-        case events.DonorFailedLine():
+        case events.SuspendedLine() | events.LostLine() | events.BehindLine() | events.UploadLine(outcome="failed"):
             return "trouble"
     return _KIND_BY_LINE.get(type(event))
 
 
 _KIND_BY_LINE: Mapping[type[JournalEvent], str] = {
     events.StartedLine: "started",
+    events.DonorFailedLine: "trouble",
+    events.ClockLine: "trouble",
     events.JoinedLine: "training",
     events.CheckpointLine: "checkpoint",
     events.PlanLine: "plan_adopted",

@@ -25,12 +25,14 @@ from decentral.comm.wire.network import PeerNetwork
 from decentral.comm.wire.private_swarm import may_train
 from decentral.comm.wire.transport import AskError
 from decentral.commands import shared
+from decentral.core.config import Config
 from decentral.core.errors import UserError
 from decentral.core.jobs import DIVERGED
 from decentral.core.journal.events import ErrorLine, IslandLine, StartedLine
 from decentral.core.journal.file import Journal
 from decentral.core.layer_work import share
 from decentral.core.memory_needs import MemoryNeeds
+from decentral.core.own_inputs import NO_UPLOAD
 from decentral.core.peer_names import machine_name
 from decentral.core.plain_text import plain_text
 from decentral.data import corpora as data
@@ -62,6 +64,8 @@ from decentral.scheduler.placement.claim_span import (
     stage_config,
 )
 from decentral.scheduler.placement.move import MemoryBudget
+from decentral.store.places import checked_place
+from decentral.store.uploader import UploadSettings, uploads_running
 from decentral.view import terminal
 from decentral.view.event_hooks import HookedJournal, hooks_running
 from decentral.view.page.child import DashboardProcess
@@ -89,9 +93,10 @@ async def claim_layers(start: PeerStart, access: SwarmAccess) -> tuple[SpanReque
     A peer that restarts keeps the layers of its checkpoint.
 
     Raises:
-        UserError: If no part of the model fits into memory; or if the invitation is to donate, and this peer would hold
-            the whole model or the run is synchronous.
+        UserError: If `train.upload` names no place; if no part of the model fits into memory; or if the invitation is
+            to donate, and this peer would hold the whole model or the run is synchronous.
     """
+    _uploads(access.config, start.flags.peer)
     shared.stage("choosing which layers this peer holds")
     own, wanted = access.signer(start.own), start.flags.peer.memory
     device = measure.choose(start.device, access.config.train.dtype, 1.0, 0.0)
@@ -283,7 +288,7 @@ async def train(
     )
     tasks = [asyncio.create_task(work) for work in works]
     try:
-        async with _observed(host, flags, metrics_server):
+        async with _observed(start, host, metrics_server):
             reason = await host.run()
     finally:
         for task in tasks:
@@ -322,8 +327,9 @@ def _exit(reason: str, unsaved: str) -> None:
 
 
 @asynccontextmanager
-async def _observed(host: Host, flags: StartFlags, metrics_server: "MetricsServer | None") -> AsyncIterator[None]:
-    """Serve metrics, write logs and run hooks, as far as the user asked for them, until the context ends."""
+async def _observed(start: PeerStart, host: Host, metrics_server: "MetricsServer | None") -> AsyncIterator[None]:
+    """Serve metrics, write logs, run hooks and upload checkpoints, as the user asked, until the context ends."""
+    flags, uploads = start.flags, _uploads(host.node.setup.config, start.flags.peer)
     async with AsyncExitStack() as stack:
         if metrics_server:
             from decentral.view.metrics_server import metrics_served
@@ -336,7 +342,17 @@ async def _observed(host: Host, flags: StartFlags, metrics_server: "MetricsServe
             await stack.enter_async_context(scalars_logged(flags.peer.log, host))
         if flags.hooks:
             await stack.enter_async_context(hooks_running(flags.hooks, host.journal, terminal.say))
+        if uploads:
+            running = uploads_running(start.folder.path, uploads, host.journal, terminal.say)
+            await stack.enter_async_context(running)
         yield
+
+
+def _uploads(run: Config, flags: state.PeerFlags) -> UploadSettings | None:
+    """Return where and how to upload checkpoints; None: nowhere. Raise UserError if the place cannot be one."""
+    if (place := run.train.upload) is None or place == NO_UPLOAD:
+        return None
+    return UploadSettings(checked_place(place, "train.upload"), flags.upload_keep, flags.upload_rate)
 
 
 async def _show(host: Host, shown: terminal.Display) -> None:

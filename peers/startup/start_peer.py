@@ -11,6 +11,7 @@ import resource
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from decentral.comm.net import ports
@@ -58,6 +59,8 @@ async def start(flags: StartFlags, device: str, island: "Island | None" = None, 
         dashboard(flags.dashboard, folder.path, listening=page_socket) as page,
     ):
         compile_caches.keep_in(folder.path)
+        if flags.resume_from:
+            folder.restore(Path(flags.resume_from))
         asked = flags.of_restart(bool(folder.read_run()), bool(_known_peers(folder))) if again else flags
         own = Identity.load_or_create(folder.path / "identity.key")
         # Do not use asyncio's default executor: asyncio waits for it at exit, which would delay an error message.

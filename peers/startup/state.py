@@ -20,8 +20,10 @@ from decentral.core import config, foreign_file, received, strict_json
 from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import UserError, writing
 from decentral.core.ids import RunId
-from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
+from decentral.core.own_inputs import NO_UPLOAD, NOTHING_NAMED, OwnInputs
+from decentral.core.peer_folders import CHECKPOINT
 from decentral.core.units import KiB, Measured
+from decentral.store.places import is_address
 
 MADE_BY_A_START = (  # name patterns of the files that a start makes before the peer trains
     *("lock", "identity.key", "listen.json", "profile.json", "flags.json", "peers.json", "journal.jsonl", "compiled"),
@@ -46,6 +48,8 @@ class PeerFlags:
     metrics: tuple[str, int] | None = None  # host and port of the metrics server
     log: tuple[str, ...] = ()
     name: str | None = None  # None: the host name
+    upload_keep: int = 3  # number of uploaded checkpoints that stay
+    upload_rate: float | None = None  # bytes/s; None: no limit
 
 
 _PEER_FLAGS = TypeAdapter(PeerFlags)
@@ -138,7 +142,37 @@ class StateFolder:
             on_hub = key == "data" and settings.data.facts.may_be_on_hub and not Path(named[key] or "").exists()
             if named[key] is not None and not on_hub:
                 named[key] = str(Path(named[key]).absolute())
+        if (place := named["upload"]) is not None and place != NO_UPLOAD and not is_address(place):
+            named["upload"] = str(Path(place).absolute())
         self._write("run.json", {"run": run, "config": settings.canonical(), "own": named})
+
+    def data_name(self) -> str:
+        """Return the name of the data that the peer reads, without the folders before it; "" if it names none.
+
+        It is only for people: a data set on Hugging Face has its whole name.
+        """
+        kept = self._kept_run()
+        data = (kept[2].data if kept else None) or ""
+        return Path(data).name if data.startswith("/") else data
+
+    def restore(self, upload: Path) -> None:
+        """Move the checkpoint and the run of a downloaded upload into this folder, unless the folder has a run.
+
+        Args:
+            upload: The folder of the download, which is removed.
+
+        Raises:
+            UserError: If the upload names no run, the folder has another run, or a file cannot be written.
+        """
+        found, kept = StateFolder(upload).look_at_run(), self.look_at_run()
+        if found is None or (kept is not None and kept[0] != found[0]):
+            belongs = f"{self.path} belongs to run {kept[0]}" if kept else "its upload names no run"
+            raise UserError(f"--resume-from: {belongs}; use another --state-dir, or name another upload")
+        if kept is None:
+            with writing("--state-dir", self.path, "folder"):
+                shutil.move(upload / CHECKPOINT, self.path / CHECKPOINT)
+            self._write("run.json", {"run": found[0], "config": found[1].canonical()})
+        shutil.rmtree(upload, ignore_errors=True)
 
     def read_flags(self) -> PeerFlags:
         """Return the flags in the folder's `flags.json`; the default flags if the file is missing.

@@ -148,6 +148,21 @@ def test_a_file_that_the_folder_names_is_not_published(folders: list[Path], tmp_
     assert not [file for file in out.iterdir() if b"a private key" in file.read_bytes()]
 
 
+def test_a_model_card_says_what_it_is_and_is_left_alone_once_its_user_has_changed_it(
+    folders: list[Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--state-dir", *map(str, folders), "--out", str(tmp_path / "out")]
+    card = tmp_path / "out" / "README.md"
+    for _ in range(2):
+        assert export.main(flags) == 0
+        assert card.read_text().startswith("---\nlibrary_name: transformers\n")
+        assert "README.md names peers and data: read it before you publish" in capfd.readouterr().out
+    assert str(tmp_path) not in card.read_text()
+    card.write_text("# My own words\n")
+    assert export.main(flags) == 0
+    assert card.read_text() == "# My own words\n"
+
+
 # Errors
 
 

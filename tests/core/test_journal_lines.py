@@ -33,6 +33,7 @@ NEEDED: dict[str, dict[str, Any]] = {  # what a line must have: without it nobod
     "audit": {"verdict": "agreed", "of": ["A", 7, 0]},
     "move": {"outcome": "done"},
     "copy": {"outcome": "done"},
+    "upload": {"outcome": "done"},
     "lost": {"lines": 1},
 }
 

@@ -46,6 +46,7 @@ from decentral.scheduler.topology import topology
 from decentral.serving import endpoint
 from decentral.serving.served_model import ServedModel
 from decentral.sim import faults
+from decentral.store import manifest
 from decentral.view.page.follow import SwarmTime
 from decentral.view.page.source_lines import PAGE_LINES
 from decentral.view.page.sources import JournalFolder
@@ -357,6 +358,13 @@ def identity_file(data: bytes) -> None:
     identity.Identity.load_or_create(written("identity.key", data or b"\0"))
 
 
+def upload_manifest(data: bytes) -> None:
+    """A manifest that is accepted is one when it is sent on, and its files have names that leave no folder."""
+    found = manifest.parsed(data, "manifest.json")
+    assert manifest.parsed(found.packed(), "manifest.json") == found
+    assert not [part for part in found.parts if {"/", ".."} & {part.name, part.of, part.name[:2]}]
+
+
 def topology_file(data: bytes) -> None:
     topology.load(written("topology.yaml", data))
 
@@ -482,6 +490,7 @@ DECODERS: dict[str, Decoder] = {
     "founder_file": Decoder(
         private.founder_file, ("peers.startup.invitation_files._read", "peers.startup.invitation_files._parsed")
     ),
+    "upload_manifest": Decoder(upload_manifest, ("store.manifest.parsed",)),
     "topology_file": Decoder(
         topology_file,
         (

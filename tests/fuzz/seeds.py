@@ -31,9 +31,11 @@ from decentral.peers.membership.records import PeerRecord, Profile
 from decentral.peers.startup.invitation_files import FounderFile, write_holding
 from decentral.scheduler.placement import plans
 from decentral.scheduler.placement.plans import SwarmPlan
+from decentral.store.manifest import UploadManifest, UploadPart
 from tests.comm.wire.test_codec import EXAMPLES
 from tests.fuzz import decoders, files, private
 from tests.fuzz.decoders import ALGORITHMS, CODECS, DECODERS, FORMAT, KEY, NOW, RUN, STATE
+from tests.store.test_manifest import CHECKPOINT
 
 CORPUS = Path(__file__).parent / "corpus"
 NOT_ANYTHING = (b"", b"\0", b"\xff" * 40, b"[" * 3000, b"{}", b"[]", b"null", b'"x"', b"\x93" * 40)
@@ -216,6 +218,9 @@ def _files(name: str, folder: Path) -> Iterator[bytes]:
             yield from (key[:300], key[:600] + bytes(len(key) - 600))  # no key that anybody could use
         case "invitation_file" | "founder_file":
             yield from _membership_files(name, folder)
+        case "upload_manifest":
+            yield CHECKPOINT.packed()
+            yield UploadManifest("model", (UploadPart("config.json", "config.json", 2, "0" * 32),)).packed()
         case "topology_file":
             yield TOPOLOGY.encode()
             yield b"peers: [{id: a, region: x}]\ndelay_ms: [[0]]\nbandwidth_gbps: [[1]]\n"

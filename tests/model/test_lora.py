@@ -208,7 +208,11 @@ def test_peft_loads_the_adapter_with_the_same_logits(member: MakeSetup, tmp_path
     compute = Compute(member("A", name=name))
     folder, out = saved(compute, 20), tmp_path / "out"
     assert export.main(["--state-dir", str(folder), "--out", str(out)]) == 0
-    assert sorted(path.name for path in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
     base = loaded(tmp_path / "model")
     plain = logits(base, TOKENS)
     theirs = logits(peft.PeftModel.from_pretrained(base, out).eval(), TOKENS)

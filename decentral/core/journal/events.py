@@ -111,6 +111,19 @@ class CheckpointLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UploadLine:
+    """Event: the upload of a checkpoint to the place of `train.upload` has succeeded or failed."""
+
+    outcome: kind.Outcome
+    name: kind.Word = ""  # of the upload in its place; the place itself is not told
+    step: kind.Count  # learning-rate step of the checkpoint
+    bytes: kind.Count
+    sent_bytes: kind.Count  # without what was there already
+    seconds: kind.Number
+    reason: kind.Text = ""  # why the upload failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeLine:
     """Event: an exchange of a fragment with a partner has ended."""
 
@@ -348,7 +361,7 @@ class HookLine:
 
 
 LifeLine = StartedLine | ContinuedLine | IslandLine | JoinedLine | DonorFailedLine | StoppedLine
-TrainingLine = StepLine | EvalLine | CheckpointLine | ExchangeLine | WithoutLine | BehindLine
+TrainingLine = StepLine | EvalLine | CheckpointLine | UploadLine | ExchangeLine | WithoutLine | BehindLine
 RouteLine = CountedLine | UncountedLine | AppliedLine | AuditLine | AbandonedLine | UnheldLine | HeldLine
 SpanLine = PlanLine | MoveLine | CopyLine
 NetworkLine = TrafficLine | StatusLine | AddressesLine | PeerJoinedLine | PeerLeftLine | GoodbyeLine | RefusedLine
@@ -398,13 +411,15 @@ def told(event: JournalEvent) -> tuple[str, str] | None:
         case HookLine():
             missed = plural(event.failed + event.dropped, "message")
             return WARNING, f"could not deliver {missed} to {plain_text(event.hook)}: {_said(event.reason)}"
+        case UploadLine(outcome="failed"):
+            return WARNING, f"could not upload its checkpoint: {_said(event.reason)}"
         case AuditLine():
             return (BAD, "found another peer's wrong gradient in an audit") if event.verdict == "wrong" else None
         case StepLine() | EvalLine() | CheckpointLine() | ExchangeLine() | WithoutLine() | TrafficLine() | StatusLine():
             return None
         case CountedLine() | UncountedLine() | AppliedLine() | AbandonedLine() | IslandLine() | CopyLine():
             return None
-        case AddressesLine() | PeerJoinedLine() | PeerLeftLine() | GoodbyeLine() | RefusedLine():
+        case UploadLine() | AddressesLine() | PeerJoinedLine() | PeerLeftLine() | GoodbyeLine() | RefusedLine():
             return None
         case _:
             assert_never(event)

@@ -1,0 +1,117 @@
+"""python -m decentral.push DIR DEST: copy a checkpoint or an exported model to a folder, a bucket or the Hub.
+
+    python -m decentral.push swarm/peer-1 s3://bucket/runs        the newest checkpoint of a peer, which may be running
+    python -m decentral.push my-model hf://me/my-model            what `decentral export` wrote
+
+The copy is whole or absent: its manifest, with sizes and digests, is written last. Run the command again to go on after
+an interruption. `peer --resume-from DEST` and `peer --model-from DEST` begin from the copy. Credentials come from the
+provider's own environment and files.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+from decentral.comm.wire.identity import Identity
+from decentral.commands import shared
+from decentral.commands.export import CARD_FILE
+from decentral.commands.table import COMMANDS
+from decentral.core import quantities, strict_json
+from decentral.core.errors import UserError
+from decentral.core.ids import PeerId
+from decentral.core.peer_folders import KEY
+from decentral.core.units import Seconds, readable_bytes
+from decentral.store.places import asking, checked_place, store_of
+from decentral.store.sending import PushResult, SendPace, kind_of_folder, link_of, opened_upload, push
+
+TOLD_EVERY_S = 5.0  # progress is printed at this interval
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    return shared.run(lambda: _main(parse(argv)), interrupted=COMMANDS["push"].interrupted)
+
+
+def _main(flags: argparse.Namespace) -> None:
+    folder, place = Path(flags.folder), checked_place(flags.place, "DEST")
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder; give a peer's state folder, or a model that decentral export wrote")
+    kind, link = kind_of_folder(folder), link_of(folder, place)
+    goes_on = link.exists()  # an interrupted upload, perhaps of an older checkpoint: the newest one follows it
+    result = _pushed(flags, folder, place, link)
+    if goes_on:
+        result = _pushed(flags, folder, place, link)
+    if flags.json:
+        print(strict_json.dumps(asdict(result)))
+        return
+    print(_said(result, place))
+    if kind == "model" and not (folder / CARD_FILE).exists():
+        print(f"it has no model card ({CARD_FILE}), which decentral export writes")
+
+
+def _pushed(flags: argparse.Namespace, folder: Path, place: str, link: Path) -> PushResult:
+    with ExitStack() as stack:
+        upload = opened_upload(folder, _peer_of(folder), link, stack)
+        with asking(place):
+            tell = _teller(upload.manifest.size, flags.json, time.monotonic)
+            result = push(upload, store_of(place), flags.keep, SendPace(flags.rate), tell)
+    link.unlink(missing_ok=True)
+    return result
+
+
+def _said(result: PushResult, place: str) -> str:
+    """Return what was done, and how to begin from it."""
+    where = f"{place}/{result.name}".rstrip("/")
+    done = f"{where}: whole, {readable_bytes(result.size)}, of which {readable_bytes(result.sent)} sent now"
+    gone = f"; removed {len(result.removed)} older" if result.removed else ""
+    flag = "--resume-from" if result.kind == "checkpoint" else "--model-from"
+    return f"{done}{gone}\nbegin from it with: {shared.as_called('python -m decentral.peer')} {flag} {where}"
+
+
+def _teller(size: int, as_json: bool, clock: Callable[[], Seconds]) -> Callable[[int], None]:
+    """Return a function that counts bytes as they are sent, and prints the sum every TOLD_EVERY_S."""
+    sent, told_at = 0, clock()
+
+    def count(more: int) -> None:
+        nonlocal sent, told_at
+        sent += more
+        if clock() - told_at >= TOLD_EVERY_S:
+            told_at = clock()
+            line = f"{readable_bytes(sent)} sent of {readable_bytes(size)}"
+            print(strict_json.dumps({"sent": sent, "size": size}) if as_json else line, flush=True)
+
+    return count
+
+
+def _peer_of(folder: Path) -> PeerId:
+    """Return the id of the peer whose state folder it is; "" if the folder has no key."""
+    return Identity.load_or_create(folder / KEY).peer if (folder / KEY).exists() else PeerId("")
+
+
+def kept(text: str) -> int:
+    """Return the number of checkpoints to keep. Raises ArgumentTypeError unless it is a whole number above 0."""
+    if text.isascii() and text.isdigit() and int(text):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"expected a number of checkpoints, at least 1; got {text!r}")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the command's flags, or raise UserError if they are not valid."""
+    about = "Copy a checkpoint or an exported model to a folder, a bucket or the Hugging Face Hub."
+    parser = shared.Parser(prog="python -m decentral.push", description=about)
+    parser.add_argument("folder", metavar="DIR", help="a peer's state folder, or a folder that decentral export wrote")
+    place = "a folder, s3://BUCKET/PATH or another address that fsspec knows, or hf://USER/NAME"
+    parser.add_argument("place", metavar="DEST", help=place)
+    parser.add_argument("--rate", type=quantities.rate_bytes, help="send at most this fast, such as 20Mb/s")
+    keep = "remove all but this peer's newest N checkpoints of the run there; default: remove none"
+    parser.add_argument("--keep", type=kept, metavar="N", help=keep)
+    parser.add_argument("--json", action="store_true", help="print progress and the result as lines of JSON")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

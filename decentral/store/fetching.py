@@ -1,0 +1,143 @@
+"""Fetch an upload from a store: find the newest whole one, and download it into this user's cache.
+
+Everything that a store gives is checked as a stranger's: the manifest by manifest.py, each part by its size and digest.
+A download that is interrupted leaves nothing that `fetched` returns later. Start reading at `fetched`.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from decentral.core import foreign_file
+from decentral.core.errors import UserError
+from decentral.core.units import readable_bytes
+from decentral.store.manifest import (
+    DIGEST_BYTES,
+    MANIFEST,
+    MOST_MANIFEST_BYTES,
+    UploadKind,
+    UploadManifest,
+    UploadPart,
+    parsed,
+    step_of,
+)
+from decentral.store.places import UploadStore, asking, checked_place, store_of
+
+MOST_LOOKED_AT = 1000  # folders of a place whose manifests are read
+SPARE_SHARE = 0.1  # of the free disk, which a download leaves free
+
+
+@dataclass(frozen=True, slots=True)
+class FoundUpload:
+    """A whole upload in a store: its folder, "" if the place itself is one, and its manifest."""
+
+    folder: str
+    manifest: UploadManifest
+
+
+def fetched(text: str, kind: UploadKind, flag: str, say: Callable[[str], None]) -> Path:
+    """Return a folder with the files of the newest whole upload at a place; downloaded before, or now.
+
+    Args:
+        text: The place, or one upload in it, as the user gives it.
+        kind: What is wanted: a checkpoint or a model.
+        flag: The user's flag, for error messages.
+        say: Tells the user what happens.
+
+    Raises:
+        UserError: If the place cannot be read, has no such upload, or gives other files than its manifest says; or if
+            the disk has no room.
+    """
+    place = checked_place(text, flag)
+    store = store_of(place)
+    with asking(f"{flag} {place}"):
+        found = newest(store, kind)
+        if found is None:
+            raise UserError(f"{flag} {place} has no whole upload of a {kind}; decentral push DIR {place} makes one")
+        name, size = found.folder or place.rpartition("/")[2], readable_bytes(found.manifest.size)
+        target = cache_folder() / found.manifest.digest
+        if not target.exists():
+            say(f"downloading {name} ({size}) from {place}")
+            _download(store, found, target)
+    return target
+
+
+def newest(store: UploadStore, kind: UploadKind) -> FoundUpload | None:
+    """Return the newest whole upload of a kind: the checkpoint of the highest step; None if there is none.
+
+    If the place itself has a manifest, it is the upload. Of several models in a place, none is the newest. A manifest
+    that is not valid, as an interrupted one may be, counts only if there is no whole upload.
+
+    Raises:
+        UserError: If the only manifests are not valid, or the place has several models.
+    """
+    if MANIFEST in store.files(""):
+        found = _read(store, "")
+        return found if found.manifest.kind == kind else None
+    named = [name for name in store.folders() if (step_of(name) >= 0) == (kind == "checkpoint")]
+    whole, refused = list[FoundUpload](), list[UserError]()
+    for name in sorted(named, key=lambda name: (-step_of(name), name))[:MOST_LOOKED_AT]:
+        if MANIFEST not in store.files(name):
+            continue
+        try:
+            found = _read(store, name)
+        except UserError as error:
+            refused.append(error)
+            continue
+        if found.manifest.kind == kind:
+            whole.append(found)
+            if kind == "checkpoint":
+                break
+    if len(whole) > 1:
+        raise UserError(f"it has {len(whole)} models; name one, such as .../{whole[0].folder}")
+    if refused and not whole:
+        raise refused[0]
+    return whole[0] if whole else None
+
+
+def cache_folder() -> Path:
+    """Return the folder of this user's downloads: decentral/uploads in $XDG_CACHE_HOME, by default ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "decentral" / "uploads"
+
+
+def _read(store: UploadStore, folder: str) -> FoundUpload:
+    name = f"{folder}/{MANIFEST}" if folder else MANIFEST
+    data = b"".join(store.read(name, MOST_MANIFEST_BYTES))
+    if len(data) > MOST_MANIFEST_BYTES:
+        raise UserError(f"{name} has more than {MOST_MANIFEST_BYTES} bytes")
+    return FoundUpload(folder, parsed(data, name))
+
+
+def _download(store: UploadStore, found: FoundUpload, target: Path) -> None:
+    """Download an upload's files, check them, and give them the folder `target`. Processes take turns by a lock."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f"{target.name}.part")
+    with foreign_file.opened_to_lock(target.with_name(f"{target.name}.lock")) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.exists():  # another process has downloaded it
+            return
+        shutil.rmtree(partial, ignore_errors=True)
+        free = shutil.disk_usage(target.parent).free
+        if found.manifest.size > (1 - SPARE_SHARE) * free:
+            sizes = f"{readable_bytes(found.manifest.size)}; {readable_bytes(free)} are free in {target.parent}"
+            raise UserError(f"the upload needs {sizes}; make room, or set XDG_CACHE_HOME")
+        partial.mkdir()
+        for part in found.manifest.parts:
+            _write_part(store, f"{found.folder}/{part.name}".lstrip("/"), part, partial)
+        partial.rename(target)
+
+
+def _write_part(store: UploadStore, name: str, part: UploadPart, folder: Path) -> None:
+    """Append a part to its file in the folder. Raise UserError if its size or digest is not what the manifest says."""
+    digest, size = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
+    with (folder / part.of).open("ab") as file:
+        for piece in store.read(name, part.bytes):
+            digest.update(piece)
+            file.write(piece)
+            size += len(piece)
+    if (size, digest.hexdigest()) != (part.bytes, part.digest):
+        raise UserError(f"{name} differs from its manifest (size or digest); push it again, or name another upload")
