@@ -131,14 +131,14 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
     },
     "socket": {
         "comm.net": "names ports",
-        "view": "callers event_hooks metrics_server",
+        "view": "callers metrics_server webhook",
         "view.page": "address child connections",
         "commands": "dashboard",
     },
     "threading": {
         "engine": "compute threads",
         "peers.runtime": "host",
-        "view": "event_hooks metrics_server scalar_logs",
+        "view": "event_hooks metrics_server scalar_logs webhook",
         "commands": "lifeline shared",
     },
     "time": {

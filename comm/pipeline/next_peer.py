@@ -25,7 +25,7 @@ import heapq
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, median_low
 from typing import Generic, NamedTuple, TypeVar
 
 from decentral.comm.wire.messages import Load
@@ -191,26 +191,33 @@ class PeerScheduler:
         return self._strides.setdefault(layer, StrideScheduler()).choose(costs, count)
 
     def near(self, speeds: Mapping[PeerId, float], now: Seconds) -> list[PeerId]:
-        """Return the peers that take less than FAR_TIMES as long as another peer of their speed, or one to time again.
+        """Return the peers that are not behind slow links, or one that is to be timed again.
 
         With exact gradients, each step waits for the slowest micro-batch in flight, so peers behind slow links get
-        none. Each of them is timed again after a while, which doubles.
+        none. Each of them is timed again after a while, which doubles. A peer counts as behind a slow link if it takes
+        FAR_TIMES as long as another one, and as another one of its speed; or FAR_TIMES as long as most of its speed.
+
+        Speeds are claims. A peer that claims to be slow must not make all others seem far; one that claims to be fast
+        without being so is far itself. Of two peers nobody can tell which one lies.
 
         Args:
-            speeds: Each peer's tokens/s; 0 if it is not known.
+            speeds: Each peer's tokens/s, as it claims; 0 if it is not known.
             now: Present time.
         """
-        usual = max(speeds.values(), default=0.0) or 1.0
-        work = {peer: self.seconds[peer] * (speed or usual) for peer, speed in speeds.items() if peer in self.seconds}
-        most = FAR_TIMES * min(work.values(), default=0.0)
-        near = [peer for peer in speeds if work.get(peer, most) <= most]
-        far = {peer: self._far.get(peer, (now + FAR_S, FAR_S)) for peer in work if work[peer] > most}
+        timed = {peer: self.seconds[peer] for peer in speeds if peer in self.seconds}
+        usual = median_low([speed for speed in speeds.values() if speed] or [1.0])
+        work = {peer: seconds * (speeds[peer] or usual) for peer, seconds in timed.items()}
+        shortest_s, least = min(timed.values(), default=0.0), min(work.values(), default=0.0)
+        most = median_low(work.values()) if len(work) > 2 else math.inf
+        slow = {peer for peer in timed if timed[peer] > FAR_TIMES * shortest_s and work[peer] > FAR_TIMES * least}
+        slow |= {peer for peer in timed if work[peer] > FAR_TIMES * most}
+        far = {peer: self._far.get(peer, (now + FAR_S, FAR_S)) for peer in timed if peer in slow}
         due = next((peer for peer, (again_at, _) in far.items() if now >= again_at), None)
         if due is not None:
             far[due] = now + 2 * far[due][1], 2 * far[due][1]
         for peer, again in far.items():
             keep_latest(self._far, peer, again, MOST_NEXT_PEERS)
-        return near if due is None else [due]
+        return [peer for peer in speeds if peer not in far] if due is None else [due]
 
     def _typical_s(self, unknown_s: Seconds = 1.0) -> Seconds:
         return median(self.seconds.values()) if self.seconds else unknown_s

@@ -69,7 +69,7 @@ def comment(texts: Iterable[str], margin: str) -> Iterator[str]:
     """
     for text in filter(None, texts):
         yield from textwrap.wrap(
-            text,
+            " ".join(text.split()),  # YAML has line ends that textwrap keeps, such as U+2028
             COMMENT_COLUMNS,
             initial_indent=f"{margin}# ",
             subsequent_indent=f"{margin}# ",

@@ -8,17 +8,19 @@ The file has only the keys that differ from their defaults.
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import yaml
 
 from decentral.commands import shared
 from decentral.commands.config import comment
 from decentral.commands.estimates import places, sizes
 from decentral.commands.estimates.places import PeerGroup
 from decentral.core import config, own_yaml, quantities
-from decentral.core.atomic_file import write_atomically
 from decentral.core.config import Config, DataConfig
 from decentral.core.config_keys import keys_of
 from decentral.core.errors import UserError, writing
@@ -56,8 +58,8 @@ def _main(flags: argparse.Namespace) -> None:
     text = text_of(name, flags)
     if file.exists():
         raise UserError(f"{file} exists already; choose another NAME, or another file with --out")
-    with writing("--out", file):
-        write_atomically(file, text.encode())
+    with writing("--out", file), file.open("x", encoding="utf-8") as out:  # follows no link, replaces no other file
+        out.write(text)
     peers = f' --peers "{flags.peers}"' if flags.peers else " --peers ..."
     commands = (f"python -m decentral.estimate {file}{peers}", f"python -m decentral.peer {file}")
     print(shared.as_called("\n    ".join((f"{file}; what it reaches, and how to begin:", *commands))))
@@ -136,7 +138,7 @@ def _check(text: str, flags: argparse.Namespace) -> None:
     if flags.model_from is None:
         config.validated(tree)
     else:
-        overrides = [f"{section}.{key}={json.dumps(value)}" for section, keys in tree.items() if isinstance(keys, dict)
+        overrides = [f"{section}.{key}={_yaml(value)}" for section, keys in tree.items() if isinstance(keys, dict)
                      for key, value in keys.items() if section != "model"]  # fmt: skip
         config.load(None, overrides, OwnInputs(model_folder=flags.model_from))
 
@@ -188,7 +190,11 @@ def _of_model(flags: argparse.Namespace, before: Sequence[Setting]) -> Iterator[
     kind = next((one.value for one in before if one.path == "data.kind"), DataConfig().kind)
     vocabulary = config.BYTES if kind in ("text", "python-stdlib") else TOKENIZER_VOCABULARY
     given = next((text.partition("=")[2] for text in flags.set if text.startswith("model.vocabulary=")), None)
-    vocabulary = int(_plain("model.vocabulary", given)) if given else vocabulary
+    if given:
+        wanted = _plain("model.vocabulary", given)
+        if not isinstance(wanted, int):
+            raise UserError(f"--set model.vocabulary: expected a whole number; got {given!r}")
+        vocabulary = wanted
     if vocabulary != config.BYTES:
         yield Setting("model.vocabulary", vocabulary, "At least as many as the tokenizer has.")
     shape = sizes.shape_of(flags.model, vocabulary)
@@ -229,7 +235,14 @@ def _lines(settings: Sequence[Setting]) -> Iterator[str]:
         margin, key = "  " * bool(dot), known.get(one.path)
         unit = f" Unit: {key.unit}." if key and key.unit else ""
         yield from comment((f"{key.meaning}{unit}" if key else "", one.why), margin)
-        yield f"{margin}{leaf or parent}: {json.dumps(one.value)}"
+        yield f"{margin}{leaf or parent}: {_yaml(one.value)}"
+
+
+def _yaml(value: object) -> str:
+    """Return a value as one line of YAML, which unlike JSON has no surrogate pairs for characters such as emoji."""
+    if isinstance(value, str):
+        return str(yaml.safe_dump(value, default_style='"', width=math.inf)).rstrip("\n")
+    return json.dumps(value)
 
 
 def _place(path: str, order: Sequence[str]) -> int:

@@ -39,8 +39,9 @@ from decentral.peers.startup import state
 from decentral.peers.startup.flags import StartFlags
 from decentral.store.fetching import fetched
 from decentral.store.places import checked_place, is_address
-from decentral.view.event_hooks import CommandHook, Hooks, Webhook, kinds_of
+from decentral.view.event_hooks import CommandHook, Hooks, kinds_of
 from decentral.view.page.address import add_dashboard_flag
+from decentral.view.webhook import Webhook
 
 MAX_JOIN_WAIT_S = 7 * 86400.0
 

@@ -43,6 +43,7 @@ ROWS = 32
 MOST_PAIRS = 8  # the best pairs of stages and replicas that are shown
 PLAN_LOOKS = 4  # peers' records are read from the DHT up to this many times, because some may arrive late
 LOOK_PAUSE_S = 0.5
+LEAST_FLOPS = 1.0  # a peer whose record has fewer FLOP/s, or no memory, is left out: it can compute nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +155,22 @@ async def _live(address: str, invite: str | None) -> LiveSwarm:
             if len(known) > 1:
                 break
             await asyncio.sleep(LOOK_PAUSE_S)
-        return LiveSwarm(
-            swarm.config,
-            {peer: _profile(record, swarm.config) for peer, record in known.items()},
-            {peer: (record.first, record.last) for peer, record in known.items()},
-            {
-                peer: layer_costs.at_speed(record.profile.costs, swarm.config, record.profile.tokens_per_s)
-                for peer, record in known.items()
-            },
-        )
+        return live_swarm(swarm.config, known)
+
+
+def live_swarm(config: Config, known: Mapping[PeerId, PeerRecord]) -> LiveSwarm:
+    """Return what records say of a swarm, without peers that could compute nothing: no plan is possible with them."""
+    profiles = {peer: _profile(record, config) for peer, record in known.items()}
+    able = {peer: one for peer, one in profiles.items() if one["memory_bytes"] > 0 and one["flops"] >= LEAST_FLOPS}
+    return LiveSwarm(
+        config,
+        {str(peer): profile for peer, profile in able.items()},
+        {peer: (known[peer].first, known[peer].last) for peer in able},
+        {
+            peer: layer_costs.at_speed(known[peer].profile.costs, config, known[peer].profile.tokens_per_s)
+            for peer in able
+        },
+    )
 
 
 def _profile(record: PeerRecord, config: Config) -> JsonObject:

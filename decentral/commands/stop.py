@@ -69,7 +69,8 @@ def chosen(running: Running, which: Sequence[str]) -> list[RunningPeer]:
         which: Names and folders of peers, and folders of peers' folders; []: all peers of this user.
 
     Raises:
-        UserError: If no peer of this user has one of these names and folders, or several peers have a name.
+        UserError: If no peer of this user has one of these names and folders, several peers have a name, or a name is
+            also a folder with other peers, as a link that somebody else has made here may be.
     """
     own = {peer: status for peer, status in running.items() if peer.folder is not None}
     if not which:
@@ -79,6 +80,10 @@ def chosen(running: Running, which: Sequence[str]) -> list[RunningPeer]:
         named = [peer for peer, status in own.items() if status.name == one]
         path = Path(one).resolve()
         inside = [peer for peer in own if peer.folder and path in (peer.folder, peer.folder.parent)]
+        if not one:
+            raise UserError("expected the name or folder of a peer; got an empty text (see decentral ps)")
+        if named and inside and set(named) != set(inside):
+            raise UserError(f"{one} is the name of a peer, and a folder with others; name its folder, or ./{one}")
         if len(named) > 1 and not inside:
             folders = ", ".join(str(peer.folder) for peer in named)
             raise UserError(f"{len(named)} peers are called {one}; name their folders: {folders}")

@@ -20,17 +20,21 @@ def journals_in(folder: Path) -> list[Path]:
     return [own] if own.exists() else sorted(folder.glob(f"*/{JOURNAL}"))
 
 
-def lock_holders(locks: Path = Path("/proc/locks")) -> dict[int, int]:
-    """Map the inode of each locked file of this machine to the process id that holds the lock; {} except on Linux.
+def lock_holders(locks: Path = Path("/proc/locks")) -> dict[int, list[int]]:
+    """Map the inode of each locked file of this machine to the process ids that hold a lock; {} except on Linux.
 
+    Files in different file systems may have the same inode, also those that another user has made for this purpose.
     The locks are read from the file `locks`. Trying to take a lock could make a peer that starts at the same time
     believe that another peer uses its folder.
     """
+    found: dict[int, list[int]] = {}
     try:
-        rows = [row.split() for row in locks.read_text().splitlines()]
-        return {int(row[5].rsplit(":", 1)[1]): int(row[4]) for row in rows if row[1:2] == ["FLOCK"]}
+        for row in map(str.split, locks.read_text().splitlines()):
+            if row[1:2] == ["FLOCK"]:
+                found.setdefault(int(row[5].rsplit(":", 1)[1]), []).append(int(row[4]))
     except (OSError, ValueError, IndexError):
         return {}
+    return found
 
 
 def newest_of_each_peer(progress: Mapping[Path, float]) -> dict[Path, Path]:

@@ -13,7 +13,7 @@ THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}  # lett
 MOST_SECONDS = 10 * 365 * 86400.0  # no duration is longer than ten years
 MOST_SIZE = 1 << 60
 MOST_COUNT = 1e18
-_NUMBER = r"(?P<value>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)"
+_NUMBER = r"(?P<value>(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:e[+-]?[0-9]+)?)"
 
 
 def duration_s(text: str) -> float:

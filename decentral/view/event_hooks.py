@@ -1,32 +1,28 @@
 """Tell programs and chat tools what happens to a peer: `--on-event CMD` and `--webhook URL`.
 
 An event of the journal that people wait for (`kind_of`) becomes a message in JSON. A command gets it on stdin: nothing
-that another peer sent becomes an argument, and no shell reads the command. A webhook gets it by POST; Slack and Discord
-get the text that they show.
+that another peer sent becomes an argument, and no shell reads the command. A webhook gets it by POST (webhook.py).
 
 Each hook has a thread and a bounded queue. A hook that hangs or fails costs training nothing: its messages are dropped
-and counted, and `hook` lines of the journal say how many. Start reading at `HookedJournal` and `hooks_running`.
+and counted, and `hook` lines of the journal say how many. Kinds of events take turns, so that strangers who join and
+leave a thousand times displace no other kind. Start reading at `HookedJournal` and `hooks_running`.
 """
 
 import asyncio
-import http.client
 import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from queue import Empty, Full, Queue
 from typing import Protocol
-from urllib.parse import SplitResult, urlsplit
 
-from decentral import __version__
 from decentral.core import strict_json
 from decentral.core.at_once import at_once
 from decentral.core.errors import UserError
@@ -48,17 +44,13 @@ HOOK_KINDS = (
     *("peer_joined", "peer_left", "peer_lost", "layers_lost", "layers_back", "wrong_gradient", "revoked"),
 )
 HOOK_S = 10.0  # a command or a request that takes longer is ended
-POST_TRIES = 3  # requests for a message at most, so that a network that is down for seconds loses none
 PAUSE_S = 1.0  # before the second try; before the third, four times as long
 LAST_S = 5.0  # a peer that ends waits this long at most for its last messages to be delivered
-HOOK_LOOK_S = 0.2  # an idle thread looks at this interval whether the peer has ended
 QUEUED_MESSAGES = 256  # messages that wait for a hook; more are dropped
 REPORTED_S = 10.0  # new failures and drops are written to the journal at this interval
 MESSAGE_BYTES = 32 * KiB  # a longer message has no details
 NAMES_KEPT = 4096  # names of other peers that are remembered, for messages about them
 MESSAGE_CHARS = 1000
-DISCORD_CHARS = 2000  # Discord refuses a longer text
-SLACK_HOST, DISCORD_HOSTS = "hooks.slack.com", ("discord.com", "discordapp.com")
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,69 +216,6 @@ class CommandHook:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-class Webhook:
-    """An address on the web that gets each message by POST. It follows no redirect."""
-
-    flag, tries = "--webhook", POST_TRIES
-
-    def __init__(self, url: SplitResult) -> None:
-        """Make the hook of an http or https URL."""
-        self._url = url
-        self._connection: http.client.HTTPConnection | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> "Webhook":
-        """Return the hook of a URL. Raise UserError if it is no http or https URL."""
-        with suppress(ValueError):
-            url = urlsplit(text)
-            is_plain = text.isascii() and text.isprintable() and " " not in text
-            if url.scheme in ("http", "https") and url.hostname and url.port != 0 and is_plain:
-                return cls(url)
-        raise UserError("--webhook expects a URL such as https://hooks.slack.com/services/...; the one given is none")
-
-    def deliver(self, message: HookMessage) -> None:
-        """Send the message. Raise OSError if no answer with a status of 200 to 299 comes within HOOK_S."""
-        kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
-        connection = kind(self._url.hostname or "", self._url.port, timeout=HOOK_S)
-        self._connection = connection
-        limit = threading.Timer(HOOK_S, self.end)  # the connection's own limit is for each read and write
-        limit.start()
-        headers = {"content-type": "application/json", "user-agent": f"decentral/{__version__}"}
-        path = (self._url.path or "/") + (f"?{self._url.query}" if self._url.query else "")
-        try:
-            connection.request("POST", path, body_for(self._url.hostname or "", message), headers)
-            status = connection.getresponse().status
-        except http.client.HTTPException as error:
-            raise OSError(f"no answer ({type(error).__name__})") from None
-        finally:
-            limit.cancel()
-            self._connection = None
-            connection.close()
-        if not 200 <= status < 300:
-            raise OSError(f"answer with status {status}")
-
-    def end(self) -> None:
-        """Break the connection, if there is one."""
-        if (connection := self._connection) is not None and connection.sock is not None:
-            with suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
-
-
-def body_for(host: str, message: HookMessage) -> bytes:
-    """Return the body that a webhook at this host expects: a text for Slack and Discord, else the message as JSON.
-
-    Names of peers come from others: they cannot mention anybody in a chat, make a link, or embed a page.
-    """
-    if host == SLACK_HOST:
-        text = message.sentence().replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-        return strict_json.dumps({"text": text}).encode()
-    if host in DISCORD_HOSTS:
-        suppressed_embeds = 4
-        said = {"content": message.sentence()[:DISCORD_CHARS], "allowed_mentions": {"parse": []}}
-        return strict_json.dumps(said | {"flags": suppressed_embeds}).encode()
-    return message.packed()
-
-
 @dataclass(slots=True)
 class Deliveries:
     """How many messages a hook got, failed to get, and lost because its queue was full; and why the last one failed."""
@@ -321,27 +250,46 @@ class Deliveries:
 
 
 class HookThread(threading.Thread):
-    """The thread that delivers one hook's messages, one at a time, in their order."""
+    """The thread that delivers one hook's messages, one at a time. Kinds of events take turns, each in its order."""
 
     def __init__(self, hook: Hook) -> None:
         """Prepare to deliver messages; they wait until `start`."""
         super().__init__(name=hook.flag, daemon=True)
         self.hook, self.counts = hook, Deliveries()
-        self._waiting: Queue[HookMessage] = Queue(QUEUED_MESSAGES)
-        self._over = threading.Event()
+        self._waiting: dict[str, deque[HookMessage]] = {}  # by kind of event; the first kind is the next
+        self._changed, self._over = threading.Condition(), threading.Event()
 
     def tell(self, message: HookMessage) -> None:
-        """Queue a message, or count it as dropped if QUEUED_MESSAGES messages wait already. Returns at once."""
-        try:
-            self._waiting.put_nowait(message)
-        except Full:
-            self.counts.drop()
+        """Queue a message, or count it as dropped if no more messages of its kind may wait. Returns at once.
+
+        A kind may have as many messages as there is room for others (`FairShare`): one kind alone gets half of it.
+        """
+        with self._changed:
+            alike = self._waiting.get(message.event) or deque()
+            if len(alike) >= QUEUED_MESSAGES - sum(map(len, self._waiting.values())):
+                self.counts.drop()
+                return
+            alike.append(message)
+            self._waiting[message.event] = alike
+            self._changed.notify()
 
     def run(self) -> None:
         """Deliver messages until `close`, and then those that still wait."""
-        while not (self._over.is_set() and self._waiting.empty()):
-            with suppress(Empty):
-                self._deliver(self._waiting.get(timeout=HOOK_LOOK_S))
+        while (message := self._next()) is not None:
+            self._deliver(message)
+
+    def _next(self) -> HookMessage | None:
+        """Wait for a message, and return it; None after `close`, once no message waits."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._over.is_set())
+            if not self._waiting:
+                return None
+            kind = next(iter(self._waiting))
+            alike = self._waiting.pop(kind)
+            message = alike.popleft()
+            if alike:
+                self._waiting[kind] = alike  # its next turn comes after those of all other kinds
+            return message
 
     def _deliver(self, message: HookMessage) -> None:
         reason = ""
@@ -360,11 +308,13 @@ class HookThread(threading.Thread):
     def close(self) -> None:
         """Wait until the last messages are delivered, for LAST_S at most; then drop the others."""
         self._over.set()
+        with self._changed:
+            self._changed.notify()
         self.join(LAST_S)
-        with suppress(Empty):
-            while self.is_alive():
-                self._waiting.get_nowait()
+        with self._changed:
+            for _ in range(sum(map(len, self._waiting.values()))):
                 self.counts.drop()
+            self._waiting.clear()
         self.hook.end()
 
 

@@ -31,7 +31,10 @@ Label = Annotated[str, Strict(), Field(max_length=SHOWN_CHARS), AfterValidator(p
 Name = Annotated[str, Strict(), Field(max_length=PEER_NAME_CHARS), AfterValidator(plain_text)]
 Positive = Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
 MOST_PER_S = 1e12  # a record with more tokens/s or bytes/s is invalid, because such figures break the planning solver
-PerSecond = Annotated[float, Field(ge=0, le=MOST_PER_S, allow_inf_nan=False)]
+LEAST_PER_S = 1e-3  # fewer tokens/s or bytes/s count as 0, not measured: divided by them, times become infinite
+PerSecond = Annotated[
+    float, Field(ge=0, le=MOST_PER_S, allow_inf_nan=False), AfterValidator(lambda rate: rate * (rate >= LEAST_PER_S))
+]
 T = TypeVar("T")
 PeerPhase = Literal["joining", "training", "leaving"]
 MOST_ADDRESSES = 16

@@ -19,6 +19,7 @@ from decentral.core.rank_place import ATTEMPT
 from decentral.core.units import Seconds
 
 PROC = Path("/proc")
+COMMAND_BYTES = 4096  # read of a command line: its process may make it gigabytes long (prctl PR_SET_MM_MAP)
 STARTED_FIELD = 19  # of /proc/PID/stat, counted from the state: when the process started, in ticks since the boot
 
 
@@ -46,7 +47,9 @@ def running_peers(proc: Path = PROC) -> list[RunningPeer]:
 def _peer(process: Path) -> RunningPeer | None:
     """Return the peer with this folder in /proc; None if the process is no peer, or has ended."""
     try:
-        if not _is_called_peer((process / "cmdline").read_bytes()):
+        with (process / "cmdline").open("rb") as command:
+            is_peer = _is_called_peer(command.read(COMMAND_BYTES))
+        if not is_peer:
             return None
         user = process.stat().st_uid
         folder = _claimed(process) if user == os.geteuid() else None
@@ -64,7 +67,8 @@ def _is_called_peer(command: bytes) -> bool:
 
 def _claimed(process: Path) -> Path | None:
     """Return the state folder whose lock this process holds; None if it holds none."""
-    if int(process.name) not in lock_holders(process.parent / "locks").values():
+    holders = lock_holders(process.parent / "locks").values()
+    if not any(int(process.name) in pids for pids in holders):
         return None
     for descriptor in (process / "fd").iterdir():
         with suppress(OSError):

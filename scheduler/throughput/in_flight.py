@@ -122,8 +122,8 @@ def with_steps(pipeline: Pipeline, paths: Sequence[Path], accumulate: int) -> Fl
         accumulate: The least number of micro-batches in a step.
     """
     rates = np.array([rate for rate, _ in paths])
-    origins = np.array([hops[0][0] for _, hops in paths])
-    routed = np.array([len(hops) > 1 for _, hops in paths])
+    origins = np.array([hops[0][0] for _, hops in paths], dtype=np.int64)  # there may be no paths
+    routed = np.array([len(hops) > 1 for _, hops in paths], dtype=bool)
     for origin in np.unique(origins[routed]):
         own = np.flatnonzero(routed & (origins == origin) & (rates > 0)).tolist()
         if not own:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from decentral.commands import estimate
-from decentral.commands.estimates import machines
+from decentral.commands.estimates import machines, own_speed
 from decentral.core.strict_json import JsonObject
 
 QUICK = ["--seconds", "0.1"]
@@ -94,3 +94,10 @@ def test_this_machine_is_measured_with_as_many_peers_as_are_named(
 )
 def test_what_is_wrong_is_one_clear_line(capsys: pytest.CaptureFixture[str], flags: list[str], line: str) -> None:
     assert line in refusal(capsys, *flags)
+
+
+def test_a_model_that_is_too_large_to_be_timed_here_is_refused_before_it_is_built(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_speed, "machine_bytes", lambda: 1 << 30)
+    assert "timing this model takes" in refusal(capsys, *QUICK, "--model", "1T", "--peers", "cpu")

@@ -86,3 +86,27 @@ def test_on_a_terminal_it_asks_and_an_empty_answer_takes_the_default() -> None:
 
 def test_without_a_terminal_the_size_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert "give --model SIZE" in refusal(capsys)
+
+
+def test_a_path_of_any_characters_is_the_path_that_a_peer_reads() -> None:
+    for number, path in enumerate(("books \U0001f600", 'a "b": #c', "one\u2028gossip:\u2028  window_s: 9")):
+        assert new.main([f"mine{number}", "--model", "10M", "--data", path]) == 0
+        run = config.load(f"mine{number}.yaml")
+        assert (run.data.path, run.gossip.window_s) == (path, config.Config().gossip.window_s)
+
+
+def test_no_other_file_is_replaced_or_removed(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.yaml.new").write_text("notes")
+    written("--model", "10M")
+    assert Path("mine.yaml.new").read_text() == "notes"
+    Path("link.yaml").symlink_to("elsewhere")
+    assert "File exists" in refusal(capsys, "link", "--model", "10M")
+    assert not Path("elsewhere").exists()
+
+
+@pytest.mark.parametrize("wrong", ["abc", ".inf", ".nan", "2.5"])
+def test_a_vocabulary_that_is_no_number_of_tokens_is_one_clear_line(
+    capsys: pytest.CaptureFixture[str], wrong: str
+) -> None:
+    said = refusal(capsys, "--model", "10M", "--set", f"model.vocabulary={wrong}")
+    assert said == f"error: --set model.vocabulary: expected a whole number; got {wrong!r}\n"

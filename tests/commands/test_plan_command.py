@@ -2,16 +2,26 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from decentral.comm.wire.identity import Identity
 from decentral.commands import plan
-from decentral.core.config import Config, ModelConfig
+from decentral.core.config import Config, ModelConfig, load
+from decentral.core.ids import PeerId
+from decentral.core.layer_work import KindCost, KindCosts
+from decentral.peers.membership import records
+from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.scheduler.throughput.plan import throughput_plan
+from decentral.scheduler.topology.search_budget import SearchBudget
+from decentral.scheduler.topology.topology import topology_from_profiles
 from tests.commands.played_swarm import PlayedSwarm
 
 QUICK = ["--seconds", "0.2"]
+NOW = 1.7e9
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
@@ -118,3 +128,33 @@ def test_an_address_where_nobody_is(capsys: pytest.CaptureFixture[str], tmp_path
     said = refusal(capsys, "--join", f"/ip4/127.0.0.1/tcp/1/p2p/{nobody}")
     assert "unreachable" in said
     assert said.endswith("check the address, that the peer there runs, and its port")
+
+
+LIES: dict[str, dict[str, Any]] = {
+    "no memory": {"memory_bytes": 0},
+    "no device": {"tokens_per_s": 0.0, "flops": 0.0},
+    "hardly any device": {"tokens_per_s": 0.0, "flops": 5e-324},
+    "hardly any speed": {"tokens_per_s": 5e-324},
+    "little speed": {"tokens_per_s": 1e-300},
+    "hardly any link": {"up": 5e-324, "down": 5e-324},
+    "a delay without end": {"latency_s": 9e17},
+    "all speed": {"tokens_per_s": 1e12},
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_no_figure_of_one_record_keeps_the_others_from_a_plan(lie: str) -> None:
+    config = load(None, ["model.depth=4", "model.width=64"])
+    cost = KindCost(1e-5, 2e-5, 2000, 100_000)
+    honest = Profile("cpu", 1 << 30, 1e10, 1000.0, 1e7, 1e7, 0.01, costs=KindCosts(cost, cost, cost))
+    profiles = {**dict.fromkeys("ABC", honest), "L": replace(honest, **LIES[lie])}
+    known = {
+        PeerId(peer): records.unpack(records.pack(PeerRecord("run", NOW, (), profile, 0, 6, 1, 1, 1)))
+        for peer, profile in profiles.items()
+    }
+    swarm = plan.live_swarm(config, known)
+    topology = topology_from_profiles(swarm.profiles, {}, swarm.costs)
+    budget = SearchBudget(rounds=3)
+    found = throughput_plan(topology, config, "genetic", 0, budget, utilisation=1.0, now=swarm.spans)
+    assert found.throughput["tokens_per_s"] > 0.99 * 3 * honest.tokens_per_s
+    assert {"A", "B", "C"} <= set(found.spans)

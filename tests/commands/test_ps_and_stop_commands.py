@@ -114,6 +114,28 @@ def test_a_name_that_is_not_clear_stops_nobody(running: dict[RunningPeer, PeerSt
         stop.chosen(running, ["eve"])  # of another user
 
 
+def test_an_empty_text_stops_nobody_though_peers_may_have_no_name(
+    running: dict[RunningPeer, PeerStatus], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script's variable may be empty; the present folder would be the one that it names."""
+    monkeypatch.chdir(tmp_path / "swarm")
+    nameless = {peer: replace(status, name="") for peer, status in running.items()}
+    with pytest.raises(UserError, match="got an empty text"):
+        stop.chosen(nameless, [""])
+
+
+def test_a_name_that_is_also_a_link_to_other_peers_folders_stops_nobody(
+    running: dict[RunningPeer, PeerStatus], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else may have made the link, in a folder such as /tmp."""
+    ann, bob, other, _ = running
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ann").symlink_to(tmp_path / "swarm")
+    with pytest.raises(UserError, match=r"ann is the name of a peer, and a folder with others; .* or \./ann"):
+        stop.chosen(running, ["ann"])
+    assert stop.chosen(running, ["./ann"]) == [ann, bob, other]
+
+
 @pytest.mark.parametrize("flags", [[], ["ann", "--all"]])
 def test_stop_needs_to_be_told_what(flags: list[str]) -> None:
     with pytest.raises(UserError, match="expected names or folders of peers, or --all"):

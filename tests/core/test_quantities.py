@@ -46,3 +46,9 @@ def test_anything_else_is_refused_with_an_example(read: Callable[[str], float], 
 def test_megabytes_are_no_rate_since_links_are_sold_in_megabits() -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="500Mb/s"):
         rate_bytes("20MB/s")
+
+
+@pytest.mark.parametrize("read", [duration_s, size_bytes, count, rate_bytes])
+def test_the_longest_argument_is_refused_at_once(read: Callable[[str], float]) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        read("1" * 131_000 + "!")  # the time of a search that goes back would grow with the square of the length

@@ -29,12 +29,11 @@ from decentral.view.event_hooks import (
     Hooks,
     HookThread,
     Messages,
-    Webhook,
-    body_for,
     hooks_running,
     kind_of,
     kinds_of,
 )
+from decentral.view.webhook import POST_TRIES, Webhook, body_for
 from tests.journal_lines import event_of
 from tests.patient_time import LIMIT_S
 
@@ -170,6 +169,39 @@ def test_sixteen_kinds_of_event_reach_a_real_web_server_within_five_seconds(
     assert len(list(read(journal.path))) == len(HAPPENED)
 
 
+class Kept:
+    """A hook that keeps the kinds of its messages."""
+
+    flag, tries = "--on-event", 1
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+
+    def deliver(self, message: HookMessage) -> None:
+        self.kinds.append(message.event)
+
+    def end(self) -> None:
+        pass
+
+
+def test_strangers_that_join_and_leave_a_thousand_times_displace_and_delay_no_other_message() -> None:
+    hooks = Hooks([kept := Kept()])
+    for number in range(1000):
+        for name, fields in (("peer_joined", {"name": "x"}), ("peer_left", {"reason": "silent"})):
+            hooks.tell(NOW, event_of(name, peer=f"Qm{number:044d}", **fields))
+        if number == 0:
+            hooks.tell(NOW, happened("started"))
+    alarms = ["layers_lost", "diverged"]
+    for kind in alarms:
+        hooks.tell(NOW, happened(kind))
+    (thread,) = hooks.threads
+    thread.start()
+    thread.close()
+    assert set(alarms) <= set(kept.kinds[:6])
+    assert thread.counts.delivered + thread.counts.dropped == 2000 - 2 + 3
+    assert thread.counts.dropped > 0
+
+
 def test_a_hook_is_told_of_the_kinds_that_its_user_wants(receiver: Receiver) -> None:
     hooks = Hooks([Webhook.parse(receiver.url)], kinds_of("peer_lost,finished"))
     for kind in HAPPENED:
@@ -208,7 +240,11 @@ def test_a_webhook_that_hangs_costs_no_time_and_its_drops_stand_in_the_journal(
     receiver.close()
     found = [line.event for line in recorded(read(journal.path)) if isinstance(line.event, HookLine)]
     assert found[0] == HookLine(
-        hook="--webhook", delivered=0, failed=0, dropped=others, reason=f"more than {QUEUED_MESSAGES} messages waited"
+        hook="--webhook",
+        delivered=0,
+        failed=0,
+        dropped=QUEUED_MESSAGES // 2 + others,  # one kind gets half of the room
+        reason=f"more than {QUEUED_MESSAGES} messages waited",
     )
     assert "warning: --webhook failed: more than 256 messages waited; training goes on" in capsys.readouterr().out
     assert hooks.threads[0].counts.delivered == 0
@@ -233,7 +269,7 @@ def test_an_answer_that_refuses_is_tried_again_and_then_counts_as_failed(
     thread = HookThread(Webhook.parse(receiver.url))
     thread.tell(message("trouble"))
     thread.start()
-    for _ in range(event_hooks.POST_TRIES):
+    for _ in range(POST_TRIES):
         receiver.got.get(timeout=LIMIT_S)
     thread.close()
     receiver.close()
@@ -248,7 +284,16 @@ def test_nobody_at_the_address_is_a_failure_like_any_other() -> None:
         Webhook.parse(f"http://127.0.0.1:{port}/").deliver(message("trouble"))
 
 
-@pytest.mark.parametrize("url", ["", "example.org/hook", "ftp://example.org", "http://", "http://a b/", "http://a:x/"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "example.org/hook", "ftp://example.org", "http://", "http://a b/", "http://a:x/"),
+        *(
+            "http://a..b/",
+            f"http://{'a' * 64}.example/",
+        ),  # no lookup takes them, and a lookup's error would end the thread
+    ],
+)
 def test_what_is_no_address_of_the_web_is_refused_without_being_repeated(url: str) -> None:
     with pytest.raises(UserError, match="--webhook expects a URL"):
         Webhook.parse(url)
@@ -257,7 +302,7 @@ def test_what_is_no_address_of_the_web_is_refused_without_being_repeated(url: st
 # Chats
 
 
-def test_a_name_that_somebody_chose_mentions_nobody_in_a_chat() -> None:
+def test_a_name_that_somebody_chose_mentions_nobody_and_makes_no_link_in_a_chat() -> None:
     messages = Messages()
     messages.of(NOW, happened("started"))
     name = "<!channel> @everyone & http://x"
@@ -265,11 +310,14 @@ def test_a_name_that_somebody_chose_mentions_nobody_in_a_chat() -> None:
     assert found is not None
     slack = json.loads(body_for("hooks.slack.com", found))
     assert slack == {
-        "text": "aaaaaa (ann), run gpt-3fa2c1: peer x3kPq2 (&lt;!channel&gt; @everyone &amp; http://x) joined"
+        "text": "aaaaaa (ann), run gpt-3fa2c1: peer x3kPq2 (&lt;!channel&gt; @everyone &amp; http: //x) joined",
+        "parse": "none",
+        "unfurl_links": False,
+        "unfurl_media": False,
     }
     discord = json.loads(body_for("discord.com", found))
     assert discord["allowed_mentions"] == {"parse": []}
-    assert (discord["flags"], len(discord["content"]) <= 2000) == (4, True)
+    assert (discord["flags"], len(discord["content"]) <= 2000, "://" in discord["content"]) == (4, True, False)
     assert json.loads(body_for("example.org", found))["event"] == "peer_joined"
 
 

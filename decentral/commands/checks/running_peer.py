@@ -117,12 +117,23 @@ _AGAIN = "start it again: python -m decentral.peer --state-dir DIR; dmesg shows 
 
 
 def holder(folder: Path) -> int | None:
-    """Return the id of the process that has locked the folder; None if it is not locked, or the system is not Linux."""
+    """Return the id of the process that has locked the folder; None if it is not locked, or the system is not Linux.
+
+    Of several processes with locks of files with the same inode, it is one of the user whose file the lock is.
+    """
     try:
-        inode = (folder / "lock").stat().st_ino
+        lock = (folder / "lock").stat()
     except OSError:
         return None
-    return lock_holders().get(inode)
+    return min(lock_holders().get(lock.st_ino, []), key=lambda pid: _user(pid) != lock.st_uid, default=None)
+
+
+def _user(pid: int) -> int:
+    """Return the number of the user who runs a process; -1 if it has ended."""
+    try:
+        return Path(f"/proc/{pid}").stat().st_uid
+    except OSError:
+        return -1
 
 
 def process(pid: int) -> Finding:

@@ -16,9 +16,11 @@ from decentral.comm.codecs import blockwise
 from decentral.comm.gossip.outer_kernels import TorchKernels
 from decentral.comm.gossip.update_rules import RuleTools
 from decentral.core.config import Config
+from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
-from decentral.engine.measure import choose
-from decentral.engine.memory import keep_what_is_freed
+from decentral.core.units import readable_bytes
+from decentral.engine.measure import choose, machine_bytes
+from decentral.engine.memory import keep_what_is_freed, needs
 from decentral.engine.span import Span
 from decentral.engine.step import train_step
 
@@ -38,10 +40,14 @@ def step_s(run: Config, peers: int) -> float:
     Args:
         run: The run's config; `train.micro_batch` must be a number.
         peers: Number of peers on this machine, each with one process.
+
+    Raises:
+        UserError: If this machine has too little memory for the models that would be timed.
     """
     cores = os.cpu_count() or 1
     threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // peers))
     at_once = max(1, min(peers, cores // threads, MOST_TIMED))
+    _check_memory(run, at_once)
     if at_once == 1:
         found = [_alone(run, threads)]
     else:
@@ -51,12 +57,26 @@ def step_s(run: Config, peers: int) -> float:
     return median(found) * max(1.0, peers * threads / cores)
 
 
+def _check_memory(run: Config, at_once: int) -> None:
+    """Raise UserError if so many processes at once, each with the largest model that is timed, do not fit in memory."""
+    found = needs(run if _is_small(run) else _with_depth(run, max(FEWER_BLOCKS)))
+    needed, has = at_once * found.span_bytes(0, len(found.fragments)), machine_bytes()
+    if needed > has:
+        why = f"timing this model takes {readable_bytes(needed)} of memory, and this machine has {readable_bytes(has)}"
+        raise UserError(f"--peers: {why}; name a card instead of cpu, or a smaller model")
+
+
+def _is_small(run: Config) -> bool:
+    """Return whether the model itself is timed."""
+    return sum(run.model.layer_parameters) <= WHOLE_PARAMETERS or run.model.depth <= max(FEWER_BLOCKS)
+
+
 def _alone(run: Config, threads: int) -> float:
     """Return the seconds of a step in this process, with `threads` threads."""
     torch.set_num_threads(threads)
     keep_what_is_freed()
     depth = run.model.depth
-    if sum(run.model.layer_parameters) <= WHOLE_PARAMETERS or depth <= max(FEWER_BLOCKS):
+    if _is_small(run):
         return _timed(run)
     few, more = FEWER_BLOCKS
     few_s, more_s = _timed(_with_depth(run, few)), _timed(_with_depth(run, more))

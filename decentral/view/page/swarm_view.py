@@ -9,6 +9,7 @@ peer counts as silent when it writes no lines. Any other peer counts as silent w
 not answer. Control characters are removed from texts that peers chose, and the page never interprets these texts.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +57,7 @@ class SwarmView:
     _by_suffix: dict[str, PeerView] = field(default_factory=dict)
     _changed: dict[int, PeerView] = field(default_factory=dict)
     _numbers: int = 0
+    _forgotten: deque[int] = field(default_factory=lambda: deque(maxlen=PEERS_SHOWN))  # numbers, since `changes`
 
     def take(self, peer: str, line: PageLine) -> None:
         """Update the view from a line of a peer's journal or of a source.
@@ -105,9 +107,14 @@ class SwarmView:
         return fixed | self._state(rows, self.links.newest(), events, 0)
 
     def changes(self) -> JsonObject:
-        """Return the changes since the last call as JSON, for at most ROWS_AT_ONCE peers, and mark them as sent."""
+        """Return the changes since the last call as JSON, for at most ROWS_AT_ONCE peers, and mark them as sent.
+
+        `forgotten` has the numbers of the peers that are not shown any more.
+        """
         rows = [self._changed.pop(one).row() for one in list(self._changed)[:ROWS_AT_ONCE]]
         found = self._state(rows, self.links.changed(), self.events.changed(), self.timeline.changed)
+        found["forgotten"] = list(self._forgotten)
+        self._forgotten.clear()
         self.links.settle()
         self.events.settle()
         self.timeline.settle()
@@ -292,6 +299,7 @@ class SwarmView:
             return False
         self.totals.forget(gone)
         del self.peers[gone.peer]
+        self._forgotten.append(gone.number)
         self._by_suffix.pop(suffix(PeerId(gone.peer)), None)
         self._changed.pop(gone.number, None)
         self.timeline.drop(gone.series)

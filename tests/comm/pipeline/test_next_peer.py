@@ -82,6 +82,14 @@ def test_with_exact_gradients_peers_behind_slow_links_get_nothing_and_slow_devic
     assert scheduler.near(speeds, 3 * FAR_S) == [A, B, C, X]
 
 
+def test_a_peer_that_claims_a_false_speed_does_not_get_the_micro_batches_of_the_others() -> None:
+    seconds = {A: 1.0, B: 1.2, C: 0.9}
+    assert PeerScheduler(seconds).near({A: 10.0, B: 10.0, C: 1e-9}, 0.0) == [A, B, C]
+    assert PeerScheduler(seconds).near({A: 10.0, B: 10.0, C: 1e12}, 0.0) == [A, B]
+    assert PeerScheduler(seconds).near({A: 0.0, B: 10.0, C: 1e12}, 0.0) == [A, B], "the speed of A is not known"
+    assert PeerScheduler({B: 1.2, C: 0.9}).near({B: 10.0, C: 1e-9}, 0.0) == [B, C], "nobody can tell who lies"
+
+
 def test_missed_deadlines_never_shut_a_peer_out() -> None:
     scheduler = PeerScheduler({A: 1.0, B: 1.0})
     for _ in range(50):

@@ -23,6 +23,7 @@ from decentral.peers.startup.visit import known_addresses
 from tests.processes import piped
 
 NOW = 1e6
+MOST_PID = 1 << 22  # no process has this id
 
 
 def written(folder: Path, *lines: tuple[float, str, dict[str, Any]]) -> Path:
@@ -239,3 +240,12 @@ def test_the_sum_says_what_could_not_be_checked() -> None:
 
 def test_the_sum_counts_one_warning_in_the_singular() -> None:
     assert doctor._remedies([warn("disk", "slow", "use another disk")]).endswith("1 check: 0 wrong, 1 warning")
+
+
+def test_a_lock_of_another_user_with_the_same_inode_is_not_taken_for_the_peer_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with StateFolder.claim(str(tmp_path)):
+        inode = (tmp_path / "lock").stat().st_ino
+        monkeypatch.setattr(running_peer, "lock_holders", lambda: {inode: [MOST_PID, os.getpid()]})
+        assert running_peer.holder(tmp_path) == os.getpid()

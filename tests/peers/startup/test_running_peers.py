@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from decentral.peers.startup.running_peers import RunningPeer, StopRequests, running_peers
+from decentral.peers.startup.running_peers import COMMAND_BYTES, RunningPeer, StopRequests, running_peers
 
 BOOTED = 1_700_000_000
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -112,3 +112,19 @@ def test_a_system_without_locks_has_no_peers_that_can_be_found(machine: Machine)
     (machine.proc / "locks").unlink()
     machine.process(71, *PEER, opens=machine.peer("one"))
     assert running_peers(machine.proc) == []
+
+
+def test_a_command_line_of_another_user_may_be_gigabytes_long(machine: Machine) -> None:
+    """Only its beginning is read: what follows makes nothing a peer."""
+    folder = machine.peer("one")
+    machine.process(71, "x" * COMMAND_BYTES, *PEER, opens=folder)
+    machine.locked(folder, 71)
+    assert running_peers(machine.proc) == []
+
+
+def test_a_lock_with_the_same_inode_in_another_file_system_hides_no_peer(machine: Machine) -> None:
+    one = machine.peer("one")
+    machine.process(71, *PEER, opens=one, started=9)
+    machine.locked(one, 71)
+    machine.locked(one, 99)  # this row is of another user's process, with a file of the same number in /dev/shm
+    assert running_peers(machine.proc) == [RunningPeer(71, os.geteuid(), BOOTED + 9, one)]

@@ -14,6 +14,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from benchmarks.browser import CHROMIUM, DRIVER, browsing, complaints, hosts_asked, until
+from decentral.view.page import swarm_view
 from decentral.view.page.address import PageAddress, link
 from decentral.view.page.connections import settings
 from decentral.view.page.server import Updates, application
@@ -196,9 +197,49 @@ def test_names_windows_checkpoint_goal_and_clock_times_are_on_the_first_screen(s
         tiles = text(driver, "#tiles")
         for part in ("bound by link (4 of 4)", "22 s ago", "5.140", "33%", "90s, 60 s left"):
             assert part in tiles, part
-        assert {"ann", "bob bbbbbb", "bob cccccc"} <= {
+        assert {"ann", "bob [bbbbbb]", "bob [cccccc]"} <= {
             one.text for one in driver.find_elements(By.CSS_SELECTOR, ".peers tbody .peer")
         }
         assert re.search(r"\d\d:\d\d:\d\d", text(driver, "#events li"))
         assert driver.find_elements(By.CSS_SELECTOR, ".peers tbody img") == []
         assert complaints(driver) == []
+
+
+def test_what_is_in_the_browser_s_storage_does_not_break_the_page(served: Served) -> None:
+    """Whatever was served at this port before may have left anything there."""
+    four_peers(served)
+    with browsing(served.url) as driver:
+        for left in ("5", '{"a": 1}', "[1]", "[null]", "{"):
+            driver.execute_script("localStorage.setItem('decentral-acknowledged', arguments[0])", left)
+            driver.refresh()
+            until(driver, lambda: "4 peers train" in text(driver, "#verdict"))
+        assert complaints(driver) == []
+
+
+def test_a_browser_forgets_peers_that_come_and_go(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swarm_view, "PEERS_SHOWN", 10)
+    four_peers(served)
+    with browsing(served.url) as driver:
+        until(driver, lambda: "4 peers train" in text(driver, "#verdict"))
+        for number in range(0, 600, 6):
+            for one in range(number, number + 6):
+                peer = f"Qm{one:044d}"
+                served.tell(PEERS[0], 9.0, "peer_joined", peer=peer, device="cpu")
+                served.tell(PEERS[0], 9.0, "peer_left", peer=peer, reason="left")
+            served.publish(9.0)
+        shown = "return document.getElementById('page').textContent"  # it is hidden where all peers fit
+        until(driver, lambda: driver.execute_script(shown) == "1 to 10 of 10")
+        assert complaints(driver) == []
+
+
+def test_no_name_looks_like_that_of_another_peer(served: Served) -> None:
+    four_peers(served)
+    names = ("ann", "ann\u3164", "Ann [aaaaaa]", "bob")
+    for peer, name in zip(PEERS, names, strict=True):
+        served.tell(peer, 8.0, "continued", peer=peer, name=name, device="cpu", last=4)
+    served.publish(9.0)
+    with browsing(served.url) as driver:
+        until(driver, lambda: "bob" in text(driver, ".peers tbody"))
+        buttons = driver.find_elements(By.CSS_SELECTOR, ".peers tbody .peer")
+        shown = {one.get_attribute("title"): one.text for one in buttons}
+        assert [shown[peer] for peer in PEERS] == ["ann", "ann\u3164 [bbbbbb]", "Ann (aaaaaa)", "bob"]

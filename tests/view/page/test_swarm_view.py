@@ -279,6 +279,8 @@ def test_peers_that_have_gone_make_room_for_newcomers(told: Told, monkeypatch: p
     assert set(told.view.peers) == {B, "C"}
     assert told.view.totals.tokens == 3000
     assert told.view.history(0) is None
+    assert told.view.changes()["forgotten"] == [0], "browsers forget it, too"
+    assert told.view.changes()["forgotten"] == []
 
 
 def test_an_update_has_a_bounded_number_of_rows_and_the_others_follow(told: Told) -> None:

@@ -3,8 +3,8 @@
 import { swarm } from "./store.js";
 
 const KEPT = "decentral-acknowledged";
-const MOST_KEPT = 500;
-const known = new Map(read());
+const MOST_KEPT = 4096; // as many peers as the page shows, about 0.5 MB
+const known = read();
 
 // Returns the peers that ended or fell silent without a goodbye, have not come back, and were not acknowledged, the latest first.
 export function lost() {
@@ -16,7 +16,10 @@ export const lostWords = (count) => (count ? `${count} of ${(swarm.totals.live ?
 
 // A peer that comes back and is lost again has been heard at another time, and is shown again.
 export function acknowledge(peers) {
-  for (const peer of peers) known.set(key(peer), peer.heard);
+  for (const peer of peers) {
+    known.delete(key(peer)); // so that it becomes the newest
+    known.set(key(peer), peer.heard);
+  }
   for (const old of [...known.keys()].slice(0, Math.max(0, known.size - MOST_KEPT))) known.delete(old);
   try {
     localStorage.setItem(KEPT, JSON.stringify([...known]));
@@ -27,10 +30,11 @@ export function acknowledge(peers) {
 
 const key = (peer) => `${swarm.facts.run ?? ""} ${peer.peer}`;
 
+// Reads what was kept; any page that this machine has served at the same port may have written something else.
 function read() {
   try {
-    return JSON.parse(localStorage.getItem(KEPT) ?? "[]");
+    return new Map(JSON.parse(localStorage.getItem(KEPT) ?? "[]"));
   } catch {
-    return [];
+    return new Map();
   }
 }

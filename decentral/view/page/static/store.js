@@ -26,6 +26,7 @@ export function changes(told) {
     peer.live = peer.state === "training" || peer.state === "joining";
     swarm.peers.set(peer.number, peer);
   }
+  for (const number of told.forgotten ?? []) swarm.peers.delete(number);
   name();
   for (const row of told.links) {
     const link = named(swarm.link_row, row);
@@ -39,12 +40,17 @@ export function changes(told) {
   grow(told.timeline);
 }
 
-// Names each peer: by the name that its user chose, with the end of its id if another peer has that name or id.
+// Names each peer: by the name that its user chose. The end of its id follows if another peer has that name or id, or if
+// the name may look like another one: it is not plain ASCII, or differs from another one only by case. No name has square
+// brackets (core/plain_text.py), so none looks like another name with an id.
 function name() {
   const counts = new Map();
-  for (const peer of swarm.peers.values()) for (const one of [peer.name, peer.short]) counts.set(one, (counts.get(one) ?? 0) + 1);
   for (const peer of swarm.peers.values())
-    peer.label = !peer.name ? peer.short : counts.get(peer.name) > 1 ? `${peer.name} ${peer.short}` : peer.name;
+    for (const one of [peer.name, peer.short]) counts.set(one.toLowerCase(), (counts.get(one.toLowerCase()) ?? 0) + 1);
+  for (const peer of swarm.peers.values()) {
+    const alone = /^[!-~]+( [!-~]+)*$/.test(peer.name) && counts.get(peer.name.toLowerCase()) === 1;
+    peer.label = !peer.name ? peer.short : alone ? peer.name : `${peer.name} [${peer.short}]`;
+  }
 }
 
 // Replaces the buckets from `first` on; earlier buckets stay. `first` is 0 if the grid has become coarser.
