@@ -30,7 +30,7 @@ from decentral.core.errors import UserError
 from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
 from decentral.core.peer_names import PEER_NAME_CHARS
 from decentral.core.plain_text import SHOWN_CHARS, plain_text
-from decentral.core.rank_place import ATTEMPT, Place
+from decentral.core.rank_place import ATTEMPT, Place, Split
 from decentral.core.units import Amount
 from decentral.engine import compile_caches
 from decentral.peers.membership import records
@@ -77,6 +77,8 @@ def _start(arguments: Sequence[str]) -> None:
         launch.rank(device, flags.peer.throttle, place, lambda island: asyncio.run(lead(island=island)))
     elif len(devices) > 1:
         raise SystemExit(launch.island(arguments, flags.state_dir or str(state.new_path()), devices))
+    elif flags.peer.split is not Split.AUTO:
+        raise UserError(f"--split {flags.peer.split} is for several devices; name them, such as --device cuda:0,cuda:1")
     else:
         asyncio.run(start_peer.start(flags, flags.peer.device))
 
@@ -102,6 +104,8 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
     parser.add_argument("--trust-model-code", metavar="NAME", help=code)
     parser.add_argument("--state-dir", metavar="DIR", help="the peer's state folder; default: a new one")
     parser.add_argument("--device", help="auto, cpu, cuda, xpu, mps, or some of several: cuda:0,cuda:1")
+    divided = "how several devices divide the model: auto, copies, parts or tensor"
+    parser.add_argument("--split", type=Split, choices=list(Split), help=divided)
     memory = "memory for the model, such as 8GB; default: the device's"
     parser.add_argument("--memory", type=quantities.size_bytes, metavar="BYTES", help=memory)
     parser.add_argument("--listen", action="append", metavar="MULTIADDR", help="address to listen at")
@@ -159,6 +163,7 @@ def _of_peer(given: argparse.Namespace) -> state.PeerFlags:
         metrics=given.metrics or kept.metrics,
         log=tuple(given.log or kept.log),
         name=kept.name if given.name is None else given.name,
+        split=given.split or kept.split,
     )
 
 

@@ -10,7 +10,7 @@ thread only queues a copy within the device for `copy_out`; the worker thread mo
 side stream. `copy_in` copies on the side stream as well.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -101,22 +101,32 @@ class Live:
         numbers = range(len(layers)) if numbers is None else numbers
         self._last = numbers[-1]
         groups = self._groups(layers, numbers.start)
-        parameters = [parameter for group in groups for parameter in group]
-        shapes = [parameter.shape for parameter in parameters]
-        dtype = getattr(torch, train.weights)
-        if drawn:
-            self.theta = _flat(parameters).to(device, dtype)
-        else:
-            self.theta = torch.empty(sum(shape.numel() for shape in shapes), dtype=dtype, device=device)
-        self._parameters = parameters
+        self._parameters = [parameter for group in groups for parameter in group]
         self._grad: Tensor | None = None
-        matrices, gains = (sum(parameter.numel() for parameter in group) for group in groups[1:])
-        self.state = OptimizerState([block.shape for block in groups[0]], matrices, gains, train, device)
         self.tokens = 0  # tokens trained in the current gossip window
         self.lr_sum = 0.0  # sum of the learning rates of the steps in the current gossip window
         self.steps = 0  # optimizer steps on this fragment, for AdamW's bias correction and the peer's rate warm-up
         self.touched = set[str]()  # tensors that rank 0 has changed, and that an `Island` must copy to the other ranks
-        self.compute_with(self.theta)
+        self.theta, self.state = self._placed(groups, device, drawn)
+
+    def _placed(
+        self, groups: Sequence[Sequence[nn.Parameter]], device: torch.device, drawn: bool
+    ) -> tuple[Tensor, OptimizerState]:
+        """Move the parameters, grouped as by `_groups`, into a new vector theta; return it with its optimizer state."""
+        parameters, dtype = self._parameters, getattr(torch, self.train.weights)
+        if drawn:
+            theta = _flat(parameters).to(device, dtype)
+        else:
+            theta = torch.empty(sum(one.numel() for one in parameters), dtype=dtype, device=device)
+        self.compute_with(theta)
+        return theta, self._state([block.shape for block in groups[0]], groups[1:], device)
+
+    def _state(
+        self, blocks: Sequence[torch.Size], others: Sequence[Sequence[Tensor]], device: torch.device
+    ) -> OptimizerState:
+        """Return new optimizer state. `others`: the parameters that AdamW trains with weight decay, and without."""
+        matrices, gains = (sum(one.numel() for one in group) for group in others)
+        return OptimizerState(blocks, matrices, gains, self.train, device)
 
     def compute_with(self, weights: Tensor) -> None:
         """Use the vector `weights` [n] in the layers' passes; optimizer, gossip and checkpoints still use theta."""
@@ -188,6 +198,29 @@ class Live:
         """Return theta and the optimizer state by name, as a checkpoint stores them, without copying them."""
         return {"theta": self.theta, **self.state.tensors}
 
+    def whole(self) -> dict[str, Tensor]:
+        """Return `tensors`, whole: in an island that shards, new vectors in host memory. Call it between steps."""
+        return self.tensors()
+
+    def shapes(self) -> dict[str, Tensor]:
+        """Return the tensors that `whole` returns, on the meta device: their shapes and dtypes, but no values."""
+        return {name: tensor.to("meta") for name, tensor in self.tensors().items()}
+
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Overwrite theta and optimizer state by name. Each of `values` has the shape that `shapes` gives it."""
+        tensors = self.tensors()
+        for name, value in values.items():
+            tensors[name].copy_(value)
+        self.touch(*values)
+
+    def copy_out(self, into: Tensor) -> "Arrive":
+        """Begin to copy theta to host memory between two steps: `copy_out`."""
+        return copy_out(self, into)
+
+    def copy_in(self, vector: Tensor) -> Tensor:
+        """Copy a correction [n] from host memory to the device for `add`. Call it on the worker thread: `copy_in`."""
+        return copy_in(vector, self.theta.device)
+
     def touch(self, *names: str) -> None:
         """Mark these `tensors` (all, if no name is given) as changed on this rank only; an island then copies them."""
         self.touched.update(names or self.tensors())
@@ -234,6 +267,9 @@ class Live:
         seed = rng.seed_of(self.fragment.index, what, self.steps) % 2**63
         return torch.Generator(self.theta.device).manual_seed(seed)
 
+    def stepped(self) -> None:
+        """End an optimizer step. A part of a fragment (`ShardedLive`) copies the result to its weights."""
+
     def count(self, tokens: int, rate: float) -> None:
         """Count an optimizer step on `tokens` tokens at learning rate `rate`, in `steps` and in the current window."""
         self.tokens += tokens
@@ -274,6 +310,8 @@ def step_fragments(lives: Sequence[tuple[Live, Sequence[Tensor]]], steps: int, r
     for one in work:
         if one.wide is not one.theta:
             round_stochastically(one.wide, one.theta, one.live.chance(f"step {one.stretch.begin}"))
+    for live, _ in lives:
+        live.stepped()
 
 
 class Inner:
@@ -283,6 +321,11 @@ class Inner:
         """Set up the optimizer of all fragments that the peer holds. `train`: the section `train` of the config."""
         self.lives = lives
         self.train = train
+
+    @property
+    def at_once(self) -> bool:
+        """Whether a step takes all fragments together, which is faster, but needs fp32 copies of all if not fp32."""
+        return self.train.weights == "float32"
 
     @property
     def steps(self) -> int:
@@ -302,13 +345,17 @@ class Inner:
             if the gradient has a NaN or an infinity.
         """
         gradients = [gradient for live in self.lives for gradient in live.gradients()]
-        norms = torch._foreach_norm(gradients, 2.0, torch.float32)
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        norm = self._norm(torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32)))
         scale = self.train.clip_norm / (norm + 1e-6)
         if norm.device.type != "cpu":
             torch._foreach_mul_(gradients, scale.clamp(max=1.0))
         elif scale < 1:
             torch._foreach_mul_(gradients, float(scale))
+        return norm
+
+    def _norm(self, norms: Tensor) -> Tensor:
+        """Return the norm of the whole gradient from the norms [parameters] of its tensors."""
+        norm: Tensor = torch.linalg.vector_norm(norms)
         return norm
 
     def step(self, rate: float, tokens: int, void: Tensor | None = None) -> None:
@@ -322,7 +369,7 @@ class Inner:
         """
         steps, pairs = self.steps, [(live, live.gradients()) for live in self.lives]
         void = torch.zeros((), device=self.lives[0].theta.device) if void is None else void
-        if self.train.weights == "float32":
+        if self.at_once:
             step_fragments(pairs, steps, rate, void)
         else:  # one fragment at a time, so that few fp32 copies are in memory together
             for pair in pairs:

@@ -31,12 +31,19 @@ LOGITS_AT_ONCE = 1 << 25  # the loss of a micro-batch with more logits (tokens t
 def build(
     model: config.ModelConfig, seed: int, first: int = 0, last: int | None = None, drawn: bool = True
 ) -> list[nn.Module]:
-    """Return layers [first, last) with their initial weights, on the CPU.
+    """Return layers [first, last) with their initial weights, on the CPU. Arguments and errors as for `each`."""
+    return [layer for _, layer in sorted(each(model, seed, first, last, drawn), key=lambda one: one[0])]
+
+
+def each(
+    model: config.ModelConfig, seed: int, first: int = 0, last: int | None = None, drawn: bool = True
+) -> Iterator[tuple[int, nn.Module]]:
+    """Yield layers [first, last), each with its index and its initial weights, on the CPU, in a fixed order.
 
     The weights are read from the folder `model.from`, if there is one; otherwise they are sampled. With `model.lora`
-    these weights are frozen, and adapters are added. A peer also builds the layers that it does not hold, one at a
-    time, and drops them, so that all peers get the same weights for a layer. So memory needs room for one extra layer,
-    except with `model.layers`, whose function returns all layers at once.
+    these weights are frozen, and adapters are added. The layers that the caller does not want are built too, one at a
+    time, and dropped, so that all peers get the same weights for a layer. So memory needs room for one layer beside
+    those that the caller keeps, except with `model.layers`, whose function returns all layers at once.
 
     Args:
         model: The section `model` of the config.
@@ -55,18 +62,18 @@ def build(
     with torch.random.fork_rng(devices=[]), nullcontext() if filled and not given else Undrawn():
         torch.manual_seed(seed)
         if model.layers is not None:
-            return _users_layers(model)[first:last]
-        inside = range(model.depth + 2)[first:last]
-        kept = {index: layer for index, layer in _ours(model) if index in inside}
-    layers = [kept[index] for index in inside]
-    if filled and given:
-        start_weights.fill(model, named_weights(layers, model.depth, inside.start))
-    if model.lora is not None:
-        lora.freeze(layers)
-        for number, layer in zip(inside, layers, strict=True):
-            if 0 < number <= model.depth:
-                lora.adapt(layer, model.lora, seed, number)
-    return layers
+            yield from list(enumerate(_users_layers(model)))[first:last]
+            return
+        for number, layer in _ours(model):
+            if number in range(model.depth + 2)[first:last]:
+                if filled and given:
+                    start_weights.fill(model, named_weights([layer], model.depth, number))
+                if model.lora is not None:
+                    lora.freeze([layer])
+                    if 0 < number <= model.depth:
+                        with torch.random.fork_rng(devices=[]):  # later layers must not depend on the adapters
+                            lora.adapt(layer, model.lora, seed, number)
+                yield number, layer
 
 
 def placed(layers: Sequence[nn.Module], run: config.Config, device: torch.device) -> list[nn.Module]:

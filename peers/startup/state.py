@@ -21,6 +21,7 @@ from decentral.core.atomic_file import write_atomically
 from decentral.core.errors import UserError, writing
 from decentral.core.ids import RunId
 from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs
+from decentral.core.rank_place import Split
 from decentral.core.units import KiB, Measured
 
 MADE_BY_A_START = (  # name patterns of the files that a start makes before the peer trains
@@ -46,6 +47,7 @@ class PeerFlags:
     metrics: tuple[str, int] | None = None  # host and port of the metrics server
     log: tuple[str, ...] = ()
     name: str | None = None  # None: the host name
+    split: Split = Split.AUTO  # how several devices divide the model
 
 
 _PEER_FLAGS = TypeAdapter(PeerFlags)
