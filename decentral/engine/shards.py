@@ -64,7 +64,7 @@ class _Request(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The division of a parameter over the ranks: along dimension `dim`, as by torch.chunk, or None: each has it whole."""
+    """The division of a parameter over the ranks: by torch.chunk along dimension `dim`; None: each has it whole."""
 
     shape: torch.Size
     dim: int | None
