@@ -1,14 +1,18 @@
-"""Two islands that train one model over loopback: the memory of each rank, and tokens/s.
+"""The memory of each rank of an island that divides a model, beside one process; and two islands as a swarm.
 
-    python -m benchmarks.islands [--size 85M] [--ranks 1,2,4] [--seconds 60] [--json FILE]
+    python -m benchmarks.islands [--size 85M] [--ranks 1,2,4] [--split parts] [--set KEY=VALUE] [--json FILE]
+    python -m benchmarks.islands --swarm 60 [--size 85M] [--ranks 2] ...
 
-For each number of ranks, two peers are started, with so little --memory that each rank has only a part of the model.
-With one rank they are plain peers, beside which the memory of the others is compared. A rank's memory is its peak of
-resident memory, the process itself included, after both peers have trained and exchanged windows for some seconds.
+The first line measures the engine alone. For each number of ranks, fresh processes build the model, take steps, close
+and merge a window of every fragment with three partners' windows, serve a newcomer, and write a checkpoint and resume.
+A rank's memory is its peak of resident memory in that time, the process itself (torch, data) included.
+
+With --swarm, two islands of real peers join over loopback, and train and exchange windows for so many seconds.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -18,92 +22,172 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from benchmarks.memory import resident
 from benchmarks.shapes import SIZES
 from benchmarks.sizes import rate
-from decentral.core import config
+from decentral.comm.codecs import blockwise
+from decentral.core import config, jobs
+from decentral.core.ids import PeerId
 from decentral.core.journal.file import read
+from decentral.core.rank_place import Split
+from decentral.data import corpora
 from decentral.engine import memory
+from decentral.engine.compute import Compute, ComputeSetup
+from decentral.engine.island import Assignment, Island, follow
+from decentral.engine.step import ALONE, Device
 
-START_S = 300.0
+START_S = 600.0
 POLL_S = 0.5
+STEPS = 2  # between two jobs of gossip
 MB = 1e6
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Two peers of so many ranks: peaks of resident memory by rank, of both peers, and what they did."""
+    """Peaks of resident memory by rank, and what else was found."""
 
     ranks: int
-    peaks: list[list[int]]
-    tokens_per_s: float
-    exchanges: int
-    said: int  # bytes that engine/memory.py counts for a rank
+    peaks: list[int]
+    counted: int  # bytes that engine/memory.py counts for a rank
+    losses: list[float]
+    step_s: float
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="85M")
     parser.add_argument("--ranks", type=lambda text: [int(one) for one in text.split(",")], default=[1, 2, 4])
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--split", type=Split, choices=[Split.PARTS, Split.TENSOR], default=Split.PARTS)
+    parser.add_argument("--set", action="append", default=[], help="such as model.context=32, where cores are few")
+    parser.add_argument("--swarm", type=float, metavar="SECONDS", help="two islands of real peers")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rows = []
-    heads = {
-        "ranks": 5,
-        "rank 0, MB": 11,
-        "others, MB": 11,
-        "of one": 7,
-        "counted, MB": 12,
-        "tokens/s": 9,
-        "exchanges": 9,
-    }
-    print(" ".join(head.rjust(width) for head, width in heads.items()))
+    overrides = [*SIZES[args.size], *args.set]
+    if args.swarm:
+        for ranks in args.ranks:
+            print(json.dumps(two_islands(overrides, ranks, args.split, args.swarm)), flush=True)
+        return
+    rows: list[Measured] = []
+    print(f"{'ranks':>5} {'rank 0, MB':>11} {'others, MB':>11} {'of one':>7} {'counted, MB':>12} {'step, s':>8}")
     for ranks in args.ranks:
-        rows.append(measure(SIZES[args.size], ranks, args.seconds))
+        rows.append(measure(overrides, ranks, args.split))
         print(_line(rows[-1], rows[0]), flush=True)
         if args.json:
             args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
 def _line(row: Measured, first: Measured) -> str:
-    leads, others = [peaks[0] for peaks in row.peaks], [peak for peaks in row.peaks for peak in peaks[1:]]
-    most = max(leads + others) / max(peak for peaks in first.peaks for peak in peaks)
-    rest = f"{max(others) / MB:.0f}" if others else "-"
-    return (
-        f"{row.ranks:>5} {max(leads) / MB:>11.0f} {rest:>11} {most:>7.2f} {row.said / MB:>12.0f} "
-        f"{row.tokens_per_s:>9.0f} {row.exchanges:>9}"
-    )
+    others = f"{max(row.peaks[1:]) / MB:.0f}" if row.ranks > 1 else "-"
+    share = max(row.peaks) / max(first.peaks)
+    return f"{row.ranks:>5} {row.peaks[0] / MB:>11.0f} {others:>11} {share:>7.2f} {row.counted / MB:>12.0f} {row.step_s:>8.2f}"
 
 
-def measure(overrides: list[str], ranks: int, seconds: float) -> Measured:
+# The engine alone
+
+
+def measure(overrides: list[str], ranks: int, split: Split) -> Measured:
     run = config.load(None, overrides)
     needs = memory.needs(run)
-    said = needs.span_bytes(0, len(needs.fragments))
-    flags = [part for key in [*overrides, "train.eval_every_s=1e6"] for part in ("--set", key)]
     if ranks > 1:
-        said = memory.part_of(needs, run, ranks).span_bytes(0, len(needs.fragments))
-    device = ["--device", ",".join(["cpu"] * ranks), *(["--memory", f"{said}"] if ranks > 1 else [])]
+        needs = memory.part_of(needs, run, ranks)
+    with tempfile.TemporaryDirectory(prefix="islands-") as folder:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        spawn = multiprocessing.get_context("spawn")
+        done = spawn.Barrier(ranks)
+        arguments = [(rank, ranks, split, store.port, overrides, Path(folder), done) for rank in range(ranks)]
+        processes = [spawn.Process(target=_rank, args=one) for one in arguments]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        assert all(process.exitcode == 0 for process in processes), "a rank failed"
+        found = json.loads((Path(folder) / "found.json").read_text())
+        peaks = [int((Path(folder) / f"peak-{rank}").read_text()) for rank in range(ranks)]
+    return Measured(ranks, peaks, needs.span_bytes(0, len(needs.fragments)), found["losses"], found["step_s"])
+
+
+def _rank(rank: int, ranks: int, split: Split, port: int, overrides: list[str], folder: Path, done: Barrier) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo", "LOCAL_RANK": str(rank)}
+    island = Island(CPU) if ranks > 1 else None
+    if rank:
+        assert island is not None
+        assignment = island.assignment()
+        assert assignment is not None
+        memory.give_back_what_is_freed()
+        follow(island, assignment, Device(CPU, torch.float32, ranks=island))
+    else:
+        _lead(island, split, config.load(None, overrides), folder)
+    (folder / f"peak-{rank}").write_text(f"{resident('VmHWM')}")
+    done.wait()
+
+
+def _lead(island: Island | None, split: Split, run: config.Config, folder: Path) -> None:
+    sequences = run.train.micro_batch
+    assert isinstance(sequences, int)
+    if island is not None:
+        island.decide(split)
+        island.assign(Assignment(run, PeerId("A"), sequences, split))
+    memory.give_back_what_is_freed()
+    device = Device(CPU, torch.float32, ranks=island or ALONE)
+    corpus = corpora.load(run.data, run.model)
+    compute = Compute(ComputeSetup(run, PeerId("A"), corpus, blockwise, device, folder))
+    began = time.perf_counter()
+    losses = [compute.step().loss for _ in range(STEPS)]
+    step_s = (time.perf_counter() - began) / STEPS
+    for fragment in compute.fragments:
+        closed = compute.do(jobs.CloseWindow(fragment.index, 1))
+        assert isinstance(closed, jobs.WindowClosed), closed
+        slow = compute.do(jobs.EncodeSections(fragment.index, 1))
+        assert isinstance(slow, jobs.SectionsEncoded), slow
+        layout, blob = (*closed.layout, *slow.layout), closed.blob + slow.blob
+        partners = [jobs.Contribution(PeerId(name), 1, closed.lr_sum, layout, blob) for name in "BCD"]
+        merged = compute.do(jobs.Merge(fragment.index, 1, tuple(partners)))
+        assert isinstance(merged, jobs.Merged), merged
+        compute.do(jobs.ExportState(fragment.index))
+    saved = compute.do(jobs.Save())
+    assert isinstance(saved, jobs.Saved), saved
+    assert compute.resume()
+    losses += [compute.step().loss for _ in range(STEPS)]
+    (folder / "found.json").write_text(json.dumps({"losses": losses, "step_s": step_s}))
+    if island is not None:
+        island.close()
+
+
+# A swarm
+
+
+def two_islands(overrides: list[str], ranks: int, split: Split, seconds: float) -> dict[str, Any]:
+    """Two islands of real peers that join over loopback: memory by rank, tokens/s, and exchanged windows."""
+    flags = [part for key in [*overrides, "train.eval_every_s=1e6"] for part in ("--set", key)]
+    device = ["--device", ",".join(["cpu"] * ranks), *(["--split", split] if ranks > 1 else [])]
     with tempfile.TemporaryDirectory(prefix="islands-") as folder:
         first, second = Path(folder) / "a", Path(folder) / "b"
         with _peer(first, *flags, *device):
-            _until("the first starts", lambda: bool(_lines(first, "started")))
+            _until("the first trains", lambda: bool(_lines(first, "step")))
             address = _lines(first, "started")[0]["addresses"][0]
             with _peer(second, "--join", address, *device):
                 _until("both exchange", lambda: all(_exchanges(one) for one in (first, second)))
                 began = time.time()
                 time.sleep(seconds)
                 steps = [[line for line in _lines(one, "step") if line["t"] >= began] for one in (first, second)]
-                return Measured(
-                    ranks=ranks,
-                    peaks=[[_peak(pid) for pid in _pids(one)] for one in (first, second)],
-                    tokens_per_s=sum(map(rate, steps)),
-                    exchanges=sum(map(_exchanges, (first, second))),
-                    said=said,
-                )
+                return {
+                    "ranks": ranks,
+                    "peaks": [[_peak(pid) for pid in _pids(one)] for one in (first, second)],
+                    "tokens_per_s": [rate(lines) for lines in steps],
+                    "loss": [lines[-1]["loss"] for lines in steps if lines],
+                    "exchanges": [_exchanges(one) for one in (first, second)],
+                }
 
 
 @contextmanager

@@ -92,7 +92,8 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "comm.rounds": "synchronous_rule",
         "engine": (
             "accelerator checkpoint compute device_check fragment gossip_jobs island launch layer_times look_ahead "
-            "measure memory muon optimizers sharded sharded_rule shards span stage_runner step tensor_file"
+            "measure memory muon optimizers sharded sharded_rule shards span stage_runner step tensor_file "
+            "tensor_parallel"
         ),
         "serving": "decoding loaded_model replicas",
         "sim": "fault_injector liars real_training route_liars surrogate surrogate_model sweep",
