@@ -87,8 +87,8 @@ def main() -> None:
 
 def _line(row: Measured, first: Measured) -> str:
     others = f"{max(row.peaks[1:]) / MB:.0f}" if row.ranks > 1 else "-"
-    share = max(row.peaks) / max(first.peaks)
-    return f"{row.ranks:>5} {row.peaks[0] / MB:>11.0f} {others:>11} {share:>7.2f} {row.counted / MB:>12.0f} {row.step_s:>8.2f}"
+    share, counted = max(row.peaks) / max(first.peaks), row.counted / MB
+    return f"{row.ranks:>5} {row.peaks[0] / MB:>11.0f} {others:>11} {share:>7.2f} {counted:>12.0f} {row.step_s:>8.2f}"
 
 
 # The engine alone

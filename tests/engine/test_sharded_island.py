@@ -203,7 +203,7 @@ def ended(compute: Compute, script: Script) -> dict[str, Tensor]:
 Found = Callable[[str], dict[str, Tensor]]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.night)])
 def ranks(request: pytest.FixtureRequest) -> int:
     found: int = request.param
     return found
