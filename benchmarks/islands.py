@@ -57,6 +57,7 @@ class Measured:
     ranks: int
     peaks: list[int]
     counted: int  # bytes that engine/memory.py counts for a rank
+    peaks_0: dict[str, int]  # rank 0's peaks after each kind of work
     losses: list[float]
     step_s: float
 
@@ -112,7 +113,7 @@ def measure(overrides: list[str], ranks: int, split: Split) -> Measured:
         assert all(process.exitcode == 0 for process in processes), "a rank failed"
         found = json.loads((Path(folder) / "found.json").read_text())
         peaks = [int((Path(folder) / f"peak-{rank}").read_text()) for rank in range(ranks)]
-    return Measured(ranks, peaks, needs.span_bytes(0, len(needs.fragments)), found["losses"], found["step_s"])
+    return Measured(ranks=ranks, peaks=peaks, counted=needs.span_bytes(0, len(needs.fragments)), **found)
 
 
 def _rank(rank: int, ranks: int, split: Split, port: int, overrides: list[str], folder: Path, done: Barrier) -> None:
@@ -144,7 +145,7 @@ def _lead(island: Island | None, split: Split, run: config.Config, folder: Path)
     compute = Compute(ComputeSetup(run, PeerId("A"), corpus, blockwise, device, folder))
     began = time.perf_counter()
     losses = [compute.step().loss for _ in range(STEPS)]
-    step_s = (time.perf_counter() - began) / STEPS
+    step_s, peaks = (time.perf_counter() - began) / STEPS, {"steps": resident("VmHWM")}
     for fragment in compute.fragments:
         closed = compute.do(jobs.CloseWindow(fragment.index, 1))
         assert isinstance(closed, jobs.WindowClosed), closed
@@ -155,11 +156,14 @@ def _lead(island: Island | None, split: Split, run: config.Config, folder: Path)
         merged = compute.do(jobs.Merge(fragment.index, 1, tuple(partners)))
         assert isinstance(merged, jobs.Merged), merged
         compute.do(jobs.ExportState(fragment.index))
+    peaks["gossip"] = resident("VmHWM")
     saved = compute.do(jobs.Save())
     assert isinstance(saved, jobs.Saved), saved
+    peaks["checkpoint"] = resident("VmHWM")
     assert compute.resume()
+    peaks["resume"] = resident("VmHWM")
     losses += [compute.step().loss for _ in range(STEPS)]
-    (folder / "found.json").write_text(json.dumps({"losses": losses, "step_s": step_s}))
+    (folder / "found.json").write_text(json.dumps({"peaks_0": peaks, "losses": losses, "step_s": step_s}))
     if island is not None:
         island.close()
 

@@ -264,11 +264,11 @@ def resume(folder: Path, span: Span, counters: Counters) -> bool:
         DamagedCheckpoint: If the checkpoint is damaged, or has a number that is not finite.
         UserError: If the checkpoint is of another run, model or optimizer.
     """
-    return _read(folder, lambda file, facts: _resumed(file, facts, folder, span, counters)) is not None
+    return _read(folder, lambda file, facts: _resumed(tuple(file.keys()), facts, folder, span, counters)) is not None
 
 
-def _resumed(file: Any, facts: JsonObject, folder: Path, span: Span, counters: Counters) -> bool:
-    stored, sums = StoredTensors(file), facts.pop(SUMS, {})
+def _resumed(names: Sequence[str], facts: JsonObject, folder: Path, span: Span, counters: Counters) -> bool:
+    stored, sums = StoredTensors(folder / FILE, names), facts.pop(SUMS, {})
     for name in sorted({*stored, *sums}):
         tensor = stored[name]
         if name in sums:
@@ -291,17 +291,21 @@ def _resumed(file: Any, facts: JsonObject, folder: Path, span: Span, counters: C
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of an open checkpoint file by name; each is read from the disk whenever it is asked for."""
+    """The tensors of a checkpoint file by name; each is read from the disk whenever it is asked for."""
 
-    def __init__(self, file: Any) -> None:
-        """Read from a file that `safe_open` has opened."""
-        self._file, self._names = file, tuple(file.keys())
+    def __init__(self, path: Path, names: Sequence[str]) -> None:
+        """Read from the safetensors file `path`, which has tensors of these names."""
+        self._path, self._names = path, names
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return the tensor. Raises KeyError if the file has none of this name."""
+        """Return the tensor. Raises KeyError if the file has none of this name.
+
+        The file is mapped for this tensor only, since what was read of a mapping counts as this process's memory.
+        """
         if name not in self._names:
             raise KeyError(name)
-        tensor: Tensor = self._file.get_tensor(name)
+        with safe_open(self._path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
         return tensor
 
     def __iter__(self) -> Iterator[str]:
