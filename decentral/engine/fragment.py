@@ -211,7 +211,7 @@ class Live:
         tensors = self.tensors()
         for name, value in values.items():
             tensors[name].copy_(value)
-        self.touch(*values)
+        self.touched.update(values)
 
     def copy_out(self, into: Tensor) -> "Arrive":
         """Begin to copy theta to host memory between two steps: `copy_out`."""

@@ -305,6 +305,13 @@ class LossModule(nn.Module):
         return self.loss(tokens_BT, targets_BT)
 
 
+def _convert(layer: nn.Module, dtype: torch.dtype) -> None:
+    """Convert a layer's parameters, but not its buffers, to a dtype, in place."""
+    for module in layer.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, nn.Parameter(parameter.detach().to(dtype)))
+
+
 def build(run: config.Config, device: torch.device, ranks: Orders) -> BuiltReplica:
     """Build this rank's part of the model, with initial weights. All ranks must call this.
 
@@ -320,8 +327,7 @@ def build(run: config.Config, device: torch.device, ranks: Orders) -> BuiltRepli
     tensor = ranks.split is Split.TENSOR
     for number, built in decoder.each(run.model, run.seed):
         (layer,) = decoder.placed([built], run, device)
-        for parameter in layer.parameters():
-            parameter.data = parameter.data.to(dtype)
+        _convert(layer, dtype)
         if tensor:
             tensor_parallel.divide(layer, mesh)
         else:

@@ -23,7 +23,7 @@ from decentral.core.jobs import Contribution
 from decentral.engine.fragment import Live
 from decentral.engine.gossip_jobs import FragmentGossip
 from decentral.engine.sharded import THETA, ShardedLive
-from decentral.engine.shards import Slot
+from decentral.engine.shards import KEPT, Slot
 
 
 class ShardedGossip(FragmentGossip):
@@ -52,7 +52,7 @@ class ShardedPullRule(PullRule):
         self.ready = True  # the ranks' parts always have values
 
     @contextmanager
-    def _at_hand(self, *slots: Slot, changed: Sequence[Slot] = ()) -> Iterator[None]:
+    def _at_hand(self, slots: Sequence[Slot], changed: Sequence[Slot] = ()) -> Iterator[None]:
         """Gather the vectors of these slots; afterwards scatter those that have changed, and drop all."""
         self._gather(slots)
         self.spare = self.tools.vector(self.elements)
@@ -81,13 +81,13 @@ class ShardedPullRule(PullRule):
     def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
         """Pack the window's pseudo-gradient; each rank's snapshot of theta becomes its baseline."""
         phi = () if self.closed is None else (Slot.PHI,)
-        with self._at_hand(Slot.BASELINE, Slot.RESIDUAL, *phi, changed=(Slot.RESIDUAL, *phi)):
+        with self._at_hand((Slot.BASELINE, Slot.RESIDUAL, *phi), changed=(Slot.RESIDUAL, *phi)):
             super().close(theta, window, packer)
         self.shards.rename(self.index, Slot.SNAPSHOT, Slot.BASELINE)
 
     def encode(self, packer: Packer) -> None:
         """Pack the slow weights phi."""
-        with self._at_hand(Slot.PHI):
+        with self._at_hand((Slot.PHI,)):
             super().encode(packer)
 
     def read(self, one: Contribution) -> PulledWindow:
@@ -99,19 +99,18 @@ class ShardedPullRule(PullRule):
     def merge(self, parts: Sequence[Parts], steps: int) -> Correction:
         """Take the outer step with partners' windows, and return the correction of the weights."""
         residual = (Slot.RESIDUAL,) if self.sample is None else ()
-        with self._at_hand(Slot.PHI, Slot.BASELINE, *residual, changed=(Slot.PHI, Slot.BASELINE)):
+        with self._at_hand((Slot.PHI, Slot.BASELINE, *residual), changed=(Slot.PHI, Slot.BASELINE)):
             return super().merge(parts, steps)
 
     def fold(self, theta: Tensor) -> Correction | None:
         """Add all unpublished training to phi, unquantised and without partners; `theta` becomes the baseline."""
-        everything = Slot.PHI, Slot.BASELINE, Slot.RESIDUAL
-        with self._at_hand(*everything, changed=everything):
+        with self._at_hand(KEPT, changed=KEPT):
             self.shards.rename(self.index, Slot.SNAPSHOT, Slot.BASELINE)
             return super().fold(theta)
 
     def state(self, theta: Tensor) -> dict[str, Tensor]:
         """Return phi and `owed`, the training that no window has published yet, given the weights `theta`."""
-        with self._at_hand(Slot.PHI, Slot.BASELINE, Slot.RESIDUAL):
+        with self._at_hand(KEPT):
             return super().state(theta)
 
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
@@ -129,7 +128,7 @@ class ShardedPullRule(PullRule):
 
     def donate(self, live: Live, packer: Packer) -> None:
         """Pack the slow weights, from which a newcomer starts."""
-        with self._at_hand(Slot.PHI):
+        with self._at_hand((Slot.PHI,)):
             super().donate(live, packer)
 
     def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
