@@ -33,6 +33,7 @@ from benchmarks.memory import resident
 from benchmarks.shapes import SIZES
 from benchmarks.sizes import rate
 from decentral.comm.codecs import blockwise
+from decentral.comm.gossip.kernel_choice import best_kernels
 from decentral.core import config, jobs
 from decentral.core.ids import PeerId
 from decentral.core.journal.file import read
@@ -142,7 +143,8 @@ def _lead(island: Island | None, split: Split, run: config.Config, folder: Path)
     memory.give_back_what_is_freed()
     device = Device(CPU, torch.float32, ranks=island or ALONE)
     corpus = corpora.load(run.data, run.model)
-    compute = Compute(ComputeSetup(run, PeerId("A"), corpus, blockwise, device, folder))
+    kernels, _ = best_kernels(CPU, blockwise)
+    compute = Compute(ComputeSetup(run, PeerId("A"), corpus, blockwise, device, folder, kernels=kernels))
     began = time.perf_counter()
     losses = [compute.step().loss for _ in range(STEPS)]
     step_s, peaks = (time.perf_counter() - began) / STEPS, {"steps": resident("VmHWM")}

@@ -176,7 +176,7 @@ def save(folder: Path, span: Span, counters: Counters, whole: bool) -> Generator
     yield Phase.BESIDE
     fragments = span.gossip.fragments
     groups = [fragments] if whole else [[one] for one in fragments]
-    room = CopyRoom([[tensor for one in group for tensor in one.live.shapes().values()] for group in groups])
+    room = CopyRoom([[tensor for one in group for tensor in one.live.tensors().values()] for group in groups])
     file = TensorFile(folder / FILE, {name: like for one in fragments for name, like in one.checkpoint_shapes()})
     facts: JsonObject = {}
     windows, steps = [], []
@@ -184,7 +184,7 @@ def save(folder: Path, span: Span, counters: Counters, whole: bool) -> Generator
         for group in groups:
             yield Phase.HELD
             room.clear()
-            copies = [room.copied(one.live.whole()) for one in group]
+            copies = [one.live.copied(room) for one in group]
             facts = _facts(span.run.digest(), fragments, counters)
             windows += [one.counts() for one in group]
             steps += [one.live.steps for one in group]
@@ -215,10 +215,7 @@ class CopyRoom:
     """A buffer in host memory for copies of tensors, which is used again for each group of tensors."""
 
     def __init__(self, groups: Sequence[Sequence[Tensor]]) -> None:
-        """Allocate the bytes that the largest group of tensors needs, and write zeros so that copies need no new pages.
-
-        The tensors may be on the meta device.
-        """
+        """Allocate the bytes that the largest group needs, and write zeros so that copies need no new memory pages."""
         self._room = torch.empty(max(sum(map(_aligned_bytes, group)) for group in groups), dtype=torch.uint8).fill_(0)
         self._used = 0
 

@@ -13,6 +13,7 @@ side stream. `copy_in` copies on the side stream as well.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +66,13 @@ def fragments(parameters: Sequence[int], at_least: int) -> list[Fragment]:
         _, last, count = groups.pop()
         groups[-1] = [groups[-1][0], last, groups[-1][2] + count]
     return [Fragment(number, first, last, count) for number, (first, last, count) in enumerate(groups)]
+
+
+class CopyRoom(Protocol):
+    """Interface of memory for copies of tensors, which is used again for later copies (engine/checkpoint.py)."""
+
+    def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of the tensors by name."""
 
 
 class Live:
@@ -201,6 +209,10 @@ class Live:
     def whole(self) -> dict[str, Tensor]:
         """Return `tensors`, whole: in an island that shards, new vectors in host memory. Call it between steps."""
         return self.tensors()
+
+    def copied(self, room: "CopyRoom") -> dict[str, Tensor]:
+        """Return copies of `whole`, for which `room` has memory. Call it between steps."""
+        return room.copied(self.tensors())
 
     def shapes(self) -> dict[str, Tensor]:
         """Return the tensors that `whole` returns, on the meta device: their shapes and dtypes, but no values."""

@@ -38,8 +38,6 @@ from decentral.data import corpora
 from decentral.data.source import Reading
 from decentral.engine import accelerator, measure
 from decentral.engine.fragment import Inner, Live, fragments_of
-from decentral.engine.sharded import LossModule, ShardedLive
-from decentral.engine.sharded import build as build_part
 from decentral.engine.shards import Order, Shards
 from decentral.engine.step import (
     Batch,
@@ -48,6 +46,7 @@ from decentral.engine.step import (
     Counters,
     Device,
     Fetch,
+    LossModule,
     ModelForward,
     Replica,
     held_out_part,
@@ -328,8 +327,10 @@ def follow(island: Island, assignment: Assignment, device: Device) -> BuiltRepli
         RuntimeError: If another rank dies or hangs, or the device fails.
         UserError: If the run's data cannot be read on this machine.
     """
+    from decentral.engine import sharded  # imported here, since DTensor's 60 MB of imports are for islands only
+
     run = assignment.run
-    replica = build_part(run, device.device, island) if island.sharded else build_whole(run, device.device)
+    replica = sharded.build(run, device.device, island) if island.sharded else build_whole(run, device.device)
     island.hold(replica)
     counters = Counters()
 
@@ -348,7 +349,7 @@ def follow(island: Island, assignment: Assignment, device: Device) -> BuiltRepli
                 held_out_part(island.forward, island.batch(first, second), device)
             case _:
                 live = replica.inner.lives[first]
-                assert isinstance(live, ShardedLive), "only parts of fragments get such orders"
+                assert isinstance(live, sharded.ShardedLive), "only parts of fragments get such orders"
                 live.obey(order, second)
 
 

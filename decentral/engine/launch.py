@@ -31,7 +31,7 @@ from decentral.core import config
 from decentral.core.end_with_parent import end_with_parent
 from decentral.core.errors import UserError
 from decentral.core.rank_place import ATTEMPT, Place, Split
-from decentral.engine import measure, memory, tensor_parallel
+from decentral.engine import measure, memory
 from decentral.engine.island import BUCKET_BYTES, Island, follow
 from decentral.engine.step import Device
 
@@ -213,7 +213,7 @@ def choose_parts(
             raise UserError(f"--memory {available}: {why}; {advice}")
     elif reason := _whole_only(run):
         raise UserError(f"--split {split}: with {reason} each device holds the whole model; use --split copies")
-    if split is Split.TENSOR and (reason := tensor_parallel.refusal(run, island.size)):
+    if split is Split.TENSOR and (reason := _uneven(run, island.size)):
         raise UserError(f"--split tensor: {reason}; use --split parts")
     least = memory.part_of(needs, run, island.size).span_bytes(0, count)
     if least > available:
@@ -229,3 +229,21 @@ def _whole_only(run: config.Config) -> str:
     if run.train.moments != "float32":
         return f"train.moments {run.train.moments}"
     return "model.lora" if run.model.lora is not None else ""
+
+
+def _uneven(run: config.Config, ranks: int) -> str:
+    """Return why tensor parallelism cannot divide this model over `ranks` ranks; "" if it can."""
+    model = run.model
+    if model.layers is not None:
+        return "model.layers: the matrices of a user's layers are unknown"
+    if model.options.query_norm:
+        return "this family normalises queries over heads of several devices"
+    counts = {
+        "heads": model.n_heads,
+        "kv_heads": model.n_kv_heads,
+        "channels": model.d_model,
+        "hidden channels": model.d_hidden,
+        "vocabulary": model.vocabulary,
+    }
+    uneven = [f"{count} {what}" for what, count in counts.items() if count % ranks]
+    return f"{', '.join(uneven)} cannot be divided equally over {ranks} devices" if uneven else ""

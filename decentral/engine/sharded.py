@@ -25,11 +25,11 @@ from decentral.core import config
 from decentral.core.fragments import Fragment
 from decentral.core.rank_place import Split
 from decentral.engine import accelerator, tensor_parallel
-from decentral.engine.fragment import Arrive, Inner, Live, Work, fragments_of
+from decentral.engine.fragment import Arrive, CopyRoom, Inner, Live, Work, fragments_of
 from decentral.engine.muon import MOMENTUM, Muon, muon_step
 from decentral.engine.optimizers import Operands, OptimizerState, round_stochastically, views
 from decentral.engine.shards import Cut, Division, MatrixExchange, Order, Shards, Slot
-from decentral.engine.step import BuiltReplica, Chain, ModelForward
+from decentral.engine.step import BuiltReplica, Chain, LossModule, ModelForward
 from decentral.model import decoder
 
 THETA = "theta"
@@ -115,6 +115,10 @@ class ShardedLive(Live):
             self._everywhere(Order.LIFT, place)
             found[name] = self.ranks.shards.gather(self.index, _moved(name)).to(tensor.dtype)
         return found
+
+    def copied(self, room: CopyRoom) -> dict[str, Tensor]:
+        """Return `whole`, which has new vectors already."""
+        return self.whole()
 
     def shapes(self) -> dict[str, Tensor]:
         """Return the tensors that `whole` returns, on the meta device."""
@@ -289,20 +293,6 @@ class ShardedForward:
         """Return the mean cross-entropy in nats per token, a scalar."""
         loss: Tensor = self.root(tokens_BT, targets_BT)
         return loss
-
-
-class LossModule(nn.Module):
-    """A model and its loss as one module, as torch's wrappers need them to combine the ranks' gradients."""
-
-    def __init__(self, layers: Sequence[nn.Module], forward: ModelForward) -> None:
-        """Register the parameters of the layers. The method `forward` computes the loss of the argument `forward`."""
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-        self.loss = forward.loss
-
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats per token, a scalar."""
-        return self.loss(tokens_BT, targets_BT)
 
 
 def _convert(layer: nn.Module, dtype: torch.dtype) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from decentral.comm.codecs.sections import Packer
 from decentral.comm.gossip.pull_rule import PullRule
-from decentral.comm.gossip.trust import PulledWindow
+from decentral.comm.gossip.trust import PulledWindow, WindowSample
 from decentral.comm.gossip.update_rules import Correction, Parts, RuleTools, UpdateRule, Window
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
@@ -98,8 +98,10 @@ class ShardedPullRule(PullRule):
 
     def merge(self, parts: Sequence[Parts], steps: int) -> Correction:
         """Take the outer step with partners' windows, and return the correction of the weights."""
-        residual = (Slot.RESIDUAL,) if self.sample is None else ()
-        with self._at_hand((Slot.PHI, Slot.BASELINE, *residual), changed=(Slot.PHI, Slot.BASELINE)):
+        if self.sample is None:
+            own = self.shards.host.get(self.index, Slot.RESIDUAL, take=False)
+            self.sample = WindowSample.drawn(self.elements, own)
+        with self._at_hand((Slot.PHI, Slot.BASELINE), changed=(Slot.PHI, Slot.BASELINE)):
             return super().merge(parts, steps)
 
     def fold(self, theta: Tensor) -> Correction | None:
@@ -111,7 +113,9 @@ class ShardedPullRule(PullRule):
     def state(self, theta: Tensor) -> dict[str, Tensor]:
         """Return phi and `owed`, the training that no window has published yet, given the weights `theta`."""
         with self._at_hand(KEPT):
-            return super().state(theta)
+            published = self.published()
+            phi = self.phi if published is None else self.phi.sub_(published)
+            return {"phi": phi, "owed": self._residual.add_(self._baseline).sub_(theta)}
 
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
         """Continue with the weights on all ranks and a checkpoint's `state`; if it is empty, start with phi = theta."""

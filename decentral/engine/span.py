@@ -20,8 +20,6 @@ from decentral.core.reasons import Reason
 from decentral.engine import accelerator
 from decentral.engine.fragment import Inner, Live, fragments_of
 from decentral.engine.gossip_jobs import FragmentGossip, unpacked
-from decentral.engine.sharded import Orders, build
-from decentral.engine.sharded_rule import ShardedGossip
 from decentral.engine.stage_runner import StageRunner
 from decentral.engine.step import Chain, Counters, Device, ModelForward
 from decentral.model import decoder
@@ -49,7 +47,11 @@ class Span:
         self.activations = ActivationFormat(run, tools.codecs, decoder.widths(run.model))
         self.layers: list[nn.Module] = []
         self.fragments: list[Fragment] = []
-        self.gossip = (ShardedGossip if device.ranks.sharded else FragmentGossip)(run.gossip, peer, tools)
+        self.gossip = FragmentGossip(run.gossip, peer, tools)
+        if device.ranks.sharded:
+            from decentral.engine.sharded_rule import ShardedGossip  # this loads DTensor, for islands only
+
+            self.gossip = ShardedGossip(run.gossip, peer, tools)
         self.inner = Inner([], run.train)
         self.forward: ModelForward = Chain([])
         self._stages: StageRunner | None = None
@@ -106,9 +108,11 @@ class Span:
 
     def _hold_part(self) -> None:
         """Hold this rank's part of every layer, with initial weights."""
+        from decentral.engine import sharded
+
         island = self.device.ranks
-        assert isinstance(island, Orders), "an island has the parts"
-        built = build(self.run, self.device.device, island)
+        assert isinstance(island, sharded.Orders), "an island has the parts"
+        built = sharded.build(self.run, self.device.device, island)
         self.layers, self.fragments = built.layers, list(self.cuts)
         self.inner, self.forward = built.inner, built.forward
         self.gossip.hold(built.inner.lives)

@@ -368,6 +368,20 @@ class Chain:
         return self.trunk(zeros_BTD.requires_grad_())
 
 
+class LossModule(nn.Module):
+    """A model and its loss as one module, as torch's wrappers need them to combine the ranks' gradients."""
+
+    def __init__(self, layers: Sequence[nn.Module], forward: ModelForward) -> None:
+        """Register the parameters of the layers. The method `forward` computes the loss of the argument `forward`."""
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.loss = forward.loss
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Return the mean cross-entropy in nats per token, a scalar."""
+        return self.loss(tokens_BT, targets_BT)
+
+
 def _compiled(layer: nn.Module) -> nn.Module:
     compiled = torch.compile(layer)
     assert isinstance(compiled, nn.Module), "torch.compile returns a module for a module"

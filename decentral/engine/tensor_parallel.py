@@ -11,26 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from decentral.core import config
-
-
-def refusal(run: config.Config, ranks: int) -> str:
-    """Return why this model cannot be divided so over `ranks` ranks; "" if it can be."""
-    model = run.model
-    if model.layers is not None:
-        return "model.layers: the matrices of a user's layers are unknown"
-    if model.options.query_norm:
-        return "this family normalises queries over heads of several devices"
-    counts = {
-        "heads": model.n_heads,
-        "kv_heads": model.n_kv_heads,
-        "channels": model.d_model,
-        "hidden channels": model.d_hidden,
-        "vocabulary": model.vocabulary,
-    }
-    uneven = [f"{count} {what}" for what, count in counts.items() if count % ranks]
-    return f"{', '.join(uneven)} cannot be divided equally over {ranks} devices" if uneven else ""
-
 
 def divide(layer: nn.Module, mesh: DeviceMesh) -> None:
     """Divide the matrices of an embedding, a block or a head over the ranks of the mesh, in place."""
