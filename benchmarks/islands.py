@@ -5,7 +5,8 @@
 
 The first line measures the engine alone. For each number of ranks, fresh processes build the model, take steps, close
 and merge a window of every fragment with three partners' windows, serve a newcomer, and write a checkpoint and resume.
-A rank's memory is its peak of resident memory in that time, the process itself (torch, data) included.
+A rank's memory is its peak of resident memory in that time, the process itself (torch, data) included. "of one" is the
+largest rank's against one process's; "without files" the same without pages of files, such as torch's libraries.
 
 With --swarm, two islands of real peers join over loopback, and train and exchange windows for so many seconds.
 """
@@ -57,6 +58,7 @@ class Measured:
 
     ranks: int
     peaks: list[int]
+    of_files: list[int]  # by rank: resident pages of files, above all of torch's libraries, which processes share
     counted: int  # bytes that engine/memory.py counts for a rank
     peaks_0: dict[str, int]  # rank 0's peaks after each kind of work
     losses: list[float]
@@ -79,7 +81,16 @@ def main() -> None:
             print(json.dumps(two_islands(overrides, ranks, args.split, args.swarm)), flush=True)
         return
     rows: list[Measured] = []
-    print(f"{'ranks':>5} {'rank 0, MB':>11} {'others, MB':>11} {'of one':>7} {'counted, MB':>12} {'step, s':>8}")
+    heads = {
+        "ranks": 5,
+        "rank 0, MB": 11,
+        "others, MB": 11,
+        "of one": 7,
+        "without files": 15,
+        "counted, MB": 12,
+        "step, s": 8,
+    }
+    print(" ".join(head.rjust(width) for head, width in heads.items()))
     for ranks in args.ranks:
         rows.append(measure(overrides, ranks, args.split))
         print(_line(rows[-1], rows[0]), flush=True)
@@ -88,9 +99,13 @@ def main() -> None:
 
 
 def _line(row: Measured, first: Measured) -> str:
+    own = [peak - files for peak, files in zip(row.peaks, row.of_files, strict=True)]
+    alone = first.peaks[0] - first.of_files[0]
     others = f"{max(row.peaks[1:]) / MB:.0f}" if row.ranks > 1 else "-"
-    share, counted = max(row.peaks) / max(first.peaks), row.counted / MB
-    return f"{row.ranks:>5} {row.peaks[0] / MB:>11.0f} {others:>11} {share:>7.2f} {counted:>12.0f} {row.step_s:>8.2f}"
+    return (
+        f"{row.ranks:>5} {row.peaks[0] / MB:>11.0f} {others:>11} {max(row.peaks) / first.peaks[0]:>7.2f} "
+        f"{max(own) / alone:>15.2f} {row.counted / MB:>12.0f} {row.step_s:>8.2f}"
+    )
 
 
 # The engine alone
@@ -113,8 +128,11 @@ def measure(overrides: list[str], ranks: int, split: Split) -> Measured:
             process.join()
         assert all(process.exitcode == 0 for process in processes), "a rank failed"
         found = json.loads((Path(folder) / "found.json").read_text())
-        peaks = [int((Path(folder) / f"peak-{rank}").read_text()) for rank in range(ranks)]
-    return Measured(ranks=ranks, peaks=peaks, counted=needs.span_bytes(0, len(needs.fragments)), **found)
+        ended = [json.loads((Path(folder) / f"rank-{rank}").read_text()) for rank in range(ranks)]
+    peaks, of_files = [one[0] for one in ended], [one[1] for one in ended]
+    return Measured(
+        ranks=ranks, peaks=peaks, of_files=of_files, counted=needs.span_bytes(0, len(needs.fragments)), **found
+    )
 
 
 def _rank(rank: int, ranks: int, split: Split, port: int, overrides: list[str], folder: Path, done: Barrier) -> None:
@@ -130,7 +148,7 @@ def _rank(rank: int, ranks: int, split: Split, port: int, overrides: list[str], 
         follow(island, assignment, Device(CPU, torch.float32, ranks=island))
     else:
         _lead(island, split, config.load(None, overrides), folder)
-    (folder / f"peak-{rank}").write_text(f"{resident('VmHWM')}")
+    (folder / f"rank-{rank}").write_text(json.dumps([resident("VmHWM"), resident("RssFile")]))
     done.wait()
 
 

@@ -150,7 +150,7 @@ class ShardedLive(Live):
         self._everywhere(Order.LIFT, -1)
 
     def copy_in(self, vector: Tensor) -> Tensor:
-        """Give each rank its part of a correction [n] for `add`, and return rank 0's."""
+        """Give each rank its part of a correction [n] for `add`, and return the correction."""
         self.ranks.shards.scatter(self.index, Slot.CORRECTION, vector)
         return vector
 
