@@ -99,15 +99,16 @@ class GossipedFragment:
         for name, elements in self.rule.kept().items():
             yield f"{self.index}.rule.{name}", torch.empty(elements, device="meta")
 
-    def with_rule(self, live: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def with_rule(self, live: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) for each of the fragment's tensors in a checkpoint: `live`, and the update rule's state.
 
         Args:
-            live: The tensors that `Live.whole` returns, or copies of them.
+            live: The tensors that `Live.whole` returns, or copies of them. They are removed one by one.
         """
-        for name, tensor in live.items():
-            yield f"{self.index}.{name}", tensor
-        for name, tensor in self.rule.state(live["theta"].cpu().float()).items():
+        theta = live["theta"]
+        for name in list(live):
+            yield f"{self.index}.{name}", live.pop(name)
+        for name, tensor in self.rule.state(theta.cpu().float()).items():
             yield f"{self.index}.rule.{name}", tensor
 
     def fold(self) -> Generator[Phase, None, bool]:

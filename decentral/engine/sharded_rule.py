@@ -112,10 +112,11 @@ class ShardedPullRule(PullRule):
 
     def state(self, theta: Tensor) -> dict[str, Tensor]:
         """Return phi and `owed`, the training that no window has published yet, given the weights `theta`."""
-        with self._at_hand(KEPT):
+        with self._at_hand((Slot.RESIDUAL, Slot.BASELINE)):
+            owed = self._residual.add_(self._baseline).sub_(theta)
+        with self._at_hand((Slot.PHI,)):
             published = self.published()
-            phi = self.phi if published is None else self.phi.sub_(published)
-            return {"phi": phi, "owed": self._residual.add_(self._baseline).sub_(theta)}
+            return {"phi": self.phi if published is None else self.phi.sub_(published), "owed": owed}
 
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
         """Continue with the weights on all ranks and a checkpoint's `state`; if it is empty, start with phi = theta."""
