@@ -104,8 +104,7 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
     parser.add_argument("--trust-model-code", metavar="NAME", help=code)
     parser.add_argument("--state-dir", metavar="DIR", help="the peer's state folder; default: a new one")
     parser.add_argument("--device", help="auto, cpu, cuda, xpu, mps, or some of several: cuda:0,cuda:1")
-    divided = "how several devices divide the model: auto, copies, parts or tensor"
-    parser.add_argument("--split", type=Split, choices=list(Split), help=divided)
+    parser.add_argument("--split", type=Split, choices=list(Split), help="how several devices divide the model")
     memory = "memory for the model, such as 8GB; default: the device's"
     parser.add_argument("--memory", type=quantities.size_bytes, metavar="BYTES", help=memory)
     parser.add_argument("--listen", action="append", metavar="MULTIADDR", help="address to listen at")

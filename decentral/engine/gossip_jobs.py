@@ -386,7 +386,8 @@ class FragmentGossip:
         for gossiped, (tokens, lr_sum, resting) in zip(self.fragments, windows, strict=True):
             live, prefix = gossiped.live, f"{gossiped.index}."
             gossiped.resting = resting
-            live.load({name: tensors[prefix + name] for name in live.shapes()})
+            for name in live.shapes():
+                live.load({name: tensors[prefix + name]})
             live.tokens, live.lr_sum, live.steps = tokens, lr_sum, steps
             own = {
                 one.removeprefix(prefix + "rule."): tensors[one] for one in tensors if one.startswith(prefix + "rule.")

@@ -37,7 +37,8 @@ from decentral.core.rank_place import Split
 from decentral.data import corpora
 from decentral.data.source import Reading
 from decentral.engine import accelerator, measure
-from decentral.engine.fragment import Inner, Live, fragments_of
+from decentral.engine.fragment import Live, fragments_of
+from decentral.engine.inner import Inner
 from decentral.engine.shards import Order, Shards
 from decentral.engine.step import (
     Batch,

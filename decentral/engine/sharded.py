@@ -25,7 +25,8 @@ from decentral.core import config
 from decentral.core.fragments import Fragment
 from decentral.core.rank_place import Split
 from decentral.engine import accelerator, tensor_parallel
-from decentral.engine.fragment import Arrive, CopyRoom, Inner, Live, Work, fragments_of
+from decentral.engine.fragment import Arrive, CopyMemory, Live, Work, fragments_of
+from decentral.engine.inner import Inner
 from decentral.engine.muon import MOMENTUM, Muon, muon_step
 from decentral.engine.optimizers import Operands, OptimizerState, round_stochastically, views
 from decentral.engine.shards import Cut, Division, MatrixExchange, Order, Shards, Slot
@@ -116,7 +117,7 @@ class ShardedLive(Live):
             found[name] = self.ranks.shards.gather(self.index, _moved(name)).to(tensor.dtype)
         return found
 
-    def copied(self, room: CopyRoom) -> dict[str, Tensor]:
+    def copied(self, room: CopyMemory) -> dict[str, Tensor]:
         """Return `whole`, which has new vectors already."""
         return self.whole()
 

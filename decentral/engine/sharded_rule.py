@@ -23,7 +23,7 @@ from decentral.core.jobs import Contribution
 from decentral.engine.fragment import Live
 from decentral.engine.gossip_jobs import FragmentGossip
 from decentral.engine.sharded import THETA, ShardedLive
-from decentral.engine.shards import KEPT, Slot
+from decentral.engine.shards import GOSSIP_SLOTS, Slot
 
 
 class ShardedGossip(FragmentGossip):
@@ -106,7 +106,7 @@ class ShardedPullRule(PullRule):
 
     def fold(self, theta: Tensor) -> Correction | None:
         """Add all unpublished training to phi, unquantised and without partners; `theta` becomes the baseline."""
-        with self._at_hand(KEPT, changed=KEPT):
+        with self._at_hand(GOSSIP_SLOTS, changed=GOSSIP_SLOTS):
             self.shards.rename(self.index, Slot.SNAPSHOT, Slot.BASELINE)
             return super().fold(theta)
 

@@ -47,8 +47,8 @@ class Slot(IntEnum):
     MOVED_SECOND = 6  # the same for AdamW's second moments, which Muon's matrices lack
 
 
-KEPT = Slot.PHI, Slot.BASELINE, Slot.RESIDUAL  # the parts of all other vectors are taken before new ones come
-TAKEN = Slot.MOVED, Slot.MOVED_SECOND  # these parts are taken when they are gathered
+GOSSIP_SLOTS = Slot.PHI, Slot.BASELINE, Slot.RESIDUAL  # the parts of all other vectors are taken before new ones come
+MOVING_SLOTS = Slot.MOVED, Slot.MOVED_SECOND  # these parts are taken when they are gathered
 
 
 class _Request(IntEnum):
@@ -121,13 +121,15 @@ class HostParts:
         self._changed = Condition()
 
     def put(self, fragment: int, slot: Slot, part: Tensor) -> None:
-        """Set a part, which the caller must not change any more. Unless it is KEPT, wait until an older part was taken.
+        """Set a part, which the caller must not change any more. Wait until an older one was taken, if it ever is.
 
         Raises:
             RuntimeError: If no thread takes the older part within PART_S seconds.
         """
         with self._changed:
-            if slot not in KEPT and not self._changed.wait_for(lambda: (fragment, slot) not in self._parts, PART_S):
+            if slot not in GOSSIP_SLOTS and not self._changed.wait_for(
+                lambda: (fragment, slot) not in self._parts, PART_S
+            ):
                 raise RuntimeError(f"{slot.name} of fragment {fragment} was not taken within {PART_S:.0f} s")
             self._parts[fragment, slot] = part
             self._changed.notify_all()
@@ -178,7 +180,7 @@ class Shards:
         whole = torch.empty(division.elements) if into is None else into
         for rank in range(1, self.ranks):
             self._ask(rank, _Request.SEND, fragment, slot)
-        division.fill(whole, 0, self.host.get(fragment, slot, take=slot in TAKEN))
+        division.fill(whole, 0, self.host.get(fragment, slot, take=slot in MOVING_SLOTS))
         for rank in range(1, self.ranks):
             part = torch.empty(division.part_elements(rank))
             dist.recv(part, rank, self.group)
@@ -231,7 +233,7 @@ class Shards:
     def _serve(self, kind: _Request, fragment: int, slot: Slot, to: Slot) -> None:
         match kind:
             case _Request.SEND:
-                dist.send(self.host.get(fragment, slot, take=slot in TAKEN), 0, self.group)
+                dist.send(self.host.get(fragment, slot, take=slot in MOVING_SLOTS), 0, self.group)
             case _Request.RECEIVE:
                 part = torch.empty(self.division(fragment, slot).part_elements(self.rank))
                 dist.recv(part, 0, self.group)

@@ -18,8 +18,9 @@ from decentral.core.fragments import ActivationForms, Fragment, Layout
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 from decentral.engine import accelerator
-from decentral.engine.fragment import Inner, Live, fragments_of
+from decentral.engine.fragment import Live, fragments_of
 from decentral.engine.gossip_jobs import FragmentGossip, unpacked
+from decentral.engine.inner import Inner
 from decentral.engine.stage_runner import StageRunner
 from decentral.engine.step import Chain, Counters, Device, ModelForward
 from decentral.model import decoder

@@ -17,7 +17,7 @@ from decentral.core import config, jobs
 from decentral.core.time_spent import KINDS, TimeSpent
 from decentral.core.units import Seconds
 from decentral.engine import accelerator
-from decentral.engine.fragment import Inner, rate_at
+from decentral.engine.inner import Inner, rate_at
 from decentral.model import decoder
 
 Batch = tuple[Tensor, Tensor]

@@ -32,7 +32,8 @@ def build(
     model: config.ModelConfig, seed: int, first: int = 0, last: int | None = None, drawn: bool = True
 ) -> list[nn.Module]:
     """Return layers [first, last) with their initial weights, on the CPU. Arguments and errors as for `each`."""
-    return [layer for _, layer in sorted(each(model, seed, first, last, drawn), key=lambda one: one[0])]
+    found = dict(each(model, seed, first, last, drawn))
+    return [found[number] for number in sorted(found)]
 
 
 def each(
@@ -41,17 +42,15 @@ def each(
     """Yield layers [first, last), each with its index and its initial weights, on the CPU, in a fixed order.
 
     The weights are read from the folder `model.from`, if there is one; otherwise they are sampled. With `model.lora`
-    these weights are frozen, and adapters are added. The layers that the caller does not want are built too, one at a
-    time, and dropped, so that all peers get the same weights for a layer. So memory needs room for one layer beside
-    those that the caller keeps, except with `model.layers`, whose function returns all layers at once.
+    these weights are frozen, and adapters are added. All layers are built, one at a time (`model.layers`: at once), so
+    that all peers get the same weights for a layer.
 
     Args:
         model: The section `model` of the config.
         seed: The run's seed.
         first: Index of the first layer; 0 is the embedding.
-        last: Index after the last layer; None: all further layers.
-        drawn: True: give trained weights their initial values. False: leave trained weights uninitialised, since values
-            from other peers or a checkpoint will replace them; this saves most of the time.
+        last: Index after the last layer; None: all others.
+        drawn: False: leave trained weights uninitialised, since others will replace them; this saves most of the time.
 
     Raises:
         UserError: If `model.layers` does not name a function that returns modules.
@@ -70,17 +69,13 @@ def each(
                     start_weights.fill(model, named_weights([layer], model.depth, number))
                 if model.lora is not None:
                     lora.freeze([layer])
-                    if 0 < number <= model.depth:
-                        with torch.random.fork_rng(devices=[]):  # later layers must not depend on the adapters
-                            lora.adapt(layer, model.lora, seed, number)
+                    with torch.random.fork_rng(devices=[]):  # later layers must not depend on the adapters
+                        lora.adapt(layer, model.lora, seed, number)
                 yield number, layer
 
 
 def placed(layers: Sequence[nn.Module], run: config.Config, device: torch.device) -> list[nn.Module]:
-    """Return the layers on a device, with frozen weights converted to the dtype `train.weights`.
-
-    `Live` converts the trained weights.
-    """
+    """Return the layers on a device, frozen weights in the dtype `train.weights`; `Live` converts trained weights."""
     if run.model.lora is not None:
         lora.convert(layers, getattr(torch, run.train.weights))
     return [layer.to(device) for layer in layers]

@@ -148,19 +148,9 @@ async def prepare(
     expected = bool(access.contacts) or request.kept is not None
     computing = ComputeSetup(run, own.peer, corpus, blockwise, device, folder.path, claimed.span)
     shared.stage("building the model")
-    sequences = run.train.micro_batch if run.train.micro_batch != "auto" else 1
-    if start.island and start.island.sharded:  # all ranks build their parts together
-        start.island.assign(Assignment(run, own.peer, sequences, start.island.split, folder.path))
-    compute = Compute(replace(computing, state_expected=expected, kernels=kernels, report_s=STEPS_REPORTED_S))
+    computing = replace(computing, state_expected=expected, kernels=kernels, report_s=STEPS_REPORTED_S)
+    compute, restored = _built(start, access, computing)
     start.warnings.extend([*corpus.warnings, *_not_compiled(run.train.compile, device)])
-    try:
-        restored = compute.resume()
-    except DamagedCheckpoint as error:
-        _without(error, start, access)
-        restored = False
-    if start.island and not start.island.sharded:  # the other ranks get the weights of this rank
-        start.island.assign(Assignment(run, own.peer, compute.micro_batch, Split.COPIES, folder.path))
-        start.island.hold(compute.span)
     needs, swarm = memory.needs_on(run, device), Look(access.directory, access.run, own.peer)
     await swarm.measure()
     profile = _profile(flags.peer, folder, compute, claimed.memory_bytes)
@@ -191,6 +181,25 @@ async def prepare(
     book = AddressBook.load(folder.path / "peers.json")
     keep = partial(invitation_files.keep_revocations, folder.path)
     return Host(Node(setup), access.network, access.directory, compute, journal, book, now, keep_revocations=keep)
+
+
+def _built(start: PeerStart, access: SwarmAccess, computing: ComputeSetup) -> tuple[Compute, bool]:
+    """Build the model on all ranks of this peer; return rank 0's part, and whether it has resumed a checkpoint."""
+    island, run = start.island, computing.config
+    assigned = Assignment(run, computing.peer, 1, Split.COPIES, computing.folder)
+    if island and island.sharded:  # all ranks build their parts together
+        sequences = run.train.micro_batch if run.train.micro_batch != "auto" else 1
+        island.assign(replace(assigned, micro_batch=sequences, split=island.split))
+    compute = Compute(computing)
+    try:
+        restored = compute.resume()
+    except DamagedCheckpoint as error:
+        _without(error, start, access)
+        restored = False
+    if island and not island.sharded:  # the other ranks get the weights of this rank
+        island.assign(replace(assigned, micro_batch=compute.micro_batch))
+        island.hold(compute.span)
+    return compute, restored
 
 
 def _without(error: DamagedCheckpoint, start: PeerStart, access: SwarmAccess) -> None:
