@@ -25,7 +25,7 @@ from benchmarks.processes import resident_bytes
 from decentral.core import config, rng
 from decentral.data import corpora
 from decentral.engine import measure
-from decentral.engine.fragment import FINAL_RATE
+from decentral.engine.inner import FINAL_RATE
 from decentral.engine.muon import fastest_products
 from decentral.engine.optimizers import BETA1, BETA2
 from decentral.model import decoder

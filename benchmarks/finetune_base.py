@@ -20,7 +20,8 @@ import torch
 from decentral.commands import tokenize
 from decentral.core import config, rng
 from decentral.data import corpora
-from decentral.engine.fragment import Inner, Live, fragments_of
+from decentral.engine.fragment import Live, fragments_of
+from decentral.engine.inner import Inner
 from decentral.engine.step import Chain, Device, held_out_loss, train_step
 from decentral.model import decoder as gpt
 from decentral.model import huggingface

@@ -32,7 +32,8 @@ from benchmarks.rotated_codes import HALF_STEP, SIGNS, TILE, transform
 from decentral.comm.codecs import blockwise
 from decentral.core import config, rng
 from decentral.data import corpora
-from decentral.engine.fragment import Inner, Live, fragments, rate_at
+from decentral.engine.fragment import Live, fragments
+from decentral.engine.inner import Inner, rate_at
 from decentral.engine.look_ahead import LookAhead, WeightsAhead
 from decentral.engine.step import Chain, Device, held_out_loss
 from decentral.model import decoder

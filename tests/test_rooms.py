@@ -60,6 +60,7 @@ EXCEPTIONS = {  # (module, what it imports from a later room) -> why
     ("comm.gossip.pull_rule", "engine.fragment"): LIVE,
     ("comm.gossip.update_rules", "engine.fragment"): LIVE,
     ("comm.rounds.synchronous_rule", "engine.fragment"): LIVE,
+    ("comm.rounds.synchronous_rule", "engine.inner"): LIVE,
     ("engine.launch", "commands.shared"): LINES,
     ("peers.startup.prepare", "commands.shared"): LINES,
     ("peers.startup.reach_swarm", "commands.shared"): LINES,
@@ -92,8 +93,9 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "comm.pipeline": "activations",
         "comm.rounds": "synchronous_rule",
         "engine": (
-            "accelerator checkpoint compute device_check fragment gossip_jobs island launch layer_times look_ahead "
-            "measure memory muon optimizers span stage_runner step tensor_file"
+            "accelerator checkpoint compute device_check fragment gossip_jobs inner island launch layer_times "
+            "look_ahead measure memory muon optimizers sharded sharded_rule shards span stage_runner step tensor_file "
+            "tensor_parallel"
         ),
         "serving": "decoding loaded_model replicas",
         "sim": "fault_injector liars real_training route_liars surrogate surrogate_model sweep",
@@ -136,7 +138,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "commands": "dashboard",
     },
     "threading": {
-        "engine": "compute threads",
+        "engine": "compute shards threads",
         "peers.runtime": "host",
         "view": "event_hooks metrics_server scalar_logs webhook",
         "commands": "lifeline shared",

@@ -23,7 +23,7 @@ from benchmarks.contest.optimizer import MuonAdamW, groups
 from decentral.core import config
 from decentral.data import corpora
 from decentral.data.source import Reading
-from decentral.engine.fragment import rate_at
+from decentral.engine.inner import rate_at
 from decentral.model import decoder
 
 LINE_S = 1.0

@@ -12,7 +12,8 @@ from decentral.comm.codecs.sections import Packer
 from decentral.comm.gossip.update_rules import SCALAR, Parts, UpdateRule
 from decentral.core.errors import ProtocolError
 from decentral.core.reasons import Reason
-from decentral.engine.fragment import Live, step_clipped
+from decentral.engine.fragment import Live
+from decentral.engine.inner import step_clipped
 
 LONGEST_GRADIENT = 1e15  # a sum with a larger L2 norm is refused, so that a thousand sums cannot overflow
 MAX_STEPS = 1 << 24  # a state with a larger step count is refused: fp32 cannot represent all larger integers

@@ -31,7 +31,7 @@ from decentral.core.errors import UserError
 from decentral.core.own_inputs import NO_UPLOAD, NOTHING_NAMED, OwnInputs
 from decentral.core.peer_names import PEER_NAME_CHARS
 from decentral.core.plain_text import SHOWN_CHARS, plain_text
-from decentral.core.rank_place import ATTEMPT, Place
+from decentral.core.rank_place import ATTEMPT, Place, Split
 from decentral.core.units import Amount
 from decentral.engine import compile_caches
 from decentral.peers.membership import records
@@ -83,6 +83,8 @@ def _start(arguments: Sequence[str]) -> None:
         launch.rank(device, flags.peer.throttle, place, lambda island: asyncio.run(lead(island=island)))
     elif len(devices) > 1:
         raise SystemExit(launch.island(arguments, flags.state_dir or str(state.new_path()), devices))
+    elif flags.peer.split is not Split.AUTO:
+        raise UserError(f"--split {flags.peer.split} is for several devices; name them, such as --device cuda:0,cuda:1")
     else:
         asyncio.run(start_peer.start(_downloaded(flags), flags.peer.device))
 
@@ -118,6 +120,7 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
     _add_own_flags(parser)
     parser.add_argument("--state-dir", metavar="DIR", help="the peer's state folder; default: a new one")
     parser.add_argument("--device", help="auto, cpu, cuda, xpu, mps, or some of several: cuda:0,cuda:1")
+    parser.add_argument("--split", type=Split, choices=list(Split), help="how several devices divide the model")
     memory = "memory for the model, such as 8GB; default: the device's"
     parser.add_argument("--memory", type=quantities.size_bytes, metavar="BYTES", help=memory)
     parser.add_argument("--listen", action="append", metavar="MULTIADDR", help="address to listen at")
@@ -201,6 +204,7 @@ def _of_peer(given: argparse.Namespace) -> state.PeerFlags:
         name=kept.name if given.name is None else given.name,
         upload_keep=given.upload_keep or kept.upload_keep,
         upload_rate=given.upload_rate or kept.upload_rate,
+        split=given.split or kept.split,
     )
 
 

@@ -1,9 +1,19 @@
-"""Read this process's rank in its island, a peer with several devices (engine/island.py), from the environment."""
+"""A process's rank in its island, a peer with several devices (engine/island.py), and how they divide the model."""
 
 import os
 from dataclasses import dataclass
+from enum import StrEnum
 
 ATTEMPT = "DECENTRAL_ATTEMPT"  # environment variable of ranks: how many times their launcher has restarted them
+
+
+class Split(StrEnum):
+    """How the devices of one peer divide its model. Values of the flag --split."""
+
+    AUTO = "auto"  # COPIES if a device can hold the whole model, else PARTS
+    COPIES = "copies"  # each has the whole model, and micro-batches of its own
+    PARTS = "parts"  # each has a part of every parameter, and micro-batches of its own
+    TENSOR = "tensor"  # each has a part of every matrix, and all compute the same micro-batches together
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,7 @@ def save(folder: Path, span: Span, counters: Counters, whole: bool) -> Generator
         for group in groups:
             yield Phase.HELD
             room.clear()
-            copies = [room.copied(one.live.tensors()) for one in group]
+            copies = [one.live.copied(room) for one in group]
             facts = _facts(span.run.digest(), fragments, counters)
             windows += [one.counts() for one in group]
             steps += [one.live.steps for one in group]
@@ -255,29 +255,63 @@ def _facts(run: str, fragments: Sequence[GossipedFragment], counters: Counters) 
 def resume(folder: Path, span: Span, counters: Counters) -> bool:
     """Load the folder's checkpoint into `span` and `counters`; return False if there is no checkpoint.
 
+    Only the tensors of one fragment are in memory at a time, beside the span's own.
+
     Raises:
         DamagedCheckpoint: If the checkpoint is damaged, or has a number that is not finite.
         UserError: If the checkpoint is of another run, model or optimizer.
     """
-    found = read(folder)
-    if found is None:
-        return False
-    tensors, facts = found
-    if spoilt := sorted(name for name, tensor in tensors.items() if not finite(tensor)):
-        raise DamagedCheckpoint(folder, f"tensor {spoilt[0]} has a number that is not finite")
+    return _read(folder, lambda file, facts: _resumed(tuple(file.keys()), facts, folder, span, counters)) is not None
+
+
+def _resumed(names: Sequence[str], facts: JsonObject, folder: Path, span: Span, counters: Counters) -> bool:
+    stored, sums = StoredTensors(folder / FILE, names), facts.pop(SUMS, {})
+    for name in sorted({*stored, *sums}):
+        tensor = stored[name]
+        if name in sums:
+            _check_sum(name, tensor, sums[name])
+        if not finite(tensor):
+            raise ValueError(f"tensor {name} has a number that is not finite")
     if facts["run"] != span.run.digest():
         raise UserError(f"{folder} has a checkpoint of another run; use another --state-dir")
     try:
-        span.gossip.load(tensors, facts["window"], facts["inner_steps"])
+        span.gossip.load(stored, facts["window"], facts["inner_steps"])
         for live, steps in zip(span.inner.lives, facts.get("fragment_steps", ()), strict=False):
             live.steps = steps
         counters.own_steps, counters.lr_step = facts["own_steps"], facts["lr_step"]
         counters.micro_batches, counters.tokens = facts["micro_batches"], facts["tokens"]
         counters.versions = {int(index): bytes.fromhex(text) for index, text in facts.get("versions", {}).items()}
-    except (KeyError, ValueError, RuntimeError) as error:
+    except (KeyError, ValueError, RuntimeError, SafetensorError) as error:
         why = f"a checkpoint of another model or optimizer ({error})"
         raise UserError(f"{folder} has {why}; use another --state-dir") from None
     return True
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of a checkpoint file by name; each is read from the disk whenever it is asked for."""
+
+    def __init__(self, path: Path, names: Sequence[str]) -> None:
+        """Read from the safetensors file `path`, which has tensors of these names."""
+        self._path, self._names = path, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return the tensor. Raises KeyError if the file has none of this name.
+
+        The file is mapped for this tensor only, since what was read of a mapping counts as this process's memory.
+        """
+        if name not in self._names:
+            raise KeyError(name)
+        with safe_open(self._path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the names."""
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        """Return the number of tensors."""
+        return len(self._names)
 
 
 class MicroBatchNumbers:

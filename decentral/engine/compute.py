@@ -89,11 +89,13 @@ class Compute(JobRunner):
         self._queued: deque[tuple[QueuedStep, jobs.Stepped]] = deque()  # steps whose loss is not read yet
         self.threads = JobThreads(self.program, self._failure_of)
         ranks = setup.device.ranks
-        reading = Reading(run.seed, setup.peer, setup.folder, ranks.rank, ranks.size)
+        reading = Reading(run.seed, setup.peer, setup.folder, ranks.rank if ranks.readers > 1 else 0, ranks.readers)
         self.micro_batches = setup.corpus.micro_batches(reading)
         self.held_out = setup.corpus.evaluation(run.train.eval_sequences)
         size = run.train.micro_batch
-        self.micro_batch = size if size != "auto" else measure.micro_batch(span.forward, run.model, setup.device)
+        if size == "auto":
+            size = 1 if ranks.sharded else measure.micro_batch(span.forward, run.model, setup.device)
+        self.micro_batch = size
 
     @property
     def awaits_state(self) -> bool:
@@ -261,21 +263,22 @@ class Compute(JobRunner):
         return self.micro_batches(number, self.micro_batch)
 
     def _fetch(self) -> tuple[Tensor, Tensor]:
-        """Return the next micro-batch of rank 0, and count one micro-batch for each rank of the island as used."""
+        """Return the next micro-batch of rank 0, and count it, and one of each other rank that reads its own."""
         number = self.counters.micro_batches
-        self.counters.micro_batches += self.setup.device.ranks.size
-        return self.batch(number)
+        ranks = self.setup.device.ranks
+        self.counters.micro_batches += ranks.readers
+        return ranks.shared(self.batch(number))
 
     def _draw(self, job: jobs.Draw, number: int, name: int) -> jobs.Outcome:
         return self.span.stages.draw(job, name, self.batch(number))
 
     def _evaluate(self) -> Program:
         """Measure the held-out loss, a few sequences at a time between steps, so that no step is delayed much."""
-        total, seconds = 0.0, 0.0
+        device, total, seconds = self.setup.device, 0.0, 0.0
         for part in parts_of(self.held_out, max(8, self.micro_batch)):
             yield Phase.EDGE
             began = time.perf_counter()
-            total += held_out_part(self.span.forward, part, self.setup.device)
+            total += held_out_part(device.ranks.evaluating(self.span, part), part, device)
             seconds += time.perf_counter() - began
         return jobs.Evaluated(self.counters.tokens, total / decoder.trained_tokens(self.held_out[1]), seconds)
 

@@ -1,4 +1,4 @@
-"""Weights in training: one flat vector [n] for each fragment (`Live`), and the optimizer on these vectors (`Inner`).
+"""Weights in training: one flat vector [n] for each fragment (`Live`). engine/inner.py has the optimizer on them.
 
 Each parameter is a view into its fragment's vector, so gossip, averaging and the optimizer are a few vector operations
 for each fragment, however many tensors its layers have. A vector holds first the matrices that Muon trains (with
@@ -10,9 +10,10 @@ thread only queues a copy within the device for `copy_out`; the worker thread mo
 side stream. `copy_in` copies on the side stream as well.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +27,9 @@ from decentral.engine.optimizers import (
     OptimizerState,
     StretchOptimizer,
     round_stochastically,
-    step_together,
     views,
 )
 from decentral.model import decoder
-
-FINAL_RATE = 0.1  # the learning rate decays to this share of its peak at `train.total_steps`
 
 
 def fragments_of(run: config.Config) -> list[Fragment]:
@@ -65,6 +63,13 @@ def fragments(parameters: Sequence[int], at_least: int) -> list[Fragment]:
         _, last, count = groups.pop()
         groups[-1] = [groups[-1][0], last, groups[-1][2] + count]
     return [Fragment(number, first, last, count) for number, (first, last, count) in enumerate(groups)]
+
+
+class CopyMemory(Protocol):
+    """Interface of memory for copies of tensors, which is used again for later copies (engine/checkpoint.py)."""
+
+    def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of the tensors by name."""
 
 
 class Live:
@@ -101,22 +106,32 @@ class Live:
         numbers = range(len(layers)) if numbers is None else numbers
         self._last = numbers[-1]
         groups = self._groups(layers, numbers.start)
-        parameters = [parameter for group in groups for parameter in group]
-        shapes = [parameter.shape for parameter in parameters]
-        dtype = getattr(torch, train.weights)
-        if drawn:
-            self.theta = _flat(parameters).to(device, dtype)
-        else:
-            self.theta = torch.empty(sum(shape.numel() for shape in shapes), dtype=dtype, device=device)
-        self._parameters = parameters
+        self._parameters = [parameter for group in groups for parameter in group]
         self._grad: Tensor | None = None
-        matrices, gains = (sum(parameter.numel() for parameter in group) for group in groups[1:])
-        self.state = OptimizerState([block.shape for block in groups[0]], matrices, gains, train, device)
         self.tokens = 0  # tokens trained in the current gossip window
         self.lr_sum = 0.0  # sum of the learning rates of the steps in the current gossip window
         self.steps = 0  # optimizer steps on this fragment, for AdamW's bias correction and the peer's rate warm-up
         self.touched = set[str]()  # tensors that rank 0 has changed, and that an `Island` must copy to the other ranks
-        self.compute_with(self.theta)
+        self.theta, self.state = self._placed(groups, device, drawn)
+
+    def _placed(
+        self, groups: Sequence[Sequence[nn.Parameter]], device: torch.device, drawn: bool
+    ) -> tuple[Tensor, OptimizerState]:
+        """Move the parameters, grouped as by `_groups`, into a new vector theta; return it with its optimizer state."""
+        parameters, dtype = self._parameters, getattr(torch, self.train.weights)
+        if drawn:
+            theta = _flat(parameters).to(device, dtype)
+        else:
+            theta = torch.empty(sum(one.numel() for one in parameters), dtype=dtype, device=device)
+        self.compute_with(theta)
+        return theta, self._state([block.shape for block in groups[0]], groups[1:], device)
+
+    def _state(
+        self, blocks: Sequence[torch.Size], others: Sequence[Sequence[Tensor]], device: torch.device
+    ) -> OptimizerState:
+        """Return new optimizer state. `others`: the parameters that AdamW trains with weight decay, and without."""
+        matrices, gains = (sum(one.numel() for one in group) for group in others)
+        return OptimizerState(blocks, matrices, gains, self.train, device)
 
     def compute_with(self, weights: Tensor) -> None:
         """Use the vector `weights` [n] in the layers' passes; optimizer, gossip and checkpoints still use theta."""
@@ -188,6 +203,33 @@ class Live:
         """Return theta and the optimizer state by name, as a checkpoint stores them, without copying them."""
         return {"theta": self.theta, **self.state.tensors}
 
+    def whole(self) -> dict[str, Tensor]:
+        """Return `tensors`, whole: in an island that shards, new vectors in host memory. Call it between steps."""
+        return self.tensors()
+
+    def copied(self, room: "CopyMemory") -> dict[str, Tensor]:
+        """Return copies of `whole`, for which `room` has memory. Call it between steps."""
+        return room.copied(self.tensors())
+
+    def shapes(self) -> dict[str, Tensor]:
+        """Return the tensors that `whole` returns, on the meta device: their shapes and dtypes, but no values."""
+        return {name: tensor.to("meta") for name, tensor in self.tensors().items()}
+
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Overwrite theta and optimizer state by name. Each of `values` has the shape that `shapes` gives it."""
+        tensors = self.tensors()
+        for name, value in values.items():
+            tensors[name].copy_(value)
+        self.touched.update(values)
+
+    def copy_out(self, into: Tensor) -> "Arrive":
+        """Begin to copy theta to host memory between two steps: `copy_out`."""
+        return copy_out(self, into)
+
+    def copy_in(self, vector: Tensor) -> Tensor:
+        """Copy a correction [n] from host memory to the device for `add`. Call it on the worker thread: `copy_in`."""
+        return copy_in(vector, self.theta.device)
+
     def touch(self, *names: str) -> None:
         """Mark these `tensors` (all, if no name is given) as changed on this rank only; an island then copies them."""
         self.touched.update(names or self.tensors())
@@ -234,6 +276,9 @@ class Live:
         seed = rng.seed_of(self.fragment.index, what, self.steps) % 2**63
         return torch.Generator(self.theta.device).manual_seed(seed)
 
+    def stepped(self) -> None:
+        """End an optimizer step. A part of a fragment (`ShardedLive`) copies the result to its weights."""
+
     def count(self, tokens: int, rate: float) -> None:
         """Count an optimizer step on `tokens` tokens at learning rate `rate`, in `steps` and in the current window."""
         self.tokens += tokens
@@ -258,136 +303,8 @@ class Work:
     theta: Tensor  # the stretch's part of the fragment's flat weight vector
 
 
-def step_fragments(lives: Sequence[tuple[Live, Sequence[Tensor]]], steps: int, rate: float, void: Tensor) -> None:
-    """Take one optimizer step of several fragments, with one call for each kind of optimizer (see `step_together`).
-
-    Changes theta and the optimizer state in place. The caller counts the step (`Live.count`).
-
-    Args:
-        lives: Each fragment with its gradients: one for each parameter, or one flat vector [n].
-        steps: Number of optimizer steps taken before this step.
-        rate: The learning rate.
-        void: fp32 scalar on the weights' device; 1: the gradients are not finite, and nothing changes.
-    """
-    work = [one for live, gradients in lives for one in live.work(gradients)]
-    step_together([(one.stretch, one.operands) for one in work], steps, rate, void)
-    for one in work:
-        if one.wide is not one.theta:
-            round_stochastically(one.wide, one.theta, one.live.chance(f"step {one.stretch.begin}"))
-
-
-class Inner:
-    """The inner optimizer of a peer: it clips the gradient of all fragments together, then steps each fragment."""
-
-    def __init__(self, lives: Sequence[Live], train: config.TrainConfig) -> None:
-        """Set up the optimizer of all fragments that the peer holds. `train`: the section `train` of the config."""
-        self.lives = lives
-        self.train = train
-
-    @property
-    def steps(self) -> int:
-        """The number of optimizer steps on the first fragment; `step` uses this number for every fragment."""
-        return self.lives[0].steps
-
-    def zero_grad(self) -> None:
-        """Set the gradients of all fragments to zero."""
-        for live in self.lives:
-            live.zero_grad()
-
-    def clip(self) -> Tensor:
-        """Scale the gradient of all fragments together, in place, to a norm of at most `train.clip_norm`.
-
-        Returns:
-            The norm before scaling, a scalar on the device, for which the host of a GPU does not wait. It is not finite
-            if the gradient has a NaN or an infinity.
-        """
-        gradients = [gradient for live in self.lives for gradient in live.gradients()]
-        norms = torch._foreach_norm(gradients, 2.0, torch.float32)
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        scale = self.train.clip_norm / (norm + 1e-6)
-        if norm.device.type != "cpu":
-            torch._foreach_mul_(gradients, scale.clamp(max=1.0))
-        elif scale < 1:
-            torch._foreach_mul_(gradients, float(scale))
-        return norm
-
-    def step(self, rate: float, tokens: int, void: Tensor | None = None) -> None:
-        """Take an optimizer step on all fragments, and count it.
-
-        Args:
-            rate: The learning rate.
-            tokens: Tokens trained in this step.
-            void: fp32 scalar on the device; 1: the gradients are not finite, and no weights change. The step is counted
-                all the same: call `uncount` once the host knows. None: 0.
-        """
-        steps, pairs = self.steps, [(live, live.gradients()) for live in self.lives]
-        void = torch.zeros((), device=self.lives[0].theta.device) if void is None else void
-        if self.train.weights == "float32":
-            step_fragments(pairs, steps, rate, void)
-        else:  # one fragment at a time, so that few fp32 copies are in memory together
-            for pair in pairs:
-                step_fragments([pair], steps, rate, void)
-        for live in self.lives:
-            live.count(tokens, rate)
-
-    def uncount(self, rate: float, tokens: int) -> None:
-        """Take back the count of a step at learning rate `rate` on `tokens` tokens, which has changed no weights."""
-        for live in self.lives:
-            live.uncount(tokens, rate)
-
-
-def step_clipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> bool:
-    """Clip the gradient of one fragment and take its optimizer step, unless the gradient is not finite.
-
-    Args:
-        live: The fragment.
-        gradient: The fragment's mean gradient [n] over the tokens, scaled in place; `live.grad` or another vector.
-        lr_step: The swarm's learning-rate step.
-        tokens: Number of tokens over which the gradient is averaged.
-
-    Returns:
-        Whether the step was taken.
-    """
-    train = live.train
-    norm = _norm(gradient)
-    if not torch.isfinite(norm):
-        return False
-    gradient *= (train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-    rate = rate_at(train, lr_step, live.steps)
-    step_fragments([(live, [gradient])], live.steps, rate, torch.zeros_like(norm))
-    live.count(tokens, rate)
-    live.touch()
-    return True
-
-
-def has_finite_norm(gradient: Tensor) -> bool:
-    """Return whether the norm of a gradient [n] is finite; if it is not, `step_clipped` takes no step."""
-    return bool(torch.isfinite(_norm(gradient)))
-
-
-def _norm(gradient: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-    return norm
-
-
 def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:
     return torch.cat([parameter.detach().float().flatten() for parameter in parameters])
-
-
-def rate_at(train: config.TrainConfig, lr_step: int, own_steps: int) -> float:
-    """Return the learning rate: linear warm-up, then constant, or linear decay to FINAL_RATE at `total_steps`.
-
-    Args:
-        train: The section `train` of the config.
-        lr_step: The swarm's learning-rate step.
-        own_steps: Steps that this peer has taken. Warm-up counts the smaller of `lr_step` and `own_steps`, so that a
-            peer that joins late warms up too.
-    """
-    warm = min(1.0, (min(lr_step, own_steps) + 1) / (train.warmup_steps + 1))
-    if train.total_steps is None:
-        return train.peak_rate * warm
-    left = max(0.0, 1 - max(0, lr_step - train.warmup_steps) / max(1, train.total_steps - train.warmup_steps))
-    return train.peak_rate * warm * (FINAL_RATE + (1 - FINAL_RATE) * left)
 
 
 Arrive = Callable[[], None]

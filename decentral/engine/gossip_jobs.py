@@ -21,7 +21,7 @@ from decentral.core.errors import ProtocolError
 from decentral.core.fragments import Layout
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
-from decentral.engine.fragment import Live, copy_in, copy_out
+from decentral.engine.fragment import Live
 from decentral.engine.threads import Phase, Program, finish
 
 Steps = Generator[Phase, None, None]
@@ -51,7 +51,7 @@ class GossipedFragment:
     def copied(self) -> Generator[Phase, None, Tensor]:
         """Copy theta between two steps, continue on the worker thread, and return the copy: fp32 [n] in host memory."""
         theta = self.rule.buffer()
-        arrive = copy_out(self.live, theta)
+        arrive = self.live.copy_out(theta)
         yield Phase.BESIDE
         arrive()
         return theta
@@ -81,7 +81,7 @@ class GossipedFragment:
     def correct(self, correction: Correction | None) -> Steps:
         """Apply a correction to theta between two steps; do nothing for None. Call this on the worker thread."""
         if correction is not None:
-            vector = copy_in(correction.vector, self.live.theta.device)
+            vector = self.live.copy_in(correction.vector)
             yield Phase.EDGE
             replaced = correction.replaces
             if replaced is None:
@@ -94,20 +94,21 @@ class GossipedFragment:
 
     def checkpoint_shapes(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each name that `with_rule` yields, with a tensor of the same shape on the meta device."""
-        for name, tensor in self.live.tensors().items():
-            yield f"{self.index}.{name}", tensor.to("meta")
+        for name, tensor in self.live.shapes().items():
+            yield f"{self.index}.{name}", tensor
         for name, elements in self.rule.kept().items():
             yield f"{self.index}.rule.{name}", torch.empty(elements, device="meta")
 
-    def with_rule(self, live: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def with_rule(self, live: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) for each of the fragment's tensors in a checkpoint: `live`, and the update rule's state.
 
         Args:
-            live: The tensors that `Live.tensors` returns, or copies of them.
+            live: The tensors that `Live.whole` returns, or copies of them. They are removed one by one.
         """
-        for name, tensor in live.items():
-            yield f"{self.index}.{name}", tensor
-        for name, tensor in self.rule.state(live["theta"].cpu().float()).items():
+        theta = live["theta"]
+        for name in list(live):
+            yield f"{self.index}.{name}", live.pop(name)
+        for name, tensor in self.rule.state(theta.cpu().float()).items():
             yield f"{self.index}.rule.{name}", tensor
 
     def fold(self) -> Generator[Phase, None, bool]:
@@ -351,17 +352,21 @@ class FragmentGossip:
         self.merging &= self._by_index.keys()
 
     def _new(self, live: Live, drawn: bool) -> GossipedFragment:
-        theta = live.theta if drawn else live.theta.to("meta")
-        made = update_rules.rule(self.gossip, theta, self.peer, self.tools)
+        made = self._rule(live, drawn)
         n, codecs = live.fragment.parameters, self.tools.codecs
         layouts = (update_rules.layout_of(one, n, codecs) for one in (made.sections, made.on_request, made.sparse))
         published, on_request, sparse = layouts
         dense = tuple(section for section in published if section.name in made.sparse)
         return GossipedFragment(live, made, published, on_request, (*dense, *sparse))
 
+    def _rule(self, live: Live, drawn: bool) -> UpdateRule:
+        """Return a new update rule for a fragment. `drawn`: whether the fragment has weights."""
+        theta = live.theta if drawn else live.theta.to("meta")
+        return update_rules.rule(self.gossip, theta, self.peer, self.tools)
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint by name. Call it only while the worker waits (`Phase.HELD`)."""
-        return {name: tensor for one in self.fragments for name, tensor in one.with_rule(one.live.tensors())}
+        return {name: tensor for one in self.fragments for name, tensor in one.with_rule(one.live.whole())}
 
     def windows(self) -> list[WindowCounts]:
         """Return the counts of each fragment's current window, as a checkpoint stores them."""
@@ -381,9 +386,10 @@ class FragmentGossip:
         for gossiped, (tokens, lr_sum, resting) in zip(self.fragments, windows, strict=True):
             live, prefix = gossiped.live, f"{gossiped.index}."
             gossiped.resting = resting
-            for name, tensor in live.tensors().items():
-                tensor.copy_(tensors[prefix + name])
+            for name in live.shapes():
+                live.load({name: tensors[prefix + name]})
             live.tokens, live.lr_sum, live.steps = tokens, lr_sum, steps
-            live.touch()
-            own = {n.removeprefix(prefix + "rule."): t for n, t in tensors.items() if n.startswith(prefix + "rule.")}
+            own = {
+                one.removeprefix(prefix + "rule."): tensors[one] for one in tensors if one.startswith(prefix + "rule.")
+            }
             gossiped.rule.load(live.theta, own)

@@ -1,15 +1,16 @@
-"""An island: several devices of one peer, each with a process (a rank) that holds the whole model.
+"""An island: several devices of one peer, each with a process (a rank) that holds the whole model or a part of it.
 
 Start reading at `follow`. Rank 0 is the peer that the swarm sees: its training thread does all jobs. The other ranks
 only compute: before each step they wait for an order from rank 0.
 
     order -> copy what rank 0 changed -> micro-batches, mean of all ranks' gradients -> the same step on all ranks
 
-The ranks train data-parallel with torch's DistributedDataParallel (Li et al., arXiv 2006.15704), over NCCL between
-CUDA devices and gloo between CPU processes. Averaged gradients are bit-identical on all ranks, so each rank's optimizer
-takes the same step and weights need not be sent. Other changes of the weights (a merge, state from another peer, a
-checkpoint, a step of routed training) happen on rank 0 only. Rank 0 marks the changed tensors in `Live.touched`, and
-copies them to the other ranks before the next step.
+The ranks train data-parallel, over NCCL between CUDA devices and gloo between CPU processes. If a model does not fit
+into each device, each rank has only a part of every parameter (engine/sharded.py). Otherwise each rank has the whole
+model, and torch's DistributedDataParallel (Li et al., arXiv 2006.15704) averages the gradients. Averaged gradients are
+then bit-identical on all ranks, so each rank's optimizer takes the same step and weights need not be sent. Other
+changes of the weights (a merge, state from another peer, a checkpoint, a step of routed training) happen on rank 0
+only. Rank 0 marks the changed tensors in `Live.touched`, and copies them to the other ranks before the next step.
 
 Rank r of R takes the micro-batches r, R + r, 2 R + r, ... of this peer, so no two ranks train the same micro-batch. If
 a rank dies, the other ranks lose their connections to it and fail as well; the launcher then restarts all ranks.
@@ -21,11 +22,10 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import IntEnum
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
@@ -33,11 +33,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 from decentral.core import config
 from decentral.core.ids import PeerId
+from decentral.core.rank_place import Split
 from decentral.data import corpora
 from decentral.data.source import Reading
 from decentral.engine import accelerator, measure
-from decentral.engine.fragment import Inner, Live, fragments_of
-from decentral.engine.step import Chain, Counters, Device, ModelForward, Replica, train_step
+from decentral.engine.fragment import Live, fragments_of
+from decentral.engine.inner import Inner
+from decentral.engine.shards import Order, Shards
+from decentral.engine.step import (
+    Batch,
+    BuiltReplica,
+    Chain,
+    Counters,
+    Device,
+    Fetch,
+    LossModule,
+    ModelForward,
+    Replica,
+    held_out_part,
+    train_step,
+)
 from decentral.model import decoder
 
 BACKENDS = {"cuda": "nccl", "xpu": "xccl"}  # of torch.distributed, by types of devices; gloo for all others
@@ -45,14 +60,6 @@ STEP_S = 600.0  # if ranks wait this long for another rank within a step, it cou
 WAIT_S = 24 * 3600.0  # a rank fails if rank 0 gives no order for this long; rank 0 may take hours to join a swarm
 BUCKET_BYTES = 4  # per parameter, for the copy of the gradients that DistributedDataParallel makes
 HEADER = 3  # an order is kind, learning-rate step, number of micro-batches, then two numbers for each fragment
-
-
-class Order(IntEnum):
-    """A kind of order. Rank 0 broadcasts an order, and all ranks carry it out together."""
-
-    FINISH = 0
-    MEASURE = 1  # all ranks together time forward and backward passes
-    STEP = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,7 @@ class Assignment:
     run: config.Config
     peer: PeerId
     micro_batch: int
+    split: Split = Split.COPIES
     folder: Path | None = None  # each rank's position in streamed data is saved here; with None it is not saved
 
 
@@ -92,15 +100,28 @@ class Island:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a restart must not read keys of older attempts
         dist.init_process_group(backend, timeout=limit, store=PrefixStore(attempt, store), rank=rank, world_size=size)
         self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_S))
-        self.rank, self.size = rank, size
+        beside = dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_S))
+        self.rank, self.size, self.shards = rank, size, Shards(rank, size, beside)
+        self.split = Split.COPIES
+        self.assigned = False  # whether the other ranks know their run
         self.lives: Sequence[Live] = ()
         self.under_way = False  # True while a step runs, and for ever after a failed step
-        self._forward: AveragedForward | None = None
+        self._forward: ModelForward | None = None
         self.device = device
         own = Member(os.getpid(), measure.device_name(device), measure.memory_bytes(device))
         members: list[Member] = [own] * self.size
         dist.all_gather_object(members, own, self.control)
         self.members = tuple(members)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank has only a part of the model."""
+        return self.split is not Split.COPIES
+
+    @property
+    def readers(self) -> int:
+        """The number of ranks that have micro-batches of their own."""
+        return 1 if self.split is Split.TENSOR else self.size
 
     @property
     def memory_bytes(self) -> int:
@@ -120,7 +141,8 @@ class Island:
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Return the context for a micro-batch's passes. Gradients are averaged over ranks only if `last` is True."""
-        return nullcontext() if last else self.forward.averaged.no_sync()
+        averaged = self._forward.averaged if isinstance(self._forward, AveragedForward) else None
+        return nullcontext() if last or averaged is None else averaged.no_sync()
 
     def end(self, figures: Tensor) -> Tensor:
         """End the step, and return the mean of figures, such as the loss, over all ranks. All ranks must call this."""
@@ -129,10 +151,42 @@ class Island:
         self.under_way = False
         return mean
 
-    def assign(self, assignment: Assignment, replica: Replica) -> None:
-        """Make the other ranks build the model and copy the weights of `replica` to them. Only rank 0 calls this."""
+    def evaluating(self, replica: Replica, part: Batch) -> ModelForward:
+        """Return the model as a function for one loss without gradients. All ranks that have only parts take part.
+
+        Args:
+            replica: The model.
+            part: The sequences of which the caller computes the loss next.
+        """
+        if not self.sharded:
+            return replica.forward
+        self._order(Order.EVALUATE, part[0].shape[0], part[0].shape[1])
+        self._send(part)
+        self.under_way = False
+        return self.forward
+
+    def shared(self, batch: Batch) -> Batch:
+        """Return a micro-batch of rank 0, and give it to the other ranks if they have none of their own."""
+        if self.readers == 1:
+            self._send(batch)
+        return batch
+
+    def _send(self, batch: Batch) -> None:
+        dist.broadcast(torch.stack(batch), src=0, group=self.control)
+
+    def tell(self, order: Order, fragment: int, what: int) -> None:
+        """Order all other ranks to work on a part of a fragment. `what`: the index of a tensor of the fragment."""
+        self._order(order, fragment, what)
+        self.under_way = False
+
+    def decide(self, split: Split) -> None:
+        """Set how the ranks will divide the model. Rank 0 calls this before it builds the model."""
+        self.split = split
+
+    def assign(self, assignment: Assignment) -> None:
+        """Make the other ranks build the model. Only rank 0 calls this."""
+        self.assigned = True
         dist.broadcast_object_list([assignment], group=self.control)
-        self.hold(replica)
 
     def close(self) -> None:
         """Leave the island. On rank 0, first order the other ranks to finish.
@@ -144,53 +198,72 @@ class Island:
         if self.rank == 0:
             with suppress(RuntimeError):
                 self._finish()
+        if self.sharded and self.lives:
+            self.shards.end()
         dist.destroy_process_group()
 
     def _finish(self) -> None:
         if self.lives:
             self._order(Order.FINISH)
-        else:
+        elif not self.assigned:
             dist.broadcast_object_list([None], group=self.control)
 
-    def _order(self, kind: Order, lr_step: int = 0, micro_batches: int = 0) -> None:
+    def _order(self, kind: Order, first: int = 0, second: int = 0) -> None:
         marks = [number for live in self.lives for number in (live.steps, _marks(live))]
         self.under_way = True
-        self._exchange(torch.tensor([kind, lr_step, micro_batches, *marks]))
+        self._exchange(torch.tensor([kind, first, second, *marks]))
 
     def assignment(self) -> Assignment | None:
         """Wait for rank 0's assignment and return it; None if rank 0 ends first. Ranks other than 0 call this."""
         received: list[Assignment | None] = [None]
         dist.broadcast_object_list(received, group=self.control)
+        if received[0] is not None:
+            self.split = received[0].split
         return received[0]
 
-    def next_step(self, counters: Counters) -> tuple[Order, ModelForward]:
-        """Wait for rank 0's next order, and copy rank 0's counters and changed tensors. Ranks other than 0 call this.
+    def next_order(self, counters: Counters) -> tuple[Order, int, int]:
+        """Wait for rank 0's next order, and copy rank 0's counts and changed tensors. Ranks other than 0 call this.
 
         Args:
-            counters: This rank's counters, changed in place.
+            counters: This rank's counters, changed in place by an order to step.
 
         Returns:
-            The order, and the model as a function whose gradients are the mean over all ranks.
+            The order and its two numbers.
 
         Raises:
             RuntimeError: If another rank has died, or rank 0 gives no order for WAIT_S seconds.
         """
         numbers = self._exchange(torch.zeros(HEADER + 2 * len(self.lives), dtype=torch.int64))
-        counters.lr_step, counters.micro_batches = numbers[1:HEADER]
+        order, first, second = Order(numbers[0]), numbers[1], numbers[2]
+        if order is Order.STEP:
+            counters.lr_step, counters.micro_batches = first, second
         for live, steps, marks in zip(self.lives, numbers[HEADER::2], numbers[HEADER + 1 :: 2], strict=True):
             live.steps = steps
             live.touched = {name for at, name in enumerate(live.tensors()) if marks >> at & 1}
-        order = Order(numbers[0])
-        if order is not Order.FINISH:
+        if order in (Order.STEP, Order.MEASURE):
             self._copy_touched()
-        return order, self.forward
+        return order, first, second
+
+    def batch(self, sequences: int, positions: int) -> Batch:
+        """Return the sequences that rank 0 sends to all ranks. Ranks other than 0 call this."""
+        batch_2BT = torch.empty(2, sequences, positions, dtype=torch.int64)
+        dist.broadcast(batch_2BT, src=0, group=self.control)
+        return batch_2BT[0], batch_2BT[1]
 
     def hold(self, replica: Replica) -> None:
-        """Wrap the model to average gradients, and copy rank 0's weights to all ranks. All ranks must call this."""
-        self.lives, self._forward = replica.inner.lives, AveragedForward(replica)
+        """Wrap the model to average gradients, and copy rank 0's weights to all ranks. All ranks must call this.
+
+        A model of which each rank has a part needs neither: its `build` has called `take`.
+        """
+        if not self.sharded:
+            self.take(replica.inner.lives, AveragedForward(replica))
+
+    def take(self, lives: Sequence[Live], forward: ModelForward) -> None:
+        """Set the fragments and the model that later orders are about."""
+        self.lives, self._forward = lives, forward
 
     @property
-    def forward(self) -> "AveragedForward":
+    def forward(self) -> ModelForward:
         """The model as a function whose gradients are the mean over all ranks."""
         assert self._forward is not None, "this rank has no layers yet"
         return self._forward
@@ -220,7 +293,7 @@ class AveragedForward:
         # Torch 2.13 deprecates `broadcast_buffers`, but torch 2.9 lacks its successor `forward_sync_buffers`.
         with warnings.catch_warnings(action="ignore", category=FutureWarning):
             self.averaged = DistributedDataParallel(
-                LossModule(replica),
+                LossModule(replica.layers, replica.forward),
                 broadcast_buffers=False,  # buffers never change, so they need no copies
                 find_unused_parameters=replica.run.model.layers is not None,  # user models may leave parameters unused
             )
@@ -235,40 +308,15 @@ class AveragedForward:
         return loss
 
 
-class LossModule(nn.Module):
-    """The model and its loss as one module, as DistributedDataParallel needs them to average the gradients."""
-
-    def __init__(self, replica: Replica) -> None:
-        """Register the parameters of the replica's layers; `forward` computes the replica's loss."""
-        super().__init__()
-        self.layers = nn.ModuleList(replica.layers)
-        self.loss = replica.forward.loss
-
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats per token, a scalar."""
-        return self.loss(tokens_BT, targets_BT)
+def build_whole(run: config.Config, device: torch.device) -> BuiltReplica:
+    """Build the whole model on a device with uninitialised weights; `Island.hold` then copies rank 0's weights."""
+    layers = decoder.placed(decoder.build(run.model, run.seed, drawn=False), run, device)
+    lives = [Live(cut, layers, device, run.train) for cut in fragments_of(run)]
+    compiled = run.train.compile and not accelerator.compile_failure(device)
+    return BuiltReplica(run, layers, Inner(lives, run.train), Chain(layers, compiled, run))
 
 
-@dataclass(slots=True)
-class Follower:
-    """The whole model on a rank other than 0, without gossip or checkpoints; it implements `Replica`."""
-
-    run: config.Config
-    layers: list[nn.Module]
-    inner: Inner
-    forward: ModelForward
-
-    @classmethod
-    def build(cls, run: config.Config, device: torch.device) -> "Follower":
-        """Build the model on a device with uninitialised weights; `Island.hold` then copies rank 0's weights."""
-        built = decoder.build(run.model, run.seed, drawn=False)
-        layers = decoder.placed(built, run, device)
-        lives = [Live(cut, layers, device, run.train) for cut in fragments_of(run)]
-        compiled = run.train.compile and not accelerator.compile_failure(device)
-        return cls(run, layers, Inner(lives, run.train), Chain(layers, compiled, run))
-
-
-def follow(island: Island, assignment: Assignment, device: Device) -> Follower:
+def follow(island: Island, assignment: Assignment, device: Device) -> BuiltReplica:
     """Carry out the orders of rank 0 until it finishes, and return the trained model.
 
     Args:
@@ -280,25 +328,46 @@ def follow(island: Island, assignment: Assignment, device: Device) -> Follower:
         RuntimeError: If another rank dies or hangs, or the device fails.
         UserError: If the run's data cannot be read on this machine.
     """
-    run = assignment.run
-    reading = Reading(run.seed, assignment.peer, assignment.folder, island.rank, island.size)
-    micro_batches = corpora.load(run.data, run.model).micro_batches(reading)
-    replica, counters = Follower.build(run, device.device), Counters()
-    island.hold(replica)
+    from decentral.engine import sharded  # imported here, since DTensor's 60 MB of imports are for islands only
 
-    def fetch() -> tuple[Tensor, Tensor]:
-        number = counters.micro_batches + island.rank
-        counters.micro_batches += island.size
-        return micro_batches(number, assignment.micro_batch)
+    run = assignment.run
+    replica = sharded.build(run, device.device, island) if island.sharded else build_whole(run, device.device)
+    island.hold(replica)
+    counters = Counters()
+
+    fetch = _fetch_of(island, assignment, counters)
 
     while True:
-        order, forward = island.next_step(counters)
-        if order is Order.FINISH:
-            return replica
-        if order is Order.MEASURE:
-            measure.step_s(forward, run.model, device, assignment.micro_batch)
-        else:
-            train_step(forward, fetch, replica.inner, counters.lr_step, run.train, device)
+        order, first, second = island.next_order(counters)
+        match order:
+            case Order.FINISH:
+                return replica
+            case Order.MEASURE:
+                measure.step_s(island.forward, run.model, device, assignment.micro_batch)
+            case Order.STEP:
+                train_step(island.forward, fetch, replica.inner, counters.lr_step, run.train, device)
+            case Order.EVALUATE:
+                held_out_part(island.forward, island.batch(first, second), device)
+            case _:
+                live = replica.inner.lives[first]
+                assert isinstance(live, sharded.ShardedLive), "only parts of fragments get such orders"
+                live.obey(order, second)
+
+
+def _fetch_of(island: Island, assignment: Assignment, counters: Counters) -> Fetch:
+    """Return the function that returns the next micro-batch of this rank, or of rank 0 if only that one reads data."""
+    run, sequences = assignment.run, assignment.micro_batch
+    if island.readers == 1:
+        return lambda: island.batch(sequences, run.model.context)
+    reading = Reading(run.seed, assignment.peer, assignment.folder, island.rank, island.size)
+    micro_batches = corpora.load(run.data, run.model).micro_batches(reading)
+
+    def fetch() -> Batch:
+        number = counters.micro_batches + island.rank
+        counters.micro_batches += island.size
+        return micro_batches(number, sequences)
+
+    return fetch
 
 
 def _marks(live: Live) -> int:

@@ -30,9 +30,10 @@ from decentral.commands.shared import ending_signals, one_line
 from decentral.core import config
 from decentral.core.end_with_parent import end_with_parent
 from decentral.core.errors import UserError
-from decentral.core.rank_place import ATTEMPT, Place
+from decentral.core.rank_place import ATTEMPT, Place, Split
 from decentral.engine import measure, memory
 from decentral.engine.island import BUCKET_BYTES, Island, follow
+from decentral.engine.step import Device
 
 RESTARTS = 100  # the launcher gives up after this many restarts, since a broken device may fail every time
 
@@ -164,34 +165,85 @@ def _follow(device: str, throttle: float, island: Island) -> None:
     if assignment is not None:
         train = assignment.run.train
         chosen = measure.choose(device, train.dtype, throttle, train.emulated_micro_batch_s)
+        if island.sharded:
+            memory.give_back_what_is_freed()
         follow(island, assignment, replace(chosen, ranks=island))
     island.close()
 
 
-def model_bytes(wanted: int | None, run: config.Config, kept: tuple[int, int] | None, island: Island) -> int:
-    """Return how many bytes the model may take on each device beside the copy of the gradients for averaging.
+def choose_parts(
+    wanted: int | None, run: config.Config, kept: tuple[int, int] | None, device: Device, split: Split
+) -> tuple[Split, int]:
+    """Return how the ranks divide the model, and how many bytes the model may take on each device.
+
+    By default each rank has the whole model if that fits beside the copy of the gradients for averaging, since parts
+    cost traffic between the devices in each step.
 
     Args:
         wanted: --memory in bytes; None: the whole memory of the smallest device.
         run: The run's config.
         kept: Layers [first, last) of the state folder's checkpoint; None: the folder has no checkpoint.
-        island: The island.
+        device: Rank 0's device, with the ranks of its island.
+        split: The user's choice.
 
     Raises:
-        UserError: If the whole model does not fit into a device, the checkpoint holds only some layers, or the run
+        UserError: If not even a part of the model fits into a device, the checkpoint holds only some layers, or the run
             trains in synchronous rounds.
     """
+    island = device.ranks
+    assert isinstance(island, Island), "an island has several ranks"
     if run.synchronous:
         raise UserError(f"gossip.algorithm {run.gossip.algorithm} needs one device per peer; name one --device")
-    needs = memory.needs(run)
+    needs = memory.needs_on(run, device)
+    count = len(needs.fragments)
     if kept not in (None, (0, needs.fragments[-1].last)):
         layers = f"layers {kept[0]} to {kept[1] - 1}"
         whole = "a peer with several devices trains the whole model"
         raise UserError(f"the checkpoint has only {layers}, but {whole}; name one --device")
     available = wanted or island.memory_bytes
-    buckets = BUCKET_BYTES * sum(cut.parameters for cut in needs.fragments)
-    needed = needs.span_bytes(0, len(needs.fragments)) + buckets
-    if needed > available:
-        each = f"a peer with several devices holds the whole model on each, which takes {needed} bytes"
-        raise UserError(f"--memory {available}: {each}; name one --device, so that the peer may hold only some layers")
-    return available - buckets
+    advice = "name one --device, so that the peer may hold only some layers"
+    if split in (Split.AUTO, Split.COPIES):
+        buckets = BUCKET_BYTES * sum(cut.parameters for cut in needs.fragments)
+        needed = needs.span_bytes(0, count) + buckets
+        if needed <= available:
+            return Split.COPIES, available - buckets
+        reason = "--split copies" if split is Split.COPIES else _whole_only(run)
+        if reason:
+            why = f"with {reason} each device of a peer holds the whole model, which takes {needed} bytes"
+            raise UserError(f"--memory {available}: {why}; {advice}")
+    elif reason := _whole_only(run):
+        raise UserError(f"--split {split}: with {reason} each device holds the whole model; use --split copies")
+    if split is Split.TENSOR and (reason := _uneven(run, island.size)):
+        raise UserError(f"--split tensor: {reason}; use --split parts")
+    least = memory.part_of(needs, run, island.size).span_bytes(0, count)
+    if least > available:
+        why = f"a part of the model on each of {island.size} devices takes {least} bytes"
+        raise UserError(f"--memory {available}: {why}; {advice}")
+    return Split.TENSOR if split is Split.TENSOR else Split.PARTS, available
+
+
+def _whole_only(run: config.Config) -> str:
+    """Return the setting because of which a model cannot be divided over devices; "" if it can be."""
+    if run.gossip.algorithm != "pull":
+        return f"gossip.algorithm {run.gossip.algorithm}"
+    if run.train.moments != "float32":
+        return f"train.moments {run.train.moments}"
+    return "model.lora" if run.model.lora is not None else ""
+
+
+def _uneven(run: config.Config, ranks: int) -> str:
+    """Return why tensor parallelism cannot divide this model over `ranks` ranks; "" if it can."""
+    model = run.model
+    if model.layers is not None:
+        return "model.layers: the matrices of a user's layers are unknown"
+    if model.options.query_norm:
+        return "this family normalises queries over heads of several devices"
+    counts = {
+        "heads": model.n_heads,
+        "kv_heads": model.n_kv_heads,
+        "channels": model.d_model,
+        "hidden channels": model.d_hidden,
+        "vocabulary": model.vocabulary,
+    }
+    uneven = [f"{count} {what}" for what, count in counts.items() if count % ranks]
+    return f"{', '.join(uneven)} cannot be divided equally over {ranks} devices" if uneven else ""

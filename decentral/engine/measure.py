@@ -95,7 +95,7 @@ def measure(
     """
     of_device = without_speed(device)
     trained_s = max(step_s(forward, model, device, micro_batch), device.emulated_s * work) * device.throttle
-    return replace(of_device, tokens_per_s=device.ranks.size * micro_batch * model.context / trained_s)
+    return replace(of_device, tokens_per_s=device.ranks.readers * micro_batch * model.context / trained_s)
 
 
 def without_speed(device: Device) -> Measured:

@@ -102,16 +102,34 @@ def needs(run: config.Config, cuts: Sequence[Fragment] | None = None, gossip_apa
 def needs_on(run: config.Config, device: Device) -> MemoryNeeds:
     """Return the bytes that each fragment of the run's model takes on a device.
 
-    On a GPU, gossip state is not counted, because it is in host memory. The activations of a peer with the whole model
-    count for one micro-batch only, since this peer finishes each micro-batch before the next. With bf16 arithmetic,
-    activations count half: measurements gave 0.45 and 0.51 of their fp32 bytes (docs/results/gpu.md).
+    In an island that shards, these are the bytes on one rank. On a GPU, gossip state is not counted, because it is in
+    host memory. The activations of a peer with the whole model count for one micro-batch only, since this peer finishes
+    each micro-batch before the next. With bf16 arithmetic, activations count half: measurements gave 0.45 and 0.51 of
+    their fp32 bytes (docs/results/gpu.md).
     """
     if device.device.type == "cpu":
-        return needs(run)
-    found = replace(needs(run, gossip_apart=True), whole_in_flight=1)
-    if device.dtype != torch.bfloat16:
-        return found
-    return replace(found, activations=tuple(size // 2 for size in found.activations))
+        found = needs(run)
+    else:
+        found = replace(needs(run, gossip_apart=True), whole_in_flight=1)
+        if device.dtype == torch.bfloat16:
+            found = replace(found, activations=tuple(size // 2 for size in found.activations))
+    return part_of(found, run, device.ranks.size) if device.ranks.sharded else found
+
+
+def part_of(whole: MemoryNeeds, run: config.Config, ranks: int) -> MemoryNeeds:
+    """Return the bytes that each fragment takes on one rank of an island whose ranks divide the model equally.
+
+    A rank has a part of the state. Beside it are whole, for one fragment at a time: on rank 0 the vectors of gossip,
+    and on all ranks the weights and gradients of the layer in work and of the next layer.
+    """
+    number_bytes = 2 if run.train.weights == "bfloat16" else 4
+    layers = [2 * 2 * number_bytes * one.parameters for one in whole.fragments]
+    return replace(
+        whole,
+        state=tuple(-(-size // ranks) for size in whole.state),
+        scratch=tuple(size + more for size, more in zip(whole.scratch, layers, strict=True)),
+        whole_in_flight=1,
+    )
 
 
 def layer_bytes(run: config.Config) -> list[LayerBytes]:

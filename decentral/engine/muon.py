@@ -22,7 +22,7 @@ from torch.overrides import BaseTorchFunctionMode
 from decentral.core.config import TrainConfig
 from decentral.engine.optimizers import Operands, views
 
-_MOMENTUM = 0.95
+MOMENTUM = 0.95
 _NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # coefficients of one Newton-Schulz iteration, as in Jordan's post and torch
 _ITERATIONS = 5
 _EPSILON = 1e-7
@@ -91,7 +91,7 @@ def muon_step(
             list(momenta),
             lr=rate,
             weight_decay=decay,
-            momentum=_MOMENTUM,
+            momentum=MOMENTUM,
             nesterov=True,
             ns_coefficients=_NEWTON_SCHULZ,
             ns_steps=_ITERATIONS,
@@ -126,8 +126,8 @@ def batched_step(
             chosen = numbers[begin : begin + at_once]
             thetas, grads, firsts = ([group[at] for at in chosen] for group in (matrices, gradients, momenta))
             grads = [torch.where(skipped, first, grad) for first, grad in zip(firsts, grads, strict=True)]
-            torch._foreach_lerp_(firsts, grads, 1 - _MOMENTUM)
-            grads = list(torch._foreach_lerp(grads, firsts, _MOMENTUM))  # Nesterov's; frees the copies
+            torch._foreach_lerp_(firsts, grads, 1 - MOMENTUM)
+            grads = list(torch._foreach_lerp(grads, firsts, MOMENTUM))  # Nesterov's; frees the copies
             wide_NRC = torch.stack([one if len(one) == rows else one.mT for one in grads])
             share = torch.where(skipped, 0.0, -rate * 0.2 * math.sqrt(columns)).view(1, 1, 1)  # makes the product fp32
             turned = zip(thetas, _semi_orthogonal(wide_NRC) * share, strict=True)

@@ -18,8 +18,9 @@ from decentral.core.fragments import ActivationForms, Fragment, Layout
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 from decentral.engine import accelerator
-from decentral.engine.fragment import Inner, Live, fragments_of
+from decentral.engine.fragment import Live, fragments_of
 from decentral.engine.gossip_jobs import FragmentGossip, unpacked
+from decentral.engine.inner import Inner
 from decentral.engine.stage_runner import StageRunner
 from decentral.engine.step import Chain, Counters, Device, ModelForward
 from decentral.model import decoder
@@ -48,6 +49,10 @@ class Span:
         self.layers: list[nn.Module] = []
         self.fragments: list[Fragment] = []
         self.gossip = FragmentGossip(run.gossip, peer, tools)
+        if device.ranks.sharded:
+            from decentral.engine.sharded_rule import ShardedGossip  # this loads DTensor, for islands only
+
+            self.gossip = ShardedGossip(run.gossip, peer, tools)
         self.inner = Inner([], run.train)
         self.forward: ModelForward = Chain([])
         self._stages: StageRunner | None = None
@@ -55,6 +60,8 @@ class Span:
 
     def hold(self, first: int, last: int, drawn: bool = True) -> None:
         """Hold the layers [first, last): keep layers that the peer already has, free the others, and build the rest.
+
+        In an island that shards, hold a part of every layer, with initial weights, whatever the arguments are.
 
         Layers that are no longer held are freed before new layers are built, so the device never holds both. No
         execution may be pending.
@@ -70,6 +77,9 @@ class Span:
             StartWeightsError: If the folder of the initial weights is missing or wrong. The span then has only some
                 layers: call `hold` again.
         """
+        if self.device.ranks.sharded:
+            self._hold_part()
+            return
         run, device = self.run, self.device.device
         wanted = [cut for cut in self.cuts if first <= cut.first and cut.last <= last]
         assert (wanted[0].first, wanted[-1].last) == (first, last), "a span is whole fragments"
@@ -96,6 +106,17 @@ class Span:
         self.forward = Chain(self.layers, run.train.compile and not accelerator.compile_failure(device), run, first)
         if len(wanted) < len(self.cuts) or run.synchronous:
             self._stages = self._at_work(alone=True)
+
+    def _hold_part(self) -> None:
+        """Hold this rank's part of every layer, with initial weights."""
+        from decentral.engine import sharded
+
+        island = self.device.ranks
+        assert isinstance(island, sharded.Orders), "an island has the parts"
+        built = sharded.build(self.run, self.device.device, island)
+        self.layers, self.fragments = built.layers, list(self.cuts)
+        self.inner, self.forward = built.inner, built.forward
+        self.gossip.hold(built.inner.lives)
 
     def given(self, fragments: Iterable[int]) -> None:
         """Record that these fragments (indices) have weights from a checkpoint or a peer, so `draw` skips them."""

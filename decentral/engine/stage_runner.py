@@ -30,7 +30,8 @@ from decentral.core.errors import ProtocolError
 from decentral.core.fragments import Layout
 from decentral.core.layer_work import forward_share, share
 from decentral.core.reasons import Reason
-from decentral.engine.fragment import Live, fragments_of, has_finite_norm, step_clipped
+from decentral.engine.fragment import Live, fragments_of
+from decentral.engine.inner import has_finite_norm, step_clipped
 from decentral.engine.look_ahead import LookAhead, WeightsAhead
 from decentral.engine.step import Device, slow_down
 from decentral.model import decoder

@@ -17,11 +17,14 @@ from decentral.core import config, jobs
 from decentral.core.time_spent import KINDS, TimeSpent
 from decentral.core.units import Seconds
 from decentral.engine import accelerator
-from decentral.engine.fragment import Inner, rate_at
+from decentral.engine.inner import Inner, rate_at
 from decentral.model import decoder
 
-Fetch = Callable[[], tuple[Tensor, Tensor]]
-"""Returns the next micro-batch: inputs_BT and targets_BT."""
+Batch = tuple[Tensor, Tensor]
+"""Sequences: inputs_BT and targets_BT."""
+
+Fetch = Callable[[], Batch]
+"""Returns the next micro-batch."""
 
 
 class TimeAccount:
@@ -89,7 +92,7 @@ class Counters:
 
 
 class ModelForward(Protocol):
-    """Interface of a model's layers as one function; `Chain` and `AveragedForward` implement it."""
+    """Interface of a model's layers as one function; `Chain`, `AveragedForward` and `ShardedForward` implement it."""
 
     def __call__(self, tokens_BT: Tensor, /) -> Tensor:
         """Return logits_BTV."""
@@ -99,7 +102,7 @@ class ModelForward(Protocol):
 
 
 class Replica(Protocol):
-    """Interface of the whole model on one device, and its optimizer; `Span` and `Follower` implement it."""
+    """Interface of a model on one device, or of a rank's part of it; `Span` and `BuiltReplica` implement it."""
 
     @property
     def run(self) -> config.Config:
@@ -118,11 +121,29 @@ class Replica(Protocol):
         """The layers as one function."""
 
 
+@dataclass(frozen=True, slots=True)
+class BuiltReplica:
+    """A model on a rank, without gossip and checkpoints; it implements `Replica`."""
+
+    run: config.Config
+    layers: list[nn.Module]
+    inner: Inner
+    forward: ModelForward
+
+
 class Ranks(Protocol):
     """Interface to the processes that train one peer together: the ranks of an `Island`, or one process (`Alone`)."""
 
     rank: int
     size: int
+
+    @property
+    def readers(self) -> int:
+        """The number of ranks that have micro-batches of their own."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank has only a part of the model."""
 
     def begin(self, replica: Replica, counters: Counters, measuring: bool = False) -> ModelForward:
         """Begin a step, or a measurement, on all ranks, and return the model as a function."""
@@ -133,11 +154,17 @@ class Ranks(Protocol):
     def end(self, figures: Tensor) -> Tensor:
         """End the step or measurement; return the mean of figures, such as the loss, over all ranks."""
 
+    def shared(self, batch: Batch) -> Batch:
+        """Return a micro-batch of rank 0, and give it to the other ranks if they have none of their own."""
+
+    def evaluating(self, replica: Replica, part: Batch) -> ModelForward:
+        """Return the model as a function. The caller computes the loss of `part` with it next, without gradients."""
+
 
 class Alone:
     """The `Ranks` of a peer with one device, which has only one process."""
 
-    rank, size = 0, 1
+    rank, size, readers, sharded = 0, 1, 1, False
 
     def begin(self, replica: Replica, counters: Counters, measuring: bool = False) -> ModelForward:
         """Return `replica.forward`; there are no other ranks to prepare."""
@@ -150,6 +177,14 @@ class Alone:
     def end(self, figures: Tensor) -> Tensor:
         """Return the figures unchanged."""
         return figures
+
+    def shared(self, batch: Batch) -> Batch:
+        """Return the batch."""
+        return batch
+
+    def evaluating(self, replica: Replica, part: Batch) -> ModelForward:
+        """Return `replica.forward`."""
+        return replica.forward
 
 
 ALONE = Alone()
@@ -230,7 +265,7 @@ def queue_step(
 
     A step whose gradient is not finite changes no weights, and its report counts no tokens. Each rank of an island
     takes `train.accumulate` micro-batches. The report counts the micro-batches of all ranks; its number of tokens is
-    this rank's tokens times the number of ranks.
+    this rank's tokens times the number of ranks that have micro-batches of their own.
 
     Args:
         forward: The model, as `Ranks.begin` returns it.
@@ -244,7 +279,7 @@ def queue_step(
     inner.zero_grad()
     batches = [fetch() for _ in range(train.accumulate)]
     own_tokens = [decoder.trained_tokens(targets_BT) for _, targets_BT in batches]
-    losses, tokens = [], sum(own_tokens) * ranks.size
+    losses, tokens = [], sum(own_tokens) * ranks.readers
     for number, batch in enumerate(batches, 1):
         with ranks.micro_batch(last=number == len(batches)):
             with device.autocast():
@@ -263,7 +298,7 @@ def queue_step(
         complete = streams.Event(blocking=True)
         complete.record(streams.current_stream(device.device))
     inner.step(rate, tokens, void=(~torch.isfinite(norm)).float())
-    return QueuedStep(figures, complete, inner, rate, tokens, train.accumulate * ranks.size)
+    return QueuedStep(figures, complete, inner, rate, tokens, train.accumulate * ranks.readers)
 
 
 def held_out_loss(forward: ModelForward, batch: tuple[Tensor, Tensor], device: Device, at_once: int) -> float:
@@ -331,6 +366,20 @@ class Chain:
             return self.trunk(tokens_BT)
         zeros_BTD = torch.zeros((*tokens_BT.shape, self.entering), device=tokens_BT.device, dtype=self.dtype)
         return self.trunk(zeros_BTD.requires_grad_())
+
+
+class LossModule(nn.Module):
+    """A model and its loss as one module, as torch's wrappers need them to combine the ranks' gradients."""
+
+    def __init__(self, layers: Sequence[nn.Module], forward: ModelForward) -> None:
+        """Register the parameters of the layers. The method `forward` computes the loss of the argument `forward`."""
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.loss = forward.loss
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Return the mean cross-entropy in nats per token, a scalar."""
+        return self.loss(tokens_BT, targets_BT)
 
 
 def _compiled(layer: nn.Module) -> nn.Module:

@@ -31,20 +31,26 @@ LOGITS_AT_ONCE = 1 << 25  # the loss of a micro-batch with more logits (tokens t
 def build(
     model: config.ModelConfig, seed: int, first: int = 0, last: int | None = None, drawn: bool = True
 ) -> list[nn.Module]:
-    """Return layers [first, last) with their initial weights, on the CPU.
+    """Return layers [first, last) with their initial weights, on the CPU. Arguments and errors as for `each`."""
+    found = dict(each(model, seed, first, last, drawn))
+    return [found[number] for number in sorted(found)]
+
+
+def each(
+    model: config.ModelConfig, seed: int, first: int = 0, last: int | None = None, drawn: bool = True
+) -> Iterator[tuple[int, nn.Module]]:
+    """Yield layers [first, last), each with its index and its initial weights, on the CPU, in a fixed order.
 
     The weights are read from the folder `model.from`, if there is one; otherwise they are sampled. With `model.lora`
-    these weights are frozen, and adapters are added. A peer also builds the layers that it does not hold, one at a
-    time, and drops them, so that all peers get the same weights for a layer. So memory needs room for one extra layer,
-    except with `model.layers`, whose function returns all layers at once.
+    these weights are frozen, and adapters are added. All layers are built, one at a time (`model.layers`: at once), so
+    that all peers get the same weights for a layer.
 
     Args:
         model: The section `model` of the config.
         seed: The run's seed.
         first: Index of the first layer; 0 is the embedding.
-        last: Index after the last layer; None: all further layers.
-        drawn: True: give trained weights their initial values. False: leave trained weights uninitialised, since values
-            from other peers or a checkpoint will replace them; this saves most of the time.
+        last: Index after the last layer; None: all others.
+        drawn: False: leave trained weights uninitialised, since others will replace them; this saves most of the time.
 
     Raises:
         UserError: If `model.layers` does not name a function that returns modules.
@@ -55,25 +61,21 @@ def build(
     with torch.random.fork_rng(devices=[]), nullcontext() if filled and not given else Undrawn():
         torch.manual_seed(seed)
         if model.layers is not None:
-            return _users_layers(model)[first:last]
-        inside = range(model.depth + 2)[first:last]
-        kept = {index: layer for index, layer in _ours(model) if index in inside}
-    layers = [kept[index] for index in inside]
-    if filled and given:
-        start_weights.fill(model, named_weights(layers, model.depth, inside.start))
-    if model.lora is not None:
-        lora.freeze(layers)
-        for number, layer in zip(inside, layers, strict=True):
-            if 0 < number <= model.depth:
-                lora.adapt(layer, model.lora, seed, number)
-    return layers
+            yield from list(enumerate(_users_layers(model)))[first:last]
+            return
+        for number, layer in _ours(model):
+            if number in range(model.depth + 2)[first:last]:
+                if filled and given:
+                    start_weights.fill(model, named_weights([layer], model.depth, number))
+                if model.lora is not None:
+                    lora.freeze([layer])
+                    with torch.random.fork_rng(devices=[]):  # later layers must not depend on the adapters
+                        lora.adapt(layer, model.lora, seed, number)
+                yield number, layer
 
 
 def placed(layers: Sequence[nn.Module], run: config.Config, device: torch.device) -> list[nn.Module]:
-    """Return the layers on a device, with frozen weights converted to the dtype `train.weights`.
-
-    `Live` converts the trained weights.
-    """
+    """Return the layers on a device, frozen weights in the dtype `train.weights`; `Live` converts trained weights."""
     if run.model.lora is not None:
         lora.convert(layers, getattr(torch, run.train.weights))
     return [layer.to(device) for layer in layers]

@@ -30,11 +30,12 @@ from decentral.core.errors import UserError
 from decentral.core.jobs import DIVERGED
 from decentral.core.journal.events import ErrorLine, IslandLine, StartedLine
 from decentral.core.journal.file import Journal
-from decentral.core.layer_work import share
+from decentral.core.layer_work import UNMEASURED, share
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.own_inputs import NO_UPLOAD
 from decentral.core.peer_names import machine_name
 from decentral.core.plain_text import plain_text
+from decentral.core.rank_place import Split
 from decentral.data import corpora as data
 from decentral.data import run_inputs
 from decentral.engine import accelerator, checkpoint, launch, measure, memory
@@ -106,7 +107,9 @@ async def claim_layers(start: PeerStart, access: SwarmAccess) -> tuple[SpanReque
         _without(error, start, access)
         kept = None
     if start.island:
-        memory_bytes = launch.model_bytes(wanted, access.config, kept, start.island)
+        device = replace(device, ranks=start.island)
+        split, memory_bytes = launch.choose_parts(wanted, access.config, kept, device, start.flags.peer.split)
+        start.island.decide(split)
     else:
         memory_bytes = wanted or measure.memory_bytes(device.device)
     originates = may_train(access.private, own.peer)
@@ -140,7 +143,7 @@ async def prepare(
     run, own, flags, folder = access.config, request.own, start.flags, start.folder
     device = measure.choose(start.device, run.train.dtype, flags.peer.throttle, run.train.emulated_micro_batch_s)
     device = replace(device, ranks=start.island or ALONE)
-    if claimed.span is not None:
+    if claimed.span is not None or device.ranks.sharded:
         memory.give_back_what_is_freed()
     else:
         memory.keep_what_is_freed()
@@ -150,15 +153,9 @@ async def prepare(
     expected = bool(access.contacts) or request.kept is not None
     computing = ComputeSetup(run, own.peer, corpus, blockwise, device, folder.path, claimed.span)
     shared.stage("building the model")
-    compute = Compute(replace(computing, state_expected=expected, kernels=kernels, report_s=STEPS_REPORTED_S))
+    computing = replace(computing, state_expected=expected, kernels=kernels, report_s=STEPS_REPORTED_S)
+    compute, restored = _built(start, access, computing)
     start.warnings.extend([*corpus.warnings, *_not_compiled(run.train.compile, device)])
-    try:
-        restored = compute.resume()
-    except DamagedCheckpoint as error:
-        _without(error, start, access)
-        restored = False
-    if start.island:
-        start.island.assign(Assignment(run, own.peer, compute.micro_batch, folder.path), compute.span)
     needs, swarm = memory.needs_on(run, device), Look(access.directory, access.run, own.peer)
     await swarm.measure()
     profile = _profile(flags.peer, folder, compute, claimed.memory_bytes)
@@ -191,6 +188,25 @@ async def prepare(
     return Host(Node(setup), access.network, access.directory, compute, journal, book, now, keep_revocations=keep)
 
 
+def _built(start: PeerStart, access: SwarmAccess, computing: ComputeSetup) -> tuple[Compute, bool]:
+    """Build the model on all ranks of this peer; return rank 0's part, and whether it has resumed a checkpoint."""
+    island, run = start.island, computing.config
+    assigned = Assignment(run, computing.peer, 1, Split.COPIES, computing.folder)
+    if island and island.sharded:  # all ranks build their parts together
+        sequences = run.train.micro_batch if run.train.micro_batch != "auto" else 1
+        island.assign(replace(assigned, micro_batch=sequences, split=island.split))
+    compute = Compute(computing)
+    try:
+        restored = compute.resume()
+    except DamagedCheckpoint as error:
+        _without(error, start, access)
+        restored = False
+    if island and not island.sharded:  # the other ranks get the weights of this rank
+        island.assign(replace(assigned, micro_batch=compute.micro_batch))
+        island.hold(compute.span)
+    return compute, restored
+
+
 def _without(error: DamagedCheckpoint, start: PeerStart, access: SwarmAccess) -> None:
     """Rename a damaged checkpoint and add a warning; the peer then fetches its state from the swarm.
 
@@ -208,6 +224,8 @@ def _without(error: DamagedCheckpoint, start: PeerStart, access: SwarmAccess) ->
 def _model(compute: Compute, needs: MemoryNeeds, profile: Profile) -> RoutedModel:
     size = compute.setup.config.train.micro_batch
     most = size if isinstance(size, int) else measure.LARGEST
+    if compute.setup.device.ranks.sharded:
+        most = 0  # no other peer's micro-batch passes through here, since that needs all layers on one rank
     return RoutedModel(compute.span.cuts, most, needs.activations, compute.span.forms, profile.costs)
 
 
@@ -221,6 +239,8 @@ def _profile(flags: state.PeerFlags, folder: state.StateFolder, compute: Compute
     first, last = span.fragments[0].first, span.fragments[-1].last
     part = f" {first}-{last}" if len(span.fragments) < len(span.cuts) else ""
     ranks = f" {device.ranks.size} ranks" if device.ranks.size > 1 else ""
+    if device.ranks.sharded:
+        ranks += f" with parts, {device.ranks.readers} reading"
     key = f"{__version__} {device} {run.digest()}{part}{ranks}"
     measured = folder.read_profile(key)
     if measured is None and compute.awaits_state:
@@ -232,7 +252,7 @@ def _profile(flags: state.PeerFlags, folder: state.StateFolder, compute: Compute
         measured = measure.measure(forward, run.model, device, compute.micro_batch, work)
         held = memory.needs_on(run, device).span_bytes(span.fragments[0].index, span.fragments[-1].index + 1, 0)
         trial = LayerTrial(run, span.cuts, device, compute.micro_batch, measured.flops, memory_bytes - held)
-        costs = layer_costs(trial, dict(enumerate(span.layers, first)))
+        costs = UNMEASURED if device.ranks.sharded else layer_costs(trial, dict(enumerate(span.layers, first)))
         part_of_time = share(span.cuts, first, last, costs)
         measured = replace(measured, tokens_per_s=part_of_time * measured.tokens_per_s, costs=costs)
         folder.write_profile(key, measured)

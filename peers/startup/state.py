@@ -22,6 +22,7 @@ from decentral.core.errors import UserError, writing
 from decentral.core.ids import RunId
 from decentral.core.own_inputs import NO_UPLOAD, NOTHING_NAMED, OwnInputs
 from decentral.core.peer_folders import CHECKPOINT
+from decentral.core.rank_place import Split
 from decentral.core.units import KiB, Measured
 from decentral.store.places import is_address
 
@@ -50,6 +51,7 @@ class PeerFlags:
     name: str | None = None  # None: the host name
     upload_keep: int = 3  # number of uploaded checkpoints that stay
     upload_rate: float | None = None  # bytes/s; None: no limit
+    split: Split = Split.AUTO  # how several devices divide the model
 
 
 _PEER_FLAGS = TypeAdapter(PeerFlags)

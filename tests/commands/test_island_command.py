@@ -10,13 +10,17 @@ import pytest
 import torch
 
 from decentral.commands import peer
-from decentral.core import rank_place
+from decentral.core import config, rank_place
 from decentral.core.errors import UserError
-from decentral.core.rank_place import Place
-from decentral.engine import launch, measure
+from decentral.core.rank_place import Place, Split
+from decentral.engine import launch, measure, memory
+from decentral.engine.island import Island, Member
+from decentral.engine.step import Device
+from decentral.model import decoder
 from tests.commands.peer_processes import TINY, Peers, exchanged
 from tests.patient_time import LIMIT_S
 
+TWO = ["--device", "cpu,cpu"]
 SAVING_OFTEN = ["--set", "swarm.checkpoint_every_s=1", "--set", "gossip.core_share=1"]  # and exchanging often
 
 
@@ -98,6 +102,60 @@ def test_only_torchrun_tells_a_rank_to_leave_by_sigterm(monkeypatch: pytest.Monk
     assert launch.notices() == (signal.SIGINT, signal.SIGHUP)
 
 
+# Dividing the model
+
+
+RUN = config.load(None, ["model.width=256", "model.depth=8"])
+COPY_BYTES = memory.needs(RUN).span_bytes(0, len(memory.needs(RUN).fragments)) + 4 * sum(decoder.parameters(RUN.model))
+
+
+class FourRanks(Island):
+    """Four ranks that never connect."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        self.rank, self.size, self.split, self.device = 0, 4, Split.COPIES, torch.device("cpu")
+        self.members = (Member(1, "CPU", memory_bytes),) * 4
+
+
+def chosen(memory_bytes: int, split: Split = Split.AUTO, run: config.Config = RUN) -> tuple[Split, int]:
+    device = Device(torch.device("cpu"), torch.float32, ranks=FourRanks(4 * memory_bytes))
+    return launch.choose_parts(None, run, None, device, split)
+
+
+def test_each_rank_has_the_whole_model_if_it_fits_and_else_a_part() -> None:
+    assert chosen(COPY_BYTES)[0] is Split.COPIES
+    assert chosen(COPY_BYTES - 1) == (Split.PARTS, COPY_BYTES - 1)
+
+
+def test_ranks_have_parts_or_compute_together_where_the_user_says_so() -> None:
+    assert chosen(COPY_BYTES, Split.PARTS)[0] is Split.PARTS
+    assert chosen(COPY_BYTES, Split.TENSOR)[0] is Split.TENSOR
+
+
+@pytest.mark.parametrize(
+    ("split", "keys", "said"),
+    [
+        (Split.COPIES, [], "holds the whole model"),
+        (Split.AUTO, ["gossip.algorithm=allreduce"], "with gossip.algorithm allreduce each device"),
+        (Split.PARTS, ["gossip.algorithm=allreduce"], "use --split copies"),
+        (Split.TENSOR, ["model.heads=2"], "2 heads, 2 kv_heads cannot be divided equally over 4 devices"),
+    ],
+)
+def test_what_cannot_be_divided_is_said(split: Split, keys: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        chosen(COPY_BYTES // 2, split, config.load(None, ["model.width=256", "model.depth=8", *keys]))
+
+
+def test_a_model_whose_parts_do_not_fit_is_refused() -> None:
+    with pytest.raises(UserError, match="a part of the model on each of 4 devices takes"):
+        chosen(COPY_BYTES // 8)
+
+
+def test_dividing_needs_several_devices(capfd: pytest.CaptureFixture[str]) -> None:
+    assert peer.main(["--device", "cpu", "--split", "parts"]) == 2
+    assert "--split parts is for several devices" in capfd.readouterr().err
+
+
 # As processes
 
 
@@ -119,18 +177,25 @@ def test_what_rank_0_cannot_use_is_said_once_and_starts_nothing_again(tmp_path: 
 
 @pytest.mark.swarm
 @pytest.mark.night
-def test_two_ranks_are_one_peer_of_a_swarm_and_come_back_when_one_is_killed(peers: Peers) -> None:
-    peers.start("a", *TINY, *SAVING_OFTEN)
+@pytest.mark.parametrize(
+    ("alone", "island"),
+    [([], ["--split", "copies"]), (TWO, ["--split", "parts"]), ([*TWO, "--split", "parts"], ["--split", "tensor"])],
+    ids=["copies beside one process", "parts beside copies", "tensor beside parts"],
+)
+def test_two_ranks_are_one_peer_of_a_swarm_and_come_back_when_one_is_killed(
+    peers: Peers, alone: list[str], island: list[str]
+) -> None:
+    peers.start("a", *TINY, *SAVING_OFTEN, "--set", "model.heads=2", *alone)
     peers.until("a trains", lambda: bool(peers.lines("a", "step")))
     address = peers.lines("a", "started")[0]["addresses"][0]
-    peers.start("island", "--join", address, "--device", "cpu,cpu")
+    peers.start("island", "--join", address, *TWO, *island)
     peers.until("both exchange", lambda: exchanged(peers, "a") and exchanged(peers, "island"))
     peers.until("the island has trained", lambda: bool(peers.lines("island", "step")))
     peers.until("the island has saved", lambda: bool(peers.lines("island", "checkpoint")))
     (started,) = peers.lines("island", "started")
     assert started["device"].startswith("2 x ")
     step = peers.lines("island", "step")[-1]
-    assert step["micro_batches"] % 2 == 0
+    assert step["micro_batches"] % 2 == 0 or "tensor" in island
 
     saved = peers.lines("island", "checkpoint")[-1]["step"]
     (formed,) = peers.lines("island", "island")

@@ -6,7 +6,8 @@ from torch import nn
 
 from benchmarks.contest.optimizer import MuonAdamW, groups
 from decentral.core import config
-from decentral.engine.fragment import Inner, Live, fragments_of
+from decentral.engine.fragment import Live, fragments_of
+from decentral.engine.inner import Inner
 from decentral.engine.step import Chain
 from decentral.model import decoder
 

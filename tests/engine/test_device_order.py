@@ -7,7 +7,8 @@ import torch
 
 from decentral.core import config
 from decentral.engine import accelerator
-from decentral.engine.fragment import Inner, Live, copy_in, copy_out, fragments_of
+from decentral.engine.fragment import Live, copy_in, copy_out, fragments_of
+from decentral.engine.inner import Inner
 from decentral.engine.step import Chain, Device, queue_step
 from decentral.model import decoder
 from tests.engine.stand_in_device import DEVICE, OutOfOrder, StandIn, stand_in

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from decentral.core import config
-from decentral.engine.fragment import Inner, Live, fragments, rate_at
+from decentral.engine.fragment import Live, fragments
+from decentral.engine.inner import Inner, rate_at
 from decentral.engine.optimizers import BETA1, BETA2
 from decentral.engine.step import Chain, Device, train_step
 from decentral.model import decoder

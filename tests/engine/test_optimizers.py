@@ -21,7 +21,8 @@ from decentral.core.errors import UserError
 from decentral.core.ids import PeerId
 from decentral.engine import muon
 from decentral.engine.compute import Compute, ComputeSetup
-from decentral.engine.fragment import Inner, Live, fragments
+from decentral.engine.fragment import Live, fragments
+from decentral.engine.inner import Inner
 from decentral.engine.muon import batched_step, muon_step
 from decentral.engine.optimizers import round_stochastically
 from decentral.engine.step import Chain, Device, train_step

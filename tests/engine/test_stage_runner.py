@@ -16,7 +16,8 @@ from decentral.core.ids import PeerId
 from decentral.core.jobs import UNLIKE
 from decentral.engine import measure, stage_runner
 from decentral.engine.compute import Compute, ComputeSetup
-from decentral.engine.fragment import Live, step_clipped
+from decentral.engine.fragment import Live
+from decentral.engine.inner import step_clipped
 from decentral.model import decoder
 from decentral.scheduler.throughput import routing
 from tests.comm.pipeline.route_world import World

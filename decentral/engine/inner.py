@@ -1,0 +1,151 @@
+"""The inner optimizer: it clips the gradients of fragments, and takes steps on their flat vectors. Start at `Inner`."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from decentral.core import config
+from decentral.engine.fragment import Live
+from decentral.engine.optimizers import round_stochastically, step_together
+
+FINAL_RATE = 0.1  # the learning rate decays to this share of its peak at `train.total_steps`
+
+
+def step_fragments(lives: Sequence[tuple[Live, Sequence[Tensor]]], steps: int, rate: float, void: Tensor) -> None:
+    """Take one optimizer step of several fragments, with one call for each kind of optimizer (see `step_together`).
+
+    Changes theta and the optimizer state in place. The caller counts the step (`Live.count`).
+
+    Args:
+        lives: Each fragment with its gradients: one for each parameter, or one flat vector [n].
+        steps: Number of optimizer steps taken before this step.
+        rate: The learning rate.
+        void: fp32 scalar on the weights' device; 1: the gradients are not finite, and nothing changes.
+    """
+    work = [one for live, gradients in lives for one in live.work(gradients)]
+    step_together([(one.stretch, one.operands) for one in work], steps, rate, void)
+    for one in work:
+        if one.wide is not one.theta:
+            round_stochastically(one.wide, one.theta, one.live.chance(f"step {one.stretch.begin}"))
+    for live, _ in lives:
+        live.stepped()
+
+
+class Inner:
+    """The inner optimizer of a peer: it clips the gradient of all fragments together, then steps each fragment."""
+
+    def __init__(self, lives: Sequence[Live], train: config.TrainConfig) -> None:
+        """Set up the optimizer of all fragments that the peer holds. `train`: the section `train` of the config."""
+        self.lives = lives
+        self.train = train
+
+    @property
+    def at_once(self) -> bool:
+        """Whether a step takes all fragments together, which is faster, but needs fp32 copies of all if not fp32."""
+        return self.train.weights == "float32"
+
+    @property
+    def steps(self) -> int:
+        """The number of optimizer steps on the first fragment; `step` uses this number for every fragment."""
+        return self.lives[0].steps
+
+    def zero_grad(self) -> None:
+        """Set the gradients of all fragments to zero."""
+        for live in self.lives:
+            live.zero_grad()
+
+    def clip(self) -> Tensor:
+        """Scale the gradient of all fragments together, in place, to a norm of at most `train.clip_norm`.
+
+        Returns:
+            The norm before scaling, a scalar on the device, for which the host of a GPU does not wait. It is not finite
+            if the gradient has a NaN or an infinity.
+        """
+        gradients = [gradient for live in self.lives for gradient in live.gradients()]
+        norm = self._norm(torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32)))
+        scale = self.train.clip_norm / (norm + 1e-6)
+        if norm.device.type != "cpu":
+            torch._foreach_mul_(gradients, scale.clamp(max=1.0))
+        elif scale < 1:
+            torch._foreach_mul_(gradients, float(scale))
+        return norm
+
+    def _norm(self, norms: Tensor) -> Tensor:
+        """Return the norm of the whole gradient from the norms [parameters] of its tensors."""
+        norm: Tensor = torch.linalg.vector_norm(norms)
+        return norm
+
+    def step(self, rate: float, tokens: int, void: Tensor | None = None) -> None:
+        """Take an optimizer step on all fragments, and count it.
+
+        Args:
+            rate: The learning rate.
+            tokens: Tokens trained in this step.
+            void: fp32 scalar on the device; 1: the gradients are not finite, and no weights change. The step is counted
+                all the same: call `uncount` once the host knows. None: 0.
+        """
+        steps, pairs = self.steps, [(live, live.gradients()) for live in self.lives]
+        void = torch.zeros((), device=self.lives[0].theta.device) if void is None else void
+        if self.at_once:
+            step_fragments(pairs, steps, rate, void)
+        else:  # one fragment at a time, so that few fp32 copies are in memory together
+            for pair in pairs:
+                step_fragments([pair], steps, rate, void)
+        for live in self.lives:
+            live.count(tokens, rate)
+
+    def uncount(self, rate: float, tokens: int) -> None:
+        """Take back the count of a step at learning rate `rate` on `tokens` tokens, which has changed no weights."""
+        for live in self.lives:
+            live.uncount(tokens, rate)
+
+
+def step_clipped(live: Live, gradient: Tensor, lr_step: int, tokens: int) -> bool:
+    """Clip the gradient of one fragment and take its optimizer step, unless the gradient is not finite.
+
+    Args:
+        live: The fragment.
+        gradient: The fragment's mean gradient [n] over the tokens, scaled in place; `live.grad` or another vector.
+        lr_step: The swarm's learning-rate step.
+        tokens: Number of tokens over which the gradient is averaged.
+
+    Returns:
+        Whether the step was taken.
+    """
+    train = live.train
+    norm = _norm(gradient)
+    if not torch.isfinite(norm):
+        return False
+    gradient *= (train.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+    rate = rate_at(train, lr_step, live.steps)
+    step_fragments([(live, [gradient])], live.steps, rate, torch.zeros_like(norm))
+    live.count(tokens, rate)
+    live.touch()
+    return True
+
+
+def has_finite_norm(gradient: Tensor) -> bool:
+    """Return whether the norm of a gradient [n] is finite; if it is not, `step_clipped` takes no step."""
+    return bool(torch.isfinite(_norm(gradient)))
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+    return norm
+
+
+def rate_at(train: config.TrainConfig, lr_step: int, own_steps: int) -> float:
+    """Return the learning rate: linear warm-up, then constant, or linear decay to FINAL_RATE at `total_steps`.
+
+    Args:
+        train: The section `train` of the config.
+        lr_step: The swarm's learning-rate step.
+        own_steps: Steps that this peer has taken. Warm-up counts the smaller of `lr_step` and `own_steps`, so that a
+            peer that joins late warms up too.
+    """
+    warm = min(1.0, (min(lr_step, own_steps) + 1) / (train.warmup_steps + 1))
+    if train.total_steps is None:
+        return train.peak_rate * warm
+    left = max(0.0, 1 - max(0, lr_step - train.warmup_steps) / max(1, train.total_steps - train.warmup_steps))
+    return train.peak_rate * warm * (FINAL_RATE + (1 - FINAL_RATE) * left)

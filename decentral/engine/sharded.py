@@ -1,0 +1,336 @@
+"""A model that is divided over the ranks of an island, with torch's FSDP2 (`fully_shard`) or tensor parallelism.
+
+Each rank has a part of each parameter, gradient and optimizer state (ZeRO stage 3: Rajbhandari et al., arXiv
+1910.02054). FSDP2 gathers one layer's weights before its passes, and gives each rank its part of the mean gradient
+after them. With tensor parallelism (engine/tensor_parallel.py), each rank computes with its parts. Start reading at
+`build`, which all ranks call. `ShardedLive` is one more implementation of `Live`: gossip
+and checkpoints ask it for whole vectors of one fragment at a time (engine/shards.py moves them).
+
+AdamW works on parts as on whole vectors. Muon needs whole matrices: each is whole on one rank for its iterations
+(`ShardedMuon`).
+"""
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from decentral.core import config
+from decentral.core.fragments import Fragment
+from decentral.core.rank_place import Split
+from decentral.engine import accelerator, tensor_parallel
+from decentral.engine.fragment import Arrive, CopyMemory, Live, Work, fragments_of
+from decentral.engine.inner import Inner
+from decentral.engine.muon import MOMENTUM, Muon, muon_step
+from decentral.engine.optimizers import Operands, OptimizerState, round_stochastically, views
+from decentral.engine.shards import Cut, Division, MatrixExchange, Order, Shards, Slot
+from decentral.engine.step import BuiltReplica, Chain, LossModule, ModelForward
+from decentral.model import decoder
+
+THETA = "theta"
+SECOND = "exp_avg_sq"  # the one tensor that lacks Muon's matrices
+
+
+@runtime_checkable
+class Orders(Protocol):
+    """Interface by which rank 0 tells the training threads of the other ranks what to do; `Island` implements it."""
+
+    rank: int
+    size: int
+    split: Split
+    shards: Shards
+
+    def tell(self, order: Order, fragment: int, what: int) -> None:
+        """Broadcast an order about a fragment; `what` is the index of a tensor."""
+
+    def take(self, lives: Sequence[Live], forward: ModelForward) -> None:
+        """Set the fragments and the model that later orders are about."""
+
+
+class ShardedLive(Live):
+    """This rank's part of a fragment's weights in training. FSDP2 has the memory of weights and gradients.
+
+    The methods that gossip and checkpoints call are for rank 0. They give the other ranks the same work by an order.
+    `theta` is empty except during an optimizer step, in which it is a copy of this rank's part of the weights.
+    """
+
+    def __init__(
+        self,
+        fragment: Fragment,
+        layers: Sequence[nn.Module],
+        device: torch.device,
+        train: config.TrainConfig,
+        ranks: Orders,
+    ) -> None:
+        """Take the fragment's parameters of all the model's `layers`, which `fully_shard` has divided."""
+        self.ranks, self.index = ranks, fragment.index
+        super().__init__(fragment, layers, device, train)
+
+    def _placed(
+        self, groups: Sequence[Sequence[nn.Parameter]], device: torch.device, drawn: bool
+    ) -> tuple[Tensor, OptimizerState]:
+        self.cuts = cuts = [_cut(one) for one in self._parameters]
+        blocks, ranks = len(groups[0]), self.ranks.size
+        self.ranks.shards.divisions.append((Division(tuple(cuts), ranks), Division(tuple(cuts[blocks:]), ranks)))
+        parts = self._parts()
+        others = [parts[blocks : blocks + len(groups[1])], parts[blocks + len(groups[1]) :]]
+        state = self._state([one.shape for one in parts[:blocks]], others, device)
+        if blocks:
+            (muon,) = (one for one in state.stretches if isinstance(one, Muon))
+            exchange = MatrixExchange(cuts[:blocks], self.ranks.rank, ranks)
+            state.stretches[state.stretches.index(muon)] = ShardedMuon(muon, exchange)
+        return torch.empty(0, dtype=getattr(torch, self.train.weights), device=device), state
+
+    def _parts(self) -> list[Tensor]:
+        """Return this rank's part of each parameter, which shares the memory of FSDP2."""
+        return [_part(parameter.detach()) for parameter in self._parameters]
+
+    def gradients(self) -> list[Tensor]:
+        """Return this rank's part of each parameter's gradient, in the order of theta."""
+        pairs = zip(self._parameters, self._parts(), strict=True)
+        return [torch.zeros_like(part) if one.grad is None else _part(one.grad) for one, part in pairs]
+
+    def work(self, gradients: Sequence[Tensor]) -> Iterator[Work]:
+        """Yield the inputs of the optimizer step for each stretch, with this rank's part of theta as one vector."""
+        self.theta = torch.cat([one.flatten() for one in self._parts()])
+        return super().work([torch.cat([one.flatten() for one in gradients])])
+
+    def stepped(self) -> None:
+        """Copy theta to the weights, and free it."""
+        self._set(self.theta)
+        self.theta = self.theta.new_empty(0)
+
+    def touch(self, *names: str) -> None:
+        """Do nothing: no rank has a copy of another rank's part."""
+
+    def whole(self) -> dict[str, Tensor]:
+        """Gather theta and optimizer state from all ranks, and return them, in host memory."""
+        found = {}
+        for place, (name, tensor) in enumerate(self.tensors().items()):
+            self._everywhere(Order.LIFT, place)
+            found[name] = self.ranks.shards.gather(self.index, _moved(name)).to(tensor.dtype)
+        return found
+
+    def copied(self, room: CopyMemory) -> dict[str, Tensor]:
+        """Return `whole`, which has new vectors already."""
+        return self.whole()
+
+    def shapes(self) -> dict[str, Tensor]:
+        """Return the tensors that `whole` returns, on the meta device."""
+        return {
+            name: torch.empty(self._division(name).elements, dtype=tensor.dtype, device="meta")
+            for name, tensor in self.tensors().items()
+        }
+
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Give all ranks their parts of theta and optimizer state, by name."""
+        names = list(self.tensors())
+        for name, value in values.items():
+            if value.numel() != self._division(name).elements:
+                raise ValueError(f"{name} has {value.numel()} elements; expected {self._division(name).elements}")
+            self.ranks.shards.scatter(self.index, _moved(name), value.cpu().float())
+            self._everywhere(Order.PUT, names.index(name))
+
+    def copy_out(self, into: Tensor) -> Arrive:
+        """Copy theta to host memory on each rank; the function that it returns gathers the parts in `into`."""
+        self.snapshot()
+
+        def arrive() -> None:
+            self.ranks.shards.gather(self.index, Slot.SNAPSHOT, into=into)
+
+        return arrive
+
+    def snapshot(self) -> None:
+        """Copy theta to `Slot.SNAPSHOT` on each rank, between two steps."""
+        self._everywhere(Order.LIFT, -1)
+
+    def copy_in(self, vector: Tensor) -> Tensor:
+        """Give each rank its part of a correction [n] for `add`, and return the correction."""
+        self.ranks.shards.scatter(self.index, Slot.CORRECTION, vector)
+        return vector
+
+    def add(self, correction: Tensor) -> None:
+        """Add the correction that `copy_in` has given to each rank to theta."""
+        self._everywhere(Order.ADD, 0)
+
+    def _everywhere(self, order: Order, what: int) -> None:
+        self.ranks.tell(order, self.index, what)
+        self.obey(order, what)
+
+    def obey(self, order: Order, what: int) -> None:
+        """Carry out an order on this rank's parts. `what`: the index of one of `tensors`; -1: theta for a window."""
+        host, name = self.ranks.shards.host, list(self.tensors())[max(0, what)]
+        if order is Order.ADD:
+            part = host.get(self.index, Slot.CORRECTION, take=True).to(self.theta.device)
+            chance = self.chance("add")
+            for own, piece in self._pieces(part):
+                round_stochastically(own.float() + piece, own, chance)
+        elif order is Order.LIFT:
+            slot = Slot.SNAPSHOT if what < 0 else _moved(name)
+            host.put(self.index, slot, self._copied(name).float().cpu())
+        elif order is Order.PUT:
+            self._overwrite(name, host.get(self.index, _moved(name), take=True))
+
+    def _copied(self, name: str) -> Tensor:
+        if name == THETA:
+            return torch.cat([one.flatten() for one in self._parts()])
+        return self.state.tensors[name].clone()
+
+    def _overwrite(self, name: str, value: Tensor) -> None:
+        if name == THETA:
+            self._set(value)
+        else:
+            self.state.tensors[name].copy_(value)
+
+    def _set(self, vector: Tensor) -> None:
+        for own, piece in self._pieces(vector):
+            own.copy_(piece)
+
+    def _pieces(self, vector: Tensor) -> list[tuple[Tensor, Tensor]]:
+        parts = self._parts()
+        return list(zip(parts, views(vector, [one.shape for one in parts]), strict=True))
+
+    def _division(self, name: str) -> Division:
+        return self.ranks.shards.division(self.index, _moved(name))
+
+
+def _moved(name: str) -> Slot:
+    return Slot.MOVED_SECOND if name == SECOND else Slot.MOVED
+
+
+def _part(tensor: Tensor) -> Tensor:
+    part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part
+
+
+def _cut(parameter: nn.Parameter) -> Cut:
+    placement = parameter.placements[0] if isinstance(parameter, DTensor) else None
+    return Cut(parameter.shape, placement.dim if isinstance(placement, Shard) else None)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedMuon:
+    """Muon on parts of matrices; it implements `StretchOptimizer`. Each matrix is whole on its owner's rank only."""
+
+    muon: Muon  # on this rank's parts
+    exchange: MatrixExchange
+
+    @property
+    def begin(self) -> int:
+        """The index in this rank's part of theta at which the stretch begins."""
+        return self.muon.begin
+
+    @property
+    def end(self) -> int:
+        """The index in this rank's part of theta after the stretch's last element."""
+        return self.muon.end
+
+    @property
+    def kind(self) -> Hashable:
+        """A unique key, since one call of `step` can train only one stretch."""
+        return id(self)
+
+    def operands(self, theta: Tensor, gradients: Sequence[Tensor]) -> Operands:
+        """Return this rank's parts of weights, gradients and momenta."""
+        return self.muon.operands(theta, gradients)
+
+    def step(self, operands: Operands, steps: int, rate: float, void: Tensor) -> None:
+        """Take a Muon step, unless `void`, together with all other ranks.
+
+        Momenta and weights change part by part. Only the orthogonalisation needs whole matrices. `muon_step` computes
+        it: with zero weights, and with momenta that equal the gradients, its result is the update.
+        """
+        if void:
+            return
+        torch._foreach_lerp_(operands.first, operands.gradients, 1 - MOMENTUM)
+        wholes = self.exchange.whole(torch._foreach_lerp(operands.gradients, operands.first, MOMENTUM))
+        updates = [torch.zeros_like(one) for one in wholes]
+        if wholes:
+            muon_step(updates, wholes, [one.clone() for one in wholes], rate, 0.0)
+        torch._foreach_mul_(operands.weights, 1 - rate * self.muon.train.weight_decay)
+        torch._foreach_add_(operands.weights, self.exchange.parts(updates, operands.weights))
+
+
+class ShardedInner(Inner):
+    """The inner optimizer of a rank, which steps its parts of one fragment at a time."""
+
+    @property
+    def at_once(self) -> bool:
+        """False: each fragment's step copies its weights."""
+        return False
+
+    def __init__(self, lives: Sequence[ShardedLive], train: config.TrainConfig, rank: int) -> None:
+        """Set up the optimizer of this rank's parts. A parameter that all ranks have whole counts on rank 0 only."""
+        super().__init__(lives, train)
+        self._counts = [rank == 0 or cut.dim is not None for live in lives for cut in live.cuts]
+
+    def _norm(self, norms: Tensor) -> Tensor:
+        squares = (norms.square() * torch.tensor(self._counts, device=norms.device)).sum()
+        dist.all_reduce(squares)
+        return squares.sqrt()
+
+
+class ShardedForward:
+    """The layers as one function, which all ranks call together; it implements `ModelForward`.
+
+    A backward pass from `loss` gives each rank its part of the gradient, which is the mean over ranks that read data.
+    """
+
+    def __init__(self, chain: Chain, root: nn.Module) -> None:
+        """Compute the loss by `root`, the module that `fully_shard` has wrapped around all layers."""
+        self.plain, self.root = chain, root
+
+    def __call__(self, tokens_BT: Tensor) -> Tensor:
+        """Return logits_BTV."""
+        return self.plain(tokens_BT)
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Return the mean cross-entropy in nats per token, a scalar."""
+        loss: Tensor = self.root(tokens_BT, targets_BT)
+        return loss
+
+
+def _convert(layer: nn.Module, dtype: torch.dtype) -> None:
+    """Convert a layer's parameters, but not its buffers, to a dtype, in place."""
+    for module in layer.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, nn.Parameter(parameter.detach().to(dtype)))
+
+
+def build(run: config.Config, device: torch.device, ranks: Orders) -> BuiltReplica:
+    """Build this rank's part of the model, with initial weights. All ranks must call this.
+
+    Only one layer is whole in memory at a time, except a user's layers (`model.layers`).
+
+    Raises:
+        UserError: If the layers cannot be built.
+    """
+    group, dtype = dist.group.WORLD, getattr(torch, run.train.weights)
+    assert group is not None, "the ranks have connected"
+    mesh = DeviceMesh.from_group(group, device.type)
+    found: dict[int, nn.Module] = {}
+    tensor = ranks.split is Split.TENSOR
+    for number, built in decoder.each(run.model, run.seed):
+        (layer,) = decoder.placed([built], run, device)
+        _convert(layer, dtype)
+        if tensor:
+            tensor_parallel.divide(layer, mesh)
+        else:
+            fully_shard(layer, mesh=mesh)
+        found[number] = layer
+    layers = [found[number] for number in sorted(found)]
+    lives = [ShardedLive(one, layers, device, run.train, ranks) for one in fragments_of(run)]
+    chain = Chain(layers, run.train.compile and not accelerator.compile_failure(device), run)
+    root = LossModule(layers, chain)
+    if not tensor:
+        fully_shard(root, mesh=mesh)
+    replica = BuiltReplica(run, layers, ShardedInner(lives, run.train, ranks.rank), ShardedForward(chain, root))
+    ranks.take(lives, replica.forward)
+    ranks.shards.start()
+    return replica

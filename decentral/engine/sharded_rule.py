@@ -1,0 +1,142 @@
+"""The update rule `pull` in an island that shards: its vectors are divided over the ranks like the weights.
+
+Rank 0 gathers the vectors of one fragment that a window's close or a merge needs, lets `PullRule` compute, and scatters
+the vectors that have changed. In between no rank has a whole vector. So gossip costs memory for one fragment, and
+traffic between the ranks of about 30 bytes a parameter in each window: the snapshot, the baseline and the residual for
+a close, phi and the baseline in both directions and the correction for a merge.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from decentral.comm.codecs.sections import Packer
+from decentral.comm.gossip.pull_rule import PullRule
+from decentral.comm.gossip.trust import PulledWindow, WindowSample
+from decentral.comm.gossip.update_rules import Correction, Parts, RuleTools, UpdateRule, Window
+from decentral.core.config import GossipConfig
+from decentral.core.ids import PeerId
+from decentral.core.jobs import Contribution
+from decentral.engine.fragment import Live
+from decentral.engine.gossip_jobs import FragmentGossip
+from decentral.engine.sharded import THETA, ShardedLive
+from decentral.engine.shards import GOSSIP_SLOTS, Slot
+
+
+class ShardedGossip(FragmentGossip):
+    """The gossip of fragments that are divided over the ranks of an island. Only rank 0 has it."""
+
+    def _rule(self, live: Live, drawn: bool) -> UpdateRule:
+        assert isinstance(live, ShardedLive), "an island that shards has only parts of fragments"
+        return ShardedPullRule(self.gossip, live, self.peer, self.tools)
+
+
+class ShardedPullRule(PullRule):
+    """`PullRule` whose vectors phi, baseline and residual are whole on rank 0 only while a method needs them."""
+
+    def __init__(self, gossip: GossipConfig, live: ShardedLive, peer: PeerId, tools: RuleTools) -> None:
+        """Begin with phi = theta on all ranks."""
+        self.live, self.shards, self.index = live, live.ranks.shards, live.fragment.index
+        absent = torch.empty(live.fragment.parameters, device="meta")
+        super().__init__(gossip, absent, peer, replace(tools, pinned=False))
+        self.tools, self._absent = tools, absent
+        self._leave()
+        self.load(absent, {})
+
+    def _leave(self) -> None:
+        """Drop the whole vectors."""
+        self.phi = self._baseline = self._residual = self.spare = self._absent
+        self.ready = True  # the ranks' parts always have values
+
+    @contextmanager
+    def _at_hand(self, slots: Sequence[Slot], changed: Sequence[Slot] = ()) -> Iterator[None]:
+        """Gather the vectors of these slots; afterwards scatter those that have changed, and drop all."""
+        self._gather(slots)
+        self.spare = self.tools.vector(self.elements)
+        yield
+        vectors = {Slot.PHI: self.phi, Slot.BASELINE: self._baseline, Slot.RESIDUAL: self._residual}
+        for slot in changed:
+            self.shards.scatter(self.index, slot, vectors[slot])
+        self._leave()
+
+    def _gather(self, slots: Sequence[Slot]) -> None:
+        """Gather the vectors of these slots that are not whole here yet."""
+        if Slot.PHI in slots and self.phi.is_meta:
+            self.phi = self.shards.gather(self.index, Slot.PHI)
+        if Slot.BASELINE in slots and self._baseline.is_meta:
+            self._baseline = self.shards.gather(self.index, Slot.BASELINE)
+        if Slot.RESIDUAL in slots and self._residual.is_meta:
+            self._residual = self.shards.gather(self.index, Slot.RESIDUAL)
+
+    def make_ready(self) -> None:
+        """Do nothing, since the ranks' parts always have values."""
+
+    def buffer(self) -> Tensor:
+        """Return a new vector for theta."""
+        return self.tools.vector(self.elements)
+
+    def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
+        """Pack the window's pseudo-gradient; each rank's snapshot of theta becomes its baseline."""
+        phi = () if self.closed is None else (Slot.PHI,)
+        with self._at_hand((Slot.BASELINE, Slot.RESIDUAL, *phi), changed=(Slot.RESIDUAL, *phi)):
+            super().close(theta, window, packer)
+        self.shards.rename(self.index, Slot.SNAPSHOT, Slot.BASELINE)
+
+    def encode(self, packer: Packer) -> None:
+        """Pack the slow weights phi."""
+        with self._at_hand((Slot.PHI,)):
+            super().encode(packer)
+
+    def read(self, one: Contribution) -> PulledWindow:
+        """Return a partner's window with its sections still encoded, after checking them. `merge` must follow."""
+        if any(section.name == "phi" for section in one.layout):
+            self._gather((Slot.PHI,))
+        return super().read(one)
+
+    def merge(self, parts: Sequence[Parts], steps: int) -> Correction:
+        """Take the outer step with partners' windows, and return the correction of the weights."""
+        if self.sample is None:
+            own = self.shards.host.get(self.index, Slot.RESIDUAL, take=False)
+            self.sample = WindowSample.drawn(self.elements, own)
+        with self._at_hand((Slot.PHI, Slot.BASELINE), changed=(Slot.PHI, Slot.BASELINE)):
+            return super().merge(parts, steps)
+
+    def fold(self, theta: Tensor) -> Correction | None:
+        """Add all unpublished training to phi, unquantised and without partners; `theta` becomes the baseline."""
+        with self._at_hand(GOSSIP_SLOTS, changed=GOSSIP_SLOTS):
+            self.shards.rename(self.index, Slot.SNAPSHOT, Slot.BASELINE)
+            return super().fold(theta)
+
+    def state(self, theta: Tensor) -> dict[str, Tensor]:
+        """Return phi and `owed`, the training that no window has published yet, given the weights `theta`."""
+        with self._at_hand((Slot.RESIDUAL, Slot.BASELINE)):
+            owed = self._residual.add_(self._baseline).sub_(theta)
+        with self._at_hand((Slot.PHI,)):
+            published = self.published()
+            return {"phi": self.phi if published is None else self.phi.sub_(published), "owed": owed}
+
+    def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
+        """Continue with the weights on all ranks and a checkpoint's `state`; if it is empty, start with phi = theta."""
+        self.closed = None
+        self.history.outliers.forget()
+        self.live.snapshot()
+        self.shards.rename(self.index, Slot.SNAPSHOT, Slot.BASELINE)
+        if "phi" in state:
+            self.shards.scatter(self.index, Slot.PHI, state["phi"])
+            self.shards.scatter(self.index, Slot.RESIDUAL, state["owed"])
+        else:
+            self.shards.copy(self.index, Slot.BASELINE, Slot.PHI)
+            self.shards.zero(self.index, Slot.RESIDUAL)
+
+    def donate(self, live: Live, packer: Packer) -> None:
+        """Pack the slow weights, from which a newcomer starts."""
+        with self._at_hand((Slot.PHI,)):
+            super().donate(live, packer)
+
+    def adopt(self, live: Live, donated: Mapping[str, Tensor]) -> None:
+        """Start with a donor's slow weights, and overwrite the live weights with them."""
+        live.load({THETA: donated["phi"]})
+        self.load(self._absent, {})

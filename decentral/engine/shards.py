@@ -1,0 +1,299 @@
+"""Divide the tensors of a fragment over the ranks of an island, and move them between the ranks by fragment.
+
+In an island that shards, no rank has a whole model. Each rank keeps its part of every vector of a fragment: on its
+device theta, gradient and optimizer state (`ShardedLive`), in host memory the vectors of gossip (`HostParts`). Rank 0
+gathers one vector of one fragment when gossip needs it, and scatters the result. Start reading at `Shards`.
+
+Two threads of each rank take part. The training threads carry out `Order`s between two steps: they only copy between
+the device and host memory of their own rank. The parts in host memory travel beside training, between the worker
+thread of rank 0 and a thread of each other rank (`Shards.start`), in a process group of their own. A part that is
+not there yet is waited for, so the two kinds of messages need no common order.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from threading import Condition, Thread
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+PART_S = 600.0  # if a part is not in host memory after this time, another thread or rank has failed
+
+
+class Order(IntEnum):
+    """A kind of order. Rank 0 broadcasts an order, and the training threads of all ranks carry it out."""
+
+    FINISH = 0
+    MEASURE = 1  # all ranks together time forward and backward passes
+    STEP = 2
+    EVALUATE = 3  # all ranks together compute a loss without gradients
+    LIFT = 4  # copy a part of a tensor from the device to host memory
+    PUT = 5  # copy a part of a tensor from host memory to the device
+    ADD = 6  # add a part of a correction to the weights
+
+
+class Slot(IntEnum):
+    """The name of a vector of a fragment in host memory."""
+
+    SNAPSHOT = 0  # theta at the end of a window
+    CORRECTION = 1
+    PHI = 2
+    BASELINE = 3
+    RESIDUAL = 4
+    MOVED = 5  # a tensor on its way between a checkpoint and the device
+    MOVED_SECOND = 6  # the same for AdamW's second moments, which Muon's matrices lack
+
+
+GOSSIP_SLOTS = Slot.PHI, Slot.BASELINE, Slot.RESIDUAL  # the parts of all other vectors are taken before new ones come
+MOVING_SLOTS = Slot.MOVED, Slot.MOVED_SECOND  # these parts are taken when they are gathered
+
+
+class _Request(IntEnum):
+    """What rank 0 asks of the other ranks' parts in host memory."""
+
+    END = 0
+    SEND = 1
+    RECEIVE = 2
+    RENAME = 3
+    COPY = 4
+    ZERO = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The division of a parameter over the ranks: by torch.chunk along dimension `dim`; None: each has it whole."""
+
+    shape: torch.Size
+    dim: int | None
+
+    def part(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
+        """Return a rank's part of the parameter `whole`, as a view."""
+        if self.dim is None:
+            return whole
+        length = self.shape[self.dim]
+        each = -(-length // ranks)
+        begin = min(rank * each, length)
+        return whole.narrow(self.dim, begin, min(each, length - begin))
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The division of a vector that has several parameters, one after another. A rank's part has its parts of them."""
+
+    cuts: tuple[Cut, ...]
+    ranks: int
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of the whole vector."""
+        return sum(cut.shape.numel() for cut in self.cuts)
+
+    def parts(self, whole: Tensor, rank: int) -> list[Tensor]:
+        """Return a rank's part of each parameter, as views of the whole vector [elements]."""
+        sizes = [cut.shape.numel() for cut in self.cuts]
+        pieces = zip(self.cuts, torch.split(whole, sizes), strict=True)
+        return [cut.part(piece.view(cut.shape), rank, self.ranks) for cut, piece in pieces]
+
+    def part_elements(self, rank: int) -> int:
+        """Return the number of elements of a rank's part."""
+        return sum(one.numel() for one in self.parts(torch.empty(self.elements, device="meta"), rank))
+
+    def taken(self, whole: Tensor, rank: int) -> Tensor:
+        """Return a copy of a rank's part of the whole vector, as one vector."""
+        return torch.cat([whole[:0], *(one.flatten() for one in self.parts(whole, rank))])
+
+    def fill(self, whole: Tensor, rank: int, part: Tensor) -> None:
+        """Copy a rank's part, one vector, to its places in the whole vector."""
+        places = self.parts(whole, rank)
+        for place, piece in zip(places, torch.split(part, [one.numel() for one in places]), strict=True):
+            place.copy_(piece.view(place.shape))
+
+
+class HostParts:
+    """This rank's parts of vectors in host memory, fp32, by fragment and slot. Any thread may call it."""
+
+    def __init__(self) -> None:
+        """Begin without parts."""
+        self._parts: dict[tuple[int, Slot], Tensor] = {}
+        self._changed = Condition()
+
+    def put(self, fragment: int, slot: Slot, part: Tensor) -> None:
+        """Set a part, which the caller must not change any more. Wait until an older one was taken, if it ever is.
+
+        Raises:
+            RuntimeError: If no thread takes the older part within PART_S seconds.
+        """
+        with self._changed:
+            if slot not in GOSSIP_SLOTS and not self._changed.wait_for(
+                lambda: (fragment, slot) not in self._parts, PART_S
+            ):
+                raise RuntimeError(f"{slot.name} of fragment {fragment} was not taken within {PART_S:.0f} s")
+            self._parts[fragment, slot] = part
+            self._changed.notify_all()
+
+    def get(self, fragment: int, slot: Slot, take: bool) -> Tensor:
+        """Wait for a part, and return it. `take`: remove it from here.
+
+        Raises:
+            RuntimeError: If no thread puts the part within PART_S seconds.
+        """
+        key = fragment, slot
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._parts, PART_S):
+                raise RuntimeError(f"{slot.name} of fragment {fragment} did not come within {PART_S:.0f} s")
+            if not take:
+                return self._parts[key]
+            self._changed.notify_all()
+            return self._parts.pop(key)
+
+
+class Shards:
+    """The parts of all fragments' vectors in host memory of all ranks. Only one thread of rank 0 may call it at a time.
+
+    The attribute `host` has this rank's parts, and `divisions` the division of each fragment's vectors: that of theta,
+    and that of AdamW's second moments.
+    """
+
+    def __init__(self, rank: int, ranks: int, group: dist.ProcessGroup) -> None:
+        """Begin without fragments. `group`: a gloo group of all ranks that nothing else uses."""
+        self.rank, self.ranks, self.group = rank, ranks, group
+        self.host = HostParts()
+        self.divisions: list[tuple[Division, Division]] = []
+        self._thread = Thread(target=self._serve_all, name="shards", daemon=True)
+
+    def division(self, fragment: int, slot: Slot) -> Division:
+        """Return the division of a fragment's vector."""
+        return self.divisions[fragment][slot is Slot.MOVED_SECOND]
+
+    def gather(self, fragment: int, slot: Slot, into: Tensor | None = None) -> Tensor:
+        """Return a whole vector, gathered from all ranks.
+
+        Args:
+            fragment: The index of the fragment.
+            slot: The vector.
+            into: fp32 vector in host memory to fill and return; None: a new one.
+        """
+        division = self.division(fragment, slot)
+        whole = torch.empty(division.elements) if into is None else into
+        for rank in range(1, self.ranks):
+            self._ask(rank, _Request.SEND, fragment, slot)
+        division.fill(whole, 0, self.host.get(fragment, slot, take=slot in MOVING_SLOTS))
+        for rank in range(1, self.ranks):
+            part = torch.empty(division.part_elements(rank))
+            dist.recv(part, rank, self.group)
+            division.fill(whole, rank, part)
+        return whole
+
+    def scatter(self, fragment: int, slot: Slot, whole: Tensor) -> None:
+        """Give each rank its part of a whole fp32 vector. Arguments as for `gather`."""
+        division = self.division(fragment, slot)
+        for rank in range(1, self.ranks):
+            self._ask(rank, _Request.RECEIVE, fragment, slot)
+            dist.send(division.taken(whole, rank), rank, self.group)
+        self.host.put(fragment, slot, division.taken(whole, 0))
+
+    def rename(self, fragment: int, slot: Slot, to: Slot) -> None:
+        """Make the parts of one vector those of another, which they replace, without moving them."""
+        self._everywhere(_Request.RENAME, fragment, slot, to)
+
+    def copy(self, fragment: int, slot: Slot, to: Slot) -> None:
+        """Copy the parts of one vector to another."""
+        self._everywhere(_Request.COPY, fragment, slot, to)
+
+    def zero(self, fragment: int, slot: Slot) -> None:
+        """Make all parts of a vector zero."""
+        self._everywhere(_Request.ZERO, fragment, slot, slot)
+
+    def start(self) -> None:
+        """On ranks other than 0, begin to carry out the requests of rank 0, on a thread of their own."""
+        if self.rank:
+            self._thread.start()
+
+    def end(self) -> None:
+        """End the threads that `start` has begun. All ranks call this, before the group is destroyed."""
+        if self.rank:
+            self._thread.join(PART_S)
+        for rank in range(1, 1 if self.rank else self.ranks):
+            self._ask(rank, _Request.END, 0, Slot.SNAPSHOT)
+
+    def _serve_all(self) -> None:
+        """Carry out the requests of rank 0 until it ends or is gone."""
+        message = torch.zeros(4, dtype=torch.int64)
+        with suppress(RuntimeError):  # rank 0 is gone, which the training thread notices too
+            while True:
+                dist.recv(message, 0, self.group)
+                kind, fragment, slot, to = message.tolist()
+                if kind == _Request.END:
+                    return
+                self._serve(_Request(kind), fragment, Slot(slot), Slot(to))
+
+    def _serve(self, kind: _Request, fragment: int, slot: Slot, to: Slot) -> None:
+        match kind:
+            case _Request.SEND:
+                dist.send(self.host.get(fragment, slot, take=slot in MOVING_SLOTS), 0, self.group)
+            case _Request.RECEIVE:
+                part = torch.empty(self.division(fragment, slot).part_elements(self.rank))
+                dist.recv(part, 0, self.group)
+                self.host.put(fragment, slot, part)
+            case _:
+                self._within(kind, fragment, slot, to)
+
+    def _within(self, kind: _Request, fragment: int, slot: Slot, to: Slot) -> None:
+        """Carry out a request that moves nothing between ranks."""
+        if kind is _Request.ZERO:
+            part = torch.zeros(self.division(fragment, slot).part_elements(self.rank))
+        else:
+            part = self.host.get(fragment, slot, take=kind is _Request.RENAME)
+        self.host.put(fragment, to, part.clone() if kind is _Request.COPY else part)
+
+    def _everywhere(self, kind: _Request, fragment: int, slot: Slot, to: Slot) -> None:
+        for rank in range(1, self.ranks):
+            self._ask(rank, kind, fragment, slot, to)
+        self._within(kind, fragment, slot, to)
+
+    def _ask(self, rank: int, kind: _Request, fragment: int, slot: Slot, to: Slot = Slot.SNAPSHOT) -> None:
+        dist.send(torch.tensor([kind, fragment, slot, to]), rank, self.group)
+
+
+class MatrixExchange:
+    """Whole matrices from parts and back: each matrix is whole on one rank, its owner, and the ranks take turns."""
+
+    def __init__(self, cuts: Sequence[Cut], rank: int, ranks: int) -> None:
+        """Set the division of each matrix. All ranks must call `whole` and `parts` together, in the same order."""
+        self.rank, self.ranks, self.count = rank, ranks, len(cuts)
+        self.owned = [Division(tuple(cuts[owner::ranks]), ranks) for owner in range(ranks)]
+
+    def whole(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Return the matrices that this rank owns. `parts`: this rank's part of each matrix."""
+        own = self.owned[self.rank]
+        nothing = parts[0].new_empty(0)
+        of_owners = [parts[owner :: self.ranks] for owner in range(self.ranks)]
+        send = [torch.cat([nothing, *(one.flatten() for one in group)]) for group in of_owners]
+        received = self._exchanged(send, [own.part_elements(rank) for rank in range(self.ranks)])
+        flat = parts[0].new_empty(own.elements)
+        for rank, part in enumerate(received):
+            own.fill(flat, rank, part)
+        sizes = [cut.shape.numel() for cut in own.cuts]
+        return [one.view(cut.shape) for one, cut in zip(torch.split(flat, sizes), own.cuts, strict=True)]
+
+    def parts(self, matrices: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+        """Return this rank's part of each matrix from the owners' `matrices`. `like`: tensors of the parts' shapes."""
+        own = self.owned[self.rank]
+        flat = torch.cat([like[0].new_empty(0), *(one.flatten() for one in matrices)])
+        send = [own.taken(flat, rank) for rank in range(self.ranks)]
+        received = self._exchanged(send, [one.part_elements(self.rank) for one in self.owned])
+        found = list(like)
+        for owner, part in enumerate(received):
+            mine = like[owner :: self.ranks]
+            pieces = torch.split(part, [one.numel() for one in mine])
+            found[owner :: self.ranks] = [piece.view(one.shape) for piece, one in zip(pieces, mine, strict=True)]
+        return found
+
+    def _exchanged(self, send: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Send one vector to each rank, and return the vectors, of these sizes, that come from them."""
+        received = send[0].new_empty(sum(sizes))
+        dist.all_to_all_single(received, torch.cat(list(send)), list(sizes), [len(one) for one in send])
+        return list(torch.split(received, list(sizes)))

@@ -1,0 +1,59 @@
+"""Vectors of a fragment that several ranks divide: each number is with one rank, and none is lost on its way."""
+
+import pytest
+import torch
+
+from decentral.core import config
+from decentral.engine import memory, shards
+from decentral.engine.shards import Cut, Division, HostParts, Slot
+
+CUTS = (Cut(torch.Size((5, 3)), 0), Cut(torch.Size((4, 6)), 1), Cut(torch.Size((2, 2)), 0))
+WHOLE = torch.arange(15 + 24 + 4.0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_what_the_ranks_have_together_is_the_whole_vector(ranks: int) -> None:
+    division, found = Division(CUTS, ranks), torch.full_like(WHOLE, -1)
+    parts = [division.taken(WHOLE, rank) for rank in range(ranks)]
+    for rank, part in enumerate(parts):
+        assert part.numel() == division.part_elements(rank)
+        division.fill(found, rank, part)
+    assert torch.equal(found, WHOLE)
+    assert sorted(torch.cat(parts).tolist()) == WHOLE.tolist()
+
+
+def test_a_rank_has_rows_or_columns_of_a_matrix() -> None:
+    assert Division(CUTS[:1], 2).taken(WHOLE[:15], 1).tolist() == [9.0, 10.0, 11.0, 12.0, 13.0, 14.0]
+    assert Division(CUTS[1:2], 3).taken(WHOLE[:24], 0).tolist() == [0.0, 1.0, 6.0, 7.0, 12.0, 13.0, 18.0, 19.0]
+
+
+def test_what_is_not_divided_each_rank_has_whole() -> None:
+    division = Division((Cut(torch.Size((3,)), None),), 2)
+    assert [division.taken(WHOLE[:3], rank).tolist() for rank in range(2)] == [[0.0, 1.0, 2.0]] * 2
+
+
+def test_a_part_on_its_way_is_not_overwritten_before_it_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "PART_S", 0.0)
+    host = HostParts()
+    host.put(0, Slot.CORRECTION, WHOLE)
+    with pytest.raises(RuntimeError, match="CORRECTION of fragment 0 was not taken"):
+        host.put(0, Slot.CORRECTION, WHOLE)
+    assert host.get(0, Slot.CORRECTION, take=True) is WHOLE
+    with pytest.raises(RuntimeError, match="CORRECTION of fragment 0 did not come"):
+        host.get(0, Slot.CORRECTION, take=True)
+
+
+def test_gossip_s_vectors_are_replaced_by_newer_ones() -> None:
+    host = HostParts()
+    host.put(0, Slot.PHI, WHOLE)
+    host.put(0, Slot.PHI, newer := WHOLE + 1)
+    assert host.get(0, Slot.PHI, take=False) is newer
+    assert host.get(0, Slot.PHI, take=False) is newer
+
+
+def test_a_rank_of_four_is_counted_with_a_third_of_a_large_model_s_memory() -> None:
+    run = config.load(None, ["model.depth=12", "model.width=768", "train.micro_batch=1"])
+    whole = memory.needs(run)
+    count = len(whole.fragments)
+    shares = [memory.part_of(whole, run, ranks).span_bytes(0, count) / whole.span_bytes(0, count) for ranks in (2, 4)]
+    assert shares == [pytest.approx(0.54, abs=0.05), pytest.approx(0.31, abs=0.05)]
