@@ -7,7 +7,7 @@ import pytest
 
 from decentral.core import config
 from decentral.scheduler.throughput import in_flight
-from decentral.scheduler.throughput.in_flight import JOBS_S, Pipeline
+from decentral.scheduler.throughput.in_flight import JOBS_S, Flights, Pipeline
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 
 SPANS = [(0, 1), (1, 2)]
@@ -87,8 +87,9 @@ def test_steps_have_as_many_sequences_as_the_run_says() -> None:
 def test_the_largest_micro_batch_is_chosen_that_costs_no_throughput() -> None:
     """With memory for hundreds of sequences, 64 together carry as much as one; with little memory each more costs."""
     run = config.load(None, ["model.context=10", "routes.overlap=true"])
-    ample, _ = in_flight.chosen(pair(1e5).costs, DELAY_NN, run, [(10.0, ROUTE)], SPANS)
-    assert ample.sequences == 64
-    scarce, rates = in_flight.chosen(pair().costs, DELAY_NN, run, [(100.0, ROUTE)], SPANS)
-    assert scarce.sequences == 1
-    assert rates.tolist() == pytest.approx([5 * 10 / (4 * PASSES_S + 0.3)])
+    flights = Flights(DELAY_NN, run)
+    ample = flights.carried(pair(1e5).costs, [(10.0, ROUTE)], np.array(SPANS))
+    assert ample.pipeline.sequences == 64
+    scarce = flights.carried(pair().costs, [(100.0, ROUTE)], np.array(SPANS))
+    assert scarce.pipeline.sequences == 1
+    assert scarce.tokens_per_s == pytest.approx(5 * 10 / (4 * PASSES_S + 0.3))
