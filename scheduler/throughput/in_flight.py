@@ -12,8 +12,8 @@ By Little's law, the tokens/s x_r on the routes of a flow are limited by the mic
 
     maximise sum_r x_r   with   x_r <= flow_r   and   sum_rh x_r / tokens * kept_rh <= capacity_j   for every peer j
 
-With exact gradients, an origin peer begins M micro-batches, and takes a step when the last one is back. So its cycle
-has the time of one micro-batch and M - 1 times that between two of them: `with_steps`.
+With exact gradients, each peer of a route stops for its step until its micro-batches are back and committed, and the
+peers stop at different times: `with_steps`.
 """
 
 import itertools
@@ -119,10 +119,12 @@ def with_steps(pipeline: Pipeline, paths: Sequence[Path], accumulate: int) -> Fl
     """Return the tokens/s on each route with exact gradients, for which a step waits for all micro-batches in flight.
 
     Of M micro-batches, each origin peer has as many in flight as its longest route has hops, and a step needs
-    `accumulate` of them to be back: M = accumulate + hops - 1. The first takes as long as a micro-batch on that route,
-    and each other one as long as its routes need for it without steps:
+    `accumulate` of them to be back: M = accumulate + hops - 1. Each peer of the route pauses once for its own step: hop
+    h until its last micro-batch is back from the later hops, after kept_h seconds, and then until its origin peer
+    commits it, for which the gradient goes back over the earlier hops, about half of kept_0 - kept_h. The other
+    micro-batches follow each other as fast as without steps:
 
-        tokens/s = M * tokens / (seconds of a micro-batch + (M - 1) * tokens / tokens/s without steps)
+        tokens/s = M * tokens / (sum over hops h of (kept_0 + kept_h) / 2 + (M - 1) * tokens / tokens/s without steps)
 
     Args:
         pipeline: The costs of a micro-batch.
@@ -138,10 +140,15 @@ def with_steps(pipeline: Pipeline, paths: Sequence[Path], accumulate: int) -> Fl
             continue
         flow = float(rates[own].sum())
         many = accumulate + max(len(paths[route][1]) for route in own) - 1
-        first_s = sum(rates[route] * pipeline.kept_s(paths[route][1])[0] for route in own) / flow
-        cycle_s = max(first_s + (many - 1) * pipeline.tokens / flow, many * pipeline.tokens / flow)
+        pauses_s = sum(rates[route] * _pauses_s(pipeline.kept_s(paths[route][1])) for route in own) / flow
+        cycle_s = max(pauses_s + (many - 1) * pipeline.tokens / flow, many * pipeline.tokens / flow)
         rates[own] *= many * pipeline.tokens / cycle_s / flow
     return rates
+
+
+def _pauses_s(kept_s: Sequence[float]) -> float:
+    """Return the seconds in which some hop of a route pauses for a step, if no two pauses overlap."""
+    return sum(kept_s[0] + one for one in kept_s) / 2
 
 
 def accumulated(run: Config, sequences: int) -> int:
