@@ -33,7 +33,7 @@ from decentral.sim.waiting import Wait, wait_of
 
 MAX_PLAN_BYTES = 64 * 1024 * 1024
 WARM_UP = 1 / 3  # tokens are counted after this share of the run, when peers have joined and measured their speeds
-LOOK_S = 0.37  # what devices wait for is sampled this often; no period of the swarm is a multiple of it
+SAMPLED_S = 0.37  # what devices wait for is sampled this often; no period of the swarm is a multiple of it
 REPORT_S = 1.0  # peers report their steps this often, so that few tokens lie across the end of the warm-up
 
 
@@ -152,8 +152,8 @@ class PlayedPlan:
         swarm.agenda.at(self._since, lambda: self._look(swarm))
 
     def _look(self, swarm: SimulatedSwarm) -> None:
-        """Count what each device waits for now, and look again after LOOK_S."""
-        swarm.agenda.after(LOOK_S, lambda: self._look(swarm))
+        """Count what each device waits for now, and look again after SAMPLED_S."""
+        swarm.agenda.after(SAMPLED_S, lambda: self._look(swarm))
         self._looks += 1
         self.waits.update(wait for member in swarm.members if member.life and (wait := wait_of(member.life)))
 

@@ -212,7 +212,7 @@ class Flights:
         """
         spans = [(int(first), int(last)) for first, last in spans_N2]
         routed = {hop[0] for _, hops in paths if len(hops) > 1 for hop in hops}
-        most = min((costs.sequences(peer, *spans[peer]) for peer in routed), default=1)
+        most = min((costs.sequences(peer, spans[peer][0], spans[peer][1]) for peer in routed), default=1)
         found: list[tuple[Pipeline, Floats]] = []
         best = 0.0
         for sequences in SIZES:
