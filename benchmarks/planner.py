@@ -226,9 +226,9 @@ def unequal(seed: int, scale: float) -> None:
     swarm = mixed(seed)
     costs = layer_costs.of_model(swarm, config.load(None, LLAMA_7B))
     budget = SearchBudget(20 * scale, clock=time.process_time)
-    baseline = throughput_plan.random_throughput(costs, seed, budget) or np.inf
-    begin = time.process_time()
     problem = FlowProblem(costs, regions_of(swarm))
+    baseline = throughput_plan.random_throughput(problem, seed, budget) or np.inf
+    begin = time.process_time()
     rate = problem.evaluate(span_search.search(problem, budget, np.random.default_rng(seed))).value
     bound = costs.compute_bound()
     _line("unequal", seed=seed, tokens_per_s=rate, of_bound=rate / bound, of_random=rate / baseline,
@@ -249,7 +249,7 @@ def partners(seed: int, scale: float) -> None:
 
 def compared(seed: int, scale: float) -> None:
     for name, model, swarm, keys in _shipped():
-        problem = FlowProblem(layer_costs.of_model(swarm, config.load(None, keys)), regions_of(swarm))
+        problem = throughput_plan.problem_of(swarm, config.load(None, keys), 1, layer_costs.UTILISATION)
         bound = problem.bound()
         records = solvers.solver_records(problem, seed, 10 * scale, time.process_time)
         _line("solvers", topology=name, model=model, seed=seed, bound=bound,

@@ -4,8 +4,8 @@
 
 Each topology is planned for throughput, and the plan is played in virtual time on the topology's links, as
 `decentral.simulate --plan` does. Without TOPOLOGY, all shipped ones and those of the planner's tests are played. A row
-has the tokens/s promised and reached, the hops of a mean route, the share of the time that the mean device trains, and
-the link that is used most.
+has the tokens/s promised and reached, the hops of a mean route, the share of the time that the mean device trains, what
+it waits for in the rest (the remainder are jobs of gossip and checkpoints), and the link that is used most.
 """
 
 import argparse
@@ -50,6 +50,7 @@ def row(where: Path, args: argparse.Namespace) -> dict[str, str | float]:
         "abandoned": result.abandoned,
         "busiest_link": result.busiest_link,
         "busiest_share": round(result.busiest_share, 3),
+        **{f"waits for {what}": round(share, 3) for what, share in result.waits.items()},
         "cpu_s": round(time.process_time() - began, 1),
     }
 

@@ -206,12 +206,11 @@ def _throughput_records(
 ) -> tuple[dict[str, list[tuple[float, float]]], float]:
     """Return the history of each solver for throughput, and the tokens/s that no plan exceeds."""
     from decentral.scheduler.throughput import solvers
-    from decentral.scheduler.throughput.span_search import FlowProblem
+    from decentral.scheduler.throughput.plan import problem_of
 
     config = load_config(options.model) if options.model or swarm is None else swarm.config
     utilisation = layer_costs.UTILISATION if swarm is None else 1.0
-    costs = layer_costs.of_model(topology, config, options.holders, utilisation)
-    problem = FlowProblem(costs, topologies.regions_of(topology))
+    problem = problem_of(topology, config, options.holders, utilisation)
     return solvers.solver_records(problem, options.seed, options.seconds, time.monotonic), problem.bound()
 
 

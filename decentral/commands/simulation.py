@@ -81,6 +81,8 @@ def _play(flags: argparse.Namespace) -> None:
         f"busiest link: {plain_text(result.busiest_link)}, {result.busiest_share:.1%}",
         soft_wrap=True,
     )
+    for what, waited in sorted(result.waits.items(), key=lambda one: -one[1]):
+        console.print(f"the mean device waits for {what}: {waited:.1%} of the time", soft_wrap=True)
 
 
 def _simulate(flags: argparse.Namespace, scenario: Scenario) -> None:

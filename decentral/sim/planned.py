@@ -29,9 +29,11 @@ from decentral.scheduler.topology.topology import Topology
 from decentral.sim.host import Pace
 from decentral.sim.run import Scenario
 from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
+from decentral.sim.waiting import Wait, wait_of
 
 MAX_PLAN_BYTES = 64 * 1024 * 1024
 WARM_UP = 1 / 3  # tokens are counted after this share of the run, when peers have joined and measured their speeds
+SAMPLED_S = 0.37  # what devices wait for is sampled this often; no period of the swarm is a multiple of it
 REPORT_S = 1.0  # peers report their steps this often, so that few tokens lie across the end of the warm-up
 
 
@@ -47,6 +49,7 @@ class PlayedResult:
     busy: dict[str, float]  # by the topology's peer id: share of the time that the device trained
     busiest_link: str
     busiest_share: float  # share of the bytes that this link could have carried
+    waits: dict[str, float]  # by `Wait.value`: share of the time that the mean device waits for this
 
 
 def read(path: Path) -> ThroughputPlan:
@@ -137,6 +140,8 @@ class PlayedPlan:
     tokens: float = 0.0
     executions: Counter[type] = field(default_factory=Counter)
     spent_s: defaultdict[PeerId, float] = field(default_factory=lambda: defaultdict(float))
+    waits: Counter[Wait] = field(default_factory=Counter)
+    _looks: int = 0
     _swarm: SimulatedSwarm | None = None
     _sent_before: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)
 
@@ -144,6 +149,13 @@ class PlayedPlan:
         """Prepare to read lines of this swarm."""
         self._swarm = swarm
         swarm.agenda.at(self._since, lambda: self._sent_before.update(swarm.network.links.sent))
+        swarm.agenda.at(self._since, lambda: self._look(swarm))
+
+    def _look(self, swarm: SimulatedSwarm) -> None:
+        """Count what each device waits for now, and look again after SAMPLED_S."""
+        swarm.agenda.after(SAMPLED_S, lambda: self._look(swarm))
+        self._looks += 1
+        self.waits.update(wait for member in swarm.members if member.life and (wait := wait_of(member.life)))
 
     def line(self, peer: PeerId, t: Seconds, log: Log) -> None:
         """Count a line of a peer's journal: a step of a peer with the whole model, or executions of routes."""
@@ -185,6 +197,7 @@ class PlayedPlan:
             busy={name[peer]: min(1.0, self.spent_s[peer] / lasted_s) for peer in name},
             busiest_link=link,
             busiest_share=used,
+            waits={wait.value: self.waits[wait] / self._looks / len(name) for wait in Wait if self.waits[wait]},
         )
 
     def _busiest(self, lasted_s: Seconds, name: dict[PeerId, str]) -> tuple[str, float]:

@@ -8,18 +8,23 @@ Three estimates are made. A limit, which no flow exceeds, is the least of these,
 
 The set of layers with the least t follows from Dinkelbach's method (1967): for a t, the best set is a shortest path
 over the layers, because a peer's layers are consecutive. The other estimates assume that tokens enter a peer at its
-first layer and leave it after its last: what the links of each layer's holders carry, and what the holders supply if
-they also divide their time equally among their layers.
+first layer and leave it after its last: what the links and memories of each layer's holders carry, and what the holders
+supply if they also divide their time equally among their layers. A memory carries what fits in it of micro-batches of
+one sequence, each for as long as all later layers take on the same device, and as many links as stages follow
+(in_flight.py).
 """
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from decentral.core.compiled import compiled, inner
+from decentral.core.jobs import MOST_UNDER_WAY
 from decentral.scheduler.partners.mixing import LINK_SHARE
 from decentral.scheduler.throughput import link_limits
+from decentral.scheduler.throughput.in_flight import JOBS_S, WAITING, Flights
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.topology.arrays import Floats, Ints
 
@@ -31,10 +36,23 @@ class Estimates:
     """Estimates for the spans of one swarm."""
 
     costs: LayerCosts
+    flights: Flights | None = None  # None: do not count micro-batches in flight
 
     def of(self, spans_N2: Ints) -> tuple[float, float, Floats]:
         """Return the limit, the lesser of it and of what links carry, and what each layer's holders supply, (L,)."""
-        return _estimate(spans_N2, *self._arrays)
+        return _estimate(spans_N2, self._room, *self._arrays)
+
+    def kept(self, peers_P: Ints, spans_P2: Ints) -> Floats:
+        """Return the tokens/s, (P,), of peers in these spans whose micro-batches in flight fit in their memory."""
+        return _kept_rates(self._room, self._arrays[0], peers_P, spans_P2)
+
+    @cached_property
+    def _room(self) -> "_Room":
+        costs, flights = self.costs, self.flights
+        state_E, activation_E = (np.pad(np.cumsum(one_L), (1, 0)) for one_L in (costs.state_L, costs.activation_L))
+        link_s_N = np.zeros(costs.peers) if flights is None else flights.usual_link_s(costs)
+        context = 0 if flights is None else flights.run.model.context
+        return _Room(context, state_E, activation_E, costs.memory_N.astype(np.float64), link_s_N)
 
     @cached_property
     def _arrays(self) -> tuple[Floats, ...]:
@@ -51,15 +69,26 @@ class Estimates:
         )
 
 
+class _Room(NamedTuple):
+    """What decides how many micro-batches fit in the memory of each peer."""
+
+    context: int  # tokens in a sequence; 0: memory is no limit
+    state_E: Floats  # bytes of all layers before each layer, [L + 1]
+    activation_E: Floats  # the same for the activations of a sequence
+    memory_N: Floats  # bytes
+    link_s_N: Floats  # seconds of a sequence over a usual link of each peer, and of its gradient back
+
+
 @compiled
 def _estimate(
-    spans_N2: Ints, before_NL: Floats, share_L: Floats, speed_N: Floats, rate_N: Floats, gossip_L: Floats,
+    spans_N2: Ints, room: _Room, before_NL: Floats, share_L: Floats, speed_N: Floats, rate_N: Floats, gossip_L: Floats,
     link_NN: Floats,
 ) -> tuple[float, float, Floats]:  # fmt: skip
     """Return `Estimates.of`.
 
     Args:
         spans_N2: Each peer's layers [first, last); (0, 0) for a peer without layers.
+        room: The peers' memory.
         before_NL: Seconds per token of all layers before each layer, [N, L + 1].
         share_L: Each layer's share of the work of a token.
         speed_N: tokens/s that each peer computes in all layers together, at most.
@@ -94,8 +123,9 @@ def _estimate(
         access = left_N[j] / 2 if first > 0 and last < layers else left_N[j]  # a token that comes must leave
         into = min(into, access) if first > 0 else np.inf
         out = min(out, access) if last < layers else np.inf
-        supply_L[first:last] += min(1 / (before_NL[j, last] - before_NL[j, first]), into, out)
-        linked_L[first:last] += min(into, out)
+        kept = _kept_rate(room, before_NL, j, first, last)
+        supply_L[first:last] += min(1 / (before_NL[j, last] - before_NL[j, first]), into, out, kept)
+        linked_L[first:last] += min(into, out, kept)
         for layer in range(first, last):
             alone = 1 / (before_NL[j, layer + 1] - before_NL[j, layer])
             receive_L[layer] += min(alone, into) if layer == first else alone
@@ -104,6 +134,29 @@ def _estimate(
     for layer in range(1, layers):
         limit = min(limit, receive_L[layer], send_L[layer])
     return limit, min(limit, linked_L.min()), supply_L
+
+
+@compiled
+def _kept_rates(room: _Room, before_NL: Floats, peers_P: Ints, spans_P2: Ints) -> Floats:
+    """Return `Estimates.kept`."""
+    rates = np.empty(len(peers_P))
+    for at in range(len(peers_P)):
+        rates[at] = _kept_rate(room, before_NL, peers_P[at], spans_P2[at, 0], spans_P2[at, 1])
+    return rates
+
+
+@inner
+def _kept_rate(room: _Room, before_NL: Floats, peer: int, first: int, last: int) -> float:
+    """Return the tokens/s with which a peer's micro-batches in flight fit in its memory; inf for the whole model."""
+    layers = before_NL.shape[1] - 1
+    if not room.context or last - first in (0, layers):
+        return np.inf
+    free = room.memory_N[peer] - room.state_E[last] + room.state_E[first]
+    many = min(MOST_UNDER_WAY, max(1.0, free / (room.activation_E[last] - room.activation_E[first])))
+    stages = (layers - first) / (last - first)
+    device_s = room.context * (before_NL[peer, layers] - before_NL[peer, first]) + stages * JOBS_S
+    kept_s = (1 + WAITING) * device_s + (stages - 1) * room.link_s_N[peer]
+    return float(many * room.context / kept_s)
 
 
 @inner

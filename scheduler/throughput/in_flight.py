@@ -1,4 +1,6 @@
-"""Bound what routes carry by memory for micro-batches in flight, and by steps that wait for them. Start at `limited`.
+"""Bound what routes carry by memory for micro-batches in flight, and by steps that wait for them.
+
+Start reading at `Flights.carried`.
 
 A peer keeps a micro-batch's activations from its arrival until its backward pass here, while it waits and is computed
 here and at all later peers of its route, and while links carry it there and back. On a route r, hop h keeps it for
@@ -10,13 +12,14 @@ By Little's law, the tokens/s x_r on the routes of a flow are limited by the mic
 
     maximise sum_r x_r   with   x_r <= flow_r   and   sum_rh x_r / tokens * kept_rh <= capacity_j   for every peer j
 
-With exact gradients, an origin peer begins M micro-batches, and takes a step when the last one is back. So its cycle
-has the time of one micro-batch and M - 1 times that between two of them: `with_steps`.
+With exact gradients, each peer of a route stops for its step until its micro-batches are back and committed, and the
+peers stop at different times: `with_steps`.
 """
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 from scipy.optimize import linprog
@@ -26,12 +29,15 @@ from decentral.comm.wire.slow_start import transfer_s
 from decentral.core.config import Config
 from decentral.core.jobs import MOST_UNDER_WAY
 from decentral.scheduler.throughput.layer_costs import LayerCosts
+from decentral.scheduler.throughput.max_flow import NEAREST
 from decentral.scheduler.throughput.routes import Hop
-from decentral.scheduler.topology.arrays import Floats
+from decentral.scheduler.topology.arrays import Floats, Ints
 
 WAITING = 1.0  # a micro-batch waits for a device this many times as long as it computes there
 JOBS_S = 0.003  # beside computing, a hop takes this long for the jobs of a micro-batch: two passes and a step
 LOST_SHARE = 0.02  # the largest micro-batch is planned that costs at most this share of the rate of single sequences
+TRIED_SHARE = 0.1  # larger micro-batches are not tried once a size costs more than this share
+SIZES = tuple(1 << power for power in range(7))  # sequences in a micro-batch, up to MOST_PLANNED_SEQUENCES
 Path = tuple[float, list[Hop]]
 """The tokens/s on a route, and its hops."""
 
@@ -102,6 +108,8 @@ class Pipeline:
         rows, columns, values = (np.array([use[axis] for use in uses]) for axis in range(3))
         scale = float(rates.sum())
         within = coo_matrix((values * scale, (rows, columns)), shape=(2 * peers, len(paths))).tocsr()
+        if (within @ (rates / scale) <= 1).all():
+            return rates
         bounds = np.column_stack((np.zeros(len(paths)), rates / scale))
         found = linprog(-np.ones(len(paths)), within, np.ones(2 * peers), bounds=bounds)
         return np.maximum(0.0, found.x) * scale if found.status == 0 else np.zeros(len(paths))
@@ -111,10 +119,12 @@ def with_steps(pipeline: Pipeline, paths: Sequence[Path], accumulate: int) -> Fl
     """Return the tokens/s on each route with exact gradients, for which a step waits for all micro-batches in flight.
 
     Of M micro-batches, each origin peer has as many in flight as its longest route has hops, and a step needs
-    `accumulate` of them to be back: M = accumulate + hops - 1. The first takes as long as a micro-batch on that route,
-    and each other one as long as its routes need for it without steps:
+    `accumulate` of them to be back: M = accumulate + hops - 1. Each peer of the route pauses once for its own step: hop
+    h until its last micro-batch is back from the later hops, after kept_h seconds, and then until its origin peer
+    commits it, for which the gradient goes back over the earlier hops, about half of kept_0 - kept_h. The other
+    micro-batches follow each other as fast as without steps:
 
-        tokens/s = M * tokens / (seconds of a micro-batch + (M - 1) * tokens / tokens/s without steps)
+        tokens/s = M * tokens / (sum over hops h of (kept_0 + kept_h) / 2 + (M - 1) * tokens / tokens/s without steps)
 
     Args:
         pipeline: The costs of a micro-batch.
@@ -130,10 +140,15 @@ def with_steps(pipeline: Pipeline, paths: Sequence[Path], accumulate: int) -> Fl
             continue
         flow = float(rates[own].sum())
         many = accumulate + max(len(paths[route][1]) for route in own) - 1
-        first_s = sum(rates[route] * pipeline.kept_s(paths[route][1])[0] for route in own) / flow
-        cycle_s = max(first_s + (many - 1) * pipeline.tokens / flow, many * pipeline.tokens / flow)
+        pauses_s = sum(rates[route] * _pauses_s(pipeline.kept_s(paths[route][1])) for route in own) / flow
+        cycle_s = max(pauses_s + (many - 1) * pipeline.tokens / flow, many * pipeline.tokens / flow)
         rates[own] *= many * pipeline.tokens / cycle_s / flow
     return rates
+
+
+def _pauses_s(kept_s: Sequence[float]) -> float:
+    """Return the seconds in which some hop of a route pauses for a step, if no two pauses overlap."""
+    return sum(kept_s[0] + one for one in kept_s) / 2
 
 
 def accumulated(run: Config, sequences: int) -> int:
@@ -142,32 +157,77 @@ def accumulated(run: Config, sequences: int) -> int:
     return max(1, train.accumulate * whole // sequences) if isinstance(whole, int) else train.accumulate
 
 
-def chosen(
-    costs: LayerCosts,
-    delay_NN: Floats,
-    run: Config,
-    paths: Sequence[Path],
-    spans_N2: Sequence[tuple[int, int]],
-) -> tuple[Pipeline, Floats]:
-    """Return the costs of the best micro-batches, and the tokens/s that each route carries with them.
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What the routes of a flow carry: the costs of the best micro-batches, and each route's tokens/s and hops."""
 
-    The micro-batches are the largest that cost at most LOST_SHARE of what the best size reaches, as devices are slow
-    with small ones.
-    """
-    routed = {hop[0] for _, hops in paths if len(hops) > 1 for hop in hops}
-    most = min((costs.sequences(peer, spans_N2[peer][0], spans_N2[peer][1]) for peer in routed), default=1)
-    found = [_carried(Pipeline(costs, delay_NN, run.model.context, 1 << k), run, paths, spans_N2) for k in range(7)]
-    fitting = [one for one in found if one[0].sequences <= most]
-    least = (1 - LOST_SHARE) * max(float(rates.sum()) for _, rates in fitting)
-    return next(one for one in reversed(fitting) if one[1].sum() >= least)
+    pipeline: Pipeline
+    paths: list[Path]  # without those that carry nothing
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Return the tokens/s of all routes."""
+        return sum(rate for rate, _ in self.paths)
+
+    @property
+    def routed(self) -> set[int]:
+        """Return the peers on routes of several hops."""
+        return {peer for _, hops in self.paths if len(hops) > 1 for peer, _, _ in hops}
 
 
-def _carried(
-    pipeline: Pipeline, run: Config, paths: Sequence[Path], spans_N2: Sequence[tuple[int, int]]
-) -> tuple[Pipeline, Floats]:
-    """Return the pipeline, and the tokens/s that each route carries with its micro-batches."""
-    if run.routes.overlap:
-        return pipeline, pipeline.carried(paths, spans_N2)
-    with_waits = with_steps(pipeline, paths, accumulated(run, pipeline.sequences))
-    slower = [(rate, hops) for rate, (_, hops) in zip(with_waits.tolist(), paths, strict=True)]
-    return pipeline, pipeline.carried(slower, spans_N2)
+@dataclass(frozen=True, slots=True, eq=False)
+class Flights:
+    """What decides, beside the costs of layers, how many micro-batches are in flight in a planned swarm."""
+
+    delay_NN: Floats  # seconds in one direction
+    run: Config
+
+    def of_peers(self, peers_G: Ints) -> Self:
+        """Return the same for a part of the swarm, the peers with these numbers."""
+        return replace(self, delay_NN=self.delay_NN[np.ix_(peers_G, peers_G)])
+
+    def usual_link_s(self, costs: LayerCosts) -> Floats:
+        """Return the seconds, (N,), in which a sequence goes over a link of each peer, and its gradient comes back.
+
+        The link is the median of the peer's NEAREST fastest ones; 0 if it has none.
+        """
+        pipeline = Pipeline(costs, self.delay_NN, self.run.model.context, 1)
+        fastest_NM = np.argsort(-costs.link_NN, axis=1, kind="stable")[:, :NEAREST]
+        times_s = (
+            [pipeline.link_s(peer, other) for other in row if costs.link_NN[peer, other] > 0]
+            for peer, row in enumerate(fastest_NM.tolist())
+        )
+        return np.array([float(np.median(one)) if one else 0.0 for one in times_s])
+
+    def carried(self, costs: LayerCosts, paths: Sequence[Path], spans_N2: Ints) -> Carried:
+        """Return what routes carry with the best micro-batches.
+
+        The micro-batches are the largest that cost at most LOST_SHARE of what the best size reaches, as devices are
+        slow with small ones. A size that loses more than TRIED_SHARE ends the trials.
+
+        Args:
+            costs: What layers cost each peer.
+            paths: The routes of a flow.
+            spans_N2: Each peer's layers.
+        """
+        spans = [(int(first), int(last)) for first, last in spans_N2]
+        routed = {hop[0] for _, hops in paths if len(hops) > 1 for hop in hops}
+        most = min((costs.sequences(peer, spans[peer][0], spans[peer][1]) for peer in routed), default=1)
+        found: list[tuple[Pipeline, Floats]] = []
+        best = 0.0
+        for sequences in SIZES:
+            if sequences <= most and (not found or found[-1][1].sum() >= (1 - TRIED_SHARE) * best):
+                pipeline = Pipeline(costs, self.delay_NN, self.run.model.context, sequences)
+                found.append((pipeline, self._rates(pipeline, paths, spans)))
+                best = max(best, float(found[-1][1].sum()))
+        pipeline, rates = next(one for one in reversed(found) if one[1].sum() >= (1 - LOST_SHARE) * best)
+        hops = [hops for _, hops in paths]
+        return Carried(pipeline, [path for path in zip(rates.tolist(), hops, strict=True) if path[0] > 0])
+
+    def _rates(self, pipeline: Pipeline, paths: Sequence[Path], spans: Sequence[tuple[int, int]]) -> Floats:
+        """Return the tokens/s on each route with micro-batches of one size."""
+        if self.run.routes.overlap:
+            return pipeline.carried(paths, spans)
+        with_waits = with_steps(pipeline, paths, accumulated(self.run, pipeline.sequences))
+        slower = [(rate, hops) for rate, (_, hops) in zip(with_waits.tolist(), paths, strict=True)]
+        return pipeline.carried(slower, spans)

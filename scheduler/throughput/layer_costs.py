@@ -8,7 +8,6 @@ token: a block's activations in 16 bits without the attention matrix, which the 
 (Korthikanti et al., arXiv 2205.05198, equation 2).
 """
 
-import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Self
@@ -82,11 +81,10 @@ class LayerCosts:
     def least_in_flight(self, first: int, last: int) -> int:
         """Return how many micro-batches of one sequence must fit beside layers [first, last): 1 for the whole model.
 
-        If all stages are as wide, one is at this peer and one at each later stage, while one waits for this peer
-        (1F1B: PipeDream, arXiv 1806.03377).
+        Of a part, one is computed while another is at other peers. With so few, a device often waits: in_flight.py says
+        what it then carries.
         """
-        whole = last - first >= self.layers
-        return 1 if whole else 1 + math.ceil((self.layers - first) / max(1, last - first))
+        return 1 if last - first >= self.layers else 2
 
     def bytes_of(self, first: int, last: int, sequences: int) -> float:
         """Return the bytes that layers [first, last) take with a micro-batch of `sequences` sequences."""

@@ -15,7 +15,7 @@ from decentral.core.errors import UserError
 from decentral.core.strict_json import JsonObject
 from decentral.core.units import readable_number
 from decentral.scheduler.partners import mixing
-from decentral.scheduler.throughput import feasibility, in_flight, layer_costs, max_flow, routes, solvers, span_search
+from decentral.scheduler.throughput import feasibility, in_flight, layer_costs, max_flow, solvers, span_search
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.throughput.span_search import FlowProblem
 from decentral.scheduler.topology.arrays import Ints
@@ -57,21 +57,21 @@ def throughput_plan(
         UserError: If the swarm cannot hold the model, no such solver exists, or the swarm is too large for the solver.
     """
     progress = SearchProgress(budget, 0.0)
-    problem = FlowProblem(layer_costs.of_model(topology, config, holders, utilisation), regions_of(topology))
+    problem = problem_of(topology, config, holders, utilisation)
     costs, bound = problem.costs, problem.bound()
     chosen = solvers.solved(problem, solver, seed, budget.part(SEARCH_SHARE).less(progress.seconds()))
     if not costs.valid(chosen):
         raise UserError(f"--holders {holders}: found no plan where so many peers hold each layer; add memory or peers")
     chosen = _with_whole_models(problem, chosen, progress.left_s())
-    found = problem.flow(chosen)
     held = np.minimum(np.array([(now or {}).get(name, (0, 0)) for name in topology.ids]), costs.layers)
-    if stays := costs.valid(held) and _no_gain(found, staying := problem.flow(held, progress.left_s())):
-        chosen, found = held, staying
+    if stays := costs.valid(held) and _no_gain(problem, chosen, held, progress.left_s()):
+        chosen = held
+    found = problem.flow(chosen)
     late_s = progress.seconds() - budget.seconds * (1 - GOSSIP_SHARE)
     share = budget.part(GOSSIP_SHARE).silent().less(max(0.0, late_s))
     moved_L, held_NL = costs.snapshot_L * layer_costs.ROUND_S, max_flow.held(costs, chosen)
     partners = mixing.partners(topology, held_NL, moved_L, found.bytes_between(costs.hidden_bytes), share)
-    baseline = random_throughput(costs, seed, budget.less(progress.seconds()))
+    baseline = random_throughput(problem, seed, budget.less(progress.seconds()))
     plan = ThroughputPlan(
         solver=solver,
         seed=seed,
@@ -87,7 +87,13 @@ def throughput_plan(
         reason="Stay as you are: each peer keeps its layers. " if stays else "",
         digest=topology.digest(),
     )
-    return _with_routes(plan, topology, config, costs, (chosen, found))
+    return _with_routes(plan, topology, config, problem, chosen)
+
+
+def problem_of(topology: Topology, config: Config, holders: int, utilisation: float) -> FlowProblem:
+    """Return the search problem of `throughput_plan`, with the same arguments; raise UserError as it does."""
+    costs = layer_costs.of_model(topology, config, holders, utilisation)
+    return FlowProblem(costs, regions_of(topology), in_flight.Flights(topology.delay_s, config))
 
 
 def _planned_for(topology: Topology, config: Config, utilisation: float) -> JsonObject:
@@ -103,28 +109,27 @@ def _planned_for(topology: Topology, config: Config, utilisation: float) -> Json
 
 
 def _with_routes(
-    plan: ThroughputPlan, topology: Topology, config: Config, costs: LayerCosts, of: tuple[Ints, max_flow.MaxFlow]
+    plan: ThroughputPlan, topology: Topology, config: Config, problem: FlowProblem, chosen: Ints
 ) -> ThroughputPlan:
-    """Return the plan with the routes of a flow, what they use of devices and links, their throughput, and a reason.
+    """Return the plan with the routes through the spans `chosen`, what they use, their throughput, and a reason.
 
-    `of` has the spans and the flow through them. Routes carry less than the flow where memory for micro-batches in
-    flight is scarce, or where steps wait for them.
+    Routes carry less than the greatest flow where memory for micro-batches in flight is scarce, or where steps wait for
+    them.
     """
-    chosen, found = of
+    found, costs = problem.flow(chosen), problem.costs
     spans = [(int(a), int(b)) for a, b in chosen]
-    paths = [(share * found.tokens_per_s, hops) for share, hops in routes.routes(found)]
-    pipeline, rates = in_flight.chosen(costs, topology.delay_s, config, paths, spans)
-    carried = [(rate, hops) for rate, (_, hops) in zip(rates.tolist(), paths, strict=True) if rate > 0]
-    tokens_per_s = sum(rate for rate, _ in carried) * (1 - HEADROOM)
+    carried = problem.carried(chosen, found)
+    pipeline = carried.pipeline
+    tokens_per_s = carried.tokens_per_s * (1 - HEADROOM)
     plan = replace(
         plan,
         throughput=plan.throughput | {"tokens_per_s": tokens_per_s},
-        routes=_routes(topology, sorted(carried, key=lambda path: (-path[0], path[1]))),
-        micro_batches=_micro_batches(topology, pipeline, carried, spans),
+        routes=_routes(topology, sorted(carried.paths, key=lambda path: (-path[0], path[1]))),
+        micro_batches=_micro_batches(topology, carried, spans),
         accumulate=in_flight.accumulated(config, pipeline.sequences),
         in_flight={
             topology.ids[peer]: int(pipeline.capacity((peer, *spans[peer]), spans[peer]))
-            for peer in sorted(_routed(carried))
+            for peer in sorted(carried.routed)
         },
     )
     used = feasibility.uses(plan, topology, costs)
@@ -138,7 +143,7 @@ def _with_routes(
     )
 
 
-def random_throughput(costs: LayerCosts, seed: int, budget: SearchBudget) -> float | None:
+def random_throughput(problem: FlowProblem, seed: int, budget: SearchBudget) -> float | None:
     """Return the throughput, in tokens/s, of the best of RANDOM_DRAWS random plans; None if the budget allows none.
 
     In each plan, the model is cut into stages of equally many layers, and each peer gets a random stage. A plan is
@@ -150,7 +155,7 @@ def random_throughput(costs: LayerCosts, seed: int, budget: SearchBudget) -> flo
         begin = progress.seconds()
         if progress.late(longest_s):
             break
-        rate = max_flow.maximum(costs, span_search.equal_random(costs, rng), progress.left_s()).tokens_per_s
+        rate = problem.evaluate(span_search.equal_random(problem.costs, rng), progress.left_s()).value
         best, longest_s = max(best, rate), max(longest_s, progress.seconds() - begin)
     return best or None
 
@@ -167,24 +172,18 @@ def _with_whole_models(problem: FlowProblem, spans: Ints, seconds: float) -> Int
     """
     layers = problem.costs.layers
     simpler = np.where((problem.reach_NL[:, 0] == layers)[:, None], (0, layers), spans)
-    gains = problem.flow(simpler, seconds).tokens_per_s >= problem.flow(spans).tokens_per_s * (1 - HEADROOM)
+    gains = problem.evaluate(simpler, seconds).value >= problem.evaluate(spans).value * (1 - HEADROOM)
     return simpler if gains else spans
 
 
-def _no_gain(found: max_flow.MaxFlow, staying: max_flow.MaxFlow) -> bool:
-    return found.tokens_per_s <= staying.tokens_per_s * (1 + STAY_MARGIN)
+def _no_gain(problem: FlowProblem, found: Ints, held: Ints, seconds: float) -> bool:
+    """Return whether the spans found reach less than STAY_MARGIN more than those held, evaluated in so many seconds."""
+    return problem.evaluate(found).value <= problem.evaluate(held, seconds).value * (1 + STAY_MARGIN)
 
 
-def _routed(paths: Sequence[in_flight.Path]) -> set[int]:
-    """Return the peers on routes of several hops."""
-    return {peer for _, hops in paths if len(hops) > 1 for peer, _, _ in hops}
-
-
-def _micro_batches(
-    topology: Topology, pipeline: in_flight.Pipeline, paths: Sequence[in_flight.Path], spans: Sequence[tuple[int, int]]
-) -> dict[str, int]:
+def _micro_batches(topology: Topology, carried: in_flight.Carried, spans: Sequence[tuple[int, int]]) -> dict[str, int]:
     """Return the sequences in each peer's micro-batch: those of the routes or, for a lone peer, as many as fit."""
-    routed = _routed(paths)
+    routed, pipeline = carried.routed, carried.pipeline
     return {
         topology.ids[peer]: pipeline.sequences if peer in routed else pipeline.costs.sequences(peer, first, last)
         for peer, (first, last) in enumerate(spans)

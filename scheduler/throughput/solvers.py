@@ -77,7 +77,8 @@ def solver_records(problem: FlowProblem, seed: int, seconds: float, clock: Calla
     """Return the histories by name of all solvers that can solve a swarm of this size; they share `seconds` equally."""
     found: dict[str, Record] = {}
     for name in THROUGHPUT_SOLVERS:
-        begin, record, fresh = clock(), Record(), FlowProblem(problem.costs, problem.region_N)  # nothing is remembered
+        begin, record = clock(), Record()
+        fresh = FlowProblem(problem.costs, problem.region_N, problem.flights)  # it remembers nothing
 
         def note(_fraction: float, best: float, record: Record = record, begin: float = begin) -> None:
             if np.isfinite(best) and (not record or -best > record[-1][1]):

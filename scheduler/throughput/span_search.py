@@ -25,8 +25,9 @@ from decentral.scheduler.spans import moves, solvers
 from decentral.scheduler.spans.moves import grown
 from decentral.scheduler.spans.problem import SpanValue, soft_minimum
 from decentral.scheduler.spans.trials import SLIGHTLY
-from decentral.scheduler.throughput import bound, link_limits, max_flow, milp, peer_groups, rows
+from decentral.scheduler.throughput import bound, link_limits, max_flow, milp, peer_groups, routes, rows
 from decentral.scheduler.throughput.estimates import Estimates
+from decentral.scheduler.throughput.in_flight import Carried, Flights
 from decentral.scheduler.throughput.layer_costs import LayerCosts, reaches, span_bytes
 from decentral.scheduler.throughput.max_flow import FlowSolver, MaxFlow
 from decentral.scheduler.throughput.peer_kinds import access_limited
@@ -49,6 +50,7 @@ class FlowProblem:
 
     costs: LayerCosts
     region_N: Ints  # each peer's region as a number
+    flights: Flights | None = None  # None: do not count micro-batches in flight
 
     @property
     def reach_NL(self) -> Ints:
@@ -60,9 +62,24 @@ class FlowProblem:
         return float(self.supplies(np.array([peer]), np.array([[first, last]]))[0])
 
     def evaluate(self, spans_N2: Ints, seconds: float = float("inf")) -> SpanValue:
-        """Return the greatest flow through the spans, and who waits for which layers; 0 if it takes more seconds."""
+        """Return what the greatest flow through the spans carries, and who waits for which layers.
+
+        The value is 0 if the flow takes more seconds.
+        """
         flow = self.flow(spans_N2, seconds)
-        return SpanValue(flow.tokens_per_s, flow.idle_N, flow.price_L)
+        return SpanValue(self.reached(spans_N2, flow), flow.idle_N, flow.price_L)
+
+    def reached(self, spans_N2: Ints, flow: MaxFlow) -> float:
+        """Return the tokens/s of a flow through these spans, less what micro-batches in flight cost."""
+        if self.flights is None or flow.tokens_per_s <= 0:
+            return flow.tokens_per_s
+        return self.carried(spans_N2, flow).tokens_per_s
+
+    def carried(self, spans_N2: Ints, flow: MaxFlow) -> Carried:
+        """Return what the routes of a flow through these spans carry; the problem must have `flights`."""
+        assert self.flights is not None, "only plans for a topology have routes"
+        paths = [(share * flow.tokens_per_s, hops) for share, hops in routes.routes(flow)]
+        return self.flights.carried(self.costs, paths, spans_N2)
 
     def flow(self, spans_N2: Ints, seconds: float = float("inf")) -> MaxFlow:
         """Return the greatest flow through the spans that is known, or is found in so many seconds."""
@@ -113,7 +130,7 @@ class FlowProblem:
 
     @cached_property
     def _estimates(self) -> Estimates:
-        return Estimates(self.costs)
+        return Estimates(self.costs, self.flights)
 
     @cached_property
     def _bound(self) -> float:
@@ -130,11 +147,12 @@ class FlowProblem:
         return bound.access(self.costs) / self.costs.hidden_bytes
 
     def supplies(self, peers_P: Ints, spans_P2: Ints) -> Floats:
-        """Return the tokens/s, (P,), of peers that always compute these spans, as their links allow."""
+        """Return the tokens/s, (P,), of peers that always compute these spans, as their links and memories allow."""
         first, last = spans_P2.T
         compute = 1 / (self._seconds_before[peers_P, last] - self._seconds_before[peers_P, first])
         crossings = (first > 0) + 1.0 * (last < self.costs.layers)
-        return np.asarray(np.minimum(compute, self._crossings[peers_P] / np.maximum(crossings, 1e-9)))
+        linked = self._crossings[peers_P] / np.maximum(crossings, 1e-9)
+        return np.asarray(np.minimum(np.minimum(compute, linked), self._estimates.kept(peers_P, spans_P2)))
 
 
 def search(
@@ -183,7 +201,8 @@ def _search_by_groups(
     within = budget.part(GROUPS_SHARE)
     holders, left = -(-costs.holders // len(groups)), costs.peers
     for group in groups:
-        part = FlowProblem(replace(costs.of_peers(group), holders=holders), problem.region_N[group])
+        flights = problem.flights and problem.flights.of_peers(group)
+        part = FlowProblem(replace(costs.of_peers(group), holders=holders), problem.region_N[group], flights)
         share = within.less(progress.seconds()).part(len(group) / left).silent()
         spans_N2[group] = search(part, share, rng, None if first is None else first[group])
         flows.append((group, part.flow(spans_N2[group])))
@@ -191,7 +210,7 @@ def _search_by_groups(
         progress.report(-sum(flow.tokens_per_s for _, flow in flows))
     apart = max_flow.together(costs, flows)
     joined = max_flow.maximum(costs, spans_N2, progress.left_s())
-    problem.keep(spans_N2, max(apart, joined, key=lambda flow: flow.tokens_per_s))
+    problem.keep(spans_N2, max(apart, joined, key=lambda flow: problem.reached(spans_N2, flow)))
     return spans_N2
 
 

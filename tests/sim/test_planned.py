@@ -76,6 +76,7 @@ def test_peers_with_the_whole_model_reach_what_their_devices_can() -> None:
     assert min(result.busy.values()) > 0.95
     assert result.busy.keys() == {"a", "c"}
     assert (result.executions, result.dropped, result.abandoned) == (0, 0, 0)
+    assert result.waits == {}
 
 
 def test_a_route_counts_its_tokens_once_over_all_layers() -> None:
@@ -83,6 +84,8 @@ def test_a_route_counts_its_tokens_once_over_all_layers() -> None:
     half = LAYERS // 2
     result = played(plan(topology, {"a": [0, half], "c": [half, LAYERS]}, 128.0), topology)
     assert result.executions > 50
+    assert sum(result.busy.values()) / 2 + sum(result.waits.values()) == pytest.approx(1.0, abs=0.05)
+    assert "a step, for which micro-batches must come back or be committed" in result.waits
     assert 0.5 * 128 < result.reached < 1.1 * 128
     assert result.abandoned == 0
 

@@ -7,7 +7,7 @@ import pytest
 
 from decentral.core import config
 from decentral.scheduler.throughput import in_flight
-from decentral.scheduler.throughput.in_flight import JOBS_S, Pipeline
+from decentral.scheduler.throughput.in_flight import JOBS_S, Flights, Pipeline
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 
 SPANS = [(0, 1), (1, 2)]
@@ -71,11 +71,15 @@ def test_a_shorter_way_goes_first_where_memory_is_scarce() -> None:
     assert rates.tolist() == pytest.approx([left * 10 / (4 * PASSES_S + 1.2), 40.0])
 
 
-def test_a_step_with_exact_gradients_waits_until_the_last_micro_batch_is_back() -> None:
-    """Two hops: one micro-batch more is in flight than the step needs. Each lasts 0.2 s at 50 tokens/s."""
-    first_s = 4 * PASSES_S + 0.3
-    assert in_flight.with_steps(pair(), [(50.0, ROUTE)], 1).tolist() == pytest.approx([20 / (first_s + 0.2)])
-    assert in_flight.with_steps(pair(), [(50.0, ROUTE)], 99).tolist() == pytest.approx([1000 / (first_s + 99 * 0.2)])
+def test_peers_pause_for_their_steps_one_after_another_with_exact_gradients() -> None:
+    """Two hops: one micro-batch more is in flight than the step needs. Each lasts 0.2 s at 50 tokens/s.
+
+    The first hop pauses while a micro-batch takes its whole route, the second half as long before its commit comes.
+    """
+    first_s, second_s = 4 * PASSES_S + 0.3, 2 * PASSES_S
+    pauses_s = first_s + (first_s + second_s) / 2
+    assert in_flight.with_steps(pair(), [(50.0, ROUTE)], 1).tolist() == pytest.approx([20 / (pauses_s + 0.2)])
+    assert in_flight.with_steps(pair(), [(50.0, ROUTE)], 99).tolist() == pytest.approx([1000 / (pauses_s + 99 * 0.2)])
     assert in_flight.with_steps(pair(), [(50.0, [(0, 0, 2)])], 1).tolist() == [50.0]
 
 
@@ -87,8 +91,9 @@ def test_steps_have_as_many_sequences_as_the_run_says() -> None:
 def test_the_largest_micro_batch_is_chosen_that_costs_no_throughput() -> None:
     """With memory for hundreds of sequences, 64 together carry as much as one; with little memory each more costs."""
     run = config.load(None, ["model.context=10", "routes.overlap=true"])
-    ample, _ = in_flight.chosen(pair(1e5).costs, DELAY_NN, run, [(10.0, ROUTE)], SPANS)
-    assert ample.sequences == 64
-    scarce, rates = in_flight.chosen(pair().costs, DELAY_NN, run, [(100.0, ROUTE)], SPANS)
-    assert scarce.sequences == 1
-    assert rates.tolist() == pytest.approx([5 * 10 / (4 * PASSES_S + 0.3)])
+    flights = Flights(DELAY_NN, run)
+    ample = flights.carried(pair(1e5).costs, [(10.0, ROUTE)], np.array(SPANS))
+    assert ample.pipeline.sequences == 64
+    scarce = flights.carried(pair().costs, [(100.0, ROUTE)], np.array(SPANS))
+    assert scarce.pipeline.sequences == 1
+    assert scarce.tokens_per_s == pytest.approx(5 * 10 / (4 * PASSES_S + 0.3))
