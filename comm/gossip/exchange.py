@@ -99,6 +99,7 @@ class PullExchange:
     state: ExchangePhase = ExchangePhase.OPEN
     seq: int = 0  # number of the last closed window
     size: int = 0  # expected bytes of a partner's answer: the mean size of our own answers
+    lasted_s: Seconds = 0.0  # time between our last two closes; 0.0 before the second
     blocking: bool = False  # True: windows are numbered rounds, and training waits for each merge
     light: tuple[str, ...] = ()  # sections pulled from every partner in every window; () means all
     published: SnapshotStore = field(default_factory=SnapshotStore)
@@ -205,8 +206,9 @@ class PullExchange:
         dense = self.size + more if closed.codings else 0
         self._sizes = AnswerSizes(largest=len(closed.blob) + more + on_request, dense=dense)
         period_s = self.context.period_s(self.size)
-        behind = now - self._published_at > BEHIND_PERIODS * period_s
-        self._published_at = now
+        since_s = now - self._published_at
+        behind = since_s > BEHIND_PERIODS * period_s
+        self.lasted_s, self._published_at = since_s if self._published_at else 0.0, now
         effects = self.published.put(snapshots.describe(self.context, closed, now), closed, now)
         if not window.partners:
             self._window = replace(window, skipped=Reason.ALONE)

@@ -383,6 +383,15 @@ class SectionsEncoded:
 
 
 @dataclass(frozen=True, slots=True)
+class PartnerWork:
+    """The tokens behind a partner's window in a merge: as it claims, and as the window's length explains them."""
+
+    peer: PeerId
+    claimed: float
+    explained: float
+
+
+@dataclass(frozen=True, slots=True)
 class Merged:
     """Outcome: the outer step of window `seq` was taken."""
 
@@ -391,6 +400,7 @@ class Merged:
     used: tuple[PeerId, ...]
     rejected: tuple[tuple[PeerId, str], ...]  # peers whose contributions were left out, each with the reason
     cost_s: Seconds = 0.0
+    work: tuple[PartnerWork, ...] = ()  # what the windows of trusted partners show of the work behind them
 
 
 @dataclass(frozen=True, slots=True)

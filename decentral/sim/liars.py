@@ -17,6 +17,7 @@
     blurred    `copied`, plus noise with twice the norm of the copy
     hidden     `copied`, with slow weights of zero
     astray     `copied`, with slow weights far from the optimum
+    inflated   the honest window, with ten times its number of tokens
 
 Start reading at `falsify`. A liar knows the latest pseudo-gradients of all honest peers. Two more lies change the bytes
 of a snapshot without decoding it: `nan` sets all bits, and `scaled` makes the first block's values 64 times as large.
@@ -41,6 +42,7 @@ HUGE = 1e38  # the lie `huge` sets every number to this value
 LITTLE = 1.0  # the lie `little` is the honest mean minus this many standard deviations
 TOKENS = 1000  # the lie `tokens` multiplies the reported number of tokens by this factor
 COPIED_LENGTH, COPIED_TOKENS = 2.0, 4  # the lie `copied` multiplies a copied pseudo-gradient by 2 and tokens by 4
+INFLATED_TOKENS = 10  # the lie `inflated` multiplies the reported number of tokens by this factor
 BLUR = 2.0  # the lie `blurred` adds noise whose norm is this many times the norm of the pseudo-gradient
 ASTRAY = 1e9  # the lie `astray` sets all slow weights to this value
 MOST_TOKENS = 1 << 60  # no liar reports more tokens than this
@@ -97,6 +99,10 @@ def _scaled(content: bytes) -> bytes:
         return content
     larger = min(int.from_bytes(content[:2], "little") + (6 << 7), 0x7E80)
     return larger.to_bytes(2, "little") + content[2:]
+
+
+def _honest(own: Vectors, honest: Honest, liar: str) -> Vectors:
+    return own
 
 
 def _zero(own: Vectors, honest: Honest, liar: str) -> Vectors:
@@ -193,9 +199,11 @@ FALSIFIED: Mapping[str, Callable[[Vectors, Honest, str], Vectors]] = {
     "blurred": _blurred,
     "hidden": _hidden,
     "astray": _astray,
+    "inflated": _honest,
 }
 TIMES_TOKENS: Mapping[str, int] = {
     "tokens": TOKENS,
+    "inflated": INFLATED_TOKENS,
     **dict.fromkeys(("copied", "belated", "blurred", "hidden", "astray"), COPIED_TOKENS),
 }
 

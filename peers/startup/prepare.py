@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from decentral import __version__
@@ -26,13 +27,18 @@ from decentral.comm.wire.private_swarm import may_train
 from decentral.comm.wire.transport import AskError
 from decentral.commands import shared
 from decentral.core.errors import UserError
+from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import DIVERGED
 from decentral.core.journal.events import ErrorLine, IslandLine, StartedLine
-from decentral.core.journal.file import Journal
+from decentral.core.credit import SeenWork
+from decentral.core.journal.file import Journal, recent
+from decentral.core.journal.lines import recorded
 from decentral.core.layer_work import share
 from decentral.core.memory_needs import MemoryNeeds
+from decentral.core.peer_folders import JOURNAL
 from decentral.core.peer_names import machine_name
 from decentral.core.plain_text import plain_text
+from decentral.core.units import MiB
 from decentral.data import corpora as data
 from decentral.data import run_inputs
 from decentral.engine import accelerator, checkpoint, launch, measure, memory
@@ -45,6 +51,7 @@ from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.records import Profile
 from decentral.peers.membership.revocation_watch import NO_MEMBER
+from decentral.peers.membership.statements import last_record
 from decentral.peers.membership.swarm_size import Look, SwarmStart
 from decentral.peers.runtime.host import NOTHING_TO_SAVE, Host
 from decentral.peers.runtime.node import Node
@@ -71,6 +78,7 @@ if TYPE_CHECKING:
     from decentral.view.metrics_server import MetricsServer
 
 ADDRESSES_S = 15.0  # this machine's addresses are checked at this interval
+RECENT_BYTES = 1 * MiB  # the end of a journal of this size has a record of the last minutes
 STEPS_REPORTED_S = 0.2  # the training thread waits at least this long between two reports of steps to the event loop
 
 
@@ -176,14 +184,22 @@ async def prepare(
         versions=compute.counters.versions,
         private=access.private,
         start=SwarmStart(max(1.0, swarm.peers)),
+        seen=_seen(folder.path, access.run, own.peer),
     )
     records.require_valid(records.first_record(setup.run, setup.addresses, setup.profile))
     now = access.clock
-    path = folder.path / "journal.jsonl"
+    path = folder.path / JOURNAL
     journal = HookedJournal(path, now, flags.hooks) if flags.hooks else Journal(path, now)
     book = AddressBook.load(folder.path / "peers.json")
     keep = partial(invitation_files.keep_revocations, folder.path)
     return Host(Node(setup), access.network, access.directory, compute, journal, book, now, keep_revocations=keep)
+
+
+def _seen(folder: Path, run: RunId, peer: PeerId) -> tuple[SeenWork, ...]:
+    """Return what the last record in this peer's journal says about the work of others; () without such a record."""
+    events = (line.event for line in recorded(recent(folder / JOURNAL, RECENT_BYTES)))
+    record = last_record(events, peer)
+    return record.standing.seen if record is not None and record.run == run else ()
 
 
 def _without(error: DamagedCheckpoint, start: PeerStart, access: SwarmAccess) -> None:

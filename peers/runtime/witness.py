@@ -1,0 +1,189 @@
+"""Measure what other peers do, as a witness of their contributions (core/credit.py). Start reading at `Witness`.
+
+The figures are published in this peer's record. Signed records, also those of other peers, are written to the journal,
+so that contributions can be added up after the run, and a restarted peer continues with its figures.
+"""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from decentral.comm.pipeline.router import Router
+from decentral.comm.wire.transport import Answered
+from decentral.core import rng
+from decentral.core.credit import MOST_SEEN, SeenWork
+from decentral.core.errors import ProtocolError
+from decentral.core.ids import PeerId, suffix
+from decentral.core.jobs import Merged, PartnerWork
+from decentral.core.journal.events import AuditLine, StatementLine
+from decentral.core.journal.field_kinds import MOST_NUMBER
+from decentral.core.latest import keep_latest
+from decentral.core.machine import Log
+from decentral.core.units import Seconds
+from decentral.peers.membership import swarm_size
+from decentral.peers.membership.roster import Roster
+from decentral.peers.runtime.peer_selection import PeerSelection
+from decentral.peers.runtime.setup import PresentSetup
+
+MOST_TALLIES = 4096  # figures of at most this many peers are kept; a roster has no more
+PAUSE_S = 60.0  # a peer that is silent for longer than this between two of its windows is not credited for the rest
+PAUSE_TURNS = 4.0  # in large swarms, a pause may be this many times the usual time between two windows of a peer
+OWN_EVERY_S = 60.0  # our own record is written to the journal at this interval; each line has about 3 kB
+MOST_LAST = 64  # a leaving peer writes the last records of at most this many others to its journal
+MOST_COUNT = (1 << 32) - 1  # larger figures would make our record invalid
+MOST_AMOUNT = MOST_NUMBER - 1
+
+
+@dataclass(frozen=True, slots=True)
+class MergedWindow:
+    """A partner's window of a fragment, as this peer has merged it."""
+
+    fragment: int
+    share: float  # of the model's parameters, 0 to 1
+    lasted_s: Seconds  # time of training in the window
+    pause_s: Seconds  # the longest time since the partner's previous window for which it is credited
+
+
+@dataclass(slots=True)
+class Tally:
+    """Figures about one peer, as SeenWork explains them."""
+
+    claimed: float = 0.0
+    explained: float = 0.0
+    met_s: Seconds = 0.0
+    served_bytes: int = 0
+    passed: int = 0
+    failed: int = 0
+    before: SeenWork = SeenWork("", 0, 0, 0, 0, 0, 0, 0)  # what earlier processes of this peer have measured
+    _merged_at: dict[int, Seconds] = field(default_factory=dict)  # fragment -> when its last window was merged
+
+    def served(self, received_bytes: int) -> None:
+        """Count bytes that came from the peer."""
+        self.served_bytes += received_bytes
+
+    def judged(self, right: bool) -> None:
+        """Count a check that the peer's work has passed, or failed if not `right`."""
+        self.passed, self.failed = self.passed + right, self.failed + (not right)
+
+    def trained(self, work: PartnerWork, window: MergedWindow, now: Seconds) -> None:
+        """Credit the peer, at the speed of this window, for the time since its last window of the fragment."""
+        since_s = min(max(0.0, now - self._merged_at.get(window.fragment, now - window.lasted_s)), window.pause_s)
+        self._merged_at[window.fragment] = now
+        self.claimed += window.share * work.claimed * since_s / window.lasted_s
+        self.explained += window.share * work.explained * since_s / window.lasted_s
+        self.met_s += window.share * since_s
+
+    def row(self, peer: str, carried: int) -> SeenWork:
+        """Return the figures for a record; `carried` is the count that the router keeps."""
+        old = self.before
+        return SeenWork(
+            peer=peer,
+            claimed=min(MOST_AMOUNT, old.claimed + round(self.claimed)),
+            explained=min(MOST_AMOUNT, old.explained + round(self.explained)),
+            carried=min(MOST_AMOUNT, old.carried + carried),
+            met_s=min(MOST_COUNT, old.met_s + round(self.met_s)),
+            served_bytes=min(MOST_AMOUNT, old.served_bytes + self.served_bytes),
+            passed=min(MOST_COUNT, old.passed + self.passed),
+            failed=min(MOST_COUNT, old.failed + self.failed),
+        )
+
+
+@dataclass(slots=True)
+class Witness:
+    """This peer's figures about all others: events in, rows of a record and journal lines out."""
+
+    setup: PresentSetup
+    roster: Roster
+    selection: PeerSelection
+    routes: Router | None
+    tallies: dict[str, Tally] = field(default_factory=dict)  # by the end of the peer's id
+    _own_at: Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        """Continue with the figures that earlier processes of this peer have published."""
+        self.tallies = {row.peer: Tally(before=row) for row in self.setup.now.seen}
+
+    def of(self, peer: PeerId) -> Tally:
+        """Return the figures of a peer; at first they are 0."""
+        found = self.tallies.get(suffix(peer)) or Tally()
+        keep_latest(self.tallies, suffix(peer), found, MOST_TALLIES)
+        return found
+
+    def answered(self, event: Answered) -> None:
+        """Count the bytes of a peer's answer."""
+        self.of(event.peer).served(event.received_bytes)
+
+    def merged(self, merged: Merged, lasted_s: Seconds, now: Seconds) -> None:
+        """Credit the partners of a merge for their windows; `lasted_s` is how long our own window lasted.
+
+        A partner that says in its record that its windows are longer than ours is taken at its word: this lowers its
+        speed. Windows that a merge has refused count as failed checks.
+        """
+        held = next((one for one in self.setup.now.fragments if one.index == merged.fragment), None)
+        if held is None or not lasted_s:
+            return
+        turns = len(self.selection.holders(merged.fragment)) / max(1, len(merged.work))
+        share = held.parameters / sum(cut.parameters for cut in self.setup.now.cuts)
+        for work in merged.work:
+            entry = self.roster.live.get(work.peer)
+            window_s = max(lasted_s, entry.record.window_s if entry else 0.0)
+            pause_s = max(PAUSE_S, PAUSE_TURNS * turns * window_s)
+            window = MergedWindow(merged.fragment, share, window_s, pause_s)
+            self.of(work.peer).trained(work, window, now)
+        for peer in merged.used:
+            self.of(peer).judged(True)
+        for peer, _ in merged.rejected:
+            self.of(peer).judged(False)
+
+    def audited(self, line: AuditLine) -> None:
+        """Count the verdict of an audit for the peer whose answer was audited, or for the one found wrong."""
+        if line.verdict == "agreed":
+            self.of(line.peers[0]).judged(True)
+        elif line.wrong is not None:
+            self.of(line.wrong).judged(False)
+
+    def rows(self) -> tuple[SeenWork, ...]:
+        """Return the figures for our record, of at most MOST_SEEN peers.
+
+        If there are more peers, those nearest by hash are chosen, so that every peer gets about as many witnesses.
+        """
+        own, layers = self.setup.now.own.peer, self.setup.now.layers
+        computed = {suffix(peer): count // layers for peer, count in self._computed().items()}
+        ends = sorted({*self.tallies, *computed}, key=lambda end: rng.seed_of(0, "witness", own, end))
+        return tuple(
+            self.tallies.get(end, Tally()).row(end, computed.get(end, 0)) for end in sorted(ends[:MOST_SEEN])
+        )
+
+    def _computed(self) -> dict[PeerId, int]:
+        return self.routes.commits.computed if self.routes else {}
+
+    def lines(self, now: Seconds) -> list[Log]:
+        """Return the journal line with our own signed record, if it is due."""
+        if now < self._own_at:
+            return []
+        first, self._own_at = not self._own_at, now + OWN_EVERY_S
+        return [] if first else self.signed([self.setup.now.own.peer])  # at first there is nothing to say
+
+    def last_lines(self) -> list[Log]:
+        """Return journal lines with the last signed records: our own, and those of at most MOST_LAST other peers."""
+        return self.signed([self.setup.now.own.peer, *sorted(self.roster.live)[:MOST_LAST]])
+
+    def signed(self, peers: Sequence[PeerId]) -> list[Log]:
+        """Return a journal line with the newest signed record of each of these peers, as far as there is one.
+
+        In a large swarm, whose records are under many DHT keys, only our own record is written.
+        """
+        setup, level = self.setup.now, self.roster.size.level
+        found = []
+        for peer in peers:
+            if level and peer != setup.own.peer:
+                continue
+            key = swarm_size.key_of(setup.run, peer, level)
+            try:
+                signed_for, record = setup.own.bare(key, peer, self.roster.sealed(peer))
+            except ProtocolError:
+                continue
+            if record:
+                text = base64.b64encode(record).decode()
+                found.append(Log(StatementLine(peer=peer, key=signed_for, record=text)))
+        return found
