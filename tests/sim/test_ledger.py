@@ -48,7 +48,7 @@ def played(spec: str, lying: set[PeerId]) -> tuple[list[Contribution], dict[Peer
     if spec:
         lying.add(faulty[LIAR].peer)
     faulty.play(SECONDS)
-    nodes = {member.peer: member.node for member in faulty.swarm.living}
+    nodes = {member.peer: member.host.node for member in faulty.swarm.living if member.host}
     statements = {peer: statement_of(node.compose_record(SECONDS, False)) for peer, node in nodes.items()}
     return contributions(statements), {peer: node.progress.tokens for peer, node in nodes.items()}
 
