@@ -84,17 +84,6 @@ def explained_tokens(length: float, own: int, own_length: float) -> float:
     return TIMES_EXPLAINED * own * length / own_length if own_length else float("inf")
 
 
-def shown_tokens(length: float, own: int, own_length: float) -> float:
-    """Return the tokens that a pseudo-gradient of `length` shows, given our tokens and length; 0 if our length is 0.
-
-    A peer that takes r times as many steps moves its weights between sqrt(r) times as far, if all steps are noise, and
-    r times as far, if all point in one direction. Of the numbers of tokens that explain a length, this is the largest,
-    so that no honest peer is credited with less than it trained.
-    """
-    times = min(length / own_length, IMPLAUSIBLE) if own_length else 0.0
-    return own * max(times, times * times)
-
-
 def usual(own: float, others: Sequence[float]) -> float:
     """Return the lower median of `own` and `others`, or `own` if it is larger, so no partner alone can raise it."""
     return max(own, median_low([own, *others]))

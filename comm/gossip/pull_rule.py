@@ -238,14 +238,9 @@ class PullRule(UpdateRule):
 def _work(
     own: Window, own_length: float, partners: Sequence[PulledWindow], new: Sequence[float]
 ) -> tuple[PartnerWork, ...]:
-    """Return the tokens behind each trusted window, as claimed and as shown; both without what the window copies.
-
-    The result is () if our own window has no tokens.
-    """
+    """Return the work behind each trusted window; () if our own window has no tokens."""
     return tuple(
-        PartnerWork(
-            one.peer, fresh * one.tokens, fresh * influence.shown_tokens(one.length, own.tokens, own_length)
-        )
+        PartnerWork(one.peer, fresh * one.tokens, float(fresh * own.tokens), one.length, own_length)
         for one, fresh in zip(partners, new, strict=True)
         if fresh and own.tokens
     )

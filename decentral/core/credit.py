@@ -19,6 +19,7 @@ from decentral.core.units import Seconds
 
 MOST_SEEN = 12  # a record has figures of at most this many other peers, so that it fits into its 12 KiB
 EXPLAINED_TIMES = 1.25  # a claim of at most this many times the explained tokens is believed: windows differ by chance
+MOST_TIMES = 1000.0  # longer windows are attacks (comm/gossip/influence.py)
 LEAST_WATCHED = 0.1  # a witness has no say about a peer if it met the peer for less than this share of its hours
 
 Ending = Annotated[str, Strict(), Field(max_length=SUFFIX_CHARS, pattern=r"^[!-~]*$")]
@@ -42,6 +43,9 @@ class SeenWork(NamedTuple):
         """The speed at which the peer trained whenever the witness met it: as claimed, if its windows explain that."""
         believed = self.claimed <= EXPLAINED_TIMES * self.explained
         return (self.claimed if believed else self.explained) / max(1, self.met_s)
+
+
+NOTHING_SEEN = SeenWork("", 0, 0, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,17 @@ class Contribution:
     failed: int
     witnesses: int  # peers whose figures about it are known; with one alone nothing bounds what that one says
     claimed_tokens: int  # what it says of itself, which does not count
+
+
+def explained_tokens(own: float, times: float) -> float:
+    """Return the tokens that explain windows `times` as long as our own, which have `own` tokens.
+
+    A peer that takes r times as many steps moves its weights between sqrt(r) times as far, if all steps are noise, and
+    r times as far, if all point in one direction. Of the numbers of tokens that explain a length, the result is the
+    largest, so that no honest peer is credited with less than it trained.
+    """
+    times = min(times, MOST_TIMES)
+    return own * max(times, times * times)
 
 
 def contributions(statements: Mapping[PeerId, Statement]) -> list[Contribution]:

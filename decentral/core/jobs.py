@@ -384,11 +384,13 @@ class SectionsEncoded:
 
 @dataclass(frozen=True, slots=True)
 class PartnerWork:
-    """The tokens behind a partner's window in a merge: as it claims, and as the window's length explains them."""
+    """The work behind a partner's window in a merge, beside our own window; tokens without what the window copies."""
 
     peer: PeerId
-    claimed: float
-    explained: float
+    claimed: float  # tokens that the partner claims
+    own: float  # tokens of our own window
+    length: float  # L2 norm of the partner's pseudo-gradient
+    own_length: float  # L2 norm of ours
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,5 +62,5 @@ def statements_in(
             except ProtocolError:
                 refused += 1
                 continue
-            found.append((record.run, event.peer, statement_of(record)))
+            found.append((RunId(record.run), event.peer, statement_of(record)))
     return found, refused

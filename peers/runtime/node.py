@@ -250,7 +250,7 @@ class Node:
                     self.witness.audited(line)
                 case Log(PeerLeftLine(peer=peer)):
                     gone.append(peer)
-        return [*effects, *self.witness.signed(gone)]
+        return [*effects, *self.witness.signed(gone)] if gone else effects
 
     def leave(self, reason: str, now: Seconds) -> list[PeerEffect]:
         """Leave the swarm, and return the last effects: refusals of open questions, and a record in phase `leaving`.

@@ -7,11 +7,12 @@ so that contributions can be added up after the run, and a restarted peer contin
 import base64
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import nsmallest
 
 from decentral.comm.pipeline.router import Router
 from decentral.comm.wire.transport import Answered
 from decentral.core import rng
-from decentral.core.credit import MOST_SEEN, SeenWork
+from decentral.core.credit import MOST_SEEN, NOTHING_SEEN, SeenWork, explained_tokens
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, suffix
 from decentral.core.jobs import Merged, PartnerWork
@@ -49,12 +50,15 @@ class Tally:
     """Figures about one peer, as SeenWork explains them."""
 
     claimed: float = 0.0
-    explained: float = 0.0
+    own: float = 0.0  # our tokens in the same time
+    length: float = 0.0  # sum of the lengths of the peer's windows
+    own_length: float = 0.0  # sum of the lengths of our windows beside them
     met_s: Seconds = 0.0
     served_bytes: int = 0
     passed: int = 0
     failed: int = 0
-    before: SeenWork = SeenWork("", 0, 0, 0, 0, 0, 0, 0)  # what earlier processes of this peer have measured
+    turn: int = 0  # peers with the smallest numbers are in our record if it has no room for all
+    before: SeenWork = NOTHING_SEEN  # what earlier processes of this peer have measured
     _merged_at: dict[int, Seconds] = field(default_factory=dict)  # fragment -> when its last window was merged
 
     def served(self, received_bytes: int) -> None:
@@ -69,17 +73,21 @@ class Tally:
         """Credit the peer, at the speed of this window, for the time since its last window of the fragment."""
         since_s = min(max(0.0, now - self._merged_at.get(window.fragment, now - window.lasted_s)), window.pause_s)
         self._merged_at[window.fragment] = now
-        self.claimed += window.share * work.claimed * since_s / window.lasted_s
-        self.explained += window.share * work.explained * since_s / window.lasted_s
+        times = window.share * since_s / window.lasted_s
+        self.claimed += times * work.claimed
+        self.own += times * work.own
+        self.length += times * work.length
+        self.own_length += times * work.own_length
         self.met_s += window.share * since_s
 
     def row(self, peer: str, carried: int) -> SeenWork:
         """Return the figures for a record; `carried` is the count that the router keeps."""
         old = self.before
+        explained = explained_tokens(self.own, self.length / self.own_length) if self.own_length else 0.0
         return SeenWork(
             peer=peer,
             claimed=min(MOST_AMOUNT, old.claimed + round(self.claimed)),
-            explained=min(MOST_AMOUNT, old.explained + round(self.explained)),
+            explained=min(MOST_AMOUNT, old.explained + round(explained)),
             carried=min(MOST_AMOUNT, old.carried + carried),
             met_s=min(MOST_COUNT, old.met_s + round(self.met_s)),
             served_bytes=min(MOST_AMOUNT, old.served_bytes + self.served_bytes),
@@ -101,13 +109,17 @@ class Witness:
 
     def __post_init__(self) -> None:
         """Continue with the figures that earlier processes of this peer have published."""
-        self.tallies = {row.peer: Tally(before=row) for row in self.setup.now.seen}
+        self.tallies = {row.peer: Tally(turn=self._turn(row.peer), before=row) for row in self.setup.now.seen}
 
     def of(self, peer: PeerId) -> Tally:
         """Return the figures of a peer; at first they are 0."""
-        found = self.tallies.get(suffix(peer)) or Tally()
-        keep_latest(self.tallies, suffix(peer), found, MOST_TALLIES)
+        end = suffix(peer)
+        found = self.tallies.get(end) or Tally(turn=self._turn(end))
+        keep_latest(self.tallies, end, found, MOST_TALLIES)
         return found
+
+    def _turn(self, end: str) -> int:
+        return rng.seed_of(0, "witness", self.setup.now.own.peer, end)
 
     def answered(self, event: Answered) -> None:
         """Count the bytes of a peer's answer."""
@@ -147,15 +159,12 @@ class Witness:
 
         If there are more peers, those nearest by hash are chosen, so that every peer gets about as many witnesses.
         """
-        own, layers = self.setup.now.own.peer, self.setup.now.layers
-        computed = {suffix(peer): count // layers for peer, count in self._computed().items()}
-        ends = sorted({*self.tallies, *computed}, key=lambda end: rng.seed_of(0, "witness", own, end))
-        return tuple(
-            self.tallies.get(end, Tally()).row(end, computed.get(end, 0)) for end in sorted(ends[:MOST_SEEN])
-        )
-
-    def _computed(self) -> dict[PeerId, int]:
-        return self.routes.commits.computed if self.routes else {}
+        computed = self.routes.commits.computed if self.routes else {}
+        carried = {suffix(peer): count // self.setup.now.layers for peer, count in computed.items()}
+        for peer in computed:
+            self.of(peer)
+        ends = nsmallest(MOST_SEEN, self.tallies, key=lambda end: self.tallies[end].turn)
+        return tuple(self.tallies[end].row(end, carried.get(end, 0)) for end in sorted(ends))
 
     def lines(self, now: Seconds) -> list[Log]:
         """Return the journal line with our own signed record, if it is due."""

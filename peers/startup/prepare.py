@@ -26,11 +26,11 @@ from decentral.comm.wire.network import PeerNetwork
 from decentral.comm.wire.private_swarm import may_train
 from decentral.comm.wire.transport import AskError
 from decentral.commands import shared
+from decentral.core.credit import SeenWork
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import DIVERGED
 from decentral.core.journal.events import ErrorLine, IslandLine, StartedLine
-from decentral.core.credit import SeenWork
 from decentral.core.journal.file import Journal, recent
 from decentral.core.journal.lines import recorded
 from decentral.core.layer_work import share

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from decentral.core import credit
-from decentral.core.credit import Contribution, SeenWork, Statement, confirmed, contributions, latest
+from decentral.core.credit import Contribution, SeenWork, Statement, confirmed, contributions, explained_tokens, latest
 from decentral.core.ids import PeerId, suffix
 
 NAMES = [PeerId(f"Qm{letter * 44}") for letter in "ABCDEF"]
@@ -65,7 +65,9 @@ def test_what_a_peer_says_about_itself_does_not_count() -> None:
 def test_one_friend_raises_nothing() -> None:
     statements = swarm()
     friend = NAMES[0]
-    praise = [row if row.peer != suffix(LIAR) else seen(LIAR, 1e9, met_s=100 * HOUR_S) for row in statements[friend].seen]
+    praise = [
+        row if row.peer != suffix(LIAR) else seen(LIAR, 1e9, met_s=100 * HOUR_S) for row in statements[friend].seen
+    ]
     statements[friend] = Statement(1.0, "A", 1, praise)
     assert of(LIAR, statements).share == pytest.approx(1 / 6, rel=0.001)
 
@@ -118,3 +120,11 @@ def test_without_statements_there_are_no_contributions() -> None:
     assert contributions({}) == []
     (alone,) = contributions({LIAR: Statement(1.0, "F", 10**9)})
     assert (alone.tokens, alone.share, alone.witnesses) == (0, 0.0, 0)
+
+
+@pytest.mark.parametrize("r", [0.1, 0.5, 1.0, 3.0, 10.0])
+def test_tokens_of_an_honest_peer_are_explained_whether_its_steps_are_noise_or_all_alike(r: float) -> None:
+    for times in (r, r**0.5):
+        assert explained_tokens(100.0, times) >= 100.0 * r * 0.999
+    assert explained_tokens(100.0, 1.0) == 100.0
+    assert explained_tokens(1.0, 1e300) == credit.MOST_TIMES**2

@@ -5,6 +5,7 @@ peer goes on in the background, as in a terminal of its own, and its address is 
 `decentral` does nothing but note how it was called.
 """
 
+import itertools
 import json
 import os
 import re
@@ -250,7 +251,7 @@ def decentral(arguments: Sequence[str]) -> int:
 def _noted(arguments: Sequence[str]) -> int:
     """Make the files that the command would have made, and print what it would have printed first."""
     command, *flags = arguments
-    given = dict(zip(flags, flags[1:], strict=False))
+    given = dict(itertools.pairwise(flags))
     if command == "identity":
         print(f"{given['--address']}/p2p/QmDry")
     for name in (f"{flags[0]}.yaml" if command == "new" else "", given.get("--out", "")):

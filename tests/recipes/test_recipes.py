@@ -41,7 +41,9 @@ at desk
 def blocks(page: Path) -> str:
     """The page's indented code, as one script."""
     lines = page.read_text().splitlines()
-    return "\n".join(line.removeprefix("    ") for line in lines if line.startswith("    ") and not line.startswith("    -"))
+    return "\n".join(
+        line.removeprefix("    ") for line in lines if line.startswith("    ") and not line.startswith("    -")
+    )
 
 
 def script(page: Path) -> str:
@@ -113,8 +115,10 @@ def model(tmp_path: Path) -> None:
 
 @pytest.mark.swarm
 @pytest.mark.usefixtures("model")
-@pytest.mark.parametrize("page", [page if page.stem in QUICK else pytest.param(page, marks=pytest.mark.night) for page in PAGES],
-                         ids=lambda page: page.stem)  # fmt: skip
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[] if page.stem in QUICK else [pytest.mark.night], id=page.stem) for page in PAGES],
+)
 def test_the_peers_of_a_page_train_together(page: Path, tmp_path: Path) -> None:
     run(page, tmp_path)
     lines = {path: [*journal.read(path)] for path in tmp_path.rglob("journal.jsonl") if not path.is_symlink()}

@@ -71,5 +71,3 @@ def test_the_share_of_a_liar_that_claims_ten_times_its_work_is_that_of_what_it_d
     claimed = next(one for one in found if one.peer == liar).claimed_tokens
     assert claimed == INFLATED_TOKENS * tokens[liar]
     assert max(map(abs, errors(found, tokens).values())) < 0.05
-
-

@@ -15,7 +15,7 @@ def met(tally: Tally, times: list[float], claimed: float = 50.0, share: float = 
     """Merge a window of the partner at each of these times."""
     for now in times:
         window = MergedWindow(0, share, lasted_s, PAUSE_S)
-        tally.trained(PartnerWork(PARTNER, claimed, 0.9 * claimed), window, now)
+        tally.trained(PartnerWork(PARTNER, claimed, 50.0, 0.9, 1.0), window, now)
     return tally.row("end", 0)
 
 
@@ -40,7 +40,7 @@ def test_two_fragments_count_by_their_shares_of_the_model() -> None:
     for number in range(1, 41):
         for fragment, share in ((0, 0.25), (1, 0.75)):
             window = MergedWindow(fragment, share, 0.5, PAUSE_S)
-            tally.trained(PartnerWork(PARTNER, 50.0, 50.0), window, 0.5 * number)
+            tally.trained(PartnerWork(PARTNER, 50.0, 50.0, 1.0, 1.0), window, 0.5 * number)
     found = tally.row("end", 0)
     assert (found.claimed, found.met_s) == (2000, 20)
 
@@ -56,7 +56,7 @@ def test_figures_of_an_earlier_process_are_added() -> None:
 
 
 def test_a_claim_without_bounds_does_not_make_our_record_invalid() -> None:
-    found = met(Tally(), [1.0, 2.0], claimed=1e300)
+    tally = Tally()
+    tally.trained(PartnerWork(PARTNER, 1e300, 1e300, 1e30, 1e-30), MergedWindow(0, 1.0, 0.5, PAUSE_S), 1.0)
+    found = tally.row("end", 0)
     assert found.claimed == found.explained == MOST_NUMBER - 1
-
-

@@ -71,5 +71,3 @@ def test_contributions_are_not_computed_at_each_update() -> None:
     assert rows(leaders)[0]["tokens"] == 900
     leaders.tick(15.0)
     assert rows(leaders)[0]["tokens"] == 1800
-
-
