@@ -115,6 +115,11 @@ class PullExchange:
     _window: PullWindow = field(default_factory=PullWindow)
 
     @property
+    def closed_at(self) -> dict[PeerId, Seconds]:
+        """Return when each partner closed its window that the present merge reads, by the partner's clock."""
+        return {one.contribution.peer: one.published_at for one in self._window.pulled}
+
+    @property
     def wake_at(self) -> Seconds | None:
         """Return when this machine needs its next Woke event; None if it waits only for other kinds of events."""
         own = self.close_at if self.state is ExchangePhase.OPEN else None

@@ -58,7 +58,7 @@ def falsify(kind: str, liar: str, envelope: Envelope, codecs: Codecs, honest: Ho
     """Return the false snapshot of a liar, with a valid digest.
 
     Args:
-        kind: Name of the lie, a key of FALSIFIED.
+        kind: Name of the lie, a key of FALSIFIED or TIMES_TOKENS.
         liar: The liar's id, which seeds its random directions.
         envelope: The liar's honest answer, a snapshot.
         codecs: Codecs of the snapshot's sections.
@@ -66,12 +66,14 @@ def falsify(kind: str, liar: str, envelope: Envelope, codecs: Codecs, honest: Ho
     """
     snapshot = envelope.message
     assert isinstance(snapshot, Snapshot)
+    tokens = min(TIMES_TOKENS.get(kind, 1) * snapshot.tokens, MOST_TOKENS)
+    if kind not in FALSIFIED:
+        return Envelope(replace(snapshot, tokens=tokens), envelope.blob)
     packer = Packer(codecs)
     vectors = FALSIFIED[kind](unpack(codecs, snapshot.layout, envelope.blob), honest, liar)
     for section in snapshot.layout:
         packer.add(section.name, section.codec, vectors[section.name])
     layout, blob = packer.finish()
-    tokens = min(TIMES_TOKENS.get(kind, 1) * snapshot.tokens, MOST_TOKENS)
     return Envelope(replace(snapshot, layout=layout, tokens=tokens, digest=blobs.digest(blob)), blob)
 
 
@@ -99,10 +101,6 @@ def _scaled(content: bytes) -> bytes:
         return content
     larger = min(int.from_bytes(content[:2], "little") + (6 << 7), 0x7E80)
     return larger.to_bytes(2, "little") + content[2:]
-
-
-def _honest(own: Vectors, honest: Honest, liar: str) -> Vectors:
-    return own
 
 
 def _zero(own: Vectors, honest: Honest, liar: str) -> Vectors:
@@ -199,7 +197,6 @@ FALSIFIED: Mapping[str, Callable[[Vectors, Honest, str], Vectors]] = {
     "blurred": _blurred,
     "hidden": _hidden,
     "astray": _astray,
-    "inflated": _honest,
 }
 TIMES_TOKENS: Mapping[str, int] = {
     "tokens": TOKENS,

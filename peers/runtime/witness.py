@@ -5,7 +5,8 @@ so that contributions can be added up after the run, and a restarted peer contin
 """
 
 import base64
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
 
@@ -27,8 +28,8 @@ from decentral.peers.runtime.peer_selection import PeerSelection
 from decentral.peers.runtime.setup import PresentSetup
 
 MOST_TALLIES = 4096  # figures of at most this many peers are kept; a roster has no more
-PAUSE_S = 60.0  # a peer that is silent for longer than this between two of its windows is not credited for the rest
-PAUSE_TURNS = 4.0  # in large swarms, a pause may be this many times the usual time between two windows of a peer
+PAUSE_S, PAUSE_TURNS = 10.0, 8.0  # credit ends after a pause of this, or of so many times the usual time between pulls
+LONGER = 1.05  # a peer's windows count as at most this many times as long as before
 OWN_EVERY_S = 60.0  # our own record is written to the journal at this interval; each line has about 3 kB
 MOST_LAST = 64  # a leaving peer writes the last records of at most this many others to its journal
 MOST_COUNT = (1 << 32) - 1  # larger figures would make our record invalid
@@ -41,7 +42,8 @@ class MergedWindow:
 
     fragment: int
     share: float  # of the model's parameters, 0 to 1
-    lasted_s: Seconds  # time of training in the window
+    closed_at: Seconds  # when the partner closed it
+    own_s: Seconds  # how long our own window lasted
     pause_s: Seconds  # the longest time since the partner's previous window for which it is credited
 
 
@@ -59,7 +61,8 @@ class Tally:
     failed: int = 0
     turn: int = 0  # peers with the smallest numbers are in our record if it has no room for all
     before: SeenWork = NOTHING_SEEN  # what earlier processes of this peer have measured
-    _merged_at: dict[int, Seconds] = field(default_factory=dict)  # fragment -> when its last window was merged
+    # Fragment -> when its last window was closed, and how long its windows last.
+    _windows: dict[int, tuple[Seconds | None, Seconds]] = field(default_factory=dict)
 
     def served(self, received_bytes: int) -> None:
         """Count bytes that came from the peer."""
@@ -69,16 +72,30 @@ class Tally:
         """Count a check that the peer's work has passed, or failed if not `right`."""
         self.passed, self.failed = self.passed + right, self.failed + (not right)
 
-    def trained(self, work: PartnerWork, window: MergedWindow, now: Seconds) -> None:
-        """Credit the peer, at the speed of this window, for the time since its last window of the fragment."""
-        since_s = min(max(0.0, now - self._merged_at.get(window.fragment, now - window.lasted_s)), window.pause_s)
-        self._merged_at[window.fragment] = now
-        times = window.share * since_s / window.lasted_s
-        self.claimed += times * work.claimed
-        self.own += times * work.own
-        self.length += times * work.length
-        self.own_length += times * work.own_length
+    def met(self, window: MergedWindow, work: PartnerWork | None) -> None:
+        """Credit the peer, at the speed of this window, for the time since its previous window of the fragment.
+
+        The peer's windows last as long as the shortest of the latest times between two of them, as some that we did not
+        pull may lie between. They last at least as long as ours, as we merge no more of them.
+
+        Args:
+            window: The window; the first one of a fragment brings no credit.
+            work: The work behind it; None if the merge has refused it, so that the time passes without credit.
+        """
+        before, usual_s = self._windows.get(window.fragment, (None, math.inf))
+        between_s = 0.0 if before is None else max(0.0, window.closed_at - before)
+        usual_s = usual_s if before is None else min(between_s, LONGER * usual_s)
+        self._windows[window.fragment] = window.closed_at, usual_s
+        if not between_s:
+            return
+        since_s = min(between_s, max(window.pause_s, 2 * usual_s))
         self.met_s += window.share * since_s
+        if work is not None:
+            times = window.share * since_s / max(usual_s, window.own_s)
+            self.claimed += times * work.claimed
+            self.own += times * work.own
+            self.length += times * work.length
+            self.own_length += times * work.own_length
 
     def row(self, peer: str, carried: int) -> SeenWork:
         """Return the figures for a record; `carried` is the count that the router keeps."""
@@ -125,23 +142,23 @@ class Witness:
         """Count the bytes of a peer's answer."""
         self.of(event.peer).served(event.received_bytes)
 
-    def merged(self, merged: Merged, lasted_s: Seconds, now: Seconds) -> None:
-        """Credit the partners of a merge for their windows; `lasted_s` is how long our own window lasted.
+    def merged(self, merged: Merged, own_s: Seconds, closed_at: Mapping[PeerId, Seconds]) -> None:
+        """Credit the partners of a merge for their windows; those that the merge has refused count as failed checks.
 
-        A partner that says in its record that its windows are longer than ours is taken at its word: this lowers its
-        speed. Windows that a merge has refused count as failed checks.
+        Args:
+            merged: The merge.
+            own_s: How long our own window lasted; 0.0: not known.
+            closed_at: When each partner closed its window.
         """
         held = next((one for one in self.setup.now.fragments if one.index == merged.fragment), None)
-        if held is None or not lasted_s:
+        if held is None or not own_s:
             return
-        turns = len(self.selection.holders(merged.fragment)) / max(1, len(merged.work))
+        turns = len(self.selection.holders(merged.fragment)) / max(1, len(closed_at))
         share = held.parameters / sum(cut.parameters for cut in self.setup.now.cuts)
-        for work in merged.work:
-            entry = self.roster.live.get(work.peer)
-            window_s = max(lasted_s, entry.record.window_s if entry else 0.0)
-            pause_s = max(PAUSE_S, PAUSE_TURNS * turns * window_s)
-            window = MergedWindow(merged.fragment, share, window_s, pause_s)
-            self.of(work.peer).trained(work, window, now)
+        pause_s = max(PAUSE_S, PAUSE_TURNS * turns * own_s)
+        work = {one.peer: one for one in merged.work}
+        for peer, at in closed_at.items():
+            self.of(peer).met(MergedWindow(merged.fragment, share, at, own_s, pause_s), work.get(peer))
         for peer in merged.used:
             self.of(peer).judged(True)
         for peer, _ in merged.rejected:

@@ -180,7 +180,7 @@ def _last(lines: Sequence[str], word: str) -> str:
 
 def _run(flags: list[str]) -> int:
     """Run a container: its volume is a folder of the machine with the container's name."""
-    given, alone = {"--name": "gpu"}, {"--rm"}
+    given, alone = dict[str, str](), {"--rm"}
     while flags[0].startswith("--"):
         flag = flags.pop(0)
         if flag not in alone:
@@ -188,7 +188,8 @@ def _run(flags: list[str]) -> int:
     command = flags[1:] or json.loads((RECIPE / "image.json").read_text())
     if "--gpus" in given:
         command = ["cpu" if one == "cuda" else one for one in command]
-    return _in_container(given["--name"], ["decentral", *command], given["--volume"].partition(":")[0])
+    volume = given["--volume"].partition(":")[0]
+    return _in_container(given.get("--name", volume), ["decentral", *command], volume)
 
 
 def _in_container(machine: str, command: Sequence[str], volume: str) -> int:
