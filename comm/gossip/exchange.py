@@ -60,6 +60,7 @@ class PulledSnapshot:
 
     contribution: Contribution
     published_at: Seconds
+    lasted_s: Seconds  # how long the window lasted, as the partner says
     came_at: Seconds
     seconds: Seconds  # time from the pull request to the arrival of the snapshot
     moved: tuple[int, int]  # (bytes sent, bytes received) in the transfer
@@ -115,9 +116,9 @@ class PullExchange:
     _window: PullWindow = field(default_factory=PullWindow)
 
     @property
-    def closed_at(self) -> dict[PeerId, Seconds]:
-        """Return when each partner closed its window that the present merge reads, by the partner's clock."""
-        return {one.contribution.peer: one.published_at for one in self._window.pulled}
+    def pulled(self) -> dict[PeerId, tuple[Seconds, Seconds]]:
+        """Return when each partner of the present merge closed its window, and how long that lasted, as it says."""
+        return {one.contribution.peer: (one.published_at, one.lasted_s) for one in self._window.pulled}
 
     @property
     def wake_at(self) -> Seconds | None:
@@ -214,7 +215,7 @@ class PullExchange:
         since_s = now - self._published_at
         behind = since_s > BEHIND_PERIODS * period_s
         self.lasted_s, self._published_at = since_s if self._published_at else 0.0, now
-        effects = self.published.put(snapshots.describe(self.context, closed, now), closed, now)
+        effects = self.published.put(snapshots.describe(self.context, closed, self.lasted_s, now), closed, now)
         if not window.partners:
             self._window = replace(window, skipped=Reason.ALONE)
             return [*effects, *self._merge(now)]
@@ -294,7 +295,7 @@ class PullExchange:
         keep_latest(self.seen, event.peer, snapshot.seq, snapshots.MOST_SEEN)
         moved = event.sent_bytes, event.received_bytes
         taken = self._believed(contribution(event.peer, snapshot, blob), now)
-        self._window.pulled.append(PulledSnapshot(taken, snapshot.time, now, event.seconds, moved))
+        self._window.pulled.append(PulledSnapshot(taken, snapshot.time, snapshot.lasted_s, now, event.seconds, moved))
         return ""
 
     def _believed(self, one: Contribution, now: Seconds) -> Contribution:

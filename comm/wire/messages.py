@@ -186,7 +186,8 @@ class Snapshot:
 
     `tokens` and `lr_sum` (the sum of the learning rates of the window's steps) measure the amount of training. `seq` is
     the window's number. `digest` is the digest of the whole blob. `time` is when the snapshot was published, by the
-    publisher's clock. In a synchronous round the blob is a sum of gradients, `seq` is the round, and `time` is zero.
+    publisher's clock, and `lasted_s` how long the window lasted (0: not known). In a synchronous round the blob is a
+    sum of gradients, `seq` is the round, and `time` is zero.
     """
 
     run: Run
@@ -197,6 +198,7 @@ class Snapshot:
     time: UnixTime
     layout: Sections
     digest: Digest
+    lasted_s: Annotated[float, Strict(), Field(ge=0, lt=1e9, allow_inf_nan=False)] = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -373,7 +373,7 @@ class Node:
             self.selection.lengths.cost.did(event.cost_s, closed=isinstance(event, jobs.WindowClosed))
         exchange = self.gossip.running.get(tag.fragment)
         if exchange and isinstance(event, jobs.Merged):
-            self.witness.merged(event, exchange.lasted_s, exchange.closed_at)
+            self.witness.merged(event, exchange.lasted_s, exchange.pulled)
         return self.gossip.tell(tag.fragment, event, now) if exchange else []
 
     def _advance_round(self, rounds: Rounds, now: Seconds) -> list[PeerEffect]:

@@ -43,6 +43,7 @@ class MergedWindow:
     fragment: int
     share: float  # of the model's parameters, 0 to 1
     closed_at: Seconds  # when the partner closed it
+    lasted_s: Seconds  # how long it lasted, as the partner says; 0.0: not known
     own_s: Seconds  # how long our own window lasted
     pause_s: Seconds  # the longest time since the partner's previous window for which it is credited
 
@@ -75,8 +76,8 @@ class Tally:
     def met(self, window: MergedWindow, work: PartnerWork | None) -> None:
         """Credit the peer, at the speed of this window, for the time since its previous window of the fragment.
 
-        The peer's windows last as long as the shortest of the latest times between two of them, as some that we did not
-        pull may lie between. They last at least as long as ours, as we merge no more of them.
+        A window lasts as long as the peer says, but no less than the shortest of the latest times between two of its
+        windows (some that we did not pull may lie between), and no less than ours, as we merge no more of them.
 
         Args:
             window: The window; the first one of a fragment brings no credit.
@@ -91,7 +92,7 @@ class Tally:
         since_s = min(between_s, max(window.pause_s, 2 * usual_s))
         self.met_s += window.share * since_s
         if work is not None:
-            times = window.share * since_s / max(usual_s, window.own_s)
+            times = window.share * since_s / max(usual_s, window.lasted_s, window.own_s)
             self.claimed += times * work.claimed
             self.own += times * work.own
             self.length += times * work.length
@@ -142,23 +143,23 @@ class Witness:
         """Count the bytes of a peer's answer."""
         self.of(event.peer).served(event.received_bytes)
 
-    def merged(self, merged: Merged, own_s: Seconds, closed_at: Mapping[PeerId, Seconds]) -> None:
+    def merged(self, merged: Merged, own_s: Seconds, pulled: Mapping[PeerId, tuple[Seconds, Seconds]]) -> None:
         """Credit the partners of a merge for their windows; those that the merge has refused count as failed checks.
 
         Args:
             merged: The merge.
             own_s: How long our own window lasted; 0.0: not known.
-            closed_at: When each partner closed its window.
+            pulled: When each partner closed its window, and how long this lasted, as it says.
         """
         held = next((one for one in self.setup.now.fragments if one.index == merged.fragment), None)
         if held is None or not own_s:
             return
-        turns = len(self.selection.holders(merged.fragment)) / max(1, len(closed_at))
+        turns = len(self.selection.holders(merged.fragment)) / max(1, len(pulled))
         share = held.parameters / sum(cut.parameters for cut in self.setup.now.cuts)
         pause_s = max(PAUSE_S, PAUSE_TURNS * turns * own_s)
         work = {one.peer: one for one in merged.work}
-        for peer, at in closed_at.items():
-            self.of(peer).met(MergedWindow(merged.fragment, share, at, own_s, pause_s), work.get(peer))
+        for peer, (at, lasted_s) in pulled.items():
+            self.of(peer).met(MergedWindow(merged.fragment, share, at, lasted_s, own_s, pause_s), work.get(peer))
         for peer in merged.used:
             self.of(peer).judged(True)
         for peer, _ in merged.rejected:

@@ -18,8 +18,9 @@ def work(tokens: float, times: float = 1.0) -> PartnerWork:
     return PartnerWork(PARTNER, tokens, 50.0, times, 1.0)
 
 
-def window(at: float, own_s: float = 0.5, fragment: int = 0, share: float = 1.0) -> MergedWindow:
-    return MergedWindow(fragment, share, at, own_s, PAUSE_S)
+def window(at: float, lasted_s: float = 0.0, fragment: int = 0, share: float = 1.0) -> MergedWindow:
+    """A window of the partner that was closed at this time; ours last half a second."""
+    return MergedWindow(fragment, share, at, lasted_s, 0.5, PAUSE_S)
 
 
 def met(tally: Tally, times: Iterable[float], tokens: float = 50.0) -> SeenWork:
@@ -44,6 +45,14 @@ def test_a_slow_peer_s_windows_last_as_long_as_its_steps() -> None:
     found = met(Tally(), [4.0 * number for number in range(101)])
     assert found.tokens_per_s == pytest.approx(50.0 / 4.0, rel=0.01)
     assert found.met_s == 400
+
+
+def test_a_window_of_two_steps_counts_as_twice_as_long_if_the_peer_says_so() -> None:
+    tally = Tally()
+    for number in range(100):
+        tally.met(window(12.0 * number, 4.0), work(50.0))
+        tally.met(window(12.0 * number + 8.0, 8.0), work(100.0, 2.0))
+    assert tally.row("end", 0).tokens_per_s == pytest.approx(150.0 / 12.0, rel=0.01)
 
 
 def test_windows_closed_more_often_than_ours_bring_nothing_as_we_merge_no_more_of_them() -> None:
