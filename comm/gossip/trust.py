@@ -417,9 +417,7 @@ class PartnerHistory:
         progress: float,
         read: Callable[[bytes | memoryview], Tensor],
     ) -> tuple[list[float], list[float], list[float]]:
-        """Return the tokens credited to each partner (c_i), the trust in each (t_i), and how far its window is new.
-
-        Trust and newness are from 0 to 1; the newness (new_i) of an untrusted window is 0.
+        """Return each partner's credited tokens (c_i), trust (t_i, 0 to 1), and new_i, which is 0 without trust.
 
         Args:
             closed: Our window, and its pseudo-gradient in q4. Without tokens, every partner's trust is 1.

@@ -184,10 +184,8 @@ class Pull(RunQuestion):
 class Snapshot:
     """The result of a peer's training of a fragment in one window of steps; `layout` lists the sections of the blob.
 
-    `tokens` and `lr_sum` (the sum of the learning rates of the window's steps) measure the amount of training. `seq` is
-    the window's number. `digest` is the digest of the whole blob. `time` is when the snapshot was published, by the
-    publisher's clock, and `lasted_s` how long the window lasted (0: not known). In a synchronous round the blob is a
-    sum of gradients, `seq` is the round, and `time` is zero.
+    `tokens` and `lr_sum` (the sum of learning rates) measure window `seq`, which lasted `lasted_s` (0: unknown). `digest`
+    is of the blob, `time` when the publisher published it. In a round the blob is a sum of gradients, and `time` is 0.
     """
 
     run: Run

@@ -17,7 +17,7 @@ from pathlib import Path
 from decentral.commands import audit, shared
 from decentral.commands.ps import table
 from decentral.core import strict_json
-from decentral.core.credit import Contribution, Statement, contributions, latest
+from decentral.core.credit import Credit, Statement, contributions, latest
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.journal.file import read
@@ -27,7 +27,7 @@ from decentral.core.plain_text import plain_text
 from decentral.core.units import plural
 from decentral.peers.membership.statements import statement_of, statements_in
 
-COLUMNS = ("peer", "tokens", "share", "hours", "served", "checks", "witnesses", "claims")
+LEDGER_COLUMNS = ("peer", "tokens", "share", "hours", "served", "checks", "witnesses", "claims")
 MB = 1e6
 
 
@@ -44,11 +44,11 @@ def _main(flags: argparse.Namespace) -> None:
         print(strict_json.dumps({"run": run, "contributions": rows}, indent=1))
     else:
         print(f"run {plain_text(run)}: {plural(len(statements), 'peer')} with a signed record")
-        print(table(COLUMNS, [_row(one) for one in found]))
+        print(table(LEDGER_COLUMNS, [_row(one) for one in found]))
 
 
-def _row(one: Contribution) -> tuple[str, ...]:
-    """Return the cells of a peer's line, in the order of COLUMNS."""
+def _row(one: Credit) -> tuple[str, ...]:
+    """Return the cells of a peer's line, in the order of LEDGER_COLUMNS."""
     checks = f"{one.passed:,}" + (f", {one.failed:,} failed" if one.failed else "")
     amounts = f"{one.tokens:,}", f"{100 * one.share:.1f}%", f"{one.hours:.2f}", f"{one.served_bytes / MB:,.1f} MB"
     return (titled(PeerId(one.peer), one.name), *amounts, checks, str(one.witnesses), f"{one.claimed_tokens:,}")

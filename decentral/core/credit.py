@@ -17,9 +17,9 @@ from decentral.core.ids import SUFFIX_CHARS, PeerId, suffix
 from decentral.core.journal.field_kinds import GivenCount
 from decentral.core.units import Seconds
 
-MOST_SEEN = 12  # a record has figures of at most this many other peers, so that it fits into its 12 KiB
+MOST_WITNESSED = 12  # a record has figures of at most this many other peers, so that it fits into its 12 KiB
 EXPLAINED_TIMES = 1.25  # a claim of at most this many times the explained tokens is believed: windows differ by chance
-MOST_TIMES = 1000.0  # longer windows are attacks (comm/gossip/influence.py)
+IMPLAUSIBLE_TIMES = 1000.0  # longer windows are attacks (comm/gossip/influence.py)
 LEAST_WATCHED = 0.1  # a witness has no say about a peer if it met the peer for less than this share of its hours
 
 Ending = Annotated[str, Strict(), Field(max_length=SUFFIX_CHARS, pattern=r"^[!-~]*$")]
@@ -59,7 +59,7 @@ class Statement:
 
 
 @dataclass(frozen=True, slots=True)
-class Contribution:
+class Credit:
     """What a peer has contributed to a run, by the figures of other peers."""
 
     peer: str  # its id, or only the id's end if no record of the peer is known
@@ -81,11 +81,11 @@ def explained_tokens(own: float, times: float) -> float:
     r times as far, if all point in one direction. Of the numbers of tokens that explain a length, the result is the
     largest, so that no honest peer is credited with less than it trained.
     """
-    times = min(times, MOST_TIMES)
+    times = min(times, IMPLAUSIBLE_TIMES)
     return own * max(times, times * times)
 
 
-def contributions(statements: Mapping[PeerId, Statement]) -> list[Contribution]:
+def contributions(statements: Mapping[PeerId, Statement]) -> list[Credit]:
     """Return what each peer has contributed, in decreasing order of credited tokens, then by id.
 
     Of what several witnesses say about a peer, no single one decides: the speed is the lower median, the hours are the
@@ -110,11 +110,11 @@ def contributions(statements: Mapping[PeerId, Statement]) -> list[Contribution]:
     return [replace(one, share=round(one.tokens / total, 6)) for one in ranked]
 
 
-def _credited(peer: str, own: Statement | None, rows: Sequence[SeenWork]) -> Contribution:
+def _credited(peer: str, own: Statement | None, rows: Sequence[SeenWork]) -> Credit:
     met_s = _second([row.met_s for row in rows])
     speeds = [row.tokens_per_s for row in rows if row.met_s and row.met_s >= LEAST_WATCHED * met_s]
     trained = median_low(speeds) * met_s if speeds else 0.0
-    return Contribution(
+    return Credit(
         peer=peer,
         name=own.name if own else "",
         tokens=max(round(trained), confirmed(row.carried for row in rows)),

@@ -13,7 +13,7 @@ from heapq import nsmallest
 from decentral.comm.pipeline.router import Router
 from decentral.comm.wire.transport import Answered
 from decentral.core import rng
-from decentral.core.credit import MOST_SEEN, NOTHING_SEEN, SeenWork, explained_tokens
+from decentral.core.credit import MOST_WITNESSED, NOTHING_SEEN, SeenWork, explained_tokens
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, suffix
 from decentral.core.jobs import Merged, PartnerWork
@@ -32,7 +32,7 @@ PAUSE_S, PAUSE_TURNS = 10.0, 8.0  # credit ends after a pause of this, or of so 
 LONGER = 1.05  # a peer's windows count as at most this many times as long as before
 OWN_EVERY_S = 60.0  # our own record is written to the journal at this interval; each line has about 3 kB
 MOST_LAST = 64  # a leaving peer writes the last records of at most this many others to its journal
-MOST_COUNT = (1 << 32) - 1  # larger figures would make our record invalid
+MOST_FEW = (1 << 32) - 1  # larger figures would make our record invalid
 MOST_AMOUNT = MOST_NUMBER - 1
 
 
@@ -107,10 +107,10 @@ class Tally:
             claimed=min(MOST_AMOUNT, old.claimed + round(self.claimed)),
             explained=min(MOST_AMOUNT, old.explained + round(explained)),
             carried=min(MOST_AMOUNT, old.carried + carried),
-            met_s=min(MOST_COUNT, old.met_s + round(self.met_s)),
+            met_s=min(MOST_FEW, old.met_s + round(self.met_s)),
             served_bytes=min(MOST_AMOUNT, old.served_bytes + self.served_bytes),
-            passed=min(MOST_COUNT, old.passed + self.passed),
-            failed=min(MOST_COUNT, old.failed + self.failed),
+            passed=min(MOST_FEW, old.passed + self.passed),
+            failed=min(MOST_FEW, old.failed + self.failed),
         )
 
 
@@ -173,7 +173,7 @@ class Witness:
             self.of(line.wrong).judged(False)
 
     def rows(self) -> tuple[SeenWork, ...]:
-        """Return the figures for our record, of at most MOST_SEEN peers.
+        """Return the figures for our record, of at most MOST_WITNESSED peers.
 
         If there are more peers, those nearest by hash are chosen, so that every peer gets about as many witnesses.
         """
@@ -181,7 +181,7 @@ class Witness:
         carried = {suffix(peer): count // self.setup.now.layers for peer, count in computed.items()}
         for peer in computed:
             self.of(peer)
-        ends = nsmallest(MOST_SEEN, self.tallies, key=lambda end: self.tallies[end].turn)
+        ends = nsmallest(MOST_WITNESSED, self.tallies, key=lambda end: self.tallies[end].turn)
         return tuple(self.tallies[end].row(end, carried.get(end, 0)) for end in sorted(ends))
 
     def lines(self, now: Seconds) -> list[Log]:

@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from decentral.view.metrics_server import MetricsServer
 
 ADDRESSES_S = 15.0  # this machine's addresses are checked at this interval
-RECENT_BYTES = 1 * MiB  # the end of a journal of this size has a record of the last minutes
+LAST_LINES_BYTES = 1 * MiB  # the end of a journal of this size has a record of the last minutes
 STEPS_REPORTED_S = 0.2  # the training thread waits at least this long between two reports of steps to the event loop
 
 
@@ -187,8 +187,7 @@ async def prepare(
         seen=_seen(folder.path, access.run, own.peer),
     )
     records.require_valid(records.first_record(setup.run, setup.addresses, setup.profile))
-    now = access.clock
-    path = folder.path / JOURNAL
+    path, now = folder.path / JOURNAL, access.clock
     journal = HookedJournal(path, now, flags.hooks) if flags.hooks else Journal(path, now)
     book = AddressBook.load(folder.path / "peers.json")
     keep = partial(invitation_files.keep_revocations, folder.path)
@@ -197,7 +196,7 @@ async def prepare(
 
 def _seen(folder: Path, run: RunId, peer: PeerId) -> tuple[SeenWork, ...]:
     """Return what the last record in this peer's journal says about the work of others; () without such a record."""
-    events = (line.event for line in recorded(recent(folder / JOURNAL, RECENT_BYTES)))
+    events = (line.event for line in recorded(recent(folder / JOURNAL, LAST_LINES_BYTES)))
     record = last_record(events, peer)
     return record.standing.seen if record is not None and record.run == run else ()
 

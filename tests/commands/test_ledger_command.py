@@ -26,7 +26,7 @@ def test_contributions_of_all_journals_are_listed(tmp_path: Path, capsys: pytest
     assert ledger.main([str(tmp_path)]) == 0
     heading, columns, first, *rest = capsys.readouterr().out.splitlines()
     assert heading == f"run {RUN}: 2 peers with a signed record"
-    assert columns.split() == list(ledger.COLUMNS)
+    assert columns.split() == list(ledger.LEDGER_COLUMNS)
     assert first.split()[:5] == ["cdefgh", "1,000", "100.0%", "0.02", "0.0"]
     assert len(rest) == 2
 

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from decentral.core import credit
-from decentral.core.credit import Contribution, SeenWork, Statement, confirmed, contributions, explained_tokens, latest
+from decentral.core.credit import Credit, SeenWork, Statement, confirmed, contributions, explained_tokens, latest
 from decentral.core.ids import PeerId, suffix
 
 NAMES = [PeerId(f"Qm{letter * 44}") for letter in "ABCDEF"]
@@ -32,7 +32,7 @@ def swarm(**about_liar: float) -> dict[PeerId, Statement]:
     }
 
 
-def of(peer: PeerId, statements: dict[PeerId, Statement]) -> Contribution:
+def of(peer: PeerId, statements: dict[PeerId, Statement]) -> Credit:
     return next(one for one in contributions(statements) if one.peer == peer)
 
 
@@ -127,4 +127,4 @@ def test_tokens_of_an_honest_peer_are_explained_whether_its_steps_are_noise_or_a
     for times in (r, r**0.5):
         assert explained_tokens(100.0, times) >= 100.0 * r * 0.999
     assert explained_tokens(100.0, 1.0) == 100.0
-    assert explained_tokens(1.0, 1e300) == credit.MOST_TIMES**2
+    assert explained_tokens(1.0, 1e300) == credit.IMPLAUSIBLE_TIMES**2

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from decentral.core.credit import Contribution, contributions
+from decentral.core.credit import Credit, contributions
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 from decentral.peers.membership.records import PeerPhase, PeerRecord
@@ -42,7 +42,7 @@ def liars(monkeypatch: pytest.MonkeyPatch) -> set[PeerId]:
     return lying
 
 
-def played(spec: str, lying: set[PeerId]) -> tuple[list[Contribution], dict[PeerId, int]]:
+def played(spec: str, lying: set[PeerId]) -> tuple[list[Credit], dict[PeerId, int]]:
     """Return the contributions by the peers' records, and the tokens that each peer has really trained."""
     faulty = FaultySwarm(spec, peers=PEERS)
     if spec:
@@ -53,7 +53,7 @@ def played(spec: str, lying: set[PeerId]) -> tuple[list[Contribution], dict[Peer
     return contributions(statements), {peer: node.progress.tokens for peer, node in nodes.items()}
 
 
-def errors(found: Sequence[Contribution], tokens: dict[PeerId, int]) -> dict[str, float]:
+def errors(found: Sequence[Credit], tokens: dict[PeerId, int]) -> dict[str, float]:
     """By peer: the relative error of its share."""
     total = sum(tokens.values())
     return {one.peer: one.share / (tokens[PeerId(one.peer)] / total) - 1 for one in found}

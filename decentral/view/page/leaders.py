@@ -1,15 +1,15 @@
 """Compute what each peer has contributed, for the live page, from the signed records that it reads."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from decentral.core.credit import Contribution, Statement, contributions
+from decentral.core.credit import Credit, Statement, contributions
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId
 from decentral.core.journal.events import StatementLine
 from decentral.core.latest import keep_latest
 from decentral.core.peer_names import titled
 from decentral.core.plain_text import plain_text
+from decentral.core.strict_json import Json
 from decentral.core.units import Seconds
 from decentral.peers.membership.records import PeerRecord
 from decentral.peers.membership.statements import opened, statement_of
@@ -27,7 +27,7 @@ class Leaders:
     """The newest statement of each peer, and the peers that have contributed most."""
 
     run: str = ""  # name of the run whose records count; "" before the first
-    rows: list[list[Any]] = field(default_factory=list)  # a LEADER_ROW for each of at most LEADERS_SHOWN peers
+    rows: list[list[Json]] = field(default_factory=list)  # a LEADER_ROW for each of at most LEADERS_SHOWN peers
     _statements: dict[PeerId, Statement] = field(default_factory=dict)
     _changed: bool = False
     _computed_at: Seconds = 0.0
@@ -56,7 +56,7 @@ class Leaders:
         self.rows = [_row(one) for one in contributions(self._statements)[:LEADERS_SHOWN]]
 
 
-def _row(one: Contribution) -> list[Any]:
+def _row(one: Credit) -> list[Json]:
     """Return the values of LEADER_ROW, ready for JSON."""
     return [
         *(plain_text(one.peer), titled(PeerId(one.peer), one.name), one.tokens, one.share, one.hours),
