@@ -184,8 +184,8 @@ class Pull(RunQuestion):
 class Snapshot:
     """The result of a peer's training of a fragment in one window of steps; `layout` lists the sections of the blob.
 
-    `tokens` and `lr_sum` (the sum of learning rates) measure window `seq`, which lasted `lasted_s` (0: unknown). `digest`
-    is of the blob, `time` when the publisher published it. In a round the blob is a sum of gradients, and `time` is 0.
+    `tokens` and `lr_sum` (the sum of learning rates) measure window `seq`, which lasted `lasted_s` (0: unknown).
+    `digest` is of the blob, `time` when it was published. In a round the blob is a sum of gradients, and `time` is 0.
     """
 
     run: Run

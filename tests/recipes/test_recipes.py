@@ -1,6 +1,7 @@
 """Every command of the recipes runs, in order, with the sizes and stand-ins that these tables state.
 
-A page's code blocks are one script; `# at NAME` says at which machine the following lines run. In `make test` two pages
+A page's code blocks are one script; `# at NAME` says at which machine the following lines run, which gets the
+invitations that lie at the machine before it. In `make test` two pages
 run with real peers, and of the others `decentral` checks the flags only; `make night` runs all with real peers.
 """
 
@@ -33,7 +34,7 @@ SIZES = {  # what a page says -> what the test runs instead
     'run "def main("': 'run --max-tokens 5 "def main("',
 }
 MACHINES = """
-at() { export MACHINE=$1 HOME=$RECIPE/machines/$1; mkdir -p "$HOME/clone"; cd "$HOME/clone"; CLONE; }
+at() { export MACHINE=$1 HOME=$RECIPE/machines/$1; mkdir -p "$HOME/clone"; cd "$HOME/clone"; CLONE; cp "$OLDPWD"/*.invite . 2> /dev/null || true; }
 at desk
 """
 
