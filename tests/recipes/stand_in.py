@@ -278,9 +278,10 @@ def journals() -> list[Path]:
 
 
 def _settle() -> None:
-    """Wait until each peer in the background trains."""
+    """Wait until each peer in the background trains and, if there are several, has merged what others learned."""
     peers = [pid for pid in pids() if b"\0peer\0" in _command(pid)]
-    _wait(lambda: sum('"event":"step"' in one.read_text() for one in journals()) >= len(peers), None)
+    signs = ['"event":"step"', *(['"outcome":"done"'] if len(peers) > 1 else [])]
+    _wait(lambda: sum(all(sign in one.read_text() for sign in signs) for one in journals()) >= len(peers), None)
 
 
 def _command(pid: int) -> bytes:

@@ -34,7 +34,11 @@ SIZES = {  # what a page says -> what the test runs instead
     'run "def main("': 'run --max-tokens 5 "def main("',
 }
 MACHINES = """
-at() { export MACHINE=$1 HOME=$RECIPE/machines/$1; mkdir -p "$HOME/clone"; cd "$HOME/clone"; CLONE; cp "$OLDPWD"/*.invite . 2> /dev/null || true; }
+at() {
+    export MACHINE=$1 HOME=$RECIPE/machines/$1
+    mkdir -p "$HOME/clone"; cd "$HOME/clone"; CLONE
+    cp "$OLDPWD"/*.invite . 2> /dev/null || true
+}
 at desk
 """
 
