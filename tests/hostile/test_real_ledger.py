@@ -18,7 +18,7 @@ from decentral.sim.liars import INFLATED_TOKENS
 from tests.hostile.test_real_liar import LIAR, RealSwarm
 from tests.peers.runtime.host_swarm import MakeSetup
 
-SECONDS = 60.0
+SECONDS = 40.0
 
 
 class SixPeers(RealSwarm):
