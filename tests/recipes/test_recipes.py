@@ -107,24 +107,24 @@ def test_a_page_ends_with_what_one_sees_and_what_goes_wrong(page: Path) -> None:
     assert len(text.split()) < 400
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> None:
-    """What `hf download` brings: a tiny model, with a tokenizer that has a chat template."""
+def make_model(folder: Path) -> None:
+    """Make what `hf download` brings: a tiny model, with a tokenizer that has a chat template."""
     pytest.importorskip("transformers", reason="needs the extra hf: pip install 'decentral[hf]'")
     from tests.data.test_conversations import WORDS, tokenizer_in
     from tests.model.hf_folders import made
 
-    tokenizer_in(tmp_path / "model")
-    made(tmp_path / "model", vocab_size=len(WORDS))
+    tokenizer_in(folder)
+    made(folder, vocab_size=len(WORDS))
 
 
 @pytest.mark.swarm
-@pytest.mark.usefixtures("model")
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=[] if page.stem in QUICK else [pytest.mark.night], id=page.stem) for page in PAGES],
 )
 def test_the_peers_of_a_page_train_together(page: Path, tmp_path: Path) -> None:
+    if "hf download" in blocks(page):
+        make_model(tmp_path / "model")
     run(page, tmp_path)
     lines = {path: [*journal.read(path)] for path in tmp_path.rglob("journal.jsonl") if not path.is_symlink()}
     assert len(lines) >= 2
