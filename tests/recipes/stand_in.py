@@ -111,13 +111,18 @@ def python3(arguments: Sequence[str]) -> int:
 
 def pip(arguments: Sequence[str]) -> int:
     """Check that what is to be installed exists: this project, with extras that it has."""
-    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for one in arguments[1:]:
         if one.startswith("."):
             extras = re.fullmatch(r"\.(?:\[([\w,]+)\])?", one)
             assert extras, one
-            assert {name for name in (extras[1] or "").split(",") if name} <= set(known), one
+            _check_extras(extras[1] or "")
     return 0
+
+
+def _check_extras(names: str) -> None:
+    """Check that this project has these extras, which are separated by commas."""
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {name for name in names.split(",") if name} <= set(known), names
 
 
 def hf(arguments: Sequence[str]) -> int:
@@ -168,6 +173,8 @@ def _build(flags: list[str]) -> int:
     """Check that an image's file is there, and that its ENTRYPOINT and CMD are a command that we have."""
     given = dict(zip(flags[:-1:2], flags[1:-1:2], strict=True))
     lines = Path(given["--file"]).read_text().splitlines()
+    for extras in re.findall(r"extras=([\w,]+)", "\n".join(lines)):
+        _check_extras(extras)
     entry, command = (json.loads(_last(lines, word)) for word in ("ENTRYPOINT", "CMD"))
     assert entry == ["tini", "--", "decentral"], entry
     (RECIPE / "image.json").write_text(json.dumps(command))
@@ -215,7 +222,7 @@ def _compose(flags: list[str]) -> int:
             folder = RECIPE / "volumes" / volume
             folder.mkdir(parents=True, exist_ok=True)
             command = [re.sub(rf"(?<![\w/]){path}\b", str(folder), one) for one in command]
-        if code := on("first" if name == "address" else name, command):
+        if code := on(f"compose-{'first' if name == 'address' else name}", command):
             return code
     return 0
 
