@@ -25,7 +25,7 @@ from decentral.core.journal.lines import recorded
 from decentral.core.peer_names import titled
 from decentral.core.plain_text import plain_text
 from decentral.core.units import plural
-from decentral.peers.membership.statements import statement_of, statements_in
+from decentral.peers.membership.statements import newest_records, statement_of
 
 LEDGER_COLUMNS = ("peer", "tokens", "share", "hours", "served", "checks", "witnesses", "claims")
 MB = 1e6
@@ -74,16 +74,16 @@ def of_journals(folders: Sequence[str]) -> tuple[RunId, dict[PeerId, Statement]]
         UserError: If the journals have no valid statement, or statements of several runs.
     """
     paths = [journal for folder in folders for journal in audit.journals(Path(folder))]
-    read_all = [statements_in(line.event for line in recorded(read(path))) for path in paths]
+    read_all = [newest_records(line.event for line in recorded(read(path))) for path in paths]
     if refused := sum(count for _, count in read_all):
         print(f"{plural(refused, 'record')} refused: malformed, or not signed by the peer they name", file=sys.stderr)
-    found = [one for statements, _ in read_all for one in statements]
-    runs = sorted({run for run, _, _ in found})
+    found = [one for records, _ in read_all for one in records.items()]
+    runs = sorted({RunId(record.run) for _, record in found})
     if not runs:
         raise UserError("the journals have no signed record yet; a peer writes one each minute and when it leaves")
     if len(runs) > 1:
         raise UserError(f"expected journals of one run, found {', '.join(map(plain_text, runs))}; give fewer folders")
-    return runs[0], latest((peer, statement) for _, peer, statement in found)
+    return runs[0], latest((peer, statement_of(record)) for peer, record in found)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

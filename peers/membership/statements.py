@@ -5,16 +5,21 @@ whichever journal contains it, and a record that is malformed or not signed by t
 """
 
 import base64
+from collections import deque
 from collections.abc import Iterable
 
 from decentral.comm.wire import identity
 from decentral.core.credit import Statement
 from decentral.core.errors import ProtocolError
-from decentral.core.ids import PeerId, RunId
+from decentral.core.ids import PeerId
 from decentral.core.journal.events import JournalEvent, StatementLine
+from decentral.core.latest import keep_latest
 from decentral.core.reasons import Reason
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord
+
+LINES_TRIED = 4
+MOST_SIGNERS = 4096
 
 
 def statement_of(record: PeerRecord) -> Statement:
@@ -39,28 +44,24 @@ def opened(line: StatementLine) -> PeerRecord:
     return record
 
 
-def last_record(events: Iterable[JournalEvent | None], peer: PeerId) -> PeerRecord | None:
-    """Return the last valid record of this peer among a journal's events; None if there is none."""
-    own = [event for event in events if isinstance(event, StatementLine) and event.peer == peer]
-    for line in reversed(own):
-        try:
-            return opened(line)
-        except ProtocolError:
-            continue
-    return None
+def newest_records(events: Iterable[JournalEvent | None]) -> tuple[dict[PeerId, PeerRecord], int]:
+    """Return the newest valid record of each peer among a journal's events, and how many invalid ones were met.
 
-
-def statements_in(
-    events: Iterable[JournalEvent | None],
-) -> tuple[list[tuple[RunId, PeerId, Statement]], int]:
-    """Return the statements in a journal's events, each with its run and its peer, and how many lines were refused."""
-    found, refused = list[tuple[RunId, PeerId, Statement]](), 0
+    Only the last LINES_TRIED lines of a peer are tried, and only of the MOST_SIGNERS peers that were named last. So a
+    hostile journal costs little time and memory.
+    """
+    lines: dict[PeerId, deque[StatementLine]] = {}
     for event in events:
         if isinstance(event, StatementLine):
+            known = lines.get(event.peer) or deque(maxlen=LINES_TRIED)
+            known.append(event)
+            keep_latest(lines, event.peer, known, MOST_SIGNERS)
+    found, refused = dict[PeerId, PeerRecord](), 0
+    for peer, tried in lines.items():
+        for line in reversed(tried):
             try:
-                record = opened(event)
+                found[peer] = opened(line)
+                break
             except ProtocolError:
                 refused += 1
-                continue
-            found.append((RunId(record.run), event.peer, statement_of(record)))
     return found, refused

@@ -51,7 +51,7 @@ from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.records import Profile
 from decentral.peers.membership.revocation_watch import NO_MEMBER
-from decentral.peers.membership.statements import last_record
+from decentral.peers.membership.statements import newest_records
 from decentral.peers.membership.swarm_size import Look, SwarmStart
 from decentral.peers.runtime.host import NOTHING_TO_SAVE, Host
 from decentral.peers.runtime.node import Node
@@ -197,7 +197,7 @@ async def prepare(
 def _seen(folder: Path, run: RunId, peer: PeerId) -> tuple[SeenWork, ...]:
     """Return what the last record in this peer's journal says about the work of others; () without such a record."""
     events = (line.event for line in recorded(recent(folder / JOURNAL, LAST_LINES_BYTES)))
-    record = last_record(events, peer)
+    record = newest_records(events)[0].get(peer)
     return record.standing.seen if record is not None and record.run == run else ()
 
 

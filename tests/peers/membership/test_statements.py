@@ -15,7 +15,7 @@ from decentral.core.ids import PeerId, RunId
 from decentral.core.journal.events import StatementLine
 from decentral.peers.membership import records, swarm_size
 from decentral.peers.membership.records import PeerRecord, Profile, Standing
-from decentral.peers.membership.statements import last_record, opened, statement_of, statements_in
+from decentral.peers.membership.statements import LINES_TRIED, MOST_SIGNERS, newest_records, opened, statement_of
 
 RUN = RunId("run-0123")
 ROW = SeenWork("abcdefgh", 1000, 990, 5, 60, 4096, 12, 1)
@@ -62,7 +62,7 @@ def test_a_record_is_read_long_after_it_has_expired() -> None:
 def test_a_forged_or_malformed_record_is_refused(forged: StatementLine) -> None:
     with pytest.raises(ProtocolError):
         opened(forged)
-    assert statements_in([forged]) == ([], 1)
+    assert newest_records([forged]) == ({}, 1)
 
 
 def test_a_changed_bit_is_noticed() -> None:
@@ -72,17 +72,23 @@ def test_a_changed_bit_is_noticed() -> None:
         opened(dataclasses.replace(line(), record=base64.b64encode(sealed).decode()))
 
 
-def test_a_journal_s_statements_come_with_their_peers_and_the_number_of_refused_lines() -> None:
+def test_the_newest_records_of_a_journal_come_with_the_number_of_refused_ones() -> None:
     bad = dataclasses.replace(line(), record="AAAA")
-    found, refused = statements_in([line(), None, bad, line("bob", 5.0)])
+    found, refused = newest_records([line(), None, line("bob", 5.0), bad])
     assert refused == 1
-    assert [(run, peer) for run, peer, _ in found] == [(RUN, identity("ann").peer), (RUN, identity("bob").peer)]
+    assert found == {identity("ann").peer: record(), identity("bob").peer: record(5.0)}
+
+
+def test_a_journal_with_very_many_forged_lines_costs_little() -> None:
+    bad = dataclasses.replace(line(), record="AAAA")
+    found, refused = newest_records([line(), *[bad] * 10_000])
+    assert (found, refused) == ({}, LINES_TRIED)
+    names = (dataclasses.replace(bad, peer=PeerId(f"Qm{number}")) for number in range(2 * MOST_SIGNERS))
+    assert newest_records(names) == ({}, MOST_SIGNERS)
 
 
 def test_a_restarted_peer_finds_its_last_valid_record() -> None:
     ann = identity("ann").peer
     damaged = dataclasses.replace(line(), record="AAAA")
-    found = last_record([line(time=1.0), line(time=2.0), line("bob", 9.0), damaged], ann)
-    assert found is not None
-    assert found.time == 2.0
-    assert last_record([line("bob")], PeerId(ann)) is None
+    found, _ = newest_records([line(time=1.0), line(time=2.0), line("bob", 9.0), damaged])
+    assert found[ann].time == 2.0
