@@ -58,6 +58,10 @@ def clone(folder: Path) -> None:
     for name in ("books", "chats.jsonl"):
         if not (folder / name).exists():
             (folder / name).symlink_to(RECIPE / name)
+    for name in ("my-model", ".venv"):  # what everyone does before the first machine is named
+        made = home("desk") / "clone" / name
+        if made.exists() and not (folder / name).exists():
+            (folder / name).symlink_to(made)
 
 
 def shims(folder: Path) -> None:
