@@ -244,15 +244,16 @@ def decentral(arguments: Sequence[str]) -> int:
         _settle()
         code = subprocess.run(real).returncode
         if here[0] == "stop":
-            (RECIPE / "pids").write_text("".join(f"{pid}\n" for pid in pids() if _command(pid)))
+            left = {pid: command for pid, command in background().items() if _runs(pid)}
+            (RECIPE / "pids").write_text("".join(f"{pid} {command}\n" for pid, command in left.items()))
         return code
     if os.fstat(1).st_mode & 0o170000 == 0o100000:  # the recipe has sent it to the background itself
-        _note(os.getpid())
+        _note(os.getpid(), here[0])
         os.execv(sys.executable, real)
     log = home(machine) / "log"
     with log.open("ab") as output:
         started = subprocess.Popen(real, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True)
-    _note(started.pid)
+    _note(started.pid, here[0])
     if here[0] == "peer":
         _settle()
     else:
@@ -272,15 +273,16 @@ def _noted(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _note(pid: int) -> None:
-    with (RECIPE / "pids").open("a") as pids:
-        pids.write(f"{pid}\n")
+def _note(pid: int, command: str) -> None:
+    with (RECIPE / "pids").open("a") as kept:
+        kept.write(f"{pid} {command}\n")
 
 
-def pids() -> list[int]:
-    """Return the processes that went to the background."""
+def background() -> dict[int, str]:
+    """Return the processes that went to the background and were not stopped, each with the command that it runs."""
     kept = RECIPE / "pids"
-    return [int(line) for line in kept.read_text().split()] if kept.exists() else []
+    lines = [line.split() for line in kept.read_text().splitlines()] if kept.exists() else []
+    return {int(pid): command for pid, command in lines}
 
 
 def journals() -> list[Path]:
@@ -290,22 +292,22 @@ def journals() -> list[Path]:
 
 def _settle() -> None:
     """Wait until each peer in the background trains and, if there are several, has merged what others learned."""
-    peers = [pid for pid in pids() if b"\0peer\0" in _command(pid)]
+    peers = [pid for pid, command in background().items() if command == "peer"]
     signs = ['"event":"step"', *(['"outcome":"done"'] if len(peers) > 1 else [])]
     _wait(lambda: sum(all(sign in one.read_text() for sign in signs) for one in journals()) >= len(peers), None)
 
 
-def _command(pid: int) -> bytes:
+def _runs(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
-        return b""
+        return False
 
 
 def _wait(happened: Any, log: Path | None) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not happened():
-        if time.monotonic() > deadline or any(not _command(pid) for pid in pids()):
+        if time.monotonic() > deadline or not all(map(_runs, background())):
             text = "".join(one.read_text(errors="replace") for one in ([log] if log else RECIPE.rglob("*log")))
             raise SystemExit(f"a process in the background has ended, or takes too long:\n{text[-4000:]}")
         time.sleep(0.1)
@@ -325,11 +327,10 @@ def cloned(_: Sequence[str]) -> int:
 
 def finish(_: Sequence[str]) -> int:
     """End the processes in the background as Ctrl-C does, and wait for them."""
-    for pid in pids():
-        if _command(pid):
-            os.kill(pid, signal.SIGINT)
+    for pid in filter(_runs, background()):
+        os.kill(pid, signal.SIGINT)
     deadline = time.monotonic() + LIMIT_S
-    while any(_command(pid) for pid in pids()) and time.monotonic() < deadline:
+    while any(map(_runs, background())) and time.monotonic() < deadline:
         time.sleep(0.1)
     return 0
 

@@ -5,6 +5,7 @@ invitations that lie at the machine before it. In `make test` two pages
 run with real peers, and of the others `decentral` checks the flags only; `make night` runs all with real peers.
 """
 
+import itertools
 import json
 import os
 import re
@@ -64,8 +65,17 @@ def prepare(recipe: Path) -> dict[str, str]:
     """Make the data of a recipe and the stand-ins, and return the variables with which its script runs."""
     (recipe / "books").mkdir()
     (recipe / "books" / "one.txt").write_text("It was the best of times, it was the worst of times.\n" * 4000)
-    row = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "how are you"}]}
-    (recipe / "chats.jsonl").write_text(f"{json.dumps(row)}\n" * 400)
+    words = ("hello", "how", "are", "you", "fine", "thanks")
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": " ".join(one)},
+                {"role": "assistant", "content": " ".join(one[::-1])},
+            ]
+        }
+        for one in itertools.product(words, repeat=4)
+    ]
+    (recipe / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     variables = {**os.environ, "RECIPE": str(recipe), "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, STAND_IN, "begin"], env=variables, check=True)
     return variables | {"PATH": f"{recipe / 'bin'}{os.pathsep}{os.environ['PATH']}"}
