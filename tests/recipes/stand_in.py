@@ -291,10 +291,14 @@ def journals() -> list[Path]:
 
 
 def _settle() -> None:
-    """Wait until each peer in the background trains and, if there are several, has merged what others learned."""
-    peers = [pid for pid, command in background().items() if command == "peer"]
-    signs = ['"event":"step"', *(['"outcome":"done"'] if len(peers) > 1 else [])]
-    _wait(lambda: sum(all(sign in one.read_text() for sign in signs) for one in journals()) >= len(peers), None)
+    """Wait until each peer in the background trains and, if there are several, two have merged what others learned."""
+    peers = sum(command == "peer" for command in background().values())
+    exchanging = 2 if peers > 1 else 0
+    _wait(lambda: _with('"event":"step"') >= peers and _with('"outcome":"done"') >= exchanging, None)
+
+
+def _with(sign: str) -> int:
+    return sum(sign in one.read_text() for one in journals())
 
 
 def _runs(pid: int) -> bool:
