@@ -129,7 +129,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "view": "event_hooks metrics_server scalar_logs",
         "view.page": "connections follow record_lines server visitor",
         "commands.checks": "swarm",
-        "commands": "dashboard doctor export generate invite peer plan",
+        "commands": "dashboard doctor export generate invite ledger peer plan",
     },
     "socket": {
         "comm.net": "names ports",

@@ -60,6 +60,7 @@ class PulledSnapshot:
 
     contribution: Contribution
     published_at: Seconds
+    lasted_s: Seconds  # how long the window lasted, as the partner says
     came_at: Seconds
     seconds: Seconds  # time from the pull request to the arrival of the snapshot
     moved: tuple[int, int]  # (bytes sent, bytes received) in the transfer
@@ -99,6 +100,7 @@ class PullExchange:
     state: ExchangePhase = ExchangePhase.OPEN
     seq: int = 0  # number of the last closed window
     size: int = 0  # expected bytes of a partner's answer: the mean size of our own answers
+    lasted_s: Seconds = 0.0  # time between our last two closes; 0.0 before the second
     blocking: bool = False  # True: windows are numbered rounds, and training waits for each merge
     light: tuple[str, ...] = ()  # sections pulled from every partner in every window; () means all
     published: SnapshotStore = field(default_factory=SnapshotStore)
@@ -112,6 +114,11 @@ class PullExchange:
     _doubted: dict[PeerId, int] = field(default_factory=dict)  # number of windows until we pull from this partner again
     _goal: int = 0  # in blocking mode we skip the rounds up to this number, because a partner is already further ahead
     _window: PullWindow = field(default_factory=PullWindow)
+
+    @property
+    def pulled(self) -> dict[PeerId, tuple[Seconds, Seconds]]:
+        """Return when each partner of the present merge closed its window, and how long that lasted, as it says."""
+        return {one.contribution.peer: (one.published_at, one.lasted_s) for one in self._window.pulled}
 
     @property
     def wake_at(self) -> Seconds | None:
@@ -205,9 +212,10 @@ class PullExchange:
         dense = self.size + more if closed.codings else 0
         self._sizes = AnswerSizes(largest=len(closed.blob) + more + on_request, dense=dense)
         period_s = self.context.period_s(self.size)
-        behind = now - self._published_at > BEHIND_PERIODS * period_s
-        self._published_at = now
-        effects = self.published.put(snapshots.describe(self.context, closed, now), closed, now)
+        since_s = now - self._published_at
+        behind = since_s > BEHIND_PERIODS * period_s
+        self.lasted_s, self._published_at = since_s if self._published_at else 0.0, now
+        effects = self.published.put(snapshots.describe(self.context, closed, self.lasted_s, now), closed, now)
         if not window.partners:
             self._window = replace(window, skipped=Reason.ALONE)
             return [*effects, *self._merge(now)]
@@ -287,7 +295,7 @@ class PullExchange:
         keep_latest(self.seen, event.peer, snapshot.seq, snapshots.MOST_SEEN)
         moved = event.sent_bytes, event.received_bytes
         taken = self._believed(contribution(event.peer, snapshot, blob), now)
-        self._window.pulled.append(PulledSnapshot(taken, snapshot.time, now, event.seconds, moved))
+        self._window.pulled.append(PulledSnapshot(taken, snapshot.time, snapshot.lasted_s, now, event.seconds, moved))
         return ""
 
     def _believed(self, one: Contribution, now: Seconds) -> Contribution:

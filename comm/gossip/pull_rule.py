@@ -24,7 +24,7 @@ from decentral.comm.gossip.trust import PartnerHistory, PulledWindow, WindowSamp
 from decentral.comm.gossip.update_rules import Correction, Parts, RuleTools, UpdateRule, Window
 from decentral.core.config import GossipConfig
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Contribution
+from decentral.core.jobs import Contribution, PartnerWork
 from decentral.engine.fragment import Live
 
 PSEUDO_GRADIENT = "pseudo_gradient"
@@ -137,8 +137,9 @@ class PullRule(UpdateRule):
         lengths = [min(one.length, progress) for one in partners if one.phi is not None]
         among = dict(zip(apart, outliers.trust([*apart.items()], lengths), strict=True))
         read = partial(self.sample.read, PSEUDO_GRADIENT_CODEC, self.tools.codecs)
-        claims, trust = self.history.believed(self.closed, partners, progress, read)
+        claims, trust, new = self.history.believed(self.closed, partners, progress, read)
         self.left_out = tuple(one.peer for one, counts in zip(partners, trust, strict=True) if not counts)
+        self.work = _work(own, experience.lengths[-1], partners, new)
         shares = influence.token_shares(own.tokens, claims, trust)
         near = experience.usual_distance([(one.peer, one.distance) for one in possible if one.phi is not None])
         steps_taken, slow_weights = [Weighted(1.0 - sum(shares), blob)], []
@@ -232,6 +233,17 @@ class PullRule(UpdateRule):
             self.load(self.phi, {})
         else:
             self.load(live.theta, {})
+
+
+def _work(
+    own: Window, own_length: float, partners: Sequence[PulledWindow], new: Sequence[float]
+) -> tuple[PartnerWork, ...]:
+    """Return the work behind each trusted window; () if our own window has no tokens."""
+    return tuple(
+        PartnerWork(one.peer, fresh * one.tokens, float(fresh * own.tokens), one.length, own_length)
+        for one, fresh in zip(partners, new, strict=True)
+        if fresh and own.tokens
+    )
 
 
 def _differences(

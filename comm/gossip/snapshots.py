@@ -138,10 +138,12 @@ class FragmentContext:
         return Log(line)
 
 
-def describe(context: FragmentContext, closed: WindowClosed, now: Seconds) -> Snapshot:
-    """Return the header of the snapshot that we publish when a window has been closed."""
+def describe(context: FragmentContext, closed: WindowClosed, lasted_s: Seconds, now: Seconds) -> Snapshot:
+    """Return the header of the snapshot that we publish when a window, which lasted `lasted_s`, has been closed."""
     run, fragment, at, digest = context.run, context.fragment, now - closed.ago_s, blobs.digest(closed.blob)
-    return Snapshot(run, fragment, closed.seq, closed.tokens, closed.lr_sum, at, closed.layout, digest)
+    return Snapshot(
+        run, fragment, closed.seq, closed.tokens, closed.lr_sum, at, closed.layout, digest, round(lasted_s, 3)
+    )
 
 
 def check(

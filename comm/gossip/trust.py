@@ -416,8 +416,8 @@ class PartnerHistory:
         partners: Sequence[PulledWindow],
         progress: float,
         read: Callable[[bytes | memoryview], Tensor],
-    ) -> tuple[list[float], list[float]]:
-        """Return the tokens credited to each partner (c_i), and the trust in each from 0 to 1 (t_i).
+    ) -> tuple[list[float], list[float], list[float]]:
+        """Return each partner's credited tokens (c_i), trust (t_i, 0 to 1), and new_i, which is 0 without trust.
 
         Args:
             closed: Our window, and its pseudo-gradient in q4. Without tokens, every partner's trust is 1.
@@ -428,7 +428,7 @@ class PartnerHistory:
         own, blob = closed
         claims = [float(one.tokens) for one in partners]
         if not own.tokens:
-            return claims, [1.0] * len(partners)
+            return claims, [1.0] * len(partners), [1.0] * len(partners)
         ours, theirs = read(blob), [read(one.pseudo_gradient) for one in partners]
         by_peer = [*zip((one.peer for one in partners), theirs, strict=True)]
         trust = [
@@ -444,7 +444,7 @@ class PartnerHistory:
         heard = [at for at, counts in enumerate(trust) if counts]
         common = self.agreement.common.usual_at_most()
         copies = self.counted.copied_parts(ours, [by_peer[at] for at in heard], common)
-        believed = copies.claims([claims[at] for at in heard], usual)
+        believed, fresh = copies.claims([claims[at] for at in heard], usual), [0.0] * len(partners)
         for at, new, claim in zip(heard, copies.new(), believed, strict=True):
-            trust[at], claims[at] = trust[at] * new, claim
-        return claims, trust
+            trust[at], claims[at], fresh[at] = trust[at] * new, claim, new
+        return claims, trust, fresh

@@ -19,7 +19,7 @@ from decentral.core.config import GossipConfig
 from decentral.core.errors import ProtocolError
 from decentral.core.fragments import Layout, Section, layout_bytes
 from decentral.core.ids import PeerId
-from decentral.core.jobs import Contribution
+from decentral.core.jobs import Contribution, PartnerWork
 from decentral.core.reasons import Reason
 from decentral.engine.fragment import Live
 
@@ -107,6 +107,9 @@ class UpdateRule:
 
     left_out: tuple[PeerId, ...] = ()
     """The partners that the last merge did not trust, so that their windows were not used."""
+
+    work: tuple[PartnerWork, ...] = ()
+    """What the trusted windows of the last merge show of the work behind them; () if the rule cannot tell."""
 
     ready: bool = True
     """Whether the memory that the next window needs is initialised; if not, `make_ready` must run first."""

@@ -43,6 +43,7 @@ COMMIT_QUERY_S = 3.0  # longest deadline of a CommitQuery: an origin peer that t
 ANSWER_TIMES = 3.0  # a CommitQuery's deadline is LOST_S plus this many times the origin peer's usual time to decide
 LOST_S = 1.0  # part of a CommitQuery's deadline in which a lost packet can be sent again
 COMMITS_KEPT = 4096  # an origin peer remembers this many of its latest routes, to answer commit queries
+PEERS_CREDITED = 4096  # we keep count of what this many other peers have computed
 
 # Constants of `HoldLimits`, which limits how long gradients await a decision, and refuses origin peers that are late
 
@@ -71,6 +72,9 @@ class CommitProtocol:
     run: RunId
     peer: PeerId
     boxes: dict[PeerId, DecisionOutbox] = field(default_factory=dict)
+    # Peer -> tokens times layers that it computed of micro-batches that were committed: ours, and others' that we got
+    # from their origin peer itself.
+    computed: dict[PeerId, int] = field(default_factory=dict)
     # The hops of each committed route, as (peer, first layer), by micro-batch number.
     _routes: dict[int, frozenset[tuple[str, int]]] = field(default_factory=dict)
     # For each execution in doubt: (when the next CommitQuery is sent, wait after that query).
@@ -79,11 +83,16 @@ class CommitProtocol:
 
     # Each peer gets one CommitDecision at a time, with all decisions that are queued for it.
 
-    def commit(self, id: ExecutionId, hops: Sequence[Hop]) -> None:
+    def commit(self, id: ExecutionId, hops: Sequence[Hop], tokens: int) -> None:
         """Queue the commit of our micro-batch `id` for each hop of its route; keep the route, to answer queries."""
         for hop in hops:
+            self.credit(PeerId(hop.peer), tokens * (hop.last - hop.first))
             self._box(PeerId(hop.peer)).commit.append(ExecutionId(id.origin, id.number, hop.first))
         keep_latest(self._routes, id.number, frozenset((hop.peer, hop.first) for hop in hops), COMMITS_KEPT)
+
+    def credit(self, peer: PeerId, token_layers: int) -> None:
+        """Add tokens times layers to what a peer has computed of committed micro-batches."""
+        keep_latest(self.computed, peer, self.computed.get(peer, 0) + token_layers, PEERS_CREDITED)
 
     def abort(self, peer: PeerId, execution: ExecutionId) -> None:
         """Queue the abort of an execution, which the peer gets with the next CommitDecision."""

@@ -176,7 +176,7 @@ class ExecutionLifecycle:
             self.completed += 1
             route = tuple(PeerId(hop.peer) for hop in hops)
             self.admission.window.done(now - execution.started_at, route, self.admission.stage.max_own)
-            self.table.commits.commit(execution.id, hops)
+            self.table.commits.commit(execution.id, hops, done.tokens)
             self.table.end(execution, ExecutionEvent.COMPLETED, "complete")
             self.table.ledger.completed(execution.token, hops)
             return self.table.ledger.add(execution.token, entry, CommitState.COMMITTED)
@@ -201,6 +201,9 @@ class ExecutionLifecycle:
         for id in decision.commit:
             execution = self.table.by_id.get(id)
             if execution is not None and execution.state is HELD and sender == id.origin:
+                entry = self.table.ledger.entries.get(execution.token)
+                if entry is not None and sender in execution.askers:  # the origin peer computed all layers before ours
+                    self.table.commits.credit(sender, entry.tokens * id.first)
                 effects += self.table.ledger.commit(execution.token)
                 self.table.holds.committed(sender, now - execution.held_at)
                 self.table.end_held(execution, Reason.COUNTED)

@@ -55,6 +55,13 @@ class Signer(Protocol):
             expires: When the record expires, in unix seconds.
         """
 
+    def bare(self, key: str, peer: PeerId, sealed: bytes) -> tuple[str, bytes]:
+        """Return a sealed record without encryption, and the key that its signature covers; nothing is verified.
+
+        Raises:
+            ProtocolError: If the record cannot be decrypted.
+        """
+
     def open(self, key: str, peer: PeerId, record: bytes, now: float) -> tuple[bytes, float]:
         """Return the body and the expiry (unix seconds) of a record.
 
@@ -106,6 +113,10 @@ class Identity:
         record: bytes = msgpack.packb([body, expires, _public_bytes(self.key), signature])
         return record
 
+    def bare(self, key: str, peer: PeerId, sealed: bytes) -> tuple[str, bytes]:
+        """Return the key and the record unchanged, since records of public swarms are not encrypted."""
+        return key, sealed
+
     def open(self, key: str, peer: PeerId, record: bytes, now: float) -> tuple[bytes, float]:
         """Return the body and the expiry (unix seconds) of a record that `peer` has signed for `key`.
 
@@ -149,6 +160,16 @@ def _verify(peer: PeerId, public: bytes, signature: bytes, digest: bytes) -> Non
         loaded.verify(signature, digest, _PADDING, Prehashed(hashes.SHA256()))
     except (InvalidSignature, ValueError, UnsupportedAlgorithm) as error:
         raise ProtocolError(Reason.SIGNATURE, f"the signature is not valid ({type(error).__name__})") from None
+
+
+def open_kept(key: str, peer: PeerId, record: bytes) -> bytes:
+    """Return the body of a record that `peer` has signed for `key`, even if the record has expired.
+
+    Raises:
+        ProtocolError: If the record is too large or malformed, or the peer has not signed it for this key.
+    """
+    expires = _parts(record, max_record_bytes(key))[1]
+    return open_sealed(key, peer, record, expires - 1.0)[0]
 
 
 def peer_of(public: bytes) -> PeerId:

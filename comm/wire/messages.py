@@ -46,7 +46,7 @@ from decentral.core.config import MAX_CONFIG_BYTES
 from decentral.core.plain_text import plain_text
 from decentral.core.units import MiB
 
-VERSION = 7
+VERSION = 8
 MAX_BLOB_BYTES = 1 << 34  # no blob may be larger; for most questions, the asker allows much less in the answer
 MAX_PROBE_BYTES = 4 * MiB
 MAX_CHUNK_BYTES = 4 * MiB
@@ -184,9 +184,8 @@ class Pull(RunQuestion):
 class Snapshot:
     """The result of a peer's training of a fragment in one window of steps; `layout` lists the sections of the blob.
 
-    `tokens` and `lr_sum` (the sum of the learning rates of the window's steps) measure the amount of training. `seq` is
-    the window's number. `digest` is the digest of the whole blob. `time` is when the snapshot was published, by the
-    publisher's clock. In a synchronous round the blob is a sum of gradients, `seq` is the round, and `time` is zero.
+    `tokens` and `lr_sum` (the sum of learning rates) measure window `seq`, which lasted `lasted_s` (0: unknown).
+    `digest` is of the blob, `time` when it was published. In a round the blob is a sum of gradients, and `time` is 0.
     """
 
     run: Run
@@ -197,6 +196,7 @@ class Snapshot:
     time: UnixTime
     layout: Sections
     digest: Digest
+    lasted_s: Annotated[float, Strict(), Field(ge=0, lt=1e9, allow_inf_nan=False)] = 0.0
 
 
 @dataclass(frozen=True, slots=True)

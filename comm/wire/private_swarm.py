@@ -250,6 +250,15 @@ class PrivateSwarm:
         self._read(peer, proof)
         return opened
 
+    def bare(self, key: str, peer: PeerId, sealed: bytes) -> tuple[str, bytes]:
+        """Return the key that a member's signature covers, and the signed record without encryption.
+
+        Raises:
+            ProtocolError: If the record is malformed, or no member of this swarm encrypted it.
+        """
+        proof, record = self._decrypted(key, peer, sealed)
+        return _with_proof(key, proof), record
+
     def _decrypted(self, key: str, peer: PeerId, sealed: bytes) -> tuple[bytes, bytes]:
         """Return the proof and the signed record inside a sealed record.
 
@@ -310,6 +319,14 @@ class MemberSigner:
         """Return a signed and encrypted record for the DHT, which expires at unix time `expires`."""
         own = self.inner.seal(_with_proof(key, self.private.proof), body, expires)
         return self.private.seal(key, self.peer, own)
+
+    def bare(self, key: str, peer: PeerId, sealed: bytes) -> tuple[str, bytes]:
+        """Return the key that a record's signature covers, and the record without encryption; nothing is verified.
+
+        Raises:
+            ProtocolError: If the record cannot be decrypted.
+        """
+        return self.private.bare(key, peer, sealed)
 
     def open(self, key: str, peer: PeerId, record: bytes, now: float) -> tuple[bytes, float]:
         """Return the body and expiry (unix seconds) of a member's record.

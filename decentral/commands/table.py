@@ -143,6 +143,10 @@ COMMANDS = {
         ),
         interrupted=130,
     ),
+    "ledger": Command(
+        "show what each peer has contributed, by what other peers measured",
+        (f"--join {ADDRESS}", "swarm", "swarm/peer-1 swarm/peer-2 --json"),
+    ),
     "audit": Command(
         "check from the journals that every micro-batch was counted once",
         ("swarm", "swarm/peer-1 swarm/peer-2"),

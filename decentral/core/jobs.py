@@ -383,6 +383,17 @@ class SectionsEncoded:
 
 
 @dataclass(frozen=True, slots=True)
+class PartnerWork:
+    """The work behind a partner's window in a merge, beside our own window; tokens without what the window copies."""
+
+    peer: PeerId
+    claimed: float  # tokens that the partner claims
+    own: float  # tokens of our own window
+    length: float  # L2 norm of the partner's pseudo-gradient
+    own_length: float  # L2 norm of ours
+
+
+@dataclass(frozen=True, slots=True)
 class Merged:
     """Outcome: the outer step of window `seq` was taken."""
 
@@ -391,6 +402,7 @@ class Merged:
     used: tuple[PeerId, ...]
     rejected: tuple[tuple[PeerId, str], ...]  # peers whose contributions were left out, each with the reason
     cost_s: Seconds = 0.0
+    work: tuple[PartnerWork, ...] = ()  # what the windows of trusted partners show of the work behind them
 
 
 @dataclass(frozen=True, slots=True)

@@ -266,7 +266,7 @@ class FragmentGossip:
             yield Phase.EDGE
             self.merging.discard(job.fragment)
         used = tuple(part.peer for part in parts if part.peer not in left_out)
-        return jobs.Merged(job.fragment, job.seq, used, tuple(rejected))
+        return jobs.Merged(job.fragment, job.seq, used, tuple(rejected), work=gossiped.rule.work)
 
     def _export(self, fragment: int) -> Program:
         yield Phase.BESIDE

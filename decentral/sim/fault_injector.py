@@ -153,7 +153,7 @@ class FaultInjector:
         if not isinstance(envelope.message, Snapshot):
             return envelope
         snapshot = envelope.message
-        if member.byzantine in liars.FALSIFIED:
+        if member.byzantine in (*liars.FALSIFIED, *liars.TIMES_TOKENS):
             return self._falsified(member, envelope)
         match member.byzantine:
             case "replayed":

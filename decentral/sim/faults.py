@@ -58,7 +58,8 @@ ECLIPSED = ("peers", "plan", "revoked")  # the DHT keys that hostile nodes can o
 LIES = ("nan", "scaled", "stale", "replayed", "corrupted")  # lies that random faults use
 # Lies about snapshots, which sim/liars.py computes.
 KNOWING_LIES = ("zero", "grown", "huge", "flipped", "opposed", "little", "drift", "tokens", "random")
-PATIENT_LIES = ("copied", "belated", "blurred", "hidden", "astray")  # lies in sim/liars.py that no random fault uses
+# Lies in sim/liars.py that no random fault uses.
+PATIENT_LIES = ("copied", "belated", "blurred", "hidden", "astray", "inflated")
 # Lies about gradients of a pipeline, which sim/route_liars.py computes.
 HOP_LIES = (*("hop-flipped", "hop-opposed", "hop-zero", "hop-grown", "hop-replayed", "hop-random", "hop-loss"),)
 WITHHELD = "withheld"  # a peer with this lie passes no records on

@@ -17,6 +17,7 @@
     blurred    `copied`, plus noise with twice the norm of the copy
     hidden     `copied`, with slow weights of zero
     astray     `copied`, with slow weights far from the optimum
+    inflated   the honest window, with ten times its number of tokens
 
 Start reading at `falsify`. A liar knows the latest pseudo-gradients of all honest peers. Two more lies change the bytes
 of a snapshot without decoding it: `nan` sets all bits, and `scaled` makes the first block's values 64 times as large.
@@ -41,6 +42,7 @@ HUGE = 1e38  # the lie `huge` sets every number to this value
 LITTLE = 1.0  # the lie `little` is the honest mean minus this many standard deviations
 TOKENS = 1000  # the lie `tokens` multiplies the reported number of tokens by this factor
 COPIED_LENGTH, COPIED_TOKENS = 2.0, 4  # the lie `copied` multiplies a copied pseudo-gradient by 2 and tokens by 4
+INFLATED_TOKENS = 10  # the lie `inflated` multiplies the reported number of tokens by this factor
 BLUR = 2.0  # the lie `blurred` adds noise whose norm is this many times the norm of the pseudo-gradient
 ASTRAY = 1e9  # the lie `astray` sets all slow weights to this value
 MOST_TOKENS = 1 << 60  # no liar reports more tokens than this
@@ -56,7 +58,7 @@ def falsify(kind: str, liar: str, envelope: Envelope, codecs: Codecs, honest: Ho
     """Return the false snapshot of a liar, with a valid digest.
 
     Args:
-        kind: Name of the lie, a key of FALSIFIED.
+        kind: Name of the lie, a key of FALSIFIED or TIMES_TOKENS.
         liar: The liar's id, which seeds its random directions.
         envelope: The liar's honest answer, a snapshot.
         codecs: Codecs of the snapshot's sections.
@@ -64,12 +66,14 @@ def falsify(kind: str, liar: str, envelope: Envelope, codecs: Codecs, honest: Ho
     """
     snapshot = envelope.message
     assert isinstance(snapshot, Snapshot)
+    tokens = min(TIMES_TOKENS.get(kind, 1) * snapshot.tokens, MOST_TOKENS)
+    if kind not in FALSIFIED:
+        return Envelope(replace(snapshot, tokens=tokens), envelope.blob)
     packer = Packer(codecs)
     vectors = FALSIFIED[kind](unpack(codecs, snapshot.layout, envelope.blob), honest, liar)
     for section in snapshot.layout:
         packer.add(section.name, section.codec, vectors[section.name])
     layout, blob = packer.finish()
-    tokens = min(TIMES_TOKENS.get(kind, 1) * snapshot.tokens, MOST_TOKENS)
     return Envelope(replace(snapshot, layout=layout, tokens=tokens, digest=blobs.digest(blob)), blob)
 
 
@@ -196,6 +200,7 @@ FALSIFIED: Mapping[str, Callable[[Vectors, Honest, str], Vectors]] = {
 }
 TIMES_TOKENS: Mapping[str, int] = {
     "tokens": TOKENS,
+    "inflated": INFLATED_TOKENS,
     **dict.fromkeys(("copied", "belated", "blurred", "hidden", "astray"), COPIED_TOKENS),
 }
 

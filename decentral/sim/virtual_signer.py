@@ -40,6 +40,10 @@ class VirtualSigner:
         whole: bytes = msgpack.packb([body, expires, signature])
         return whole
 
+    def bare(self, key: str, peer: PeerId, sealed: bytes) -> tuple[str, bytes]:
+        """Return the key and the record unchanged."""
+        return key, sealed
+
     def open(self, key: str, peer: PeerId, record: bytes, now: float) -> tuple[bytes, float]:
         """Return the body of a peer's record under a DHT key, and the Unix time at which it expires.
 

@@ -17,6 +17,7 @@ from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.message_fields import Count, Index, Run, UnixTime
 from decentral.comm.wire.transport import Directory
 from decentral.comm.wire.unpacking import read_msgpack
+from decentral.core.credit import MOST_WITNESSED, SeenWork
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.fragments import Fragment
 from decentral.core.ids import SUFFIX_CHARS, PeerId, RunId
@@ -83,6 +84,9 @@ class Standing(NamedTuple):
     sent_bytes: Count = 0
     received_bytes: Count = 0
     links: Annotated[tuple[RecordedLink, ...], Field(max_length=MOST_RECORDED_LINKS)] = ()  # most recently used first
+    seen: Annotated[
+        tuple[SeenWork, ...], Field(max_length=MOST_WITNESSED)
+    ] = ()  # the work of other peers, as measured here
 
 
 NO_STANDING = Standing()

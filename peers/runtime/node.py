@@ -30,7 +30,8 @@ from decentral.comm.wire.messages import LeaseRequest, RecordsQuery, Refused
 from decentral.comm.wire.meter import Meter
 from decentral.comm.wire.transport import Answered, Asked, AskFailed, Effect, Event, Found, Reply
 from decentral.core import jobs, rng
-from decentral.core.journal.events import BehindLine, JoinedLine
+from decentral.core.ids import PeerId
+from decentral.core.journal.events import AuditLine, BehindLine, JoinedLine, PeerLeftLine
 from decentral.core.machine import Log, Woke, earliest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -53,6 +54,7 @@ from decentral.peers.runtime.setup import NodeSetup, PresentSetup
 from decentral.peers.runtime.span_manager import SpanManager
 from decentral.peers.runtime.step_clock import StepClock
 from decentral.peers.runtime.traffic import TrafficCounter
+from decentral.peers.runtime.witness import Witness
 from decentral.scheduler.placement.cold_copies import CopyTag
 from decentral.scheduler.placement.evaluate import PlansEvaluated
 from decentral.scheduler.placement.move import LeaseTag, MoveTag
@@ -89,6 +91,7 @@ class Node:
     join: Join = field(init=False)
     donor: Donor = field(init=False)
     gossip: FragmentExchanges = field(init=False)
+    witness: Witness = field(init=False)
     own_record: OwnRecord = field(init=False)
     answers: Answers = field(init=False)
     route_planner: RoutePlanner | None = None  # None if this peer exchanges no micro-batches with other peers
@@ -115,6 +118,7 @@ class Node:
         assert setup.routes or not run.synchronous, "all peers of a synchronous run take part in its routes"
         if setup.routes:
             self._make_routes()
+        self.witness = Witness(self.present, self.roster, self.selection, self.routes)
         self.own_record = OwnRecord(
             setup=self.present,
             meter=self.meter,
@@ -124,6 +128,7 @@ class Node:
             gossip=self.gossip,
             traffic=self.traffic,
             routes=self.routes,
+            witness=self.witness,
         )
         progress, rounds = self.progress, self.rounds
         self.answers = Answers(self.present, self, self.handlers, progress, self.donor, self.gossip, rounds)
@@ -235,11 +240,17 @@ class Node:
             effects += self.span_manager.settle(now)
         if self.rounds:
             effects += self._advance_round(self.rounds, now)
+        gone: list[PeerId] = []
         for effect in effects:
-            if isinstance(effect, Reply):
-                self.traffic.replied(len(effect.envelope.blob))
-                self.answers.replied(effect.request)
-        return effects
+            match effect:
+                case Reply(request, envelope):
+                    self.traffic.replied(len(envelope.blob))
+                    self.answers.replied(request)
+                case Log(AuditLine() as line):
+                    self.witness.audited(line)
+                case Log(PeerLeftLine(peer=peer)):
+                    gone.append(peer)
+        return [*effects, *self.witness.signed(gone)] if gone else effects
 
     def leave(self, reason: str, now: Seconds) -> list[PeerEffect]:
         """Leave the swarm, and return the last effects: refusals of open questions, and a record in phase `leaving`.
@@ -247,7 +258,8 @@ class Node:
         Afterwards `handle` only refuses questions, and records the outcome of the last checkpoint.
         """
         self.phase = NodePhase.LEFT
-        return [*self.answers.leave(), *self.progress.flush(now), self.traffic.line(), *self.roster.leave(now)]
+        last = [*self.answers.leave(), *self.progress.flush(now), self.traffic.line(), *self.roster.leave(now)]
+        return [*last, *self.witness.last_lines()]
 
     def _woke(self, event: Woke, now: Seconds) -> list[PeerEffect]:
         if self.routes and self.is_training():
@@ -270,6 +282,7 @@ class Node:
             effects += self.span_manager.moved(event, now)
         effects += self.donor.forget_old(now)
         totals = self.traffic.lines(now)
+        effects += self.witness.lines(now)
         return [*effects, *totals, *([self.own_record.status(now)] if totals and self.is_training() else [])]
 
     def _asked(self, event: Asked, now: Seconds) -> Sequence[PeerEffect]:
@@ -284,6 +297,7 @@ class Node:
         effects = [] if late else self.roster.handle(event, now)
         if isinstance(event, Answered):
             self.traffic.received(event)
+            self.witness.answered(event)
             if event.tag.measures_link:
                 self.meter.saw(event.peer, event.seconds, event.first_byte_s, event.sent_bytes, event.received_bytes)
         elif event.reason == Reason.DEADLINE and event.tag.measures_link and not late:
@@ -357,7 +371,10 @@ class Node:
         assert isinstance(tag, ExchangeTag | FragmentJobDone)
         if isinstance(event, FragmentJobDone):
             self.selection.lengths.cost.did(event.cost_s, closed=isinstance(event, jobs.WindowClosed))
-        return self.gossip.tell(tag.fragment, event, now) if tag.fragment in self.gossip.running else []
+        exchange = self.gossip.running.get(tag.fragment)
+        if exchange and isinstance(event, jobs.Merged):
+            self.witness.merged(event, exchange.lasted_s, exchange.pulled)
+        return self.gossip.tell(tag.fragment, event, now) if exchange else []
 
     def _advance_round(self, rounds: Rounds, now: Seconds) -> list[PeerEffect]:
         """Advance the synchronous round; if this peer has fallen behind, stop its rounds and fetch the state again.

@@ -31,6 +31,7 @@ from decentral.peers.runtime.peer_selection import PeerSelection
 from decentral.peers.runtime.progress import TrainingProgress
 from decentral.peers.runtime.setup import PresentSetup
 from decentral.peers.runtime.traffic import TrafficCounter
+from decentral.peers.runtime.witness import Witness
 
 LEAST_FIGURE = 1e-9  # added to figures before they are divided, since a speed that is not measured is 0
 CHANGED_TIMES = 1.5  # speed and memory have changed if they are this factor larger or smaller than when they last had
@@ -48,6 +49,7 @@ class OwnRecord:
     gossip: FragmentExchanges
     traffic: TrafficCounter
     routes: Router | None
+    witness: Witness
     published: Profile | None = None
     window_s: Seconds = 0.0
     _version: Profile | None = None  # the figures when they last changed
@@ -123,6 +125,7 @@ class OwnRecord:
             sent_bytes=self.traffic.sent_bytes,
             received_bytes=self.traffic.received_bytes,
             links=tuple(self._links()),
+            seen=self.witness.rows(),
         )
 
     def _links(self) -> list[RecordedLink]:

@@ -11,6 +11,7 @@ from decentral.comm.pipeline.stage import StageConfig
 from decentral.comm.wire.identity import Signer
 from decentral.comm.wire.private_swarm import PrivateSwarm
 from decentral.core.config import Config
+from decentral.core.credit import SeenWork
 from decentral.core.fragments import Fragment, Layout
 from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import RetainedStates
@@ -42,6 +43,7 @@ class NodeSetup:
     versions: Mapping[int, bytes] = field(default_factory=dict)  # fragment index -> version in the checkpoint
     private: PrivateSwarm | None = None
     start: SwarmStart = UNKNOWN
+    seen: tuple[SeenWork, ...] = ()  # what our last record of an earlier process said about others' work
 
     @property
     def whole(self) -> bool:

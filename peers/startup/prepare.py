@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from decentral import __version__
@@ -26,16 +27,21 @@ from decentral.comm.wire.private_swarm import may_train
 from decentral.comm.wire.transport import AskError
 from decentral.commands import shared
 from decentral.core.config import Config
+from decentral.core.credit import SeenWork
 from decentral.core.errors import UserError
+from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import DIVERGED
 from decentral.core.journal.events import ErrorLine, IslandLine, StartedLine
-from decentral.core.journal.file import Journal
+from decentral.core.journal.file import Journal, recent
+from decentral.core.journal.lines import recorded
 from decentral.core.layer_work import UNMEASURED, share
 from decentral.core.memory_needs import MemoryNeeds
 from decentral.core.own_inputs import NO_UPLOAD
+from decentral.core.peer_folders import JOURNAL
 from decentral.core.peer_names import machine_name
 from decentral.core.plain_text import plain_text
 from decentral.core.rank_place import Split
+from decentral.core.units import MiB
 from decentral.data import corpora as data
 from decentral.data import run_inputs
 from decentral.engine import accelerator, checkpoint, launch, measure, memory
@@ -48,6 +54,7 @@ from decentral.peers.membership import records
 from decentral.peers.membership.address_book import AddressBook
 from decentral.peers.membership.records import Profile
 from decentral.peers.membership.revocation_watch import NO_MEMBER
+from decentral.peers.membership.statements import newest_records
 from decentral.peers.membership.swarm_size import Look, SwarmStart
 from decentral.peers.runtime.host import NOTHING_TO_SAVE, Host
 from decentral.peers.runtime.node import Node
@@ -76,6 +83,7 @@ if TYPE_CHECKING:
     from decentral.view.metrics_server import MetricsServer
 
 ADDRESSES_S = 15.0  # this machine's addresses are checked at this interval
+LAST_LINES_BYTES = 1 * MiB  # the end of a journal of this size has a record of the last minutes
 STEPS_REPORTED_S = 0.2  # the training thread waits at least this long between two reports of steps to the event loop
 
 
@@ -178,10 +186,10 @@ async def prepare(
         versions=compute.counters.versions,
         private=access.private,
         start=SwarmStart(max(1.0, swarm.peers)),
+        seen=_seen(folder.path, access.run, own.peer),
     )
     records.require_valid(records.first_record(setup.run, setup.addresses, setup.profile))
-    now = access.clock
-    path = folder.path / "journal.jsonl"
+    path, now = folder.path / JOURNAL, access.clock
     journal = HookedJournal(path, now, flags.hooks) if flags.hooks else Journal(path, now)
     book = AddressBook.load(folder.path / "peers.json")
     keep = partial(invitation_files.keep_revocations, folder.path)
@@ -205,6 +213,13 @@ def _built(start: PeerStart, access: SwarmAccess, computing: ComputeSetup) -> tu
         island.assign(replace(assigned, micro_batch=compute.micro_batch))
         island.hold(compute.span)
     return compute, restored
+
+
+def _seen(folder: Path, run: RunId, peer: PeerId) -> tuple[SeenWork, ...]:
+    """Return what the last record in this peer's journal says about the work of others; () without such a record."""
+    events = (line.event for line in recorded(recent(folder / JOURNAL, LAST_LINES_BYTES)))
+    record = newest_records(events)[0].get(peer)
+    return record.standing.seen if record is not None and record.run == run else ()
 
 
 def _without(error: DamagedCheckpoint, start: PeerStart, access: SwarmAccess) -> None:

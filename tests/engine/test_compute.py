@@ -359,7 +359,10 @@ def test_one_bad_contribution_does_not_spoil_the_good_one_beside_it(setup_of: Ma
     ours, good, bad = (trained(setup_of(name)) for name in "ABC")
     close(ours)
     merged = merge(ours, with_nan(close(bad)), close(good))
-    assert merged == jobs.Merged(0, 1, (PeerId("B"),), ((PeerId("C"), "nan"),))
+    assert (merged.used, merged.rejected) == ((PeerId("B"),), ((PeerId("C"), "nan"),))
+    (work,) = merged.work
+    assert (work.peer, work.claimed) == ("B", work.own)
+    assert 0.5 < work.length / work.own_length < 2.0
 
 
 def test_a_pseudo_gradient_a_thousand_times_too_long_moves_us_hardly_further_than_an_ordinary_one(

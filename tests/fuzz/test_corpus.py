@@ -39,6 +39,7 @@ NOT_OF_BYTES = {
     "sim.network.virtual_network._serve": "the size of a question in virtual time",
     "sim.network.virtual_network.check": "the size of a question in virtual time, which private_swarm.check has taken",
     "peers.membership.records.require_valid": "our own record",
+    "peers.membership.statements.opened": "a journal's base64 of a record: tests/peers/membership/test_statements.py",
     "serving.gather_weights._fetch": "a decoded message",
     "sim.planned.read": "a plan that the user names: tests/sim/test_planned.py",
     "view.page.sources.facts": "a run.json that the user names; a damaged one counts as none",

@@ -25,7 +25,7 @@ FLOOD_PER_S = 50.0  # questions to each partner
 FLOOD_STREAMS = 8  # to each partner, at once
 FLOOD_DEADLINE_S = 10.0
 REPLAYED = "replayed"
-LIES = (*liars.FALSIFIED, *liars.GARBLED, REPLAYED)
+LIES = tuple({**liars.FALSIFIED, **liars.TIMES_TOKENS, **liars.GARBLED, REPLAYED: 0})
 
 
 class LyingLibp2p(Libp2p):

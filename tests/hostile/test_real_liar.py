@@ -33,11 +33,12 @@ EXCHANGED = 20  # windows that each of them has merged: what their average has l
 class RealSwarm(Swarm):
     """Peers of one process, each with a libp2p daemon of its own; all know the first one."""
 
+    honest = HONEST
     times = SwarmTimes(refresh_s=1.0)
     gossip: Mapping[str, float] = MappingProxyType({"window_s": 0.25, "start_window_s": 0.25, "core_share": 1.0})
 
     def __init__(self, setup_of: MakeSetup, folder: Path) -> None:
-        identities = {name: Identity.load_or_create(folder / f"{name}.key") for name in HONEST + LIAR}
+        identities = {name: Identity.load_or_create(folder / f"{name}.key") for name in self.honest + LIAR}
         super().__init__(setup_of, identities, "pull")
         self.keys = folder
         self.transports: dict[str, Libp2p] = {}
@@ -66,8 +67,8 @@ class RealSwarm(Swarm):
     def network_of(self, name: str) -> tuple[Transport, Directory]:
         return self.transports[name], self.directories[name]
 
-    async def connect(self, lie: str) -> None:
-        kinds = {name: lying(lie) if name == LIAR else Libp2p for name in self.identities}
+    async def connect(self, lie: str, floods: bool = True) -> None:
+        kinds = {name: lying(lie, floods) if name == LIAR else Libp2p for name in self.identities}
         started = (kind.start(self.keys / f"{name}.key", LISTEN, (), self.clock) for name, kind in kinds.items())
         self.transports = dict(zip(kinds, await asyncio.gather(*started), strict=True))
         for name, transport in self.transports.items():

@@ -304,6 +304,15 @@ class GoodbyeLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StatementLine:
+    """Event: a signed record, of this peer or another one, for the ledger of contributions."""
+
+    peer: kind.Peer
+    key: kind.Word  # the DHT key that the signature covers
+    record: kind.Text  # the record in base64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedLine:
     """Event: how many malformed messages and records have come from other peers since the process started."""
 
@@ -365,7 +374,7 @@ TrainingLine = StepLine | EvalLine | CheckpointLine | UploadLine | ExchangeLine 
 RouteLine = CountedLine | UncountedLine | AppliedLine | AuditLine | AbandonedLine | UnheldLine | HeldLine
 SpanLine = PlanLine | MoveLine | CopyLine
 NetworkLine = TrafficLine | StatusLine | AddressesLine | PeerJoinedLine | PeerLeftLine | GoodbyeLine | RefusedLine
-MachineLine = RevokedLine | ErrorLine | ClockLine | SuspendedLine | LostLine | HookLine
+MachineLine = RevokedLine | ErrorLine | ClockLine | SuspendedLine | LostLine | HookLine | StatementLine
 JournalEvent = LifeLine | TrainingLine | RouteLine | SpanLine | NetworkLine | MachineLine
 """The content of any line of a journal."""
 
@@ -420,6 +429,8 @@ def told(event: JournalEvent) -> tuple[str, str] | None:
         case CountedLine() | UncountedLine() | AppliedLine() | AbandonedLine() | IslandLine() | CopyLine():
             return None
         case UploadLine() | AddressesLine() | PeerJoinedLine() | PeerLeftLine() | GoodbyeLine() | RefusedLine():
+            return None
+        case StatementLine():
             return None
         case _:
             assert_never(event)

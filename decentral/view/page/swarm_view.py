@@ -23,6 +23,7 @@ from decentral.core.time_spent import KINDS
 from decentral.core.units import Seconds
 from decentral.view.page.events import EventLog
 from decentral.view.page.goal import amount_of, goal_json, towards_time
+from decentral.view.page.leaders import LEADER_ROW, Leaders
 from decentral.view.page.link_view import LINK_ROW, LinkTable
 from decentral.view.page.peer_view import LOST, ROW, PeerView, gone_words
 from decentral.view.page.problems import Problem, RecentTroubles, RunKind
@@ -51,6 +52,7 @@ class SwarmView:
     events: EventLog = field(default_factory=EventLog)
     totals: Totals = field(default_factory=Totals)
     plan: JsonObject = field(default_factory=dict)
+    leaders: Leaders = field(default_factory=Leaders)
     troubles: RecentTroubles = field(default_factory=RecentTroubles)
     problems: list[Problem] = field(default_factory=list)
     uncounted: int = 0  # number of lines ignored because their peers exceed PEERS_SHOWN
@@ -97,11 +99,12 @@ class SwarmView:
         self.totals = totals_of(self.peers.values(), self.totals, self.now)
         for name, value in self.totals.series().items() if self.totals.live else ():
             self.timeline.put(name, self.now, value, total=name in TOTAL_SERIES)
+        self.leaders.tick(self.now)
         self.problems = self.troubles.problems(self.peers.values(), self.now, self._run_kind())
 
     def snapshot(self) -> JsonObject:
         """Return the whole state as JSON for a new browser. This does not mark any change as sent."""
-        fixed = {"row": ROW, "link_row": LINK_ROW, "kinds": KINDS, "outcomes": OUTCOMES}
+        fixed = {"row": ROW, "link_row": LINK_ROW, "kinds": KINDS, "outcomes": OUTCOMES, "leader_row": LEADER_ROW}
         rows = [view.row() for view in self.peers.values()]
         events = list(self.events.rows)
         return fixed | self._state(rows, self.links.newest(), events, 0)
@@ -130,7 +133,8 @@ class SwarmView:
         timeline = self.timeline.since(first, names)
         whole = {"facts": self.facts, "now": round(self.now, 1), "totals": self.totals.to_json(), "plan": self.plan}
         parts = {"peers": rows, "links": links, "events": events, "timeline": timeline, "problems": self.problems}
-        return whole | parts | {"uncounted": self.uncounted, "lost": self._lost(), "goal": self._goal()}
+        rest = {"lost": self._lost(), "goal": self._goal(), "leaders": self.leaders.rows}
+        return whole | parts | rest | {"uncounted": self.uncounted}
 
     def _lost(self) -> list[int]:
         """Return the numbers of the peers that ended or fell silent without a goodbye and have not come back."""
@@ -183,6 +187,8 @@ class SwarmView:
                 self._missed(t, event.peer, event.reason)
             case journal.GoodbyeLine():
                 self._missed(t, event.peer, "left")
+            case journal.StatementLine():
+                self.leaders.read(event)
             case journal.StoppedLine():
                 view.become("left", t, event.reason)
         if isinstance(event, journal.HeldLine | journal.StartedLine | journal.StoppedLine):
@@ -237,6 +243,7 @@ class SwarmView:
         if view is None:
             return
         view.recorded(t, record)
+        self.leaders.take(PeerId(line.peer), record)
         self._changed[view.number] = view
         if view.own or view.is_gone_since(t):
             return

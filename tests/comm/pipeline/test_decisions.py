@@ -42,10 +42,10 @@ def told(asks: list[Ask]) -> list[tuple[PeerId, list[int], list[int]]]:
 
 def test_what_comes_up_while_a_peer_is_asked_travels_with_the_next_question() -> None:
     boxes = CommitProtocol(RunId("run"), PeerId("S"))
-    boxes.commit(execution(1), [Hop(A, 1, 2)])
+    boxes.commit(execution(1), [Hop(A, 1, 2)], 8)
     boxes.abort(B, execution(2))
     assert told(boxes.tell()) == [(A, [1], []), (B, [], [2])]
-    boxes.commit(execution(3), [Hop(A, 1, 2)])
+    boxes.commit(execution(3), [Hop(A, 1, 2)], 8)
     boxes.abort(A, execution(4))
     assert boxes.tell() == []
     boxes.told(DONE)
@@ -54,7 +54,7 @@ def test_what_comes_up_while_a_peer_is_asked_travels_with_the_next_question() ->
 
 def test_a_peer_that_has_heard_everything_is_forgotten() -> None:
     boxes = CommitProtocol(RunId("run"), PeerId("S"))
-    boxes.commit(execution(1), [Hop(A, 1, 2)])
+    boxes.commit(execution(1), [Hop(A, 1, 2)], 8)
     boxes.tell()
     boxes.told(DONE)
     assert boxes.tell() == []
@@ -64,7 +64,7 @@ def test_a_peer_that_has_heard_everything_is_forgotten() -> None:
 def test_no_more_is_kept_for_a_peer_that_does_not_answer_than_the_newest() -> None:
     boxes = CommitProtocol(RunId("run"), PeerId("S"))
     for number in range(3 * DECISIONS_KEPT):
-        boxes.commit(execution(number), [Hop(A, 1, 2)])
+        boxes.commit(execution(number), [Hop(A, 1, 2)], 8)
     assert len(boxes.boxes[A].commit) <= DECISIONS_KEPT + 1
     ((_, counted, _),) = told(boxes.tell())
     assert len(counted) == MAX_EXECUTIONS
@@ -74,7 +74,7 @@ def test_no_more_is_kept_for_a_peer_that_does_not_answer_than_the_newest() -> No
 def test_a_micro_batch_is_committed_to_a_peer_once_however_often_it_comes_to_it() -> None:
     """Killed, it goes on from its checkpoint and knows no more what counts there; then it gets the same as an audit."""
     boxes = CommitProtocol(RunId("run"), PeerId("S"))
-    boxes.commit(execution(1), [Hop(A, 1, 2), Hop(B, 2, 3)])
+    boxes.commit(execution(1), [Hop(A, 1, 2), Hop(B, 2, 3)], 8)
     boxes.tell()
     assert boxes.answer(A, [execution(1)], ()).commit == (execution(1),), "its question has crossed ours"
     boxes.told(DONE)
@@ -85,7 +85,7 @@ def test_a_micro_batch_is_committed_to_a_peer_once_however_often_it_comes_to_it(
 
 def test_a_peer_that_may_not_have_heard_of_a_commit_hears_of_it_when_it_asks() -> None:
     boxes = CommitProtocol(RunId("run"), PeerId("S"))
-    boxes.commit(execution(1), [Hop(A, 1, 2)])
+    boxes.commit(execution(1), [Hop(A, 1, 2)], 8)
     boxes.tell()
     boxes.told(LOST)
     assert boxes.answer(A, [execution(1)], ()).commit == (execution(1),)

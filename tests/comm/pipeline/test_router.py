@@ -460,7 +460,7 @@ def test_a_hop_that_the_route_left_aside_is_told_so_when_it_asks() -> None:
     world.start()
     world.run(5.0)
     execution = ExecutionId("A", 7, 2)
-    origin.routes.commits.commit(ExecutionId("A", 7, 0), [Hop("C", 2, 4)])
+    origin.routes.commits.commit(ExecutionId("A", 7, 0), [Hop("C", 2, 4)], 8)
     for asker, answer in (("C", CommitDecision(RUN, (execution,), ())), ("D", CommitDecision(RUN, (), (execution,)))):
         effects = origin.routes.handle(Asked(9, PeerId(asker), Envelope(CommitQuery(RUN, (execution,)))), world.now)
         assert Reply(9, Envelope(answer)) in effects

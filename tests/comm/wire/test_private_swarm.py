@@ -186,6 +186,14 @@ def test_a_member_s_record_is_opened_by_members_and_makes_its_peer_known() -> No
     assert a.admits(B)
 
 
+def test_a_member_can_show_another_s_record_to_whoever_has_no_invitation() -> None:
+    a, b = member("QmA"), member("QmB")
+    key, bare = signer(a).bare(KEY, B, signer(b).seal(KEY, b"body", NOW + 60))
+    assert VirtualSigner(PeerId("QmAnyone")).open(key, B, bare, NOW)[0] == b"body"
+    with pytest.raises(ProtocolError, match="uninvited"):
+        signer(member("QmC", by=founder("other"))).bare(KEY, B, signer(b).seal(KEY, b"body", NOW + 60))
+
+
 def test_nobody_else_reads_a_record() -> None:
     value = signer(member("QmB")).seal(KEY, b"body of a record", NOW + 60)
     assert b"body" not in value

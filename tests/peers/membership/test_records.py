@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from decentral.core.credit import MOST_WITNESSED, SeenWork
 from decentral.core.errors import ProtocolError, UserError
 from decentral.core.ids import SUFFIX_CHARS
+from decentral.core.journal.field_kinds import MOST_NUMBER
 from decentral.core.layer_work import KindCost, KindCosts
 from decentral.peers.membership import records
 from decentral.peers.membership.records import PeerRecord, Profile, Standing
@@ -129,7 +131,11 @@ def largest() -> PeerRecord:
     addresses = ("/" * records.ADDRESS_CHARS,) * records.MOST_ADDRESSES
     most = (1 << 62) - 1
     links = (("~" * SUFFIX_CHARS, most, most),) * records.MOST_RECORDED_LINKS
-    standing = Standing(-records.MOST_LOSS, records.MOST_LOSS, (1000,) * 16, (most, most, most), most, most, links)
+    few = (1 << 32) - 1
+    amount = MOST_NUMBER - 1
+    row = SeenWork("~" * SUFFIX_CHARS, amount, amount, amount, few, amount, few, few)
+    seen = (row,) * MOST_WITNESSED
+    standing = Standing(-records.MOST_LOSS, records.MOST_LOSS, (1000,) * 16, (most,) * 3, most, most, links, seen)
     at = 7, 1 << 19, most, most, most, most
     return PeerRecord("r" * 64, 1e10, addresses, profile, *at, "training", 1e17, kept, standing)
 
@@ -165,6 +171,11 @@ def test_a_record_that_does_not_say_how_training_goes_is_valid() -> None:
         [None, None, [], [0, 0, 0], 0, 0, [["\x1b[2J", 0, 0]]],
         [None, None, [], [0, 0, 0], 0, 0, [["abcdefgh", 0, 0]] * 9],
         [None, None, [], [0, 0, 0], 0, 0, [], 1],
+        [None, None, [], [0, 0, 0], 0, 0, [], [["abcdefgh", 0, 0, 0, 0, 0, 0]]],
+        [None, None, [], [0, 0, 0], 0, 0, [], [["abcdefgh", -1, 0, 0, 0, 0, 0, 0]]],
+        [None, None, [], [0, 0, 0], 0, 0, [], [["abcdefgh", 0, 0, 0, 1 << 32, 0, 0, 0]]],
+        [None, None, [], [0, 0, 0], 0, 0, [], [["\x1b[2J", 0, 0, 0, 0, 0, 0, 0]]],
+        [None, None, [], [0, 0, 0], 0, 0, [], [["abcdefgh", 0, 0, 0, 0, 0, 0, 0]] * (MOST_WITNESSED + 1)],
     ],
 )
 def test_a_record_that_says_it_out_of_bounds_is_refused(standing: object) -> None:

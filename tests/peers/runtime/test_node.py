@@ -35,17 +35,20 @@ from decentral.comm.wire.messages import (
 from decentral.comm.wire.transport import Announce, Answered, Ask, Asked, AskFailed, Found, Lookup, Reply, Tag
 from decentral.core import jobs
 from decentral.core.config import Config, GossipConfig
+from decentral.core.credit import SeenWork
 from decentral.core.fragments import Fragment, Section
 from decentral.core.ids import PeerId, RunId
-from decentral.core.journal.events import AddressesLine, StatusLine
+from decentral.core.journal.events import AddressesLine, StatementLine, StatusLine
 from decentral.core.machine import Log, Woke
 from decentral.core.time_spent import TimeSpent
 from decentral.peers.membership import records
 from decentral.peers.membership.prober import ProbeTag, UploadTag
 from decentral.peers.membership.records import PeerRecord, Profile
+from decentral.peers.membership.statements import opened
 from decentral.peers.runtime.handlers import PeerEffect, PeerEvent
 from decentral.peers.runtime.node import Node, NodePhase
 from decentral.peers.runtime.setup import NodeSetup
+from decentral.peers.runtime.witness import OWN_EVERY_S
 from tests.comm.pipeline.one_form import one_form
 
 RUN = RunId("gpt-3fa2c1")
@@ -574,3 +577,28 @@ def test_the_journal_says_how_much_of_the_device_training_uses() -> None:
     line = played.node.own_record.status(played.now).event
     assert isinstance(line, StatusLine)
     assert line.mfu == round(100.0 * len(work) * 6e6 / 4e9, 4)
+
+
+def test_a_node_writes_signed_records_of_what_it_has_seen_also_that_of_a_peer_which_leaves() -> None:
+    played = Played("pull", "training")
+    partner, own = played.known.peer, played.node.setup.own.peer
+    played.deliver(Answered(ProbeTag("ping"), partner, Envelope(Pong(1)), 0.1, 0.1, 10, 4096))
+    last = PeerRecord(RUN, played.now, (), PROFILE, 0, 3, 9, 9, 200, phase="leaving")
+    sealed = played.known.seal(f"{RUN}/peers", records.pack(last), played.now + 600)
+    played.deliver(Found(f"{RUN}/peers", {partner: sealed}))
+    played.pass_time(2 * OWN_EVERY_S)
+    played.carry(played.node.leave("interrupted", played.now))
+    lines = [one.event for one in played.effects if isinstance(one, Log) and isinstance(one.event, StatementLine)]
+    assert opened(next(line for line in lines if line.peer == partner)).tokens == 200
+    mine = [opened(line) for line in lines if line.peer == own]
+    assert len(mine) >= 2
+    (seen,) = mine[0].standing.seen
+    assert (seen.peer, seen.served_bytes) == (partner[-8:], 4096)
+    assert mine[-1].phase == "leaving"
+
+
+def test_a_node_that_starts_again_goes_on_with_what_it_has_seen() -> None:
+    row = SeenWork("abcdefgh", 100, 90, 0, 60, 5, 4, 1)
+    played = Played("pull", "joining")
+    setup = dataclasses.replace(played.node.setup, seen=(row,))
+    assert Node(setup).own_record.compose("joining", NOW).standing.seen == (row,)

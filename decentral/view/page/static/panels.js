@@ -24,6 +24,7 @@ export function draw() {
   exchanges();
   layers();
   plan();
+  leaders();
   $("note").textContent = swarm.facts.note ?? "";
 }
 
@@ -199,4 +200,20 @@ function plan() {
   const { plan: known } = swarm;
   if (!known.digest) return fill($("plan"), make("p", { class: "note" }, "No plan: peers plan only if they hold parts of the model."));
   fill($("plan"), pairs([["expected", `${large(known.cost)} tokens/s`], ["adopted by", label(known.peer)], ["adopted", `${span(swarm.now - known.t)} ago`]]), make("p", { class: "reason" }, known.reason));
+}
+
+// Ranks the peers by the work that others measured of them; a click chooses the peer if the page knows it.
+function leaders() {
+  if (!swarm.leaders.length) return fill($("leaders"), make("p", { class: "note" }, "Not known yet: peers write signed records after their first minute."));
+  const known = new Map(peers().map((peer) => [peer.peer, peer]));
+  const columns = [["peer", "left"], ["share"], ["", "left wide-only"], ["tokens"], ["hours"], ["served", "wide-only"], ["checks passed", "wide-only"], ["failed"], ["witnesses", "wide-only"], ["claims", "wide-only"]];
+  const rows = swarm.leaders.map((one, at) => {
+    const peer = known.get(one.peer);
+    const name = peer ? make("button", { type: "button", class: "peer", title: one.peer, on: () => choose(peer.number) }, peer.label) : make("span", { title: one.peer }, one.title);
+    const bar = split([["share", one.share, color("training")]]);
+    const cells = [make("span", {}, `${at + 1}. `, name), percent(one.share, 1), bar, large(one.tokens), number(one.hours, 1), bytes(one.served_bytes), large(one.passed), large(one.failed), one.witnesses, large(one.claimed_tokens)];
+    return make("tr", {}, ...cells.map((cell, column) => make("td", { class: columns[column][1] ?? "" }, cell)));
+  });
+  const head = make("tr", {}, ...columns.map(([title, kind]) => make("th", { scope: "col", class: kind ?? "" }, title)));
+  fill($("leaders"), make("div", { class: "scroll" }, make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows))));
 }

@@ -5,8 +5,8 @@ import { short } from "./format.js";
 const EVENTS = 300;
 
 export const swarm = {
-  facts: {}, totals: {}, plan: {}, goal: {}, problems: [], lost: [], peers: new Map(), links: new Map(), events: [],
-  timeline: { begin: null, width_s: 1, series: {} }, now: 0, row: [], link_row: [], kinds: [], outcomes: [],
+  facts: {}, totals: {}, plan: {}, goal: {}, problems: [], lost: [], leaders: [], peers: new Map(), links: new Map(), events: [],
+  timeline: { begin: null, width_s: 1, series: {} }, now: 0, row: [], link_row: [], leader_row: [], kinds: [], outcomes: [],
 };
 
 export function everything(told) {
@@ -14,7 +14,7 @@ export function everything(told) {
   swarm.links.clear();
   swarm.events = [];
   swarm.timeline = { begin: null, width_s: 1, series: {} };
-  for (const name of ["row", "link_row", "kinds", "outcomes"]) swarm[name] = told[name];
+  for (const name of ["row", "link_row", "leader_row", "kinds", "outcomes"]) swarm[name] = told[name];
   changes(told);
 }
 
@@ -28,6 +28,7 @@ export function changes(told) {
   }
   for (const number of told.forgotten ?? []) swarm.peers.delete(number);
   name();
+  swarm.leaders = told.leaders.map((row) => named(swarm.leader_row, row));
   for (const row of told.links) {
     const link = named(swarm.link_row, row);
     const key = `${link.low}-${link.high}`;

@@ -1,0 +1,154 @@
+"""Credit each peer with the work that others measured of it. Start reading at `contributions`.
+
+A peer's word about itself earns it nothing. Each peer is a witness of the others: of a partner's gossip windows it
+knows how far they move the weights, of a route's hops which layers they computed, and of all peers the bytes that came
+from them. It publishes these figures in its signed record (`SeenWork`). docs/SECURITY.md has the limits.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median_low
+from typing import Annotated, NamedTuple
+
+from pydantic import Field, Strict
+
+from decentral.core.ids import SUFFIX_CHARS, PeerId, suffix
+from decentral.core.journal.field_kinds import GivenCount
+from decentral.core.units import Seconds
+
+MOST_WITNESSED = 12  # a record has figures of at most this many other peers, so that it fits into its 12 KiB
+EXPLAINED_TIMES = 1.25  # a claim of at most this many times the explained tokens is believed: windows differ by chance
+IMPLAUSIBLE_TIMES = 1000.0  # longer windows are attacks (comm/gossip/influence.py)
+LEAST_WATCHED = 0.1  # a witness has no say about a peer if it met the peer for less than this share of its hours
+
+Ending = Annotated[str, Strict(), Field(max_length=SUFFIX_CHARS, pattern=r"^[!-~]*$")]
+Few = Annotated[int, Strict(), Field(ge=0, lt=1 << 32)]
+
+
+class SeenWork(NamedTuple):
+    """What one peer, the witness, has measured of another peer's work since the witness first started."""
+
+    peer: Ending  # the last characters of the other peer's id
+    claimed: GivenCount  # tokens that the peer trained while the witness met it, by its own windows' claims
+    explained: GivenCount  # the same, by how far its windows moved the weights
+    carried: GivenCount  # tokens of the witness's micro-batches, times the share of the layers that the peer computed
+    met_s: Few  # seconds in which the witness merged the peer's windows, without long pauses
+    served_bytes: GivenCount  # bytes that the witness received from the peer
+    passed: Few  # windows merged, and audits that found its gradients right
+    failed: Few  # windows refused as worthless or false, and audits that found its gradients wrong
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The speed at which the peer trained whenever the witness met it: as claimed, if its windows explain that."""
+        believed = self.claimed <= EXPLAINED_TIMES * self.explained
+        return (self.claimed if believed else self.explained) / max(1, self.met_s)
+
+
+NOTHING_SEEN = SeenWork("", 0, 0, 0, 0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What a signed record of a peer says about the peer itself and, in `seen`, about others."""
+
+    time: Seconds  # Unix time at which the peer wrote it
+    name: str
+    claimed_tokens: int
+    seen: Sequence[SeenWork] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What a peer has contributed to a run, by the figures of other peers."""
+
+    peer: str  # its id, or only the id's end if no record of the peer is known
+    name: str
+    tokens: int  # tokens that it trained, in units of the whole model
+    share: float  # of all credited tokens, 0 to 1
+    hours: float
+    served_bytes: int
+    passed: int
+    failed: int
+    witnesses: int  # peers whose figures about it are known; with one alone nothing bounds what that one says
+    claimed_tokens: int  # what it says of itself, which does not count
+
+
+def explained_tokens(own: float, times: float) -> float:
+    """Return the tokens that explain windows `times` as long as our own, which have `own` tokens.
+
+    A peer that takes r times as many steps moves its weights between sqrt(r) times as far, if all steps are noise, and
+    r times as far, if all point in one direction. Of the numbers of tokens that explain a length, the result is the
+    largest, so that no honest peer is credited with less than it trained.
+    """
+    times = min(times, IMPLAUSIBLE_TIMES)
+    return own * max(times, times * times)
+
+
+def contributions(statements: Mapping[PeerId, Statement]) -> list[Credit]:
+    """Return what each peer has contributed, in decreasing order of credited tokens, then by id.
+
+    Of what several witnesses say about a peer, no single one decides: the speed is the lower median, the hours are the
+    second largest figure, and a sum counts the largest figure as at most all others together. Statements of a peer
+    about itself are ignored. Pure: the order of the statements does not matter.
+
+    Args:
+        statements: The latest statement of each peer.
+    """
+    said: dict[str, dict[PeerId, SeenWork]] = defaultdict(dict)
+    known = {suffix(peer): peer for peer in statements}
+    for witness, statement in sorted(statements.items()):
+        for row in statement.seen:
+            if row.peer != suffix(witness):
+                said[row.peer].setdefault(witness, row)
+    found = [
+        _credited(known.get(end, end), statements.get(known.get(end, PeerId(""))), [*said[end].values()])
+        for end in {*said, *known}
+    ]
+    total = sum(one.tokens for one in found) or 1
+    ranked = sorted(found, key=lambda one: (-one.tokens, one.peer))
+    return [replace(one, share=round(one.tokens / total, 6)) for one in ranked]
+
+
+def _credited(peer: str, own: Statement | None, rows: Sequence[SeenWork]) -> Credit:
+    met_s = _second([row.met_s for row in rows])
+    speeds = [row.tokens_per_s for row in rows if row.met_s and row.met_s >= LEAST_WATCHED * met_s]
+    trained = median_low(speeds) * met_s if speeds else 0.0
+    return Credit(
+        peer=peer,
+        name=own.name if own else "",
+        tokens=max(round(trained), confirmed(row.carried for row in rows)),
+        share=0.0,
+        hours=round(met_s / 3600, 4),
+        served_bytes=confirmed(row.served_bytes for row in rows),
+        passed=confirmed(row.passed for row in rows),
+        failed=confirmed(row.failed for row in rows),
+        witnesses=len(rows),
+        claimed_tokens=own.claimed_tokens if own else 0,
+    )
+
+
+def confirmed(figures: Iterable[int]) -> int:
+    """Return the sum of witnesses' figures, in which the largest counts as at most all others together.
+
+    A single figure counts in full.
+    """
+    rising = sorted(figures)
+    if len(rising) < 2:
+        return sum(rising)
+    rest = sum(rising[:-1])
+    return rest + min(rising[-1], rest)
+
+
+def _second(figures: Sequence[int]) -> int:
+    """Return the second largest figure; the only one if there is one, and 0 if there is none."""
+    return sorted(figures)[-2:][0] if figures else 0
+
+
+def latest(statements: Iterable[tuple[PeerId, Statement]]) -> dict[PeerId, Statement]:
+    """Return the newest of each peer's statements; figures only grow, so the newest has them all."""
+    found: dict[PeerId, Statement] = {}
+    for peer, statement in statements:
+        if peer not in found or found[peer].time < statement.time:
+            found[peer] = statement
+    return found

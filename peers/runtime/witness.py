@@ -1,0 +1,216 @@
+"""Measure what other peers do, as a witness of their contributions (core/credit.py). Start reading at `Witness`.
+
+The figures are published in this peer's record. Signed records, also those of other peers, are written to the journal,
+so that contributions can be added up after the run, and a restarted peer continues with its figures.
+"""
+
+import base64
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import nsmallest
+
+from decentral.comm.pipeline.router import Router
+from decentral.comm.wire.transport import Answered
+from decentral.core import rng
+from decentral.core.credit import MOST_WITNESSED, NOTHING_SEEN, SeenWork, explained_tokens
+from decentral.core.errors import ProtocolError
+from decentral.core.ids import PeerId, suffix
+from decentral.core.jobs import Merged, PartnerWork
+from decentral.core.journal.events import AuditLine, StatementLine
+from decentral.core.journal.field_kinds import MOST_NUMBER
+from decentral.core.latest import keep_latest
+from decentral.core.machine import Log
+from decentral.core.units import Seconds
+from decentral.peers.membership import swarm_size
+from decentral.peers.membership.roster import Roster
+from decentral.peers.runtime.peer_selection import PeerSelection
+from decentral.peers.runtime.setup import PresentSetup
+
+MOST_TALLIES = 4096  # figures of at most this many peers are kept; a roster has no more
+PAUSE_S, PAUSE_TURNS = 10.0, 8.0  # credit ends after a pause of this, or of so many times the usual time between pulls
+LONGER = 1.05  # a peer's windows count as at most this many times as long as before
+OWN_EVERY_S = 60.0  # our own record is written to the journal at this interval; each line has about 3 kB
+MOST_LAST = 64  # a leaving peer writes the last records of at most this many others to its journal
+MOST_FEW = (1 << 32) - 1  # larger figures would make our record invalid
+MOST_AMOUNT = MOST_NUMBER - 1
+
+
+@dataclass(frozen=True, slots=True)
+class MergedWindow:
+    """A partner's window of a fragment, as this peer has merged it."""
+
+    fragment: int
+    share: float  # of the model's parameters, 0 to 1
+    closed_at: Seconds  # when the partner closed it
+    lasted_s: Seconds  # how long it lasted, as the partner says; 0.0: not known
+    own_s: Seconds  # how long our own window lasted
+    pause_s: Seconds  # the longest time since the partner's previous window for which it is credited
+
+
+@dataclass(slots=True)
+class Tally:
+    """Figures about one peer, as SeenWork explains them."""
+
+    claimed: float = 0.0
+    own: float = 0.0  # our tokens in the same time
+    length: float = 0.0  # sum of the lengths of the peer's windows
+    own_length: float = 0.0  # sum of the lengths of our windows beside them
+    met_s: Seconds = 0.0
+    served_bytes: int = 0
+    passed: int = 0
+    failed: int = 0
+    turn: int = 0  # peers with the smallest numbers are in our record if it has no room for all
+    before: SeenWork = NOTHING_SEEN  # what earlier processes of this peer have measured
+    # Fragment -> when its last window was closed, and how long its windows last.
+    _windows: dict[int, tuple[Seconds | None, Seconds]] = field(default_factory=dict)
+
+    def served(self, received_bytes: int) -> None:
+        """Count bytes that came from the peer."""
+        self.served_bytes += received_bytes
+
+    def judged(self, right: bool) -> None:
+        """Count a check that the peer's work has passed, or failed if not `right`."""
+        self.passed, self.failed = self.passed + right, self.failed + (not right)
+
+    def met(self, window: MergedWindow, work: PartnerWork | None) -> None:
+        """Credit the peer, at the speed of this window, for the time since its previous window of the fragment.
+
+        A window lasts as long as the peer says, but no less than the shortest of the latest times between two of its
+        windows (some that we did not pull may lie between), and no less than ours, as we merge no more of them.
+
+        Args:
+            window: The window; the first one of a fragment brings no credit.
+            work: The work behind it; None if the merge has refused it, so that the time passes without credit.
+        """
+        before, usual_s = self._windows.get(window.fragment, (None, math.inf))
+        between_s = 0.0 if before is None else max(0.0, window.closed_at - before)
+        usual_s = usual_s if before is None else min(between_s, LONGER * usual_s)
+        self._windows[window.fragment] = window.closed_at, usual_s
+        if not between_s:
+            return
+        since_s = min(between_s, max(window.pause_s, 2 * usual_s))
+        self.met_s += window.share * since_s
+        if work is not None:
+            times = window.share * since_s / max(usual_s, window.lasted_s, window.own_s)
+            self.claimed += times * work.claimed
+            self.own += times * work.own
+            self.length += times * work.length
+            self.own_length += times * work.own_length
+
+    def row(self, peer: str, carried: int) -> SeenWork:
+        """Return the figures for a record; `carried` is the count that the router keeps."""
+        old = self.before
+        explained = explained_tokens(self.own, self.length / self.own_length) if self.own_length else 0.0
+        return SeenWork(
+            peer=peer,
+            claimed=min(MOST_AMOUNT, old.claimed + round(self.claimed)),
+            explained=min(MOST_AMOUNT, old.explained + round(explained)),
+            carried=min(MOST_AMOUNT, old.carried + carried),
+            met_s=min(MOST_FEW, old.met_s + round(self.met_s)),
+            served_bytes=min(MOST_AMOUNT, old.served_bytes + self.served_bytes),
+            passed=min(MOST_FEW, old.passed + self.passed),
+            failed=min(MOST_FEW, old.failed + self.failed),
+        )
+
+
+@dataclass(slots=True)
+class Witness:
+    """This peer's figures about all others: events in, rows of a record and journal lines out."""
+
+    setup: PresentSetup
+    roster: Roster
+    selection: PeerSelection
+    routes: Router | None
+    tallies: dict[str, Tally] = field(default_factory=dict)  # by the end of the peer's id
+    _own_at: Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        """Continue with the figures that earlier processes of this peer have published."""
+        self.tallies = {row.peer: Tally(turn=self._turn(row.peer), before=row) for row in self.setup.now.seen}
+
+    def of(self, peer: PeerId) -> Tally:
+        """Return the figures of a peer; at first they are 0."""
+        end = suffix(peer)
+        found = self.tallies.get(end) or Tally(turn=self._turn(end))
+        keep_latest(self.tallies, end, found, MOST_TALLIES)
+        return found
+
+    def _turn(self, end: str) -> int:
+        return rng.seed_of(0, "witness", self.setup.now.own.peer, end)
+
+    def answered(self, event: Answered) -> None:
+        """Count the bytes of a peer's answer."""
+        self.of(event.peer).served(event.received_bytes)
+
+    def merged(self, merged: Merged, own_s: Seconds, pulled: Mapping[PeerId, tuple[Seconds, Seconds]]) -> None:
+        """Credit the partners of a merge for their windows; those that the merge has refused count as failed checks.
+
+        Args:
+            merged: The merge.
+            own_s: How long our own window lasted; 0.0: not known.
+            pulled: When each partner closed its window, and how long this lasted, as it says.
+        """
+        held = next((one for one in self.setup.now.fragments if one.index == merged.fragment), None)
+        if held is None or not own_s:
+            return
+        turns = len(self.selection.holders(merged.fragment)) / max(1, len(pulled))
+        share = held.parameters / sum(cut.parameters for cut in self.setup.now.cuts)
+        pause_s = max(PAUSE_S, PAUSE_TURNS * turns * own_s)
+        work = {one.peer: one for one in merged.work}
+        for peer, (at, lasted_s) in pulled.items():
+            self.of(peer).met(MergedWindow(merged.fragment, share, at, lasted_s, own_s, pause_s), work.get(peer))
+        for peer in merged.used:
+            self.of(peer).judged(True)
+        for peer, _ in merged.rejected:
+            self.of(peer).judged(False)
+
+    def audited(self, line: AuditLine) -> None:
+        """Count the verdict of an audit for the peer whose answer was audited, or for the one found wrong."""
+        if line.verdict == "agreed":
+            self.of(line.peers[0]).judged(True)
+        elif line.wrong is not None:
+            self.of(line.wrong).judged(False)
+
+    def rows(self) -> tuple[SeenWork, ...]:
+        """Return the figures for our record, of at most MOST_WITNESSED peers.
+
+        If there are more peers, those nearest by hash are chosen, so that every peer gets about as many witnesses.
+        """
+        computed = self.routes.commits.computed if self.routes else {}
+        carried = {suffix(peer): count // self.setup.now.layers for peer, count in computed.items()}
+        for peer in computed:
+            self.of(peer)
+        ends = nsmallest(MOST_WITNESSED, self.tallies, key=lambda end: self.tallies[end].turn)
+        return tuple(self.tallies[end].row(end, carried.get(end, 0)) for end in sorted(ends))
+
+    def lines(self, now: Seconds) -> list[Log]:
+        """Return the journal line with our own signed record, if it is due."""
+        if now < self._own_at:
+            return []
+        first, self._own_at = not self._own_at, now + OWN_EVERY_S
+        return [] if first else self.signed([self.setup.now.own.peer])  # at first there is nothing to say
+
+    def last_lines(self) -> list[Log]:
+        """Return journal lines with the last signed records: our own, and those of at most MOST_LAST other peers."""
+        return self.signed([self.setup.now.own.peer, *sorted(self.roster.live)[:MOST_LAST]])
+
+    def signed(self, peers: Sequence[PeerId]) -> list[Log]:
+        """Return a journal line with the newest signed record of each of these peers, as far as there is one.
+
+        In a large swarm, whose records are under many DHT keys, only our own record is written.
+        """
+        setup, level = self.setup.now, self.roster.size.level
+        found = []
+        for peer in peers:
+            if level and peer != setup.own.peer:
+                continue
+            key = swarm_size.key_of(setup.run, peer, level)
+            try:
+                signed_for, record = setup.own.bare(key, peer, self.roster.sealed(peer))
+            except ProtocolError:
+                continue
+            if record:
+                text = base64.b64encode(record).decode()
+                found.append(Log(StatementLine(peer=peer, key=signed_for, record=text)))
+        return found
