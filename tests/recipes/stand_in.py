@@ -81,7 +81,11 @@ def on(machine: str, command: Sequence[str], **variables: str) -> int:
 
 def ssh(arguments: Sequence[str]) -> int:
     host, command = arguments
-    return on(host, ["bash", "-c", command])
+    before = len(background())
+    code = on(host, ["bash", "-c", command])
+    if command.endswith("&") and not DRY:
+        _wait(lambda: len(background()) > before, None)
+    return code
 
 
 def scp(arguments: Sequence[str]) -> int:
@@ -240,8 +244,9 @@ def decentral(arguments: Sequence[str]) -> int:
     if DRY:
         return _noted(here)
     real = [sys.executable, "-m", "decentral", *here]
-    if here[0] not in ("peer", "dashboard"):
+    if here[0] != "peer":
         _settle()
+    if here[0] not in ("peer", "dashboard"):
         code = subprocess.run(real).returncode
         if here[0] == "stop":
             left = {pid: command for pid, command in background().items() if _runs(pid)}
@@ -330,9 +335,9 @@ def cloned(_: Sequence[str]) -> int:
 
 
 def finish(_: Sequence[str]) -> int:
-    """End the processes in the background as Ctrl-C does, and wait for them."""
+    """End the processes in the background, of which some ignore Ctrl-C, and wait for them."""
     for pid in filter(_runs, background()):
-        os.kill(pid, signal.SIGINT)
+        os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + LIMIT_S
     while any(map(_runs, background())) and time.monotonic() < deadline:
         time.sleep(0.1)
