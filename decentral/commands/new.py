@@ -238,7 +238,7 @@ def _lines(settings: Sequence[Setting]) -> Iterator[str]:
         yield f"{margin}{leaf or parent}: {_yaml(one.value)}"
 
 
-def _yaml(value: object) -> str:
+def _yaml(value: str | float) -> str:
     """Return a value as one line of YAML, which unlike JSON has no surrogate pairs for characters such as emoji."""
     if isinstance(value, str):
         return str(yaml.safe_dump(value, default_style='"', width=math.inf)).rstrip("\n")

@@ -17,7 +17,6 @@ import socketserver
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
-from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
@@ -207,5 +206,5 @@ class _Scrape(WSGIRequestHandler):
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, *_: object) -> None:
         """Do not print requests, because the terminal shows the progress of training."""

@@ -395,7 +395,9 @@ DECODERS: dict[str, Decoder] = {
         ),
     ),
     "stream": Decoder(stream, ("comm.wire.blobs.read_rest", "comm.wire.blobs.read_length")),
-    "seal": Decoder(seal, ("comm.wire.identity.open_sealed", "comm.wire.identity._parts")),
+    "seal": Decoder(
+        seal, ("comm.wire.identity.open_sealed", "comm.wire.identity._parts", "comm.wire.identity._verify")
+    ),
     "dht_record": Decoder(dht_record, ("comm.net.libp2p_directory.validate", "comm.net.dht_values.plain")),
     "proof": Decoder(
         private.proof,

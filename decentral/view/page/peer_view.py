@@ -142,6 +142,10 @@ class ProgressView:
         """Record that a checkpoint was on the disk at time `t`."""
         self.saved = t
 
+    def utilised(self, mfu: float | None) -> None:
+        """Set the model FLOPs utilisation; None if the peer does not know it."""
+        self.mfu = mfu
+
     def recorded(self, record: PeerRecord) -> None:
         """Set speed and training loss from the peer's record."""
         self.tokens_per_s, self.loss = record.profile.tokens_per_s, record.standing.loss

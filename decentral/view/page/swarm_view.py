@@ -174,7 +174,7 @@ class SwarmView:
             case journal.StatusLine():
                 view.device.span(event.first, event.last)
                 view.network.window(event.window_s, event.bound)
-                view.progress.mfu = event.mfu
+                view.progress.utilised(event.mfu)
                 self._measured(view, event.links)
             case journal.PlanLine():
                 said = {"reason": plain_text(event.reason, PLAN_CHARS), "digest": plain_text(event.digest)}
