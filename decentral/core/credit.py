@@ -1,8 +1,8 @@
 """Credit each peer with the work that others measured of it. Start reading at `contributions`.
 
-A peer's word about itself earns it nothing. Each peer is a witness of the others: of a partner's gossip windows it
-knows how far they move the weights, of a route's hops which layers they computed, and of all peers the bytes that came
-from them. It publishes these figures in its signed record (`SeenWork`). docs/SECURITY.md has the limits.
+A peer's claims about itself do not count. Each peer is a witness of the others: it measures how far a partner's gossip
+windows move the weights, which layers the hops of its routes computed, and how many bytes came from each peer. It
+publishes these figures in its signed record (`SeenWork`). docs/SECURITY.md ("Who did what") has the limits.
 """
 
 from collections import defaultdict
@@ -19,8 +19,8 @@ from decentral.core.units import Seconds
 
 MOST_WITNESSED = 12  # a record has figures of at most this many other peers, so that it fits into its 12 KiB
 EXPLAINED_TIMES = 1.25  # a claim of at most this many times the explained tokens is believed: windows differ by chance
-IMPLAUSIBLE_TIMES = 1000.0  # longer windows are attacks (comm/gossip/influence.py)
-LEAST_WATCHED = 0.1  # a witness has no say about a peer if it met the peer for less than this share of its hours
+IMPLAUSIBLE_TIMES = 1000.0  # windows of more than this many times our length are attacks (comm/gossip/influence.py)
+LEAST_WATCHED = 0.1  # witnesses that met a peer for less than this share of its hours do not count in its speed
 
 Ending = Annotated[str, Strict(), Field(max_length=SUFFIX_CHARS, pattern=r"^[!-~]*$")]
 Few = Annotated[int, Strict(), Field(ge=0, lt=1 << 32)]
@@ -30,17 +30,17 @@ class SeenWork(NamedTuple):
     """What one peer, the witness, has measured of another peer's work since the witness first started."""
 
     peer: Ending  # the last characters of the other peer's id
-    claimed: GivenCount  # tokens that the peer trained while the witness met it, by its own windows' claims
-    explained: GivenCount  # the same, by how far its windows moved the weights
+    claimed: GivenCount  # tokens that the peer trained in `met_s`, as its windows claim
+    explained: GivenCount  # the same, estimated from how far its windows move the weights (`explained_tokens`)
     carried: GivenCount  # tokens of the witness's micro-batches, times the share of the layers that the peer computed
-    met_s: Few  # seconds in which the witness merged the peer's windows, without long pauses
+    met_s: Few  # seconds for which the peer's windows reached the witness; long pauses are left out
     served_bytes: GivenCount  # bytes that the witness received from the peer
     passed: Few  # windows merged, and audits that found its gradients right
     failed: Few  # windows refused as worthless or false, and audits that found its gradients wrong
 
     @property
     def tokens_per_s(self) -> float:
-        """The speed at which the peer trained whenever the witness met it: as claimed, if its windows explain that."""
+        """The peer's tokens/s in `met_s`, as explained if it claims more than EXPLAINED_TIMES that, else as claimed."""
         believed = self.claimed <= EXPLAINED_TIMES * self.explained
         return (self.claimed if believed else self.explained) / max(1, self.met_s)
 
@@ -70,16 +70,16 @@ class Credit:
     served_bytes: int
     passed: int
     failed: int
-    witnesses: int  # peers whose figures about it are known; with one alone nothing bounds what that one says
+    witnesses: int  # peers whose figures about it are known; the figures of a lone witness count as they are
     claimed_tokens: int  # what it says of itself, which does not count
 
 
 def explained_tokens(own: float, times: float) -> float:
-    """Return the tokens that explain windows `times` as long as our own, which have `own` tokens.
+    """Return the most tokens that can explain windows `times` as long (L2 norm) as our own, which have `own` tokens.
 
-    A peer that takes r times as many steps moves its weights between sqrt(r) times as far, if all steps are noise, and
-    r times as far, if all point in one direction. Of the numbers of tokens that explain a length, the result is the
-    largest, so that no honest peer is credited with less than it trained.
+    A peer that takes r >= 1 times as many steps moves its weights sqrt(r) times as far if all steps are noise, and r
+    times as far if all point in one direction. The result assumes noise for longer windows and one direction for
+    shorter ones, so that no honest peer is credited with less than it trained.
     """
     times = min(times, IMPLAUSIBLE_TIMES)
     return own * max(times, times * times)
@@ -88,9 +88,10 @@ def explained_tokens(own: float, times: float) -> float:
 def contributions(statements: Mapping[PeerId, Statement]) -> list[Credit]:
     """Return what each peer has contributed, in decreasing order of credited tokens, then by id.
 
-    Of what several witnesses say about a peer, no single one decides: the speed is the lower median, the hours are the
-    second largest figure, and a sum counts the largest figure as at most all others together. Statements of a peer
-    about itself are ignored. Pure: the order of the statements does not matter.
+    A peer's tokens are its speed times its hours, or the confirmed `carried` tokens if those are more. With three or
+    more witnesses no single one decides: the speed is their lower median, the hours are the second largest figure, and
+    each other figure is `confirmed`. A peer's figures about itself are ignored. Pure: the order of the statements does
+    not matter.
 
     Args:
         statements: The latest statement of each peer.
@@ -129,9 +130,9 @@ def _credited(peer: str, own: Statement | None, rows: Sequence[SeenWork]) -> Cre
 
 
 def confirmed(figures: Iterable[int]) -> int:
-    """Return the sum of witnesses' figures, in which the largest counts as at most all others together.
+    """Return the sum of witnesses' figures, in which the largest counts as at most the sum of all others.
 
-    A single figure counts in full.
+    A lone figure counts in full.
     """
     rising = sorted(figures)
     if len(rising) < 2:
@@ -146,7 +147,7 @@ def _second(figures: Sequence[int]) -> int:
 
 
 def latest(statements: Iterable[tuple[PeerId, Statement]]) -> dict[PeerId, Statement]:
-    """Return the newest of each peer's statements; figures only grow, so the newest has them all."""
+    """Return the newest statement of each peer; its figures include those of older ones, since figures only grow."""
     found: dict[PeerId, Statement] = {}
     for peer, statement in statements:
         if peer not in found or found[peer].time < statement.time:

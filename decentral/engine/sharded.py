@@ -3,11 +3,11 @@
 Each rank has a part of each parameter, gradient and optimizer state (ZeRO stage 3: Rajbhandari et al., arXiv
 1910.02054). FSDP2 gathers one layer's weights before its passes, and gives each rank its part of the mean gradient
 after them. With tensor parallelism (engine/tensor_parallel.py), each rank computes with its parts. Start reading at
-`build`, which all ranks call. `ShardedLive` is one more implementation of `Live`: gossip
-and checkpoints ask it for whole vectors of one fragment at a time (engine/shards.py moves them).
+`build`, which all ranks call. Gossip and checkpoints ask `ShardedLive`, an implementation of `Live`, for whole vectors
+of one fragment at a time, which engine/shards.py gathers.
 
-AdamW works on parts as on whole vectors. Muon needs whole matrices: each is whole on one rank for its iterations
-(`ShardedMuon`).
+AdamW works on parts as on whole vectors. Muon orthogonalises whole matrices: `ShardedMuon` gathers each matrix on one
+rank for that.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ from decentral.engine.step import BuiltReplica, Chain, LossModule, ModelForward
 from decentral.model import decoder
 
 THETA = "theta"
-SECOND = "exp_avg_sq"  # the one tensor that lacks Muon's matrices
+SECOND = "exp_avg_sq"  # AdamW's second moments; the only tensor without elements for Muon's matrices
 
 
 @runtime_checkable
@@ -54,10 +54,10 @@ class Orders(Protocol):
 
 
 class ShardedLive(Live):
-    """This rank's part of a fragment's weights in training. FSDP2 has the memory of weights and gradients.
+    """This rank's part of a fragment's weights in training. The memory of weights and gradients belongs to torch.
 
-    The methods that gossip and checkpoints call are for rank 0. They give the other ranks the same work by an order.
-    `theta` is empty except during an optimizer step, in which it is a copy of this rank's part of the weights.
+    Gossip and checkpoints call its methods on rank 0 only, which then orders the other ranks to do the same. `theta` is
+    empty except during an optimizer step, when it is a copy of this rank's part of the weights.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ShardedLive(Live):
         train: config.TrainConfig,
         ranks: Orders,
     ) -> None:
-        """Take the fragment's parameters of all the model's `layers`, which `fully_shard` has divided."""
+        """Take the fragment's parameters from all the model's `layers`, which are divided already."""
         self.ranks, self.index = ranks, fragment.index
         super().__init__(fragment, layers, device, train)
 
@@ -88,7 +88,7 @@ class ShardedLive(Live):
         return torch.empty(0, dtype=getattr(torch, self.train.weights), device=device), state
 
     def _parts(self) -> list[Tensor]:
-        """Return this rank's part of each parameter, which shares the memory of FSDP2."""
+        """Return this rank's part of each parameter, as a tensor that shares the parameter's memory."""
         return [_part(parameter.detach()) for parameter in self._parameters]
 
     def gradients(self) -> list[Tensor]:
@@ -110,7 +110,7 @@ class ShardedLive(Live):
         """Do nothing: no rank has a copy of another rank's part."""
 
     def whole(self) -> dict[str, Tensor]:
-        """Gather theta and optimizer state from all ranks, and return them, in host memory."""
+        """Gather theta and optimizer state from all ranks, and return them by name, in host memory."""
         found = {}
         for place, (name, tensor) in enumerate(self.tensors().items()):
             self._everywhere(Order.LIFT, place)
@@ -118,7 +118,7 @@ class ShardedLive(Live):
         return found
 
     def copied(self, room: CopyMemory) -> dict[str, Tensor]:
-        """Return `whole`, which has new vectors already."""
+        """Return the result of `whole`; its vectors are new, so they need no copy."""
         return self.whole()
 
     def shapes(self) -> dict[str, Tensor]:
@@ -129,7 +129,11 @@ class ShardedLive(Live):
         }
 
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Give all ranks their parts of theta and optimizer state, by name."""
+        """Give all ranks their parts of theta and optimizer state, by name.
+
+        Raises:
+            ValueError: If a vector has another number of elements than this fragment's.
+        """
         names = list(self.tensors())
         for name, value in values.items():
             if value.numel() != self._division(name).elements:
@@ -138,7 +142,7 @@ class ShardedLive(Live):
             self._everywhere(Order.PUT, names.index(name))
 
     def copy_out(self, into: Tensor) -> Arrive:
-        """Copy theta to host memory on each rank; the function that it returns gathers the parts in `into`."""
+        """Copy theta to host memory on each rank; return a function that gathers the parts into `into`."""
         self.snapshot()
 
         def arrive() -> None:
@@ -151,12 +155,12 @@ class ShardedLive(Live):
         self._everywhere(Order.LIFT, -1)
 
     def copy_in(self, vector: Tensor) -> Tensor:
-        """Give each rank its part of a correction [n] for `add`, and return the correction."""
+        """Give each rank its part of a correction [n], which `add` will add, and return the whole correction."""
         self.ranks.shards.scatter(self.index, Slot.CORRECTION, vector)
         return vector
 
     def add(self, correction: Tensor) -> None:
-        """Add the correction that `copy_in` has given to each rank to theta."""
+        """Add to theta, on each rank, the part of a correction that `copy_in` has given it."""
         self._everywhere(Order.ADD, 0)
 
     def _everywhere(self, order: Order, what: int) -> None:
@@ -164,7 +168,12 @@ class ShardedLive(Live):
         self.obey(order, what)
 
     def obey(self, order: Order, what: int) -> None:
-        """Carry out an order on this rank's parts. `what`: the index of one of `tensors`; -1: theta for a window."""
+        """Carry out an order on this rank's parts.
+
+        Args:
+            order: LIFT, PUT or ADD.
+            what: With LIFT and PUT, the index of one of `tensors`; with LIFT, -1 copies theta to `Slot.SNAPSHOT`.
+        """
         host, name = self.ranks.shards.host, list(self.tensors())[max(0, what)]
         if order is Order.ADD:
             part = host.get(self.index, Slot.CORRECTION, take=True).to(self.theta.device)
@@ -216,7 +225,7 @@ def _cut(parameter: nn.Parameter) -> Cut:
 
 @dataclass(frozen=True, slots=True)
 class ShardedMuon:
-    """Muon on parts of matrices; it implements `StretchOptimizer`. Each matrix is whole on its owner's rank only."""
+    """Muon on parts of matrices; it implements `StretchOptimizer`. Only one rank, its owner, gathers a whole matrix."""
 
     muon: Muon  # on this rank's parts
     exchange: MatrixExchange
@@ -233,7 +242,7 @@ class ShardedMuon:
 
     @property
     def kind(self) -> Hashable:
-        """A unique key, since one call of `step` can train only one stretch."""
+        """A key unlike that of any other stretch, since one call of `step` can train only one stretch."""
         return id(self)
 
     def operands(self, theta: Tensor, gradients: Sequence[Tensor]) -> Operands:
@@ -243,8 +252,8 @@ class ShardedMuon:
     def step(self, operands: Operands, steps: int, rate: float, void: Tensor) -> None:
         """Take a Muon step, unless `void`, together with all other ranks.
 
-        Momenta and weights change part by part. Only the orthogonalisation needs whole matrices. `muon_step` computes
-        it: with zero weights, and with momenta that equal the gradients, its result is the update.
+        Each rank changes its parts of momenta and weights. Only the orthogonalisation needs whole matrices: `muon_step`
+        with zero weights, and with momenta equal to the gradients, turns the weights into the update.
         """
         if void:
             return
@@ -262,7 +271,7 @@ class ShardedInner(Inner):
 
     @property
     def at_once(self) -> bool:
-        """False: each fragment's step copies its weights."""
+        """False: fragments step one after the other, since each step needs a copy of its fragment's weights."""
         return False
 
     def __init__(self, lives: Sequence[ShardedLive], train: config.TrainConfig, rank: int) -> None:
@@ -279,11 +288,12 @@ class ShardedInner(Inner):
 class ShardedForward:
     """The layers as one function, which all ranks call together; it implements `ModelForward`.
 
-    A backward pass from `loss` gives each rank its part of the gradient, which is the mean over ranks that read data.
+    A backward pass from `loss` gives each rank its part of the mean gradient: the mean over the ranks' micro-batches
+    or, with tensor parallelism, the gradient of the one micro-batch that all ranks compute.
     """
 
     def __init__(self, chain: Chain, root: nn.Module) -> None:
-        """Compute the loss by `root`, the module that `fully_shard` has wrapped around all layers."""
+        """Compute logits by `chain`, and the loss by `root`, a module around all layers."""
         self.plain, self.root = chain, root
 
     def __call__(self, tokens_BT: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """The update rule `pull` in an island that shards: its vectors are divided over the ranks like the weights.
 
-Rank 0 gathers the vectors of one fragment that a window's close or a merge needs, lets `PullRule` compute, and scatters
-the vectors that have changed. In between no rank has a whole vector. So gossip costs memory for one fragment, and
-traffic between the ranks of about 30 bytes a parameter in each window: the snapshot, the baseline and the residual for
-a close, phi and the baseline in both directions and the correction for a merge.
+When a window closes or a merge begins, rank 0 gathers the vectors of one fragment that it needs, lets `PullRule`
+compute, and scatters those that have changed. At other times no rank has a whole vector. So gossip costs memory for one
+fragment, and traffic between the ranks of about 30 bytes a parameter in each window. A close gathers the snapshot, the
+baseline and the residual, and scatters the residual. A merge gathers and scatters phi and the baseline, and scatters
+the correction. Rank 0's own parts stay where they are.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +48,7 @@ class ShardedPullRule(PullRule):
         self.load(absent, {})
 
     def _leave(self) -> None:
-        """Drop the whole vectors."""
+        """Drop the whole vectors, so that only the ranks' parts remain."""
         self.phi = self._baseline = self._residual = self.spare = self._absent
         self.ready = True  # the ranks' parts always have values
 
@@ -91,7 +92,13 @@ class ShardedPullRule(PullRule):
             super().encode(packer)
 
     def read(self, one: Contribution) -> PulledWindow:
-        """Return a partner's window with its sections still encoded, after checking them. `merge` must follow."""
+        """Check a partner's window, and return it with its sections still encoded.
+
+        If the window has slow weights, phi stays whole here until `merge`, which must follow.
+
+        Raises:
+            ProtocolError: If a codec refuses a section.
+        """
         if any(section.name == "phi" for section in one.layout):
             self._gather((Slot.PHI,))
         return super().read(one)

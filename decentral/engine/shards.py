@@ -4,10 +4,10 @@ In an island that shards, no rank has a whole model. Each rank keeps its part of
 device theta, gradient and optimizer state (`ShardedLive`), in host memory the vectors of gossip (`HostParts`). Rank 0
 gathers one vector of one fragment when gossip needs it, and scatters the result. Start reading at `Shards`.
 
-Two threads of each rank take part. The training threads carry out `Order`s between two steps: they only copy between
-the device and host memory of their own rank. The parts in host memory travel beside training, between the worker
-thread of rank 0 and a thread of each other rank (`Shards.start`), in a process group of their own. A part that is
-not there yet is waited for, so the two kinds of messages need no common order.
+Two threads of each rank take part. Between two steps, the training thread carries out rank 0's `Order`s, of which those
+about fragments only copy between the device and host memory of their rank, or add there. Beside training, parts in host
+memory travel between rank 0's worker thread and a thread of each other rank (`Shards.start`), in a process group of
+their own. A thread waits for a part that is not in host memory yet, so orders and requests may arrive in any order.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-PART_S = 600.0  # if a part is not in host memory after this time, another thread or rank has failed
+PART_S = 600.0  # a part that does not come to host memory within this time shows that another thread or rank has failed
 
 
 class Order(IntEnum):
@@ -47,8 +47,8 @@ class Slot(IntEnum):
     MOVED_SECOND = 6  # the same for AdamW's second moments, which Muon's matrices lack
 
 
-GOSSIP_SLOTS = Slot.PHI, Slot.BASELINE, Slot.RESIDUAL  # the parts of all other vectors are taken before new ones come
-MOVING_SLOTS = Slot.MOVED, Slot.MOVED_SECOND  # these parts are taken when they are gathered
+GOSSIP_SLOTS = Slot.PHI, Slot.BASELINE, Slot.RESIDUAL  # a new part replaces the old one; other slots must be empty
+MOVING_SLOTS = Slot.MOVED, Slot.MOVED_SECOND  # gathering removes these parts from host memory
 
 
 class _Request(IntEnum):
@@ -64,7 +64,7 @@ class _Request(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The division of a parameter over the ranks: by torch.chunk along dimension `dim`; None: each has it whole."""
+    """The division of a parameter over the ranks, like torch.chunk's along `dim`; None: each rank has it whole."""
 
     shape: torch.Size
     dim: int | None
@@ -81,7 +81,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The division of a vector that has several parameters, one after another. A rank's part has its parts of them."""
+    """The division of a vector of several parameters, one after another: a rank has its part of each parameter."""
 
     cuts: tuple[Cut, ...]
     ranks: int
@@ -113,7 +113,7 @@ class Division:
 
 
 class HostParts:
-    """This rank's parts of vectors in host memory, fp32, by fragment and slot. Any thread may call it."""
+    """This rank's fp32 parts of vectors in host memory, by fragment and slot. Thread-safe."""
 
     def __init__(self) -> None:
         """Begin without parts."""
@@ -121,7 +121,9 @@ class HostParts:
         self._changed = Condition()
 
     def put(self, fragment: int, slot: Slot, part: Tensor) -> None:
-        """Set a part, which the caller must not change any more. Wait until an older one was taken, if it ever is.
+        """Set a part, which the caller must not change afterwards.
+
+        In GOSSIP_SLOTS it replaces an older part. In other slots, wait until a thread has taken the older part.
 
         Raises:
             RuntimeError: If no thread takes the older part within PART_S seconds.
@@ -135,7 +137,7 @@ class HostParts:
             self._changed.notify_all()
 
     def get(self, fragment: int, slot: Slot, take: bool) -> Tensor:
-        """Wait for a part, and return it. `take`: remove it from here.
+        """Wait for a part, and return it; with `take`, remove it, which makes room for a new one.
 
         Raises:
             RuntimeError: If no thread puts the part within PART_S seconds.
@@ -165,7 +167,7 @@ class Shards:
         self._thread = Thread(target=self._serve_all, name="shards", daemon=True)
 
     def division(self, fragment: int, slot: Slot) -> Division:
-        """Return the division of a fragment's vector."""
+        """Return the division of the fragment's vectors in this slot."""
         return self.divisions[fragment][slot is Slot.MOVED_SECOND]
 
     def gather(self, fragment: int, slot: Slot, into: Tensor | None = None) -> Tensor:
@@ -188,7 +190,7 @@ class Shards:
         return whole
 
     def scatter(self, fragment: int, slot: Slot, whole: Tensor) -> None:
-        """Give each rank its part of a whole fp32 vector. Arguments as for `gather`."""
+        """Give each rank its part of the fp32 vector `whole` in host memory, as the new content of the slot."""
         division = self.division(fragment, slot)
         for rank in range(1, self.ranks):
             self._ask(rank, _Request.RECEIVE, fragment, slot)
@@ -196,11 +198,11 @@ class Shards:
         self.host.put(fragment, slot, division.taken(whole, 0))
 
     def rename(self, fragment: int, slot: Slot, to: Slot) -> None:
-        """Make the parts of one vector those of another, which they replace, without moving them."""
+        """Move the parts in `slot` to the slot `to`, where they replace older ones. Nothing travels between ranks."""
         self._everywhere(_Request.RENAME, fragment, slot, to)
 
     def copy(self, fragment: int, slot: Slot, to: Slot) -> None:
-        """Copy the parts of one vector to another."""
+        """Copy the parts in `slot` to the slot `to`. Nothing travels between ranks."""
         self._everywhere(_Request.COPY, fragment, slot, to)
 
     def zero(self, fragment: int, slot: Slot) -> None:
@@ -259,7 +261,7 @@ class Shards:
 
 
 class MatrixExchange:
-    """Whole matrices from parts and back: each matrix is whole on one rank, its owner, and the ranks take turns."""
+    """Whole matrices from parts and back. Each matrix is whole on one rank, its owner; the ranks own them in turn."""
 
     def __init__(self, cuts: Sequence[Cut], rank: int, ranks: int) -> None:
         """Set the division of each matrix. All ranks must call `whole` and `parts` together, in the same order."""
@@ -280,7 +282,12 @@ class MatrixExchange:
         return [one.view(cut.shape) for one, cut in zip(torch.split(flat, sizes), own.cuts, strict=True)]
 
     def parts(self, matrices: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's part of each matrix from the owners' `matrices`. `like`: tensors of the parts' shapes."""
+        """Return this rank's part of each matrix, received from the matrices' owners.
+
+        Args:
+            matrices: The whole matrices that this rank owns.
+            like: A tensor with the shape of this rank's part, for each matrix.
+        """
         own = self.owned[self.rank]
         flat = torch.cat([like[0].new_empty(0), *(one.flatten() for one in matrices)])
         send = [own.taken(flat, rank) for rank in range(self.ranks)]
@@ -293,7 +300,7 @@ class MatrixExchange:
         return found
 
     def _exchanged(self, send: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Send one vector to each rank, and return the vectors, of these sizes, that come from them."""
+        """Send one vector to each rank, and return the vector that each rank sends here; `sizes`: their elements."""
         received = send[0].new_empty(sum(sizes))
         dist.all_to_all_single(received, torch.cat(list(send)), list(sizes), [len(one) for one in send])
         return list(torch.split(received, list(sizes)))

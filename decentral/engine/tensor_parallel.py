@@ -1,9 +1,9 @@
-"""Divide the matrices of the built-in model over the ranks of an island, so that each computes a part of a product.
+"""Divide the matrices of the built-in model over the ranks of an island, so that each computes a part of each product.
 
-Tensor parallelism (Megatron-LM: Shoeybi et al., arXiv 1909.08053) with torch's DTensor. Each rank has some of the heads
-and some of the feed-forward's channels, and all ranks compute the same micro-batch together: two sums over the ranks
-for each block and pass. The embedding is divided by channels, the head by tokens of the vocabulary. Gains of norms are
-whole on each rank. Start reading at `divide`.
+This is tensor parallelism (Megatron-LM: Shoeybi et al., arXiv 1909.08053) by torch's DTensor. Each rank has some of the
+heads and some of the feed-forward's channels. All ranks compute the same micro-batch, and sum over the ranks twice in
+each block and pass. The embedding is divided by channels, the head by tokens of the vocabulary. Each rank has the gains
+of all norms. Start reading at `divide`.
 """
 
 from torch import nn
@@ -33,7 +33,7 @@ def divide(layer: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _keep_part(module: nn.Module, mesh: DeviceMesh, dims: dict[str, int]) -> None:
-    """Replace each parameter by this rank's part along its dimension, or by a whole copy, and free the rest."""
+    """Replace each parameter by this rank's part along its dimension in `dims`; without one, keep it whole."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         dim = dims.get(name)
         own = parameter.detach()

@@ -1,4 +1,4 @@
-"""What a simulated peer's device waits for while it does not work: `wait_of`."""
+"""What a simulated peer's device waits for while it is idle. Start reading at `wait_of`."""
 
 from enum import Enum
 
@@ -6,17 +6,17 @@ from decentral.sim.host import VirtualHost
 
 
 class Wait(Enum):
-    """Why the device of a peer on routes does nothing. The value is what a user reads."""
+    """Why the device of a peer on routes is idle. `decentral simulate --plan` prints the value."""
 
     NOTHING_HERE = "a micro-batch to arrive"
     STEP = "a step, for which micro-batches must come back or be committed"
     MEMORY = "memory for another micro-batch of its own"
-    WINDOW = "its own micro-batches in flight, of which the window allows no more"
+    WINDOW = "its own micro-batches in flight, of which the window allows no more"  # MicroBatchWindow, not gossip's
     LATER_PEERS = "later peers and links"
 
 
 def wait_of(host: VirtualHost) -> Wait | None:
-    """Return what the device of a running peer waits for; None if it works, or takes part in no routes."""
+    """Return what a running peer's device waits for; None if the device works, or its peer takes part in no routes."""
     router, engine = host.node.routes, host.engine
     if engine.doing or engine.began is not None or router is None:
         return None

@@ -1,1 +1,1 @@
-"""Copies of checkpoints and models outside of a swarm: sent, believed only if whole, and begun from."""
+"""Copies of checkpoints and models outside of a swarm: `sending` uploads them, and `fetching` downloads whole ones."""

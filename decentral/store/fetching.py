@@ -1,7 +1,7 @@
 """Fetch an upload from a store: find the newest whole one, and download it into this user's cache.
 
-Everything that a store gives is checked as a stranger's: the manifest by manifest.py, each part by its size and digest.
-A download that is interrupted leaves nothing that `fetched` returns later. Start reading at `fetched`.
+A store's files are checked like a stranger's: the manifest by manifest.py, each part by its size and digest. What an
+interrupted download leaves behind is never returned. Start reading at `fetched`.
 """
 
 import fcntl
@@ -28,7 +28,7 @@ from decentral.store.manifest import (
 from decentral.store.places import UploadStore, asking, checked_place, store_of
 
 MOST_LOOKED_AT = 1000  # folders of a place whose manifests are read
-SPARE_SHARE = 0.1  # of the free disk, which a download leaves free
+SPARE_SHARE = 0.1  # a download leaves this share of the free disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class FoundUpload:
 
 
 def fetched(text: str, kind: UploadKind, flag: str, say: Callable[[str], None]) -> Path:
-    """Return a folder with the files of the newest whole upload at a place; downloaded before, or now.
+    """Return a folder in the cache with the newest whole upload at a place; download it if it is not there.
 
     Args:
         text: The place, or one upload in it, as the user gives it.
@@ -67,13 +67,13 @@ def fetched(text: str, kind: UploadKind, flag: str, say: Callable[[str], None]) 
 
 
 def newest(store: UploadStore, kind: UploadKind) -> FoundUpload | None:
-    """Return the newest whole upload of a kind: the checkpoint of the highest step; None if there is none.
+    """Return the checkpoint of the highest step, or the only model, at a place; None if there is no whole one.
 
-    If the place itself has a manifest, it is the upload. Of several models in a place, none is the newest. A manifest
-    that is not valid, as an interrupted one may be, counts only if there is no whole upload.
+    If the place itself has a manifest, the place is the upload. Folders whose manifest is not valid, such as those of
+    interrupted uploads, are passed over if another folder has a whole upload.
 
     Raises:
-        UserError: If the only manifests are not valid, or the place has several models.
+        UserError: If all manifests are invalid, or the place has several models, of which none is the newest.
     """
     if MANIFEST in store.files(""):
         found = _read(store, "")
@@ -113,7 +113,13 @@ def _read(store: UploadStore, folder: str) -> FoundUpload:
 
 
 def _download(store: UploadStore, found: FoundUpload, target: Path) -> None:
-    """Download an upload's files, check them, and give them the folder `target`. Processes take turns by a lock."""
+    """Download an upload's files into the folder `target`, which appears once all are checked.
+
+    A lock makes processes take turns.
+
+    Raises:
+        UserError: If the disk has no room, or a file differs from the manifest.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f"{target.name}.part")
     with foreign_file.opened_to_lock(target.with_name(f"{target.name}.lock")) as lock:

@@ -3,8 +3,8 @@
     NAME/manifest.json             written last: without it the upload does not exist
     NAME/checkpoint.safetensors-00000 ...   or config.json, model.safetensors, ...
 
-Whoever reads a manifest treats it as a stranger's: sizes, counts and names are bounded, and only kinds of file that
-nothing executes or unpickles are named. NAME has a digest of the content, so that no upload replaces another's files.
+A reader treats a manifest as a stranger's: sizes, counts and names are bounded, and it may name only kinds of file that
+are never executed or unpickled. NAME has a digest of the content, so that no upload replaces another's files.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ MOST_UPLOAD_BYTES = 1 << 46
 RUN_FILE, STATE_FILE = "run.json", "checkpoint.safetensors"
 MODEL_FILE = re.compile(r"[A-Za-z0-9][\w.-]*\.(safetensors|json|jinja|txt|md|model)")
 FILE_NAME = r"^[A-Za-z0-9][\w.-]{0,199}$"  # without a separator, and not hidden
-RUN_NAME = r"^[A-Za-z0-9-]{0,80}$"  # also of a peer
+RUN_NAME = r"^[A-Za-z0-9-]{0,80}$"  # the id of a run or a peer
 DIGEST_BYTES = 16
 NAME_DIGITS = 10
 
@@ -39,7 +39,7 @@ RunName = Annotated[str, StringConstraints(pattern=RUN_NAME)]
 
 @dataclass(frozen=True, slots=True)
 class UploadPart:
-    """A stored file: a whole file, or a part of one; the parts of a file follow each other."""
+    """A stored file: a whole file, or a part of one. A manifest lists the parts of a file in their order."""
 
     name: FileName
     of: FileName  # name of the whole file

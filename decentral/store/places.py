@@ -53,7 +53,7 @@ class UploadSource(Protocol):
 class UploadStore(Protocol):
     """A place that keeps uploads. Names are relative to the place, with `/` after a folder's name."""
 
-    at_once: bool  # whether `finish` shows all that was sent in one step, so that an upload needs no folder of its own
+    at_once: bool  # True: files that were sent appear together in `finish`, so a model needs no folder of its own
 
     def folders(self) -> list[str]:
         """Return the names of the folders in the place; [] if the place does not exist."""
@@ -62,19 +62,19 @@ class UploadStore(Protocol):
         """Return the names and sizes (bytes) of the files in a folder of the place; {} if it does not exist."""
 
     def has(self, name: str, source: UploadSource) -> bool:
-        """Return whether a file of this name holds exactly this content, as far as the provider tells a digest."""
+        """Return whether a file of this name holds this content, by size and by any digest that the provider has."""
 
     def send(self, name: str, source: UploadSource) -> None:
         """Write a file, in place of one of the same name. After a failure the file may be incomplete."""
 
     def finish(self, name: str, content: bytes, old: Sequence[str] = ()) -> None:
-        """Write the manifest, which makes the upload count, and remove the files `old` of the upload before it."""
+        """Write the manifest, which makes the upload whole, and remove the files `old` of the previous upload."""
 
     def read(self, name: str, most_bytes: int) -> Iterator[bytes]:
-        """Yield the content of a file in pieces, `most_bytes` and one more byte at most."""
+        """Yield a file's content in pieces, at most `most_bytes` + 1 bytes; the last one shows that it is too long."""
 
     def remove(self, folder: str, first: str) -> None:
-        """Remove a folder with its files, and before all others the file called `first`."""
+        """Remove a folder with its files, beginning with the file called `first`."""
 
 
 class FilesystemStore:
@@ -100,7 +100,7 @@ class FilesystemStore:
         return {_last(one["name"]): int(one["size"] or 0) for one in self._listed(folder) if one["type"] == "file"}
 
     def has(self, name: str, source: UploadSource) -> bool:
-        """Compare sizes, and MD5 where the provider has it: S3's ETag of a file sent in one piece; a folder's file."""
+        """Return whether size and MD5 agree; without an MD5 (S3's ETag of a file sent in pieces) the size decides."""
         try:
             known = self._files.info(self._path(name))
         except FileNotFoundError:
@@ -116,7 +116,7 @@ class FilesystemStore:
         return not MD5.fullmatch(tag) or tag == source.hexdigest("md5")
 
     def send(self, name: str, source: UploadSource) -> None:
-        """Write a file: in one step in a folder, else in one request if it has at most SEND_BYTES."""
+        """Write a file: atomically in a folder, else in one request if it has at most SEND_BYTES."""
         path = self._path(name)
         if self._has_folders:
             self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -139,7 +139,7 @@ class FilesystemStore:
         file.close()
 
     def finish(self, name: str, content: bytes, old: Sequence[str] = ()) -> None:
-        """Write the manifest in one request, or in one step."""
+        """Write the manifest, atomically in a folder or by one request, then remove the files `old`."""
         if self._is_folder:
             write_atomically(Path(self._path(name)), content)
         else:
@@ -195,11 +195,11 @@ class HubStore(FilesystemStore):
         self._is_there = False
 
     def has(self, name: str, source: UploadSource) -> bool:
-        """Return False: the Hub itself knows by their digests which contents it has, and asks only for others."""
+        """Return False: `send` lets the Hub compare digests, and the Hub asks only for content that it lacks."""
         return False
 
     def send(self, name: str, source: UploadSource) -> None:
-        """Send a file's content, which the Hub shows after `finish`. A missing repository is made, and is private."""
+        """Send a file's content, which the Hub shows after `finish`. Create a private repository if there is none."""
         from huggingface_hub import CommitOperationAdd, HfApi
 
         api = HfApi()
@@ -268,7 +268,7 @@ def checked_place(text: str, flag: str) -> str:
 
 
 def store_of(place: str) -> UploadStore:
-    """Return the store of a place that `checked_place` has returned. No request is sent yet, for most providers."""
+    """Return the store of a place that `checked_place` has returned. Most providers get no request yet."""
     os.environ.setdefault("HF_HUB_DISABLE_XET", "1")  # its library reads files by itself, past the limit of bandwidth
     from fsspec.core import url_to_fs
 

@@ -3,8 +3,8 @@
     opened_upload    opens the files and computes sizes and digests
     push             sends the parts that are missing, then the manifest; then removes older checkpoints
 
-A checkpoint that a peer replaces meanwhile is no problem: the open file stays as it was. A hard link keeps it until the
-upload is whole, so that an interrupted upload goes on later, also after its peer has written newer checkpoints.
+A peer may replace its checkpoint during the upload: the open file keeps the old content. A hard link keeps that file
+until its upload is whole, so that an interrupted upload resumes even if the peer has written newer checkpoints.
 """
 
 import hashlib
@@ -147,7 +147,7 @@ class LocalUpload:
         return cls(manifest, files, _changed(files))
 
     def require_unchanged(self) -> None:
-        """Raise UserError if a program has changed a file since it was opened; a file that replaces it is no change."""
+        """Raise UserError if an open file was changed in place; a new file under its name does not matter."""
         for name, changed in _changed(self.files).items():
             if changed != self.changed[name]:
                 raise UserError(f"{name} was changed while it was sent; push again when nothing writes to it")
@@ -228,7 +228,7 @@ def push(
         store: The store.
         keep: Number of this peer's newest checkpoints of the run that stay; None: all stay.
         pace: The limit of bandwidth.
-        sent: Is told how many more bytes were read to be sent.
+        sent: Gets the number of further bytes that were read to be sent.
 
     Raises:
         Exception: The provider's own, if a request fails. Without the manifest, the upload does not count.
@@ -263,7 +263,7 @@ def _changed(files: Mapping[str, IO[bytes]]) -> dict[str, int]:
 
 
 def _outdated(before: bytes, manifest: UploadManifest, there: Mapping[str, int]) -> list[str]:
-    """Return which files of the upload whose manifest is `before` the new one lacks and the place has."""
+    """Return the files that the manifest `before` names and the place has, but the new manifest does not name."""
     with suppress(UserError):
         names = {part.name for part in parsed(before, MANIFEST).parts} - {part.name for part in manifest.parts}
         return sorted(names & set(there))
@@ -271,7 +271,10 @@ def _outdated(before: bytes, manifest: UploadManifest, there: Mapping[str, int])
 
 
 def _prune(store: UploadStore, manifest: UploadManifest, keep: int) -> list[str]:
-    """Remove all but the newest `keep` checkpoints of this peer and run, also older ones that are not whole."""
+    """Remove this peer's checkpoints of the run, whole or not, except the newest `keep` whole ones; return their names.
+
+    Checkpoints of later steps than `manifest` stay.
+    """
     begin = series(RunId(manifest.run), PeerId(manifest.peer))
     own = sorted((name for name in store.folders() if name.startswith(begin) and step_of(name) >= 0), key=step_of)
     older = [name for name in own if step_of(name) < manifest.step]
@@ -284,7 +287,7 @@ def _prune(store: UploadStore, manifest: UploadManifest, keep: int) -> list[str]
 
 
 def _opened_state(folder: Path, link: Path) -> IO[bytes]:
-    """Open the checkpoint whose upload goes on, else the newest one, and keep it by a hard link if there can be one."""
+    """Open the checkpoint of an interrupted upload, else the newest one, and keep it by a hard link if possible."""
     if not (folder / CHECKPOINT).exists():
         raise UserError(f"{folder} has no checkpoint yet; a peer writes one when it stops")
     with suppress(OSError):  # the link exists already, or this filesystem has none

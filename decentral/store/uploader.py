@@ -1,8 +1,8 @@
 """Upload a peer's checkpoints in the background: `decentral push` runs as a child process beside training.
 
-A child process, because a store's library may hang, fail or take the interpreter's lock; it has a lower priority, and
-it ends with the peer. A store that hangs or fails costs training nothing: a warning, an `upload` line in the journal,
-and the next try UPLOAD_EVERY_S later. Start reading at `uploads_running`.
+It is a child process because a store's library may hang, fail or hold the interpreter's lock. The child has a lower
+priority, and ends with the peer. A store that hangs or fails does not stop training: it causes a warning, an `upload`
+line in the journal, and another try UPLOAD_EVERY_S later. Start reading at `uploads_running`.
 """
 
 import asyncio
@@ -83,7 +83,7 @@ class CheckpointUploads:
         self._failed = False
 
     async def run(self) -> None:
-        """Upload the newest checkpoint whenever there is one, UPLOAD_EVERY_S after the last upload began."""
+        """Upload each new checkpoint, at the earliest UPLOAD_EVERY_S after the last upload began. Never return."""
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()
@@ -105,7 +105,7 @@ class CheckpointUploads:
             self._say(f"warning: the last checkpoint is not uploaded yet; go on with: {again}")
 
     async def upload(self) -> None:
-        """Run one child until it ends or stalls, and tell the result to the journal and, if it is news, the user."""
+        """Upload by one child; write the result to the journal, and tell the user of a change to or from failure."""
         loop = asyncio.get_running_loop()
         at, began = changed_at(self._folder / CHECKPOINT), loop.time()
         result, reason = await _run_child(self._settings.command(self._folder))
@@ -130,7 +130,7 @@ class CheckpointUploads:
 
 
 async def _run_child(command: list[str]) -> tuple[JsonObject, str]:
-    """Run an upload, and return the object in its last line and why it failed, "" if it did not."""
+    """Run an upload, and return the JSON object in its last line, and the reason of a failure or ""."""
     tied = [sys.executable, end_with_parent.__file__, str(os.getpid()), shutil.which(command[0]) or command[0]]
     nowhere, pipe, both = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
     process = subprocess.Popen([*tied, *command[1:]], stdin=nowhere, stdout=pipe, stderr=both, start_new_session=True)

@@ -1,7 +1,7 @@
-"""Measure what other peers do, as a witness of their contributions (core/credit.py). Start reading at `Witness`.
+"""Measure other peers' work, as a witness of their contributions (core/credit.py). Start reading at `Witness`.
 
-The figures are published in this peer's record. Signed records, also those of other peers, are written to the journal,
-so that contributions can be added up after the run, and a restarted peer continues with its figures.
+This peer's record publishes the figures. The journal keeps its signed records, and the last ones of other peers, so
+that contributions can be added up after the run, and a restarted peer continues with its figures.
 """
 
 import base64
@@ -28,8 +28,10 @@ from decentral.peers.runtime.peer_selection import PeerSelection
 from decentral.peers.runtime.setup import PresentSetup
 
 MOST_TALLIES = 4096  # figures of at most this many peers are kept; a roster has no more
-PAUSE_S, PAUSE_TURNS = 10.0, 8.0  # credit ends after a pause of this, or of so many times the usual time between pulls
-LONGER = 1.05  # a peer's windows count as at most this many times as long as before
+# A pause between two merged windows of a peer is credited up to the longest of: PAUSE_S, PAUSE_TURNS times the expected
+# time between two of our pulls from it, and twice its usual window.
+PAUSE_S, PAUSE_TURNS = 10.0, 8.0
+LONGER = 1.05  # the estimate of how long a peer's windows last grows at most this many times from merge to merge
 OWN_EVERY_S = 60.0  # our own record is written to the journal at this interval; each line has about 3 kB
 MOST_LAST = 64  # a leaving peer writes the last records of at most this many others to its journal
 MOST_FEW = (1 << 32) - 1  # larger figures would make our record invalid
@@ -45,24 +47,24 @@ class MergedWindow:
     closed_at: Seconds  # when the partner closed it
     lasted_s: Seconds  # how long it lasted, as the partner says; 0.0: not known
     own_s: Seconds  # how long our own window lasted
-    pause_s: Seconds  # the longest time since the partner's previous window for which it is credited
+    pause_s: Seconds  # longer times since the partner's previous window are not credited in full
 
 
 @dataclass(slots=True)
 class Tally:
-    """Figures about one peer, as SeenWork explains them."""
+    """The contribution record of one peer since this process started; SeenWork explains the figures."""
 
     claimed: float = 0.0
     own: float = 0.0  # our tokens in the same time
-    length: float = 0.0  # sum of the lengths of the peer's windows
-    own_length: float = 0.0  # sum of the lengths of our windows beside them
+    length: float = 0.0  # sum of the lengths (L2 norms) of the peer's windows
+    own_length: float = 0.0  # sum of the lengths of our windows in the same merges
     met_s: Seconds = 0.0
     served_bytes: int = 0
     passed: int = 0
     failed: int = 0
-    turn: int = 0  # peers with the smallest numbers are in our record if it has no room for all
+    turn: int = 0  # if our record has no room for all peers, it has those with the smallest `turn`
     before: SeenWork = NOTHING_SEEN  # what earlier processes of this peer have measured
-    # Fragment -> when its last window was closed, and how long its windows last.
+    # Fragment -> when its last window was closed (None: no window yet), and the estimate of how long its windows last.
     _windows: dict[int, tuple[Seconds | None, Seconds]] = field(default_factory=dict)
 
     def served(self, received_bytes: int) -> None:
@@ -70,18 +72,19 @@ class Tally:
         self.served_bytes += received_bytes
 
     def judged(self, right: bool) -> None:
-        """Count a check that the peer's work has passed, or failed if not `right`."""
+        """Count a check of the peer's work: passed if `right`, else failed."""
         self.passed, self.failed = self.passed + right, self.failed + (not right)
 
     def met(self, window: MergedWindow, work: PartnerWork | None) -> None:
         """Credit the peer, at the speed of this window, for the time since its previous window of the fragment.
 
-        A window lasts as long as the peer says, but no less than the shortest of the latest times between two of its
-        windows (some that we did not pull may lie between), and no less than ours, as we merge no more of them.
+        The time counts as that many windows like this one. A window lasts as long as the peer says, but at least as
+        long as our own, and as the shortest recent time between two of its windows that we merged. So a peer that
+        understates how long its windows last gains little.
 
         Args:
             window: The window; the first one of a fragment brings no credit.
-            work: The work behind it; None if the merge has refused it, so that the time passes without credit.
+            work: The work behind it; None if the merge has refused it: the time counts, but brings no tokens.
         """
         before, usual_s = self._windows.get(window.fragment, (None, math.inf))
         between_s = 0.0 if before is None else max(0.0, window.closed_at - before)
@@ -99,7 +102,7 @@ class Tally:
             self.own_length += times * work.own_length
 
     def row(self, peer: str, carried: int) -> SeenWork:
-        """Return the figures for a record; `carried` is the count that the router keeps."""
+        """Return the peer's figures for our record; `carried` are the tokens that our router has counted."""
         old = self.before
         explained = explained_tokens(self.own, self.length / self.own_length) if self.own_length else 0.0
         return SeenWork(
@@ -130,7 +133,7 @@ class Witness:
         self.tallies = {row.peer: Tally(turn=self._turn(row.peer), before=row) for row in self.setup.now.seen}
 
     def of(self, peer: PeerId) -> Tally:
-        """Return the figures of a peer; at first they are 0."""
+        """Return the figures of a peer, to be changed by the caller; at first they are 0."""
         end = suffix(peer)
         found = self.tallies.get(end) or Tally(turn=self._turn(end))
         keep_latest(self.tallies, end, found, MOST_TALLIES)
@@ -149,7 +152,7 @@ class Witness:
         Args:
             merged: The merge.
             own_s: How long our own window lasted; 0.0: not known.
-            pulled: When each partner closed its window, and how long this lasted, as it says.
+            pulled: For each partner, when it closed its window and how long the window lasted, as the partner says.
         """
         held = next((one for one in self.setup.now.fragments if one.index == merged.fragment), None)
         if held is None or not own_s:
@@ -175,7 +178,7 @@ class Witness:
     def rows(self) -> tuple[SeenWork, ...]:
         """Return the figures for our record, of at most MOST_WITNESSED peers.
 
-        If there are more peers, those nearest by hash are chosen, so that every peer gets about as many witnesses.
+        If there are more peers, a hash of both peers' ids chooses, so that all peers get about as many witnesses.
         """
         computed = self.routes.commits.computed if self.routes else {}
         carried = {suffix(peer): count // self.setup.now.layers for peer, count in computed.items()}
@@ -189,16 +192,16 @@ class Witness:
         if now < self._own_at:
             return []
         first, self._own_at = not self._own_at, now + OWN_EVERY_S
-        return [] if first else self.signed([self.setup.now.own.peer])  # at first there is nothing to say
+        return [] if first else self.signed([self.setup.now.own.peer])  # the first record has no figures yet
 
     def last_lines(self) -> list[Log]:
         """Return journal lines with the last signed records: our own, and those of at most MOST_LAST other peers."""
         return self.signed([self.setup.now.own.peer, *sorted(self.roster.live)[:MOST_LAST]])
 
     def signed(self, peers: Sequence[PeerId]) -> list[Log]:
-        """Return a journal line with the newest signed record of each of these peers, as far as there is one.
+        """Return a journal line for each of these peers that has a signed record, with the newest one.
 
-        In a large swarm, whose records are under many DHT keys, only our own record is written.
+        In a large swarm, whose records are under many DHT keys, only our own record gets a line.
         """
         setup, level = self.setup.now, self.roster.size.level
         found = []
