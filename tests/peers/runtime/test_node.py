@@ -597,6 +597,15 @@ def test_a_node_writes_signed_records_of_what_it_has_seen_also_that_of_a_peer_wh
     assert mine[-1].phase == "leaving"
 
 
+def test_a_node_that_leaves_writes_its_own_signed_record_last() -> None:
+    """When it starts again it reads only the end of its journal, which records of others may fill."""
+    played = Played("pull", "training")
+    partner, own = played.known.peer, played.node.setup.own.peer
+    left = played.node.leave("interrupted", played.now)
+    lines = [one.event for one in left if isinstance(one, Log) and isinstance(one.event, StatementLine)]
+    assert [line.peer for line in lines] == [partner, own]
+
+
 def test_a_node_that_starts_again_goes_on_with_what_it_has_seen() -> None:
     row = SeenWork("abcdefgh", 100, 90, 0, 60, 5, 4, 1)
     played = Played("pull", "joining")
