@@ -577,6 +577,9 @@ def test_the_journal_says_how_much_of_the_device_training_uses() -> None:
     line = played.node.own_record.status(played.now).event
     assert isinstance(line, StatusLine)
     assert line.mfu == round(100.0 * len(work) * 6e6 / 4e9, 4)
+    part = dataclasses.replace(played.node.present.now, fragments=work[:1])
+    played.node.present.now = part
+    assert played.node.own_record.utilisation(played.now) is None  # its tokens are not those that it computes
 
 
 def test_a_node_writes_signed_records_of_what_it_has_seen_also_that_of_a_peer_which_leaves() -> None:
