@@ -36,7 +36,7 @@ class StageConfig:
     first: int
     last: int
     cuts: tuple[Fragment, ...]  # the model's fragments; every stage execution ends where a fragment ends
-    max_sequences: int
+    max_sequences: int  # in another peer's micro-batch; 0: this peer computes for no other
     capacity: int  # this many micro-batches fit into memory, if each passes through all layers of this peer
     micro_batches_per_step: int
     forms: Callable[[int, int], ActivationForms]  # (layer, sequences) -> layouts in which that layer's input may arrive
@@ -52,7 +52,7 @@ class StageConfig:
     def __post_init__(self) -> None:
         """Compute once the layers at which executions may begin, since every request is checked against them."""
         entries = tuple(cut.first for cut in self.cuts if max(1, self.first) <= cut.first < self.last)
-        object.__setattr__(self, "_entries", entries)
+        object.__setattr__(self, "_entries", entries if self.max_sequences else ())
 
     @property
     def layers(self) -> int:

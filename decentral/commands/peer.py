@@ -78,9 +78,11 @@ def _start(arguments: Sequence[str]) -> None:
         assert flags.state_dir, "a rank has a state folder"
         compile_caches.keep_in(Path(flags.state_dir).absolute())
         device, again = devices[place.local_rank], place.restarts > 0
-        flags = _downloaded(flags) if place.rank == 0 else flags
-        lead = partial(start_peer.start, flags, device, again=again)
-        launch.rank(device, flags.peer.throttle, place, lambda island: asyncio.run(lead(island=island)))
+        lead = partial(start_peer.start, device=device, again=again)
+        # Rank 0 downloads when all ranks have connected: they wait for its orders much longer than for its connection.
+        launch.rank(
+            device, flags.peer.throttle, place, lambda island: asyncio.run(lead(_downloaded(flags), island=island))
+        )
     elif len(devices) > 1:
         raise SystemExit(launch.island(arguments, flags.state_dir or str(state.new_path()), devices))
     elif flags.peer.split is not Split.AUTO:

@@ -12,6 +12,7 @@ rank for that.
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -313,8 +314,13 @@ def _convert(layer: nn.Module, dtype: torch.dtype) -> None:
             module.register_parameter(name, nn.Parameter(parameter.detach().to(dtype)))
 
 
+def draws(model: config.ModelConfig) -> bool:
+    """Return whether `build` gives initial weights: not if they are in a folder that this machine lacks."""
+    return model.weights is None or (model.start_from is not None and Path(model.start_from).is_dir())
+
+
 def build(run: config.Config, device: torch.device, ranks: Orders) -> BuiltReplica:
-    """Build this rank's part of the model, with initial weights. All ranks must call this.
+    """Build this rank's part of the model, with initial weights if it `draws` them. All ranks must call this.
 
     Only one layer is whole in memory at a time, except a user's layers (`model.layers`).
 
@@ -326,7 +332,7 @@ def build(run: config.Config, device: torch.device, ranks: Orders) -> BuiltRepli
     mesh = DeviceMesh.from_group(group, device.type)
     found: dict[int, nn.Module] = {}
     tensor = ranks.split is Split.TENSOR
-    for number, built in decoder.each(run.model, run.seed):
+    for number, built in decoder.each(run.model, run.seed, drawn=draws(run.model)):
         (layer,) = decoder.placed([built], run, device)
         _convert(layer, dtype)
         if tensor:

@@ -61,7 +61,7 @@ class Span:
     def hold(self, first: int, last: int, drawn: bool = True) -> None:
         """Hold the layers [first, last): keep layers that the peer already has, free the others, and build the rest.
 
-        In an island that shards, hold a part of every layer, with initial weights, whatever the arguments are.
+        In an island that shards, hold a part of every layer, whatever the arguments are (`sharded.draws`).
 
         Layers that are no longer held are freed before new layers are built, so the device never holds both. No
         execution may be pending.
@@ -108,7 +108,7 @@ class Span:
             self._stages = self._at_work(alone=True)
 
     def _hold_part(self) -> None:
-        """Hold this rank's part of every layer, with initial weights."""
+        """Hold this rank's part of every layer, with initial weights if this machine has them."""
         from decentral.engine import sharded
 
         island = self.device.ranks
@@ -116,6 +116,7 @@ class Span:
         built = sharded.build(self.run, self.device.device, island)
         self.layers, self.fragments = built.layers, list(self.cuts)
         self.inner, self.forward = built.inner, built.forward
+        self._undrawn = set() if sharded.draws(self.run.model) else {cut.index for cut in self.cuts}
         self.gossip.hold(built.inner.lives)
 
     def given(self, fragments: Iterable[int]) -> None:

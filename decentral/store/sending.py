@@ -228,7 +228,7 @@ def push(
         store: The store.
         keep: Number of this peer's newest checkpoints of the run that stay; None: all stay.
         pace: The limit of bandwidth.
-        sent: Gets the number of further bytes that were read to be sent.
+        sent: Is told how many more bytes were read to be sent; 0 for a part that is there already.
 
     Raises:
         Exception: The provider's own, if a request fails. Without the manifest, the upload does not count.
@@ -246,6 +246,8 @@ def push(
             if part.name not in there or not store.has(f"{folder}{part.name}", reader):
                 store.send(f"{folder}{part.name}", reader)
                 count += part.bytes
+            else:
+                sent(0)  # thousands of parts that are there take minutes, in which the push must not seem to hang
         upload.require_unchanged()
         store.finish(f"{folder}{MANIFEST}", manifest.packed(), _outdated(before, manifest, there) if alone else ())
     removed = _prune(store, manifest, keep) if keep is not None and manifest.kind == "checkpoint" else []

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ LAST_UPLOAD_S = 30.0  # a peer that ends waits this long at most for the upload 
 UPLOAD_NICENESS = 10
 ENDED_LOOK_S = 0.02
 UPLOADER_LINE_BYTES = 64 * 1024
+LAST_LINES = 32  # of a child; the result is among them
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,18 +132,21 @@ class CheckpointUploads:
 
 
 async def _run_child(command: list[str]) -> tuple[JsonObject, str]:
-    """Run an upload, and return the JSON object in its last line, and the reason of a failure or ""."""
+    """Run an upload, and return the last JSON object that it printed, and the reason of a failure or ""."""
     tied = [sys.executable, end_with_parent.__file__, str(os.getpid()), shutil.which(command[0]) or command[0]]
-    nowhere, pipe, both = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
-    process = subprocess.Popen([*tied, *command[1:]], stdin=nowhere, stdout=pipe, stderr=both, start_new_session=True)
+    nowhere, pipe, both, line = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT, [*tied, *command[1:]]
+    try:
+        process = subprocess.Popen(line, stdin=nowhere, stdout=pipe, stderr=both, start_new_session=True)
+    except OSError as error:  # too many processes, or too little memory
+        return {}, f"no process could be started ({error.strerror})"
     output = asyncio.StreamReader(UPLOADER_LINE_BYTES)
     reading, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(output), process.stdout
     )
-    last = b""
+    last = deque[bytes](maxlen=LAST_LINES)
     try:
-        while line := await asyncio.wait_for(output.readline(), STALLED_S):
-            last = line
+        while said := await asyncio.wait_for(output.readline(), STALLED_S):
+            last.append(said)
         code = await asyncio.wait_for(_exit_code(process), STALLED_S)
     except TimeoutError:
         return {}, f"nothing was sent for {STALLED_S:g} s"
@@ -152,11 +157,13 @@ async def _run_child(command: list[str]) -> tuple[JsonObject, str]:
         if process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # nobody waits for its end: a disk that hangs would delay it
-    with suppress(ValueError, TypeError):
-        found = strict_json.loads(last)
-        if code == 0 and isinstance(found, dict) and "name" in found:
-            return found, ""
-    words = printable(" ".join(last.decode(errors="replace").removeprefix("error:").split()), UPLOADER_LINE_BYTES)
+    for said in reversed(last) if code == 0 else ():  # libraries warn when the process ends
+        with suppress(ValueError, TypeError):
+            found = strict_json.loads(said)
+            if isinstance(found, dict) and "name" in found:
+                return found, ""
+    why = (last[-1] if last else b"").decode(errors="replace").removeprefix("error:")
+    words = printable(" ".join(why.split()), UPLOADER_LINE_BYTES)
     return {}, words or f"exit code {code}"
 
 

@@ -305,7 +305,8 @@ class Roster:
         record = replace(self.source.compose_record(now, leaving), renew_s=self.size.renew_s)
         body, keys = records.pack(record), published(self.run, self.own.peer, self.size.level)
         if leaving:  # older copies under the keys of earlier levels must not outlive this last record
-            keys = list(dict.fromkeys([*keys, *(key for key, until in self._published.keys.items() if until > now)]))
+            older = [key for key, until in self._published.keys.items() if until > now and key not in keys]
+            keys = [*older, *keys]  # `sealed` returns the last one, which is that of our present level
         return [self._published.announce(self.own, key, body, now + record.lifetime_s, now) for key in keys]
 
     def _refresh(self, now: Seconds) -> list[RosterEffect]:

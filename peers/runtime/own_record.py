@@ -109,9 +109,12 @@ class OwnRecord:
         """Return the model FLOPs utilisation (MFU; PaLM, arXiv 2204.02311, appendix B); None if it is not known.
 
         It is the FLOP/s that both passes through our layers need at the present tokens/s, divided by the FLOP/s of the
-        device in a large matrix product, as measured at the start.
+        device in a large matrix product, as measured at the start. It is not known where micro-batches take routes: a
+        peer's tokens are then those of its own micro-batches, while its device also computes for others.
         """
         setup, speed = self.setup.now, self.progress.speed(now)
+        if not setup.whole or setup.config.synchronous:
+            return None
         flops = sum(sum(one.work) for one in setup.fragments) * speed  # 0.0 for layers of user code
         return flops / setup.profile.flops if flops and setup.profile.flops else None
 

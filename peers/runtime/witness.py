@@ -195,8 +195,11 @@ class Witness:
         return [] if first else self.signed([self.setup.now.own.peer])  # the first record has no figures yet
 
     def last_lines(self) -> list[Log]:
-        """Return journal lines with the last signed records: our own, and those of at most MOST_LAST other peers."""
-        return self.signed([self.setup.now.own.peer, *sorted(self.roster.live)[:MOST_LAST]])
+        """Return journal lines with the last signed records: those of at most MOST_LAST other peers, and our own.
+
+        Ours is last, since the next process of this peer reads only the end of the journal.
+        """
+        return self.signed([*sorted(self.roster.live)[:MOST_LAST], self.setup.now.own.peer])
 
     def signed(self, peers: Sequence[PeerId]) -> list[Log]:
         """Return a journal line for each of these peers that has a signed record, with the newest one.

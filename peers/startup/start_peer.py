@@ -61,7 +61,7 @@ async def start(flags: StartFlags, device: str, island: "Island | None" = None, 
         compile_caches.keep_in(folder.path)
         if flags.resume_from:
             folder.restore(Path(flags.resume_from))
-        asked = flags.of_restart(bool(folder.read_run()), bool(_known_peers(folder))) if again else flags
+        asked = flags.of_restart(bool(folder.look_at_run()), bool(_known_peers(folder))) if again else flags
         own = Identity.load_or_create(folder.path / "identity.key")
         # Do not use asyncio's default executor: asyncio waits for it at exit, which would delay an error message.
         loading = asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1, LOADING), load, device)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from decentral.commands import peer
 from decentral.core import config, rank_place
 from decentral.core.errors import UserError
 from decentral.core.rank_place import Place, Split
-from decentral.engine import launch, measure, memory
+from decentral.engine import compile_caches, launch, measure, memory
 from decentral.engine.island import Island, Member
 from decentral.engine.step import Device
 from decentral.model import decoder
+from decentral.peers.startup import start_peer
+from decentral.peers.startup.flags import StartFlags
 from tests.commands.peer_processes import TINY, Peers, exchanged
 from tests.patient_time import LIMIT_S
 
@@ -94,6 +97,34 @@ def test_under_torchrun_only_rank_0_says_what_is_wrong(
         peer.main(["--device", "cpu"])
     assert ended.value.code == 2
     assert capfd.readouterr().err == ""
+
+
+def test_rank_0_downloads_only_when_the_ranks_have_connected(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They wait ten minutes for each other to connect, which a large download exceeds."""
+    done: list[str] = []
+    ranks = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "LOCAL_RANK": 0, "RANK": 0, rank_place.ATTEMPT: 0}
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, str(value))
+
+    def connected(device: str, throttle: float, place: Place, lead: Callable[[object], None]) -> None:
+        done.append("connected")
+        lead(None)
+
+    def downloaded(flags: StartFlags) -> StartFlags:
+        done.append("downloaded")
+        return flags
+
+    async def started(flags: StartFlags, device: str, island: object, again: bool) -> None:
+        done.append("started")
+
+    monkeypatch.setattr(compile_caches, "keep_in", lambda folder: None)
+    monkeypatch.setattr(launch, "rank", connected)
+    monkeypatch.setattr(peer, "_downloaded", downloaded)
+    monkeypatch.setattr(start_peer, "start", started)
+    assert peer.main(["--device", "cpu", "--state-dir", str(tmp_path)]) == 0
+    assert done == ["connected", "downloaded", "started"]
 
 
 def test_only_torchrun_tells_a_rank_to_leave_by_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:

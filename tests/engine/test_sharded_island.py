@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +18,19 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from decentral.comm.codecs import blockwise
+from decentral.comm.gossip.outer_kernels import TorchKernels
+from decentral.comm.gossip.update_rules import RuleTools
 from decentral.core import config, jobs
 from decentral.core.ids import PeerId
 from decentral.core.rank_place import Split
 from decentral.data import corpora
+from decentral.engine import sharded
 from decentral.engine.compute import Compute, ComputeSetup
+from decentral.engine.inner import Inner
 from decentral.engine.island import Assignment, Island, follow
-from decentral.engine.step import ALONE, Device, Ranks
+from decentral.engine.span import Span
+from decentral.engine.step import ALONE, BuiltReplica, Chain, Device, Ranks
+from decentral.model.start_weights import StartWeightsError
 from tests.patient_time import LIMIT_S
 
 CPU = torch.device("cpu")
@@ -268,3 +276,29 @@ def test_several_continue_from_the_checkpoint_of_one_process(folder: Path, text:
     found = torch.load(folder / "the checkpoint of one process.pt")
     for key in expected.keys() - {"losses"}:
         torch.testing.assert_close(found[key], expected[key], rtol=1e-6, atol=1e-7)
+
+
+def test_ranks_without_the_folder_of_the_initial_weights_await_those_of_other_peers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = config.ModelConfig(depth=1, width=32, heads=4, context=16).model_copy(update={"weights": "0" * 32})
+    run = config.Config().model_copy(update={"model": model})
+    built = BuiltReplica(run, [], Inner([], run.train), Chain([]))
+    monkeypatch.setattr(sharded, "build", lambda *_: built)
+    ranks: Any = SimpleNamespace(rank=0, size=2, split=Split.PARTS, shards=None, tell=print, take=print, sharded=True)
+    tools = RuleTools(blockwise, TorchKernels(blockwise))
+    span = Span(run, PeerId("A"), tools, Device(CPU, torch.float32, ranks=ranks))
+    assert not sharded.draws(model)
+    span.hold(0, span.model_layers)
+    with pytest.raises(StartWeightsError, match="give --model-from DIR"):
+        span.draw()
+    span.given(range(len(span.cuts)))
+    span.draw()
+
+
+def test_ranks_draw_weights_that_need_no_folder_or_whose_folder_is_there(tmp_path: Path) -> None:
+    model = config.ModelConfig()
+    assert sharded.draws(model)
+    of_folder = model.model_copy(update={"weights": "0" * 32, "start_from": str(tmp_path)})
+    assert sharded.draws(of_folder)
+    assert not sharded.draws(of_folder.model_copy(update={"start_from": str(tmp_path / "gone")}))

@@ -70,6 +70,17 @@ def test_what_is_whole_is_not_sent_again(tmp_path: Path) -> None:
     assert pushed(folder, place).sent == 0
 
 
+def test_a_push_says_that_it_goes_on_also_while_it_finds_parts_that_are_there(tmp_path: Path) -> None:
+    """A peer ends an upload that says nothing for minutes."""
+    folder, place = state_folder(tmp_path / "peer"), tmp_path / "place"
+    with opened(folder, place) as upload, pytest.raises(Interrupted):
+        push(upload, CutOffStore(place, 4), None, SendPace(None), lambda _: None)
+    told: list[int] = []
+    with opened(folder, place) as upload:
+        push(upload, store_of(str(place)), None, SendPace(None), told.append)
+    assert told == [0, 0, 0, 0]
+
+
 def test_neither_the_key_nor_paths_nor_flags_leave_the_folder(tmp_path: Path) -> None:
     folder, place = state_folder(tmp_path / "peer", parts=1), tmp_path / "place"
     for name in ("identity.key", "flags.json", "invitation.json", "founder.json"):

@@ -77,6 +77,21 @@ def test_a_failure_is_told_once_and_so_is_the_first_upload_after_it(upload: Uplo
     assert upload.lines()[0].reason == "no such bucket"
 
 
+def test_a_warning_of_a_library_after_the_result_is_no_failure(upload: Upload) -> None:
+    upload.runs(f"{DONE}; print('Unclosed client session')")
+    asyncio.run(upload.uploads.upload())
+    assert [line.outcome for line in upload.lines()] == ["done"]
+
+
+def test_a_machine_without_room_for_a_process_is_a_failure_like_others(upload: Upload) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    upload.patch.setattr(subprocess, "Popen", refused)
+    asyncio.run(upload.uploads.upload())
+    assert upload.lines()[0].reason == "no process could be started (Resource temporarily unavailable)"
+
+
 @pytest.mark.parametrize("code", ["pass", "print('[]')", "print('{}')", "import os; os.kill(os.getpid(), 9)"])
 def test_a_child_that_says_nothing_useful_has_failed(upload: Upload, code: str) -> None:
     upload.runs(code)

@@ -371,6 +371,15 @@ def test_a_peer_that_leaves_says_so_at_its_former_level_too(sharded: Roster) -> 
     assert told >= {key_of(RUN, sharded.own.peer, level) for level in (LEVEL, LEVEL + 1)}
 
 
+def test_the_record_that_a_peer_keeps_of_itself_is_signed_for_its_present_level(sharded: Roster) -> None:
+    sharded.handle(Woke(), NOW)
+    sharded.size.level += 1
+    sharded.leave(NOW + 1)
+    own = sharded.own.peer
+    body, _ = open_sealed(key_of(RUN, own, LEVEL + 1), own, sharded.sealed(own), NOW + 1)
+    assert records.unpack(body).phase == "leaving"
+
+
 def test_a_lookup_goes_to_our_own_shard_and_to_one_more_and_in_time_to_all(sharded: Roster) -> None:
     own, seen = key_of(RUN, sharded.own.peer, LEVEL), set[str]()
     for number in range(200):

@@ -577,6 +577,9 @@ def test_the_journal_says_how_much_of_the_device_training_uses() -> None:
     line = played.node.own_record.status(played.now).event
     assert isinstance(line, StatusLine)
     assert line.mfu == round(100.0 * len(work) * 6e6 / 4e9, 4)
+    part = dataclasses.replace(played.node.present.now, fragments=work[:1])
+    played.node.present.now = part
+    assert played.node.own_record.utilisation(played.now) is None  # its tokens are not those that it computes
 
 
 def test_a_node_writes_signed_records_of_what_it_has_seen_also_that_of_a_peer_which_leaves() -> None:
@@ -595,6 +598,15 @@ def test_a_node_writes_signed_records_of_what_it_has_seen_also_that_of_a_peer_wh
     (seen,) = mine[0].standing.seen
     assert (seen.peer, seen.served_bytes) == (partner[-8:], 4096)
     assert mine[-1].phase == "leaving"
+
+
+def test_a_node_that_leaves_writes_its_own_signed_record_last() -> None:
+    """When it starts again it reads only the end of its journal, which records of others may fill."""
+    played = Played("pull", "training")
+    partner, own = played.known.peer, played.node.setup.own.peer
+    left = played.node.leave("interrupted", played.now)
+    lines = [one.event for one in left if isinstance(one, Log) and isinstance(one.event, StatementLine)]
+    assert [line.peer for line in lines] == [partner, own]
 
 
 def test_a_node_that_starts_again_goes_on_with_what_it_has_seen() -> None:
