@@ -6,6 +6,7 @@ fails before the peer trains, the files that this start made are removed, and th
 
 import fcntl
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -158,10 +159,10 @@ class StateFolder:
         return Path(data).name if data.startswith("/") else data
 
     def restore(self, upload: Path) -> None:
-        """Move the checkpoint and the run of a downloaded upload into this folder, unless the folder has a run.
+        """Begin with the checkpoint and the run of a downloaded upload, unless the folder has a run.
 
         Args:
-            upload: The folder of the download, which is removed.
+            upload: The folder of the download. It stays, since other peers of this machine may begin with it, too.
 
         Raises:
             UserError: If the upload names no run, the folder has another run, or a file cannot be written.
@@ -171,10 +172,15 @@ class StateFolder:
             belongs = f"{self.path} belongs to run {kept[0]}" if kept else "its upload names no run"
             raise UserError(f"--resume-from: {belongs}; use another --state-dir, or name another upload")
         if kept is None:
+            fresh = self.path / f"{CHECKPOINT}.new"
             with writing("--state-dir", self.path, "folder"):
-                shutil.move(upload / CHECKPOINT, self.path / CHECKPOINT)
+                fresh.unlink(missing_ok=True)
+                try:
+                    os.link(upload / CHECKPOINT, fresh)
+                except OSError:  # another file system, or one without hard links
+                    shutil.copyfile(upload / CHECKPOINT, fresh)
+                fresh.replace(self.path / CHECKPOINT)
             self._write("run.json", {"run": found[0], "config": found[1].canonical()})
-        shutil.rmtree(upload, ignore_errors=True)
 
     def read_flags(self) -> PeerFlags:
         """Return the flags in the folder's `flags.json`; the default flags if the file is missing.

@@ -99,9 +99,7 @@ def test_under_torchrun_only_rank_0_says_what_is_wrong(
     assert capfd.readouterr().err == ""
 
 
-def test_rank_0_downloads_only_when_the_ranks_have_connected(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_rank_0_downloads_only_when_the_ranks_have_connected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """They wait ten minutes for each other to connect, which a large download exceeds."""
     done: list[str] = []
     ranks = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "LOCAL_RANK": 0, "RANK": 0, rank_place.ATTEMPT: 0}

@@ -155,16 +155,26 @@ def test_a_run_that_names_files_of_this_machine_is_refused(place: Path, tmp_path
         StateFolder(tmp_path / "new").restore(get(place))
 
 
-def test_a_state_folder_begins_with_the_run_and_the_checkpoint(place: Path, tmp_path: Path) -> None:
-    (tmp_path / "new").mkdir()
-    download = get(place)
-    StateFolder(tmp_path / "new").restore(download)
-    kept = StateFolder(tmp_path / "new").look_at_run()
-    assert kept is not None
-    assert kept[0] == RUN
-    same = (tmp_path / "new" / "checkpoint.safetensors").read_bytes()
-    assert same == (tmp_path / "peer" / "checkpoint.safetensors").read_bytes()
-    assert not download.exists()
+@pytest.mark.parametrize("links", [True, False])
+def test_several_state_folders_begin_with_the_run_and_the_checkpoint(
+    place: Path, tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them was killed before it had the run, and so begins again."""
+    if not links:
+        monkeypatch.setattr(os, "link", no_link)
+    for name in ("new", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "checkpoint.safetensors").write_bytes(b"of a start that was killed")
+        StateFolder(tmp_path / name).restore(get(place))
+        kept = StateFolder(tmp_path / name).look_at_run()
+        assert kept is not None
+        assert kept[0] == RUN
+        same = (tmp_path / name / "checkpoint.safetensors").read_bytes()
+        assert same == (tmp_path / "peer" / "checkpoint.safetensors").read_bytes()
+
+
+def no_link(*_: Path) -> None:
+    raise OSError("no hard links here")
 
 
 def test_a_folder_of_another_run_is_left_as_it_is(place: Path, tmp_path: Path) -> None:
