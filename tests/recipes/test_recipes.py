@@ -23,7 +23,6 @@ from tests.commands.peer_processes import TINY
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
 STAND_IN = Path(__file__).parent / "stand_in.py"
-QUICK = ("homes",)  # pages that run with real peers in `make test`
 SIZES = {  # what a page says -> what the test runs instead
     "--model 125M": "--model 0.1M",
     "peer small ": f"peer small {shlex.join(TINY)} --set train.micro_batch=4 ",
@@ -129,9 +128,10 @@ def make_model(folder: Path) -> None:
 
 
 @pytest.mark.swarm
+@pytest.mark.night
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=[] if page.stem in QUICK else [pytest.mark.night], id=page.stem) for page in PAGES],
+    [pytest.param(page, id=page.stem) for page in PAGES],
 )
 def test_the_peers_of_a_page_train_together(page: Path, tmp_path: Path) -> None:
     if "hf download" in blocks(page):

@@ -111,7 +111,7 @@ def test_a_child_that_hangs_is_killed(upload: Upload) -> None:
 
 def test_an_upload_ends_with_a_peer_that_is_killed() -> None:
     peer = subprocess.Popen([sys.executable, "-c", OF_A_PEER])
-    while not (uploads := children(peer.pid)) or "sleep" not in command_line(uploads[0]).split()[0]:
+    while not (uploads := children(peer.pid)) or "sleep" not in command_line(uploads[0]).partition(" ")[0]:
         assert peer.poll() is None
         time.sleep(0.01)
     both = Processes(peer.pid)
