@@ -76,7 +76,7 @@ class _Room(NamedTuple):
     state_E: Floats  # bytes of all layers before each layer, [L + 1]
     activation_E: Floats  # the same for the activations of a sequence
     memory_N: Floats  # bytes
-    link_s_N: Floats  # seconds of a sequence over a usual link of each peer, and of its gradient back
+    link_s_N: Floats  # seconds to send a sequence over a typical link of each peer and get its gradient back
 
 
 @compiled

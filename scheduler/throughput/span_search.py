@@ -21,6 +21,7 @@ from functools import cached_property
 import numpy as np
 
 from decentral.core import rng as chance
+from decentral.core.latest import keep_latest
 from decentral.scheduler.spans import moves, solvers
 from decentral.scheduler.spans.moves import grown
 from decentral.scheduler.spans.problem import SpanValue, soft_minimum
@@ -78,8 +79,12 @@ class FlowProblem:
     def carried(self, spans_N2: Ints, flow: MaxFlow) -> Carried:
         """Return what the routes of a flow through these spans carry; the problem must have `flights`."""
         assert self.flights is not None, "only plans for a topology have routes"
-        paths = [(share * flow.tokens_per_s, hops) for share, hops in routes.routes(flow)]
-        return self.flights.carried(self.costs, paths, spans_N2)
+        of, found = self._carried.get(key := spans_N2.tobytes(), (None, None))
+        if found is None or of is not flow:
+            paths = [(share * flow.tokens_per_s, hops) for share, hops in routes.routes(flow)]
+            found = self.flights.carried(self.costs, paths, spans_N2)
+            keep_latest(self._carried, key, (flow, found), max_flow.FLOWS_REMEMBERED)
+        return found
 
     def flow(self, spans_N2: Ints, seconds: float = float("inf")) -> MaxFlow:
         """Return the greatest flow through the spans that is known, or is found in so many seconds."""
@@ -127,6 +132,11 @@ class FlowProblem:
     @cached_property
     def _flows(self) -> FlowSolver:
         return FlowSolver(self.costs)
+
+    @cached_property
+    def _carried(self) -> dict[bytes, tuple[MaxFlow, Carried]]:
+        """Cache: spans -> a flow through them and what its routes carry, as searches evaluate spans several times."""
+        return {}
 
     @cached_property
     def _estimates(self) -> Estimates:

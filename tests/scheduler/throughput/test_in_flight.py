@@ -9,6 +9,7 @@ from decentral.core import config
 from decentral.scheduler.throughput import in_flight
 from decentral.scheduler.throughput.in_flight import JOBS_S, Flights, Pipeline
 from decentral.scheduler.throughput.layer_costs import LayerCosts
+from decentral.scheduler.throughput.span_search import FlowProblem
 
 SPANS = [(0, 1), (1, 2)]
 ROUTE = [(0, 0, 1), (1, 1, 2)]
@@ -97,3 +98,15 @@ def test_the_largest_micro_batch_is_chosen_that_costs_no_throughput() -> None:
     scarce = flights.carried(pair().costs, [(100.0, ROUTE)], np.array(SPANS))
     assert scarce.pipeline.sequences == 1
     assert scarce.tokens_per_s == pytest.approx(5 * 10 / (4 * PASSES_S + 0.3))
+
+
+def test_spans_that_are_evaluated_again_cost_no_second_solution(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = config.load(None, ["model.context=10", "routes.overlap=true"])
+    problem = FlowProblem(pair().costs, np.zeros(2, np.int64), Flights(DELAY_NN, run))
+    first = problem.evaluate(np.array(SPANS)).value
+    assert first > 0
+    monkeypatch.setattr(Flights, "carried", lambda *_: pytest.fail("solved again"))
+    assert problem.evaluate(np.array(SPANS)).value == first
+    problem.keep(np.array(SPANS), replace(problem.flow(np.array(SPANS))))  # another flow may carry something else
+    with pytest.raises(pytest.fail.Exception):
+        problem.evaluate(np.array(SPANS))
