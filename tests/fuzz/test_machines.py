@@ -59,9 +59,10 @@ MACHINES: dict[str, tuple[str, Kind, tuple[type[Message], ...]]] = {  # class ->
     "scheduler.placement.plans.SwarmPlans": ("handle", "spans", ()),
 }
 SETTLED = 300  # steps
-LEAST_REACHED = 5  # calls of each machine; those of a move are few, since the node itself decides to move
+EXAMPLES = 3
+RARE = {"scheduler.placement.move.SpanMove": 14}  # examples of machines that are reached seldom: the node moves itself
 FEW = settings(
-    max_examples=4,
+    max_examples=EXAMPLES,
     stateful_step_count=40,
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
     suppress_health_check=list(HealthCheck),
@@ -124,8 +125,8 @@ def test_no_liars_break_a_machine(name: str, monkeypatch: pytest.MonkeyPatch) ->
         return handle(*arguments, **more)
 
     monkeypatch.setattr(one, method, counted)
-    run_state_machine_as_test(machine_of(kind, only), settings=FEW)
-    assert reached[0] >= LEAST_REACHED, f"{name} was reached {reached[0]} times"
+    run_state_machine_as_test(machine_of(kind, only), settings=settings(FEW, max_examples=RARE.get(name, EXAMPLES)))
+    assert reached[0] > 10, f"{name} was reached {reached[0]} times"
 
 
 def handling_classes() -> Iterator[str]:
