@@ -25,24 +25,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(flags: argparse.Namespace) -> None:
-    histories = {folder: _history(folder) for folder in flags.folders}
+    journals = {folder: audit.journals(Path(folder)) for folder in flags.folders}
+    histories = {folder: _history(folder, found) for folder, found in journals.items()}
     kind = kind_for(list(histories.values()))
-    runs = [ComparedRun.of(folder, history, _settings(folder), kind) for folder, history in histories.items()]
+    runs = [ComparedRun.of(one, history, _settings(journals[one]), kind) for one, history in histories.items()]
     found = RunComparison.of(runs)
     print(strict_json.dumps(found.fields(), indent=1) if flags.json else text_of(found))
 
 
-def _history(folder: str) -> RunHistory:
+def _history(folder: str, journals: Sequence[Path]) -> RunHistory:
     """Return what the journals in a folder say. Raise UserError if none of them has a valid line."""
-    history = history_of((journal.parent.name, journal) for journal in audit.journals(Path(folder)))
+    history = history_of((journal.parent.name, journal) for journal in journals)
     if not history.peers:
         raise UserError(f"{folder}: its journals have no valid line; give the state folders of peers that ran")
     return history
 
 
-def _settings(folder: str) -> str:
-    """Return the config of the run in a folder, as its peers share it; "" if the folder has none."""
-    kept = (StateFolder(journal.parent).look_at_run() for journal in audit.journals(Path(folder)))
+def _settings(journals: Sequence[Path]) -> str:
+    """Return the config of the run, as its peers share it, from beside a journal; "" if none has one beside it."""
+    kept = (StateFolder(journal.parent).look_at_run() for journal in journals)
     return next((run[1].canonical() for run in kept if run is not None), "")
 
 

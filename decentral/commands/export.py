@@ -79,7 +79,7 @@ def _local(text: str) -> str:
 def _write_card(
     out: Path, run: RunId, settings: Config, folders: Sequence[str], step: int, adapters: bool
 ) -> list[str]:
-    """Write the model card, and return its file name; [] if the folder has a card that its user has made their own.
+    """Write the model card, and return the names of written files; [] if the folder has a card that a user has edited.
 
     Args:
         out: The folder of the export.

@@ -92,7 +92,7 @@ def _start(arguments: Sequence[str]) -> None:
 
 
 def _downloaded(flags: StartFlags) -> StartFlags:
-    """Return flags with the folders of downloads in place of the addresses of uploads, which are downloaded now.
+    """Download the uploads that these flags name, and return the flags with the downloads' folders in their place.
 
     A checkpoint is not downloaded if the state folder has a run already, so that the same command restarts a peer.
 

@@ -118,10 +118,7 @@ class PartReader(io.RawIOBase):
 
     def hexdigest(self, method: str) -> str:
         """Return the content's digest by a method of hashlib, at full speed."""
-        found = hashlib.new(method, usedforsecurity=False)
-        for at in range(0, self.size, MiB):
-            found.update(self._read(at, MiB))
-        return found.hexdigest()
+        return _digest(hashlib.new(method, usedforsecurity=False), self._file, self._begin, self._begin + self.size)
 
     def _paced(self, at: int, most: int) -> bytes:
         data = self._read(at, min(most, PACED_BYTES))
@@ -143,7 +140,7 @@ class LocalUpload:
 
     @classmethod
     def of(cls, manifest: UploadManifest, files: Mapping[str, IO[bytes]]) -> "LocalUpload":
-        """Return the upload of these open files."""
+        """Return an upload of these open files, as they are now."""
         return cls(manifest, files, _changed(files))
 
     def require_unchanged(self) -> None:
@@ -315,12 +312,17 @@ def _parts(name: str, file: IO[bytes], split: bool) -> list[UploadPart]:
         raise ValueError(f"{name} has {size} bytes")
     parts = []
     for number, begin in enumerate(range(0, max(1, size), step)):
-        found = hashlib.blake2b(digest_size=DIGEST_BYTES)
         end = min(begin + step, size)
-        for at in range(begin, end, MiB):
-            found.update(os.pread(file.fileno(), min(MiB, end - at), at))
-        parts.append(UploadPart(f"{name}-{number:05d}" if split else name, name, end - begin, found.hexdigest()))
+        digest = _digest(hashlib.blake2b(digest_size=DIGEST_BYTES), file.fileno(), begin, end)
+        parts.append(UploadPart(f"{name}-{number:05d}" if split else name, name, end - begin, digest))
     return parts
+
+
+def _digest(of: "hashlib._Hash | hashlib.blake2b", file: int, begin: int, end: int) -> str:
+    """Return the hexadecimal digest, by a new hash object, of bytes [begin, end) of an open file."""
+    for at in range(begin, end, MiB):
+        of.update(os.pread(file, min(MiB, end - at), at))
+    return of.hexdigest()
 
 
 def _memory_file(content: JsonObject) -> IO[bytes]:

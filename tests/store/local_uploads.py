@@ -61,11 +61,11 @@ def pushed(folder: Path, place: Path, keep: int | None = None) -> PushResult:
 
 
 class Interrupted(Exception):
-    """What a store raises that is cut off."""
+    """The error of a store whose connection is broken."""
 
 
 class CutOffStore:
-    """Another store, which is cut off after so many files."""
+    """A store that fails after it was sent `sends` files, as if the connection broke."""
 
     at_once = False
 
