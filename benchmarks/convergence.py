@@ -73,12 +73,9 @@ METHODS: dict[str, Method] = {
     "thin": Method(code="q1", phi_every=NEVER),
     "thin-q4": Method(phi_every=NEVER),
     **{
-        f"sparse-{parts}-{keep:g}-{partners}": Method(
-            code="sparse", density=1 / parts, keep=keep, partners=partners, phi_every=NEVER
-        )
+        f"sparse-{parts}-{keep:g}": Method(code="sparse", density=1 / parts, keep=keep, phi_every=NEVER)
         for parts in (16, 32, 64, 128)
-        for keep in (0.0, 0.25, 0.5, 1.0)
-        for partners in (3, 7, 15, 31)
+        for keep in (0.0, 0.25, 1.0)
     },
     "parts": Method(code="q1", phi_every=NEVER, parts=True),
 }

@@ -50,7 +50,6 @@ class Method:
     code: Literal["q4", "q1", "sparse"] = "q4"  # of pseudo-gradients, but for the windows of the first steps
     density: float = 1 / 64  # the share of numbers that the code "sparse" sends
     keep: float = 0.0  # how much of what is not sent yet stays in the peer's own weights, 0 to 1
-    decay: float = 1.0  # of what quantising has kept back, in each window
     code_from: int = 0  # the number of first steps whose windows are in q4
     aligned: bool = True  # windows end on the same instants on all peers
     rho: float = 0.0  # 0: rho_of
@@ -176,8 +175,7 @@ class Swarm:
         theta = self.replicas.theta_PN[peer] if pending is None else self.replicas.theta_PN[peer] + pending
         in_start = self.replicas.steps[peer] <= self.method.code_from
         code = self.codes[peer] = "q4" if in_start else self.method.code
-        after, sent = outer_step.close(slow, theta, lambda x: self._coded(code, x))
-        self.slow[peer] = replace(after, residual=self.method.decay * after.residual)
+        self.slow[peer], sent = outer_step.close(slow, theta, lambda x: self._coded(code, x))
         own = outer_step.WindowUpdate(sent, self.tokens[peer], self.lr_sums[peer])
         self.published[peer] = Snapshot(replace(own, phi=self._coded("int8", slow.phi)), self.closed[peer])
         self.closed[peer] += 1

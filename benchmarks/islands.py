@@ -58,7 +58,7 @@ class Measured:
 
     ranks: int
     peaks: list[int]
-    of_files: list[int]  # by rank: resident pages of files, above all of torch's libraries, which processes share
+    of_files: list[int]  # by rank: resident bytes of mapped files; most are torch's libraries, which processes share
     counted: int  # bytes that engine/memory.py counts for a rank
     peaks_0: dict[str, int]  # rank 0's peaks after each kind of work
     losses: list[float]
