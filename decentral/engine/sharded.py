@@ -1,4 +1,4 @@
-"""A model that is divided over the ranks of an island, with torch's FSDP2 (`fully_shard`) or tensor parallelism.
+"""Divide a model over the ranks of an island, with torch's FSDP2 (`fully_shard`) or tensor parallelism.
 
 Each rank has a part of each parameter, gradient and optimizer state (ZeRO stage 3: Rajbhandari et al., arXiv
 1910.02054). FSDP2 gathers one layer's weights before its passes, and gives each rank its part of the mean gradient
@@ -70,7 +70,7 @@ class ShardedLive(Live):
         ranks: Orders,
     ) -> None:
         """Take the fragment's parameters from all the model's `layers`, which are divided already."""
-        self.ranks, self.index = ranks, fragment.index
+        self.ranks = ranks
         super().__init__(fragment, layers, device, train)
 
     def _placed(
@@ -115,7 +115,7 @@ class ShardedLive(Live):
         found = {}
         for place, (name, tensor) in enumerate(self.tensors().items()):
             self._everywhere(Order.LIFT, place)
-            found[name] = self.ranks.shards.gather(self.index, _moved(name)).to(tensor.dtype)
+            found[name] = self.ranks.shards.gather(self.fragment.index, _moved(name)).to(tensor.dtype)
         return found
 
     def copied(self, room: CopyMemory) -> dict[str, Tensor]:
@@ -139,7 +139,7 @@ class ShardedLive(Live):
         for name, value in values.items():
             if value.numel() != self._division(name).elements:
                 raise ValueError(f"{name} has {value.numel()} elements; expected {self._division(name).elements}")
-            self.ranks.shards.scatter(self.index, _moved(name), value.cpu().float())
+            self.ranks.shards.scatter(self.fragment.index, _moved(name), value.cpu().float())
             self._everywhere(Order.PUT, names.index(name))
 
     def copy_out(self, into: Tensor) -> Arrive:
@@ -147,7 +147,7 @@ class ShardedLive(Live):
         self.snapshot()
 
         def arrive() -> None:
-            self.ranks.shards.gather(self.index, Slot.SNAPSHOT, into=into)
+            self.ranks.shards.gather(self.fragment.index, Slot.SNAPSHOT, into=into)
 
         return arrive
 
@@ -157,7 +157,7 @@ class ShardedLive(Live):
 
     def copy_in(self, vector: Tensor) -> Tensor:
         """Give each rank its part of a correction [n], which `add` will add, and return the whole correction."""
-        self.ranks.shards.scatter(self.index, Slot.CORRECTION, vector)
+        self.ranks.shards.scatter(self.fragment.index, Slot.CORRECTION, vector)
         return vector
 
     def add(self, correction: Tensor) -> None:
@@ -165,7 +165,7 @@ class ShardedLive(Live):
         self._everywhere(Order.ADD, 0)
 
     def _everywhere(self, order: Order, what: int) -> None:
-        self.ranks.tell(order, self.index, what)
+        self.ranks.tell(order, self.fragment.index, what)
         self.obey(order, what)
 
     def obey(self, order: Order, what: int) -> None:
@@ -177,15 +177,15 @@ class ShardedLive(Live):
         """
         host, name = self.ranks.shards.host, list(self.tensors())[max(0, what)]
         if order is Order.ADD:
-            part = host.get(self.index, Slot.CORRECTION, take=True).to(self.theta.device)
+            part = host.get(self.fragment.index, Slot.CORRECTION, take=True).to(self.theta.device)
             chance = self.chance("add")
             for own, piece in self._pieces(part):
                 round_stochastically(own.float() + piece, own, chance)
         elif order is Order.LIFT:
             slot = Slot.SNAPSHOT if what < 0 else _moved(name)
-            host.put(self.index, slot, self._copied(name).float().cpu())
+            host.put(self.fragment.index, slot, self._copied(name).float().cpu())
         elif order is Order.PUT:
-            self._overwrite(name, host.get(self.index, _moved(name), take=True))
+            self._overwrite(name, host.get(self.fragment.index, _moved(name), take=True))
 
     def _copied(self, name: str) -> Tensor:
         if name == THETA:
@@ -207,7 +207,7 @@ class ShardedLive(Live):
         return list(zip(parts, views(vector, [one.shape for one in parts]), strict=True))
 
     def _division(self, name: str) -> Division:
-        return self.ranks.shards.division(self.index, _moved(name))
+        return self.ranks.shards.division(self.fragment.index, _moved(name))
 
 
 def _moved(name: str) -> Slot:

@@ -33,7 +33,7 @@ def divide(layer: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _keep_part(module: nn.Module, mesh: DeviceMesh, dims: dict[str, int]) -> None:
-    """Replace each parameter by this rank's part along its dimension in `dims`; without one, keep it whole."""
+    """Keep only this rank's part of each parameter that `dims` names, along that dimension; keep the others whole."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         dim = dims.get(name)
         own = parameter.detach()

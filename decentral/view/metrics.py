@@ -123,10 +123,6 @@ def _round_trip(host: Host, now: Seconds) -> Values:
     return known[len(known) // 2] if known else None
 
 
-def _mfu(host: Host, now: Seconds) -> Values:
-    return host.node.own_record.utilisation(now)
-
-
 def _executions(host: Host, now: Seconds) -> Values:
     return len(host.node.routes.executions) if host.node.routes else None
 
@@ -153,7 +149,11 @@ METRICS = (
     _counter("micro_batches", "Micro-batches since joining", lambda host, now: host.node.progress.micro_batches),
     _gauge("tokens_per_second", "Training speed of this peer", lambda host, now: host.node.progress.speed(now)),
     _gauge("swarm_tokens_per_second", "Tokens per second of this peer and of all peers that it knows", _swarm_speed),
-    _gauge("model_flops_utilisation_ratio", "MFU: FLOP/s in training over the device's FLOP/s", _mfu),
+    _gauge(
+        "model_flops_utilisation_ratio",
+        "MFU: FLOP/s in training over the device's FLOP/s",
+        lambda host, now: host.node.own_record.utilisation(now),
+    ),
     _gauge("training_loss", "Running mean of the training loss", lambda host, now: host.node.progress.losses.mean),
     _gauge("held_out_loss", "Loss on held-out text, at the last evaluation", _held_out),
     _gauge("held_out_age_seconds", "Seconds since the last evaluation", _held_out_age),

@@ -17,7 +17,7 @@ from decentral.core.units import Seconds, readable_number
 from decentral.view.loss_curve import Axis, LossCurve, LossKind, common, sparkline
 from decentral.view.run_history import PeerHistory, RunHistory
 
-COMPARED_POINTS = 8  # places of an axis at which losses are compared
+COMPARED_POINTS = 8  # number of points on the axis of tokens or time at which losses are compared
 CURVE_POINTS = 200  # points of a curve in JSON, at most
 COMPARISON_COLUMNS = 80
 MOST_COMPARED = 6  # more runs do not fit into the columns

@@ -178,7 +178,7 @@ def docker(arguments: Sequence[str]) -> int:
 
 
 def _build(flags: list[str]) -> int:
-    """Check that an image's file is there, and that its ENTRYPOINT and CMD are a command that we have."""
+    """Play `docker build`: check the Containerfile's extras and ENTRYPOINT, and keep its CMD for `docker run`."""
     given = dict(zip(flags[:-1:2], flags[1:-1:2], strict=True))
     lines = Path(given["--file"]).read_text().splitlines()
     for extras in re.findall(r"extras=([\w,]+)", "\n".join(lines)):

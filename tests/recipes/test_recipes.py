@@ -129,10 +129,7 @@ def make_model(folder: Path) -> None:
 
 @pytest.mark.swarm
 @pytest.mark.night
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, id=page.stem) for page in PAGES],
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_peers_of_a_page_train_together(page: Path, tmp_path: Path) -> None:
     if "hf download" in blocks(page):
         make_model(tmp_path / "model")

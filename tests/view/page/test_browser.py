@@ -206,7 +206,7 @@ def test_names_windows_checkpoint_goal_and_clock_times_are_on_the_first_screen(s
 
 
 def test_what_is_in_the_browser_s_storage_does_not_break_the_page(served: Served) -> None:
-    """Whatever was served at this port before may have left anything there."""
+    """Browsers keep storage by address, so another program's page at this port may have written any content to it."""
     four_peers(served)
     with browsing(served.url) as driver:
         for left in ("5", '{"a": 1}', "[1]", "[null]", "{"):
