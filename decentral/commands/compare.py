@@ -3,7 +3,7 @@
     python -m decentral.compare muon adamw           two folders of state folders, or state folders of peers
     python -m decentral.compare muon adamw --json    the same as JSON, with the curves
 
-Losses are compared at equal tokens and after equal time. Of the peers whose folders are not there, nothing is known.
+Losses are compared at equal tokens and after equal time. Peers whose folders are not given are not counted.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def _history(folder: str, journals: Sequence[Path]) -> RunHistory:
 
 
 def _settings(journals: Sequence[Path]) -> str:
-    """Return the config of the run, as its peers share it, from beside a journal; "" if none has one beside it."""
+    """Return the run's config as text, from the run.json beside one of the journals; "" if there is no run.json."""
     kept = (StateFolder(journal.parent).look_at_run() for journal in journals)
     return next((run[1].canonical() for run in kept if run is not None), "")
 

@@ -27,7 +27,8 @@ from decentral.core.strict_json import JsonObject
 from decentral.core.units import readable_bytes, readable_number
 
 DAY_S = 86400.0
-FOLDER_DATA = ("data.kind=tokens", "data.path=tokens.bin", "data.token_bytes=4")  # no data are read for an estimate
+# Overrides for --model-from without a config: a valid section `data`. An estimate never reads the file that it names.
+FOLDER_DATA = ("data.kind=tokens", "data.path=tokens.bin", "data.token_bytes=4")
 RECOVERED = "gossip recovers 0.93 of the gain of ideal synchronous training with 4 peers, 0.67 with 16"
 
 
@@ -71,7 +72,10 @@ def run_of(flags: argparse.Namespace) -> Config:
 def _of_tokens(
     found: JsonObject, tokens: float | None, groups: Sequence[PeerGroup], prices: Mapping[str, float]
 ) -> JsonObject:
-    """Return the days that `tokens` take, and their price; an hour's price where no tokens are given."""
+    """Return JSON fields: if `tokens` are given, the days that they take; if `prices` has any, the prices.
+
+    The prices are those of an hour and, if `tokens` are given, of all days.
+    """
     speed = found["tokens_per_s"]
     days = Figure(speed["mid"], speed["low"], speed["high"]).times(DAY_S).duration(tokens) if tokens else None
     hourly = sum(group.count * prices.get(cards.key(group.device), prices.get("", 0.0)) for group in groups)
@@ -83,7 +87,10 @@ def _of_tokens(
 
 
 def _prices(text: str | None) -> dict[str, float]:
-    """Return the prices of an hour by device key in a text such as `0.4` or `4090=0.35,A100=1.2`; "" is any device."""
+    """Return the price of an hour by device key, from a text such as `0.4` or `4090=0.35,A100=1.2`.
+
+    The key "" has the price of each device that the text does not name.
+    """
     found: dict[str, float] = {}
     for part in text.split(",") if text else ():
         device, equals, price = part.rpartition("=")

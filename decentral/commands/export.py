@@ -72,7 +72,7 @@ def _main(flags: argparse.Namespace) -> None:
 
 
 def _local(text: str) -> str:
-    """Return the folder of an uploaded checkpoint, which is downloaded now; a path is returned as it is."""
+    """Download an uploaded checkpoint and return its new folder; if `text` is a path, return it unchanged."""
     return str(fetched(text, "checkpoint", "--state-dir", shared.stage)) if is_address(text) else text
 
 

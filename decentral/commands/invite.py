@@ -119,9 +119,9 @@ async def _announce(founder: FounderFile, addresses: Sequence[str]) -> str:
 
 
 async def _tell(swarm: VisitedSwarm, founder: FounderFile, until: Seconds) -> tuple[int, int]:
-    """Send the list to each peer that the swarm's peers name; return how many are known, and how many have it now.
+    """Send the list to each peer that the swarm's peers name; return the numbers of peers known and of confirmations.
 
-    The contacts are always told; from the Unix time `until` on no other peers are.
+    The contacts always get the list. After the Unix time `until`, no other peer gets it.
 
     If a peer has another list that the founder has signed, the founder's next list includes it.
     """
@@ -148,7 +148,7 @@ async def _tell(swarm: VisitedSwarm, founder: FounderFile, until: Seconds) -> tu
 
 
 async def _answer(swarm: VisitedSwarm, peer: PeerId, query: Envelope) -> PeerRecords | None:
-    """Return the answer of a peer; None if it does not answer as it should."""
+    """Return the peer's answer to the query; None if the peer cannot be asked or sends another kind of message."""
     with suppress(AskError):
         answer = (await swarm.transport.ask(peer, query, RECORDS_DEADLINE_S, 0)).envelope.message
         return answer if isinstance(answer, PeerRecords) else None

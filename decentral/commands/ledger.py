@@ -4,7 +4,7 @@
     python -m decentral.ledger swarm               from the signed records in journals
     python -m decentral.ledger ann bob --json      the same as JSON
 
-What a peer says about itself is shown and does not count; core/credit.py has the rules.
+What a peer says about itself is shown, but does not count; core/credit.py has the rules.
 """
 
 import argparse

@@ -27,8 +27,8 @@ from decentral.core.errors import UserError, writing
 from decentral.core.own_inputs import OwnInputs
 from decentral.core.units import readable_number
 
-AUTO_SEQUENCES = 16  # assumed in a step where `train.micro_batch` is auto
-TOKENIZER_VOCABULARY = 32_768  # of a run whose tokens come from a tokenizer
+AUTO_SEQUENCES = 16  # a step is assumed to have this many sequences if `train.micro_batch` is auto
+TOKENIZER_VOCABULARY = 32_768  # `model.vocabulary` of a run with a tokenizer, unless the user gives another
 TOKEN_FILES = (".bin", ".npy")
 ROW_FILES = (*config.FILES_OF_ROWS, ".ndjson")
 
@@ -58,7 +58,7 @@ def _main(flags: argparse.Namespace) -> None:
     text = text_of(name, flags)
     if file.exists():
         raise UserError(f"{file} exists already; choose another NAME, or another file with --out")
-    with writing("--out", file), file.open("x", encoding="utf-8") as out:  # follows no link, replaces no other file
+    with writing("--out", file), file.open("x", encoding="utf-8") as out:  # "x" follows no link and replaces no file
         out.write(text)
     peers = f' --peers "{flags.peers}"' if flags.peers else " --peers ..."
     commands = (f"python -m decentral.estimate {file}{peers}", f"python -m decentral.peer {file}")
@@ -98,7 +98,7 @@ def text_of(name: str, flags: argparse.Namespace) -> str:
         flags: The command's flags.
 
     Raises:
-        UserError: If a flag is not valid, or the config would not be.
+        UserError: If a flag is not valid, or a peer would refuse the resulting config.
     """
     groups = places.groups_of(flags.peers) if flags.peers else []
     settings = [Setting("name", name, "")]
@@ -183,7 +183,7 @@ def _kind(flags: argparse.Namespace) -> str:
 
 
 def _of_model(flags: argparse.Namespace, before: Sequence[Setting]) -> Iterator[Setting]:
-    """Yield the settings of the model: its folder, or a shape with about the size."""
+    """Yield the settings of the model: the folder of --model-from, or a shape with about the size of --model."""
     if flags.model_from:
         yield Setting("model.from", flags.model_from, "The weights and the shape to start from.")
         return

@@ -211,7 +211,7 @@ def _of_peer(given: argparse.Namespace) -> state.PeerFlags:
 
 
 def _add_watch_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of those who watch a peer: the live page, metrics, curves and hooks."""
+    """Add the flags with which people and programs watch a peer: the live page, metrics, curves and hooks."""
     add_dashboard_flag(parser)
     parser.add_argument("--metrics", type=shared.host_port, metavar="[HOST:]PORT", help="serve metrics for Prometheus")
     curves = "write curves for tensorboard, wandb (offline)"

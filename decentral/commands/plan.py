@@ -40,7 +40,7 @@ from decentral.view.solver_picture import draw_comparison
 
 PLAN_REASON_CHARS = 1000
 ROWS = 32
-MOST_PAIRS = 8  # the best pairs of stages and replicas that are shown
+MOST_PAIRS = 8  # at most this many pairs (number of stages, number of replicas) are shown, the best first
 PLAN_LOOKS = 4  # peers' records are read from the DHT up to this many times, because some may arrive late
 LOOK_PAUSE_S = 0.5
 LEAST_FLOPS = 1.0  # a peer whose record has fewer FLOP/s, or no memory, is left out: it can compute nothing
@@ -51,7 +51,7 @@ class LiveSwarm:
     """A running swarm, as its peers' records describe it."""
 
     config: Config
-    profiles: dict[str, JsonObject]  # by peer id
+    profiles: dict[str, JsonObject]  # peer id -> its profile, as fields of JSON
     spans: dict[str, tuple[int, int]]  # peer id -> the layers [first, last) that it holds
     costs: dict[str, KindCosts]  # peer id -> what a layer of each kind costs it
 

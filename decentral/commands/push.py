@@ -41,7 +41,7 @@ def _main(flags: argparse.Namespace) -> None:
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder; give a peer's state folder, or a model that decentral export wrote")
     kind, link = kind_of_folder(folder), link_of(folder, place)
-    goes_on = link.exists()  # an interrupted upload, perhaps of an older checkpoint: the newest one follows it
+    goes_on = link.exists()  # finish the interrupted upload, then send the newest checkpoint if it is newer
     result = _pushed(flags, folder, place, link)
     if goes_on:
         result = _pushed(flags, folder, place, link)
@@ -64,7 +64,7 @@ def _pushed(flags: argparse.Namespace, folder: Path, place: str, link: Path) -> 
 
 
 def _said(result: PushResult, place: str) -> str:
-    """Return what was done, and how to begin from it."""
+    """Return text for the user: what was uploaded and removed, and the command that begins from the upload."""
     where = f"{place}/{result.name}".rstrip("/")
     done = f"{where}: whole, {readable_bytes(result.size)}, of which {readable_bytes(result.sent)} sent now"
     gone = f"; removed {len(result.removed)} older" if result.removed else ""

@@ -29,7 +29,7 @@ T = TypeVar("T")
 LOG_NAMES = ("tensorboard", "wandb")  # experiment trackers; their packages have these names
 STAGE = "starting: "  # prefix of the lines that a peer prints while it starts
 ERROR_CHARS = 2000
-UNRECOGNIZED = "unrecognized arguments: "  # begin of argparse's message about unknown flags
+UNRECOGNIZED = "unrecognized arguments: "  # argparse's message about unknown flags begins with this
 PORTS = 1 << 16
 
 

@@ -34,7 +34,7 @@ Running = Mapping[RunningPeer, PeerStatus]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 1 if a peer has not ended, or its end was not saved."""
+    """Run the command and return its exit code: 1 if a peer has not ended, or has not saved its last checkpoint."""
     return shared.run(lambda: _main(parse(argv)), interrupted=COMMANDS["stop"].interrupted)
 
 
@@ -69,8 +69,8 @@ def chosen(running: Running, which: Sequence[str]) -> list[RunningPeer]:
         which: Names and folders of peers, and folders of peers' folders; []: all peers of this user.
 
     Raises:
-        UserError: If no peer of this user has one of these names and folders, several peers have a name, or a name is
-            also a folder with other peers, as a link that somebody else has made here may be.
+        UserError: If no peer of this user has one of these names or folders, if several peers have the same name, or if
+            a peer's name is also the path of a folder with other peers (perhaps a link that somebody else has made).
     """
     own = {peer: status for peer, status in running.items() if peer.folder is not None}
     if not which:
@@ -81,7 +81,7 @@ def chosen(running: Running, which: Sequence[str]) -> list[RunningPeer]:
         path = Path(one).resolve()
         inside = [peer for peer in own if peer.folder and path in (peer.folder, peer.folder.parent)]
         if not one:
-            raise UserError("expected the name or folder of a peer; got an empty text (see decentral ps)")
+            raise UserError("expected the name or folder of a peer; got an empty string (see decentral ps)")
         if named and inside and set(named) != set(inside):
             raise UserError(f"{one} is the name of a peer, and a folder with others; name its folder, or ./{one}")
         if len(named) > 1 and not inside:
@@ -95,7 +95,7 @@ def chosen(running: Running, which: Sequence[str]) -> list[RunningPeer]:
 
 
 def what_was_saved(peer: RunningPeer, asked_at: Seconds, now: Seconds) -> tuple[bool, str]:
-    """Return whether a peer that has ended saved its end, and a line for people that says what is on the disk.
+    """Return whether a peer that has ended saved a checkpoint at its end, and a line of text about what it saved.
 
     Args:
         peer: The peer.

@@ -5,8 +5,8 @@
 
 read      Stream the documents (decentral/data/documents.py).
 train     With --train N, train a byte-level BPE tokenizer of N tokens on at most --train-bytes of the text.
-write     Write the tokens of each document, and a separator. A token is a uint16, or a uint32 if the vocabulary has
-          more than 65,536 tokens.
+write     Write the tokens of each document, followed by a separator. A token is a uint16, or a uint32 if the vocabulary
+          has more than 65,536 tokens.
 """
 
 import argparse

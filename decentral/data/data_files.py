@@ -26,7 +26,7 @@ from decentral.data import library_trial
 if TYPE_CHECKING:
     import datasets
 
-READERS = {  # the kind of reader for each suffix of a file name; the package `datasets` calls its readers so
+READERS = {  # suffix of a file name -> kind of reader, with the name that the package `datasets` uses
     ".parquet": "parquet",
     ".jsonl": "json",
     ".json": "json",
@@ -55,7 +55,7 @@ class OpenedData:
     kind: str
     set: "datasets.IterableDataset"
     files: tuple[Path, ...]
-    fingerprint: str  # hash of samples of all files; for a data set on the hub, of its name and data.glob
+    fingerprint: str  # hash of samples of all files; for a data set on the hub: its name and data.glob, as JSON
     left_out: str | None = None
 
 
@@ -181,11 +181,11 @@ def _for_training(root: Path, files: list[Path]) -> list[Path]:
 def _rows_of(kind: str, files: tuple[tuple[Path, int, int, int, int], ...]) -> list[int | None]:
     """Return the number of rows of each Parquet file; None for damaged files and other kinds of files.
 
-    A child process opens the files. Raises UserError if a file crashes this process or needs too much memory.
+    A child process opens the files. Raises UserError if a file crashes the child process or needs too much memory.
 
     Args:
         kind: `parquet` or `arrow`.
-        files: Path, and what `_state` returns, of each file.
+        files: For each file, its path and the four numbers that `_state` returns.
     """
     paths = b"\0".join(os.fsencode(path) for path, *_ in files)
     largest = max((size for _, size, *_ in files), default=0)
@@ -198,7 +198,10 @@ def _rows_of(kind: str, files: tuple[tuple[Path, int, int, int, int], ...]) -> l
 
 
 def _state(found: os.stat_result) -> tuple[int, int, int, int]:
-    """Return a file's size in bytes, and what changes with its content; a program cannot set the last time back."""
+    """Return four numbers that change with a file's content: size in bytes, inode, and two times in nanoseconds.
+
+    The times are those of the last changes of content and inode; no program can set the latter back.
+    """
     return found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
 
 

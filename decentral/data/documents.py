@@ -37,7 +37,7 @@ PIECE_CHARS = 16 * 1024
 # Usual lengths of a piece; the next shorter one is used if the data have fewer than ENOUGH_PIECES pieces.
 FINER = (PIECE_CHARS, PIECE_CHARS // 4, PIECE_CHARS // 16, PIECE_CHARS // 64)
 ENOUGH_PIECES = 32  # with fewer distinct pieces, the held-out share of the data could be far from the configured share
-PIECES_OF_SHARD, PIECES_OF_ROW = 1 << 60, 1 << 20  # `TextPiece.at` grows by these per shard and row, so it is unique
+PIECES_OF_SHARD, PIECES_OF_ROW = 1 << 60, 1 << 20  # `TextPiece.at` grows by these for each shard and row
 ROWS_AT_ONCE, LINES_AT_ONCE = 64, 4096
 HASHES = 1 << 64
 _SPACE = re.compile(r"\s*")
@@ -127,7 +127,8 @@ class Documents:
             least_parts: Smallest number of parts.
             readers: Number of readers among which the caller divides the parts.
             tokenizer: The folder whose chat template renders chats; None: the data have no chats.
-            least_held_out: Least number of held-out characters, whatever `data.held_out` is; at most half the pieces.
+            least_held_out: Pieces with at least this many characters in total are held out, even if `data.held_out`
+                asks for fewer. But at most half of the pieces are held out.
 
         Raises:
             UserError: If the data set cannot be opened.
@@ -137,7 +138,7 @@ class Documents:
         self.shards = int(self.opened.set.num_shards)
         self.per_shard = parts_of_a_shard(self.shards, least_parts, readers)
         self.parts = self.shards * self.per_shard
-        self.unlearned = 0  # number of chats and completions so far that cannot be trained, as the loss counts no text
+        self.unlearned = 0  # number of chats and completions read so far in which the loss counts no text
         self._parsed: tuple[int, list[Json]] = (-1, [])  # (number, rows) of the shard that was last parsed as a whole
 
     @cached_property

@@ -1,8 +1,8 @@
 """Try a file in a child process before a library loads the file in this process; start reading at `tried`.
 
 The libraries `tokenizers` and `pyarrow` end the process on some malformed files, or ask for gigabytes. So a child with
-limits of memory and time loads the file first, and this process only if the child has succeeded. The child runs this
-same file, which therefore imports nothing of decentral:
+limits of memory and time loads the file first, and this process loads it only if the child succeeds. The child runs
+this same file, which therefore imports nothing of decentral:
 
     python library_trial.py MEMORY_BYTES SECONDS tokenizers TEXT...    stdin: a tokenizer.json
     python library_trial.py MEMORY_BYTES SECONDS pyarrow KIND          stdin: paths with zero bytes between
@@ -20,15 +20,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-LEAST_MEMORY_BYTES = 2 << 30  # a child may take this much memory, for the libraries and a small file,
-MEMORY_OF_A_BYTE = 16  # and this many bytes more for each byte of the file
+LEAST_MEMORY_BYTES = 2 << 30  # a child's memory limit for an empty file, enough for the libraries
+MEMORY_OF_A_BYTE = 16  # the memory limit grows by this many bytes for each byte of the largest file
 TRIAL_S = 120.0  # processor and wall time of a child; the largest usual tokenizers take a second
-TRIED_BYTES = 256 << 20  # a child reads about this many bytes, which takes seconds; every file has an equal share,
-LEAST_SHARE = 1 << 20  # and at least this
-# Row groups of Parquet files that are larger than what is left of their file's share are read as well, up to this many
-# bytes of all files together. Beyond, the child reads the first rows of a file of which it has read nothing else.
+TRIED_BYTES = 256 << 20  # a child reads about this many bytes, which takes seconds; each file has an equal share
+LEAST_SHARE = 1 << 20  # a file's share of TRIED_BYTES is at least this many bytes, however many files there are
+# A row group of a Parquet file that is larger than the rest of the file's share is read later, until such groups of all
+# files together have LARGE_GROUP_BYTES. If no row group fits into a file's share, the child reads the file's first
+# FIRST_ROWS rows at once.
 LARGE_GROUP_BYTES, FIRST_ROWS = 512 << 20, 256
-CELL_BYTES = 8  # least memory of one value of a column that has been read
+CELL_BYTES = 8  # one value of a column takes at least this much memory after it has been read
 QUIET = {  # environment of a child: one thread, and memory from the system's allocator, which the limit bounds
     **{"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
     **{"ARROW_DEFAULT_MEMORY_POOL": "system"},
@@ -89,7 +90,7 @@ def _try_tokenizer(texts: Sequence[str]) -> int:
     made.no_truncation()
     known: int = len(made.get_vocab(with_added_tokens=True))
     for text in texts:
-        with suppress(Exception):  # the vocabulary may lack the text; a library's crash, a BaseException, is reported
+        with suppress(Exception):  # the vocabulary may lack the text; a panic of the library is no Exception
             made.decode(made.encode(text, add_special_tokens=True).ids)
             made.encode_batch_fast([text], add_special_tokens=False)
     return known
@@ -132,7 +133,7 @@ def _try_tables(kind: str, memory_bytes: int) -> list[int | None]:
 
 @contextmanager
 def _blaming(path: str, memory_bytes: int) -> Iterator[None]:
-    """Name the file in a MemoryError of the block."""
+    """Replace a MemoryError in the `with` block by one whose text names the file."""
     try:
         yield
     except MemoryError:
@@ -140,7 +141,7 @@ def _blaming(path: str, memory_bytes: int) -> Iterator[None]:
 
 
 class Group(NamedTuple):
-    """A row group of a Parquet file: its place, its stored size in bytes, and its rows for each stored byte."""
+    """A row group of a Parquet file: its index, its stored size in bytes, and its number of rows per stored byte."""
 
     number: int
     size: int
@@ -150,8 +151,8 @@ class Group(NamedTuple):
 def _try_parquet(path: str, memory_bytes: int, share: int) -> tuple[int, list[Group]]:
     """Read whole row groups, as `datasets` does, and return the number of rows, and the groups that were not read.
 
-    The groups with the most rows per byte come first, since a few bytes become gigabytes only in many rows. What
-    remains possible: a group that neither the share nor LARGE_GROUP_BYTES reaches may need any memory.
+    The groups with the most rows per byte come first, since a few bytes become gigabytes only in many rows. A group
+    that is left out because of both limits, the share and LARGE_GROUP_BYTES, may still need any amount of memory later.
     """
     from pyarrow import parquet
 
@@ -191,7 +192,7 @@ def _read_group(path: str, number: int) -> None:
 def _try_arrow(path: str, share: int) -> None:
     from pyarrow import ArrowInvalid, ipc, memory_map
 
-    left = share if os.path.getsize(path) > share else None  # of a file that fits, all batches are read
+    left = share if os.path.getsize(path) > share else None  # None: all batches are read
     with memory_map(path) as source:
         try:
             batches = iter(ipc.open_stream(source))

@@ -120,7 +120,7 @@ def divide(tokens: npt.NDArray[np.generic], share: float, window: int) -> tuple[
     held = (chosen < share * _ALL) & (signatures != _UNKNOWN)
     held[chosen.argmin()] |= not held.any()
     held[chosen.argmax()] &= not held.all()
-    begins = np.flatnonzero(np.diff(held, prepend=not held[0]))  # first stretch of each run, held out or not
+    begins = np.flatnonzero(np.diff(held, prepend=not held[0]))  # indices at which `held` changes
     run_starts, kinds = starts[begins], held[begins]
     counts = np.diff(run_starts, append=len(tokens)) - window + 1
     train, out = (Runs.of(run_starts[kinds == kind], counts[kinds == kind]) for kind in (False, True))

@@ -41,9 +41,9 @@ from decentral.data.tokenizer import TextTokenizer
 
 MOST_TOKEN_CHARS = 8  # a window of text is assumed to need at most this many characters for each token
 MOST_SAVED_BYTES = 1 << 20
-POSITION_FORMAT = 2  # version of data-position.json; a release that divides the data otherwise increases it
+POSITION_FORMAT = 2  # version of data-position.json; a release that divides the data in another way increases it
 TOKENS_AT_ONCE = 1 << 18  # a block of shuffled windows has about this many tokens; fewer at the end of an epoch
-MARKS = 8  # a block's position is saved this many times; a restart skips at most one such share of the block
+MARKS = 8  # the position is saved this many times in each block, so a restart skips at most an eighth of a block
 Tokens = npt.NDArray[np.uint32]
 Learned = npt.NDArray[np.bool_]
 """For each token, whether the loss counts it as a target."""
@@ -128,7 +128,7 @@ class TextStream:
 
     @staticmethod
     def why_nothing(documents: Documents) -> str:
-        """Return words for an error message if chats without a trainable turn were left out, else an empty text."""
+        """Return words for an error message if chats without a trainable turn were left out, else an empty string."""
         writes = "the chat template must write such a turn after the prompt that add_generation_prompt=True produces"
         none = f"; none of the {documents.unlearned} chats read has a trainable assistant turn: {writes}"
         return none if documents.unlearned else ""

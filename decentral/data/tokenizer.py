@@ -31,10 +31,10 @@ TOKENIZER_FILE, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
 SPECIAL_TOKENS_FILE, GENERATION_FILE = "special_tokens_map.json", "generation_config.json"
 MAX_TOKENIZER_FILE_BYTES = 256 << 20  # a tokenizer's file with more bytes is neither read nor copied
 MAX_SETTINGS_BYTES = 16 << 20  # largest size of a settings file, which may list thousands of added tokens
-USUAL_SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # if eos_token is missing
+USUAL_SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # without eos_token
 USUAL_TEXT = "A text, with 1 number.\n"  # a child process encodes and decodes this text to test a tokenizer
 OF_ONE_TEXT = ("padding", "truncation")  # keys of tokenizer.json that the digest ignores, since `load` disables both
-_TRIED: set[tuple[bytes, tuple[str, ...]]] = set()  # what a child has loaded: digests of files, and texts encoded
+_TRIED: set[tuple[bytes, tuple[str, ...]]] = set()  # trials that succeeded: (digest of a file, encoded texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,9 @@ def load(path: str, separator: str | None = None) -> TextTokenizer:
 
 
 def tried_text(file: Path, texts: Sequence[str] = (USUAL_TEXT,)) -> str:
-    """Return the text of a tokenizer.json after a child process has loaded it, once with the same content and texts.
+    """Return the text of a tokenizer.json after a child process has loaded it without a crash.
+
+    For the same content and the same `texts`, the child process runs only once.
 
     Args:
         file: The path.

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-ACCELERATORS = {"cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}  # in messages, by the types of torch
+ACCELERATORS = {"cuda": "CUDA", "xpu": "XPU", "mps": "MPS"}  # torch's device type -> the name that messages use
 STREAMED = ("cuda", "xpu")
 CHOICES = "auto, cpu, cuda, xpu or mps, or one of several: cuda:N"
 
@@ -27,7 +27,7 @@ def count(device: torch.device) -> int:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether the device queues work in streams, and copies to and from pinned memory beside other work."""
+    """Return whether the device queues work in streams, so that it can copy to and from pinned memory during work."""
     return device.type in STREAMED
 
 
@@ -46,22 +46,22 @@ def side_stream(device: torch.device) -> torch.Stream:
 
 
 def wait(device: torch.device) -> None:
-    """Wait until the device has done all work that was queued. A CPU queues none."""
+    """Wait until the device has done all work that is queued on it. For a CPU, which queues no work, do nothing."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def free_cache(device: torch.device) -> None:
-    """Return memory that torch keeps for later tensors to the device, for example after it ran out of memory."""
+    """Make torch free the device memory that it caches for later tensors, for example after an out-of-memory error."""
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
 
 
 def training_dtype(device: torch.device) -> torch.dtype:
-    """Return bfloat16 if the device is an accelerator that multiplies matrices of it, else float32."""
+    """Return bfloat16 if the device is an accelerator that can multiply bfloat16 matrices, else float32."""
     if device.type == "cpu":
         return torch.float32
-    if device.type != "cuda":  # each GPU that torch supports by CUDA has bfloat16; trying would occupy memory there
+    if device.type != "cuda":  # all GPUs that torch's CUDA build supports have bfloat16, and a trial would take memory
         try:
             ones = torch.ones(2, 2, device=device)
             with torch.autocast(device.type, dtype=torch.bfloat16):
@@ -75,7 +75,7 @@ def training_dtype(device: torch.device) -> torch.dtype:
 def compile_failure(device: torch.device) -> str:
     """Return why torch.compile cannot be used for this device, as its last error says; "" if it can.
 
-    It compiles for devices with streams only, and needs Triton and a C compiler, which many containers lack.
+    torch.compile is used only for devices with streams. It needs Triton and a C compiler, which many containers lack.
     """
     if not has_streams(device):
         return f"it is used on {' and '.join(ACCELERATORS[kind] for kind in STREAMED)} only"
@@ -92,7 +92,7 @@ def name(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the accelerator's memory in bytes; of Apple's unified memory, what the system recommends as the most."""
+    """Return the accelerator's memory in bytes; for an Apple GPU, the most that the system recommends to use."""
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory())
     return int(streams(device).get_device_properties(device).total_memory)

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-FOLDERS = {  # environment variable of a compiler's cache folder -> name of the new folder in the state folder
+FOLDERS = {  # environment variable of a compiler's cache folder -> the folder's new name within STATE_FOLDER/compiled
     "NUMBA_CACHE_DIR": "numba",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",

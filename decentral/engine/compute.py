@@ -54,7 +54,7 @@ class ComputeSetup:
     span: tuple[int, int] | None = None  # the peer holds layers [first, last); None means the whole model
     state_expected: bool = False  # True leaves the weights unset, since a checkpoint or other peers should give them
     kernels: OuterKernels | None = None  # computes gossip's formulas; None means plain torch (`TorchKernels`)
-    report_s: Seconds = 0.0  # least time between two reports of steps, since a report takes Python's lock from training
+    report_s: Seconds = 0.0  # minimum time between two reports of steps; training cannot run Python during a report
 
 
 class Compute(JobRunner):
@@ -85,7 +85,7 @@ class Compute(JobRunner):
         self._clock: Callable[[], Seconds] = time.monotonic  # while `run` runs, this is the training thread's CPU time
         self._trained = time.monotonic(), 0.0, 0.0  # (time, CPU time, trained_s) when `training_s` was last called
         self._saving = False
-        self._broken = False  # after a failed step, jobs such as a checkpoint are still done, but no more steps
+        self._broken = False  # True after a failed step: jobs such as a checkpoint are still done, but no steps
         self._queued: deque[tuple[QueuedStep, jobs.Stepped]] = deque()  # steps whose loss is not read yet
         self.threads = JobThreads(self.program, self._failure_of)
         ranks = setup.device.ranks
@@ -113,10 +113,10 @@ class Compute(JobRunner):
     def training_s(self) -> Seconds:
         """Return training's processor seconds since an arbitrary time; the caller subtracts the results of two calls.
 
-        On a CPU the total is the training thread's processor time, times the throttle and at most the elapsed time,
-        multiplied by the number of torch's threads. On a GPU it is the elapsed time multiplied by the machine's number
-        of cores, which training leaves free. With an emulated device it is the elapsed time multiplied by the number of
-        torch's threads.
+        On a CPU it is the training thread's processor time, multiplied by the throttle and limited to the elapsed time,
+        and then multiplied by the number of torch's threads. On a GPU, where training leaves the machine's cores free,
+        it is the elapsed time multiplied by the number of cores. With an emulated device it is the elapsed time
+        multiplied by the number of torch's threads.
         """
         device = self.setup.device
         if device.device.type != "cpu":
@@ -263,7 +263,7 @@ class Compute(JobRunner):
         return self.micro_batches(number, self.micro_batch)
 
     def _fetch(self) -> tuple[Tensor, Tensor]:
-        """Return the next micro-batch of rank 0, and count it, and one of each other rank that reads its own."""
+        """Return rank 0's next micro-batch. Count it, and one more for each other rank that reads micro-batches."""
         number = self.counters.micro_batches
         ranks = self.setup.device.ranks
         self.counters.micro_batches += ranks.readers
@@ -311,8 +311,8 @@ class Compute(JobRunner):
     def _close_round(self, job: jobs.CloseRound) -> jobs.RoundClosed:
         """Encode the round's sum of gradients of each fragment, and clear all sums.
 
-        The outcome has no sums if the update rule rejects a sum, because other peers would reject the sum as well, or
-        if a sum includes an execution that is not in `job.executions`.
+        The outcome has no sums in two cases: if the update rule rejects one of the sums, because other peers would
+        reject it as well; or if a sum includes an execution that is not in `job.executions`.
         """
         sums = self.span.stages.sums
         executions, closed = tuple(sums.executions), []

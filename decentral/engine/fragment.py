@@ -1,4 +1,4 @@
-"""Weights in training: one flat vector [n] for each fragment (`Live`). engine/inner.py has the optimizer on them.
+"""Weights in training: one flat vector [n] for each fragment (`Live`). engine/inner.py has their optimizer.
 
 Each parameter is a view into its fragment's vector, so gossip, averaging and the optimizer are a few vector operations
 for each fragment, however many tensors its layers have. A vector holds first the matrices that Muon trains (with
@@ -66,7 +66,7 @@ def fragments(parameters: Sequence[int], at_least: int) -> list[Fragment]:
 
 
 class CopyMemory(Protocol):
-    """Interface of memory for copies of tensors, which is used again for later copies (engine/checkpoint.py)."""
+    """Interface of a buffer for copies of tensors, whose memory later copies reuse (`CopyRoom` in checkpoint.py)."""
 
     def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return copies of the tensors by name."""
@@ -129,7 +129,7 @@ class Live:
     def _state(
         self, blocks: Sequence[torch.Size], others: Sequence[Sequence[Tensor]], device: torch.device
     ) -> OptimizerState:
-        """Return new optimizer state. `others`: the parameters that AdamW trains with weight decay, and without."""
+        """Return new optimizer state. `others`: AdamW's parameters, first those with weight decay, then the others."""
         matrices, gains = (sum(one.numel() for one in group) for group in others)
         return OptimizerState(blocks, matrices, gains, self.train, device)
 
@@ -204,7 +204,11 @@ class Live:
         return {"theta": self.theta, **self.state.tensors}
 
     def whole(self) -> dict[str, Tensor]:
-        """Return `tensors`, whole: in an island that shards, new vectors in host memory. Call it between steps."""
+        """Return theta and the optimizer state by name, each with all its elements. Call it between steps.
+
+        These are the tensors that `tensors` returns, except in an island that shards: there they are new vectors in
+        host memory.
+        """
         return self.tensors()
 
     def copied(self, room: "CopyMemory") -> dict[str, Tensor]:
@@ -223,11 +227,11 @@ class Live:
         self.touched.update(values)
 
     def copy_out(self, into: Tensor) -> "Arrive":
-        """Begin to copy theta to host memory between two steps: `copy_out`."""
+        """Begin to copy theta to host memory between two steps, as the function `copy_out` describes."""
         return copy_out(self, into)
 
     def copy_in(self, vector: Tensor) -> Tensor:
-        """Copy a correction [n] from host memory to the device for `add`. Call it on the worker thread: `copy_in`."""
+        """Copy a correction [n] from host memory to the device, for `add`. Call it on the worker thread."""
         return copy_in(vector, self.theta.device)
 
     def touch(self, *names: str) -> None:
@@ -277,7 +281,7 @@ class Live:
         return torch.Generator(self.theta.device).manual_seed(seed)
 
     def stepped(self) -> None:
-        """End an optimizer step. A part of a fragment (`ShardedLive`) copies the result to its weights."""
+        """End an optimizer step. Here it does nothing; `ShardedLive` copies the result to the weights of its part."""
 
     def count(self, tokens: int, rate: float) -> None:
         """Count an optimizer step on `tokens` tokens at learning rate `rate`, in `steps` and in the current window."""
@@ -286,7 +290,7 @@ class Live:
         self.steps += 1
 
     def uncount(self, tokens: int, rate: float) -> None:
-        """Take back the count of a step that has changed no weights. A window that has closed since keeps its count."""
+        """Take back the count of a step that has changed no weights. A window that closed after the step keeps it."""
         self.tokens = max(0, self.tokens - tokens)
         self.lr_sum = max(0.0, self.lr_sum - rate)
         self.steps -= 1

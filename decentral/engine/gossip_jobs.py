@@ -40,8 +40,8 @@ class GossipedFragment:
     layout: Layout  # tensors in the blobs that this peer publishes
     on_request: Layout  # tensors that are encoded only when a partner asks for them
     codings: Layout = ()  # tensors that can be sent dense or sparse; each gossip window uses one of the two codecs
-    newcomer: bool = False  # merges give a newcomer's first window weight 0, as its optimizer moments are not warm
-    resting: bool = False  # no partner reads this fragment's windows, so none are closed
+    newcomer: bool = False  # whether merges give the next window weight 0, as optimizer moments are not warm
+    resting: bool = False  # True while no partner reads this fragment's windows: no window is closed then
 
     @property
     def index(self) -> int:
@@ -206,7 +206,7 @@ class FragmentGossip:
                 return self._export(fragment)
 
     def begin(self, newcomer: bool) -> None:
-        """Drop all merges that training waits for. `newcomer`: whether each fragment's next window has weight 0."""
+        """Stop waiting for merges. `newcomer`: whether merges give each fragment's next window weight 0."""
         self.merging = set()
         for gossiped in self.fragments:
             gossiped.newcomer = newcomer

@@ -21,7 +21,7 @@ def step_fragments(lives: Sequence[tuple[Live, Sequence[Tensor]]], steps: int, r
         lives: Each fragment with its gradients: one for each parameter, or one flat vector [n].
         steps: Number of optimizer steps taken before this step.
         rate: The learning rate.
-        void: fp32 scalar on the weights' device; 1: the gradients are not finite, and nothing changes.
+        void: fp32 scalar on the weights' device: 1 if the gradients are not finite, so that nothing changes; else 0.
     """
     work = [one for live, gradients in lives for one in live.work(gradients)]
     step_together([(one.stretch, one.operands) for one in work], steps, rate, void)
@@ -42,7 +42,11 @@ class Inner:
 
     @property
     def at_once(self) -> bool:
-        """Whether a step takes all fragments together, which is faster, but needs fp32 copies of all if not fp32."""
+        """Whether one call steps all fragments together.
+
+        This is faster. Weights that are not fp32 are stepped one fragment at a time, because each step needs fp32
+        copies of the weights that it changes.
+        """
         return self.train.weights == "float32"
 
     @property
@@ -82,8 +86,8 @@ class Inner:
         Args:
             rate: The learning rate.
             tokens: Tokens trained in this step.
-            void: fp32 scalar on the device; 1: the gradients are not finite, and no weights change. The step is counted
-                all the same: call `uncount` once the host knows. None: 0.
+            void: fp32 scalar on the device: 1 if the gradients are not finite, so that no weights change, else 0; None
+                means 0. The step is counted in both cases: call `uncount` once the host has read a 1.
         """
         steps, pairs = self.steps, [(live, live.gradients()) for live in self.lives]
         void = torch.zeros((), device=self.lives[0].theta.device) if void is None else void

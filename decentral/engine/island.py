@@ -55,11 +55,11 @@ from decentral.engine.step import (
 )
 from decentral.model import decoder
 
-BACKENDS = {"cuda": "nccl", "xpu": "xccl"}  # of torch.distributed, by types of devices; gloo for all others
-STEP_S = 600.0  # if ranks wait this long for another rank within a step, it counts as hung
+BACKENDS = {"cuda": "nccl", "xpu": "xccl"}  # torch's device type -> backend of torch.distributed; other types use gloo
+STEP_S = 600.0  # a rank for which the others wait this long within a step counts as hung, and all ranks fail
 WAIT_S = 24 * 3600.0  # a rank fails if rank 0 gives no order for this long; rank 0 may take hours to join a swarm
-BUCKET_BYTES = 4  # per parameter, for the copy of the gradients that DistributedDataParallel makes
-HEADER = 3  # an order is kind, learning-rate step, number of micro-batches, then two numbers for each fragment
+BUCKET_BYTES = 4  # DistributedDataParallel's copy of the gradients takes this many bytes per parameter
+HEADER = 3  # an order begins with this many numbers: its kind and two arguments; then come two for each fragment
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Island:
             torch.accelerator.set_device_index(device.index or 0)
         limit, backend = timedelta(seconds=STEP_S), BACKENDS.get(device.type, "gloo")
         store, rank, size = next(rendezvous("env://", timeout=limit))
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a restart must not read keys of older attempts
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # so that no key of an older attempt is read
         dist.init_process_group(backend, timeout=limit, store=PrefixStore(attempt, store), rank=rank, world_size=size)
         self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_S))
         beside = dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_S))
@@ -152,7 +152,9 @@ class Island:
         return mean
 
     def evaluating(self, replica: Replica, part: Batch) -> ModelForward:
-        """Return the model as a function for one loss without gradients. All ranks that have only parts take part.
+        """Return the model as a function for one loss without gradients.
+
+        If each rank has only a part of the model, this orders the other ranks to compute the loss with the caller.
 
         Args:
             replica: The model.
@@ -253,7 +255,7 @@ class Island:
     def hold(self, replica: Replica) -> None:
         """Wrap the model to average gradients, and copy rank 0's weights to all ranks. All ranks must call this.
 
-        A model of which each rank has a part needs neither: its `build` has called `take`.
+        If each rank has only a part of the model, do nothing: `sharded.build` has called `take` already.
         """
         if not self.sharded:
             self.take(replica.inner.lives, AveragedForward(replica))
@@ -328,7 +330,7 @@ def follow(island: Island, assignment: Assignment, device: Device) -> BuiltRepli
         RuntimeError: If another rank dies or hangs, or the device fails.
         UserError: If the run's data cannot be read on this machine.
     """
-    from decentral.engine import sharded  # imported here, since DTensor's 60 MB of imports are for islands only
+    from decentral.engine import sharded  # imported here, since it loads DTensor (60 MB), for islands only
 
     run = assignment.run
     replica = sharded.build(run, device.device, island) if island.sharded else build_whole(run, device.device)

@@ -232,7 +232,7 @@ class JobRunner(ABC):
 
     def _drop_copy(self, fragment: int, step: int) -> Program:
         yield Phase.BESIDE
-        if (fragment, step) in self.retained_states():  # a move may have written a newer state since
+        if (fragment, step) in self.retained_states():  # else a change of span has written a newer state
             self.retained.forget([fragment])
         return jobs.CopyKept(fragment, self.retained_states())
 

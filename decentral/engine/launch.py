@@ -184,7 +184,7 @@ def choose_parts(
         run: The run's config.
         kept: Layers [first, last) of the state folder's checkpoint; None: the folder has no checkpoint.
         device: Rank 0's device, with the ranks of its island.
-        split: The user's choice.
+        split: The value of --split.
 
     Raises:
         UserError: If not even a part of the model fits into a device, the checkpoint holds only some layers, or the run

@@ -21,9 +21,11 @@ from decentral.model import decoder
 
 KIND_S = 0.25  # when the timed passes of a layer have taken this long in all, no further pass is timed
 MOST_PASS_S = 0.5  # a layer whose two passes would take longer by its FLOPs is measured with fewer sequences
-PASSES = 20  # timed passes of a layer, after one that warms up; the fastest count, as other programs interrupt some
-LEAST_TOKEN_S = 1e-12  # least seconds per token that are reported
-FILLED = 0.01  # each weight of a layer that is built only for the measurement
+# After one warm-up pass, at most this many passes of a layer are timed. The fastest pass counts, since other programs
+# may interrupt a pass.
+PASSES = 20
+LEAST_TOKEN_S = 1e-12  # a reported time per token is at least this many seconds
+FILLED = 0.01  # each weight of a layer that is built only for the measurement has this value
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +35,9 @@ class LayerTrial:
     run: config.Config
     cuts: tuple[Fragment, ...]
     device: Device
-    sequences: int  # of a micro-batch in training
+    sequences: int  # number of sequences in a micro-batch of training
     flops: float  # FLOP/s of the device, throttling included
-    free_bytes: int  # device memory for layers that are built only for the measurement
+    free_bytes: int  # device memory that layers which are built only for the measurement may take
     numbers: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def cost_of(self, at: int, held: nn.Module | None) -> KindCost | None:
@@ -149,7 +151,7 @@ def layer_costs(trial: LayerTrial, held: Mapping[int, nn.Module]) -> KindCosts:
 
     Args:
         trial: The model and the device.
-        held: The layers that the peer holds, by their index in the model. Their gradients are spoilt.
+        held: The layers that the peer holds, by their index in the model. The measurement changes their gradients.
     """
     model = trial.run.model
     if model.layers is not None:

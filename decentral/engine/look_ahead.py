@@ -64,7 +64,7 @@ class LookAhead:
 
     @contextmanager
     def step(self, index: int) -> Iterator[None]:
-        """Record how the step inside the context changes a fragment's weights. `index`: the fragment's position."""
+        """Record how the step inside the context changes the fragment at position `index` of the peer's span."""
         live, moved = self._lives[index], self._moved[index]
         before = live.theta.clone()
         yield

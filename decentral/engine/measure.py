@@ -28,7 +28,8 @@ def choose(wanted: str, dtype: str, throttle: float, emulated_s: float) -> Devic
         wanted: The value of `--device`, as in accelerator.CHOICES.
         dtype: Type of the numbers in matrix products; auto is bfloat16 on accelerators that have it, else float32.
         throttle: Factor by which computing is slowed down, to imitate a slower device.
-        emulated_s: Least time in seconds for a micro-batch through the whole model, to emulate a device.
+        emulated_s: Seconds that a micro-batch through the whole model takes at least, to emulate a slower device; 0
+            emulates none.
 
     Raises:
         UserError: If the value is not valid, or this machine does not have the device.

@@ -39,17 +39,18 @@ from decentral.engine.optimizers import BLOCK
 from decentral.engine.step import Device
 from decentral.model import decoder
 
-WEIGHT_BYTES = 4  # per parameter of a layer that is being built, in fp32
-ROTARY_BYTES = 8  # per position and channel of a head: each block has two fp32 tables of rotary positions
-MEAN_COPIES = 3  # averaging gathered copies of a model takes this many more copies: mean, layers, temporary result
-SUM_BYTES = 4  # per parameter whose gradients are summed in fp32
-SCRATCH_BYTES = 16  # per parameter of a fragment whose update is published, merged or sent
-ROUNDING_BYTES = 12  # per bf16 parameter in its optimizer step: fp32 weight, fp32 gradient, random bits for rounding
-WIDENING_BYTES = 20  # per parameter with int8 moments in its optimizer step: temporary fp32 vectors
-MASK_BYTES = 5  # per pair of positions in windowed attention: a boolean mask, and a float mask made from it
-LOGIT_BYTES = 12  # per logit: the logit, its softmax and its gradient, all in fp32
-PART_BYTES = 16  # per logit that is in memory, if the loss is computed in parts of LOGITS_AT_ONCE logits
-UNKNOWN_LAYER_BYTES = 128  # per token and input channel; a high estimate, since the sizes of a user's layer are unknown
+WEIGHT_BYTES = 4  # an fp32 weight takes this much; layers are built in fp32
+ROTARY_BYTES = 8  # each block has two fp32 tables of rotary positions: this much per position and channel of a head
+MEAN_COPIES = 3  # averaging gathered copies of a model needs memory for 3 more: the mean, layers, a temporary result
+SUM_BYTES = 4  # a sum of gradients takes this much per parameter, in fp32
+SCRATCH_BYTES = 16  # to publish, merge or send a fragment's update takes this much per parameter of the fragment
+ROUNDING_BYTES = 12  # an optimizer step takes this much per bf16 parameter: fp32 weight and gradient, and random bits
+WIDENING_BYTES = 20  # with int8 moments, an optimizer step's temporary fp32 vectors take this much per parameter
+MASK_BYTES = 5  # windowed attention takes this much per pair of positions: a boolean mask and a float mask made from it
+LOGIT_BYTES = 12  # a logit takes this much: the logit, its softmax and its gradient, all in fp32
+PART_BYTES = 16  # if the loss is computed in parts of LOGITS_AT_ONCE logits, a logit in the current part takes this
+# A user's layer is estimated to keep this much per token and input channel. Its sizes are unknown, so this is high.
+UNKNOWN_LAYER_BYTES = 128
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 RETURNED_BYTES = 1 << 20  # after `give_back_what_is_freed`, glibc returns larger freed tensors to the system at once
 KEPT_BYTES = 64 << 20  # after `keep_what_is_freed`, glibc keeps freed tensors up to this size
@@ -119,8 +120,8 @@ def needs_on(run: config.Config, device: Device) -> MemoryNeeds:
 def part_of(whole: MemoryNeeds, run: config.Config, ranks: int) -> MemoryNeeds:
     """Return the bytes that each fragment takes on one rank of an island whose ranks divide the model equally.
 
-    A rank has a part of the state. Beside it are whole, for one fragment at a time: on rank 0 the vectors of gossip,
-    and on all ranks the weights and gradients of the layer in work and of the next layer.
+    Each rank holds an equal part of the state. For one fragment at a time, ranks also hold complete vectors: rank 0
+    those of gossip, and every rank the weights and gradients of the layer that computes and of the next layer.
     """
     number_bytes = 2 if run.train.weights == "bfloat16" else 4
     layers = [2 * 2 * number_bytes * one.parameters for one in whole.fragments]
@@ -269,8 +270,9 @@ def copies_that_fit(run: config.Config, wanted: int, machine_bytes: int) -> int:
 def give_back_what_is_freed() -> None:
     """Make this process return freed CPU tensors above RETURNED_BYTES to the system at once.
 
-    By default glibc keeps freed tensors below a threshold, which each freed tensor raises, up to 32 MiB. Because of
-    them, a process took 1.4 times the memory of its layers after some micro-batches. Without glibc, do nothing.
+    By default glibc keeps freed tensors that are smaller than a threshold, and each larger tensor that is freed raises
+    the threshold, up to 32 MiB. With the default, a process took 1.4 times the memory of its layers after some
+    micro-batches. On a system without glibc, this does nothing.
     """
     _mallopt((M_MMAP_THRESHOLD, RETURNED_BYTES))
 

@@ -27,7 +27,7 @@ _NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # coefficients of one Newton-Schulz i
 _ITERATIONS = 5
 _EPSILON = 1e-7
 BATCH_ELEMENTS = 1 << 24  # a batch of matrices has at most this many elements, each of which takes 24 bytes of memory
-_BF16_SIDE = 256  # from this length of a matrix's shorter side, CPUs with bf16 units are twice as fast in bf16
+_BF16_SIDE = 256  # CPUs with bf16 units multiply twice as fast in bf16 if a matrix's shorter side is at least this
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,8 @@ def muon_step(
         momenta: The weights' momenta, with the same shapes.
         rate: The learning rate.
         decay: The weight decay.
-        void: Scalar on the weights' device; 1: the gradients are not finite, and nothing changes. None: 0.
+        void: Scalar on the weights' device: 1 if the gradients are not finite, so that nothing changes, else 0. None
+            means 0.
     """
     if matrices[0].device.type != "cpu":
         batched_step(matrices, gradients, momenta, rate, decay, void)
@@ -112,8 +113,9 @@ def batched_step(
     """Take one Muon step, in which matrices of the same shape, or of the transposed shape, are multiplied in batches.
 
     Matrices and momenta change in place. A batch has at most `BATCH_ELEMENTS` elements, unless a single matrix has
-    more. Products are in bf16, as in torch.optim.Muon. The host does not wait for `void`: if it is 1, the momenta take
-    the gradients' place, and the weights are multiplied by 1 and get updates times 0.
+    more. Products are in bf16, as in torch.optim.Muon. The host does not read `void`, for which it would have to wait.
+    If `void` is 1, nothing changes: the momenta are averaged with themselves instead of with the gradients, the weights
+    are multiplied by 1, and the updates by 0.
     """
     skipped = torch.zeros((), device=matrices[0].device).bool() if void is None else void.bool()
     kept = torch.where(skipped, 1.0, 1 - rate * decay)
@@ -127,9 +129,9 @@ def batched_step(
             thetas, grads, firsts = ([group[at] for at in chosen] for group in (matrices, gradients, momenta))
             grads = [torch.where(skipped, first, grad) for first, grad in zip(firsts, grads, strict=True)]
             torch._foreach_lerp_(firsts, grads, 1 - MOMENTUM)
-            grads = list(torch._foreach_lerp(grads, firsts, MOMENTUM))  # Nesterov's; frees the copies
+            grads = list(torch._foreach_lerp(grads, firsts, MOMENTUM))  # Nesterov's momentum
             wide_NRC = torch.stack([one if len(one) == rows else one.mT for one in grads])
-            share = torch.where(skipped, 0.0, -rate * 0.2 * math.sqrt(columns)).view(1, 1, 1)  # makes the product fp32
+            share = torch.where(skipped, 0.0, -rate * 0.2 * math.sqrt(columns)).view(1, 1, 1)  # fp32
             turned = zip(thetas, _semi_orthogonal(wide_NRC) * share, strict=True)
             updates = [update if len(theta) == rows else update.mT for theta, update in turned]
             torch._foreach_mul_(thetas, kept)
@@ -161,7 +163,7 @@ def cpu_multiplies_bf16() -> bool:
 
 
 class _FastestOnCpu(BaseTorchFunctionMode):
-    """A context in which a tensor's conversion to bf16 returns an fp32 copy, unless this CPU multiplies bf16 faster.
+    """A context in which a tensor's conversion to bf16 returns an fp32 copy, unless this CPU is faster in bf16.
 
     torch.optim.Muon converts matrices to bf16 for a GPU's tensor cores. A CPU without bf16 units takes about twice as
     long in bf16; a CPU with bf16 units takes half as long, except for small matrices (docs/results/benchmarks.md).

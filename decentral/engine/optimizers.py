@@ -140,7 +140,8 @@ class AdamW:
 class AdamW8bit:
     """AdamW for one stretch with 8-bit moments (Dettmers et al., arXiv 2110.02861), computed by bitsandbytes' kernels.
 
-    A moment is stored as one byte for each parameter (an index into a table), and one scale for each block.
+    Each moment is stored as one byte per parameter (an index into a table of 256 values), with one fp32 scale for each
+    block of BLOCK parameters.
     """
 
     begin: int

@@ -35,7 +35,7 @@ from decentral.engine.step import BuiltReplica, Chain, LossModule, ModelForward
 from decentral.model import decoder
 
 THETA = "theta"
-SECOND = "exp_avg_sq"  # AdamW's second moments; the only tensor without elements for Muon's matrices
+SECOND = "exp_avg_sq"  # AdamW's second moments; this is the only tensor that has no elements for Muon's matrices
 
 
 @runtime_checkable
@@ -226,9 +226,9 @@ def _cut(parameter: nn.Parameter) -> Cut:
 
 @dataclass(frozen=True, slots=True)
 class ShardedMuon:
-    """Muon on parts of matrices; it implements `StretchOptimizer`. Only one rank, its owner, gathers a whole matrix."""
+    """Muon on parts of matrices; it implements `StretchOptimizer`. Each matrix is gathered by one rank, its owner."""
 
-    muon: Muon  # on this rank's parts
+    muon: Muon  # has this rank's parts of the momenta
     exchange: MatrixExchange
 
     @property
@@ -315,7 +315,7 @@ def _convert(layer: nn.Module, dtype: torch.dtype) -> None:
 
 
 def draws(model: config.ModelConfig) -> bool:
-    """Return whether `build` gives initial weights: not if they are in a folder that this machine lacks."""
+    """Return whether `build` gives initial weights: True unless they come from a folder that this machine lacks."""
     return model.weights is None or (model.start_from is not None and Path(model.start_from).is_dir())
 
 

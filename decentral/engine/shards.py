@@ -4,10 +4,11 @@ In an island that shards, no rank has a whole model. Each rank keeps its part of
 device theta, gradient and optimizer state (`ShardedLive`), in host memory the vectors of gossip (`HostParts`). Rank 0
 gathers one vector of one fragment when gossip needs it, and scatters the result. Start reading at `Shards`.
 
-Two threads of each rank take part. Between two steps, the training thread carries out rank 0's `Order`s, of which those
-about fragments only copy between the device and host memory of their rank, or add there. Beside training, parts in host
-memory travel between rank 0's worker thread and a thread of each other rank (`Shards.start`), in a process group of
-their own. A thread waits for a part that is not in host memory yet, so orders and requests may arrive in any order.
+Two threads of each rank take part. Between two steps, the training thread carries out rank 0's `Order`s. An order about
+a fragment only copies a part between the device and host memory of the same rank, or adds a part to the weights. While
+training goes on, parts in host memory travel between rank 0's worker thread and a thread of each other rank
+(`Shards.start`), in a separate process group. A thread waits for a part that is not in host memory yet, so orders and
+requests may arrive in any order.
 """
 
 from collections.abc import Sequence
@@ -47,12 +48,12 @@ class Slot(IntEnum):
     MOVED_SECOND = 6  # the same for AdamW's second moments, which Muon's matrices lack
 
 
-GOSSIP_SLOTS = Slot.PHI, Slot.BASELINE, Slot.RESIDUAL  # a new part replaces the old one; other slots must be empty
+GOSSIP_SLOTS = Slot.PHI, Slot.BASELINE, Slot.RESIDUAL  # here a new part replaces the old one; in other slots it waits
 MOVING_SLOTS = Slot.MOVED, Slot.MOVED_SECOND  # gathering removes these parts from host memory
 
 
 class _Request(IntEnum):
-    """What rank 0 asks of the other ranks' parts in host memory."""
+    """A kind of request that rank 0 sends to another rank, about that rank's parts in host memory."""
 
     END = 0
     SEND = 1
@@ -64,7 +65,7 @@ class _Request(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The division of a parameter over the ranks, like torch.chunk's along `dim`; None: each rank has it whole."""
+    """The division of a parameter over the ranks: as torch.chunk cuts along `dim`; if None, each rank has all of it."""
 
     shape: torch.Size
     dim: int | None
@@ -222,7 +223,7 @@ class Shards:
             self._ask(rank, _Request.END, 0, Slot.SNAPSHOT)
 
     def _serve_all(self) -> None:
-        """Carry out the requests of rank 0 until it ends or is gone."""
+        """Carry out the requests of rank 0 until it sends END or the connection to it is lost."""
         message = torch.zeros(4, dtype=torch.int64)
         with suppress(RuntimeError):  # rank 0 is gone, which the training thread notices too
             while True:
@@ -261,7 +262,10 @@ class Shards:
 
 
 class MatrixExchange:
-    """Whole matrices from parts and back. Each matrix is whole on one rank, its owner; the ranks own them in turn."""
+    """Gathers whole matrices from the ranks' parts, and sends parts back.
+
+    Each matrix is whole on one rank only, its owner: matrix i belongs to rank i modulo the number of ranks.
+    """
 
     def __init__(self, cuts: Sequence[Cut], rank: int, ranks: int) -> None:
         """Set the division of each matrix. All ranks must call `whole` and `parts` together, in the same order."""
@@ -300,7 +304,10 @@ class MatrixExchange:
         return found
 
     def _exchanged(self, send: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Send one vector to each rank, and return the vector that each rank sends here; `sizes`: their elements."""
+        """Send one vector to each rank, and return the vector that each rank sends to this rank.
+
+        `sizes` has the number of elements of each vector that arrives.
+        """
         received = send[0].new_empty(sum(sizes))
         dist.all_to_all_single(received, torch.cat(list(send)), list(sizes), [len(one) for one in send])
         return list(torch.split(received, list(sizes)))

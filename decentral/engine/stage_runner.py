@@ -43,7 +43,7 @@ class PendingBackward:
 
     first: int
     last: int
-    tokens: int  # tokens of the micro-batch that count for the loss
+    tokens: int  # number of the micro-batch's tokens that count for the loss
     input_BTD: Tensor | None  # None at layer 0; else the gradient of this goes to the previous peer
     output_BTD: Tensor  # the output for the next peer, or the last layer's input at the end of the model
     ahead: WeightsAhead | None = None  # with `routes.overlap`, both passes use these predicted weights
@@ -108,7 +108,7 @@ class StageRunner:
                 own gradients are the open sum, unless they are bf16.
         """
         self.run, self.lives, self.activations, self.device = run, lives, activations, device
-        # Layers are numbered: this peer's first layer is `start`, and the model ends before layer `end`.
+        # `start` is the index of this peer's first layer, and `end` is the number of layers of the model.
         self.start, self.end = lives[0].fragment.first, len(activations.widths)
         self.layers = decoder.recomputed(run, layers, self.start)
         self.alone = alone and run.train.weights == "float32"  # bf16 is too coarse to add up many gradients
@@ -292,7 +292,7 @@ class StageRunner:
         return jobs.BackwardDone(job.token, execution.tokens, loss, layout, blob)
 
     def _slow_down(self, execution: PendingBackward, began: float, forward: bool) -> None:
-        """Sleep to imitate a slower device after the execution's job of the forward pass, or of the backward pass."""
+        """Sleep after an execution's forward job (if not `forward`: backward job), to imitate a slower device."""
         first, last = execution.first, execution.last
         part = forward_share(self._cuts, first, last)
         part = part if forward else share(self._cuts, first, last) - part

@@ -222,10 +222,10 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class QueuedStep:
-    """A step that is in the device's queue; on a CPU it is done. `report` waits for it."""
+    """A step in a GPU's queue, or one that a CPU has already taken. `report` waits for the step."""
 
     figures: Tensor  # [2] in host memory: the mean loss, and the gradient's norm before clipping
-    complete: torch.Event | None  # after which the host may read the figures of a GPU
+    complete: torch.Event | None  # a GPU records this event when `figures` may be read; None for a CPU
     inner: Inner
     rate: float
     tokens: int

@@ -26,7 +26,7 @@ from torch import Tensor
 from decentral.core.atomic_file import sync_folder
 from decentral.core.strict_json import JsonFields
 
-ALIGNED = 4096  # O_DIRECT writes whole blocks of the disk, whose size divides this
+ALIGNED = 4096  # O_DIRECT writes whole disk blocks; this is a multiple of their size
 BUFFER_BYTES = 4 << 20
 FACTS_BYTES = 16 * 1024  # room in the file's header for facts of the run, such as counters of steps
 FACTS_PER_TENSOR = 192  # more room in the header for each tensor, since each fragment adds about 200 bytes of facts

@@ -42,14 +42,14 @@ def each(
     """Yield layers [first, last), each with its index and its initial weights, on the CPU, in a fixed order.
 
     The weights are read from the folder `model.from`, if there is one; otherwise they are sampled. With `model.lora`
-    these weights are frozen, and adapters are added. All layers are built, one at a time (`model.layers`: at once), so
-    that all peers get the same weights for a layer.
+    these weights are frozen, and adapters are added. All layers are built, so that all peers get the same weights for a
+    layer: one layer at a time, or all layers at once if they are a user's own (`model.layers`).
 
     Args:
         model: The section `model` of the config.
         seed: The run's seed.
         first: Index of the first layer; 0 is the embedding.
-        last: Index after the last layer; None: all others.
+        last: Index after the last layer; None: the model's last layer is included.
         drawn: False: leave trained weights uninitialised, since others will replace them; this saves most of the time.
 
     Raises:

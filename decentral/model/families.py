@@ -33,7 +33,7 @@ class Family:
     query_norm: str = ""  # RMSNorm of queries and keys: "heads" over each head's channels, "all" over all channels
     norm_after: bool = False  # attention and feed-forward normalise their outputs instead of their inputs
     window: bool = False  # `sliding_window` in config.json limits the attention of every block
-    fused: bool = False  # files join the matrices of queries, keys and values, and the feed-forward's input matrices
+    fused: bool = False  # files fuse the matrices of queries, keys and values, and those of the feed-forward's inputs
     silent: JsonFields = field(default_factory=dict)  # defaults of fields that this family's config.json may omit
 
 
@@ -86,14 +86,14 @@ THEIR_NAMES = {  # The key of `model` for each field of config.json; all fields 
     "head_dim": "head_channels",
 }
 OPTIONAL = ("num_key_value_heads", "head_dim")
-ONLY = {  # accepted values of fields of config.json; a field in `Family.block` may have any value
+ONLY = {  # field of config.json -> its accepted values; a field that is in `Family.block` may have any value
     "hidden_act": ("silu", "swish"),
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "use_sliding_window": (False,),
     "partial_rotary_factor": (1, 1.0),
     "quantization_config": (),
-    "auto_map": (),  # names code in the folder, so it is refused; Phi-3 may have it, as transformers has Phi-3's code
+    "auto_map": (),  # refused, since it names code in the folder; Phi-3 may have it: transformers has Phi-3's code
 }
 ROPE_NAMES = {  # by kind of rotary scaling: the field of `RopeScaling` for each field of config.json
     "linear": {"factor": "factor"},
@@ -217,7 +217,8 @@ def _rope(folder: Path, family: Family, fields: JsonFields) -> JsonObject:
     if kind == "default":
         return found
     found["kind"] = kind
-    # Like transformers, prefer the top-level field to that of the rotary settings; else use max_position_embeddings.
+    # Like transformers, read this field first from config.json's top level, then from the rotary settings. If both
+    # lack it, use max_position_embeddings.
     inside, most = given.get("original_max_position_embeddings"), fields["max_position_embeddings"]
     first = fields.get("original_max_position_embeddings") or inside or most
     values = {**given, "original_max_position_embeddings": first}

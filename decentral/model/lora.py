@@ -31,7 +31,7 @@ class AdaptedLinear(nn.Linear):
         self.scale = lora.alpha / lora.rank
         self.lora_A = nn.Linear(self.in_features, lora.rank, bias=False)
         self.lora_B = nn.Linear(lora.rank, self.out_features, bias=False)
-        with torch.no_grad():  # peft samples A so too: kaiming_uniform_ with a = sqrt(5)
+        with torch.no_grad():  # peft samples A in the same way: kaiming_uniform_ with a = sqrt(5)
             self.lora_A.weight.uniform_(-1, 1, generator=chance).div_(math.sqrt(self.in_features))
             self.lora_B.weight.zero_()
 

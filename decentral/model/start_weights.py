@@ -29,7 +29,7 @@ T = TypeVar("T")
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TIED = {HEAD: EMBEDDING, EMBEDDING: HEAD}  # a folder may omit one of these two matrices if they are equal
-FUSED = {  # Phi-3's files join these matrices of a block into one
+FUSED = {  # name of a fused matrix in Phi-3's files -> the matrices of a block that it contains
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }

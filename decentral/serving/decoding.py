@@ -187,9 +187,11 @@ class KeysAndValues:
 def seen_from(first: int, last: int, window: int | None, device: torch.device) -> Tensor | None:
     """Return mask_TS: True where position t of [first, last) attends to position s of [0, last).
 
-    A position attends to itself and all earlier positions; with `window`, only to the last `window` of these. None
-    where `Attention.attend` needs no mask: for all positions from 0 on, and for a single one, unless the window is
-    shorter than the text.
+    A position attends to itself and all earlier positions; with `window`, only to the last `window` of these.
+
+    Returns:
+        The mask; None if `Attention.attend` needs no mask. It needs none if `first` is 0 or there is only one position,
+        unless `window` is less than `last`.
     """
     if (first == 0 or last - first == 1) and (window is None or last <= window):
         return None

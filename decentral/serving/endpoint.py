@@ -48,8 +48,8 @@ from decentral.serving.served_model import ServedModel
 from decentral.serving.turns import ANSWERED_AT_ONCE, Turns
 
 BODY_S = 20.0
-ANSWER_S = 600.0  # a longer answer is cut off, with finish reason "length"
-LOOK_AFTER_TOKENS = 8  # tokens between two checks whether the client of a non-streamed answer is still connected
+ANSWER_S = 600.0  # an answer that takes longer is cut off, with finish reason "length"
+LOOK_AFTER_TOKENS = 8  # after this many tokens of an answer that is not streamed, check if the client is connected
 
 Begin = Callable[[LoadedModel], Completion]
 """Prepares the answer to one request, which the given model will generate."""

@@ -1,7 +1,7 @@
 """Gather a run's weights from the peers of a live swarm or from state folders, for a command that uses the weights.
 
 Start reading at `from_swarm` and `from_folders`. Live peers get the same requests that a joining peer sends. The caller
-says how many copies of each fragment (a range of layers) to fetch, each from another peer. The peers that hold most
+says how many copies of each fragment (a range of layers) to fetch, each from another peer. The peers with the most
 layers are asked first, and a peer that fails is replaced by another holder. The run's config determines the size of
 each fragment before memory is allocated, and a piece of more bytes is refused (peers/joining/fetch.py).
 """
@@ -160,8 +160,8 @@ async def from_swarm(join: Sequence[str], invite: str | None, copies: int = MOST
         copies: Number of holders from which to fetch each fragment; reduced if this machine's memory is too small.
 
     Raises:
-        UserError: If no peer answers or trains, no peer gives some layer, or the model is too large for this machine's
-            memory.
+        UserError: If no peer answers or trains, a layer cannot be fetched from any peer, or the model is too large for
+            this machine's memory.
     """
     async with visit(join, read_holding(Path(invite)) if invite else None) as swarm:
         return await of_visited(swarm, copies, measure.machine_bytes())
@@ -171,7 +171,7 @@ async def of_visited(swarm: VisitedSwarm, copies: int, machine_bytes: int) -> Ga
     """Return the weights of a live swarm to which a connection exists, in at most `machine_bytes` of memory.
 
     Raises:
-        UserError: If no peer trains, no peer gives some layer, or the model needs more memory.
+        UserError: If no peer trains, a layer cannot be fetched from any peer, or the model needs more memory.
     """
     live = await look(swarm)
     copies = memory.copies_that_fit(swarm.config, copies, machine_bytes)
@@ -222,7 +222,7 @@ async def gather(
         The peers that gave at least one fragment.
 
     Raises:
-        UserError: If no peer gives some fragment.
+        UserError: If a fragment cannot be fetched from any peer.
     """
     layouts = donated_layouts(settings)
     asked = {fragment.index: _in_turn(fragment, live) for fragment, _ in layouts}

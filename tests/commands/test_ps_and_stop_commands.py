@@ -120,7 +120,7 @@ def test_an_empty_text_stops_nobody_though_peers_may_have_no_name(
     """A script's variable may be empty; the present folder would be the one that it names."""
     monkeypatch.chdir(tmp_path / "swarm")
     nameless = {peer: replace(status, name="") for peer, status in running.items()}
-    with pytest.raises(UserError, match="got an empty text"):
+    with pytest.raises(UserError, match="got an empty string"):
         stop.chosen(nameless, [""])
 
 

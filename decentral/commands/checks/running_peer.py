@@ -119,7 +119,8 @@ _AGAIN = "start it again: python -m decentral.peer --state-dir DIR; dmesg shows 
 def holder(folder: Path) -> int | None:
     """Return the id of the process that has locked the folder; None if it is not locked, or the system is not Linux.
 
-    Of several processes with locks of files with the same inode, it is one of the user whose file the lock is.
+    Files on other disks may have the same inode number, so several processes may be found. Then the result is one whose
+    user owns the folder's lock file, if there is one.
     """
     try:
         lock = (folder / "lock").stat()

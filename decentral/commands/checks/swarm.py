@@ -34,7 +34,8 @@ from decentral.peers.startup import invitation_files
 from decentral.peers.startup.reach_swarm import connect_all
 from decentral.peers.startup.visit import HELLO_S
 
-LOOKS, LOOK_PAUSE_S = 4, 1.0  # most reads of the DHT to find the answering peers' records, and the pause between two
+# The DHT is read up to LOOKS times, LOOK_PAUSE_S apart, until the records of all peers that answered are found.
+LOOKS, LOOK_PAUSE_S = 4, 1.0
 CLOCKS_ASKED = 9
 UPGRADE = "python -m pip install --upgrade decentral"
 NEW_INVITATION = (

@@ -103,7 +103,7 @@ def _link(place: places.SharedPlace, peers: Sequence[int], count: int, found: Fo
 
 
 def _notes(run: Config, groups: Sequence[PeerGroup], machines: Sequence[Machine]) -> list[str]:
-    """Return what a reader has to know of the figures."""
+    """Return notes for people about the figures: what a newcomer downloads, and how the speed of cards is assumed."""
     low, high = MEASURED_UTILISATION
     weights = readable_number(FETCHED_BYTES * sum(run.model.layer_parameters))
     notes = [f"a newcomer downloads {weights}B of weights from several peers"]

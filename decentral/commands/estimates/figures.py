@@ -7,7 +7,7 @@ from decentral.core.strict_json import JsonObject
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A predicted number above 0, and the least and the largest that it may be."""
+    """A predicted number above 0 (`mid`), and the range in which it is expected to be, from `low` to `high`."""
 
     mid: float
     low: float
@@ -18,7 +18,7 @@ class Figure:
         return Figure(self.mid * factor, self.low * factor, self.high * factor)
 
     def duration(self, amount: float) -> "Figure":
-        """Return the time that an amount takes at this rate."""
+        """Return the time that an amount takes if this figure is a rate; the highest rate gives the shortest time."""
         return Figure(amount / self.mid, amount / self.high, amount / self.low)
 
     def to_json(self) -> JsonObject:

@@ -1,8 +1,8 @@
 """Predict a swarm's speed, memory and traffic from its devices and links. Start at `forecast`.
 
-Where every peer holds the whole model, none waits for a link: the swarm's tokens/s are the sum over its devices. Else
-the planner lays out spans and routes (scheduler/throughput/plan.py). The simulator plays routes and gossip; a swarm
-that is too large for it is predicted by formulas.
+If every peer holds the whole model, no peer waits for a link, and the swarm's tokens/s are the sum over its devices.
+Otherwise the planner chooses the peers' layers and the routes (scheduler/throughput/plan.py). The simulator plays
+routes and gossip; a swarm that is too large for the simulator is predicted by formulas.
 """
 
 import itertools
@@ -26,15 +26,20 @@ from decentral.scheduler.topology.plan import ThroughputPlan
 from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import Topology
 
-TRAINING_SHARE = 0.985  # of a peer's time; the rest is gossip, evaluation, checkpoints (docs/results/benchmarks.md)
-PLANNING_SHARE = 0.3  # of the time for a plan; the simulator gets the rest
-ROUTED_SHARE = 0.3  # of a plan's tokens/s, where a swarm with routes is too large to play (docs/results/planner.md)
-ROUTED_RANGE = 1.4  # factor of the range of tokens/s that were played with routes
-PLAYED_RANGE = 1.6  # factor of the range of bytes that were played
-CORES_RANGE = 2.5  # the same where processors bound the windows, whose length is a power of two
-EASE = (0.55, 1.8)  # links and cores over what is assumed: the range of traffic is that of the windows that follow
-BYTES_RANGE = 1.2  # a further factor of that range
-USED_UP = 0.95  # a resource that is used so much limits the swarm
+# A peer trains in this share of its time. The rest is gossip, evaluation and checkpoints (docs/results/benchmarks.md).
+TRAINING_SHARE = 0.985
+PLANNING_SHARE = 0.3  # the search for a plan gets this share of the time limit, and the simulator gets the rest
+# A swarm with routes that is too large to simulate is expected to reach this share of the tokens/s that its plan
+# promises (docs/results/planner.md).
+ROUTED_SHARE = 0.3
+ROUTED_RANGE = 1.4  # with routes, the range of tokens/s is the simulated value divided and multiplied by this
+PLAYED_RANGE = 1.6  # the range of bytes/s is the simulated value divided and multiplied by this
+CORES_RANGE = 2.5  # replaces PLAYED_RANGE if processors, not links, determine the window lengths (powers of two)
+# Without the simulator, traffic is also computed with links and cores that are this many times as fast as assumed. The
+# range of traffic includes both results.
+EASE = (0.55, 1.8)
+BYTES_RANGE = 1.2  # the range that follows from EASE is extended by this factor at both ends
+USED_UP = 0.95  # a resource of which at least this share is used limits the swarm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +51,7 @@ class PairTraffic:
     high_NN: Floats
 
     def plus(self, sent_NN: Floats, share: float) -> "PairTraffic":
-        """Return the traffic with further bytes/s, of which at least none and probably `share` are sent."""
+        """Return the sum with uncertain traffic: `low` adds none of `sent_NN`, `mid` adds `share` of it, `high` all."""
         return PairTraffic(self.mid_NN + share * sent_NN, self.low_NN, self.high_NN + sent_NN)
 
     def between(self, senders: Sequence[int], receivers: Sequence[int]) -> Figure:
@@ -57,17 +62,17 @@ class PairTraffic:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a swarm of N peers reaches, in a steady state."""
+    """The predicted speed, layers and traffic of a swarm of N peers that has trained for some time."""
 
     tokens_per_s: Figure
     spans: tuple[tuple[int, int], ...]  # each peer's layers [first, last); (0, 0): none
     pairs: PairTraffic
-    windows: tuple[tuple[float, str], ...]  # of each peer's gossip: seconds, 0 if unknown, and what bounds them
+    windows: tuple[tuple[float, str], ...]  # for each peer: length of its windows (s; 0: unknown), and what bounds it
     limit: str  # what limits tokens/s, as text for people
 
 
 def forecast(run: Config, topology: Topology | None, machines: Sequence[Machine], seconds: float = 20.0) -> Forecast:
-    """Return what the swarm reaches.
+    """Predict the speed, layers and traffic of a swarm.
 
     Args:
         run: The run's config, with a built-in model, gossip by pull, and a number as `train.micro_batch`.
@@ -122,10 +127,10 @@ def _played(
     plan: ThroughputPlan | None,
     seconds: float,
 ) -> tuple[Rates | None, Forecast]:
-    """Return what the simulator showed, None for a swarm that is too large for it; and a forecast of gossip only.
+    """Return the rates that the simulator measured, and a forecast that has only windows and the traffic of gossip.
 
-    The simulator's peers have no processor of their own, so it plays windows that are at least as long as the upper
-    median of what the peers' processors need.
+    The rates are None if the swarm is too large to simulate. The simulator does not limit gossip by processors. So it
+    gets windows that are at least as long as the upper median of the lengths that the peers' processors need.
     """
     gossip, nothing = _gossip(run, topology, machines, spans), Figure(0.0, 0.0, 0.0)
     if len(topology) > MOST_PLAYED:
@@ -141,7 +146,7 @@ def _played(
 
 
 def _limit(plan: ThroughputPlan, topology: Topology, run: Config) -> str:
-    """Return which resource of a plan with routes is used up, and whose."""
+    """Return as text for people which resources a plan with routes uses up, and whose resources these are."""
     used = feasibility.uses(plan, topology, layer_costs.of_model(topology, run))
     names = {"device": "compute"}
     shown = [f"{names.get(kind, kind)} of {use.whose}" for kind, use in used.items() if use.share >= USED_UP]
@@ -171,7 +176,7 @@ def _predicted(
     spans: Sequence[tuple[int, int]],
     gossip: PredictedGossip,
 ) -> PairTraffic:
-    """Return the traffic of gossip by formulas, where processors bound it or the swarm is too large to play."""
+    """Return the traffic of gossip by formulas, for a swarm that is too large to simulate."""
     cases = [gossip.sent_NN, *(_gossip(run, topology, machines, spans, ease).sent_NN for ease in EASE)]
     low_NN, high_NN = np.minimum.reduce(cases) / BYTES_RANGE, np.maximum.reduce(cases) * BYTES_RANGE
     return PairTraffic(gossip.sent_NN, low_NN, high_NN)

@@ -1,4 +1,5 @@
-"""What the devices of a swarm can do with a run's model, by published peaks or measured here: `machine_of`."""
+"""Predict how fast a swarm's devices train a run's model, from published peaks or by measuring. Start at `machines_of`.
+"""
 
 import os
 from collections.abc import Sequence
@@ -19,11 +20,12 @@ from decentral.engine.measure import machine_bytes
 from decentral.engine.step import Device
 from decentral.scheduler.throughput.layer_costs import UTILISATION
 
-MEASURED_UTILISATION = (0.14, 0.5)  # range of whole steps over a card's peak: docs/results/gpu.md, with a margin
-WITHOUT_BF16 = 0.2  # of the lower end, for a card that has no bf16 units
-MEASURED_HERE = (0.75, 1.15)  # range of tokens/s over those that were measured on this machine
-HOST_CORES = 8  # assumed beside each card; gossip may use a part of them
-AUTO_SEQUENCES = 16  # of a micro-batch at most, where `train.micro_batch` is auto
+# Whole steps reach a share of a card's peak FLOP/s in this range: the measured range (docs/results/gpu.md), widened.
+MEASURED_UTILISATION = (0.14, 0.5)
+WITHOUT_BF16 = 0.2  # for a card that has no bf16 units, the lower end of the range is multiplied by this
+MEASURED_HERE = (0.75, 1.15)  # a run on this machine is expected to reach the measured tokens/s times this range
+HOST_CORES = 8  # each card's host is assumed to have this many processor cores; gossip may use some of them
+AUTO_SEQUENCES = 16  # a micro-batch has at most this many sequences if `train.micro_batch` is auto
 CARD = Device(torch.device("cuda"), torch.bfloat16)
 NEWTON_SCHULZ = 5  # iterations of a Muon step, each with three products
 
@@ -33,21 +35,23 @@ class Machine:
     """One peer's device, and what the run's model costs it."""
 
     memory_bytes: float
-    tokens_per_s: float  # of the whole model, as long as it waits for nothing
-    low: float  # share of `tokens_per_s` that is surely reached
-    high: float  # multiple of `tokens_per_s` that is surely not exceeded
-    needs: MemoryNeeds  # bytes of the model's fragments
-    costs: KindCosts  # of a layer of each kind
+    tokens_per_s: float  # with the whole model, if training waits for nothing
+    low: float  # `tokens_per_s` times this is the low end of the device's expected speed
+    high: float  # `tokens_per_s` times this is the high end of the device's expected speed
+    needs: MemoryNeeds  # bytes that each fragment of the model takes on the device
+    costs: KindCosts  # what a layer of each kind costs the device
     gossiper: Gossiper
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes that a peer with the whole model claims."""
+        """The memory in bytes that a peer with the whole model needs."""
         return _whole_bytes(self.needs)
 
 
 def machines_of(run: Config, groups: Sequence[PeerGroup]) -> list[Machine]:
-    """Return each group's machine: a card's published figures, or those measured here with all groups' peers on `cpu`.
+    """Return each group's machine, from a card's published figures or, for `cpu`, from a measurement on this machine.
+
+    The measurement counts with all peers on `cpu`, of all groups, as if they shared this machine.
 
     Raises:
         UserError: If a device is neither in the table nor this machine.
@@ -84,7 +88,7 @@ def _whole_bytes(needs: MemoryNeeds) -> int:
 
 
 def step_tokens(run: Config) -> int:
-    """Return the tokens of a peer's optimizer step; `train.micro_batch` must be a number."""
+    """Return the number of tokens in a peer's optimizer step; `train.micro_batch` must be a number."""
     return int(run.train.micro_batch) * run.train.accumulate * run.model.context
 
 
@@ -134,7 +138,7 @@ def _costs(run: Config, needs: MemoryNeeds, seconds: Sequence[float]) -> KindCos
 
 
 def _optimizer_flops(run: Config) -> float:
-    """Return the FLOPs of an optimizer step beyond a few for each parameter: those of Muon's products."""
+    """Return the FLOPs of Muon's matrix products in an optimizer step; 0 for other optimizers, which need very few."""
     if not OPTIMIZERS[run.train.optimizer].stretch or run.model.lora is not None:
         return 0.0
     sides = [(min(shape), max(shape)) for shape in run.model.block_shapes.values()]

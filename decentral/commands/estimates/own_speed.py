@@ -1,7 +1,7 @@
 """Measure how long a training step of a run takes on this machine's processor: `step_s`.
 
-A whole step is timed: passes, clipping and optimizer. A large model is not built: its steps are those of models with
-fewer blocks of the same shape, continued along a line over the number of blocks.
+A whole step is timed: passes, clipping and optimizer. A large model is not built. The time of its step is extrapolated
+linearly from the times of two models with fewer blocks of the same shape.
 """
 
 import os
@@ -24,18 +24,18 @@ from decentral.engine.memory import keep_what_is_freed, needs
 from decentral.engine.span import Span
 from decentral.engine.step import train_step
 
-WHOLE_PARAMETERS = 20e6  # up to this size the model itself is timed
-FEWER_BLOCKS = (1, 3)  # of a larger model, models with so many blocks are timed
+WHOLE_PARAMETERS = 20e6  # a model with at most this many parameters is timed itself
+FEWER_BLOCKS = (1, 3)  # for a larger model, two models with these numbers of blocks are timed
 WARM_STEPS, LEAST_STEPS, MOST_STEPS = 2, 3, 50
-TIMED_S = 3.0  # seconds in which further steps are timed, after the least number
-MOST_TIMED = 16  # at most this many processes are timed beside each other
+TIMED_S = 3.0  # more than LEAST_STEPS steps are timed until all timed steps together have taken this long
+MOST_TIMED = 16  # at most this many processes are timed at the same time
 
 
 def step_s(run: Config, peers: int) -> float:
     """Return the seconds of a training step on this processor while `peers` peers train here.
 
-    As many processes are timed at once as there are peers or cores, because cores share caches and memory. More peers
-    than cores take turns.
+    Several processes are timed at the same time, because cores share caches and memory: one for each peer, but not more
+    than the cores can run. If there are more peers, they take turns on the cores, and the result includes the waiting.
 
     Args:
         run: The run's config; `train.micro_batch` must be a number.
@@ -58,7 +58,7 @@ def step_s(run: Config, peers: int) -> float:
 
 
 def _check_memory(run: Config, at_once: int) -> None:
-    """Raise UserError if so many processes at once, each with the largest model that is timed, do not fit in memory."""
+    """Raise UserError if `at_once` processes, each with the largest model that is timed, do not fit into the memory."""
     found = needs(run if _is_small(run) else _with_depth(run, max(FEWER_BLOCKS)))
     needed, has = at_once * found.span_bytes(0, len(found.fragments)), machine_bytes()
     if needed > has:
@@ -91,9 +91,9 @@ def _with_depth(run: Config, depth: int) -> Config:
 
 
 def _timed(run: Config) -> float:
-    """Return the median seconds of a step after WARM_STEPS, on tokens that are drawn at random.
+    """Return the median seconds of a step on random tokens, without the first WARM_STEPS steps.
 
-    Processor time counts, so that other programs which run just now do not slow the step.
+    Processor time is measured, divided by the number of threads, so that other running programs do not count.
     """
     train, threads = run.train, torch.get_num_threads()
     device = choose("cpu", train.dtype, 1.0, 0.0)

@@ -19,18 +19,19 @@ from decentral.core.strict_json import JsonObject
 from decentral.scheduler.topology import topology as topologies
 from decentral.scheduler.topology.topology import GBIT, Topology
 
-HOME_MBPS = (20.0, 100.0)  # up and down of a place whose name begins with `home`, as in the topology four-homes
-CENTRE_MBPS = (1000.0, 1000.0)  # up and down of any other place
-LAN = {"delay_ms": 0.5, "bandwidth_gbps": 1.0}  # between two peers of one place
-ACROSS = {"delay_ms": 30.0, "bandwidth_gbps": 1000.0}  # between two places, whose own links limit the rate
-NO_PLACE = "here"  # the place of a group that names none
+# Uplink and downlink that are assumed for a place whose name begins with `home`, as in the topology four-homes.
+HOME_MBPS = (20.0, 100.0)
+CENTRE_MBPS = (1000.0, 1000.0)  # uplink and downlink that are assumed for any other place
+LAN = {"delay_ms": 0.5, "bandwidth_gbps": 1.0}  # the assumed link between two peers of one place
+ACROSS = {"delay_ms": 30.0, "bandwidth_gbps": 1000.0}  # between two places; the uplinks and downlinks limit its rate
+NO_PLACE = "here"  # name of the place of all groups for which the user names no place
 MOST_ESTIMATED = topologies.MOST_TOPOLOGY_PEERS
 MBIT = 1e6 / 8
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPlace:
-    """Where peers are: the link that they share to other places, in bytes/s."""
+    """A place of peers, and the rates in bytes/s of the link to other places that these peers share."""
 
     name: str
     up: float

@@ -1,7 +1,8 @@
 """Play a swarm in the simulator for a few seconds, to see what links really carry: `play`.
 
 The peers run the real protocol in virtual time: they measure their links while gossip uses them, stretch windows, and
-carry micro-batches along routes. All begin with the model, so that the first third of the time is enough to settle.
+carry micro-batches along routes. All peers have the model from the start, so the swarm is in a steady state after the
+first third of the time.
 """
 
 import time
@@ -26,18 +27,18 @@ from decentral.sim.host import Pace
 from decentral.sim.run import Scenario, StopRun, run
 from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
 
-WARM_UP = 1 / 3  # share of the time that is played before tokens and bytes count
-STEP_NOISE_SHARE = 0.05  # random share of a step's time
-PLAYED_S = 1200.0  # virtual seconds that are played at most; a probe of the uplink comes each two minutes
-LEAST_SAMPLES = 6  # of 200, so that something counts after the warm-up
-MOST_PLAYED = 64  # a larger swarm takes too long to play
+WARM_UP = 1 / 3  # tokens and bytes count only after this share of the simulated time
+STEP_NOISE_SHARE = 0.05  # relative standard deviation of the duration of a step
+PLAYED_S = 1200.0  # at most this many virtual seconds are simulated; peers probe their uplinks every two minutes
+LEAST_SAMPLES = 6  # a simulation that is cut short has at least this many samples, so that some follow the warm-up
+MOST_PLAYED = 64  # a swarm with more peers takes too long to simulate
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rates:
     """What a played swarm of N peers did, per second of virtual time after the warm-up."""
 
-    tokens: float  # trained in all layers
+    tokens: float  # tokens/s; a token that only some layers trained counts in proportion to their work
     sent_NN: Floats  # bytes from the row's peer to the column's peer
     windows: tuple[tuple[Seconds, str], ...]  # each peer's last windows of gossip: their length, and what bounds it
 
@@ -71,7 +72,7 @@ class PlayedSwarm:
         """Do nothing: `rates` counts between samples."""
 
     def sample(self) -> None:
-        """Remember what was counted so far."""
+        """Record the virtual time with the numbers of tokens and bytes that were counted until now."""
         assert self._swarm is not None
         self.at.append((self._swarm.agenda.now, self.tokens, Counter(self._swarm.network.links.sent)))
 
@@ -98,14 +99,15 @@ def play(
     seconds: Seconds = PLAYED_S,
     seed: int = 0,
 ) -> Rates:
-    """Return what the swarm does in virtual time.
+    """Simulate the swarm in virtual time, and return its rates after the warm-up.
 
     Args:
         run_config: The run's config.
         topology: The peers and their links.
         machines: Each peer's machine.
         plan: The peers' layers and routes; None: each peer holds the whole model.
-        window_s: The shortest windows of gossip; longer ones than the config's where processors allow no shorter ones.
+        window_s: Length of the shortest gossip window, which replaces that of the config; it is longer if the peers'
+            processors need longer windows.
         budget_s: Limit of the processor time that playing takes, seconds.
         seconds: Limit of the virtual time.
         seed: Seed of all random choices.

@@ -7,12 +7,12 @@ from decentral.core import quantities
 from decentral.core.config import Config, validated
 from decentral.core.errors import UserError
 
-WIDTH_STEP = 64  # channels of a head above width 256
+WIDTH_STEP = 64  # each width is a multiple of this, the default number of channels of a head above width 256
 MOST_DEPTH = 128
-ASPECT = 64.0  # width over depth that is preferred, as `model.width` follows from `model.depth`
-ASPECT_WEIGHT = 0.03  # of a width twice as large as preferred, against a size that is off by 3%
+ASPECT = 64.0  # the preferred ratio of width to depth, which is also the default of `model.width`
+ASPECT_WEIGHT = 0.03  # a width of twice the preferred width counts as much as a size that is off by 3%
 LEAST_PARAMETERS, MOST_PARAMETERS = 1e5, 1e12
-CONTEXT = 1024  # tokens of a training sequence, where neither a config nor a flag says it
+CONTEXT = 1024  # number of tokens in a training sequence if neither a config nor a flag sets it
 
 
 def is_size(text: str) -> bool:
@@ -27,12 +27,12 @@ def is_size(text: str) -> bool:
 def shape_of(text: str, vocabulary: int) -> dict[str, int]:
     """Return depth and width of a model with about this many parameters, embedding and head included.
 
-    The width is a multiple of WIDTH_STEP. Of all shapes the one is chosen that is nearest to the size and to a width of
+    The width is a multiple of WIDTH_STEP. The function chooses the shape that is nearest to the size and to a width of
     ASPECT times the depth.
 
     Args:
         text: The size, such as 125M or 1.3B.
-        vocabulary: Tokens that the model knows.
+        vocabulary: Number of tokens in the model's vocabulary.
 
     Raises:
         UserError: If the size is not between LEAST_PARAMETERS and MOST_PARAMETERS, or the vocabulary alone exceeds it.
@@ -66,7 +66,7 @@ def with_shape(run: Config, text: str, given: frozenset[str]) -> Config:
     Its micro-batch is auto unless the user has set another.
 
     Args:
-        run: The config, whose vocabulary counts.
+        run: The config. Its vocabulary determines the size of the embedding and the head.
         text: The size, such as 125M.
         given: The keys below `model` that the user has set.
 

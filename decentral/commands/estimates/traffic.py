@@ -1,8 +1,8 @@
 """Predict what gossip sends: the length and code of windows, and bytes/s between each two peers. Start at `traffic`.
 
 It is the steady state of `gossip.algorithm: pull`, after `gossip.start_steps`. Each peer's window follows from its
-uplink and its processor by the rules of running peers (peers/runtime/peer_selection.py), whose constants count here. A
-partner's answer has the bytes of its code, and slow weights now and then.
+uplink and its processor by the rules of running peers (peers/runtime/peer_selection.py), with the same constants. A
+partner's answer is as large as its encoded window; now and then it also has slow weights.
 """
 
 from collections.abc import Sequence
@@ -22,20 +22,25 @@ from decentral.peers.runtime.peer_selection import THIN_PARTNERS, WEIGHT_FLOOR, 
 from decentral.scheduler.topology.arrays import Flags, Floats
 from decentral.scheduler.topology.topology import Topology, sites_of
 
-PULL_S = 2e-3  # core-seconds of a pull without its bytes, at the peer that asks and at the one that answers together
-PULL_BYTES_PER_S = 74e6  # a core's rate of a pull's bytes; with PULL_S, 200 kB take 4.7 ms (docs/results/benchmarks.md)
-NUMBERS_PER_S = (708e6, 618e6, 704e6)  # of a core: closing a window, merging a partner's, encoding slow weights
-COPIED_NUMBERS_PER_S = 700e6  # of a core: copying weights when a window closes, and adding the correction
+# A pull of 0 bytes takes this many core-seconds, at the peer that asks and the peer that answers together.
+PULL_S = 2e-3
+# Each byte of a pull takes 1 / PULL_BYTES_PER_S core-seconds more. So a pull of 200 kB takes 4.7 core-milliseconds
+# (docs/results/benchmarks.md).
+PULL_BYTES_PER_S = 74e6
+# How many numbers a core handles per second when it closes a window, merges a partner's window, encodes slow weights.
+NUMBERS_PER_S = (708e6, 618e6, 704e6)
+# How many numbers a core copies per second, from the weights when a window closes, and when it adds the correction.
+COPIED_NUMBERS_PER_S = 700e6
 LOOPBACK_RATE = 180e6  # bytes/s of a stream between two processes of one machine (docs/results/benchmarks.md)
-ROUNDS = 4  # of finding the windows that the swarm has in common
+ROUNDS = 4  # windows that depend on other peers' windows, and rates on shared links, are computed in so many iterations
 
 
 @dataclass(frozen=True, slots=True)
 class Gossiper:
-    """What decides a peer's gossip, beside its links."""
+    """A peer's step time and processor. The peer's gossip depends on them and on its links."""
 
     step_s: float
-    cores: float | None  # that training keeps busy; None: the processor limits no gossip
+    cores: float | None  # number of cores that training keeps busy; None: the processor does not limit gossip
     idle_cores: float = 0.0
 
 
@@ -44,17 +49,17 @@ class PredictedGossip:
     """The predicted gossip of N peers."""
 
     period_s: Floats  # (N,) seconds between two windows of a fragment
-    cores_s: Floats  # (N,) seconds of the windows that the processor alone would need
-    bound: tuple[str, ...]  # what lengthens a peer's windows: link, cores, swarm, steps; "" nothing
+    cores_s: Floats  # (N,) seconds between two windows if only the peer's processor limited them
+    bound: tuple[str, ...]  # what lengthens each peer's windows: link, cores, swarm or steps; "" if nothing does
     sent_NN: Floats  # bytes/s from the row's peer to the column's peer
 
 
 @dataclass(frozen=True, slots=True)
 class _Windows:
-    """One peer's windows: lengths are multiples of the shortest window."""
+    """The window lengths that one peer needs, as multiples of the shortest window, `gossip.window_s`."""
 
     own: int
-    dense_link: int  # that the link would need with the dense code
+    dense_link: int  # the length that the link would need with the dense code
     cores: int
     partners: int
     bound: str
@@ -64,7 +69,7 @@ def traffic(
     topology: Topology, gossip: GossipConfig, fragments: Sequence[Fragment], spans: Sequence[tuple[int, int]],
     peers: Sequence[Gossiper], ease: float = 1.0,
 ) -> PredictedGossip:  # fmt: skip
-    """Return the gossip of peers that hold these layers.
+    """Predict the gossip of peers that hold these layers.
 
     Args:
         topology: The peers and their links.
@@ -72,7 +77,7 @@ def traffic(
         fragments: All fragments of the model.
         spans: Layers [first, last) of each peer.
         peers: Each peer's step and processor.
-        ease: Links and cores have this many times the rate that is assumed, as windows are decided.
+        ease: Factor by which links and cores are faster than assumed when the peers choose their windows.
     """
     held_NF = np.array([[first <= one.first and one.last <= last for one in fragments] for first, last in spans])
     up_N, numbers = ease * _best_up(topology), range(len(peers))
@@ -103,7 +108,7 @@ def _code(gossip: GossipConfig, thin: bool) -> str:
 
 
 def _best_up(topology: Topology) -> Floats:
-    """Return the rate of each peer's fastest upload, which it takes for its uplink's, in bytes/s."""
+    """Return (N,) bytes/s: the rate of each peer's fastest upload, which the peer believes to be its uplink's rate."""
     rate_NN = np.minimum(topology.bandwidth, np.minimum.outer(topology.up, topology.down))
     np.fill_diagonal(rate_NN, 0.0)
     best_N: Floats = np.minimum(rate_NN.max(axis=1), LOOPBACK_RATE)
@@ -113,7 +118,7 @@ def _best_up(topology: Topology) -> Floats:
 def _windows(
     gossip: GossipConfig, held: Sequence[Fragment], held_NF: Flags, up: float, thin: bool, one: Gossiper, ease: float
 ) -> _Windows:
-    """Return a peer's own windows, as `WindowLengths` decides about them."""
+    """Return the window lengths that one peer needs, by the rules of `WindowLengths`."""
     if not held:
         return _Windows(1, 1, 1, 0, "")
     first = held[0]
@@ -123,7 +128,7 @@ def _windows(
     share_s = gossip.link_share * gossip.window_s
 
     def link(code: str, partners: int, pulled: int) -> float:
-        """Return the windows that the uplink needs; `pulled` is the number of partners that snapshots' size counts."""
+        """Return the window length that the uplink needs. Now and then one of `pulled` partners sends slow weights."""
         return partners * whole * _answer_bytes(code, first.parameters, pulled, holders) / up / share_s
 
     code = _code(gossip, thin)
@@ -141,7 +146,7 @@ def _windows(
 def _cores_times(
     gossip: GossipConfig, held: Sequence[Fragment], peer: Gossiper, code: str, partners: int, holders: int, ease: float
 ) -> int:
-    """Return the windows that keep gossip's processor time within its share, as `GossipCost.windows` computes them."""
+    """Return the window length at which gossip's processor time is within its share, by `GossipCost.windows`' rule."""
     if peer.cores is None:
         return 1
     cost_s = sum(_window_cost_s(cut.parameters, code, partners, holders) for cut in held)
@@ -150,7 +155,10 @@ def _cores_times(
 
 
 def _window_cost_s(parameters: int, code: str, partners: int, holders: int) -> float:
-    """Return the core-seconds of one fragment's window: kernels, copies, and as many pulls each way."""
+    """Return the core-seconds of one window of a fragment: kernels, copies, and pulls from `partners` partners.
+
+    The peer also answers as many pulls as it sends. PULL_S includes both sides of a pull.
+    """
     close, merge, encode = NUMBERS_PER_S
     whole = 1 / _whole_every(partners, holders)
     kernels_s = parameters * (1 / close + partners / merge + whole / encode + 2 / COPIED_NUMBERS_PER_S)
@@ -168,7 +176,7 @@ def _answer_bytes(code: str, parameters: int, partners: int, holders: int) -> fl
 
 
 def _common(needs_s: Sequence[float], held_NF: Flags, peer: int) -> float:
-    """Return the length in seconds that the peers with some of this peer's fragments need."""
+    """Return the window length in seconds that suits a peer and all other peers with some of its fragments."""
     others = [need for j, need in enumerate(needs_s) if j != peer and bool((held_NF[j] & held_NF[peer]).any())]
     return common_need_s(needs_s[peer], sorted(others))
 
@@ -177,7 +185,10 @@ def _sent(
     topology: Topology, fragments: Sequence[Fragment], held_NF: Flags, found: Sequence[_Windows], codes: Sequence[str],
     period_N: Floats, peers: Sequence[Gossiper],
 ) -> tuple[Floats, Floats]:  # fmt: skip
-    """Return the bytes/s from each peer to each other, and the time between windows that links and steps allow."""
+    """Return the bytes/s from each peer to each other peer, and the seconds between two windows of each peer.
+
+    The time between windows is `period_N`, or longer if a peer's links and steps allow no shorter time.
+    """
     count = len(topology)
     rate_NN = np.minimum(topology.bandwidth, np.minimum.outer(topology.up, topology.down)).T  # row pulls from column
     step_N = np.array([one.step_s for one in peers])
@@ -217,7 +228,10 @@ def _transfers_s(round_trip_HH: Floats, size_HH: Floats, rate_HH: Floats) -> Flo
 
 
 def _drawn(rate_HH: Floats, partners_H: Floats) -> Floats:
-    """Return the chance that the row's peer draws the column's in a window, with weights by the measured rate."""
+    """Return the probability that the row's peer pulls from the column's peer in a window.
+
+    Peers choose partners at random, with weights that grow with the measured rates.
+    """
     rate_HH = np.where(np.isinf(rate_HH), LOOPBACK_RATE, rate_HH)
     np.fill_diagonal(rate_HH, 0.0)
     weights_HH = np.maximum(WEIGHT_FLOOR, rate_HH / rate_HH.max(axis=1, keepdims=True))
@@ -236,7 +250,7 @@ def _drawn(rate_HH: Floats, partners_H: Floats) -> Floats:
 
 
 def _fresh(pulls_NN: Floats, period_N: Floats) -> Floats:
-    """Return the share of pulls that find a window which the puller has not seen, by the periods of both."""
+    """Return the share of the row peer's pulls that find a new window, given the window periods of both peers."""
     windows_NN = np.maximum(1.0, period_N[None, :] / period_N[:, None])  # the row's windows in one of the column's
     seen_NN = 1 - (1 - np.minimum(pulls_NN, 1.0)) ** windows_NN
     share: Floats = np.where(pulls_NN > 0, seen_NN / np.maximum(pulls_NN * windows_NN, 1e-12), 0.0)
