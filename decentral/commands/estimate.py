@@ -112,7 +112,7 @@ def _check_prices(prices: Mapping[str, float], groups: Sequence[PeerGroup]) -> N
             raise UserError(f"--price: no peer has a {device}{did_you_mean(device, named)}")
     missing = [device for key, device in named.items() if prices and key not in prices and "" not in prices]
     if missing:
-        raise UserError(f"--price has none for {missing[0]}; add {missing[0]}=PRICE, for an hour of it")
+        raise UserError(f"--price has no price for {missing[0]}; add {missing[0]}=PRICE, the price of an hour")
 
 
 def _show(found: JsonObject, console: Console) -> None:

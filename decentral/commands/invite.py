@@ -126,7 +126,7 @@ async def _tell(swarm: VisitedSwarm, founder: FounderFile, until: Seconds) -> tu
     If a peer has another list that the founder has signed, the founder's next list includes it.
     """
     latest = founder.latest().packed
-    query = Envelope(RecordsQuery(swarm.run, b"", (), 0, latest))  # peers send us any list with a number above 0
+    query = Envelope(RecordsQuery(swarm.run, b"", (), 0, latest))  # with 0, each answer has the peer's list
     known, waiting, confirmed = set(swarm.contacts), list(swarm.contacts), 0
     while waiting:
         answers = [one for one in await at_once(_answer(swarm, peer, query) for peer in waiting) if one]

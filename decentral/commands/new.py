@@ -66,7 +66,10 @@ def _main(flags: argparse.Namespace) -> None:
 
 
 def _ask_for(flags: argparse.Namespace, ask: Callable[[str], str]) -> None:
-    """Ask for what the flags do not say; an empty answer takes the default in brackets."""
+    """Ask the user for the values that the flags lack, and set them in `flags`.
+
+    An empty answer means the default, which stands in brackets. `ask` shows a question and returns the answer.
+    """
 
     def answer(question: str, usual: str) -> str:
         return ask(f"{question} [{usual}]: ").strip() or usual

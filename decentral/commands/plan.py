@@ -108,7 +108,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _swarm(options: argparse.Namespace) -> tuple[Topology, LiveSwarm]:
-    """Return the topology of the running swarm, and what else is known of it; raise UserError if it is too small."""
+    """Return a running swarm's topology and its peers' records; raise UserError if it has fewer than 2 peers."""
     swarm = asyncio.run(_live(options.join, options.invite))
     if len(swarm.profiles) < 2:
         raise UserError(f"--join: a plan needs at least 2 peers; that swarm has {len(swarm.profiles)}; try again later")

@@ -30,7 +30,8 @@ NO_FIGURE = "-"
 
 @dataclass(frozen=True, slots=True)
 class PeerStatus:
-    """What this machine knows of one running peer. Figures are None until the peer has written them to its journal."""
+    """The status of one running peer on this machine. Figures are None until the peer has written them to its journal.
+    """
 
     name: str
     peer: str
@@ -46,7 +47,7 @@ class PeerStatus:
 
     @classmethod
     def of(cls, peer: RunningPeer) -> "PeerStatus":
-        """Return what the peer's folder says of it."""
+        """Return the status of a running peer, as its state folder shows it."""
         tail = JournalTail.of(peer.folder) if peer.folder else None
         if peer.folder and changed_at(peer.folder / JOURNAL) < peer.since:
             tail = None  # the lines are of an earlier process

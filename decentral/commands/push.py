@@ -41,7 +41,7 @@ def _main(flags: argparse.Namespace) -> None:
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder; give a peer's state folder, or a model that decentral export wrote")
     kind, link = kind_of_folder(folder), link_of(folder, place)
-    goes_on = link.exists()  # finish the interrupted upload, then send the newest checkpoint if it is newer
+    goes_on = link.exists()  # True: finish an interrupted upload first, then upload the folder's present content
     result = _pushed(flags, folder, place, link)
     if goes_on:
         result = _pushed(flags, folder, place, link)

@@ -53,7 +53,7 @@ class TextPiece:
     text: str
     at: int  # number of the piece: consecutive in a document, and unique in the data
     begins: bool = False
-    ends: bool = False  # False also if it is not known yet whether the document goes on
+    ends: bool = False  # whether the document ends with this piece; False if that is not known yet
     learned: Ranges | None = None  # the loss counts only these characters; None means all characters
 
 

@@ -55,8 +55,8 @@ class Position:
 
     epoch: int = 0
     part: int = 0  # number of parts of this epoch that were read to the end
-    state: State | None = None  # position within the present part, as `Documents.read` takes it
-    read: int = 0  # number of rows before `state`, as `Documents.read` takes it
+    state: State | None = None  # position within the current part; an argument of `Documents.read`
+    read: int = 0  # number of rows of the part's shard before `state`; an argument of `Documents.read`
     number: int = 0
 
 

@@ -31,7 +31,8 @@ TOKENIZER_FILE, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
 SPECIAL_TOKENS_FILE, GENERATION_FILE = "special_tokens_map.json", "generation_config.json"
 MAX_TOKENIZER_FILE_BYTES = 256 << 20  # a tokenizer's file with more bytes is neither read nor copied
 MAX_SETTINGS_BYTES = 16 << 20  # largest size of a settings file, which may list thousands of added tokens
-USUAL_SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # without eos_token
+# If the tokenizer's folder names no eos_token, the separator is the first of these that is in the vocabulary.
+USUAL_SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 USUAL_TEXT = "A text, with 1 number.\n"  # a child process encodes and decodes this text to test a tokenizer
 OF_ONE_TEXT = ("padding", "truncation")  # keys of tokenizer.json that the digest ignores, since `load` disables both
 _TRIED: set[tuple[bytes, tuple[str, ...]]] = set()  # trials that succeeded: (digest of a file, encoded texts)
@@ -70,7 +71,7 @@ def load(path: str, separator: str | None = None) -> TextTokenizer:
     Raises:
         UserError: If the tokenizer cannot be read, or its vocabulary has no token for `separator`.
     """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would take cores from training
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the library's threads would take cores from training
     file = Path(path) / TOKENIZER_FILE if Path(path).is_dir() else Path(path)
     if not Path(path).exists():
         raise UserError(f"--tokenizer {path}: no such file or folder; name the folder or the file of the tokenizer")

@@ -40,7 +40,7 @@ def streams(device: torch.device) -> ModuleType:
 
 @cache
 def side_stream(device: torch.device) -> torch.Stream:
-    """Return the device's second stream, for copies beside training."""
+    """Return the device's second stream, on which copies run at the same time as training on the first."""
     made: torch.Stream = streams(device).Stream(device)
     return made
 

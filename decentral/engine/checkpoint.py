@@ -113,7 +113,7 @@ def verify(folder: Path) -> None:
 
 
 def _verified(file: Any, facts: JsonObject) -> bool:
-    """Return True if each tensor in the file has its checksum in `facts`. Raises ValueError if a checksum differs."""
+    """Return True if each tensor has the checksum that `facts` has for it. Raises ValueError if a checksum differs."""
     for name, expected in facts.get(SUMS, {}).items():
         _check_sum(name, file.get_tensor(name), expected)
     return True
@@ -288,7 +288,7 @@ def _resumed(names: Sequence[str], facts: JsonObject, folder: Path, span: Span, 
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint file by name; each is read from the disk whenever it is asked for."""
+    """The tensors of a checkpoint file by name; each access to a tensor reads it from the disk."""
 
     def __init__(self, path: Path, names: Sequence[str]) -> None:
         """Read from the safetensors file `path`, which has tensors of these names."""

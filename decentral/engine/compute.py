@@ -52,9 +52,9 @@ class ComputeSetup:
     device: Device
     folder: Path
     span: tuple[int, int] | None = None  # the peer holds layers [first, last); None means the whole model
-    state_expected: bool = False  # True leaves the weights unset, since a checkpoint or other peers should give them
+    state_expected: bool = False  # True: leave the weights unset, since a checkpoint or other peers will provide them
     kernels: OuterKernels | None = None  # computes gossip's formulas; None means plain torch (`TorchKernels`)
-    report_s: Seconds = 0.0  # minimum time between two reports of steps; training cannot run Python during a report
+    report_s: Seconds = 0.0  # minimum seconds between two reports of steps; each report delays training
 
 
 class Compute(JobRunner):
@@ -82,11 +82,11 @@ class Compute(JobRunner):
         retained, numbers = RetainedStateStore(setup.folder, run.digest()), MicroBatchNumbers.of(setup.folder)
         super().__init__(span, retained, numbers, run.synchronous)
         self.setup = setup
-        self._clock: Callable[[], Seconds] = time.monotonic  # while `run` runs, this is the training thread's CPU time
+        self._clock: Callable[[], Seconds] = time.monotonic  # while `run` runs: returns the training thread's CPU time
         self._trained = time.monotonic(), 0.0, 0.0  # (time, CPU time, trained_s) when `training_s` was last called
         self._saving = False
         self._broken = False  # True after a failed step: jobs such as a checkpoint are still done, but no steps
-        self._queued: deque[tuple[QueuedStep, jobs.Stepped]] = deque()  # steps whose loss is not read yet
+        self._queued: deque[tuple[QueuedStep, jobs.Stepped]] = deque()  # steps whose loss the host has not read yet
         self.threads = JobThreads(self.program, self._failure_of)
         ranks = setup.device.ranks
         reading = Reading(run.seed, setup.peer, setup.folder, ranks.rank if ranks.readers > 1 else 0, ranks.readers)
@@ -168,7 +168,7 @@ class Compute(JobRunner):
             report(step)
         worker.join()
         used = self._clock()
-        self._clock = lambda: used  # the clock of an ended thread cannot be read, so keep its last value
+        self._clock = lambda: used  # an ended thread's clock cannot be read, so keep the clock's last value
 
     def _tried(
         self, read: Callable[[], list[jobs.Stepped]], report: Callable[[jobs.Outcome], None]
@@ -273,7 +273,10 @@ class Compute(JobRunner):
         return self.span.stages.draw(job, name, self.batch(number))
 
     def _evaluate(self) -> Program:
-        """Measure the held-out loss, a few sequences at a time between steps, so that no step is delayed much."""
+        """Return the program that measures the held-out loss.
+
+        Between two steps, it computes the loss of only a few sequences, so that no step is delayed much.
+        """
         device, total, seconds = self.setup.device, 0.0, 0.0
         for part in parts_of(self.held_out, max(8, self.micro_batch)):
             yield Phase.EDGE

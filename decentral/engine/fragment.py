@@ -108,10 +108,10 @@ class Live:
         groups = self._groups(layers, numbers.start)
         self._parameters = [parameter for group in groups for parameter in group]
         self._grad: Tensor | None = None
-        self.tokens = 0  # tokens trained in the current gossip window
+        self.tokens = 0  # number of tokens trained in the current gossip window
         self.lr_sum = 0.0  # sum of the learning rates of the steps in the current gossip window
-        self.steps = 0  # optimizer steps on this fragment, for AdamW's bias correction and the peer's rate warm-up
-        self.touched = set[str]()  # tensors that rank 0 has changed, and that an `Island` must copy to the other ranks
+        self.steps = 0  # number of optimizer steps on this fragment, for AdamW's bias correction and the peer's warm-up
+        self.touched = set[str]()  # names of tensors that rank 0 has changed; `Island` copies them to the other ranks
         self.theta, self.state = self._placed(groups, device, drawn)
 
     def _placed(
@@ -212,7 +212,7 @@ class Live:
         return self.tensors()
 
     def copied(self, room: "CopyMemory") -> dict[str, Tensor]:
-        """Return copies of `whole`, for which `room` has memory. Call it between steps."""
+        """Return copies of the tensors that `whole` returns, in the memory of `room`. Call it between steps."""
         return room.copied(self.tensors())
 
     def shapes(self) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ class GossipedFragment:
     layout: Layout  # tensors in the blobs that this peer publishes
     on_request: Layout  # tensors that are encoded only when a partner asks for them
     codings: Layout = ()  # tensors that can be sent dense or sparse; each gossip window uses one of the two codecs
-    newcomer: bool = False  # whether merges give the next window weight 0, as optimizer moments are not warm
+    newcomer: bool = False  # whether merges give the next window weight 0, since the optimizer moments are not warm yet
     resting: bool = False  # True while no partner reads this fragment's windows: no window is closed then
 
     @property
@@ -79,7 +79,7 @@ class GossipedFragment:
         return True
 
     def correct(self, correction: Correction | None) -> Steps:
-        """Apply a correction to theta between two steps; do nothing for None. Call this on the worker thread."""
+        """Apply a correction to theta between two steps; if it is None, do nothing. Call this on the worker thread."""
         if correction is not None:
             vector = self.live.copy_in(correction.vector)
             yield Phase.EDGE
@@ -139,7 +139,7 @@ class GossipedFragment:
 def unpacked(
     codecs: Codecs, blobs: Sequence[jobs.Donated], expected: Mapping[int, Layout]
 ) -> dict[int, dict[str, Tensor]]:
-    """Return donated states by fragment and section, as fp32 vectors [n] on the CPU.
+    """Decode donated states, and return them: fragment -> section -> fp32 vector [n] on the CPU.
 
     Args:
         codecs: Decoders of the sections.
@@ -321,7 +321,7 @@ class FragmentGossip:
         return update_rules.layout_of(update_rules.donated(self.gossip), parameters, self.tools.codecs)
 
     def decoded(self, blobs: Sequence[jobs.Donated]) -> dict[int, dict[str, Tensor]]:
-        """Return donated states of held fragments by fragment and section, fp32 [n].
+        """Decode donated states of held fragments, and return them: fragment -> section -> fp32 vector [n].
 
         Raises:
             ProtocolError: If a state does not decode, has another layout, or its fragment is not held or out of order.
@@ -329,7 +329,7 @@ class FragmentGossip:
         return unpacked(self.tools.codecs, blobs, dict(zip(self._by_index, self.state_layouts(), strict=True)))
 
     def start(self, donated: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Replace the state of held fragments by donated states: by fragment and section, fp32 [n]."""
+        """Replace the state of held fragments. `donated`: fragment -> section -> fp32 vector [n]."""
         for index, vectors in donated.items():
             gossiped = self._by_index[index]
             gossiped.rule.adopt(gossiped.live, vectors)

@@ -76,7 +76,7 @@ class Inner:
         return norm
 
     def _norm(self, norms: Tensor) -> Tensor:
-        """Return the norm of the whole gradient from the norms [parameters] of its tensors."""
+        """Return the norm of the whole gradient. `norms`: a vector with the norm of each parameter's gradient."""
         norm: Tensor = torch.linalg.vector_norm(norms)
         return norm
 

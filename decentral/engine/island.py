@@ -73,7 +73,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The run and the peer to compute for. Rank 0 sends both to the other ranks, which then build the model."""
+    """What rank 0 tells the other ranks about the run and the peer. Each rank then builds the model or its part."""
 
     run: config.Config
     peer: PeerId
@@ -103,9 +103,9 @@ class Island:
         beside = dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_S))
         self.rank, self.size, self.shards = rank, size, Shards(rank, size, beside)
         self.split = Split.COPIES
-        self.assigned = False  # whether the other ranks know their run
+        self.assigned = False  # whether rank 0 has sent the run to the other ranks
         self.lives: Sequence[Live] = ()
-        self.under_way = False  # True while a step runs, and for ever after a failed step
+        self.under_way = False  # True while a step runs, and forever after a failed step
         self._forward: ModelForward | None = None
         self.device = device
         own = Member(os.getpid(), measure.device_name(device), measure.memory_bytes(device))
@@ -357,7 +357,7 @@ def follow(island: Island, assignment: Assignment, device: Device) -> BuiltRepli
 
 
 def _fetch_of(island: Island, assignment: Assignment, counters: Counters) -> Fetch:
-    """Return the function that returns the next micro-batch of this rank, or of rank 0 if only that one reads data."""
+    """Return the function that returns this rank's next micro-batch, or rank 0's if only rank 0 reads data."""
     run, sequences = assignment.run, assignment.micro_batch
     if island.readers == 1:
         return lambda: island.batch(sequences, run.model.context)

@@ -43,7 +43,7 @@ class StageLayers(Protocol):
         """The micro-batches that wait for their backward passes, by execution id (the field `token` of jobs)."""
 
     def forward(self, job: jobs.Forward) -> jobs.Outcome:
-        """Run another peer's micro-batch forward. If the job has the last layer, run the backward pass as well."""
+        """Run another peer's micro-batch forward; if the job ends at the model's last layer, also run it backward."""
 
     def backward(self, job: jobs.Backward) -> jobs.Outcome:
         """Run the backward pass of a pending micro-batch, and add its gradients to the open (not yet sealed) sum."""

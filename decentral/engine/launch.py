@@ -103,7 +103,7 @@ class Launcher:
                 os.kill(pid, signal.SIGINT)
 
     def _new_agent(self) -> LocalElasticAgent:
-        """Return a torch agent that starts all ranks once; if it restarted ranks, it would do so after Ctrl-C too."""
+        """Return a torch agent that starts all ranks once. It does not restart them, which it would do after Ctrl-C."""
         name = f"island-{os.getpid()}-{os.environ[ATTEMPT]}"
         place = RendezvousParameters("c10d", "127.0.0.1:0", name, min_nodes=1, max_nodes=1, local_addr="127.0.0.1")
         spec = WorkerSpec(

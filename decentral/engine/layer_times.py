@@ -41,7 +41,10 @@ class LayerTrial:
     numbers: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def cost_of(self, at: int, held: nn.Module | None) -> KindCost | None:
-        """Return what layer `at` costs, measured on `held`, or on a layer built like it; None if that does not fit."""
+        """Return what layer `at` costs, measured on `held` or, if that is None, on a new layer of the same kind.
+
+        The result is None if the layer or its passes do not fit into the device's memory.
+        """
         run, sizes = self.run, memory.layer_bytes(self.run)
         flops = run.model.layer_flops[at] * run.model.context
         sequences = max(1, min(self.sequences, int(MOST_PASS_S * self.flops / flops)))
@@ -78,7 +81,7 @@ class LayerTrial:
         return layers[at].state + beside * parameters[at] // sum(parameters)
 
     def _built(self, at: int) -> nn.Module:
-        """Return a layer of the same kind and shape as layer `at`, with weights that mean nothing."""
+        """Return a new layer of the same kind and shape as layer `at`, in which each weight is FILLED."""
         model, run = self.run.model, self.run
         kind = self._kind(at)
         small = model.model_copy(update={"depth": 1, "width": model.d_model, "start_from": None, "weights": None})

@@ -40,7 +40,7 @@ class LookAhead:
         self._lives = lives
         self._moved = [torch.zeros_like(live.theta) for live in lives]  # last step's change of each fragment's weights
         self.steps = [0] * len(lives)
-        self.lateness = [0.0] * len(lives)  # by fragment: moving average of steps between a micro-batch's two passes
+        self.lateness = [0.0] * len(lives)  # moving average: each fragment's steps between a micro-batch's two passes
 
     def weights(self, first: int, last: int) -> WeightsAhead:
         """Return new vectors with the predicted weights of the fragments within layers [first, last)."""

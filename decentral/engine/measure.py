@@ -18,7 +18,8 @@ from decentral.engine.step import ALONE, Device, ModelForward, Ranks
 PASSES_S = 0.5  # when the timed passes have taken this long in all, no further pass is timed
 MATMUL_S = 0.2
 LARGEST = 512  # a micro-batch with more sequences is not measured
-GOOD_ENOUGH = 0.9  # the smallest micro-batch with this share of the best tokens/s is chosen, since it allows more steps
+# Of all micro-batches with at least this share of the best tokens/s, the smallest is chosen: it allows the most steps.
+GOOD_ENOUGH = 0.9
 
 
 def choose(wanted: str, dtype: str, throttle: float, emulated_s: float) -> Device:

@@ -39,17 +39,18 @@ from decentral.engine.optimizers import BLOCK
 from decentral.engine.step import Device
 from decentral.model import decoder
 
-WEIGHT_BYTES = 4  # an fp32 weight takes this much; layers are built in fp32
-ROTARY_BYTES = 8  # each block has two fp32 tables of rotary positions: this much per position and channel of a head
+WEIGHT_BYTES = 4  # an fp32 weight takes this many bytes; layers are built in fp32
+ROTARY_BYTES = 8  # a block has two fp32 tables of rotary positions: this many bytes per position and channel of a head
 MEAN_COPIES = 3  # averaging gathered copies of a model needs memory for 3 more: the mean, layers, a temporary result
-SUM_BYTES = 4  # a sum of gradients takes this much per parameter, in fp32
-SCRATCH_BYTES = 16  # to publish, merge or send a fragment's update takes this much per parameter of the fragment
-ROUNDING_BYTES = 12  # an optimizer step takes this much per bf16 parameter: fp32 weight and gradient, and random bits
-WIDENING_BYTES = 20  # with int8 moments, an optimizer step's temporary fp32 vectors take this much per parameter
-MASK_BYTES = 5  # windowed attention takes this much per pair of positions: a boolean mask and a float mask made from it
-LOGIT_BYTES = 12  # a logit takes this much: the logit, its softmax and its gradient, all in fp32
-PART_BYTES = 16  # if the loss is computed in parts of LOGITS_AT_ONCE logits, a logit in the current part takes this
-# A user's layer is estimated to keep this much per token and input channel. Its sizes are unknown, so this is high.
+SUM_BYTES = 4  # a sum of gradients takes this many bytes per parameter, in fp32
+SCRATCH_BYTES = 16  # to publish, merge or send a fragment's update takes this many bytes per parameter of the fragment
+ROUNDING_BYTES = 12  # a step takes this many bytes per bf16 parameter: fp32 weight, fp32 gradient, bits for rounding
+WIDENING_BYTES = 20  # with int8 moments, an optimizer step's temporary fp32 vectors take this many bytes per parameter
+MASK_BYTES = 5  # windowed attention takes this many bytes per pair of positions: a boolean and a float mask
+LOGIT_BYTES = 12  # a logit takes this many bytes: the logit, its softmax and its gradient, all in fp32
+PART_BYTES = 16  # if the loss is computed in parts of LOGITS_AT_ONCE logits, each of these logits takes this
+# A user's layer is assumed to keep this many bytes per token and input channel. The value is high, because the sizes of
+# the layer's tensors are unknown.
 UNKNOWN_LAYER_BYTES = 128
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 RETURNED_BYTES = 1 << 20  # after `give_back_what_is_freed`, glibc returns larger freed tensors to the system at once

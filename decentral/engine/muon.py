@@ -131,7 +131,8 @@ def batched_step(
             torch._foreach_lerp_(firsts, grads, 1 - MOMENTUM)
             grads = list(torch._foreach_lerp(grads, firsts, MOMENTUM))  # Nesterov's momentum
             wide_NRC = torch.stack([one if len(one) == rows else one.mT for one in grads])
-            share = torch.where(skipped, 0.0, -rate * 0.2 * math.sqrt(columns)).view(1, 1, 1)  # fp32
+            # This factor is an fp32 tensor, so its product with the bf16 matrices is fp32 too.
+            share = torch.where(skipped, 0.0, -rate * 0.2 * math.sqrt(columns)).view(1, 1, 1)
             turned = zip(thetas, _semi_orthogonal(wide_NRC) * share, strict=True)
             updates = [update if len(theta) == rows else update.mT for theta, update in turned]
             torch._foreach_mul_(thetas, kept)

@@ -69,7 +69,7 @@ class ShardedLive(Live):
         train: config.TrainConfig,
         ranks: Orders,
     ) -> None:
-        """Take the fragment's parameters from all the model's `layers`, which are divided already."""
+        """Take the fragment's parameters from `layers`, all layers of the model, already divided over the ranks."""
         self.ranks = ranks
         super().__init__(fragment, layers, device, train)
 

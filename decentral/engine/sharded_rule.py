@@ -76,7 +76,7 @@ class ShardedPullRule(PullRule):
         """Do nothing, since the ranks' parts always have values."""
 
     def buffer(self) -> Tensor:
-        """Return a new vector for theta."""
+        """Return a new vector in host memory, into which the caller copies theta."""
         return self.tools.vector(self.elements)
 
     def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
@@ -126,7 +126,7 @@ class ShardedPullRule(PullRule):
             return {"phi": self.phi if published is None else self.phi.sub_(published), "owed": owed}
 
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
-        """Continue with the weights on all ranks and a checkpoint's `state`; if it is empty, start with phi = theta."""
+        """Set the gossip state from all ranks' weights and a checkpoint's `state`; if that is empty, set phi = theta."""
         self.closed = None
         self.history.outliers.forget()
         self.live.snapshot()

@@ -207,7 +207,7 @@ class Shards:
         self._everywhere(_Request.COPY, fragment, slot, to)
 
     def zero(self, fragment: int, slot: Slot) -> None:
-        """Make all parts of a vector zero."""
+        """Set the vector in `slot` to zero on all ranks. Nothing travels between ranks."""
         self._everywhere(_Request.ZERO, fragment, slot, slot)
 
     def start(self) -> None:

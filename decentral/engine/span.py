@@ -61,7 +61,8 @@ class Span:
     def hold(self, first: int, last: int, drawn: bool = True) -> None:
         """Hold the layers [first, last): keep layers that the peer already has, free the others, and build the rest.
 
-        In an island that shards, hold a part of every layer, whatever the arguments are (`sharded.draws`).
+        In an island that shards, ignore the arguments and hold a part of every layer, with initial weights if
+        `sharded.draws`.
 
         Layers that are no longer held are freed before new layers are built, so the device never holds both. No
         execution may be pending.

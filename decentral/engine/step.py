@@ -197,7 +197,7 @@ class Device:
     device: torch.device
     dtype: torch.dtype
     throttle: float = 1.0  # computing is slowed down by this factor
-    emulated_s: float = 0.0  # a micro-batch through the whole model is made to take at least this long
+    emulated_s: float = 0.0  # a micro-batch through the whole model is made to take at least this many seconds
     ranks: Ranks = field(default=ALONE, repr=False, compare=False)
 
     def autocast(self) -> torch.autocast:
@@ -215,7 +215,7 @@ class Device:
 class StepReport:
     """The result of one `train_step`. If the gradient was not finite, tokens and micro-batches are 0."""
 
-    loss: float  # in nats per token
+    loss: float  # mean, in nats per token
     tokens: int
     micro_batches: int
 

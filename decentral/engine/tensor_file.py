@@ -29,7 +29,7 @@ from decentral.core.strict_json import JsonFields
 ALIGNED = 4096  # O_DIRECT writes whole disk blocks; this is a multiple of their size
 BUFFER_BYTES = 4 << 20
 FACTS_BYTES = 16 * 1024  # room in the file's header for facts of the run, such as counters of steps
-FACTS_PER_TENSOR = 192  # more room in the header for each tensor, since each fragment adds about 200 bytes of facts
+FACTS_PER_TENSOR = 192  # additional bytes for facts per tensor, since each fragment adds about 200 bytes of facts
 SUMS = "crc32"  # the header's field that maps a tensor's name to its checksum
 DIRECT = getattr(os, "O_DIRECT", 0)
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int64: "I64"}

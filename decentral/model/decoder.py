@@ -57,7 +57,7 @@ def each(
         StartWeightsError: If the folder `model.from` is missing, or has other weights than the run's.
     """
     given = model.weights is not None or model.start_from is not None
-    filled = drawn or model.lora is not None  # peers never send each other frozen weights
+    filled = drawn or model.lora is not None  # peers cannot send frozen weights to each other
     with torch.random.fork_rng(devices=[]), nullcontext() if filled and not given else Undrawn():
         torch.manual_seed(seed)
         if model.layers is not None:
@@ -75,7 +75,10 @@ def each(
 
 
 def placed(layers: Sequence[nn.Module], run: config.Config, device: torch.device) -> list[nn.Module]:
-    """Return the layers on a device, frozen weights in the dtype `train.weights`; `Live` converts trained weights."""
+    """Move the layers to a device and return them.
+
+    Frozen weights get the dtype `train.weights`. Trained weights keep theirs; `Live` converts them.
+    """
     if run.model.lora is not None:
         lora.convert(layers, getattr(torch, run.train.weights))
     return [layer.to(device) for layer in layers]

@@ -75,7 +75,7 @@ FAMILIES = {
         silent={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     ),
 }
-THEIR_NAMES = {  # The key of `model` for each field of config.json; all fields but those in OPTIONAL are required.
+THEIR_NAMES = {  # field of config.json -> key of the section `model`; only the fields in OPTIONAL may be missing
     "vocab_size": "vocabulary",
     "hidden_size": "width",
     "intermediate_size": "hidden",
@@ -95,7 +95,7 @@ ONLY = {  # field of config.json -> its accepted values; a field that is in `Fam
     "quantization_config": (),
     "auto_map": (),  # refused, since it names code in the folder; Phi-3 may have it: transformers has Phi-3's code
 }
-ROPE_NAMES = {  # by kind of rotary scaling: the field of `RopeScaling` for each field of config.json
+ROPE_NAMES = {  # kind of rotary scaling -> field of config.json -> field of `RopeScaling`
     "linear": {"factor": "factor"},
     "dynamic": {"factor": "factor"},
     "llama3": {

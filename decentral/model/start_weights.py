@@ -36,7 +36,7 @@ FUSED = {  # name of a fused matrix in Phi-3's files -> the matrices of a block 
 PICKLES = "*.bin", "*.pt", "*.pth"  # pickled weights are never read, since a pickle can run code
 ADAPTER = "adapter_config.json"
 MAX_INDEX_BYTES = 64 << 20
-PIECE_ELEMENTS = 1 << 22  # a tensor is hashed in pieces of this size, so that no large copy is made
+PIECE_ELEMENTS = 1 << 22  # a tensor is hashed in pieces of this many elements, so that no large copy is made
 
 
 class StartWeightsError(UserError):

@@ -16,7 +16,7 @@ from decentral.core.strict_json import JsonObject
 
 MOST_BODY_BYTES = 1 << 20
 MOST_SERVED_TOKENS = 4096
-USUAL_TOKENS, USUAL_CHAT_TOKENS = 16, 1024  # number of tokens to generate if a request sets no limit; 16 is OpenAI's
+USUAL_TOKENS, USUAL_CHAT_TOKENS = 16, 1024  # tokens to generate if a request sets no limit; OpenAI's default is 16
 MOST_VALUES = 1 << 15  # a request with more JSON values and keys is refused, so that parsing takes at most 0.1 s
 MOST_MESSAGES = 1024  # a conversation has at most this many messages, and a message this many parts
 

@@ -86,7 +86,7 @@ def test_this_machine_is_measured_with_as_many_peers_as_are_named(
         (["--peers", "4090", "--tokens", "many"], "argument --tokens: expected a number such as"),
         (["--peers", "4090", "--price", "cheap"], "--price expects"),
         (["--peers", "4090", "--price", "3090=1"], "no peer has a 3090"),
-        (["--peers", "4090, A100", "--price", "4090=1"], "--price has none for A100"),
+        (["--peers", "4090, A100", "--price", "4090=1"], "--price has no price for A100"),
         (["--peers", "4090", "--set", "gossip.algorithm=allreduce"], "gossip.algorithm pull"),
         (["--peers", "4090", "--model", "70B"], "one peer alone needs"),
         (["--peers", "2x4090 lab", "--model", "70B"], "add peers, or plan a smaller model"),

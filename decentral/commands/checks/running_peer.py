@@ -130,7 +130,7 @@ def holder(folder: Path) -> int | None:
 
 
 def _user(pid: int) -> int:
-    """Return the number of the user who runs a process; -1 if it has ended."""
+    """Return the user id of the user who runs a process; -1 if the process has ended."""
     try:
         return Path(f"/proc/{pid}").stat().st_uid
     except OSError:
@@ -229,7 +229,7 @@ def departure(folder: Path | None, now: Seconds) -> str:
 
 
 def _names(tail: JournalTail) -> dict[PeerId, str]:
-    """Return the names of the peers that joined in these lines; other peers are not known by name."""
+    """Return the names of the peers whose joining is in these lines; other peers' names are not known here."""
     return {line.peer: line.name for line in tail.of_event(events.PeerJoinedLine)}
 
 

@@ -117,7 +117,7 @@ def _measured(run: Config, peers: int) -> Machine:
 
 
 def _costs(run: Config, needs: MemoryNeeds, seconds: Sequence[float]) -> KindCosts:
-    """Return the costs of a layer of each kind.
+    """Return what one layer of each kind costs the device: seconds per token of each pass, and bytes of memory.
 
     Args:
         run: The run's config.

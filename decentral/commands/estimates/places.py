@@ -23,7 +23,7 @@ from decentral.scheduler.topology.topology import GBIT, Topology
 HOME_MBPS = (20.0, 100.0)
 CENTRE_MBPS = (1000.0, 1000.0)  # uplink and downlink that are assumed for any other place
 LAN = {"delay_ms": 0.5, "bandwidth_gbps": 1.0}  # the assumed link between two peers of one place
-ACROSS = {"delay_ms": 30.0, "bandwidth_gbps": 1000.0}  # between two places; the uplinks and downlinks limit its rate
+ACROSS = {"delay_ms": 30.0, "bandwidth_gbps": 1000.0}  # link between two places; only uplinks and downlinks limit it
 NO_PLACE = "here"  # name of the place of all groups for which the user names no place
 MOST_ESTIMATED = topologies.MOST_TOPOLOGY_PEERS
 MBIT = 1e6 / 8
@@ -44,7 +44,7 @@ class PeerGroup:
     """Equal peers in one place."""
 
     count: int
-    device: str  # as the user wrote it
+    device: str  # the device's name as the user wrote it
     place: SharedPlace
 
     @property
@@ -54,7 +54,7 @@ class PeerGroup:
 
     @property
     def is_own(self) -> bool:
-        """Whether the device is the present machine, which is measured."""
+        """Whether the device is this machine, whose speed is measured."""
         return self.device.lower() in OWN
 
 

@@ -39,13 +39,13 @@ class Rates:
     """What a played swarm of N peers did, per second of virtual time after the warm-up."""
 
     tokens: float  # tokens/s; a token that only some layers trained counts in proportion to their work
-    sent_NN: Floats  # bytes from the row's peer to the column's peer
+    sent_NN: Floats  # bytes/s from the row's peer to the column's peer
     windows: tuple[tuple[Seconds, str], ...]  # each peer's last windows of gossip: their length, and what bounds it
 
 
 @dataclass(slots=True)
 class PlayedSwarm:
-    """A watch of a simulated run that counts tokens and bytes over time."""
+    """An observer of a simulated run (a `Watch`) that counts trained tokens and sent bytes over virtual time."""
 
     tokens: float = 0.0
     windows: dict[PeerId, tuple[Seconds, str]] = field(default_factory=dict)

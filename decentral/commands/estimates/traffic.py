@@ -48,7 +48,7 @@ class Gossiper:
 class PredictedGossip:
     """The predicted gossip of N peers."""
 
-    period_s: Floats  # (N,) seconds between two windows of a fragment
+    period_s: Floats  # (N,) for each peer: seconds from one window of a fragment to the next
     cores_s: Floats  # (N,) seconds between two windows if only the peer's processor limited them
     bound: tuple[str, ...]  # what lengthens each peer's windows: link, cores, swarm or steps; "" if nothing does
     sent_NN: Floats  # bytes/s from the row's peer to the column's peer
@@ -251,7 +251,7 @@ def _drawn(rate_HH: Floats, partners_H: Floats) -> Floats:
 
 def _fresh(pulls_NN: Floats, period_N: Floats) -> Floats:
     """Return the share of the row peer's pulls that find a new window, given the window periods of both peers."""
-    windows_NN = np.maximum(1.0, period_N[None, :] / period_N[:, None])  # the row's windows in one of the column's
+    windows_NN = np.maximum(1.0, period_N[None, :] / period_N[:, None])  # number of row's windows in one of column's
     seen_NN = 1 - (1 - np.minimum(pulls_NN, 1.0)) ** windows_NN
     share: Floats = np.where(pulls_NN > 0, seen_NN / np.maximum(pulls_NN * windows_NN, 1e-12), 0.0)
     return np.minimum(share, 1.0)
