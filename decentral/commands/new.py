@@ -249,7 +249,7 @@ def _yaml(value: str | float) -> str:
 
 
 def _place(path: str, order: Sequence[str]) -> int:
-    """Return the place of a key's section among all sections; an unknown one stands first, and is refused later."""
+    """Return the place of a key's section among all sections; an unknown section comes first, and is refused later."""
     section = path.partition(".")[0]
     return order.index(section) if section in order else -1
 

@@ -127,7 +127,7 @@ def _plan(topology: Topology, swarm: LiveSwarm | None, options: argparse.Namespa
             from decentral.scheduler.sync.plan import sync_plan
             from decentral.scheduler.sync.step_needs import UTILISATION
 
-            utilisation = UTILISATION if options.join is None else 1.0  # a live swarm measures its FLOP/s in training
+            utilisation = UTILISATION if options.join is None else 1.0  # live peers' FLOP/s are those of training
             return sync_plan(topology, options.solver, options.seed, budget, utilisation)
         from decentral.scheduler.throughput.plan import throughput_plan
 

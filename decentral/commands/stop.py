@@ -83,7 +83,7 @@ def chosen(running: Running, which: Sequence[str]) -> list[RunningPeer]:
         if not one:
             raise UserError("expected the name or folder of a peer; got an empty string (see decentral ps)")
         if named and inside and set(named) != set(inside):
-            raise UserError(f"{one} is the name of a peer and a folder of other peers; give the peer's folder, or ./{one}")
+            raise UserError(f"{one} is a peer's name and a folder of other peers; give the peer's folder, or ./{one}")
         if len(named) > 1 and not inside:
             folders = ", ".join(str(peer.folder) for peer in named)
             raise UserError(f"{len(named)} peers are called {one}; name their folders: {folders}")

@@ -38,7 +38,7 @@ READERS = {  # suffix of a file name -> kind of reader, with the name that the p
 }
 PACKED = (".gz", ".zst", ".bz2", ".xz")
 HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+)?$")  # owner/name, or owner/name:subset, on the Hugging Face hub
-LEAST_PARTS = 32  # a data set with fewer parts is split further, since readers would get unequal amounts of data
+LEAST_PARTS = 32  # a data set with fewer parts is split further, so that readers get about equal amounts of data
 TRAIN = {"train", "training"}  # if a file's path has one of these words, files with a word of OTHER_SPLITS are not read
 OTHER_SPLITS = {"test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev"}
 BETWEEN_WORDS = re.compile(r"[\W\d_]+")
@@ -198,9 +198,9 @@ def _rows_of(kind: str, files: tuple[tuple[Path, int, int, int, int], ...]) -> l
 
 
 def _state(found: os.stat_result) -> tuple[int, int, int, int]:
-    """Return four numbers that change with a file's content: size in bytes, inode, and two times in nanoseconds.
+    """Return four numbers that change with a file's content: size in bytes, inode, st_mtime_ns and st_ctime_ns.
 
-    The times are those of the last changes of content and inode; no program can set the latter back.
+    No program can set st_ctime_ns back.
     """
     return found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
 

@@ -90,7 +90,7 @@ def _try_tokenizer(texts: Sequence[str]) -> int:
     made.no_truncation()
     known: int = len(made.get_vocab(with_added_tokens=True))
     for text in texts:
-        with suppress(Exception):  # the vocabulary may lack the text; a panic of the library is no Exception
+        with suppress(Exception):  # the vocabulary may lack the text; a panic is a BaseException, so it passes
             made.decode(made.encode(text, add_special_tokens=True).ids)
             made.encode_batch_fast([text], add_special_tokens=False)
     return known

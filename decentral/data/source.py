@@ -145,7 +145,7 @@ def _stretches(tokens: npt.NDArray[np.generic], shortest: int) -> tuple[Position
 
 
 def _candidates(tokens: npt.NDArray[np.generic], shortest: int) -> tuple[Positions, Positions, Hashes]:
-    """Return the positions of possible cuts, and the positions and values of a sample of all hashes."""
+    """Return the positions of possible cuts, and a sample of all hashes: their positions and their values."""
     cuts, places, values = [], [], []
     for begin in range(0, len(tokens), BLOCK_TOKENS):
         before = min(begin, _WINDOW - 1)

@@ -81,7 +81,7 @@ def compile_failure(device: torch.device) -> str:
         return f"it is used on {' and '.join(ACCELERATORS[kind] for kind in STREAMED)} only"
     try:
         torch.compile(torch.nn.Linear(8, 8, device=device))(torch.zeros(8, 8, device=device))
-    except Exception as error:  # the compilers' errors have no common class, and training goes on without them
+    except Exception as error:  # compilers raise errors of any class, and training can do without a compiler
         return (str(error).strip() or type(error).__name__).splitlines()[-1]
     return ""
 

@@ -261,7 +261,7 @@ class Island:
             self.take(replica.inner.lives, AveragedForward(replica))
 
     def take(self, lives: Sequence[Live], forward: ModelForward) -> None:
-        """Set the fragments and the model that later orders are about."""
+        """Set the fragments and the model to which later orders refer."""
         self.lives, self._forward = lives, forward
 
     @property

@@ -20,7 +20,7 @@ from decentral.engine.step import Device
 from decentral.model import decoder
 
 KIND_S = 0.25  # when the timed passes of a layer have taken this long in all, no further pass is timed
-MOST_PASS_S = 0.5  # a layer whose two passes would take longer by its FLOPs is measured with fewer sequences
+MOST_PASS_S = 0.5  # if a layer's FLOPs suggest that its two passes take longer, it is timed with fewer sequences
 # After one warm-up pass, at most this many passes of a layer are timed. The fastest pass counts, since other programs
 # may interrupt a pass.
 PASSES = 20

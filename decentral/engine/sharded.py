@@ -276,7 +276,10 @@ class ShardedInner(Inner):
         return False
 
     def __init__(self, lives: Sequence[ShardedLive], train: config.TrainConfig, rank: int) -> None:
-        """Set up the optimizer of this rank's parts. A parameter that all ranks have whole counts on rank 0 only."""
+        """Set up the optimizer of this rank's parts.
+
+        A parameter that is whole on all ranks adds to the norm of the gradient on rank 0 only.
+        """
         super().__init__(lives, train)
         self._counts = [rank == 0 or cut.dim is not None for live in lives for cut in live.cuts]
 

@@ -126,7 +126,7 @@ class ShardedPullRule(PullRule):
             return {"phi": self.phi if published is None else self.phi.sub_(published), "owed": owed}
 
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
-        """Set the gossip state from all ranks' weights and a checkpoint's `state`; if that is empty, set phi = theta."""
+        """Set the gossip state from all ranks' weights and a checkpoint's `state`. Without `state`, set phi = theta."""
         self.closed = None
         self.history.outliers.forget()
         self.live.snapshot()

@@ -37,7 +37,7 @@ class Order(IntEnum):
 
 
 class Slot(IntEnum):
-    """The name of a vector of a fragment in host memory."""
+    """One of the vectors that a fragment has in host memory, where each rank has its part of the vector."""
 
     SNAPSHOT = 0  # theta at the end of a window
     CORRECTION = 1
@@ -65,7 +65,7 @@ class _Request(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The division of a parameter over the ranks: as torch.chunk cuts along `dim`; if None, each rank has all of it."""
+    """The division of a parameter over the ranks: by torch.chunk along `dim`, or whole on each rank if that is None."""
 
     shape: torch.Size
     dim: int | None

@@ -30,8 +30,8 @@ from decentral.model.start_weights import StartWeightsError
 class Span:
     """The layers that a peer holds, set by `hold`, with their optimizer, gossip and executions.
 
-    The attribute `forward` computes the whole model. If the peer holds only some layers, `forward` serves only to
-    measure the device's speed.
+    The attribute `forward` computes the held layers. If they are not the whole model, `forward` serves only to measure
+    the device's speed.
     """
 
     def __init__(self, run: config.Config, peer: PeerId, tools: RuleTools, device: Device) -> None:

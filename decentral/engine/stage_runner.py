@@ -224,7 +224,7 @@ class StageRunner:
         if first > 0:
             entering = entering.to(self.lives[0].theta.dtype)
         execution = PendingBackward(first, last, tokens, input_BTD, entering)
-        if self.ahead and last < self.end:  # at the model's end, the backward pass follows at once
+        if self.ahead and last < self.end:  # else the backward pass follows at once, without a step between
             execution.ahead = self.ahead.weights(first, last)
         with self._computing(execution), self.device.autocast():
             for layer in self.layers[first - self.start : min(last, self.end - 1) - self.start]:

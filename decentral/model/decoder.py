@@ -1,6 +1,6 @@
 """A Llama-style decoder, cut into layers: embedding, blocks, head.
 
-RMSNorm, rotary positions, SwiGLU, grouped-query attention (Touvron et al., arXiv 2307.09288). A layer is an
+It has RMSNorm, rotary positions, SwiGLU and grouped-query attention (Touvron et al., arXiv 2307.09288). A layer is an
 `nn.Module` from one tensor to one tensor, and a model is a list of layers, so a peer's span is a slice of that list.
 The names inside a layer are those of Hugging Face's Llama; `named_weights` adds the prefix. Other families use the same
 names, and have a few more options (`Family`). Start reading at `build`.

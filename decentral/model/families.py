@@ -231,7 +231,7 @@ def _rope(folder: Path, family: Family, fields: JsonFields) -> JsonObject:
         value = values.get(theirs)
         if ours in ("short", "long"):
             found[ours] = tuple(map(float, value or ()))
-        elif value or (value is not None and ours not in ("low", "high")):  # transformers ignores 0 here
+        elif value or (value is not None and ours not in ("low", "high")):  # ignored by transformers: 0 for low, high
             found[ours] = value if ours in ("positions", "truncate") else float(value)
     return found
 

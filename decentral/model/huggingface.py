@@ -119,7 +119,7 @@ def _special_tokens(like: Path | None) -> JsonObject:
 
 
 def _tokenizer_files(run: config.Config, like: Path | None) -> dict[str, bytes]:
-    """Return the tokenizer's files by name: those of `like`, or else of a tokenizer for bytes.
+    """Return the tokenizer's files by name: those of `like` or, if a run on bytes has none, those of a byte tokenizer.
 
     Raises UserError if a file cannot be read.
     """

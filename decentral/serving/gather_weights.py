@@ -50,7 +50,7 @@ class HolderWeights:
 
     name: str
     weights: Weights = field(default_factory=dict)
-    steps: dict[int, int] = field(default_factory=dict)  # step of each fragment, as the peer claims
+    steps: dict[int, int] = field(default_factory=dict)  # fragment -> learning-rate step of its weights
     trouble: str = ""  # why the peer did not send all wanted fragments, or "" if it did
 
     def fail(self, reason: str) -> None:

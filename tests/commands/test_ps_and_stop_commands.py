@@ -131,7 +131,7 @@ def test_a_name_that_is_also_a_link_to_other_peers_folders_stops_nobody(
     ann, bob, other, _ = running
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ann").symlink_to(tmp_path / "swarm")
-    with pytest.raises(UserError, match=r"ann is the name of a peer and a folder of other peers; .* or \./ann"):
+    with pytest.raises(UserError, match=r"ann is a peer.s name and a folder of other peers; .* or \./ann"):
         stop.chosen(running, ["ann"])
     assert stop.chosen(running, ["./ann"]) == [ann, bob, other]
 

@@ -35,7 +35,7 @@ def python() -> Finding:
 
 
 def packages() -> Finding:
-    """Return the finding on whether the packages that decentral needs are installed in supported versions, and load."""
+    """Return the finding on whether supported versions of all needed packages are installed and can be imported."""
     requirements = [Requirement(one) for one in metadata.requires("decentral") or ()] if _installed("decentral") else []
     needed = [one for one in requirements if one.marker is None or one.marker.evaluate({"extra": ""})]
     bad = {one.name: complaint for one in needed if (complaint := _complaint(one))}

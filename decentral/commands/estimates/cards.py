@@ -1,4 +1,5 @@
-"""The table of published peaks of cards (configs/devices/published.yaml), for devices that are not here."""
+"""Read the table of cards' published speeds and memory (configs/devices/published.yaml), for cards that are not here.
+"""
 
 import re
 from collections.abc import Mapping

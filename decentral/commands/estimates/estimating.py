@@ -1,4 +1,4 @@
-"""Put an estimate together, from devices and links to the figures that `decentral.estimate` prints: `estimated`."""
+"""Compute the figures that `decentral.estimate` prints, from a swarm's devices and links. Start at `estimated`."""
 
 from collections.abc import Sequence
 

@@ -32,8 +32,8 @@ PLANNING_SHARE = 0.3  # the search for a plan gets this share of the time limit,
 # A swarm with routes that is too large to simulate is expected to reach this share of the tokens/s that its plan
 # promises (docs/results/planner.md).
 ROUTED_SHARE = 0.3
-ROUTED_RANGE = 1.4  # with routes, the range of tokens/s is the simulated value divided and multiplied by this
-PLAYED_RANGE = 1.6  # the range of bytes/s is the simulated value divided and multiplied by this
+ROUTED_RANGE = 1.4  # with routes, tokens/s may be lower or higher than simulated by up to this factor
+PLAYED_RANGE = 1.6  # bytes/s of gossip may be lower or higher than simulated by up to this factor
 CORES_RANGE = 2.5  # replaces PLAYED_RANGE if processors, not links, determine the window lengths (powers of two)
 # Without the simulator, traffic is also computed with links and cores that are this many times as fast as assumed. The
 # range of traffic includes both results.

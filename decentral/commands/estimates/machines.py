@@ -35,7 +35,7 @@ class Machine:
     """One peer's device, and what the run's model costs it."""
 
     memory_bytes: float
-    tokens_per_s: float  # with the whole model, if training waits for nothing
+    tokens_per_s: float  # speed of training the whole model, if training waits for nothing
     low: float  # `tokens_per_s` times this is the low end of the device's expected speed
     high: float  # `tokens_per_s` times this is the high end of the device's expected speed
     needs: MemoryNeeds  # bytes that each fragment of the model takes on the device
@@ -51,7 +51,7 @@ class Machine:
 def machines_of(run: Config, groups: Sequence[PeerGroup]) -> list[Machine]:
     """Return each group's machine, from a card's published figures or, for `cpu`, from a measurement on this machine.
 
-    The measurement counts with all peers on `cpu`, of all groups, as if they shared this machine.
+    The measurement assumes that the peers on `cpu` of all groups share this machine.
 
     Raises:
         UserError: If a device is neither in the table nor this machine.
@@ -138,7 +138,7 @@ def _costs(run: Config, needs: MemoryNeeds, seconds: Sequence[float]) -> KindCos
 
 
 def _optimizer_flops(run: Config) -> float:
-    """Return the FLOPs of Muon's matrix products in an optimizer step; 0 for other optimizers, which need very few."""
+    """Return the FLOPs of Muon's matrix products in an optimizer step; 0 for other optimizers."""
     if not OPTIMIZERS[run.train.optimizer].stretch or run.model.lora is not None:
         return 0.0
     sides = [(min(shape), max(shape)) for shape in run.model.block_shapes.values()]

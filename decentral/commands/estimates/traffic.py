@@ -56,7 +56,7 @@ class PredictedGossip:
 
 @dataclass(frozen=True, slots=True)
 class _Windows:
-    """The window lengths that one peer needs, as multiples of the shortest window, `gossip.window_s`."""
+    """The window lengths that one peer needs (multiples of `gossip.window_s`), its partners, and what bounds it."""
 
     own: int
     dense_link: int  # the length that the link would need with the dense code
@@ -190,7 +190,8 @@ def _sent(
     The time between windows is `period_N`, or longer if a peer's links and steps allow no shorter time.
     """
     count = len(topology)
-    rate_NN = np.minimum(topology.bandwidth, np.minimum.outer(topology.up, topology.down)).T  # row pulls from column
+    # In the next matrices, a row is the peer that pulls, and a column is the peer that sends.
+    rate_NN = np.minimum(topology.bandwidth, np.minimum.outer(topology.up, topology.down)).T
     step_N = np.array([one.step_s for one in peers])
     per_window_NN, pulls_NN = np.zeros((count, count)), np.zeros((count, count))
     slowest_N = np.zeros(count)
@@ -211,7 +212,7 @@ def _sent(
         slowest_N[holders] = np.maximum(slowest_N[holders], mean_H)
     cycle_N = step_N * (1 + np.ceil(np.maximum(slowest_N, 1e-9) / np.maximum(step_N, 1e-9)))
     period_N = np.maximum(period_N, cycle_N)
-    asked_NN = per_window_NN / period_N[:, None]  # row pulls from column
+    asked_NN = per_window_NN / period_N[:, None]  # bytes/s that the row's peer pulls from the column's peer
     asked_NN *= _fresh(pulls_NN, period_N)
     return _within_links(topology, asked_NN.T + _probes(count)), period_N
 
