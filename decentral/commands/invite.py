@@ -98,7 +98,9 @@ def _revoke(founder: FounderFile, flags: argparse.Namespace) -> None:
 
 
 async def _announce(founder: FounderFile, addresses: Sequence[str]) -> str:
-    """Give the founder's revocation list to the swarm's peers and to its DHT; return who confirmed it, as text.
+    """Give the founder's revocation list to the swarm's peers and to its DHT; return how many peers confirmed it.
+
+    The result is text, such as "3 of 4 peers".
 
     Raises:
         UserError: If no peer confirms that it has the list.
@@ -167,7 +169,7 @@ def _number(text: str) -> bytes:
 
 
 def _until(text: str) -> Seconds:
-    """Return the seconds from now in a text such as 30d, 12h, never, or a date (until its end in UTC).
+    """Return the seconds from now in a text such as 30d, 12h or never; for a date, the seconds until its end in UTC.
 
     Raises:
         ArgumentTypeError: If the text has another form, or the date is over.

@@ -30,8 +30,7 @@ NO_FIGURE = "-"
 
 @dataclass(frozen=True, slots=True)
 class PeerStatus:
-    """The status of one running peer on this machine. Figures are None until the peer has written them to its journal.
-    """
+    """The status of one peer that runs on this machine. Figures are None until the peer's journal has them."""
 
     name: str
     peer: str

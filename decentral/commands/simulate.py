@@ -8,7 +8,7 @@
 
 Without `--gradients` nothing is trained: a few numbers stand for the model, but peers exchange them as usual. An audit
 (decentral/sim/invariants/audit.py) checks every event. A violation ends the run with exit code 1, and prints the seed,
-the time, the latest events of the peer, and the command that replays the run.
+the time, the latest events of the peer that broke the rule, and the command that replays the run.
 """
 
 import argparse

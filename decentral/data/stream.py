@@ -300,8 +300,8 @@ class TokenPacker:
     def _make_room(self, tokens: int) -> None:
         """Fill up the current window with separators if a document of `tokens` tokens does not fit into the free space.
 
-        An empty window is not filled. The `+ 1` is there because the last target of a window is also the first input of
-        the next window.
+        An empty window is not filled. The free space includes the first token of the next window, because this token is
+        also the last target of the current window.
         """
         used = self.count % self.context if self.context is not None else 0
         if self.context is not None and used and used + tokens > self.context + 1:

@@ -2,7 +2,7 @@
 
 `cuda` means GPUs of NVIDIA, and with torch for ROCm those of AMD; `xpu` means GPUs of Intel, `mps` those of Apple. Only
 NVIDIA's have been tried (docs/results/gpu.md). CUDA and XPU queue work in streams, so that copies between the device
-and pinned host memory run beside training. Copies to and from an MPS device are waited for.
+and pinned host memory run at the same time as training. The host waits for each copy to or from an MPS device.
 """
 
 from functools import cache

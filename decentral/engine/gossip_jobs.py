@@ -115,7 +115,8 @@ class GossipedFragment:
         """Update the rule's slow weights with the training since `resting` was set, without publishing a window.
 
         Returns:
-            True if theta was corrected. The program then continues on the training thread, else on the worker thread.
+            True if theta was corrected; the program then continues on the training thread. False: it continues on the
+            worker thread.
         """
         yield Phase.EDGE
         self.end_window()
@@ -182,8 +183,8 @@ class FragmentGossip:
     def program(self, job: jobs.GossipJob) -> Program:
         """Return the program of a gossip job.
 
-        If the fragment is no longer held when the job begins, the program changes nothing, and its outcome is NotHeld,
-        or an empty StateExported.
+        If the fragment is no longer held when the job begins, the program changes nothing. Its outcome is then NotHeld
+        or, for the job ExportState, an empty StateExported.
         """
         program = self._program(job)
         yield next(program)

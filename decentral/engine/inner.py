@@ -140,7 +140,9 @@ def _norm(gradient: Tensor) -> Tensor:
 
 
 def rate_at(train: config.TrainConfig, lr_step: int, own_steps: int) -> float:
-    """Return the learning rate: linear warm-up, then constant, or linear decay to FINAL_RATE at `total_steps`.
+    """Return the learning rate: linear warm-up, then `train.peak_rate` or, with `train.total_steps`, a linear decay.
+
+    The decay ends at `total_steps` with FINAL_RATE times the peak.
 
     Args:
         train: The section `train` of the config.

@@ -93,7 +93,8 @@ def measure(
         model: The section `model` of the config.
         device: The device to measure.
         micro_batch: Number of sequences of each timed micro-batch.
-        work: The share of the model's work that the layers do, by which emulation slows them down.
+        work: The share of the model's work that the layers do. With emulation, they take at least this share of the
+            emulated time.
     """
     of_device = without_speed(device)
     trained_s = max(step_s(forward, model, device, micro_batch), device.emulated_s * work) * device.throttle

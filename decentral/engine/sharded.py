@@ -323,7 +323,7 @@ def draws(model: config.ModelConfig) -> bool:
 
 
 def build(run: config.Config, device: torch.device, ranks: Orders) -> BuiltReplica:
-    """Build this rank's part of the model, with initial weights if it `draws` them. All ranks must call this.
+    """Build this rank's part of the model, with initial weights if `draws` is True. All ranks must call this.
 
     Only one layer is whole in memory at a time, except a user's layers (`model.layers`).
 

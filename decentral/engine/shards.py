@@ -176,7 +176,7 @@ class Shards:
 
         Args:
             fragment: The index of the fragment.
-            slot: The vector.
+            slot: The slot of the vector.
             into: fp32 vector in host memory to fill and return; None: a new one.
         """
         division = self.division(fragment, slot)

@@ -39,7 +39,7 @@ class Span:
 
         Args:
             run: The run's config.
-            peer: This peer.
+            peer: This peer's id.
             tools: Codecs and kernels of the update rules.
             device: The device on which to compute.
         """

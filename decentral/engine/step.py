@@ -245,8 +245,8 @@ class QueuedStep:
 def steps_ahead(device: Device) -> int:
     """Return how many steps the host may queue before it reads the report of the first of them.
 
-    A GPU that waited for its host between two steps would idle while the host launches the next forward pass. The ranks
-    of an island wait for each other in each step anyway.
+    The result is 1 if the peer has one GPU, because a GPU that waited for its host between two steps would idle while
+    the host launches the next forward pass. Otherwise it is 0; the ranks of an island wait for each other in each step.
     """
     return int(accelerator.has_streams(device.device) and device.ranks.size == 1)
 

@@ -91,7 +91,7 @@ def from_folders(paths: Sequence[str], own: OwnInputs = NOTHING_NAMED) -> Gather
     """Return the weights in the checkpoints of peers' state folders.
 
     If several folders are copies of one peer's folder, only the newest is read. A fragment that is far behind the
-    newest checkpoint of the same fragment is left out. Paths that the folders name are not followed.
+    newest checkpoint of the same fragment is left out. Files and code that a folder's config names are not read.
 
     Args:
         paths: State folders, or folders of state folders as `decentral.local` makes them.
@@ -99,7 +99,7 @@ def from_folders(paths: Sequence[str], own: OwnInputs = NOTHING_NAMED) -> Gather
 
     Raises:
         UserError: If no folder has a checkpoint, a checkpoint is damaged, the folders belong to different runs, or the
-            run's model is code.
+            run's model is a user's own code.
     """
     folders = [found for path in paths for found in _state_folders(Path(path))]
     kept = [found for folder in folders if (found := state.StateFolder(folder).look_at_run()) is not None]

@@ -1,5 +1,4 @@
-"""Read the table of cards' published speeds and memory (configs/devices/published.yaml), for cards that are not here.
-"""
+"""Read the table of cards' published speeds and memory (configs/devices/published.yaml), for cards of other machines."""
 
 import re
 from collections.abc import Mapping

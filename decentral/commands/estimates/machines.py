@@ -1,5 +1,4 @@
-"""Predict how fast a swarm's devices train a run's model, from published peaks or by measuring. Start at `machines_of`.
-"""
+"""Predict how fast devices train a run's model, from published peaks or by measuring. Start at `machines_of`."""
 
 import os
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Measure how long a training step of a run takes on this machine's processor: `step_s`.
+"""Measure how long a training step of a run takes on this machine's processor. Start at `step_s`.
 
 A whole step is timed: passes, clipping and optimizer. A large model is not built. The time of its step is extrapolated
 linearly from the times of two models with fewer blocks of the same shape.

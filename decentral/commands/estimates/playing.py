@@ -1,4 +1,4 @@
-"""Play a swarm in the simulator for a few seconds, to see what links really carry: `play`.
+"""Simulate a swarm for a few seconds, to find out how many bytes its links really carry. Start at `play`.
 
 The peers run the real protocol in virtual time: they measure their links while gossip uses them, stretch windows, and
 carry micro-batches along routes. All peers have the model from the start, so the swarm is in a steady state after the
