@@ -179,7 +179,7 @@ def _until(text: str) -> Seconds:
     with suppress(ValueError):
         end = datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC) + timedelta(days=1)
         if (left_s := end.timestamp() - time.time()) <= 0:
-            raise argparse.ArgumentTypeError(f"expected a date to come; got {text}")
+            raise argparse.ArgumentTypeError(f"expected a future date; got {text}")
         return left_s
     with suppress(argparse.ArgumentTypeError):
         if text[-1:].isalpha():  # a bare number would be seconds, which nobody means

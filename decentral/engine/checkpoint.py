@@ -414,7 +414,7 @@ class RetainedStateStore:
         sizes = {path: path.stat().st_size for path in self.folder.glob("kept-*.safetensors")}
         free, others = shutil.disk_usage(self.folder).free + sum(sizes.values()), {**sizes, self._path(state[0]): 0}
         if sum(others.values()) + len(state[2]) > COPIES_SHARE * free:
-            raise OSError(errno.ENOSPC, f"a copy of {len(state[2])} bytes is too large for the disk")
+            raise OSError(errno.ENOSPC, f"a copy of {len(state[2])} bytes is too large for the disk; free more space")
         self.write(state, step)
 
     def read(self, fragment: int) -> RetainedState | None:

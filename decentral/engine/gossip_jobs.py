@@ -155,7 +155,7 @@ def unpacked(
         raise ProtocolError(Reason.FRAGMENT, f"got states of fragments {given}; allowed: {sorted(expected)}, in order")
     for fragment, layout, _ in blobs:
         if layout != expected[fragment]:
-            raise ProtocolError(Reason.SHAPE, f"the layout of fragment {fragment}'s state is not the expected one")
+            raise ProtocolError(Reason.SHAPE, f"the layout of fragment {fragment}'s state differs from this run's")
     return {fragment: unpack(codecs, layout, blob) for fragment, layout, blob in blobs}
 
 

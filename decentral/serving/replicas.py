@@ -83,7 +83,7 @@ def layers_with(run: config.Config, weights: Weights, frozen: bool = True) -> li
         if weights[fragment.index].numel() != fragment.parameters:
             names = f"layers {fragment.first} to {fragment.last - 1}"
             came = weights[fragment.index].numel()
-            raise UserError(f"the weights of {names} have {came} parameters; the run's have {fragment.parameters}")
+            raise UserError(f"the weights of {names} have {came} parameters; this run's have {fragment.parameters}")
         live = Live(fragment, layers, torch.device("cpu"), train)
         live.theta.copy_(weights[fragment.index])
     return layers

@@ -372,7 +372,7 @@ def test_whoever_may_look_looks(swarm: Peers, tmp_path: Path, capsys: pytest.Cap
     assert f"weights of {swarm.lines('founder', 'started')[0]['peer']} at step" in said.err
 
 
-@pytest.mark.parametrize(("text", "line"), [("2001-01-01", "expected a date to come"), ("30", "expected 12h, 30d")])
+@pytest.mark.parametrize(("text", "line"), [("2001-01-01", "expected a future date"), ("30", "expected 12h, 30d")])
 def test_an_invitation_ends_in_the_future_and_a_bare_number_has_no_unit(text: str, line: str) -> None:
     with pytest.raises(UserError, match=line):
         invite.parse(["--state-dir", "x", "--for", "ann", "--out", "x", "--until", text])

@@ -1,4 +1,4 @@
-"""Read the table of cards' published speeds and memory (configs/devices/published.yaml), for cards of other machines."""
+"""Read the table of cards' published speed and memory (configs/devices/published.yaml), for cards that are not here."""
 
 import re
 from collections.abc import Mapping
