@@ -21,7 +21,7 @@ from decentral.peers.startup.state import DISK_REMEDY, StateFolder
 PROBE_FILE_BYTES = 16 * MiB  # the check writes and syncs this many bytes to measure the disk's speed
 SLOW_DISK_PER_S = 32e6  # on a disk that writes fewer bytes/s, checkpoints are saved less often, and the user is warned
 JOURNALS_BYTES = (JOURNAL_FILES_KEPT + 1) * JOURNAL_FILE_BYTES
-LEAST_FREE_BYTES = 64 * MiB  # must be free in addition to the next checkpoint's size; journals grow by this in a day
+LEAST_FREE_BYTES = 64 * MiB  # must be free in addition to the next checkpoint's size; a journal grows by this in a day
 CHECKED_BYTES = 4096 * MiB  # if a checkpoint is larger, only its head is checked: reading all of it would take minutes
 
 

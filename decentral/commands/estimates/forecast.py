@@ -33,7 +33,7 @@ PLANNING_SHARE = 0.3  # the search for a plan gets this share of the time limit,
 # promises (docs/results/planner.md).
 ROUTED_SHARE = 0.3
 ROUTED_RANGE = 1.4  # with routes, tokens/s may be lower or higher than simulated by up to this factor
-PLAYED_RANGE = 1.6  # bytes/s of gossip may be lower or higher than simulated by up to this factor
+PLAYED_RANGE = 1.6  # bytes/s may be lower or higher than simulated by up to this factor
 CORES_RANGE = 2.5  # replaces PLAYED_RANGE if processors, not links, determine the window lengths (powers of two)
 # Without the simulator, traffic is also computed with links and cores that are this many times as fast as assumed. The
 # range of traffic includes both results.
@@ -127,10 +127,11 @@ def _played(
     plan: ThroughputPlan | None,
     seconds: float,
 ) -> tuple[Rates | None, Forecast]:
-    """Return the rates that the simulator measured, and a forecast that has only windows and the traffic of gossip.
+    """Return the rates that the simulator measured, and a forecast that lacks tokens/s and the limit.
 
-    The rates are None if the swarm is too large to simulate. The simulator does not limit gossip by processors. So it
-    gets windows that are at least as long as the upper median of the lengths that the peers' processors need.
+    If the swarm is too large to simulate, the rates are None, and the forecast's traffic is that of gossip only. The
+    simulator does not limit gossip by processors. So it gets windows that are at least as long as the upper median of
+    the lengths that the peers' processors need.
     """
     gossip, nothing = _gossip(run, topology, machines, spans), Figure(0.0, 0.0, 0.0)
     if len(topology) > MOST_PLAYED:
