@@ -297,8 +297,7 @@ class StoredTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         """Return the tensor. Raises KeyError if the file has none of this name.
 
-        Each call maps the file anew and closes the mapping after it, because the pages that are read through an open
-        mapping count as this process's memory.
+        Each call maps the file anew, because pages read through an open mapping count as this process's memory.
         """
         if name not in self._names:
             raise KeyError(name)

@@ -75,10 +75,7 @@ def each(
 
 
 def placed(layers: Sequence[nn.Module], run: config.Config, device: torch.device) -> list[nn.Module]:
-    """Move the layers to a device and return them.
-
-    Frozen weights get the dtype `train.weights`. Trained weights keep theirs; `Live` converts them.
-    """
+    """Move the layers to a device and return them; only frozen weights are converted to the dtype `train.weights`."""
     if run.model.lora is not None:
         lora.convert(layers, getattr(torch, run.train.weights))
     return [layer.to(device) for layer in layers]
