@@ -35,7 +35,7 @@ MOST_RECORDS_BYTES = 64 * KiB  # an answer has at most this many bytes of record
 MOST_PLANS_BYTES = 32 * KiB  # an answer has at most this many bytes of plans; a plan for 500 peers fits
 RECORDS_BYTES_S = MiB  # all askers together get at most this many bytes of records and plans per second
 MOST_BACKLOG_S = 1.0  # as many bytes as RECORDS_BYTES_S allows in this time may be sent in one burst
-REST_BYTES = 16 * KiB  # after an answer up to this size, an asker gets no more for `_rest_s`; after a larger one, longer
+REST_BYTES = 16 * KiB  # after an answer up to this size, an asker waits `_rest_s` for more; after a larger one, longer
 OVERDUE = 1.5  # a record is overdue at an age of this many renewal intervals (its peer's or ours, the longer one)
 
 

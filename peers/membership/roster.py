@@ -96,7 +96,7 @@ class Holders:
 
     own: PeerId
     cuts: tuple[Fragment, ...]  # fragments of the whole model; with (), nothing is indexed
-    speeds: dict[tuple[int, int], float] = field(default_factory=dict)  # (first, last) -> sum of the tokens/s of its holders
+    speeds: dict[tuple[int, int], float] = field(default_factory=dict)  # (first, last) -> sum of its holders' tokens/s
     changes: int = 0  # increases whenever a peer's layers or speed change, so that caches can tell that they are old
     # Layers (first, last) -> three sums over the peers with these layers, as integer multiples of SPEED_UNIT: speeds,
     # speeds times the embedding's share of a token's time, and speeds times the head's share.

@@ -125,7 +125,7 @@ class SpanManager:
         return self.moved(event, now)
 
     def copied(self, event: Answered | AskFailed | CopyKept, now: Seconds) -> list[Effect]:
-        """Continue a cold copy with an answer of the fragment's holder, or after the disk has written it."""
+        """Continue a cold copy (a fragment's state on our disk) after a holder's answer, or when the disk has it."""
         if isinstance(event, CopyKept):
             if dict(event.kept).keys() != dict(self.donor.retained).keys():
                 self.selection.roster.renew_soon(now)
@@ -192,7 +192,7 @@ class SpanManager:
         return [peer for peer, span in spans.items() if len(span) < whole]
 
     def retainers(self, fragment: int) -> list[PeerId]:
-        """Return the peers whose disks have a fragment's newest state; [] unless our own disk's state is older."""
+        """Return the peers whose disks have a fragment's newest state; [] if the state on our own disk is as new."""
         step, peers = self.selection.newest_retained(fragment)
         return peers if step > dict(self.donor.retained).get(fragment, NEVER) else []
 

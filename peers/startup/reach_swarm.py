@@ -68,7 +68,7 @@ class OwnRun:
     """The result of `own_run`: the run that a starting peer's state folder and flags determine."""
 
     kept: Run | None  # run stored in the state folder; None if there is none
-    known: Run | None  # `kept`, or the new run that this peer founds; None: a peer at --join must say
+    known: Run | None  # `kept`, or the new run that this peer founds; None: a peer at --join must tell us its run
 
 
 def own_run(flags: StartFlags, folder: state.StateFolder) -> OwnRun:
@@ -260,7 +260,10 @@ async def _reconnect(folder: state.StateFolder, transport: PeerNetwork, private:
 
 
 async def connect_all(transport: PeerNetwork, places: Iterable[Sequence[str]]) -> list[PeerId]:
-    """Reach the peers that published these addresses, at the same time, and return those that are connected then."""
+    """Connect to the peers at these addresses, all at the same time, and return the peers that were reached.
+
+    A peer counts as reached if the connection is open within REACH_S. The limits on dials to other peers apply.
+    """
     found = by_peer(places)
 
     async def reaches(peer: PeerId) -> bool:
@@ -274,7 +277,7 @@ async def connect_all(transport: PeerNetwork, places: Iterable[Sequence[str]]) -
 
 
 def by_peer(places: Iterable[Sequence[str]]) -> dict[PeerId, list[str]]:
-    """Return addresses by the peer id at their end, since in libp2p concurrent dials of one peer fail together."""
+    """Group addresses by the peer id at their end, since in libp2p concurrent dials of one peer fail together."""
     found: dict[PeerId, list[str]] = {}
     for address in chain.from_iterable(places):
         found.setdefault(PeerId(address.rpartition("/p2p/")[2]), []).append(address)

@@ -152,7 +152,7 @@ class StateFolder:
     def data_name(self) -> str:
         """Return the name of the data that the peer reads, without the folders before it; "" if it names none.
 
-        It is only for people: a data set on Hugging Face has its whole name.
+        The result is only shown to people. The name of a data set on Hugging Face is returned whole.
         """
         kept = self._kept_run()
         data = (kept[2].data if kept else None) or ""
@@ -169,7 +169,7 @@ class StateFolder:
         """
         found, kept = StateFolder(upload).look_at_run(), self.look_at_run()
         if found is None or (kept is not None and kept[0] != found[0]):
-            belongs = f"{self.path} belongs to run {kept[0]}" if kept else "its upload names no run"
+            belongs = f"{self.path} belongs to run {kept[0]}" if kept else "the upload names no run"
             raise UserError(f"--resume-from: {belongs}; use another --state-dir, or name another upload")
         if kept is None:
             fresh = self.path / f"{CHECKPOINT}.new"

@@ -149,7 +149,10 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The time, inputs and duration of the last evaluation of plans."""
+    """The time, inputs and duration of the last evaluation of plans.
+
+    `first` is whether plans or spans had changed since the evaluation before it, or a search was due.
+    """
 
     spans: Mapping[PeerId, range] = field(default_factory=dict)
     at: Seconds = 0.0
@@ -277,7 +280,7 @@ class SwarmPlans:
     def gaps(
         self, held: range, swarm: Collection[PeerId], now: Seconds, copied: Collection[int] = ()
     ) -> frozenset[int]:
-        """Return the fragments that our move by the adopted plan may leave without a holder until the next has them.
+        """Return the fragments that our move by the adopted plan may leave without a holder for a while.
 
         The plan must give such a fragment to another peer of `swarm`. In addition, another peer must have a copy of the
         fragment (`copied`), or some fragment has no holder anyway, or the plan was adopted at least GAP_AFTER_S ago.
@@ -366,7 +369,7 @@ class SwarmPlans:
             sound = is_sound(plan.spans, len(self.needs.fragments)) and len(plan.changed) == len(plan.spans)
             sound = sound and abs(plan.time - now) < PLAN_S
             known = found.get(PeerId(subkey))
-            # of plans of one date the lower bytes win, so all peers keep the same one even if each was shown another
+            # Of a proposer's plans with one date, the lowest bytes win, so all peers keep the same plan in the end.
             newer = known is None or (plan.time, known.sealed) > (known.plan.time, value)
             if plan.run == self.run and sound and newer:
                 found[PeerId(subkey)] = KnownPlan(plan, min(expires, plan.time + PLAN_S), value)

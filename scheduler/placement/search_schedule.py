@@ -1,4 +1,4 @@
-"""Decide when a peer searches for a better plan: `SearchSchedule`.
+"""Decide when a peer searches for a better plan. See `SearchSchedule`.
 
 A search is due when the swarm has changed: a peer has joined or left, or says that its figures have changed since the
 last evaluation (`Profile.changed`). The peer first waits for a pause, so that measurements catch up, and for a random
@@ -58,7 +58,7 @@ class SearchSchedule:
                 self.at = max(self.at, min(now + PLAN_PAUSE_S, self._changed_at + MOST_PAUSE_S) + self._backoff_s)
 
     def hasten(self, now: Seconds) -> None:
-        """Schedule a search soon, because recovery is stuck; every STUCK_AGAIN_S at most."""
+        """Schedule a search soon, because recovery is stuck; do nothing if this happened within STUCK_AGAIN_S."""
         if now < self._stuck_again_at:
             return
         self._stuck_again_at = now + STUCK_AGAIN_S

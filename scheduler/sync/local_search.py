@@ -32,7 +32,7 @@ class State(NamedTuple):
     row_N: Floats  # for each peer: seconds to average gradients with its stage
     data_S: Floats  # for each stage: the largest `row_N` of its peers
     boundary_S: Floats  # seconds between stages s and s + 1, by bottleneck matching; the last entry is 0
-    near_S: Floats  # a smoother boundary_S: mean seconds to the nearest peer of the next stage
+    near_S: Floats  # a smoother boundary_S: its geometric mean with the mean seconds to a peer's nearest neighbour
 
 
 class Cooling(NamedTuple):
@@ -127,7 +127,7 @@ def total(state: State) -> float:
 
 @inner
 def boundary(pipe_NN: Floats, slots: Ints, replicas: int, first: int, second: int, limit: float) -> tuple[float, float]:
-    """Return the seconds of two stages' bottleneck matching (inf if above `limit`), and a smooth measure of it."""
+    """Return the seconds of two stages' bottleneck matching (inf if above `limit`), and their entry of `near_S`."""
     cost_RR = np.empty((replicas, replicas))
     nearest = np.empty(replicas)
     for j in range(replicas):

@@ -18,14 +18,14 @@ from decentral.scheduler.topology.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """The greatest use of one kind of resource: the share of the resource, 1 if it is full, and whose it is."""
+    """The highest utilisation of one kind of resource: the used share, 1 if it is full, and the peer, link or site."""
 
     share: float
     whose: str
 
 
 def uses(plan: ThroughputPlan, topology: Topology, costs: LayerCosts) -> dict[str, Use]:
-    """Return the greatest use of "device", "memory", "uplink", "downlink", "link" and "shared link".
+    """Return the highest utilisation of any "device", "memory", "uplink", "downlink", "link" and "shared link".
 
     Args:
         plan: The plan, with its spans, micro-batches, routes and gossip partners.
@@ -75,7 +75,7 @@ def uses(plan: ThroughputPlan, topology: Topology, costs: LayerCosts) -> dict[st
 
 
 def _context(plan: ThroughputPlan) -> int:
-    """Return the tokens in a sequence."""
+    """Return the number of tokens in a sequence."""
     return int(plan.planned_for["context"])
 
 

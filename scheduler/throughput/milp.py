@@ -22,7 +22,7 @@ GAP = 1e-7  # share of the optimum by which the best spans may still fall short 
 
 
 def options(costs: LayerCosts) -> int:
-    """Return the number of binary choices: at most so many (peer, span) pairs fit in the peers' memory."""
+    """Return the number of binary variables: the (peer, span) pairs that may fit into the peers' memories."""
     return int((reaches(costs) - np.arange(costs.layers)).sum())
 
 
