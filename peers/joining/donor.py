@@ -151,7 +151,7 @@ class Donor:
     def forget_old(self, now: Seconds) -> list[Effect]:
         """Drop the encoded states that have expired, and return jobs to encode states that newcomers wait for.
 
-        Strangers wait for a state that is not being encoded while STRANGER_EXPORTS other states are kept for strangers.
+        States that only strangers wait for are encoded while fewer than STRANGER_EXPORTS states are kept for strangers.
         """
         self.exports = {name: one for name, one in self.exports.items() if now < one.expires_at + FINISHED_S}
         self._for_strangers &= self.exports.keys() | self._encoding
@@ -226,7 +226,7 @@ class Donor:
         export.begun[newcomer] += len(piece)
         self._owed, self._owed_at = self._still_owed(now) + len(piece), now
         self._served[newcomer] = now + SERVED_S + self._owed / self._rate()
-        if export.begun[newcomer] >= len(export.blob):  # an export that was sent completely leaves STRANGER_EXPORTS
+        if export.begun[newcomer] >= len(export.blob):  # an export that was sent completely is not kept for strangers
             self._for_strangers.discard((pull.fragment, pull.kept))
         if not piece:
             return _refuse(request, Reason.OFFSET)

@@ -29,7 +29,7 @@ MOST_PATIENT = 2  # busy donors delay the next choice of donors by at most this 
 GIVE_UP_S = 12.0  # a peer that gets no piece for this time starts from its own weights, or warns if it has no weights
 CLOCK_TIMES, CLOCK_MORE = 2, 1000  # a newcomer's first learning-rate step is at most 2 * (median of other peers) + 1000
 DONORS_COMPARED = 3  # a checkpoint's step is compared with the donors' steps once this many donors have answered
-HOLDER_RETRIES = 5  # if a fragment's holders are lost, we look for one this often, since a suspended machine may return
+HOLDER_RETRIES = 5  # if a fragment's holders are lost, this many searches look for one: a suspended machine may return
 
 
 class JoinPhase(Enum):

@@ -41,7 +41,10 @@ class Publication:
         return Announce(key, own.peer, sealed, self.expires)
 
     def read(self, own: Signer, key: str, found: bytes, now: Seconds) -> bool:
-        """Check whether a record with our id is from a copy of our identity; return whether it outlives our own."""
+        """Return whether `found`, a record with our peer id, outlives our own record.
+
+        If the record is from another process, note that this process has a copy of our identity.
+        """
         if found in self.sealed:
             return False
         try:

@@ -29,7 +29,7 @@ from decentral.core.units import KiB, MiB, Seconds
 from decentral.peers.membership.roster import MAX_PEERS, Roster, RosterEffect
 from decentral.peers.membership.swarm_size import key_of
 
-ASKS = 4  # between two renewals of its own record, a peer asks this many others for the records that it lacks
+ASKS = 4  # between two renewals of its own record, a peer asks this many times for the records that it lacks
 RECORDS_DEADLINE_S = 10.0
 MOST_RECORDS_BYTES = 64 * KiB  # an answer has at most this many bytes of records, so that it needs no blob
 MOST_PLANS_BYTES = 32 * KiB  # an answer has at most this many bytes of plans; a plan for 500 peers fits
@@ -41,7 +41,7 @@ OVERDUE = 1.5  # a record is overdue at an age of this many renewal intervals (i
 
 @dataclass(frozen=True, slots=True)
 class RecordsTag(Tag):
-    """The tag of a RecordsQuery."""
+    """The tag of a RecordsQuery, whose answers are not used to measure the link."""
 
     measures_link: ClassVar[bool] = False
 
@@ -200,7 +200,7 @@ class RecordGossip:
         return watch.private.revocations if watch else NOTHING_REVOKED
 
     def _read(self, values: Mapping[str, bytes], revoked: bytes, now: Seconds) -> list[RecordEffect]:
-        """Read the records, by peer, and the list of revocations that another peer has sent, and return the effects."""
+        """Read what another peer has sent, records (`values`, by peer) and revocations, and return the effects."""
         roster, effects = self.roster, list[RecordEffect]()
         if values and not roster.size.level:
             effects += roster.read(key_of(self.run, roster.own.peer, 0), values, now)

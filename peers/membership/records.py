@@ -79,7 +79,7 @@ class Standing(NamedTuple):
 
     loss: Annotated[float, Field(ge=-MOST_LOSS, le=MOST_LOSS, allow_inf_nan=False)] | None = None  # nats per token
     held_out: Annotated[float, Field(ge=-MOST_LOSS, le=MOST_LOSS, allow_inf_nan=False)] | None = None  # nats per token
-    shares: Annotated[tuple[PerMille, ...], Field(max_length=16)] = ()  # share of time for each of time_spent.KINDS
+    shares: Annotated[tuple[PerMille, ...], Field(max_length=16)] = ()  # per mille of time for each of time_spent.KINDS
     exchanges: tuple[Count, Count, Count] = (0, 0, 0)  # exchanges: successful, without usable snapshot, failed
     sent_bytes: Count = 0
     received_bytes: Count = 0

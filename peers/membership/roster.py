@@ -152,7 +152,7 @@ class Holders:
     def shape(self, span: tuple[int, int]) -> Shape:
         """Return the shares of a token's time that the embedding, the blocks and the head take on the span's holders.
 
-        Each is the holders' mean, weighted by speed. If no holder has measured its speed, the shares are estimates.
+        Each is the holders' mean, weighted by speed. If no speed is known, the shares follow from the layers' FLOPs.
         """
         speed, embedding, head = self._totals[span]
         if speed <= 0:

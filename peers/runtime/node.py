@@ -229,7 +229,7 @@ class Node:
 
     def handle(self, event: PeerEvent, now: Seconds) -> list[PeerEffect]:
         """Take one event, and return the effects in the order in which the host must carry them out."""
-        if self.phase is NodePhase.LEFT:  # only the last checkpoint may still end; other peers' questions are refused
+        if self.phase is NodePhase.LEFT:  # handle only the outcome of the last checkpoint, and refuse questions
             if isinstance(event, Asked):
                 return [Reply(event.request, Envelope(Refused(Reason.LEAVING)))]
             if isinstance(event, jobs.Saved | jobs.SaveFailed | jobs.JobFailed):

@@ -5,7 +5,7 @@ and to changes of a peer's layers; routes use peers/runtime/route_planner.py ins
 present roster; lists are cached until the roster changes.
 
 `WindowLengths` decides how long a peer's gossip windows are, and whether it sends sparsely coded snapshots. Windows are
-as long as the peer's own link and cores need, or longer if half of the swarm needs longer windows. Each length is a
+as long as the peer's own link and cores need, or longer if at least half of the peers need longer windows. Each is a
 power of two times the shortest length, so that windows of different lengths end together.
 """
 
@@ -94,7 +94,7 @@ class WindowLengths:
         return self.window_s() * self._own_windows(fragment, size)[0]
 
     def _own_windows(self, fragment: int, size: int) -> tuple[int, str]:
-        """Return the length that our link and cores need, in units of the shortest window, and which of them needs it.
+        """Return how many shortest windows long our windows must be, and for which reason: "link", "cores" or "".
 
         The transfers of all fragments must fit into a window at gossip's share of the link (P in Streaming DiLoCo,
         arXiv 2501.18512), and gossip's processor time must stay below its share of the cores.

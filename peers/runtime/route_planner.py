@@ -39,7 +39,7 @@ MAX_SPANS_KEPT = 4096  # `whole_fragments` caches at most about this many spans,
 
 @dataclass(slots=True)
 class RoutePlanner:
-    """The owner of the router and of synchronous rounds; it shows the router the swarm (RouteView)."""
+    """The owner of the router and of synchronous rounds; it implements RouteView, the router's view of the swarm."""
 
     setup: PresentSetup
     roster: Roster
@@ -100,7 +100,7 @@ class RoutePlanner:
 
     @property
     def wake_at(self) -> Seconds | None:
-        """Return when to check the flow or look for lost peers next; None if our own micro-batches take no routes."""
+        """Return when to check the flow or `look_for_lost` next; None if our own micro-batches take no routes."""
         return min(self._check_at, self._look_at) if self.routes.active and self.routed else None
 
     def is_due(self, now: Seconds) -> bool:

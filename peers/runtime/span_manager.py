@@ -35,7 +35,8 @@ from decentral.scheduler.placement.plans import SwarmPlans
 from decentral.scheduler.placement.recover import LayerRecovery
 
 SPAN_REVIEW_S = 2.0
-WIRE_BYTES = {"auto": 2.0, "bf16": 2.0, "int8": 1.0, "int8-q4": 0.75, "fp32": 4.0}  # by `routes.wire`: bytes per value
+# Bytes that each value of a hidden state takes on the wire, for each setting of `routes.wire`.
+WIRE_BYTES = {"auto": 2.0, "bf16": 2.0, "int8": 1.0, "int8-q4": 0.75, "fp32": 4.0}
 
 
 @dataclass(slots=True)

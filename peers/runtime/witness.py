@@ -44,8 +44,8 @@ class MergedWindow:
 
     fragment: int
     share: float  # the fragment's share of the model's parameters, 0 to 1
-    closed_at: Seconds  # when the partner closed it
-    lasted_s: Seconds  # how long it lasted, as the partner says; 0.0: not known
+    closed_at: Seconds  # when the partner closed the window
+    lasted_s: Seconds  # how long the window lasted, as the partner says; 0.0: not known
     own_s: Seconds  # how long our own window lasted
     pause_s: Seconds  # longer times since the partner's previous window are not credited in full
 
@@ -125,7 +125,7 @@ class Witness:
     roster: Roster
     selection: PeerSelection
     routes: Router | None
-    tallies: dict[str, Tally] = field(default_factory=dict)  # by the end of the peer's id
+    tallies: dict[str, Tally] = field(default_factory=dict)  # last characters of a peer's id -> the peer's figures
     _own_at: Seconds = 0.0
 
     def __post_init__(self) -> None:

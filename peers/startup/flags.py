@@ -31,7 +31,7 @@ class StartFlags:
     stop_after: Amount | None = None
     plain: bool = False
     dashboard: PageAddress | None = None
-    hooks: Hooks | None = None  # of --on-event and --webhook; None without these flags
+    hooks: Hooks | None = None  # what --on-event and --webhook ask for; None without these flags
     resume_from: str | None = None  # where the upload to resume is; `start` needs the local folder of its download
 
     @property

@@ -198,7 +198,7 @@ async def prepare(
 
 
 def _built(start: PeerStart, access: SwarmAccess, computing: ComputeSetup) -> tuple[Compute, bool]:
-    """Build the model on all ranks of this peer; return rank 0's part, and whether it has resumed a checkpoint."""
+    """Build the model on all ranks of this peer; return rank 0's `Compute`, and whether it has resumed a checkpoint."""
     island, run = start.island, computing.config
     assigned = Assignment(run, computing.peer, 1, Split.COPIES, computing.folder)
     if island and island.sharded:  # all ranks build their parts together

@@ -176,7 +176,7 @@ def _check_flags(flags: StartFlags, kept: Run | None, folder: Path) -> None:
     The command line that made the folder is accepted again, since supervisors restart a peer with the same command.
 
     Raises:
-        UserError: If flags contradict the run or each other; it names the flag to leave out.
+        UserError: If flags contradict the run or each other; the error names the flag to leave out.
     """
     if flags.join and flags.say_config:
         raise UserError("with --join the config comes from the swarm; leave CONFIG and --set out")
@@ -210,7 +210,9 @@ def _begin(flags: StartFlags, folder: Path) -> Run:
     if not flags.private:
         return RunId(f"{settings.name}-{secrets.token_hex(3)}"), settings
     if len(settings.name) > MOST_NAME_CHARS:
-        raise UserError(f"a private run's name has at most {MOST_NAME_CHARS} characters; {settings.name!r} is longer")
+        raise UserError(
+            f"a private run's name has at most {MOST_NAME_CHARS} characters; {settings.name!r} is longer: shorten it"
+        )
     founder = FounderFile.create(folder, settings.name)
     holding = founder.own_holding(Permission.TRAIN, FOR_EVER)
     invitation_files.write_holding(invitation_files.kept_path(folder), holding)

@@ -25,12 +25,12 @@ STARTED_FIELD = 19  # index of the start time (ticks since boot) in /proc/PID/st
 
 @dataclass(frozen=True, slots=True)
 class RunningPeer:
-    """The process of a peer."""
+    """A process on this machine that runs a peer."""
 
     pid: int
-    user: int  # number of the user who runs it
+    user: int  # id (uid) of the user who runs the process
     since: Seconds  # Unix time at which the process started
-    folder: Path | None  # its state folder; None: another user's process, whose folder this user may not see
+    folder: Path | None  # the peer's state folder; None: the folder of another user's peer, which this user may not see
 
 
 def running_peers(proc: Path = PROC) -> list[RunningPeer]:

@@ -50,7 +50,7 @@ class PeerFlags:
     metrics: tuple[str, int] | None = None  # host and port of the metrics server
     log: tuple[str, ...] = ()
     name: str | None = None  # None: the host name
-    upload_keep: int = 3  # number of uploaded checkpoints that stay
+    upload_keep: int = 3  # number of uploaded checkpoints that are kept, the latest ones
     upload_rate: float | None = None  # bytes/s; None: no limit
     split: Split = Split.AUTO  # how several devices divide the model
 
@@ -162,7 +162,7 @@ class StateFolder:
         """Begin with the checkpoint and the run of a downloaded upload, unless the folder has a run.
 
         Args:
-            upload: The folder of the download. It stays, since other peers of this machine may begin with it, too.
+            upload: The folder of the download. The folder stays, since other peers of this machine may begin with it.
 
         Raises:
             UserError: If the upload names no run, the folder has another run, or a file cannot be written.

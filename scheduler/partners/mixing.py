@@ -224,7 +224,7 @@ def _slow_vectors(rate: Floats, groups: Sequence[Ints]) -> list[Floats]:
 
 
 def _eigenvectors(rate: Floats, groups: Sequence[Ints], count: int) -> Iterator[tuple[float, Floats]]:
-    """Yield lambda_2 and the next eigenvalues of each group, `count` in all, each with its eigenvector.
+    """Yield lambda_2 and the next eigenvalues of each group, `count` per group, each with its eigenvector.
 
     The elements of an eigenvector for peers outside the group are NaN.
     """
@@ -239,8 +239,8 @@ def _eigenvectors(rate: Floats, groups: Sequence[Ints], count: int) -> Iterator[
 def _slow_modes(laplacian: Floats, count: int) -> tuple[Floats, Floats]:
     """Return lambda_2 and the next eigenvalues of a Laplacian, `count` in all, and their eigenvectors as columns.
 
-    In a large group, Lanczos' method on the inverse finds them in a fraction of the time. The vector of ones, whose
-    eigenvalue is 0, is lifted above lambda_2 for that, so that the matrix has an inverse.
+    In a large group, Lanczos' method on the inverse matrix finds them in a fraction of the time. So that the inverse
+    exists, the eigenvalue of the vector of ones, 0, is first raised above lambda_2.
     """
     size = len(laplacian)
     if size > LARGE_GROUP:

@@ -1,4 +1,4 @@
-"""Copy layers that only one peer holds to another peer's disk, so that their holder may die for good.
+"""Copy layers that only one peer holds to another peer's disk, so that they survive the loss of their holder.
 
 Start at `ColdCopies`. A **cold copy** is the state of a fragment that its holder sends to newcomers, on the disk of a
 peer that does not hold the fragment. With a copy and a holder, one of the two peers may fail (f + 1 copies survive f
@@ -37,7 +37,7 @@ from decentral.scheduler.placement.move import FETCH_STALLED_S, MemoryBudget
 
 COPY_SHARE = 0.1  # copies take at most this share of their holder's uplink
 MOST_EVERY_S = 3600.0  # two copies of a fragment are at most this far apart, however slow a link its holder claims
-FRESH_TIMES = 3  # a copy counts as fresh for this many copy intervals, since we may read of a renewed copy one late
+FRESH_TIMES = 3  # a copy counts as fresh for this many copy intervals, since records may show its renewal one late
 REVIEWED_S = 2.0  # a copy may begin this much late, because reviews are this far apart
 COPY_RETRY_S = 5.0  # after a failed fetch, the next try is this much later
 DECLINED_S = 600.0  # after the disk has refused a copy, the next try is this much later
@@ -75,12 +75,13 @@ class ColdCopies:
     budget: MemoryBudget
     checkpoint_every_s: Seconds
     chance: Random
-    lone: Mapping[int, LoneFragment] = field(default_factory=dict)  # by fragment, at the last review
+    lone: Mapping[int, LoneFragment] = field(default_factory=dict)  # fragment -> its only holder, at the last review
     fetch: Fetch = field(init=False)
     _seen: dict[PeerId, dict[int, SeenCopy]] = field(default_factory=dict)  # peer -> {fragment: state on its disk}
-    _needed_since: dict[int, Seconds] = field(default_factory=dict)  # fragments for which we may be responsible
-    _needless_since: dict[int, Seconds] = field(default_factory=dict)  # fragments on our disk that need no copy here
-    _next_at: dict[int, Seconds] = field(default_factory=dict)  # earliest time of our next copy of a fragment
+    _needed_since: dict[int, Seconds] = field(default_factory=dict)  # fragment -> since when we may have to copy it
+    # Fragment on our disk -> since when no copy of it is needed here.
+    _needless_since: dict[int, Seconds] = field(default_factory=dict)
+    _next_at: dict[int, Seconds] = field(default_factory=dict)  # fragment -> earliest time of our next copy of it
     _reviewed_at: Seconds = 0.0
     _began_at: Seconds = 0.0
     _writes: KeepCopy | None = None  # the copy that the disk is writing

@@ -57,7 +57,7 @@ class PlanTask:
 
     needs: MemoryNeeds
     members: tuple[tuple[PeerId, TrainingPeer], ...]  # sorted by peer id
-    hidden_bytes: float  # bytes that one token takes between two layers
+    hidden_bytes: float  # bytes of one token's hidden state between two layers, as routes send it
     holders: int  # each fragment should keep at least this many holders
 
     def digest(self) -> bytes:
@@ -168,7 +168,7 @@ def work_of(task: PlanTask) -> FragmentCosts:
         memory_N=np.array([float(one.memory_bytes) for _, one in task.members]),
         link_NN=links,
         hidden_bytes=task.hidden_bytes,
-        holders=min(task.holders, max(1, min(held))),  # demand no more than the scarcest fragment has
+        holders=min(task.holders, max(1, min(held))),  # demand no more holders than the scarcest fragment has
         rate_N=rates,
         site_N=np.full(len(rates), -1),
         site_rate_Z=np.zeros(0),

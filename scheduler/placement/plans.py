@@ -73,7 +73,7 @@ JUDGED_SHARE = 0.1  # repeated evaluations of the same plans may take at most th
 MOST_JUDGING_S = 6.0  # a longer evaluation was probably suspended, so its duration is capped at this
 MARGIN = 0.02  # a peer changes to a plan only if it gains more than this share
 MEASUREMENT_NOISE = 0.03  # added to MARGIN, because speeds are measured with about this error
-GAP_AFTER_S = 8.0  # a plan that is not carried out for this long may leave layers without a holder that have no copy
+GAP_AFTER_S = 8.0  # if a plan is not carried out for this long, it may leave layers without a holder and without a copy
 
 PlanReason = Annotated[str, Strict(), Field(max_length=200), AfterValidator(partial(plain_text, most=200))]
 Figure = Annotated[float, Strict(), Field(ge=0, lt=1e18, allow_inf_nan=False)]
@@ -174,7 +174,7 @@ class SwarmPlans:
     run: RunId
     own: Signer
     needs: MemoryNeeds
-    hidden_bytes: float  # bytes that one token takes between two layers
+    hidden_bytes: float  # bytes of one token's hidden state between two layers, as routes send it
     holders: int  # a fragment may be given up only if this many other peers hold it
     seed: int
     chance: Random

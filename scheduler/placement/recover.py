@@ -39,7 +39,7 @@ RELIEF_TURN_S = 600.0  # candidates to relieve whole-model peers take turns this
 RELIEF_PAUSE_S = 60.0  # first pause between two moves of a peer that relieve whole-model peers; doubles each time
 JOINING_S = 120.0  # a joining peer that has claimed lost layers may take this long to arrive before others take them
 RELIEVE_AFTER_S = 30.0  # peers wait this long before relief, since a holder that only restarts is back by then
-RETURN_S = 1800.0  # wait this long for a joining peer that may bring the only state of lost layers
+RETURN_S = 1800.0  # peers wait this long for a joining peer that may bring the only state of lost layers
 # Lost layers whose state nobody has get initial weights after this time, in which no joining peer could bring a state.
 INITIALISE_AFTER_S = 60.0
 
@@ -76,7 +76,7 @@ class Gaps:
 
 @dataclass(slots=True)
 class LayerRecovery:
-    """The rule when this peer takes over lost layers, or (relief) layers that only peers with the whole model hold."""
+    """The rule that decides when this peer takes over lost layers, or layers that only whole-model peers hold."""
 
     own: PeerId
     needs: MemoryNeeds

@@ -19,7 +19,7 @@ NEWCOMER_PAUSE_S = 20.0  # after a peer has joined, a search waits this long for
 PLAN_PAUSE_S = 3.0
 MOST_PAUSE_S = 8.0  # however often the swarm changes, a search waits at most this long after the first change
 PLAN_BACKOFF_S = 6.0  # each peer adds a random wait of up to this, so that not all peers search at once
-STUCK_AGAIN_S = 20.0  # while recovery is stuck, a search is due this often
+STUCK_AGAIN_S = 20.0  # while recovery is stuck, a search is due at this interval
 REPLAN_REST_S = 30.0  # after a plan is adopted, changed speeds alone cause no search for this long
 STEADY_TIMES = 1.1  # a change of speed or memory by at least this factor prolongs the wait before a search
 

@@ -21,7 +21,7 @@ from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgr
 PARENTS = 10
 CHUNK_WORK = 500_000  # pairs of peers that are evaluated between two looks at the clock, about 20 ms
 MOST_STEPS = 200_000
-MOST_DRAWS, DRAWN_PEERS = 1_000, 1_000_000  # a round draws at most MOST_DRAWS layouts, with at most DRAWN_PEERS in all
+MOST_DRAWS, DRAWN_PEERS = 1_000, 1_000_000  # a round draws at most MOST_DRAWS layouts, DRAWN_PEERS peers in all
 HOT = (0.04, 0.2)  # first temperatures of random starts, in turn, as shares of the best cost; small swarms need 0.2
 NEIGHBOURHOODS = 16  # the groups of nearest peers around this many random peers are compared; `starts` uses the closest
 SMOOTH = (0.1, 0.3, 0.0, 1.0)  # weights of the mean costs in the smoothed cost, used in turn: no value is always best

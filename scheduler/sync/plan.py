@@ -31,7 +31,7 @@ Record = list[tuple[float, float]]
 
 DEGREES_SHARE = 0.6  # share of the budget for the choice of stages and replicas, if the workload leaves them open
 HAND_SHARE = 0.1  # share of the budget for random samples of the hand layouts; each has at least one sample
-HAND_DRAWS = 5  # each hand layout is sampled at most this often, and the cheapest sample counts
+HAND_DRAWS = 5  # each hand layout is sampled at most this many times, and the cheapest sample counts
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,8 @@ def throughput_bound(costs: LayerCosts, reach_NL: Ints) -> float:
         np.concatenate([np.ravel(np.broadcast_to(part[axis], part[1].shape)) for part in parts]) for axis in range(3)
     )
     limits = np.concatenate((np.zeros(at[1]), speed_N / scale, np.ones(peers), np.zeros(1 + sites), np.ones(sites)))
-    once = np.zeros((4, total + 1))  # each token begins at one peer, and at one site or peer without a site; so it ends
+    # Each token begins at one peer, and at one place: a site or a peer without a site. It ends at one of each, too.
+    once = np.zeros((4, total + 1))
     for row, places in enumerate((visits, np.concatenate((visits[outside], tours)))):
         once[2 * row, places[:, :2]] = once[2 * row + 1, places[:, ::2]] = 1.0
     once[:, total] = -1.0

@@ -88,7 +88,7 @@ def _estimate(
     spans_N2: Ints, room: _Room, before_NL: Floats, share_L: Floats, speed_N: Floats, rate_N: Floats, gossip_L: Floats,
     link_NN: Floats,
 ) -> tuple[float, float, Floats]:  # fmt: skip
-    """Return `Estimates.of`.
+    """Return the three estimates of `Estimates.of`.
 
     Args:
         spans_N2: Each peer's layers [first, last); (0, 0) for a peer without layers.
@@ -102,7 +102,7 @@ def _estimate(
     """
     peers, layers = len(spans_N2), len(share_L)
     left_N = np.zeros(peers)
-    held_LL = np.zeros((layers, layers + 1))  # speed of the peers that hold a layer and begin before another
+    held_LL = np.zeros((layers, layers + 1))  # at [q, p]: speed of the peers that hold layer q and begin before p
     for j in range(peers):
         first, last = spans_N2[j, 0], spans_N2[j, 1]
         gossip = gossip_L[last] - gossip_L[first]
@@ -142,7 +142,7 @@ def _estimate(
 
 @compiled
 def _kept_rates(room: _Room, before_NL: Floats, peers_P: Ints, spans_P2: Ints) -> Floats:
-    """Return `Estimates.kept`."""
+    """Return the result of `Estimates.kept`."""
     rates = np.empty(len(peers_P))
     for at in range(len(peers_P)):
         rates[at] = _kept_rate(room, before_NL, peers_P[at], spans_P2[at, 0], spans_P2[at, 1])

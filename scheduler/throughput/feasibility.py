@@ -44,7 +44,7 @@ def uses(plan: ThroughputPlan, topology: Topology, costs: LayerCosts) -> dict[st
         _check(plan, hops, costs.layers)
         for (name, first, last), seconds in zip(hops, _kept_s(plan, hops, topology, costs), strict=True):
             busy_N[index[name]] += rate * costs.seconds_NL[index[name], first:last].sum()
-            if len(hops) > 1:  # Little's law
+            if len(hops) > 1:  # by Little's law, the sequences kept at a time are their rate * the seconds of each
                 kept_N[index[name]] += rate * seconds * costs.activation_L[first:last].sum() / _context(plan)
         for (sender, _, _), (receiver, _, _) in itertools.pairwise(hops):
             sent_NN[index[sender], index[receiver]] += rate * costs.hidden_bytes  # activations

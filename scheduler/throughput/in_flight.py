@@ -47,7 +47,7 @@ class Pipeline:
     """The time and memory that micro-batches of one size take at the peers and on the links of their routes."""
 
     costs: LayerCosts
-    delay_NN: Floats  # seconds in one direction
+    delay_NN: Floats  # delay of each link in one direction, in seconds
     context: int  # number of tokens in a sequence
     sequences: int  # number of sequences in a micro-batch
 
@@ -79,7 +79,7 @@ class Pipeline:
         return list(itertools.accumulate(reversed(each)))[::-1]
 
     def capacity(self, hop: Hop, held: tuple[int, int]) -> float:
-        """Return how many micro-batches of these layers a peer that holds the layers `held` can keep, at least 1."""
+        """Return how many micro-batches a peer can keep for this hop if it holds the layers `held`; at least 1."""
         (peer, first, last), costs = hop, self.costs
         free = float(costs.memory_N[peer] - costs.state_L[held[0] : held[1]].sum())
         each = self.sequences * float(costs.activation_L[first:last].sum())
@@ -182,7 +182,7 @@ class Carried:
 class Flights:
     """The facts that, with the costs of layers, decide how many micro-batches a planned swarm has in flight."""
 
-    delay_NN: Floats  # seconds in one direction
+    delay_NN: Floats  # delay of each link in one direction, in seconds
     run: Config
 
     def of_peers(self, peers_G: Ints) -> Self:
@@ -205,8 +205,8 @@ class Flights:
     def carried(self, costs: LayerCosts, paths: Sequence[Path], spans_N2: Ints) -> Carried:
         """Return what routes carry with the best micro-batches.
 
-        The micro-batches are the largest that cost at most LOST_SHARE of what the best size reaches, as devices are
-        slow with small ones. A size that loses more than TRIED_SHARE ends the trials.
+        The largest micro-batches are chosen whose throughput is at most LOST_SHARE below that of the best size, since
+        devices are slow with small micro-batches. A size that loses more than TRIED_SHARE ends the trials.
 
         Args:
             costs: What layers cost each peer.

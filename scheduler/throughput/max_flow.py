@@ -39,8 +39,8 @@ from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 
 FLOWS_REMEMBERED = 1024
 NEAREST = 8  # for each layer, only this many of a peer's fastest links enter the linear programme, to keep it small
-MOVE_COST = 1e-4  # price of moving a token/s over a fast link, in tokens/s of throughput; a slow link costs twice
-LEAST_LINK = 1e-7  # a link that can carry only this share of the flow's bound is left out, as it is 0 for the solver
+MOVE_COST = 1e-4  # cost of moving a token/s over a fast link, in tokens/s of throughput; a slow link costs twice that
+LEAST_LINK = 1e-7  # a link that can carry at most this share of the flow's bound is left out: the solver takes it for 0
 MOST_SOLVING_S = 1e6  # a longer time limit is not passed to the solver
 # With more variables than this, interior points (and a crossover to a vertex) take a third of the simplex's time.
 LARGE_PROGRAMME = 5_000
@@ -162,7 +162,7 @@ class _Groups:
     """The C groups of interchangeable peers with the same span, and the P parts of consecutive layers."""
 
     number_N: Ints  # each peer's group; -1: the peer holds no layer
-    first_C: Ints  # a peer of each group
+    first_C: Ints  # one peer of each group
     size_C: Ints
     cuts: Ints  # P + 1 layers: part p has the layers [cuts[p], cuts[p + 1])
     holds_CP: Flags
@@ -256,7 +256,7 @@ class _Programme:
         self.zeros = np.zeros(self.balance.shape[0])
 
     def _carries(self, left: Floats) -> Flags:
-        """Return whether this many bytes/s are enough for a transfer that matters."""
+        """Return whether this many bytes/s can carry more than the share LEAST_LINK of the flow's bound."""
         return np.asarray(left > LEAST_LINK * self.scale * self.costs.hidden_bytes)
 
     def _detours(self, peers_C: Ints) -> Floats:
@@ -326,7 +326,7 @@ class _Programme:
         return rows.matrix(self.width), np.concatenate(limits)
 
     def _balance(self) -> csr_matrix:
-        """Return the rows that must be 0: a part's tokens enter, are computed and leave; pools send what they receive."""
+        """Return the rows that must be 0: tokens enter a part, are computed and leave; pools send what they receive."""
         groups, rows = self.groups, _Rows()
         parts = groups.holds_CP.shape[1]
         row_in, row_out = np.full(groups.holds_CP.shape, -1), np.full(groups.holds_CP.shape, -1)

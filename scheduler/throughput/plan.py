@@ -61,7 +61,7 @@ def throughput_plan(
     costs, bound = problem.costs, problem.bound()
     chosen = solvers.solved(problem, solver, seed, budget.part(SEARCH_SHARE).less(progress.seconds()))
     if not costs.valid(chosen):
-        raise UserError(f"--holders {holders}: found no plan where so many peers hold each layer; add memory or peers")
+        raise UserError(f"--holders {holders}: no plan was found with this many peers for each layer; add memory or peers")
     chosen = _with_whole_models(problem, chosen, progress.left_s())
     held = np.minimum(np.array([(now or {}).get(name, (0, 0)) for name in topology.ids]), costs.layers)
     if stays := costs.valid(held) and _no_gain(problem, chosen, held, progress.left_s()):
@@ -185,7 +185,7 @@ def _no_gain(problem: FlowProblem, found: Ints, held: Ints, seconds: float) -> b
 
 
 def _micro_batches(topology: Topology, carried: in_flight.Carried, spans: Sequence[tuple[int, int]]) -> dict[str, int]:
-    """Return the sequences in each peer's micro-batch: those of the routes or, for a lone peer, as many as fit."""
+    """Return the number of sequences in each peer's micro-batch: that of routes or, for a lone peer, what fits."""
     routed, pipeline = carried.routed, carried.pipeline
     return {
         topology.ids[peer]: pipeline.sequences if peer in routed else pipeline.costs.sequences(peer, first, last)
@@ -212,7 +212,7 @@ def _routes(topology: Topology, paths: Sequence[in_flight.Path]) -> list[JsonObj
 
 
 def _reason(plan: ThroughputPlan, costs: LayerCosts, chosen: Ints, found: max_flow.MaxFlow) -> str:
-    """Return a paragraph for the user: the plan's throughput, for which model, and what power stays idle."""
+    """Return a paragraph for the user: the plan's throughput, for which model, and how much computing power is idle."""
     rate, bound = plan.throughput["tokens_per_s"], plan.throughput["bound"]
     whole = int(((chosen[:, 1] - chosen[:, 0]) == costs.layers).sum())
     speed = 1 / costs.seconds_NL.sum(axis=1)

@@ -87,7 +87,7 @@ class FlowProblem:
         return found
 
     def flow(self, spans_N2: Ints, seconds: float = float("inf")) -> MaxFlow:
-        """Return the maximum flow through the spans, cached or computed; a flow of 0 if that exceeds `seconds`."""
+        """Return the maximum flow through the spans, cached or computed; a flow of 0 if it takes over `seconds`."""
         return self._flows.maximum(spans_N2, seconds)
 
     def keep(self, spans_N2: Ints, flow: MaxFlow) -> None:
