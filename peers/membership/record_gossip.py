@@ -190,7 +190,7 @@ class RecordGossip:
 
     @property
     def _rest_s(self) -> Seconds:
-        """Return half of the time between two queries of a peer."""
+        """Return for how long an asker gets no more after an answer: half of the time between two of its queries."""
         return self.roster.size.renew_s / ASKS / 2
 
     @property

@@ -157,7 +157,7 @@ class Look:
 
     @property
     def level(self) -> int:
-        """Return the level that fits the estimated number of peers."""
+        """Return the level of the DHT keys (2^level shards) that fits the estimated number of peers."""
         return level_for(self.peers)
 
     async def measure(self) -> None:
@@ -206,7 +206,7 @@ class SwarmSize:
     _estimates: deque[float] = field(default_factory=lambda: deque(maxlen=ESTIMATES))
 
     def __post_init__(self) -> None:
-        """Set the size and level that the peer estimated before its node started."""
+        """Begin with the size and level that the peer estimated before its node started."""
         self.peers, self.level = self.start.peers, level_for(self.start.peers)
 
     @property

@@ -47,7 +47,7 @@ class MergedWindow:
     closed_at: Seconds  # when the partner closed the window
     lasted_s: Seconds  # how long the window lasted, as the partner says; 0.0: not known
     own_s: Seconds  # how long our own window lasted
-    pause_s: Seconds  # longer times since the partner's previous window are not credited in full
+    pause_s: Seconds  # of the time since the partner's previous window, at most this or two usual windows are credited
 
 
 @dataclass(slots=True)

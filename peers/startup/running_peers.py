@@ -89,7 +89,7 @@ def _started(process: Path) -> Seconds:
 
 @dataclass(frozen=True, slots=True)
 class StopRequests:
-    """The peers that were asked to save and leave, each with a handle that stands for its process."""
+    """The peers that were asked to save and leave, each with a handle of its process (a pidfd of Linux)."""
 
     _handles: dict[RunningPeer, int]
 

@@ -121,7 +121,7 @@ class LeaseOverTag(Tag):
 
 @dataclass(slots=True)
 class GrantedLeases:
-    """The leases that this peer has granted to others."""
+    """The leases that this peer has granted: its promises to other peers to keep a fragment for a while."""
 
     # Fragment -> {peer with the lease: time at which the lease expires}.
     until: dict[int, dict[PeerId, Seconds]] = field(default_factory=dict)
@@ -165,7 +165,7 @@ class GrantedLeases:
 
 @dataclass(slots=True)
 class LeaseRequests:
-    """The leases that this peer has requested for its move under way."""
+    """The leases (promises of other holders to keep a fragment) that this peer has requested for its present move."""
 
     number: int = 0
     unanswered: int = 0

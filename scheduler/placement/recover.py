@@ -86,7 +86,7 @@ class LayerRecovery:
     _unheld: Gaps = field(default_factory=Gaps)  # fragments that no peer holds
     _unbegun: Gaps = field(default_factory=Gaps)  # the first fragment, if no peer with a part can begin micro-batches
     _unshared: Gaps = field(default_factory=Gaps)  # fragments held only by peers with the whole model
-    # Lost fragment -> since when no joining peer with this fragment is waited for.
+    # Lost fragment -> since when peers do not, or no longer, wait for a joining peer with this fragment.
     _lost_since: dict[int, Seconds] = field(default_factory=dict)
     _turns_at: Seconds | None = None  # time of the first candidate's turn; None if no layer is lost
     _left_since: dict[int, Seconds] = field(default_factory=dict)  # fragment -> time since which it has needed relief

@@ -91,7 +91,7 @@ def _shares(fragments: Sequence[Fragment], shape: Shape | None = None) -> Floats
 
 
 def _flows(share_F: Floats, holders: Sequence[Holder], options: Sequence[Holder]) -> Floats:
-    """Return, for each option, the flow in tokens/s if the holders and that option's peer compute together."""
+    """Return, for each option (a span that the joining peer may take), the flow in tokens/s of all peers together."""
     speed_AB = np.zeros((len(share_F) + 1, len(share_F) + 1))
     for holder in holders:
         speed_AB[holder.begin, holder.end] += holder.tokens_per_s if holder.end > holder.begin else 0.0

@@ -1,4 +1,4 @@
-"""Search spans by moves of single peers, each accepted if the throughput does not fall. Start at `search`."""
+"""Search spans by random moves, each of which is accepted if the throughput does not fall. Start at `search`."""
 
 import numpy as np
 

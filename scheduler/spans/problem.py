@@ -40,11 +40,12 @@ class SpanProblem(Protocol):
         """Return the throughput of spans, by a maximum flow; 0 if computing it takes longer than `seconds`."""
 
     def guide(self, spans_N2: Ints, smooth: float) -> float:
-        """Return an estimate of the throughput, in tokens/s, that takes microseconds. Annealing climbs it.
+        """Return an estimate of the throughput, in tokens/s, within microseconds; annealing maximises this estimate.
 
         Args:
             spans_N2: The spans.
-            smooth: Weight, 0 to 1, of the layers' `soft_minimum`; the rest is the weight of a stricter estimate.
+            smooth: Weight, 0 to 1, of the `soft_minimum` of the layers' supplies. The rest, 1 - `smooth`, is the weight
+                of a second estimate, which is not smooth.
         """
 
     def limit(self, spans_N2: Ints) -> float:

@@ -14,7 +14,7 @@ LIMITS_A_ROUND = 100  # this many calls of `Trials.excluded` count as one round 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """Spans and what they reach. Spans that are not valid have the value -inf."""
+    """Spans and the throughput that they reach; -inf if the spans are not valid."""
 
     spans_N2: Ints
     found: SpanValue
@@ -52,7 +52,7 @@ class Trials:
         return found
 
     def evaluated(self, spans_N2: Ints) -> Candidate:
-        """Evaluate spans, which counts as a round, and return them with the result.
+        """Evaluate spans, which takes one round of the budget, and return them with the result.
 
         Only the first evaluation may take more seconds than the budget has left.
         """

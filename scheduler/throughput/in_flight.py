@@ -118,11 +118,11 @@ class Pipeline:
 def with_steps(pipeline: Pipeline, paths: Sequence[Path], accumulate: int) -> Floats:
     """Return the tokens/s on each route with exact gradients, for which a step waits for all micro-batches in flight.
 
-    Of M micro-batches, each origin peer has as many in flight as its longest route has hops, and a step needs
-    `accumulate` of them to be back: M = accumulate + hops - 1. Each peer of the route pauses once for its own step: hop
-    h until its last micro-batch is back from the later hops, after kept_h seconds, and then until its origin peer
-    commits it, for which the gradient goes back over the earlier hops, about half of kept_0 - kept_h. The other
-    micro-batches follow each other as fast as without steps:
+    An origin peer has as many micro-batches in flight as its longest route has hops, and a step needs `accumulate` of
+    them to be back. So each step has M = accumulate + hops - 1 micro-batches. Each peer of the route pauses once for its
+    own step: hop h waits kept_h seconds until its last micro-batch is back from the later hops, and then until the
+    origin peer commits the micro-batch, while the gradient travels back over the earlier hops, for about half of
+    kept_0 - kept_h. The other micro-batches follow each other as fast as without steps:
 
         tokens/s = M * tokens / (sum over hops h of (kept_0 + kept_h) / 2 + (M - 1) * tokens / tokens/s without steps)
 
@@ -192,7 +192,7 @@ class Flights:
     def usual_link_s(self, costs: LayerCosts) -> Floats:
         """Return the seconds, (N,), in which a sequence goes over a link of each peer, and its gradient comes back.
 
-        The link is the median of the peer's NEAREST fastest ones; 0 if it has none.
+        The result is the median over each peer's NEAREST fastest links; 0 for a peer without links.
         """
         pipeline = Pipeline(costs, self.delay_NN, self.run.model.context, 1)
         fastest_NM = np.argsort(-costs.link_NN, axis=1, kind="stable")[:, :NEAREST]

@@ -377,7 +377,10 @@ class _Programme:
             yield from ((i, j, layer, rate) for i, j, rate in self._from_pool(gives, takes, least))
 
     def _by_peer(self, rates: Floats, group: Ints, chosen: Flags, members: Sequence[list[int]]) -> dict[int, float]:
-        """Return each peer's tokens/s in the columns `chosen`; peers with 0 tokens/s are left out."""
+        """Return each peer's tokens/s in the columns `chosen`, whose rates the peers of a group share equally.
+
+        Peers with 0 tokens/s are left out.
+        """
         found = zip(group[chosen].tolist(), rates[chosen].tolist(), strict=True)
         return {peer: rate / len(members[one]) for one, rate in found if rate > 0 for peer in members[one]}
 
@@ -427,7 +430,10 @@ class _Programme:
 def _matched(
     gives: Sequence[tuple[int, float]], takes: Sequence[tuple[int, float]], least: float
 ) -> Iterator[tuple[int, int, float]]:
-    """Yield (giver, taker, amount) until one side has nothing left: fewer pairs than givers and takers together."""
+    """Match givers with takers in order, and yield (giver, taker, amount) until one side has nothing left.
+
+    There are fewer results than givers and takers together. Amounts of at most `least` count as nothing.
+    """
     taking = iter(takes)
     taker, free = next(taking, (-1, 0.0))
     for giver, amount in gives:

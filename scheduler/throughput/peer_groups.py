@@ -75,7 +75,7 @@ def _copies(problem: Supplies, group: Ints) -> float:
 
 
 def _can_hold(problem: Supplies, region_N: Ints, group: Ints) -> bool:
-    """Return whether a group can hold the model: it has ample memory, or rows of its regions have all layers."""
+    """Return whether a group can hold the model: it has ample memory, or `in_rows_of_regions` places all layers."""
     copies = _copies(problem, group)
     if not 1 <= copies < AMPLE_MEMORY:
         return copies >= 1

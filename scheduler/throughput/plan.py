@@ -61,7 +61,7 @@ def throughput_plan(
     costs, bound = problem.costs, problem.bound()
     chosen = solvers.solved(problem, solver, seed, budget.part(SEARCH_SHARE).less(progress.seconds()))
     if not costs.valid(chosen):
-        raise UserError(f"--holders {holders}: no plan was found with this many peers for each layer; add memory or peers")
+        raise UserError(f"--holders {holders}: found no plan with this many holders of each layer; add memory or peers")
     chosen = _with_whole_models(problem, chosen, progress.left_s())
     held = np.minimum(np.array([(now or {}).get(name, (0, 0)) for name in topology.ids]), costs.layers)
     if stays := costs.valid(held) and _no_gain(problem, chosen, held, progress.left_s()):

@@ -116,7 +116,7 @@ class FlowProblem:
         return self._bound
 
     def starts(self, rng: np.random.Generator) -> list[Ints]:
-        """Return chains and rows for each way to group the peers, and random spans.
+        """Return the first spans of a search: `chains` and rows (rows.py) for each of `groupings`, and random spans.
 
         In a large swarm, rows come first, as their flows take less time.
         """
