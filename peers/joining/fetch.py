@@ -53,8 +53,8 @@ class Incoming:
     holder_misses: int = 0  # number of searches in a row that found no holder, after an earlier one had found a holder
     step: int = 0
     version: bytes = b""  # version of the piece that arrived last, in a synchronous run
-    sources: dict[int, PeerId] = field(default_factory=dict)  # by byte offset: the donor of the piece
-    # by donor: the largest absolute value in its pieces, and the byte offset of the sample that contains it
+    sources: dict[int, PeerId] = field(default_factory=dict)  # byte offset -> donor of the piece at this offset
+    # Donor -> the largest absolute value in its pieces, and the byte offset of the sample that contains this value.
     largest: dict[PeerId, tuple[float, int]] = field(default_factory=dict)
     refetched_for: int = 0  # all pieces were last discarded because another fragment had this learning-rate step
     _from: int = 0  # every piece before this byte offset has arrived or is requested
@@ -168,18 +168,18 @@ class Fetch:
     chance: Random
     holders: StateHolders = field(repr=False, compare=False)
     exact: bool = False  # whether the run is synchronous: all pieces of a fragment must have one version
-    incoming: dict[int, Incoming] = field(default_factory=dict)  # the fetch of each fragment, by its index
+    incoming: dict[int, Incoming] = field(default_factory=dict)  # fragment index -> its state as far as it has arrived
     donors: list[PeerId] = field(default_factory=list)
     used: set[PeerId] = field(default_factory=set)
     steps: dict[PeerId, int] = field(default_factory=dict)
     last_piece_at: Seconds = 0.0
     busy: int = 0  # number of requests that donors refused because they served other newcomers
     failures: Counter[PeerId] = field(default_factory=Counter)
-    unready: dict[PeerId, bool] = field(default_factory=dict)  # by peer: whether its last answer was NOT_READY
+    unready: dict[PeerId, bool] = field(default_factory=dict)  # peer -> whether its last answer was NOT_READY
     accused: set[PeerId] = field(default_factory=set)
     known: Sequence[PeerId] = ()  # peers that may be asked to check donors' samples
     samples: dict[tuple[int, int, PeerId], DonorSample] = field(default_factory=dict)  # keys: (fragment, offset, donor)
-    _in_flight: Counter[PeerId] = field(default_factory=Counter)  # requests for pieces, by donor
+    _in_flight: Counter[PeerId] = field(default_factory=Counter)  # donor -> number of unanswered requests for pieces
     _ahead: dict[int, PeerId] = field(default_factory=dict)
 
     def begin(self, incoming: Iterable[Incoming], now: Seconds) -> None:

@@ -77,10 +77,11 @@ class Standing(NamedTuple):
     In a record, the statistics are a list of values without names, which takes about 200 bytes.
     """
 
-    loss: Annotated[float, Field(ge=-MOST_LOSS, le=MOST_LOSS, allow_inf_nan=False)] | None = None  # nats per token
-    held_out: Annotated[float, Field(ge=-MOST_LOSS, le=MOST_LOSS, allow_inf_nan=False)] | None = None  # nats per token
+    # The average training loss and the last held-out loss, in nats per token; None: not known.
+    loss: Annotated[float, Field(ge=-MOST_LOSS, le=MOST_LOSS, allow_inf_nan=False)] | None = None
+    held_out: Annotated[float, Field(ge=-MOST_LOSS, le=MOST_LOSS, allow_inf_nan=False)] | None = None
     shares: Annotated[tuple[PerMille, ...], Field(max_length=16)] = ()  # per mille of time for each of time_spent.KINDS
-    exchanges: tuple[Count, Count, Count] = (0, 0, 0)  # exchanges: successful, without usable snapshot, failed
+    exchanges: tuple[Count, Count, Count] = (0, 0, 0)  # how many exchanges succeeded, had no usable snapshot, failed
     sent_bytes: Count = 0
     received_bytes: Count = 0
     links: Annotated[tuple[RecordedLink, ...], Field(max_length=MOST_RECORDED_LINKS)] = ()  # most recently used first

@@ -68,7 +68,7 @@ class RosterEntry:
     """A reachable peer: its latest record, and how many of our requests it has left unanswered."""
 
     record: PeerRecord
-    expires: float  # unix time
+    expires: float  # unix time at which the record expires
     failures: int = 0
     since: Seconds = 0.0  # time at which this peer's first record was read
     failed_at: Seconds = 0.0
@@ -232,7 +232,7 @@ class Roster:
     revocations: RevocationWatch | None = None
     _dropped: dict[PeerId, float] = field(default_factory=dict)  # peer -> date of its last record
     _known: dict[PeerId, bytes] = field(default_factory=dict)  # peer -> its last signed record, to skip equal ones
-    _valid: dict[PeerId, float] = field(default_factory=dict)  # dropped, silent peer -> expiry of its record
+    _valid: dict[PeerId, float] = field(default_factory=dict)  # peer that was dropped as silent -> its record's expiry
     _published: Publication = field(default_factory=Publication)
     _copy_logged_at: Seconds = -math.inf
     _renew_at: Seconds = 0.0

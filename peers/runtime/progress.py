@@ -75,7 +75,7 @@ class Evaluations:
     """The last held-out loss, and the schedule of evaluations that measure it."""
 
     every_s: Seconds  # shortest time between two evaluations
-    held_out: float | None = None  # nats per token
+    held_out: float | None = None  # last held-out loss in nats per token; None before the first evaluation
     measured_at: Seconds = 0.0
     due_at: Seconds | None = None
     _warm: bool = False  # whether one evaluation has ended; the first also fills caches, so its duration says little

@@ -146,7 +146,7 @@ class _Search:
     """A search for the best candidate, in two steps: `look` at all, then `improve` the best of them."""
 
     topology: Topology
-    ordered: Sequence[DegreePair]  # by rising bound
+    ordered: Sequence[DegreePair]  # the candidates by rising `bound_s`
     seed: int
     # Index in `ordered` -> the seconds of the candidate's best step so far, and the slots of its layout.
     found: dict[int, tuple[float, Ints]] = field(default_factory=dict)

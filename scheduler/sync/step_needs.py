@@ -24,7 +24,7 @@ from decentral.scheduler.topology.topology import GBIT, Topology, Workload
 
 GRADIENT_BYTES = 4.0
 STATE_RATIO = 4.0  # bytes of a stage's state, for each byte of its gradients
-TOKEN_BYTES = 8096.0  # activations of a token between stages: 2,024 channels of 4 bytes, as in the published cases
+TOKEN_BYTES = 8096.0  # bytes of a token's activations between stages: 2,024 channels of 4 bytes, as in published cases
 TRAINING_FLOPS = 6.0  # FLOPs of training, for each parameter and token (arXiv 2001.08361)
 UTILISATION = 0.35  # share of peak FLOP/s that training reaches: 1 B parameters on an H200 (docs/results/gpu.md)
 MICRO_BATCHES = 4  # number of micro-batches in a step for each stage of a pipeline: M = 4 S

@@ -119,8 +119,8 @@ def with_steps(pipeline: Pipeline, paths: Sequence[Path], accumulate: int) -> Fl
     """Return the tokens/s on each route with exact gradients, for which a step waits for all micro-batches in flight.
 
     An origin peer has as many micro-batches in flight as its longest route has hops, and a step needs `accumulate` of
-    them to be back. So each step has M = accumulate + hops - 1 micro-batches. Each peer of the route pauses once for its
-    own step: hop h waits kept_h seconds until its last micro-batch is back from the later hops, and then until the
+    them to be back. So each step has M = accumulate + hops - 1 micro-batches. Each peer of the route pauses once for
+    its own step: hop h waits kept_h seconds until its last micro-batch is back from the later hops, and then until the
     origin peer commits the micro-batch, while the gradient travels back over the earlier hops, for about half of
     kept_0 - kept_h. The other micro-batches follow each other as fast as without steps:
 

@@ -82,7 +82,7 @@ class _Model:
         self.integer = np.zeros(self.count)
         self.integer[: sizes[0]] = 1
         upper = np.ones(self.count)
-        upper[self.at[2] :: layers] = 0  # no k and no m into layer 0
+        upper[self.at[2] :: layers] = 0  # k and m for layer 0 are 0, since tokens begin there
         self.bounds = Bounds(0.0, upper)
         self._rows: list[tuple[dict[int, float], float, float]] = []
 

@@ -38,7 +38,7 @@ from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgr
 SMALL_SWARM = 250  # with at most this many pairs of peer and span, the exact solver follows the search
 SMALL_IN_ROUNDS = 150  # the same limit if the budget is in rounds; the exact solver needs seconds for larger swarms
 EXACT_NODES = 5  # if the budget is in rounds, the exact solver visits at most this many branch-and-bound nodes
-LINKED_CHAINS = 4  # number of chains along the fastest links, for each way to group the peers
+LINKED_CHAINS = 4  # for each way to group the peers, this many starts are chains along the fastest links
 DRAWS = 12  # number of random starts in a swarm of at most 16 peers; larger swarms get 2
 MOST_AT_ONCE = 64  # with more peers, groups of regions are searched one by one
 GROUPS_SHARE = 0.5  # a large swarm's groups are searched for this share of the seconds; the rest is for the joint flow
