@@ -15,10 +15,9 @@ generalised from whole spans to parts of spans). The linear programme (HiGHS):
 
 Activations travel one way and gradients of the same size back. `left` are the bytes/s that gossip leaves
 (link_limits.py). To keep the programme small, interchangeable peers with the same span (peer_kinds.py) count as one
-peer. For the same reason, transfers from or to peers whose links only their access limits (`access_limited`) have no
-variable for each pair: they go through two pools, one for what such peers send to all peers, one for what the other
-peers send to such peers. If access alone limits all links, layers that the same peers hold count as one layer.
-Otherwise they do not, since a route may pass by a slow link if a third peer computes one of the layers.
+peer; and transfers from or to peers whose links only their access limits (`access_limited`) go through two pools, one
+for what such peers send to all peers, one for what the others send to them. If access alone limits all links, layers
+with the same holders count as one layer. Otherwise a third peer may compute such a layer, to pass by a slow link.
 
 Planners solve this programme. Running peers often solve a smaller programme without links to weight their routes
 (routing.py). routes.py splits a flow into routes.
@@ -266,10 +265,7 @@ class _Programme:
         return np.asarray(1 + np.divide(slowest, link_CC, out=np.ones_like(link_CC), where=link_CC > 0))
 
     def _pairs(self) -> tuple[Ints, Ints, Ints]:
-        """Return the transfers m of the programme as three arrays: sender, receiver, cut.
-
-        If many groups can send and receive at a cut, only each group's NEAREST fastest links are used there.
-        """
+        """Return sender, receiver and cut of each m; if many groups meet at a cut, use only each one's NEAREST best links."""
         holds, left_CC = self.groups.holds_CP, self.pair_left_CC
         apart = ~(self.pooled_C[:, None] | self.pooled_C[None, :])
         np.fill_diagonal(apart, False)
@@ -290,10 +286,7 @@ class _Programme:
         return together[0], together[1], together[2]
 
     def _capacities(self) -> tuple[csr_matrix, Floats]:
-        """Return the rows of limited resources and their upper bounds, each divided by the limit of one peer or link.
-
-        The resources are groups' time, peers' own links, sites' shared links, and links between two peers.
-        """
+        """Return the rows and upper bounds of all limits: groups' time, peers' links, sites' links, links of pairs."""
         costs, groups, rows = self.costs, self.groups, _Rows()
         size_C, load = groups.size_C.astype(np.float64), costs.hidden_bytes * self.scale
         before = np.concatenate((np.zeros((costs.peers, 1)), np.cumsum(costs.seconds_NL, axis=1)), axis=1)
@@ -377,10 +370,7 @@ class _Programme:
             yield from ((i, j, layer, rate) for i, j, rate in self._from_pool(gives, takes, least))
 
     def _by_peer(self, rates: Floats, group: Ints, chosen: Flags, members: Sequence[list[int]]) -> dict[int, float]:
-        """Return each peer's tokens/s in the columns `chosen`, whose rates the peers of a group share equally.
-
-        Peers with 0 tokens/s are left out.
-        """
+        """Return each peer's equal part of its group's tokens/s in the columns `chosen`, without peers that have 0."""
         found = zip(group[chosen].tolist(), rates[chosen].tolist(), strict=True)
         return {peer: rate / len(members[one]) for one, rate in found if rate > 0 for peer in members[one]}
 
@@ -430,10 +420,7 @@ class _Programme:
 def _matched(
     gives: Sequence[tuple[int, float]], takes: Sequence[tuple[int, float]], least: float
 ) -> Iterator[tuple[int, int, float]]:
-    """Match givers with takers in order, and yield (giver, taker, amount) until one side has nothing left.
-
-    There are fewer results than givers and takers together. Amounts of at most `least` count as nothing.
-    """
+    """Match givers with takers in order, and yield (giver, taker, amount); amounts of at most `least` count as 0."""
     taking = iter(takes)
     taker, free = next(taking, (-1, 0.0))
     for giver, amount in gives:

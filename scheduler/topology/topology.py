@@ -310,11 +310,7 @@ class _File(_Strict):
 
 
 def _find(path: Path, beside: Path | None = None) -> Path:
-    """Return the first existing file: `path`, `path`.yaml in the folder of `beside`, or the shipped topology `path`.
-
-    Raises:
-        UserError: If none of these files exists.
-    """
+    """Return the first existing file: `path`, `path`.yaml in the folder of `beside`, or the shipped topology `path`."""
     shipped = Path(str(files("decentral.configs") / "topologies"))
     tried = [path, *([beside.parent / f"{path}.yaml"] if beside else []), shipped / f"{path}.yaml"]
     for candidate in tried:
