@@ -265,7 +265,7 @@ class _Programme:
         return np.asarray(1 + np.divide(slowest, link_CC, out=np.ones_like(link_CC), where=link_CC > 0))
 
     def _pairs(self) -> tuple[Ints, Ints, Ints]:
-        """Return sender, receiver and cut of each m; if many groups meet at a cut, use only each one's NEAREST best links."""
+        """Return sender, receiver and cut of each m; at a cut of many groups, use each one's NEAREST best links."""
         holds, left_CC = self.groups.holds_CP, self.pair_left_CC
         apart = ~(self.pooled_C[:, None] | self.pooled_C[None, :])
         np.fill_diagonal(apart, False)
