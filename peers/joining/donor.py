@@ -31,7 +31,7 @@ from decentral.core.units import MiB, Seconds
 from decentral.peers.joining.fetch import PIECE_DEADLINE_S
 
 MOST_SERVED = 8  # at most this many newcomers are served at a time, since fewer finish sooner and can then serve others
-STRANGERS_SERVED = 4  # at most this many of these newcomers have no known record, since an attacker may have many ids
+STRANGERS_SERVED = 4  # at most this many newcomers without a known record are served: an attacker may have many ids
 STRANGER_EXPORTS = 2  # at most this many fragments are encoded or kept only for peers without a known record
 MOST_WAITING = 32  # at most this many requests wait until a fragment is encoded: a quarter of all streams (MAX_STREAMS)
 SERVED_S = 5.0  # a newcomer stays admitted at least this long after its last request or piece
@@ -57,7 +57,7 @@ class Export:
     begun: Counter[PeerId] = field(default_factory=Counter)
 
     def serves(self, newcomer: PeerId, now: Seconds) -> bool:
-        """Return whether this newcomer may fetch the export; a newcomer that has a part of it gets FINISHED_S more."""
+        """Return whether this newcomer may fetch the export; if it has a part already, it gets FINISHED_S more time."""
         return now < self.expires_at + (FINISHED_S if 0 < self.begun[newcomer] < len(self.blob) else 0.0)
 
 

@@ -72,7 +72,7 @@ class RecordGossip:
     contacts: tuple[PeerId, ...]  # the peers through which this peer joined
     chance: Random
     wake_at: Seconds = 0.0
-    plans: GossipedPlans | None = None  # None: this peer takes part in no plans
+    plans: GossipedPlans | None = None  # None before `pass_on`, and if this peer never changes its layers
     _asks: int = 0  # how many times this peer has asked for records so far
     _preferred_once: set[PeerId] = field(default_factory=set)  # overdue peers that were asked for their own record
     _rests: dict[PeerId, Seconds] = field(default_factory=dict)  # asker -> until when it gets no records and plans

@@ -109,7 +109,7 @@ class WindowLengths:
         return self.cost.windows(window_s, len(self.setup.now.fragments), min(1.0, core_share))
 
     def _common_need_s(self, own_s: Seconds) -> Seconds:
-        """Return the window length that we (`own_s`) and the peers with some of our layers need (`common_need_s`)."""
+        """Return the upper median of the window lengths that we (`own_s`) and peers with some of our layers need."""
         if self._others[0] != self.roster.changes:
             first, last = self.setup.now.fragments[0].first, self.setup.now.fragments[-1].last
             live = self.roster.live.values()

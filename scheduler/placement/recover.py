@@ -89,7 +89,7 @@ class LayerRecovery:
     # Lost fragment -> since when peers do not, or no longer, wait for a joining peer with this fragment.
     _lost_since: dict[int, Seconds] = field(default_factory=dict)
     _turns_at: Seconds | None = None  # time of the first candidate's turn; None if no layer is lost
-    _left_since: dict[int, Seconds] = field(default_factory=dict)  # fragment -> time since which it has needed relief
+    _left_since: dict[int, Seconds] = field(default_factory=dict)  # fragment -> since when it needs `span_to_relieve`
     _relief_at: Seconds = 0.0
     _relief_pause_s: Seconds = RELIEF_PAUSE_S
 
