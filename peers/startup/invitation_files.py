@@ -105,7 +105,7 @@ class FounderFile:
 
     path: Path
     keys: FounderKeys
-    invited: list[JsonObject] = field(default_factory=list)  # each with the keys id, for (holder), until, may (rights)
+    invited: list[JsonObject] = field(default_factory=list)  # keys of an entry: `id`, `for` (holder), `until`, `may`
     number: int = 0
     revoked: frozenset[bytes] = frozenset()
 
@@ -157,7 +157,7 @@ class FounderFile:
             if type(number) is not int or not 0 <= number < MOST_LISTS:
                 raise ValueError(f"`number` must be an integer from 0 to {MOST_LISTS - 1}; it is {number!r:.60}")
             if not isinstance(invited, list):
-                raise ValueError("`invited` is not a list")
+                raise ValueError("`invited` must be a list")
             if not all(len(one) == ID_BYTES for one in revoked):
                 raise ValueError(f"each id in `revoked` must have {ID_BYTES} bytes; at least one has another length")
             for one in invited:
