@@ -4,8 +4,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MAX_INTERVAL_S = 1e7  # no config may set a longer time
-MIN_INTERVAL_S = 0.01  # no config may make a peer repeat an action more often than this
+MAX_INTERVAL_S = 1e7  # no config may set a longer interval between two repetitions of an action
+MIN_INTERVAL_S = 0.01  # no config may set a shorter interval
 
 Positive = Annotated[int, Field(gt=0, le=1 << 20)]
 Large = Annotated[int, Field(gt=0, le=1 << 40)]

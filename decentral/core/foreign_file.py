@@ -13,8 +13,8 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-NEVER_WAIT = os.O_NONBLOCK | os.O_NOCTTY  # opening a pipe returns at once, also without a writer
-FOLDER = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)  # O_PATH opens folders that the user may not list, too
+NEVER_WAIT = os.O_NONBLOCK | os.O_NOCTTY  # with these flags, opening a pipe returns at once even if nobody writes to it
+FOLDER = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)  # O_PATH also opens folders that the user may not list
 
 
 def opened(path: str | Path, most_bytes: int | None = None) -> BinaryIO:
@@ -63,7 +63,7 @@ def opened_to_lock(path: str | Path) -> BinaryIO:
 
 
 def require_fit(path: str | Path) -> None:
-    """Raise OSError unless `opened` opens the file; for libraries that open files by their paths."""
+    """Raise OSError if `opened` would refuse the file. Call this before a library opens the file by its path."""
     opened(path).close()
 
 
@@ -85,7 +85,7 @@ def _checked(path: Path, flags: int, most_bytes: int | None) -> BinaryIO:
 
 
 def _opened_folder(path: Path) -> int:
-    """Return a descriptor of the folder; each part of the path is opened and checked by itself."""
+    """Return a descriptor of the folder. Open the parts of the path one by one, and check each part that is a link."""
     found = os.open(path.anchor or ".", FOLDER)
     for part in path.relative_to(path.anchor).parts:
         above = found

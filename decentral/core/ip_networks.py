@@ -6,7 +6,7 @@ IP = IPv4Address | IPv6Address
 # Leading bits that the IPv4 and the IPv6 addresses of a group have in common:
 MACHINE = 32, 64  # a machine with IPv6 can usually choose the other 64 bits for each connection
 SITE = 24, 48  # the most that one customer of an Internet provider usually gets
-CALLER = 32, 48  # a client of our ports: a customer with IPv6, but a whole /24 of IPv4 has many customers
+CALLER = 32, 48  # for clients of our ports: with IPv6 as SITE, but single IPv4 addresses, as a /24 has many customers
 
 
 def network_of(address: str | IP, bits: tuple[int, int] = MACHINE) -> str:

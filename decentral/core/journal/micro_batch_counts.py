@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from decentral.core.journal import events
 from decentral.core.journal.lines import Recorded
 
-# After a process was killed, this many of its last `counted` lines may lack an `applied` line; > config.SEALED_SUMS.
+# After a process was killed, this many of its last `counted` lines may lack an `applied` line. The number must be above
+# config.SEALED_SUMS.
 NOT_TAKEN_YET = 8
 
 Span = tuple[int, int]
@@ -34,7 +35,7 @@ class CountAudit:
     everywhere: int  # micro-batches that counted in all layers
     in_part: int  # micro-batches that counted in only some layers
     twice: tuple[MicroBatch, ...]  # micro-batches that some layer counted twice
-    dropped: int
+    dropped: int  # number of stage executions whose gradients were discarded
     tokens: int  # tokens of the micro-batches that counted in all layers
     unapplied: int = 0  # counted tokens that no step used: the maximum over layers, summed over processes
 
@@ -82,7 +83,7 @@ class LifeClaims:
 
     counted: Counter[int] = field(default_factory=Counter)
     applied: Counter[int] = field(default_factory=Counter)
-    tells: bool = False  # whether the journal has `applied` lines, which older versions did not write
+    tells: bool = False  # whether an `applied` line has come; older versions wrote none, so nothing can be compared
     _last: deque[events.CountedLine] = field(default_factory=lambda: deque(maxlen=NOT_TAKEN_YET))
 
     def take(self, event: events.JournalEvent | None) -> None:
