@@ -57,7 +57,7 @@ class Port:
     open: dict["OpenQuestion", Seconds] = field(default_factory=dict)  # questions to this peer, and when each arrived
     refused: Counter[str] = field(default_factory=Counter)  # by reason: number of questions refused
     waiting: list[Callable[[], None]] = field(default_factory=list)  # actions to run when a frozen process resumes
-    asked: dict["OpenQuestion", None] = field(default_factory=dict)
+    asked: dict["OpenQuestion", None] = field(default_factory=dict)  # this peer's own questions that have not ended
 
     def freeze(self) -> None:
         """Stop reading and writing until `thaw`."""
@@ -85,8 +85,8 @@ class OpenQuestion:
     envelope: Envelope
     began: Seconds
     max_blob_bytes: int
-    done: Callable[[Outcome], None] | None
-    writing: Seconds | None = None
+    done: Callable[[Outcome], None] | None  # called with the outcome; None once the asker has the outcome
+    writing: Seconds | None = None  # when the target began to send the answer; None before
     first_byte_s: Seconds = 0.0  # time from `began` until the answer's first byte arrives
     timers: list[Timer] = field(default_factory=list)
     transfer: Transfer | None = None
