@@ -11,7 +11,7 @@ class Wait(Enum):
     NOTHING_HERE = "a micro-batch to arrive"
     STEP = "a step, for which micro-batches must come back or be committed"
     MEMORY = "memory for another micro-batch of its own"
-    WINDOW = "its own micro-batches in flight, as many as its MicroBatchWindow allows"
+    WINDOW = "its own micro-batches in flight, as many as it may have"  # MicroBatchWindow limits their number
     LATER_PEERS = "later peers and links"
 
 

@@ -1,6 +1,7 @@
 """Find the present problems of a swarm for the live page. Start reading at `RecentTroubles.problems`.
 
-Lost peers are no problem here: the page lists them by themselves (`SwarmView`), until its reader acknowledges them.
+Lost peers are not among the problems: the page has a list of its own for them (`SwarmView`), until the user
+acknowledges them.
 """
 
 from collections import Counter, deque
