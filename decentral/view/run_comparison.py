@@ -105,7 +105,7 @@ class RunComparison:
         return cls(runs, _rows(curves, "tokens"), _rows(curves, "seconds"), differ)
 
     def fields(self) -> JsonObject:
-        """Return the comparison as JSON. A row of at_tokens or at_seconds has the place on the axis, then the losses."""
+        """Return the comparison as JSON; rows of at_tokens and at_seconds have the place on the axis, then the losses."""
         return {
             "runs": [run.fields() for run in self.runs],
             "at_tokens": self.at_tokens,
