@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class _Cache(FunctionCache):
-    """numba's cache on disk, except that a failed write is ignored; the next process then compiles again."""
+    """The cache of numba on disk. A failed write is ignored; the next process then compiles the function again."""
 
     def save_overload(self, sig: object, data: object) -> None:
         """Write the machine code to the cache, ignoring errors of the disk."""

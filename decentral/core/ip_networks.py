@@ -1,11 +1,11 @@
-"""Group the IP addresses that one user may have at once, so that nobody escapes a limit by changing its address."""
+"""Group the IP addresses that one user may have at once, so that nobody escapes a limit by using many addresses."""
 
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 IP = IPv4Address | IPv6Address
 # Leading bits that the IPv4 and the IPv6 addresses of a group have in common:
 MACHINE = 32, 64  # a machine with IPv6 can usually choose the other 64 bits for each connection
-SITE = 24, 48  # the most that one customer of an Internet provider usually gets
+SITE = 24, 48  # the largest network that one customer of an Internet provider usually gets
 CALLER = 32, 48  # for clients of our ports: with IPv6 as SITE, but single IPv4 addresses, as a /24 has many customers
 
 

@@ -1,4 +1,4 @@
-"""How a token's computing time divides among a model's layers, as a device has measured it for each kind of layer.
+"""Divide a token's computing time among a model's layers, from a device's measurements of each kind of layer.
 
 A model has three kinds of layer: the embedding, the blocks (all equal), and the head with the loss. A peer measures
 one layer of each kind (engine/layer_times.py) and publishes the figures in its record. `share` and `forward_share`
@@ -82,7 +82,10 @@ def token_seconds(cuts: Sequence[Fragment], costs: KindCosts) -> float:
 
 
 def mean_shape(shapes: Sequence[tuple[float, Shape]]) -> Shape:
-    """Return the mean of (weight, shape) pairs, rounded to three digits after the point; weights may be 0."""
+    """Return the weighted mean of shapes, given as (weight, shape) pairs, rounded to three decimals.
+
+    Weights may be 0; if all weights are 0, all shapes count alike.
+    """
     least = 1e-9 * sum(weight for weight, _ in shapes) + 1e-300
     total = sum(weight + least for weight, _ in shapes)
     embedding, _, head = (sum((weight + least) / total * one[kind] for weight, one in shapes) for kind in range(3))

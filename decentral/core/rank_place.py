@@ -1,4 +1,4 @@
-"""A process's rank in its island, a peer with several devices (engine/island.py), and how they divide the model."""
+"""A process's rank in an island (a peer with several devices, engine/island.py), and how devices divide the model."""
 
 import os
 from dataclasses import dataclass

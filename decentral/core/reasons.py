@@ -77,7 +77,7 @@ class Reason(StrEnum):
 
     # Reasons about synchronous rounds
     ROUND = "round"
-    ORIGIN = "origin"  # the report or sum comes from another member than the one that was asked for its own
+    ORIGIN = "origin"  # a member was asked for its own report, but sent the report of another member
     HOPS = "hops"  # the peers that computed the micro-batch do not cover all layers of the model
     NUMBER = "number"  # the message names a micro-batch twice, or claims a step number out of bounds
     VERSIONS = "versions"  # the message must give exactly one version of the weights for each fragment

@@ -23,7 +23,10 @@ FOLDER_OPENED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 @dataclass(frozen=True, slots=True)
 class TemporaryFolder:
-    """A temporary folder that exists until `remove`, or until a process of this user finds that its owner has ended."""
+    """A temporary folder, which exists until `remove`.
+
+    If the process that made the folder ends without `remove`, a later process of this user removes the folder.
+    """
 
     path: Path
     _lock: BinaryIO

@@ -81,7 +81,7 @@ def scenario_of(
         UserError: If the plan is for another topology or model, or cuts the model within a fragment.
     """
     if plan.digest != topology.digest():
-        raise UserError("--plan: the plan was made for another topology; give its own by --topology, or plan again")
+        raise UserError("--plan: the plan is for another topology; give the plan's own with --topology, or plan again")
     counts = len(config.model.layer_parameters), sum(config.model.layer_parameters)
     if counts != (plan.planned_for.get("layers"), plan.planned_for.get("parameters")):
         raise UserError("--plan: the plan was made for another model; give CONFIG as in decentral.plan --model CONFIG")

@@ -62,9 +62,9 @@ class ExchangeReport:
 class RouteReport:
     """Numbers of micro-batches, changes of layers, and plans, in a swarm whose peers hold parts of the model."""
 
-    routed: dict[str, int]
+    routed: dict[str, int]  # the figures of a CountAudit by name
     moves: dict[str, int]  # number of changes of layers, by cause and outcome, such as "plan done"
-    plans: int
+    plans: int  # number of different plans that peers adopted
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,7 +279,7 @@ class SimulatedSwarm:
         self._publish(member.host, spans.swarm_plans.key, pack(plan), PLAN_S)
 
     def _publish(self, host: VirtualHost, key: str, body: bytes, lifetime_s: Seconds) -> None:
-        """Store a record that a host's peer has sealed in the DHT, and let the peer itself find the record at once."""
+        """Sign a record as a host's peer, store the record in the DHT, and let the peer itself find it at once."""
         expires = host.clock() + lifetime_s
         value = host.node.setup.own.seal(key, body, expires)
         self.records.store(host.peer, key, host.peer, value, expires)

@@ -6,7 +6,7 @@ from decentral.sim.host import VirtualHost
 
 
 class Wait(Enum):
-    """Why the device of a peer on routes is idle. `decentral simulate --plan` prints the value."""
+    """What an idle device waits for, if its peer takes part in routes. `decentral simulate --plan` prints the value."""
 
     NOTHING_HERE = "a micro-batch to arrive"
     STEP = "a step, for which micro-batches must come back or be committed"

@@ -93,7 +93,7 @@ def newest(store: UploadStore, kind: UploadKind) -> FoundUpload | None:
             if kind == "checkpoint":
                 break
     if len(whole) > 1:
-        raise UserError(f"it has {len(whole)} models; name one, such as .../{whole[0].folder}")
+        raise UserError(f"the place has {len(whole)} models; name one, such as .../{whole[0].folder}")
     if refused and not whole:
         raise refused[0]
     return whole[0] if whole else None
@@ -108,7 +108,7 @@ def _read(store: UploadStore, folder: str) -> FoundUpload:
     name = f"{folder}/{MANIFEST}" if folder else MANIFEST
     data = b"".join(store.read(name, MOST_MANIFEST_BYTES))
     if len(data) > MOST_MANIFEST_BYTES:
-        raise UserError(f"{name} has more than {MOST_MANIFEST_BYTES} bytes")
+        raise UserError(f"{name} has more than {MOST_MANIFEST_BYTES} bytes, so it is no manifest; name another upload")
     return FoundUpload(folder, parsed(data, name))
 
 

@@ -50,7 +50,7 @@ class UploadPart:
 
 @dataclass(frozen=True, slots=True)
 class UploadManifest:
-    """What an upload is, and its files. `run`, `peer`, `step` and the layers [first, last) are empty for a model."""
+    """The kind of an upload, and its files. For a model, `run`, `peer`, `step`, `first` and `last` are "" or 0."""
 
     kind: UploadKind
     parts: Annotated[tuple[UploadPart, ...], Field(max_length=MOST_UPLOAD_PARTS)]
@@ -58,7 +58,7 @@ class UploadManifest:
     peer: RunName = ""
     step: Annotated[int, Field(ge=0, lt=1 << 60)] = 0  # the swarm's learning-rate step
     first: Annotated[int, Field(ge=0, le=1 << 16)] = 0
-    last: Annotated[int, Field(ge=0, le=1 << 16)] = 0
+    last: Annotated[int, Field(ge=0, le=1 << 16)] = 0  # the checkpoint has the state of layers [first, last)
     format: Literal["decentral-upload-1"] = "decentral-upload-1"
 
     @property
@@ -119,7 +119,7 @@ def parsed(data: bytes, source: str) -> UploadManifest:
 def _check_names(parts: Sequence[UploadPart], kind: UploadKind, source: str) -> None:
     names = [part.name for part in parts]
     if len(set(names)) < len(names) or MANIFEST in names:
-        raise UserError(f"{source} names a file twice")
+        raise UserError(f"{source} names a file twice, or names itself")
     for part in parts:
         if not (part.of in (RUN_FILE, STATE_FILE) if kind == "checkpoint" else MODEL_FILE.fullmatch(part.of)):
             raise UserError(f"{source} names the file {part.of}, which a {kind} does not have; it is not read")

@@ -339,7 +339,7 @@ def _digest(of: "hashlib._Hash | hashlib.blake2b", file: int, begin: int, end: i
 
 
 def _memory_file(content: JsonObject) -> IO[bytes]:
-    """Return a file in memory with this JSON content."""
+    """Return a nameless temporary file with this JSON content."""
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     file.write(strict_json.dumps(content, indent=1).encode())
     file.flush()

@@ -41,7 +41,7 @@ LAST_LINES = 32  # this many last lines of a child's output are kept; the result
 class UploadSettings:
     """Where and how a peer uploads its checkpoints."""
 
-    place: str  # as `checked_place` returns it
+    place: str  # the place, in the form that `checked_place` returns
     keep: int  # number of this peer's newest checkpoints that stay at the place; older ones are removed
     bytes_per_s: float | None  # None: no limit
 

@@ -175,7 +175,7 @@ class CommandHook:
 
     @classmethod
     def parse(cls, command: str) -> "CommandHook":
-        """Return the hook of a command as a shell would split it, without a shell.
+        """Return the hook of a command line, which is split into a program and its arguments as a shell would do.
 
         Raises:
             UserError: If the command is not well quoted, or this machine has no such program.
@@ -356,7 +356,7 @@ async def hooks_running(hooks: Hooks, journal: Journal, say: Callable[[str], Non
 
     Args:
         hooks: The hooks; their threads are started.
-        journal: Gets a `hook` line about each hook with new failures or drops, every REPORTED_S at most.
+        journal: Gets a `hook` line about each hook with new failures or drops, at most once in REPORTED_S.
         say: Prints a line for the user, at a hook's first failure.
     """
     for thread in hooks.threads:

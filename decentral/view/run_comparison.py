@@ -56,7 +56,7 @@ class ComparedRun:
     loss: float | None  # last loss of the curve, nats per token; None if the curve has no points
     peers: Sequence[TrainedShare]
     curve: LossCurve
-    settings: Mapping[str, Json]  # keys with dots; {} if the folder has no config
+    settings: Mapping[str, Json]  # key, such as `train.optimizer` -> value; {} if the folder has no config
 
     @classmethod
     def of(cls, folder: str, history: RunHistory, canonical: str, kind: LossKind) -> "ComparedRun":
@@ -105,7 +105,7 @@ class RunComparison:
         return cls(runs, _rows(curves, "tokens"), _rows(curves, "seconds"), differ)
 
     def fields(self) -> JsonObject:
-        """Return the comparison as JSON; rows of at_tokens and at_seconds have the place on the axis, then the losses."""
+        """Return the comparison as JSON; rows of at_tokens and at_seconds have the place on the axis, then losses."""
         return {
             "runs": [run.fields() for run in self.runs],
             "at_tokens": self.at_tokens,

@@ -1,6 +1,6 @@
 """Post the messages of hooks to an address on the web: `--webhook URL`. Start reading at `Webhook`.
 
-Slack and Discord get the text that they show, any other host gets JSON.
+Slack and Discord get a text to show in a chat; any other host gets the message as JSON.
 """
 
 import http.client

@@ -275,7 +275,7 @@ def _opened(path: Path) -> Iterator[tuple[int, IO[bytes]]]:
 
 
 def _readable(path: Path) -> IO[bytes]:
-    """Open a file of a journal. Raises UserError if it cannot be read, except FileNotFoundError if it is missing."""
+    """Open a file of a journal. Raises FileNotFoundError if the file is missing, UserError if it cannot be read."""
     try:
         return foreign_file.opened(path, MOST_READ_BYTES)
     except FileNotFoundError:

@@ -32,11 +32,11 @@ MicroBatch = tuple[str, int]
 class CountAudit:
     """How many micro-batches counted in all layers, in only some layers, or twice in a layer."""
 
-    everywhere: int  # micro-batches that counted in all layers
-    in_part: int  # micro-batches that counted in only some layers
+    everywhere: int  # number of micro-batches that counted in all layers
+    in_part: int  # number of micro-batches that counted in only some layers
     twice: tuple[MicroBatch, ...]  # micro-batches that some layer counted twice
     dropped: int  # number of stage executions whose gradients were discarded
-    tokens: int  # tokens of the micro-batches that counted in all layers
+    tokens: int  # number of tokens in the micro-batches that counted in all layers
     unapplied: int = 0  # counted tokens that no step used: the maximum over layers, summed over processes
 
     @property
@@ -137,5 +137,5 @@ def overlap(spans: Sequence[Span]) -> bool:
 
 
 def covered(spans: Sequence[Span]) -> int:
-    """Return the number of layers in spans [first, last) that do not overlap."""
+    """Return the number of layers in the spans [first, last), which must not overlap."""
     return sum(last - first for first, last in spans)

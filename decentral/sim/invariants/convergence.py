@@ -41,11 +41,13 @@ class ConvergenceAudit:
     drift: dict[int, Tensor] = field(default_factory=dict)  # fragment -> sum of all changes that honest merges made
     forged: dict[int, float] = field(default_factory=dict)  # fragment -> size of all changes by merges of false blobs
     outvoted: bool = False  # whether there have ever been as many liars as honest peers, so that the liars may win
-    _dropped_at: dict[tuple[PeerId, PeerId], Seconds] = field(default_factory=dict)  # by (dropping peer, dropped peer)
-    _closed: dict[tuple[PeerId, int], Tensor] = field(default_factory=dict)  # (peer, fragment) -> baseline of a window
+    # (peer that dropped the other from its roster, dropped peer) -> when it dropped the other
+    _dropped_at: dict[tuple[PeerId, PeerId], Seconds] = field(default_factory=dict)
+    # (peer, fragment) -> baseline when the peer last closed a window
+    _closed: dict[tuple[PeerId, int], Tensor] = field(default_factory=dict)
 
     def closed(self, host: VirtualHost, fragment: int) -> None:
-        """Copy the baseline of a peer that closes a window, so that `corrected` can compare it with a later one."""
+        """Copy the baseline of a peer that closes a window, to compare it with the baseline after the merge."""
         rule = host.training.gossip.of(fragment).rule
         if isinstance(rule, PullRule):
             self._closed[host.peer, fragment] = rule.baseline.clone()

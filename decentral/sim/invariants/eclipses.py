@@ -1,9 +1,9 @@
-"""Check what must hold while hostile nodes own a key of the DHT: peers learn from each other what the key would tell.
+"""Check that peers learn from each other what the records of a DHT key say, while hostile nodes own this key.
 
     known    a peer's roster has all but MOST_MISSING of the peers that train
     revoked  all members have a list of revocations once DELAY_RENEWALS renewals of a record have passed since the first
              member had it
-    planned  all peers that take part in plans have a plan within the same time
+    planned  all peers that take part in plans have a plan within the same time after its proposer had it
 
 The rules are about honest peers that have trained for that time, and joined before the eclipse or through an honest
 peer. They are checked only if the network had no other fault in that time.

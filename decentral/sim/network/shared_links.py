@@ -104,7 +104,7 @@ class SharedLinks:
     crossing: dict[SiteLink, dict[Transfer, None]] = field(default_factory=dict)
     windows: dict[tuple[PeerId, PeerId], CongestionWindow] = field(default_factory=dict)
     sent: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)  # (source, target) -> bytes of all transfers
-    _sharing: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)  # transfers of each (source, target)
+    _sharing: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)  # (source, target) -> transfers now
 
     def start(self, source: PeerId, target: PeerId, size: float, done: Callable[[], None]) -> Transfer:
         """Begin to send `size` bytes from `source` to `target`; `done` is called when the last byte has left."""

@@ -1,4 +1,4 @@
-"""Compute what each peer has contributed, for the live page, from the signed records that it reads."""
+"""Compute what each peer has contributed, for the live page, from the signed records that the page reads."""
 
 from dataclasses import dataclass, field
 
@@ -42,14 +42,14 @@ class Leaders:
         self._changed = True
 
     def read(self, line: StatementLine) -> None:
-        """Take the record in a journal's line, unless it is not valid."""
+        """Take the record in a journal's line; ignore a record that is not valid."""
         try:
             self.take(line.peer, opened(line))
         except ProtocolError:
             return
 
     def tick(self, now: Seconds) -> None:
-        """Compute the contributions anew if there are newer statements, at most every EVERY_S seconds."""
+        """Compute the contributions again if there are newer statements, but at most once in EVERY_S seconds."""
         if not self._changed or now < self._computed_at + EVERY_S:
             return
         self._changed, self._computed_at = False, now

@@ -16,7 +16,7 @@ from decentral.view.page.goal import GoalView
 
 SPEED_S = 10.0  # tokens/s are an exponential moving average with this time constant
 LOSS_SHARE = 0.1  # weight of a new loss in its exponential moving average
-REASONS_SHOWN = 4  # a peer's row shows its most frequent reasons for exchange outcomes, up to this number
+REASONS_SHOWN = 4  # a peer's row shows at most this many reasons of exchanges that failed or had no partner
 BOUND_CHARS = 32
 NOT_BOUND = "nothing"
 LIVE = ("joining", "training")  # a peer in one of these states is in the swarm
