@@ -121,8 +121,7 @@ class DataConfig(Strict):
 
 
 class TrainConfig(Strict):
-    """How each peer trains. Other values of `weights`, `moments` and `recompute` save memory, but cost accuracy or
-    time."""
+    """How each peer trains. `weights`, `moments` and `recompute` can save memory, at the cost of accuracy or time."""
 
     weights: Literal["float32", "bfloat16"] = "float32"
     """Number type in which weights and gradients are stored; bfloat16 is rounded stochastically."""
@@ -170,8 +169,7 @@ class TrainConfig(Strict):
 
 
 class GossipConfig(Strict):
-    """How peers average weights or gradients. If `algorithm` is synchronous, `fragment_parameters` is the only other
-    key that has an effect."""
+    """How peers average weights or gradients. If `algorithm` is synchronous, only `fragment_parameters` has an effect."""
 
     algorithm: AlgorithmName = "pull"
     """Peers pull each other's pseudo-gradients and never wait (pull), average weights and wait (allreduce), or average

@@ -6,7 +6,8 @@ IP = IPv4Address | IPv6Address
 # Leading bits that the IPv4 and the IPv6 addresses of a group have in common:
 MACHINE = 32, 64  # a machine with IPv6 can usually choose the other 64 bits for each connection
 SITE = 24, 48  # the largest network that one customer of an Internet provider usually gets
-CALLER = 32, 48  # for clients of our ports: with IPv6 as SITE, but single IPv4 addresses, as a /24 has many customers
+# For clients of our ports: IPv6 as in SITE, but each IPv4 address alone, because a /24 of IPv4 has many customers.
+CALLER = 32, 48
 
 
 def network_of(address: str | IP, bits: tuple[int, int] = MACHINE) -> str:

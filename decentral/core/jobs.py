@@ -23,7 +23,7 @@ from decentral.core.time_spent import TimeSpent
 from decentral.core.units import Seconds
 
 DIVERGED = "training has diverged"  # if a peer's reason to stop begins with these words, it exits with code 2
-MOST_UNDER_WAY = 48  # a peer has at most this many micro-batches in flight: each needs one of its 64 open requests
+MOST_UNDER_WAY = 48  # a peer has at most this many micro-batches in flight; each needs one of its 64 open requests
 
 Donated = tuple[int, Layout, Blob]
 """A fragment's state from a donor: the fragment's index, the blob's layout, the blob."""

@@ -54,7 +54,7 @@ HOSTS = ("clock", "full-disk")  # faults of a peer's machine: its clock jumps, o
 PEERS = ("crash", "restart", "wipe", "freeze", "slow", "leave", "part", "skew", "nat", "lie")  # faults of named peers
 NEWS = ("revoke", "propose")  # faults of named peers, after which all peers must learn a new record
 PAIRS = {"oneway": ">", "degrade": "-"}  # faults between two peers, which a trace writes as PEER>PEER or PEER-PEER
-SHARES = ("loss", "corrupt", "truncate", "duplicate", "reorder", "late")  # faults of the whole swarm, without peers
+SHARES = ("loss", "corrupt", "truncate", "duplicate", "reorder", "late")  # faults of the swarm, which name no peers
 ECLIPSED = ("peers", "plan", "revoked")  # the DHT keys that hostile nodes can own in an eclipse
 LIES = ("nan", "scaled", "stale", "replayed", "corrupted")  # the lies that `draw` samples
 # The lies about snapshots that `draw_of_liars` samples; sim/liars.py computes them.

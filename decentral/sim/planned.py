@@ -33,7 +33,7 @@ from decentral.sim.waiting import Wait, wait_of
 
 MAX_PLAN_BYTES = 64 * 1024 * 1024
 WARM_UP = 1 / 3  # tokens are counted after this share of the run, when peers have joined and measured their speeds
-SAMPLED_S = 0.37  # what devices wait for is sampled at this interval, of which no period of the swarm is a multiple
+SAMPLED_S = 0.37  # the time between two samples of what devices wait for; no period of the swarm is a multiple of it
 REPORT_S = 1.0  # peers report their steps this often, so that few tokens lie across the end of the warm-up
 
 

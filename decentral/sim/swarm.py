@@ -86,7 +86,7 @@ class SwarmSettings:
         tokens_per_step: int,
         times: SwarmTimes = LEAST_TIMES,
     ) -> "SwarmSettings":
-        """Return settings with as many fragments as the config's model has; each has the mean of their parameters."""
+        """Return settings with as many fragments as the config's model has; all have the mean number of parameters."""
         real = fragments_of(config)
         mean = sum(one.parameters for one in real) // len(real)
         even = tuple(replace(one, parameters=mean, work=()) for one in real)

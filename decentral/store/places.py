@@ -23,7 +23,7 @@ from decentral.core.units import MiB
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-SEND_BYTES = 5 * MiB  # content is sent in pieces of at most this size, which S3 requires at least in multipart uploads
+SEND_BYTES = 5 * MiB  # content is sent in pieces of at most this size, the minimum in multipart uploads of S3
 HUB_PROTOCOL = "hf"  # fsspec's name of the Hugging Face Hub
 WITH_FOLDERS = ("file", "sftp", "ssh", "ftp", "smb", "webdav", "hdfs", "webhdfs", "memory")
 """Providers on which a folder must be created before a file is written in it. With other providers, creating a folder
@@ -72,7 +72,7 @@ class UploadStore(Protocol):
         """Write the manifest, which makes the upload whole, and remove the files `old` of the previous upload."""
 
     def read(self, name: str, most_bytes: int) -> Iterator[bytes]:
-        """Yield a file's content in pieces, at most `most_bytes` + 1 bytes; the last byte shows that it is too long."""
+        """Yield a file's content in pieces: at most `most_bytes` bytes, and one more byte if the file is longer."""
 
     def remove(self, folder: str, first: str) -> None:
         """Remove a folder with its files, beginning with the file called `first`."""

@@ -70,7 +70,7 @@ class PartReader(io.RawIOBase):
     """A reader of one part of an open file, at a limited pace, as if the part were a file. Implements UploadSource."""
 
     def __init__(self, file: IO[bytes], begin: int, size: int, pace: SendPace, sent: Callable[[int], None]) -> None:
-        """Prepare to read `size` bytes from `begin` on; `sent` is called with the bytes of each read at the pace."""
+        """Prepare to read `size` bytes from `begin` on; `sent` gets the number of bytes of each read at the pace."""
         self._file, self._begin, self.size = file.fileno(), begin, size
         self._pace, self._sent, self._at = pace, sent, 0
         self._unpaced = 0  # the next calls of `readinto` read this many bytes at full speed

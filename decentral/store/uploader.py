@@ -111,7 +111,7 @@ class CheckpointUploads:
     async def upload(self) -> None:
         """Upload the newest checkpoint in a child process, and write an `upload` line to the journal.
 
-        Tell the user if the upload failed and the previous one did not, or the other way around.
+        Tell the user about the first failure, and about the first success after a failure.
         """
         loop = asyncio.get_running_loop()
         at, began = changed_at(self._folder / CHECKPOINT), loop.time()

@@ -175,7 +175,7 @@ class CommandHook:
 
     @classmethod
     def parse(cls, command: str) -> "CommandHook":
-        """Return the hook of a command line, which is split into a program and its arguments as a shell would do.
+        """Return the hook of a command line, which is split as a shell would split it, but runs without a shell.
 
         Raises:
             UserError: If the command is not well quoted, or this machine has no such program.

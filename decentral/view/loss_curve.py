@@ -12,7 +12,7 @@ from decentral.view.run_history import Column, PeerHistory, RunHistory
 
 SPARK_BARS = "▁▂▃▄▅▆▇█"
 LEAST_AXIS_SHARE = 0.01  # a common axis begins no earlier than at this share of its end
-MOST_TRAINING_POINTS = 60  # a curve of training losses, which are noisy, has at most this many points, each a mean
+MOST_TRAINING_POINTS = 60  # a curve of training losses has at most this many points, each the mean of several losses
 Axis = Literal["tokens", "seconds"]
 LossKind = Literal["held-out", "training"]
 
@@ -63,7 +63,7 @@ def common(curves: Sequence[LossCurve], axis: Axis, points: int) -> Floats:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return a line of at most `width` bars; each bar shows the mean of some consecutive values, without NaN."""
+    """Return a line of at most `width` bars. Each bar is the mean of some consecutive values; NaN is ignored."""
     known = [value for value in values if np.isfinite(value)]
     if not known:
         return ""

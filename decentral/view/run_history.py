@@ -56,7 +56,7 @@ class PeerHistory:
     received: Column = field(default_factory=Column)
     # Outcome -> the Unix time at which each exchange with this outcome ended.
     exchanges: "dict[str, array[float]]" = field(default_factory=lambda: {one: array("d") for one in OUTCOMES})
-    events: list[tuple[Seconds, str, str]] = field(default_factory=list)  # (Unix time, name, text) of serious events
+    events: list[tuple[Seconds, str, str]] = field(default_factory=list)  # (Unix time, name, text) of the main events
     bad: int = 0  # number of malformed lines
 
     @property

@@ -15,7 +15,7 @@ from decentral.core.plain_text import plain_text
 from decentral.core.units import plural
 
 TOLD_CHARS = 300  # people are shown at most this many characters of a reason
-REPEAT_S = 60.0  # while an error lasts, its line is repeated at this interval: readers take old errors for past errors
+REPEAT_S = 60.0  # while an error lasts, its line is repeated at this interval, as readers believe an old error is over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +241,7 @@ class MoveLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyLine:
-    """Event: this peer copied a fragment that only one peer holds to its own disk, or failed to copy it."""
+    """Event: this peer copied to its own disk a fragment that only one other peer holds, or failed to do so."""
 
     fragment: kind.Count
     outcome: kind.Outcome

@@ -184,7 +184,7 @@ class Tail:
     def __init__(self, path: Path) -> None:
         """Start at the journal's oldest line. The journal need not exist yet."""
         self.path = path
-        self._number = 0  # N of the file being read, journal-N.jsonl; journal.jsonl counts as the N that it will get
+        self._number = 0  # N of the file being read, journal-N.jsonl; for journal.jsonl, the N of its later name
         self._offset = 0
 
     def skip(self) -> None:

@@ -83,7 +83,7 @@ class LifeClaims:
 
     counted: Counter[int] = field(default_factory=Counter)
     applied: Counter[int] = field(default_factory=Counter)
-    tells: bool = False  # whether an `applied` line has come; older versions wrote none, so nothing can be compared
+    tells: bool = False  # whether an `applied` line has come; older versions wrote none, and then nothing is compared
     _last: deque[events.CountedLine] = field(default_factory=lambda: deque(maxlen=NOT_TAKEN_YET))
 
     def take(self, event: events.JournalEvent | None) -> None:

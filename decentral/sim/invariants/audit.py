@@ -45,7 +45,9 @@ MOST_OWN_REQUESTS = 64  # a peer may have this many unanswered requests, besides
 MOST_OPEN = 2 * MAX_STREAMS
 MOST_JOBS = 256
 LONGEST_REQUEST_S = 75.0 + 60.0  # within this time, each request gets an answer or an error
-LONGEST_ANSWER_S = READ_S + 90.0 + WRITE_S + 1.0  # a question must be read, answered (90 s) and written within this
+# The time to read a question, to compute the answer (90 s, or longer by a forward request's `patience_s`), and to write
+# the answer.
+LONGEST_ANSWER_S = READ_S + 90.0 + WRITE_S + 1.0
 STEP_STALLED_S = 5.0  # rule "never waits": a step may take this much longer than its device needs
 SAVE_SLACK_S = 10.0  # rule "saved": a checkpoint may wait this long for jobs that were queued before it
 CHECK_S = 1.0

@@ -42,7 +42,7 @@ class RecentTroubles:
 
     _exchanges: deque[tuple[Seconds, str, str]] = field(default_factory=lambda: deque(maxlen=EXCHANGES_SEEN))
     _told: deque[tuple[Seconds, Problem]] = field(default_factory=lambda: deque(maxlen=EXCHANGES_SEEN))
-    _unheld: dict[int, tuple[range, str]] = field(default_factory=dict)  # peer -> the layers that it reported, its text
+    _unheld: dict[int, tuple[range, str]] = field(default_factory=dict)  # peer -> layers that it reported, and the text
 
     def exchanged(self, t: Seconds, outcome: str, reason: str) -> None:
         """Record a gossip exchange that ended at Unix time `t`."""
