@@ -169,7 +169,7 @@ class TrainConfig(Strict):
 
 
 class GossipConfig(Strict):
-    """How peers average weights or gradients. If `algorithm` is synchronous, only `fragment_parameters` has an effect."""
+    """How peers average weights or gradients. If `algorithm` is synchronous, only `fragment_parameters` is used."""
 
     algorithm: AlgorithmName = "pull"
     """Peers pull each other's pseudo-gradients and never wait (pull), average weights and wait (allreduce), or average

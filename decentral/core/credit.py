@@ -20,7 +20,7 @@ from decentral.core.units import Seconds
 MOST_WITNESSED = 12  # a record has figures about at most this many other peers, to stay below its limit of 12 KiB
 EXPLAINED_TIMES = 1.25  # a claim of at most this many times the explained tokens is believed: windows differ by chance
 IMPLAUSIBLE_TIMES = 1000.0  # a window longer than this many times ours is an attack, so `times` is capped at this
-LEAST_WATCHED = 0.1  # a witness that met a peer for less than this share of the peer's hours has no say in its speed
+LEAST_WATCHED = 0.1  # witnesses that met a peer for less than this share of its hours are ignored for its speed
 
 Ending = Annotated[str, Strict(), Field(max_length=SUFFIX_CHARS, pattern=r"^[!-~]*$")]
 Few = Annotated[int, Strict(), Field(ge=0, lt=1 << 32)]

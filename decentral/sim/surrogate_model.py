@@ -73,7 +73,7 @@ class SurrogateModel:
     cuts: tuple[Fragment, ...]
     codecs: Codecs
     tokens_per_step: int
-    forms: Callable[[int, int], ActivationForms]  # (layer, sequences) -> layouts of activations and gradients at it
+    forms: Callable[[int, int], ActivationForms]  # (layer, sequences) -> layouts of what enters and leaves the layer
 
     def synthetic_codecs(self) -> SyntheticCodecs:
         """Return codecs whose blobs have the size of this model's mean fragment."""
