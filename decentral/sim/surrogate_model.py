@@ -73,7 +73,8 @@ class SurrogateModel:
     cuts: tuple[Fragment, ...]
     codecs: Codecs
     tokens_per_step: int
-    forms: Callable[[int, int], ActivationForms]  # (layer, sequences) -> layouts of what enters and leaves the layer
+    # (layer, sequences) -> the layouts of the activations that enter the layer, and of the gradient that is sent back
+    forms: Callable[[int, int], ActivationForms]
 
     def synthetic_codecs(self) -> SyntheticCodecs:
         """Return codecs whose blobs have the size of this model's mean fragment."""
