@@ -162,7 +162,7 @@ class Tolerance(NamedTuple):
 
 
 EARLY, LATER = Tolerance(3.0, 1.0), Tolerance(2.0, 0.5)
-# If a partner's slow weights are over FAR tolerated distances from the median, its pseudo-gradient is not merged either.
+# A partner's pseudo-gradient has weight 0 if its slow weights are over FAR tolerated distances from the median.
 FAR = 3.3
 
 

@@ -31,13 +31,13 @@ def plain(packed: bytes) -> object:
 
 
 def require_records(packed: bytes, expires: float) -> None:
-    """Raise an error of any class unless an answer is what a node of ours finds: a dictionary of unexpired records.
+    """Raise an error of any class unless an answer is what our own node could find: a dictionary of peers' records.
 
     hivemind uses the dictionary's own size and expiry without a check: a size of the wrong type ends our search in an
     error, and an infinite expiry ends our search before any other node is asked.
 
     Args:
-        packed: The dictionary, with at least one record, and at most MOST_ANSWERED_BYTES.
+        packed: The dictionary. It must have at least one record, and at most MOST_ANSWERED_BYTES of records.
         expires: The answer's expiry, which must be that of its latest record.
     """
     value = msgpack.unpackb(packed, raw=False, max_array_len=0, max_map_len=0)

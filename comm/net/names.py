@@ -11,9 +11,9 @@ from ipaddress import ip_address
 from decentral.core.ip_networks import IP
 from decentral.core.units import Seconds
 
-MOST_NAMES = 2  # most DNS names of one peer that are looked up at a time
+MOST_NAMES = 2  # at most this many DNS names of one peer are looked up at a time
 MOST_OF_NAME = 4  # at most this many IP addresses of a DNS name are used
-NAME_S: Seconds = 5.0  # deadline of a lookup
+NAME_S: Seconds = 5.0  # a DNS lookup is given up after this time
 # Lookups of other peers' names have threads of their own: a slow name server must not keep the event loop's own threads
 # busy, in which plans are evaluated. A lookup that has no thread within NAME_S is given up.
 NAME_THREADS = ThreadPoolExecutor(2, "names")

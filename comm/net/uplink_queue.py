@@ -90,7 +90,7 @@ class UplinkQueue(ABC, Generic[Item]):
     held_until: Seconds = 0.0  # until this time, queued pieces wait for our bandwidth probe
     _probed_at: Seconds = -PROBED_EVERY_S  # when the answer to a probe last skipped the queue
     _waiting: dict[Kind, Waiting[Item]] = field(default_factory=lambda: {kind: Waiting(kind) for kind in Kind})
-    _busy: list[Waiting[Item]] = field(default_factory=list)
+    _busy: list[Waiting[Item]] = field(default_factory=list)  # the kinds of traffic that have waiting pieces
     _virtual: float = 0.0  # virtual time at which the last sent piece began
     _numbers: "count[int]" = field(default_factory=count)
 

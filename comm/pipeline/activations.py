@@ -25,9 +25,10 @@ WIRES: Mapping[str, tuple[str, str]] = {
 }
 """The codecs of hidden values and of their gradients, by the config's `routes.wire`."""
 
-AUTO = ("bf16", "int8-q4")  # `routes.wire: auto` uses the first entry of WIRES on fast uplinks, the second on slow ones
+# With `routes.wire: auto` a peer uses the first of these keys of WIRES if its uplink is fast, the second if it is slow.
+AUTO = ("bf16", "int8-q4")
 
-# A hidden value or gradient of larger magnitude is refused, because it could overflow in the backward pass.
+# A hidden value or gradient of larger magnitude is refused, because the backward pass could overflow.
 LARGEST_ACTIVATION = 1e6
 
 
@@ -82,7 +83,7 @@ class ActivationFormat:
         """Return the gradient of hidden values that a next peer has sent back, as fp32 on the CPU.
 
         Args:
-            layout: Sections of the blob; one is expected.
+            layout: Sections of the blob; there must be exactly one.
             blob: The encoded gradient.
             shape: (B, T, D) of the hidden values that were sent.
 

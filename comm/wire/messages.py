@@ -258,7 +258,7 @@ class Load:
 class ForwardRequest(RunQuestion):
     """Asks the peer to execute micro-batch (origin peer, number) from layer `first` on. A BackwardResponse answers.
 
-    The blob has the hidden states that enter layer `first`, and the targets. The asker waits `patience_s` seconds for
+    The blob has the hidden values that enter layer `first`, and the targets. The asker waits `patience_s` seconds for
     the answer. The origin peer may still commit the execution in the next `hold_s` seconds. `drawn` is when the origin
     peer began the micro-batch, by that peer's clock; it orders micro-batches and never measures a duration.
     """
@@ -285,7 +285,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class BackwardResponse:
-    """The answer to a ForwardRequest. The blob is the gradient of the loss by the request's hidden states.
+    """The answer to a ForwardRequest. The blob is the loss's gradient with respect to the request's hidden values.
 
     `loss` is summed over `tokens` tokens; `hops` is the rest of the route, from the answering peer to the model's end.
     """
