@@ -34,7 +34,7 @@ from decentral.core.machine import Log, Woke, earliest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
-WHOLE_EVERY = 3  # a peer pulls pseudo-gradients in every window, but slow weights only in one window of this many
+WHOLE_EVERY = 3  # a peer pulls pseudo-gradients in every window, but slow weights only in one of this many windows
 MOST_READ = 0.6  # a peer that pulls from at least this share of a fragment's holders pulls slow weights less often
 # A peer that pulls from at least MOST_READ of the holders pulls slow weights only in one of RARER * WHOLE_EVERY windows
 # (docs/results/convergence.md).
@@ -73,7 +73,7 @@ class PullWindow:
     """One window of this peer, and the pulls that fetch partners' windows for its merge."""
 
     layout: Layout = ()
-    on_request: Layout = ()  # sections that a partner encodes only on request, so that its snapshot may lack them
+    on_request: Layout = ()  # sections that are encoded only on request, so that a partner's snapshot may lack them
     codings: Layout = ()  # for sections that may be sent in several codecs: one entry for each codec
     partners: Sequence[PeerId] = ()  # the peers whose windows are pulled
     whole_every: int = 1  # all sections are pulled in one of this many windows; in the other windows only some are
@@ -119,7 +119,7 @@ class PullExchange:
 
     @property
     def pulled(self) -> dict[PeerId, tuple[Seconds, Seconds]]:
-        """Return (time of the close, duration of the window) of each pulled partner, as the partner says."""
+        """Return each pulled partner's (time of the close, seconds that the window lasted), as the partner says."""
         return {one.contribution.peer: (one.published_at, one.lasted_s) for one in self._window.pulled}
 
     @property

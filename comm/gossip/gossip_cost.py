@@ -50,7 +50,7 @@ class CoresUsed:
 class GossipTraffic:
     """How much of this peer's traffic in an interval belonged to gossip.
 
-    Each request counts as a fixed number of bytes in addition to its own, for the processor time that it takes.
+    A request counts as its own bytes plus a fixed number of bytes, which stands for the request's processor time.
     """
 
     part: float = 1.0  # gossip's share of the bytes of all traffic, 0 to 1
@@ -132,7 +132,7 @@ class GossipCost:
             self._jobs_s, self._transfers_s, self._windows, self._since_s = 0.0, 0.0, 0, 0.0
 
     def _averaged(self, known: Seconds, new: Seconds) -> Seconds:
-        """Return the average `known`, updated with `new`; a larger `new` counts as MOST_TIMES times the average."""
+        """Return the average `known`, updated with `new`, which counts as at most MOST_TIMES times the average."""
         if not known:
             return new
         counts = min(1.0, max(self._windows / REMEMBERED_WINDOWS, self._since_s / REMEMBERED_S))

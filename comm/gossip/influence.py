@@ -38,7 +38,7 @@ MOST_SHARE = 0.5  # largest share of a merge for one partner, so that it never o
 TIMES_USUAL = 1.5  # pseudo-gradients and distances longer than this multiple of the usual value are scaled down to it
 IMPLAUSIBLE = 1000.0  # a pseudo-gradient longer than this multiple of the usual length is not merged: it is an attack
 RECENT_WINDOWS = 16
-RECENT_PARTNERS = 16  # we remember the last pseudo-gradient length and weight distance of this many partners
+RECENT_PARTNERS = 16  # for this many partners we store the last pseudo-gradient's length, and slow weights' distance
 LEAST_PARTNERS = 4  # if fewer distances of slow weights are known, our own progress replaces each missing distance
 
 MOST_KNOWN = 16  # we keep the history of this many partners, or of all partners in a merge if it has more
@@ -77,10 +77,11 @@ def token_weights(tokens: Sequence[float]) -> list[float]:
 
 
 def explained_tokens(length: float, own: int, own_length: float) -> float:
-    """Return the largest token claim that we accept for a pseudo-gradient of `length`, given our tokens and length.
+    """Return the largest token claim that we accept for a pseudo-gradient of this `length` (L2 norm).
 
-    Honest pseudo-gradients get longer with more tokens. Without this bound, a partner that claims many tokens for a
-    short pseudo-gradient would displace other partners in the merge. The bound is inf if our length is 0.
+    `own` is the number of tokens of our own window, and `own_length` its pseudo-gradient's length; the result is inf if
+    `own_length` is 0. Honest pseudo-gradients get longer with more tokens. Without this bound, a partner that claims
+    many tokens for a short pseudo-gradient would displace other partners in the merge.
     """
     return TIMES_EXPLAINED * own * length / own_length if own_length else float("inf")
 

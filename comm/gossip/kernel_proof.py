@@ -41,7 +41,7 @@ class Disagreement(Exception):
 
 
 class Formulas:
-    """The codecs of comm/codecs/blockwise.py in torch operations only, without machine code."""
+    """The codecs of comm/codecs/blockwise.py in torch operations only, without compiled functions."""
 
     def encode(self, codec: str, values: Tensor) -> bytes:
         """Return the bytes of fp32 values [n]."""

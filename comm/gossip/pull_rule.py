@@ -185,7 +185,7 @@ class PullRule(UpdateRule):
             self.closed = None
 
     def published(self) -> Tensor | None:
-        """Return the quantised pseudo-gradient, fp32 [n], of a closed window; None if no closed window is unmerged."""
+        """Return the quantised pseudo-gradient, fp32 [n], of the closed window; None if it is merged already."""
         return None if self.closed is None else self._read(self.closed[1])
 
     def _read(self, blob: bytes) -> Tensor:

@@ -198,7 +198,7 @@ class PublishedSnapshot:
     parts: dict[Layout, Envelope] = field(default_factory=dict)  # cached answers with only some of the sections
 
     def reply(self, request: int, names: Sequence[str]) -> Reply:
-        """Return the answer to a pull: the encoded sections with these names; all encoded sections if there are none.
+        """Return the answer to a pull: the encoded sections with these names, or all of them if `names` is empty.
 
         Answers with the same sections share one blob in memory.
         """

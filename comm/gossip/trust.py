@@ -68,8 +68,8 @@ AGAINST = 3.0  # a window has weight 0 if its cosine with ours is below minus th
 # `unbiased`: a partner that always differs from us in one direction is not trusted.
 PERIOD_WINDOWS = 5  # a period has this many of our windows; a deviation is compared with those of earlier periods only
 OLD_SUM_KEPT = 0.9  # at the end of each period, the sum of old deviations is multiplied by this
-ALLOWED_COSINE = 0.175  # a partner has full weight if its persistence (see `Deviation`) is at most this plus chance
-TIMES_USUAL_COSINE = 1.5  # a partner also has full weight if it is at most this multiple of the median persistence
+ALLOWED_COSINE = 0.175  # a partner has full weight if its `Deviation.persistence` is at most the chance level plus this
+TIMES_USUAL_COSINE = 1.5  # a partner also has full weight if its persistence is at most this multiple of the median
 
 # `useful`: a partner whose progress has nothing in common with ours is not trusted.
 KEPT = 0.95  # each new window multiplies the weights of earlier windows by this, for a mean over about 20 windows
@@ -240,7 +240,7 @@ class CommonProgress:
 
 @dataclass(slots=True)
 class Agreement:
-    """How well partners' windows of one fragment agree with ours: the factors with_us, unbiased and useful.
+    """Judge of how well partners' windows of one fragment agree with ours, by the factors with_us, unbiased and useful.
 
     Most of an honest pseudo-gradient is noise of its own data, so its cosine with ours is only about 0.1. Unrelated
     vectors of a model's size have a cosine of nearly 0. So a clearly negative cosine means an attack (trust by cosine:

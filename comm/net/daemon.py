@@ -33,10 +33,10 @@ from decentral.core.errors import UserError
 from decentral.core.plain_text import printable
 from decentral.core.temporary import TemporaryFolder
 
-LIBP2P_START_S = 60.0  # longest wait for the daemon to start; hivemind's 15 s are too short on a loaded machine
+LIBP2P_START_S = 60.0  # we wait at most this long for the daemon to start; hivemind's 15 s are too short under load
 CALLS_KEPT = 64  # calls that have ended are forgotten only when at least this many calls are remembered
 LEAVE_S = 5.0  # after SIGTERM the daemon may close its connections for this long, before it is killed
-SOCKET_PATH_BYTES = 100  # longest path of the daemon's Unix socket; operating systems allow 104 or 108 bytes
+SOCKET_PATH_BYTES = 100  # a longer path of the daemon's Unix socket is refused; operating systems allow 104 or 108
 DAEMON_FLAGS = {  # command-line flags of every daemon; `_spawn` adds the key file and the addresses
     "autoRelay": 1,
     "autonat": 1,

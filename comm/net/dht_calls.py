@@ -66,7 +66,7 @@ def node_id(peer: PeerID) -> DHTID:
 
 
 def sites_of(peer: PeerId, places: Iterable[str]) -> set[str]:
-    """Return the sites of the addresses of our connections to a peer."""
+    """Return the sites (IP networks, `SITE`) of the addresses of our connections to a peer."""
     targets = (Target.of(peer, place) for place in places)
     return {network_of(target.ip, SITE) for target in targets if target is not None}
 
@@ -93,7 +93,7 @@ class CallShares:
         """Count a call before it is answered. A refused call is not counted.
 
         Raises:
-            ProtocolError: If the caller or its site, however many names it has, has used its share of this second.
+            ProtocolError: If the caller, or all callers at its site together, have used their share of this second.
         """
         holder = share_holder(self._private, caller)
         for (of_site, of_peer), amount in ((self._sent, 0), (self._calls, 1)):
@@ -216,7 +216,7 @@ def check_request(request: Message, caller: PeerID) -> None:
 def keep_honest(answer: Message, peer: PeerID) -> None:
     """Remove from an answer what no honest node would send.
 
-    Removed are all nodes whose id is not the hash of their peer id, including the answering node, and all values that
+    Remove all nodes whose id is not the hash of their peer id, including the answering node, and all values that
     `require_records` refuses. An answer with results for more or fewer keys than one, or with more nodes or longer peer
     ids than an honest node sends, loses all results before any is read, so that no answer keeps the event loop busy.
 

@@ -22,10 +22,10 @@ MOST_ANSWERED_BYTES = PEERS_KEY_BYTES + 128 * KiB
 
 
 def plain(packed: bytes) -> object:
-    """Return a msgpack value without elements, such as bytes or a text.
+    """Return a msgpack value that contains no other values, such as bytes or a string.
 
     Raises:
-        Exception: An error of one of msgpack's many classes, if the value is malformed or has elements.
+        Exception: An error of one of msgpack's many classes, if the value is malformed, an array or a map.
     """
     return read_msgpack(packed, max_array_len=0, max_map_len=0)
 
@@ -50,6 +50,6 @@ def require_records(packed: bytes, expires: float) -> None:
     if most not in (None, math.inf) or type(latest) is not float:
         raise TypeError("expected a dictionary without a limit, and its expiry")
     if not latest == expires == max(until for *_, until in rows):
-        raise ValueError("an answer expires with its latest record")
+        raise ValueError("an answer must expire with its latest record")
     if sum(counted_bytes(len(record)) for _, record, _ in rows) > MOST_ANSWERED_BYTES:
-        raise ValueError(f"a node answers with at most {MOST_ANSWERED_BYTES} bytes of records")
+        raise ValueError(f"an answer must have at most {MOST_ANSWERED_BYTES} bytes of records")

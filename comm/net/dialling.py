@@ -48,9 +48,9 @@ class Allowance:
     longest_s: Seconds
 
 
-OF_OWNER = Allowance(1, 5.0, 120.0)  # failed dials of one peer, each of up to TRIED_AT_ONCE new addresses
-OF_PORT = Allowance(4, 60.0, 600.0)  # failed dials of one TCP or UDP port at one IP address, for all peers together
-OF_IP = Allowance(16, 60.0, 600.0)  # failed dials of one IPv4 address or IPv6 /64 network, for all peers and all ports
+OF_OWNER = Allowance(1, 5.0, 120.0)  # limits failed dials of one peer, each of up to TRIED_AT_ONCE new addresses
+OF_PORT = Allowance(4, 60.0, 600.0)  # limits failed dials of one TCP or UDP port at one IP address, for all peers
+OF_IP = Allowance(16, 60.0, 600.0)  # limits failed dials of one IPv4 address or IPv6 /64, for all peers and ports
 
 
 @dataclass(slots=True)
@@ -332,7 +332,7 @@ class Dialling:
         return sorted(allowed, key=lambda target: target in known)
 
     def _room(self, target: Target, before: Sequence[Target], now: Seconds, ports: bool = True) -> int:
-        """Return how many dials of a target may begin in a dial that already has the targets `before`; -1 in a pause."""
+        """Return how many dials of a target may begin if the dial already has the targets `before`; -1 in a pause."""
         if target in before:
             return 1  # the target is in the dial already, so it needs no further room
         left = [(self._networks.room(target.network, now), sum(one.network == target.network for one in before))]

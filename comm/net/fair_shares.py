@@ -75,12 +75,12 @@ class RateShare:
     """A resource of which a limited amount may be used per second, divided fairly between senders."""
 
     def __init__(self, most: int, now: Callable[[], Seconds]) -> None:
-        """Divide the amount `most` in each second. `now` returns the time in seconds."""
+        """Create a resource of which `most` may be used per second. `now` returns the time in seconds."""
         self._share, self._now = FairShare(most), now
         self._taken: deque[tuple[Seconds, str, int]] = deque()  # uses that still count: (until when, sender, amount)
 
     def fits(self, sender: str, amount: int, kept: int = 0) -> bool:
-        """Return whether the rule of `FairShare` would allow the sender an amount if `kept` less of it were free."""
+        """Return what `FairShare.fits` returns if only the uses in the last SHARE_RENEWS_S seconds count."""
         while self._taken and self._taken[0][0] <= self._now():
             _, other, old = self._taken.popleft()
             self._share.give_back(other, old)

@@ -409,7 +409,7 @@ class DaemonPlace:
         """Start the daemon and return hivemind's client of it.
 
         Args:
-            say: Gets a text for the user, at most once, if the start has to wait for a port.
+            say: Is called with a text for the user, at most once, if the start has to wait for a port.
 
         Raises:
             UserError: If the daemon cannot listen at `listen`, or an address in `announce` cannot be dialled.

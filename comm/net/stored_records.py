@@ -18,7 +18,7 @@ from decentral.comm.wire.private_swarm import PrivateSwarm, share_holder
 from decentral.core.ids import PeerId
 from decentral.core.units import KiB, MiB, Seconds
 
-# Most bytes that our DHT node stores under a key of peers' records, of plans, or of revocations, and under all keys.
+# Our DHT node stores at most this many bytes under a key of peers' records, of plans, of revocations, and in all.
 PEERS_KEY_BYTES = 2560 * KiB
 PLANS_KEY_BYTES = 1 * MiB
 REVOKED_KEY_BYTES = 256 * KiB

@@ -40,11 +40,12 @@ STREAM_ANSWER_S = MAX_ROUTE_S + 100.0  # an answer must be computed in this time
 WRITE_S = 60.0  # a whole answer must be written within this time
 KEEP_S = 30.0  # an asker closes a stream that it has not used for this long
 IDLE_S = 2 * KEEP_S  # a server closes a stream on which no question comes for this long
-KEPT_STREAMS, KEPT_PER_PEER = 64, 2  # most idle streams in all and per peer; beyond, the least recently used is closed
+KEPT_STREAMS, KEPT_PER_PEER = 64, 2  # we keep at most this many idle streams in all, and per peer; the oldest is closed
 STRANGER_PAUSE_S = 0.1  # an unknown peer's stream stays busy for this long after a small question, to limit its rate
 LINGER_S = 1.0  # after a refusal, we wait at most this long for the asker to close the stream
 LINGERING = 256  # at most this many refusals are sent at a time; beyond, a stream is closed without a refusal
-LINGER_CHUNKS, LINGER_BYTES = 256, 64 * 1024  # most reads, and bytes of each, that drop the rest of a refused question
+# The rest of a refused question is dropped in at most LINGER_CHUNKS reads of LINGER_BYTES each.
+LINGER_CHUNKS, LINGER_BYTES = 256, 64 * 1024
 
 
 class StreamWriter(blobs.Writer, Protocol):
@@ -127,7 +128,7 @@ class Asker:
             stream.writer.close()
 
     async def ask_any(self, to: PeerId, envelope: Envelope, max_blob_bytes: int) -> Answer:
-        """Ask a peer without checking its membership; use a kept stream if possible. Raises AskError without an answer.
+        """Ask a peer without checking its membership, on a kept stream if possible. Raises AskError if no answer comes.
 
         If the kept stream ends before the answer begins, the question is sent again on a new stream.
         """

@@ -130,7 +130,7 @@ class UplinkQueue(ABC, Generic[Item]):
             kind: Kind of the piece's message.
             turn: Sort key of the piece's message, from `self.turn`.
             size: Bytes of the piece.
-            item: The driver's handle, which `take` returns when the piece leaves.
+            item: The driver's handle of the piece, which `take` returns when the piece is to be sent.
         """
         queue = self._waiting[kind]
         if not queue.pieces:

@@ -49,7 +49,7 @@ GRACE_S = 1.0  # gradients are held this long after the origin peer's time limit
 FULL = (1.0, 2.0)  # queued micro-batches per device: the window grows below the first value, shrinks above the second
 LEAN = (0.125, 0.5)  # used instead of FULL if a step waits for all micro-batches in flight: a queue enlarges that step
 LARGE_STEP = 4  # FULL is used all the same for steps of at least this many micro-batches: a queue hardly enlarges them
-RECENT_ON_ROUTE = 32  # durations that are remembered for each route
+RECENT_ON_ROUTE = 32  # we remember the last RECENT_ON_ROUTE durations of each route
 FADES = 0.002  # each new duration raises the stored shortest duration by this part of their difference
 SLOWER = 2.0  # a route has become slower once all its recent durations exceed this many times its shortest
 MOST_ROUTES = 64  # we store durations of at most this many routes; beyond, the least recently used one is forgotten
@@ -91,7 +91,7 @@ class MicroBatchWindow:
     waiting: tuple[float, float] = FULL
     size: int = 2
     starting: bool = True  # True during slow start: each completed micro-batch enlarges the window until a queue forms
-    bases: dict[tuple[PeerId, ...], RouteBase] = field(default_factory=dict)  # a route is the tuple of its later peers
+    bases: dict[tuple[PeerId, ...], RouteBase] = field(default_factory=dict)  # by route: the peers after this one
     typical_s: Seconds | None = None  # running average of a micro-batch's duration; None until one is completed
     late: int = 0  # how often micro-batches have run out of time since the last one was completed, up to MOST_DOUBLED
     _doubled_at: Seconds = -math.inf  # when `late` grew last
@@ -104,7 +104,7 @@ class MicroBatchWindow:
         """Record a completed micro-batch of ours, and grow or shrink the window by how long micro-batches have waited.
 
         Args:
-            seconds: The micro-batch's duration, from its beginning to the end of its backward pass here.
+            seconds: The micro-batch's duration, from its beginning to the end of its backward pass at this peer.
             route: The peers after this one on the micro-batch's route.
             max_size: The largest window that memory allows, in micro-batches.
         """
@@ -296,7 +296,7 @@ class Admission:
         return None
 
     def _load(self, offer: Offer) -> Load | Refused:
-        """Answer an Offer with the seconds that one more execution would wait and take here, or with a refusal."""
+        """Return the answer to an Offer: the seconds that one more execution would wait and take here, or a refusal."""
         if not self.active or self.draining:
             return Refused(Reason.NOT_READY)
         if not self.stage.begins(offer.first):

@@ -1,4 +1,4 @@
-"""Audits by recomputation: for a random part of the answers, another holder of the same layers computes them again.
+"""Audits of next peers' answers: another holder of the same layers recomputes a random part of the answers.
 
     an answer comes --by chance--> ForwardRequest with the same activations to another peer --> compare both gradients
     the gradients agree   --> both answers were right
@@ -82,8 +82,8 @@ class Audit:
     of: int  # number that the origin peer gave the micro-batch
     hop: NextHop
     sequences: int
-    patience_s: Seconds  # how long the audited peer had to answer
-    hold_s: Seconds  # how long the audited peer had to wait for the origin peer's decision
+    patience_s: Seconds  # the time that the audited peer was given for its answer
+    hold_s: Seconds  # the time for which the audited peer was asked to hold its gradients, for the origin's decision
     deadline_s: Seconds  # we wait at most this long for one peer, so that a silent peer does not block other audits
     age_s: Seconds  # how old the micro-batch was when this peer sent it to the audited peer
     opinions: list[Opinion]
@@ -130,7 +130,7 @@ class RouteAudits:
 
     @property
     def cost(self) -> float:
-        """Return the cost of an audit request in micro-batches: one computation, and the sum that the abort drops."""
+        """Return the cost of an audit request in micro-batches: the one to compute, and those that its abort drops."""
         return 1.0 + self._in_sum
 
     def stepped(self, micro_batches: int) -> None:

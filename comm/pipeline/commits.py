@@ -35,15 +35,15 @@ from decentral.core.machine import earliest
 from decentral.core.units import Seconds
 
 COMMIT_DECISION_S: Seconds = 5.0  # a peer must acknowledge a CommitDecision within this time
-DECISIONS_KEPT = 4096  # the latest this many commits and aborts are queued for a peer; it must ask for older decisions
+DECISIONS_KEPT = 4096  # we queue at most this many commits, and as many aborts, for a peer; it must ask for older ones
 IN_DOUBT_S = 1.0  # if an origin peer's usual time to decide is not known, we wait at least this long before we ask it
 LATE_TIMES = 2.0  # we ask an origin peer for its decision after this many times its usual time to decide
 LEAST_IN_DOUBT_S = 0.5  # we wait at least this long before we ask, however fast the origin peer usually decides
-COMMIT_QUERY_S = 3.0  # longest deadline of a CommitQuery: an origin peer that takes longer counts as gone
+COMMIT_QUERY_S = 3.0  # a CommitQuery's deadline is at most this; an origin peer that takes longer counts as gone
 ANSWER_TIMES = 3.0  # a CommitQuery's deadline is LOST_S plus this many times the origin peer's usual time to decide
 LOST_S = 1.0  # a CommitQuery's deadline includes this time, so that a lost packet can be sent again
 COMMITS_KEPT = 4096  # an origin peer remembers its latest COMMITS_KEPT routes, to answer commit queries
-PEERS_CREDITED = 4096  # we count what other peers have computed for at most this many peers
+PEERS_CREDITED = 4096  # for at most this many other peers, we count how much they have computed
 
 # Constants of `HoldLimits`, which limits how long gradients await a decision, and refuses origin peers that are late
 
@@ -219,7 +219,7 @@ class HoldLimits:
     execution here and has not run out of time since.
     """
 
-    _waits: dict[PeerId, Seconds] = field(default_factory=dict)  # usual time to decide, of proven origin peers
+    _waits: dict[PeerId, Seconds] = field(default_factory=dict)  # proven origin peer -> its usual time to decide
     # For each origin peer: (end, length) of the last time in which its executions were refused.
     _rests: dict[PeerId, tuple[Seconds, Seconds]] = field(default_factory=dict)
     _unproven_rest_until: Seconds = 0.0

@@ -192,7 +192,7 @@ class StageExecution:
         self.next_hop, self.sequences = next_hop, sequences
 
     def gradient_came(self, peer: PeerId, response: BackwardResponse) -> None:
-        """Enter BACKWARD with the next peer's response."""
+        """Enter state BACKWARD, because the next peer has returned the gradient and this response."""
         self.move(ExecutionEvent.GRADIENT_CAME, f"gradient from {peer}")
         self.sent.response = response
 

@@ -145,7 +145,7 @@ class GradientLedger:
         return self._decide(token, CommitState.COMMITTED)
 
     def abort(self, token: int) -> list[Effect]:
-        """Mark an execution in doubt as aborted, and return the job that drops a sealed sum with it, if any."""
+        """Mark an execution in doubt as aborted; if a sealed sum contains it, return the job that drops the sum."""
         return self._decide(token, CommitState.ABORTED)
 
     def sealed(self, tokens: tuple[int, ...], slot: int = 0, sound: bool = True) -> list[Effect]:

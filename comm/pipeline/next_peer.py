@@ -61,7 +61,7 @@ UNKNOWN_S = 15.0  # a gradient's deadline is at least this long, if the peer's u
 
 # Constants of `Offers`, which ask several peers how soon they could compute an execution
 
-CANDIDATES = 8  # at most this many peers get an Offer for one execution
+CANDIDATES = 8  # at most this many peers at a time get an Offer for one execution
 OFFER_S = 3.0  # a peer that answers an Offer later than this gets no activations
 MOST_BUSY = 6  # after this many refusals as busy, an execution pauses: most other peers are probably busy, too
 FEW = 4  # if at most this many peers hold the next layer, no Offers are sent: measured durations are enough
@@ -76,7 +76,7 @@ SUSPENDED_AT = 2.0  # a peer gets no routes (is suspended) once the weights of i
 NO_ROUTES_S = 600.0  # a peer's first suspension for wrong answers; each further suspension is twice as long
 LONGEST_NO_ROUTES_S = 6 * 3600.0
 HALVED_S = 600.0  # the weight of a wrong answer halves in this time
-_ROUNDING = 1e-3  # up to this much less than SUSPENDED_AT is enough, since the weights of earlier wrong answers decay
+_ROUNDING = 1e-3  # a sum this much below SUSPENDED_AT suspends, too, since the weights of earlier wrong answers decay
 MOST_JUDGED = 1024  # we store the reputations of this many peers; beyond, the peer judged longest ago is forgotten
 MOST_RIGHT = 30  # up to this many right answers in a row count; each of them halves the audit rate
 
@@ -163,7 +163,7 @@ class PeerScheduler:
 
     seconds: dict[PeerId, Seconds] = field(default_factory=dict)  # mean time until a peer returns a gradient
     suspended: dict[PeerId, Suspension] = field(default_factory=dict)
-    # For each peer behind a slow link: (when it is timed again, the wait before).
+    # For each peer behind a slow link: (when it is timed again, length of the wait until then).
     _far: dict[PeerId, tuple[Seconds, Seconds]] = field(default_factory=dict)
     # For each layer: the turns of the peers that hold it.
     _strides: dict[int, StrideScheduler[PeerId]] = field(default_factory=dict)
@@ -225,10 +225,10 @@ class PeerScheduler:
         return median(self.seconds.values()) if self.seconds else unknown_s
 
     def served(self, peer: PeerId, seconds: Seconds) -> None:
-        """Record that this peer returned a gradient after `seconds`, end its suspension, and halve its next one."""
+        """Record that a peer returned a gradient after `seconds`; end its suspension, and halve its next suspension."""
         known = self.seconds.get(peer)
         mean = seconds if known is None else (1 - NEWEST_WEIGHT) * known + NEWEST_WEIGHT * seconds
-        mean = min(mean, HEALED_TIMES * seconds)  # so that a peer whose link was slow once is soon near again
+        mean = min(mean, HEALED_TIMES * seconds)  # so that a peer whose link was slow only once soon counts as near
         keep_latest(self.seconds, peer, mean, MOST_NEXT_PEERS)
         before = self.suspended.pop(peer, None)
         if before and before.seconds > FORGIVEN_S:
@@ -242,7 +242,7 @@ class PeerScheduler:
             self._suspend(peer, seconds, now)
 
     def asked(self, peer: PeerId, now: Seconds) -> None:
-        """Record that a micro-batch goes to this peer. If the peer has failed lately, it gets no other for a while."""
+        """Record that a micro-batch goes to a peer. If the peer has failed lately, it gets no more for a while."""
         if before := self.suspended.get(peer):
             self.suspended[peer] = before._replace(until=now + before.seconds, tried=True)
 

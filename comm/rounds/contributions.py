@@ -46,7 +46,7 @@ class ContributionRecord(Ledger):
     waiting: bool = False  # always False: no step is taken during a round, so no forward pass must wait for a step
     sealing: bool = False
     micro_batches_per_step: int = 1
-    entries: dict[int, GradientEntry] = field(default_factory=dict)  # this peer's number (`token`) -> stage execution
+    entries: dict[int, GradientEntry] = field(default_factory=dict)  # `token` -> execution that is in one of our sums
     ways: dict[int, tuple[Hop, ...]] = field(default_factory=dict)  # `token` of our own micro-batch -> hops after ours
     members: dict[PeerId, RoundMember] = field(default_factory=dict)  # of this round; {} before the first round
     ends: frozenset[int] = frozenset()  # layers at which fragments end; a stage execution must end at one of them

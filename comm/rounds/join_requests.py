@@ -40,7 +40,7 @@ class JoinRequests:
     round_began: Seconds = 0.0
     _asked_at: dict[PeerId, Seconds] = field(default_factory=dict)
     _rests: dict[PeerId, tuple[Seconds, Seconds]] = field(default_factory=dict)  # newcomer -> its wait: (end, length)
-    _reported: dict[PeerId, bool] = field(default_factory=dict)  # peers that have reported before (a bounded set)
+    _reported: dict[PeerId, bool] = field(default_factory=dict)  # the keys are the peers that have ever reported
     _common_rest_until: Seconds = 0.0  # before this time, peers that have never reported are not admitted
 
     @property

@@ -28,7 +28,7 @@ from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 from decentral.core.units import Seconds
 
-HOLD_S = 3.0  # the round waits for a newcomer until it has requested no weights for this many seconds
+HOLD_S = 3.0  # the round waits for a newcomer until the newcomer has requested no weights for this many seconds
 MAX_HOLD_S = 60.0  # newcomers that fetch weights at the same time delay a round by at most this much in total
 MOST_HOLDS = 16  # a peer delays the round for at most this many newcomers at the same time
 HOLDS_EACH = 3  # a peer delays the round for the same newcomer at most this many times within HOLDS_AGAIN_S

@@ -136,8 +136,8 @@ class Rounds:
     def handle(self, event: Event, now: Seconds) -> list[Effect]:
         """Return the effects of an event: questions, answers, jobs and journal lines.
 
-        After each event that the node passes to another state machine, it must pass Woke to this state machine, because
-        the event may have completed a micro-batch.
+        The node must also call this with Woke after each event that it has passed to another state machine, because the
+        event may have completed a micro-batch.
         """
         effects = self._react(event, now)
         effects += self._progress(self.now_in, now) if self.now_in else self._search_on(now)
@@ -256,7 +256,10 @@ class Rounds:
         return self._has_nothing_to_do and (round.covered or bool(self.join_requests.to_let_in(now)))
 
     def _close(self, round: Round, now: Seconds) -> list[Effect]:
-        """Count the reports. A member then returns the job that packs its sums; a follower collects members' sums."""
+        """Count the reports, and return the job that packs our sums of gradients.
+
+        A follower has no sums. It begins to collect the members' sums, and returns no effects.
+        """
         round.count_reports()
         if round.has_diverged(self.versions):
             self.behind = Reason.DIVERGED

@@ -35,7 +35,7 @@ class RoundView(Protocol):
         """Return the other peers whose records say that they train."""
 
     def member_deadline_s(self, peer: PeerId, size: int) -> Seconds:
-        """Return the longest time that an answer of `size` bytes from a member may take."""
+        """Return the longest time in seconds that an answer of `size` bytes from a member may take."""
 
 
 def queries(tag: RoundTag, stage: StageConfig, round: int, peers: Iterable[str]) -> list[Effect]:

@@ -148,7 +148,8 @@ def _verify(peer: PeerId, public: bytes, signature: bytes, digest: bytes) -> Non
     """Check that `peer` has signed the bytes with this SHA-256 digest; a successful check is cached.
 
     Raises:
-        ProtocolError: If the public key is not the peer's or not of an accepted kind, or the signature is not valid.
+        ProtocolError: If the public key is not the peer's, or is no RSA key with an accepted size and exponent, or if
+            the signature is not valid.
     """
     if peer_of(public) != peer:
         raise ProtocolError(Reason.IDENTITY, "the record's public key does not belong to the named peer")

@@ -115,7 +115,7 @@ class Ping(Question):
 
 @dataclass(frozen=True, slots=True)
 class Pong:
-    """The answer to a Ping."""
+    """The answer to a Ping, with the Ping's nonce."""
 
     nonce: Count
 
@@ -167,7 +167,7 @@ class PeerRecords:
 class Pull(RunQuestion):
     """Asks for a fragment's newest snapshot with a `seq` above `after`; if `exact`, only for `seq` = `after` + 1.
 
-    If there is no such snapshot yet, or it was published before `since` (unix seconds), the answer may wait up to
+    If there is no such snapshot yet, or only one from before `since` (unix seconds), the answer may wait up to
     `patience_s` for the next snapshot. All peers publish a fragment's snapshot at about the same time, so the next one
     comes soon. `sections` names the sections of the snapshot that the asker wants; empty: all sections.
     """
@@ -184,8 +184,8 @@ class Pull(RunQuestion):
 class Snapshot:
     """What a peer has trained of a fragment in one window of steps; `layout` lists the sections of the blob.
 
-    Window `seq` has `tokens` tokens, its learning rates sum to `lr_sum`, and it lasted `lasted_s` (0: unknown). `time`
-    is its Unix time, `digest` is of the blob. In a synchronous round the blob is a sum of gradients, and `time` is 0.
+    Window `seq` has `tokens` tokens and learning rates that sum to `lr_sum`; it lasted `lasted_s` (0: unknown). `time`
+    is when the blob was published, `digest` its digest. In a synchronous round it is a sum of gradients; `time` is 0.
     """
 
     run: Run

@@ -33,12 +33,12 @@ LATENCIES = 32  # a link's latency is the shortest time to the first byte among 
 LEAST_S = 1e-4  # a transfer that was measured as shorter counts as this long, to avoid a division by zero
 UNKNOWN_LATENCY_S = 0.2
 UNKNOWN_BANDWIDTH = 1 * MiB  # bytes/s assumed before the first measurement: a weak home uplink, so deadlines are long
-SLACK = 4.0  # a deadline is this many times the expected duration, but from DEADLINE_FLOOR_S to DEADLINE_TOP_S
+SLACK = 4.0  # a deadline is this many times the expected duration, limited to DEADLINE_FLOOR_S to DEADLINE_TOP_S
 DEADLINE_FLOOR_S = 3.0
 DEADLINE_TOP_S = 60.0
 BACK_OFF = 2.0  # every consecutive late answer multiplies the peer's deadlines by this
 MOST_LATE = 3  # at most this many late answers in a row lengthen a deadline, so that we notice soon if a peer is gone
-MOST_LINKS = 4096  # at most this many links are remembered; the one that was updated longest ago is forgotten
+MOST_LINKS = 4096  # at most this many links are remembered; beyond, the link that was updated longest ago is forgotten
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ class DialStatus(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Identified:
-    """Another peer's statements about our address and its own software. The statements may be false."""
+    """Another peer's statements about our address and about the peer's own software. They may be false."""
 
     observed: str  # this machine's address as the peer sees it, such as /ip4/203.0.113.7/tcp/4001; "": unknown
     dials_back: bool  # whether the peer, on request, dials an address to test whether it is reachable

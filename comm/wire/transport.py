@@ -134,7 +134,7 @@ class Answer:
 
 
 class AskError(Exception):
-    """A question got no valid answer; `reason` has the same values as AskFailed.reason."""
+    """Raised if a question gets no valid answer; `reason` has the same values as AskFailed.reason."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         """Create the error with a reason of one word (core/reasons.py), and a detail for the user."""
