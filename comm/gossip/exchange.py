@@ -90,7 +90,7 @@ class AnswerSizes:
     """The sizes in bytes that we expect of partners' answers, estimated from our own last snapshot."""
 
     largest: int = 0  # size of an answer with all sections, each in the codec that takes the most bytes
-    dense: int = 0  # mean size of an answer whose sections use their largest codecs; 0 if no section has a choice
+    dense: int = 0  # mean size of an answer whose sections use their largest codecs; 0 if each section has one codec
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ class PullExchange:
     size: int = 0  # expected bytes of a partner's answer: the mean size of our own answers
     lasted_s: Seconds = 0.0  # time between our last two closes; 0.0 before the second
     blocking: bool = False  # True: windows are numbered rounds, and training waits for each merge
-    light: tuple[str, ...] = ()  # sections pulled from every partner in every window; () means all
+    light: tuple[str, ...] = ()  # the sections that are pulled from every partner in every window; (): all sections
     published: SnapshotStore = field(default_factory=SnapshotStore)
     seen: dict[PeerId, int] = field(default_factory=dict)  # by partner: number of its newest accepted window
     claims: TokenClaims = field(default_factory=TokenClaims)
@@ -113,7 +113,7 @@ class PullExchange:
     _resting: bool = False
     _sizes: AnswerSizes = field(default_factory=AnswerSizes)
     _light_windows: int = 0  # number of windows since we last pulled more than the `light` sections
-    _doubted: dict[PeerId, int] = field(default_factory=dict)  # partner -> for how many more windows it is not pulled
+    _doubted: dict[PeerId, int] = field(default_factory=dict)  # partner -> how many more windows we do not pull from it
     _goal: int = 0  # in blocking mode we skip the rounds up to this number, because a partner is already further ahead
     _window: PullWindow = field(default_factory=PullWindow)
 

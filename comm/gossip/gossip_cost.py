@@ -13,7 +13,7 @@ from decentral.core.units import Seconds
 
 IDLE_SHARE = 0.1  # gossip may use this share of the idle cores; more could slow training
 FIXED_CORES = 0.006  # number of cores that event loop and network daemon use without gossip, in a swarm of four peers
-SLOWEST_BYTES_PER_S = 20e6  # we assume that a core transfers at least this; gossip is charged at most its bytes / this
+SLOWEST_BYTES_PER_S = 20e6  # a core transfers at least this, we assume; gossip is charged at most (its bytes / this)
 # Costs are averaged over REMEMBERED_WINDOWS windows or over REMEMBERED_S seconds, whichever is shorter. The limit in
 # seconds makes the average forget the first windows soon, since they cost more than later windows.
 REMEMBERED_WINDOWS = 16

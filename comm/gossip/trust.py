@@ -62,14 +62,14 @@ SECRET_NUMBERS = 64  # this many numbers of our unpublished quantisation residua
 NOISE = 2.0  # a cosine of up to this many standard deviations counts as chance: 0.02 for vectors of 8192 numbers
 
 # `with_us`: a partner's window that points against ours is not trusted.
-MOST_TIMES_OURS = 10.0  # a longer pseudo-gradient is scaled down to this multiple of our own length, to avoid overflow
+MOST_TIMES_OURS = 10.0  # a pseudo-gradient is scaled down to at most this many times the length of ours: no overflow
 AGAINST = 3.0  # a window has weight 0 if its cosine with ours is below minus this many times the chance level (NOISE)
 
 # `unbiased`: a partner that always differs from us in one direction is not trusted.
 PERIOD_WINDOWS = 5  # a period has this many of our windows; a deviation is compared with those of earlier periods only
 OLD_SUM_KEPT = 0.9  # at the end of each period, the sum of old deviations is multiplied by this
 ALLOWED_COSINE = 0.175  # a partner has full weight if its `Deviation.persistence` is at most the chance level plus this
-TIMES_USUAL_COSINE = 1.5  # a partner also has full weight if its persistence is at most this multiple of the median
+TIMES_USUAL_COSINE = 1.5  # a partner also has full weight up to this multiple of the median persistence of all partners
 
 # `useful`: a partner whose progress has nothing in common with ours is not trusted.
 KEPT = 0.95  # each new window multiplies the weights of earlier windows by this, for a mean over about 20 windows

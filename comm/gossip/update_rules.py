@@ -33,7 +33,7 @@ class RuleTools:
     codecs: Codecs
     kernels: OuterKernels
     pinned: bool = False  # True: vectors are in pinned host memory, for fast copies to a GPU
-    optimizer: str = "adamw"  # `train.optimizer`; it decides which part of a late correction is applied
+    optimizer: str = "adamw"  # `train.optimizer`, which decides how much of a late correction is applied
 
     def vector(self, elements: int) -> Tensor:
         """Return an uninitialised fp32 vector [elements] in host memory."""

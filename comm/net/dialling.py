@@ -20,8 +20,8 @@ from decentral.core.units import Seconds
 TRIED_AT_ONCE = 4  # at most this many unproven addresses are handed to libp2p for one dial
 MOST_PROVEN = 8  # for each peer we remember at most this many proven addresses, at which the peer was reached
 PROVEN_S = 24 * 3600.0  # an address stays proven for this long after the peer was last reached there
-PROVEN_AGAIN_S = 5.0  # after a failed dial of proven addresses, they are not dialled again for this long
-TOLD_S = 120.0  # after a failed dial, libp2p repeats its addresses in each further dial of that peer for this long
+PROVEN_AGAIN_S = 5.0  # proven addresses are not dialled again for this long after a dial of them has failed
+TOLD_S = 120.0  # for this long after a failed dial, libp2p adds the same addresses to each further dial of the peer
 IDENTIFIED_S = 1800.0  # after a connection, libp2p keeps the addresses that the peer has sent (Identify) for this long
 MOST_LINGERING = 64  # we track at most this many addresses of one peer that libp2p still keeps
 DIALS_REMEMBERED = 4096  # we remember the failed dials of at most this many owners, as many ports, and as many networks

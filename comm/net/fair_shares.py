@@ -24,7 +24,7 @@ from decentral.core.units import MiB, Seconds
 MAX_STREAMS = 128  # at most this many questions of known peers are answered at a time; others are refused as BUSY
 STRANGER_STREAMS = 32  # at most this many questions of all unknown peers together are answered at a time
 UNPROVEN_STREAMS = 16  # at most this many questions are answered at a time for peers without proven membership
-IDLE_STREAMS = 256  # at most this many streams stay open for a next question; any other is closed after its answer
+IDLE_STREAMS = 256  # at most this many streams stay open for a next question; further ones are closed after the answer
 # At most this many bytes of questions' blobs are in memory at a time. A sender without a blob in flight may exceed the
 # limit if at least one byte is free.
 UNDER_WAY_BYTES = 1024 * MiB

@@ -22,9 +22,10 @@ NAME_KINDS = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF
 
 
 async def resolved(addresses: Iterable[str]) -> list[str]:
-    """Return multiaddrs with IP addresses in place of DNS names, of which only the first MOST_NAMES are looked up.
+    """Return multiaddrs with IP addresses in place of DNS names.
 
-    A multiaddr whose name is not found within NAME_S is left out.
+    Only the first MOST_NAMES names are looked up. A multiaddr is left out if its name is not looked up, or is not found
+    within NAME_S.
     """
     found, names = list[str](), 0
     for address in addresses:

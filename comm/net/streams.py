@@ -36,7 +36,7 @@ from decentral.core.reasons import Reason
 
 READ_S = 30.0  # a whole question must arrive within this time
 PROOF_READ_S = 5.0  # a question of a peer without proven membership of our private swarm must arrive within this time
-STREAM_ANSWER_S = MAX_ROUTE_S + 100.0  # an answer must be computed in this time; a micro-batch may pass its whole route
+STREAM_ANSWER_S = MAX_ROUTE_S + 100.0  # an answer must be computed in this time, enough for a micro-batch's whole route
 WRITE_S = 60.0  # a whole answer must be written within this time
 KEEP_S = 30.0  # an asker closes a stream that it has not used for this long
 IDLE_S = 2 * KEEP_S  # a server closes a stream on which no question comes for this long

@@ -78,7 +78,7 @@ class CommitProtocol:
     computed: dict[PeerId, int] = field(default_factory=dict)
     # The hops of each committed route, as (peer, first layer), by micro-batch number.
     _routes: dict[int, frozenset[tuple[str, int]]] = field(default_factory=dict)
-    # For each execution in doubt: (when the next CommitQuery is sent, wait after that query).
+    # For each execution in doubt: (when the next CommitQuery about it is sent, seconds from then until the one after).
     _due: dict[ExecutionId, tuple[Seconds, Seconds]] = field(default_factory=dict)
     # For each origin peer with an unanswered CommitQuery: the executions in the query.
     _asking: dict[PeerId, tuple[ExecutionId, ...]] = field(default_factory=dict)
@@ -220,7 +220,7 @@ class HoldLimits:
     """
 
     _waits: dict[PeerId, Seconds] = field(default_factory=dict)  # proven origin peer -> its usual time to decide
-    # For each origin peer: (end, length) of the last time in which its executions were refused.
+    # For each origin peer: (end, length) of the last period in which its executions were refused.
     _rests: dict[PeerId, tuple[Seconds, Seconds]] = field(default_factory=dict)
     _unproven_rest_until: Seconds = 0.0
     _blocked: tuple[Seconds, Seconds] = (0.0, 0.0)  # (begin, end) of the latest time with undecided executions

@@ -50,9 +50,9 @@ FIRST_SUSPENDED_S = 4.0  # the first suspension is this long; each unanswered Of
 MOST_SUSPENDED_S = 64.0  # a peer that does not answer Offers is suspended for at most this long
 TIMES_KEPT = 4.0  # a peer that answers an Offer but then fails again is suspended for this many times as long
 MOST_KEPT_S = 512.0  # a peer that fails again is suspended for at most this long: each failure can delay all steps
-FORGIVEN_S = 1.0  # each returned gradient halves the next suspension; once that is this short, it is forgotten
-LOOK_SLACK = 2.0  # after this many times its expected duration, a peer is asked whether it still computes
-LOOK_FLOOR_S = 1.0  # a peer is asked whether it still computes after this time at the earliest; steps may wait for it
+FORGIVEN_S = 1.0  # each returned gradient halves a peer's next suspension; a suspension as short as this is forgotten
+LOOK_SLACK = 2.0  # once a peer has taken this many times its expected duration, we ask whether it still computes
+LOOK_FLOOR_S = 1.0  # we wait at least this long before we ask a peer whether it still computes
 STATUS_S = 2.0  # a peer must answer a ForwardStatusQuery within this time; even a busy peer answers at once
 ROUTE_SLACK = 4.0  # the deadline of a gradient is this many times the peer's expected duration
 HOP_DEADLINE_FLOOR_S = 2.0  # a gradient's deadline is at least this long, if the peer's usual duration is known
@@ -90,7 +90,8 @@ class RoutingWeights:
 
     # ends[first][last]: rate of this peer's executions that enter at layer `first` and leave before layer `last`
     ends: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
-    # nexts[layer][first, last]: rate at which executions enter peers with layers [first, last) at `layer`, per tokens/s
+    # nexts[layer][first, last]: rate of the executions that enter the peers with layers [first, last) at `layer`,
+    # divided by the tokens/s that these peers publish
     nexts: Mapping[int, Mapping[tuple[int, int], float]] = field(default_factory=dict)
     tokens_per_s: float = 0.0  # tokens/s of the micro-batches that all peers together begin in this flow
     size: int = 0  # number of variables in the linear programme behind these weights

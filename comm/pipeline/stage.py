@@ -63,10 +63,11 @@ class StageConfig:
 
     @property
     def exact(self) -> bool:
-        """Return whether gradients are exact: no step changes the weights between a micro-batch's two passes.
+        """Return whether steps wait for micro-batches in flight, so that no step comes between their two passes.
 
-        If true, steps wait for all micro-batches in flight, so this peer must notice soon when another peer is silent.
-        If false, no step waits, and suspecting a peer that is only slow costs more than it saves.
+        This is False with `overlap`, and in synchronous training, where no step is due during a round. If True, this
+        peer must notice soon when another peer is silent, because steps wait for it. If False, suspecting a peer that
+        is only slow costs more than it saves.
         """
         return not self.overlap and not self.synchronous
 

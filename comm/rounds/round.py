@@ -60,7 +60,7 @@ class Rounds:
     restored: int = 0  # the round to which the weights in this peer's checkpoint belong
     now_in: Round | None = None  # the round that this peer is in
     before: Round | None = None  # the previous round, kept for slower members that still ask for its reports and sums
-    behind: str = ""  # why this peer must leave its round and fetch the weights again; "": it need not
+    behind: str = ""  # why this peer must leave its round and fetch the weights again; "": it may stay in the round
     versions: Versions = field(default_factory=dict)  # the present version of each fragment that this peer trains
     donor_holds: DonorHolds = field(default_factory=DonorHolds)
     join_requests: JoinRequests = field(init=False)

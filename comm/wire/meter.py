@@ -206,7 +206,7 @@ class Meter:
         """Return the rate at which to send, in bytes/s; None to send without a limit.
 
         There is a limit only if our uplink is not faster than FAST, and our uplink limited the fastest of the last
-        uploads. We assume the latter if uploads to two peers were equally fast, or if all uploads went to one peer.
+        uploads. We assume that it did if uploads to two peers were equally fast, or if all uploads went to one peer.
         Otherwise, the downlink of the peer with the fastest upload may have been the limit.
         """
         return self._uplink_rates().pace

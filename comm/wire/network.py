@@ -40,8 +40,8 @@ class Identified:
     """Another peer's statements about our address and about the peer's own software. They may be false."""
 
     observed: str  # this machine's address as the peer sees it, such as /ip4/203.0.113.7/tcp/4001; "": unknown
-    dials_back: bool  # whether the peer, on request, dials an address to test whether it is reachable
-    agent: str
+    dials_back: bool  # whether the peer, on request, dials our addresses to test whether they are reachable
+    agent: str  # name and version of the peer's libp2p software
 
 
 @dataclass(frozen=True, slots=True)
