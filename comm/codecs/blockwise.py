@@ -291,7 +291,7 @@ def _unfold_pairs(pairs: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FloatCodec:
-    """A codec that stores each number as a float of type `dtype`."""
+    """The codecs bf16 and fp32: each number is stored as a float of type `dtype`."""
 
     dtype: torch.dtype
 

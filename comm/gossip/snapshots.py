@@ -61,7 +61,7 @@ class GossipView(Protocol):
         """Return the length in seconds of the shortest windows; peers on slow links have longer windows."""
 
     def period_s(self, fragment: int, size: int) -> Seconds:
-        """Return the time between two closes of a fragment with snapshots of `size` bytes: a multiple of `window_s`."""
+        """Return the seconds between closes of a fragment with snapshots of `size` bytes: a multiple of `window_s`."""
 
     def is_thin(self, fragment: int, size: int) -> bool:
         """Return whether our uplink decides how long a fragment's windows are; its snapshots have `size` bytes."""
@@ -83,7 +83,7 @@ class FragmentContext:
     fresh_s: Seconds = FRESH_SNAPSHOT_S
 
     def period_s(self, size: int) -> Seconds:
-        """Return the time between two closes of the fragment, with snapshots of `size` bytes."""
+        """Return the seconds between two closes of the fragment, with snapshots of `size` bytes."""
         return self.view.period_s(self.fragment, size)
 
     def next_close(self, now: Seconds, size: int) -> Seconds:
@@ -327,7 +327,7 @@ class SnapshotStore:
 
 @dataclass(slots=True)
 class TokenClaims:
-    """Token budgets that bound the tokens that partners claim for one fragment, by their published speeds.
+    """Bound on the tokens that partners claim for one fragment: a budget for each partner, by its published speed.
 
     A partner's budget grows at CLAIM_SLACK times its published speed, up to CLAIM_BURST_S seconds of growth, since a
     step may be longer than a window and we do not pull every window. Each accepted claim is subtracted from the budget.

@@ -46,7 +46,7 @@ class Window:
 
     tokens: int
     lr_sum: float  # sum of the learning rates of the window's steps
-    steps: int  # number of steps from the start of this peer's training to the window's end
+    steps: int  # total number of steps that this peer had taken by the window's end
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,10 +47,10 @@ MOST_NEAREST = 20  # an answer may name at most this many nodes, as many as a bu
 # grows with the square of its length: 1.9 s for 40 kB.
 MOST_PEER_ID_BYTES = 64
 MOST_NODES = 4096  # our routing table has at most this many nodes, including those that wait to replace another node
-# Our routing table has at most this many nodes of one Group: half of a bucket. So nobody fills our table, or a bucket,
-# from one site, and a swarm behind one router still finds its nodes. The filter of libp2p's DHT is stricter, but does
-# not apply inside a LAN: of an IPv4 /16 it admits 2 nodes to a bucket and 3 to the table (go-libp2p-kad-dht,
-# rt_diversity_filter.go and dual/dual.go).
+# A node enters our routing table only if one of its Groups has fewer than this many nodes there: half of a bucket. So
+# nobody fills our table, or a bucket, from one site, and a swarm behind one router still finds its nodes. The filter of
+# libp2p's DHT is stricter, but does not apply inside a LAN: of an IPv4 /16 it admits 2 nodes to a bucket and 3 to the
+# table (go-libp2p-kad-dht, rt_diversity_filter.go and dual/dual.go).
 MOST_OF_SITE = 10
 
 Call = Callable[[Message, P2PContext], Awaitable[Message]]
@@ -72,7 +72,7 @@ def sites_of(peer: PeerId, places: Iterable[str]) -> set[str]:
 
 
 class CallShares:
-    """The calls, and bytes of answers, of each site and each peer in the last second, limited as by `FairShare`.
+    """Counts the calls and the bytes of answers of each site and each peer per second, and limits both (`FairShare`).
 
     A call needs room in the share of its site, and in the share of its peer. For the peer, as much as its site has used
     does not count as free. So one peer alone gets a third of all calls, and the other peers of its site, such as those
@@ -233,7 +233,7 @@ def keep_honest(answer: Message, peer: PeerID) -> None:
         return
     result = answer.results[0]
     if not _is_readable(result):
-        result.ClearField("type")  # nothing was found
+        result.ClearField("type")  # hivemind reads this as: nothing was found
     pairs = zip(result.nearest_node_ids, result.nearest_peer_ids, strict=False)
     honest = [(node, other) for node, other in pairs if node == node_id(PeerID(other)).to_bytes()]
     result.nearest_node_ids[:] = [node for node, _ in honest]
@@ -249,7 +249,7 @@ def _is_small(result: FindResult) -> bool:
 def _is_readable(result: FindResult) -> bool:
     """Return whether hivemind may read what a node has found."""
     if result.type != FOUND_DICTIONARY:
-        return bool(result.type == NOT_FOUND)  # valid records always have subkeys (peer ids)
+        return bool(result.type == NOT_FOUND)  # valid records have subkeys (peer ids), so they come in a dictionary
     try:
         require_records(result.value, result.expiration_time)
     except Exception:  # a malformed value may raise any error

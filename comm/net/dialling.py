@@ -37,7 +37,7 @@ DIALLED_ADDRESS = re.compile(rf"/ip[46]/([0-9a-fA-F.:]+)/(?:tcp|udp)/([0-9]{{1,5
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """How many dials may fail within any window of time, and how long the pause without dials is after that.
+    """Limit of failed dials: how many may fail within any window of time, and how long no dial may begin after that.
 
     The first pause is as long as one window. Each further pause is twice as long, up to `longest_s`, and each window
     without a failed dial halves the next pause.
@@ -131,7 +131,7 @@ class FailureLog:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where the dial of an address arrives first: at the owner, or at its relay."""
+    """The machine that the dial of an address reaches first: the address's owner, or the owner's relay."""
 
     address: str
     ip: IP = field(compare=False)
@@ -162,7 +162,7 @@ class OwnAddress(Protocol):
 
 @dataclass(slots=True)
 class Ranges:
-    """The IP addresses from other peers that may be dialled: global ones, and those in this machine's own networks."""
+    """Rule that says which IP addresses from other peers may be dialled: global ones, and those in our own networks."""
 
     source: OwnAddress
     loopback: bool = False

@@ -398,7 +398,7 @@ class Libp2p:
 
 @dataclass(frozen=True, slots=True)
 class DaemonPlace:
-    """The settings of a libp2p daemon: its key and its addresses."""
+    """The settings of a libp2p daemon: its key file, and its addresses."""
 
     key: Path
     listen: tuple[str, ...]

@@ -46,7 +46,7 @@ class ActivationFormat:
         self.codecs, self.widths = codecs, widths
         self.context, self.vocabulary = run.model.context, run.model.vocabulary
         names = AUTO if run.routes.wire == "auto" else (run.routes.wire,)
-        self.forward = [WIRES[name][0] for name in names]  # the first codec is for fast links, the last for thin links
+        self.forward = [WIRES[name][0] for name in names]  # the first codec is for fast links, the last for slow ones
         self.backward = [WIRES[name][1] for name in names]
         self.masks = run.data.format != "text"  # True: a target equal to `vocabulary` is masked (has no loss)
 
@@ -110,7 +110,7 @@ class ActivationFormat:
             layer: The layer that the micro-batch enters next.
             hidden_BTD: Hidden values.
             targets_BT: Token ids that the loss needs, int64; MASKED at positions without a loss.
-            thin: Whether to use the encoding for thin links.
+            thin: Whether to use the encoding for thin (slow) links.
         """
         section, hidden = self._encode(self.forward[THIN if thin else FAST], hidden_BTD)
         expected = self.forms(layer, len(targets_BT)).entering_over(thin)

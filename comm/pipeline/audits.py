@@ -232,7 +232,7 @@ class RouteAudits:
                 self.forwarding.trust.was_wrong(opinion.peer, max(LEAST_BLAME, 1 / len(opinion.response.hops)), now)
             else:
                 self.forwarding.trust.was_right(opinion.peer)
-        self.owed -= sum(audit.costs)  # not charged, or one liar with many names could use up the budget
+        self.owed -= sum(audit.costs)  # do not charge this audit, or one liar with many names could use up the budget
         return self._end(audit, "wrong", now, audit.opinions[alone].peer)
 
     @property

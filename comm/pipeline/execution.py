@@ -220,7 +220,7 @@ class StageExecution:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class OwnExecution(StageExecution):
-    """A micro-batch of which this peer is the origin; its number is set by `name`, after the forward pass."""
+    """An execution of a micro-batch that this peer has begun; `name` sets its number after the forward pass."""
 
     own: ClassVar[bool] = True
 
@@ -231,7 +231,7 @@ class OwnExecution(StageExecution):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ForwardedExecution(StageExecution):
-    """A micro-batch that another peer sent here."""
+    """An execution of a micro-batch that another peer has sent to this peer."""
 
     askers: dict[PeerId, int | None]  # for each requesting peer: id of its open request; None after the answer
     answer_by: Seconds  # we stop computing at this time, so that the last asker can still try another peer

@@ -83,7 +83,7 @@ MOST_RIGHT = 30  # up to this many right answers in a row count; each of them ha
 
 @dataclass(slots=True)
 class RoutingWeights:
-    """Shares of micro-batches for each next peer, from the maximum flow through the swarm.
+    """The shares of micro-batches that next peers should get, computed from the maximum flow through the swarm.
 
     scheduler/throughput/routing.py computes them. A rate is a flow in any unit, since only ratios of rates are used.
     """

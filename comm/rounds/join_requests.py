@@ -33,7 +33,7 @@ MOST_REMEMBERED = 1024  # we store the waits of this many newcomers, and the ids
 
 @dataclass(slots=True)
 class JoinRequests:
-    """The queue of newcomers that ask to become members, and the waits of newcomers that did not report."""
+    """The queue of newcomers that ask to become members, and how long newcomers that did not report must wait."""
 
     knows: Knows = knows_all  # returns whether a peer's record in the DHT has been read
     waiting: dict[PeerId, RoundMember] = field(default_factory=dict)

@@ -14,7 +14,7 @@ class RoundTag(Tag):
 
 @dataclass(frozen=True, slots=True)
 class FollowTag(RoundTag):
-    """The tag of a RoundQuery with which we ask a peer for its round, and to admit us as a member."""
+    """The tag of a RoundQuery that asks a peer which round it is in, and also asks it to admit us as a member."""
 
 
 @dataclass(frozen=True, slots=True)
