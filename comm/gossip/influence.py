@@ -220,7 +220,7 @@ class Outliers:
         return dict(zip([None, *self.apart], torch.linalg.vector_norm(apart, dim=1).tolist(), strict=True))
 
     def is_far(self, peer: PeerId) -> bool:
-        """Return whether a partner's last slow weights were over FAR tolerated distances away, so it has weight 0."""
+        """Return whether a partner has weight 0: its last slow weights were over FAR tolerated distances away."""
         return self.found.get(peer, 0.0) > FAR
 
     def moved(self, way: Tensor) -> None:

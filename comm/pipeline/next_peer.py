@@ -37,7 +37,7 @@ Choice = TypeVar("Choice", int, PeerId)
 
 # Constants of `PeerScheduler`, which chooses the next peer and notices failures
 
-MOST_NEXT_PEERS = 256  # we store the durations, and the suspensions, of at most this many next peers
+MOST_NEXT_PEERS = 256  # for at most this many next peers, we store how long micro-batches take there, and suspensions
 NEWEST_WEIGHT = 0.2  # weight of the newest value in a running average
 LEAST_WEIGHT = 0.02  # a peer without routing weight gets this part of the largest weight, so that its speed is measured
 MOST_TIMES_SLOWER = 16.0  # missed deadlines raise a peer's duration to at most this many times the other peers' median
@@ -48,7 +48,7 @@ UNKNOWN_TIMES = 4.0  # we expect a peer that was not timed yet to take at most t
 MISSED = 2.0  # each missed deadline multiplies the peer's expected duration by this
 FIRST_SUSPENDED_S = 4.0  # the first suspension is this long; each unanswered Offer doubles it, up to MOST_SUSPENDED_S
 MOST_SUSPENDED_S = 64.0  # a peer that does not answer Offers is suspended for at most this long
-TIMES_KEPT = 4.0  # a peer that answers an Offer but then fails again is suspended for this many times as long
+TIMES_KEPT = 4.0  # a peer that answers an Offer but then fails again is suspended for this many times as long as before
 MOST_KEPT_S = 512.0  # a peer that fails again is suspended for at most this long: each failure can delay all steps
 FORGIVEN_S = 1.0  # each returned gradient halves a peer's next suspension; a suspension as short as this is forgotten
 LOOK_SLACK = 2.0  # once a peer has taken this many times its expected duration, we ask whether it still computes
