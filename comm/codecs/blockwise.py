@@ -168,7 +168,9 @@ def as_bytes(codec: str, blob: bytes | memoryview, elements: int) -> Bytes:
 
 
 def stretches(codec: str, blob: bytes | memoryview, elements: int, begins: Sequence[int], numbers: int) -> bytes:
-    """Return the encoding of several pieces of a vector, copied from the vector's blob without decoding it.
+    """Return one blob that encodes several pieces of a vector, joined in the order of `begins`.
+
+    The levels and scales are copied from the vector's blob, which is not decoded.
 
     Args:
         codec: A codec with blocks: a key of BLOCKS.
@@ -199,7 +201,7 @@ def refuse(codec: str, fault: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LevelCodec:
-    """A codec with levels of 4 or 8 bits, and a bf16 scale for each block."""
+    """The codecs q4 and int8: each number is a level of `bits` bits, and each `block` numbers share a bf16 scale."""
 
     bits: int
     block: int
@@ -250,7 +252,7 @@ def _bf16_up(values: Tensor) -> Tensor:
 
 
 class SignCodec:
-    """The codec q1: a sign for each number, and the mean magnitude of each block."""
+    """The codec q1: it stores the sign of each number, and for each block a scale computed from the mean magnitude."""
 
     def size(self, n: int) -> int:
         """Return the number of bytes that n encoded numbers take."""
@@ -289,7 +291,7 @@ def _unfold_pairs(pairs: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FloatCodec:
-    """A codec that stores each number as a float of type `dtype`."""
+    """The codecs bf16 and fp32: each number is stored as a float of type `dtype`."""
 
     dtype: torch.dtype
 

@@ -1,8 +1,8 @@
 """Codecs and outer steps, compiled by numba. Each function reads arrays in host memory in one pass, without the GIL.
 
 For finite numbers the functions return the same bits as the formulas in torch (comm/codecs/blockwise.py,
-comm/gossip/outer_kernels.py). For NaN and infinity they return only a fault code or bit pattern.
-Techniques that make the functions as fast as the memory:
+comm/gossip/outer_kernels.py). If a number is NaN or infinite, the returned fault code or bit pattern says so, and the
+other results are meaningless. Techniques that let the functions run at the speed of the memory:
 
 - Loops over a whole block have a constant length, and their scratch arrays stay in the L1 cache. The same code, inlined
   a second time, processes the incomplete block at the end.
@@ -156,7 +156,7 @@ def _q4_peak(scratch: Scratch) -> Number:
 
 @inlined
 def _fault(peak: Number, highest: Number, scale: Number) -> Number:
-    """Return the fault code of a block; `peak` is its largest level. A scale of NaN or infinity is always a fault."""
+    """Return a block's fault code, given its largest level magnitude `peak`; a scale of NaN or infinity is a fault."""
     fault = np.int32(0)
     if peak > highest or (scale < np.float32(0.0) and np.isfinite(scale)):
         fault |= np.int32(BAD_LEVEL)
@@ -297,7 +297,7 @@ def _close(
 
 @compiled
 def widen(signs: Bytes, levels: npt.NDArray[np.uint32]) -> None:
-    """Convert each byte of eight q1 signs to a uint32 of eight q4 levels: bit 1 becomes level 7, bit 0 level -7."""
+    """Convert each byte of eight q1 signs to a uint32 of eight q4 levels: bit 1 becomes level 7, and bit 0 level -7."""
     for i in range(np.uint64(len(signs))):
         eight, row = np.uint32(signs[i]), np.uint32(0)
         for k in range(8):
@@ -308,7 +308,7 @@ def widen(signs: Bytes, levels: npt.NDArray[np.uint32]) -> None:
 
 @compiled
 def narrow(levels: npt.NDArray[np.uint32], signs: Bytes) -> None:
-    """Convert each uint32 of eight q4 levels to a byte of eight q1 signs: a level >= 0 becomes bit 1, others bit 0."""
+    """Convert each uint32 of eight q4 levels to a byte of eight q1 signs: a level >= 0 becomes bit 1, else bit 0."""
     for i in range(np.uint64(len(signs))):
         row, eight = np.uint32(levels[i]) >> np.uint32(3), np.uint32(0)
         for k in range(8):
@@ -369,7 +369,7 @@ def _distance(phi: Floats, blob: Bytes, block: Number, count: Number, sums: npt.
 
 @compiled
 def distance(phi: Floats, blob: Bytes) -> tuple[Number, Number]:
-    """Return the squared L2 distance between phi and the vector in an int8 blob, and the blob's fault code."""
+    """Return the squared L2 distance of phi from the vector in an int8 blob of the right size, and its fault code."""
     n, sums, fault = np.uint64(len(phi)), np.zeros(256, np.float64), np.int32(0)
     for block in range(n // _256):
         fault |= _distance(phi, blob, block, _256, sums)
@@ -441,7 +441,7 @@ def merge(
 ) -> None:
     """Take the outer step on `vectors` (phi, baseline, correction) in place, as comm/gossip/outer_kernels.py says.
 
-    `blobs` has pseudo-gradients in q4 [J, bytes] and slow weights in int8 [K, bytes]; `factors` has their weights.
+    `blobs`: pseudo-gradients in q4 [J, bytes], slow weights in int8 [K, bytes]. `factors`: their weights [J] and [K].
     """
     n, scratch = np.uint64(len(vectors[0])), _scratch()
     for block in range(n // _256):

@@ -1,6 +1,6 @@
 """Pack several named vectors into one blob, each with its own codec. Start at `Packer` and `unpack`.
 
-The codecs are an argument, since the simulator uses other codecs than real peers.
+The codecs are an argument, because the simulator uses other codecs than real peers do.
 """
 
 from dataclasses import dataclass, field
@@ -26,12 +26,12 @@ class Codecs(Protocol):
         """
 
     def size(self, codec: str, elements: int) -> int:
-        """Return the number of bytes that `elements` numbers take when encoded."""
+        """Return the number of bytes that `elements` numbers take when encoded with this codec."""
 
 
 @dataclass(slots=True)
 class Packer:
-    """Builder of a blob: add encoded vectors as named sections, then call `finish`."""
+    """Builder of a blob from several vectors: call `add` for each vector, then `finish`."""
 
     codecs: Codecs
     sections: list[Section] = field(default_factory=list)
@@ -62,7 +62,7 @@ def unpack(codecs: Codecs, layout: Layout, blob: Blob) -> dict[str, Tensor]:
 
 
 def split(layout: Layout, blob: Blob) -> dict[str, bytes | memoryview]:
-    """Return the encoded sections by name, as views of the blob, without a copy."""
+    """Return the blob's sections by name, still encoded; each is a view of the blob, not a copy."""
     view, start, parts = blob if isinstance(blob, SyntheticBlob) else memoryview(blob), 0, {}
     for section in layout:
         parts[section.name] = view[start : start + section.size]

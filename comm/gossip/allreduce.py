@@ -17,7 +17,7 @@ from decentral.core.ids import PeerId
 
 @dataclass(slots=True)
 class UsualFigure:
-    """Estimate of the median over peers of one quantity, such as the tokens that each peer claims in a round.
+    """Estimate of the median over all peers of one quantity, such as the number of tokens that each peer claims.
 
     `rounds` has the medians of recent rounds.
     """
@@ -30,7 +30,7 @@ class UsualFigure:
         If `found` has an even number of values, the median of `rounds` is added to them.
 
         Args:
-            found: The values of the peers that claim tokens in this round.
+            found: The quantity's values, one for each peer that claims tokens in this round.
             learn: Whether to add the result to `rounds`. Pass False if only one other peer claims tokens: the result is
                 then the smaller of its value and the median of `rounds`, so one peer alone cannot set the bounds.
         """
@@ -87,8 +87,8 @@ class AllReduceRule(UpdateRule):
         """Return each peer's share of the mean, and the factor (0 to 1) that scales its distance from the last mean.
 
         Args:
-            claims: Tokens that each peer claims.
-            lengths: Distance of each peer's weights from the last mean.
+            claims: Number of tokens that each peer claims.
+            lengths: L2 distance of each peer's weights from the last mean.
             ours: This peer's index in `claims` and `lengths`.
         """
         voters = [place for place, count in enumerate(claims) if count]

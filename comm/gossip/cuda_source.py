@@ -180,7 +180,8 @@ def signatures() -> dict[str, tuple[tuple[str, str], ...]]:
 def check_arguments(kernel: str, arguments: Sequence[Tensor | np.integer]) -> None:
     """Raise TypeError unless the arguments have the number and the types of the kernel's signature in `SOURCE`.
 
-    A kernel that is launched with wrong arguments reads and writes memory of others. Tensors must be contiguous.
+    A kernel that is launched with wrong arguments reads and writes memory outside its tensors. Tensors must be
+    contiguous.
     """
     parameters = signatures()[kernel]
     if len(arguments) != len(parameters):

@@ -34,19 +34,21 @@ from decentral.core.machine import Log, Woke, earliest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
-WHOLE_EVERY = 3  # a peer pulls pseudo-gradients in every window, but slow weights only in one window of this many
+WHOLE_EVERY = 3  # a peer pulls pseudo-gradients in every window, but slow weights only in one of this many windows
 MOST_READ = 0.6  # a peer that pulls from at least this share of a fragment's holders pulls slow weights less often
-RARER = 3  # at MOST_READ, slow weights are pulled in one of RARER * WHOLE_EVERY windows (docs/results/convergence.md)
+# A peer that pulls from at least MOST_READ of the holders pulls slow weights only in one of RARER * WHOLE_EVERY windows
+# (docs/results/convergence.md).
+RARER = 3
 BEHIND_PERIODS = 1.5  # if two of our closes are further apart than this many periods, we pull slow weights to catch up
-ENOUGH_PERIODS = 2.0  # after a close we wait this many periods for partners' answers, then we merge those that came
+ENOUGH_PERIODS = 2.0  # we wait this many periods after a close for partners' answers, then merge the windows that came
 LATE_PERIODS = 0.5  # after a merge that took too long, the next window may end up to this many periods late
 DOUBTED_WINDOWS = 16  # if a partner sends an invalid or replayed window, we pull nothing from it for this many windows
 REST_S = 1.0  # if a fragment has no partners, we wait at least this long before we look for partners again
-PATIENCE_PERIODS = 0.25  # a partner may delay its answer by this many periods, to close its own matching window first
+PATIENCE_PERIODS = 0.25  # a partner may delay its answer by up to this many periods, to close its own window first
 
 
 class ExchangePhase(Enum):
-    """Phase of the exchange of a fragment's current window."""
+    """The phase of the exchange machine of one fragment; the module's docstring shows the order of the phases."""
 
     OPEN = auto()
     CLOSING = auto()
@@ -59,7 +61,7 @@ class PulledSnapshot:
     """A partner's snapshot that `snapshots.check` has accepted, with the times and bytes of its transfer."""
 
     contribution: Contribution
-    published_at: Seconds
+    published_at: Seconds  # Unix time, by the partner's clock
     lasted_s: Seconds  # how long the window lasted, as the partner says
     came_at: Seconds
     seconds: Seconds  # time from the pull request to the arrival of the snapshot
@@ -71,24 +73,24 @@ class PullWindow:
     """One window of this peer, and the pulls that fetch partners' windows for its merge."""
 
     layout: Layout = ()
-    on_request: Layout = ()  # sections that a partner encodes only on request, so that its snapshot may lack them
+    on_request: Layout = ()  # sections that are encoded only on request, so that a partner's snapshot may lack them
     codings: Layout = ()  # for sections that may be sent in several codecs: one entry for each codec
-    partners: Sequence[PeerId] = ()
-    whole_every: int = 1  # all sections are pulled in one window of this many; in the others only some are
-    enough_at: Seconds = 0.0  # from this time on, the merge starts without the answers that are still missing
+    partners: Sequence[PeerId] = ()  # the peers whose windows are pulled
+    whole_every: int = 1  # all sections are pulled in one of this many windows; in the other windows only some are
+    enough_at: Seconds = 0.0  # from this time on, the merge does not wait for the answers that are still missing
     # The sections to pull from each partner; an empty tuple stands for all sections.
     sections: dict[PeerId, tuple[str, ...]] = field(default_factory=dict)
-    pending: set[PeerId] = field(default_factory=set)
+    pending: set[PeerId] = field(default_factory=set)  # partners that have not answered yet
     pulled: list[PulledSnapshot] = field(default_factory=list)
-    skipped: str = ""  # the journal's reason why nothing is merged, if no pull has failed; else empty
+    skipped: str = ""  # the reason for the journal if no partner's window is merged although no pull has failed
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerSizes:
-    """Sizes in bytes of partners' answers, estimated from our own snapshot."""
+    """The sizes in bytes that we expect of partners' answers, estimated from our own last snapshot."""
 
     largest: int = 0  # size of an answer with all sections, each in the codec that takes the most bytes
-    dense: int = 0  # mean size of an answer whose sections use their largest codecs; 0 if no section has a choice
+    dense: int = 0  # mean size of an answer whose sections use their largest codecs; 0 if each section has one codec
 
 
 @dataclass(slots=True)
@@ -96,13 +98,13 @@ class PullExchange:
     """The exchange machine of one fragment: events in, effects out, with the time as an argument."""
 
     context: FragmentContext
-    close_at: Seconds
+    close_at: Seconds  # when the present window ends
     state: ExchangePhase = ExchangePhase.OPEN
     seq: int = 0  # number of the last closed window
     size: int = 0  # expected bytes of a partner's answer: the mean size of our own answers
     lasted_s: Seconds = 0.0  # time between our last two closes; 0.0 before the second
     blocking: bool = False  # True: windows are numbered rounds, and training waits for each merge
-    light: tuple[str, ...] = ()  # sections pulled from every partner in every window; () means all
+    light: tuple[str, ...] = ()  # the sections that are pulled from every partner in every window; (): all sections
     published: SnapshotStore = field(default_factory=SnapshotStore)
     seen: dict[PeerId, int] = field(default_factory=dict)  # by partner: number of its newest accepted window
     claims: TokenClaims = field(default_factory=TokenClaims)
@@ -111,18 +113,18 @@ class PullExchange:
     _resting: bool = False
     _sizes: AnswerSizes = field(default_factory=AnswerSizes)
     _light_windows: int = 0  # number of windows since we last pulled more than the `light` sections
-    _doubted: dict[PeerId, int] = field(default_factory=dict)  # number of windows until we pull from this partner again
+    _doubted: dict[PeerId, int] = field(default_factory=dict)  # partner -> how many more windows we do not pull from it
     _goal: int = 0  # in blocking mode we skip the rounds up to this number, because a partner is already further ahead
     _window: PullWindow = field(default_factory=PullWindow)
 
     @property
     def pulled(self) -> dict[PeerId, tuple[Seconds, Seconds]]:
-        """Return when each partner of the present merge closed its window, and how long that lasted, as it says."""
+        """Return each pulled partner's (time of the close, seconds that the window lasted), as the partner says."""
         return {one.contribution.peer: (one.published_at, one.lasted_s) for one in self._window.pulled}
 
     @property
     def wake_at(self) -> Seconds | None:
-        """Return when this machine needs its next Woke event; None if it waits only for other kinds of events."""
+        """Return when this machine needs its next Woke event; None while it waits for other kinds of events only."""
         own = self.close_at if self.state is ExchangePhase.OPEN else None
         own = self._window.enough_at if self._may_be_enough() else own
         return earliest((self.published.wake_at, own)) if self.published.waiting else own
@@ -183,7 +185,7 @@ class PullExchange:
         return [Rest(self.context.fragment)] if begin else []
 
     def replan(self, now: Seconds) -> None:
-        """End the present window earlier if periods have become shorter and its end is over one period ahead."""
+        """End the present window earlier if periods have become so short that its end is over one period ahead."""
         if self.close_at > now + self.context.period_s(self.size):
             self.close_at = self.context.next_close(now, self.size)
 
@@ -299,9 +301,9 @@ class PullExchange:
         return ""
 
     def _believed(self, one: Contribution, now: Seconds) -> Contribution:
-        """Return a contribution with its tokens bounded by the partner's published speed (`TokenClaims`).
+        """Return the contribution with its tokens bounded by the partner's published speed (`TokenClaims`).
 
-        In blocking algorithms the contribution is unchanged, since all peers must merge the same figures.
+        In blocking algorithms the contribution is unchanged, since all peers must merge the same numbers of tokens.
         """
         if self.blocking:
             return one
@@ -347,7 +349,7 @@ def _done(context: FragmentContext, merged: PulledSnapshot) -> Log:
 
 
 def _more_when_dense(closed: WindowClosed) -> int:
-    """Return how many more bytes the window would have if each section were in its longest codec."""
+    """Return how many more bytes the window would have if each section were in the codec that takes the most bytes."""
     longest: dict[str, int] = {}
     for section in closed.codings:
         longest[section.name] = max(section.size, longest.get(section.name, 0))

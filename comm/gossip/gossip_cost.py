@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from decentral.core.units import Seconds
 
 IDLE_SHARE = 0.1  # gossip may use this share of the idle cores; more could slow training
-FIXED_CORES = 0.006  # cores that the event loop and the network daemon use even without gossip, with four peers
-SLOWEST_BYTES_PER_S = 20e6  # assumed slowest transfer by one core; it caps what gossip is charged for its bytes
+FIXED_CORES = 0.006  # number of cores that event loop and network daemon use without gossip, in a swarm of four peers
+SLOWEST_BYTES_PER_S = 20e6  # a core transfers at least this, we assume; gossip is charged at most (its bytes / this)
+# Costs are averaged over REMEMBERED_WINDOWS windows or over REMEMBERED_S seconds, whichever is shorter. The limit in
+# seconds makes the average forget the first windows soon, since they cost more than later windows.
 REMEMBERED_WINDOWS = 16
-REMEMBERED_S = 20.0  # costs are averaged over REMEMBERED_WINDOWS, but at most this long: the first windows cost more
+REMEMBERED_S = 20.0
 MOST_TIMES = 2  # a new measurement counts as at most this many times the average, so that one outlier changes little
-FEWER_CORES = 0.1  # weight of a measurement below the estimated training cores; small, as training may only have paused
+FEWER_CORES = 0.1  # weight of a measurement that shows fewer training cores than estimated: training may have paused
 NEWEST_IDLE = 0.3  # weight of the newest value in the running average of idle cores
 
 # The window length doubles if the needed length exceeds LONGER times the present length. It halves if the needed length
@@ -27,11 +29,11 @@ LONGER, SHORTER = 1.1, 0.8
 
 @dataclass(frozen=True, slots=True)
 class CoresUsed:
-    """Processor time in an interval, in core-seconds by use."""
+    """The processor time that a peer used in an interval, in core-seconds: for training, for the network, and idle."""
 
-    seconds: Seconds
+    seconds: Seconds  # length of the interval
     training_s: Seconds  # core-seconds on the cores that train, or on all cores of the machine if a GPU trains
-    network_s: Seconds
+    network_s: Seconds  # core-seconds of the event loop and the network daemon
     idle_s: Seconds = 0.0  # core-seconds that no process used; 0 if unknown
 
     def since(self, earlier: "CoresUsed") -> "CoresUsed":
@@ -46,13 +48,13 @@ class CoresUsed:
 
 @dataclass(frozen=True, slots=True)
 class GossipTraffic:
-    """Gossip's part of this peer's traffic in an interval.
+    """How much of this peer's traffic in an interval belonged to gossip.
 
-    Each request counts as a fixed number of additional bytes, which stand for the processor time that it takes.
+    A request counts as its own bytes plus a fixed number of bytes, which stands for the request's processor time.
     """
 
-    part: float = 1.0  # share of all traffic's bytes that belongs to gossip, 0 to 1
-    work_bytes: float = math.inf
+    part: float = 1.0  # gossip's share of the bytes of all traffic, 0 to 1
+    work_bytes: float = math.inf  # bytes of gossip, including the additional bytes for each request
 
 
 @dataclass(slots=True)
@@ -80,15 +82,15 @@ ALL_GOSSIP = GossipTraffic()
 
 @dataclass(slots=True)
 class GossipCost:
-    """The average processor time of a window, and the window length that follows from it."""
+    """The average processor time that a window costs, and the window length that follows from this cost."""
 
     compute_s: Seconds = 0.0  # average core-seconds of the computing for one window of one fragment
     network_s: Seconds = 0.0  # average core-seconds of the transfers for one window of one fragment
     cores: float = 0.0  # estimated number of cores that training keeps busy
     idle: float = 0.0  # running average of the number of idle cores
     stretch: Stretch = field(default_factory=Stretch)
-    _share: float = 0.0  # share of the training cores that gossip may use, as `windows` was last told
-    # Sums since the averages were last updated: core-seconds of jobs and transfers, closed windows, measured time
+    _share: float = 0.0  # share of the training cores that gossip may use: the argument of the last call of `windows`
+    # Sums since the averages were last updated: core-seconds of jobs and of transfers, closed windows, measured seconds
     _jobs_s: Seconds = 0.0
     _transfers_s: Seconds = 0.0
     _windows: int = 0
@@ -130,7 +132,7 @@ class GossipCost:
             self._jobs_s, self._transfers_s, self._windows, self._since_s = 0.0, 0.0, 0, 0.0
 
     def _averaged(self, known: Seconds, new: Seconds) -> Seconds:
-        """Return the average `known`, updated with `new`; a larger `new` counts as MOST_TIMES times the average."""
+        """Return the average `known`, updated with `new`, which counts as at most MOST_TIMES times the average."""
         if not known:
             return new
         counts = min(1.0, max(self._windows / REMEMBERED_WINDOWS, self._since_s / REMEMBERED_S))
@@ -141,8 +143,8 @@ class GossipCost:
 
         Args:
             window_s: The configured window length.
-            fragments: Fragments that this peer gossips.
-            share: Part of the training cores that gossip may use, 0 to 1.
+            fragments: Number of fragments that this peer gossips.
+            share: Fraction of the training cores that gossip may use, 0 to 1.
 
         Returns:
             A power of two.

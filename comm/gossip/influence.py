@@ -32,19 +32,20 @@ from torch import Tensor
 from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 
-TIMES_USUAL_TOKENS = 4.0  # a partner's claim of tokens counts up to this multiple of the usual claim in the merge
+TIMES_USUAL_TOKENS = 4.0  # a partner's token claim counts only up to this multiple of the usual claim in the merge
 TIMES_EXPLAINED = 2.0  # a partner whose pseudo-gradient is as long as ours may claim up to this multiple of our tokens
 MOST_SHARE = 0.5  # largest share of a merge for one partner, so that it never outweighs all other peers together
 TIMES_USUAL = 1.5  # pseudo-gradients and distances longer than this multiple of the usual value are scaled down to it
-IMPLAUSIBLE = 1000.0  # a pseudo-gradient longer than this multiple of the usual length is not merged: it is an attack
+IMPLAUSIBLE = 1000.0  # a pseudo-gradient longer than this multiple of the usual length is an attack, and not merged
 RECENT_WINDOWS = 16
-RECENT_PARTNERS = 16  # we remember the last pseudo-gradient length and weight distance of this many partners
-LEAST_PARTNERS = 4  # a median of distances has at least this many; our own progress replaces each missing distance
+RECENT_PARTNERS = 16  # for this many partners we store the last pseudo-gradient's length, and slow weights' distance
+LEAST_PARTNERS = 4  # if fewer distances of slow weights are known, our own progress replaces each missing distance
 
-MOST_KNOWN = 16  # we keep the history of this many partners, or of all partners in the merge if they are more
+MOST_KNOWN = 16  # we keep the history of this many partners, or of all partners in a merge if it has more
 COMPARED_NUMBERS = 8192  # at most this many numbers of a vector are sampled, to compare it with other peers' vectors
 HONEST_PART = 0.75  # assumed share of honest peers; this quantile of all peers' distances is the usual distance
-EARLY_MERGES = 5  # so many first merges of slow weights use the tolerance EARLY: slow devices have hardly moved yet
+# The tolerance EARLY is used in the first EARLY_MERGES merges of slow weights: slow devices have hardly moved by then.
+EARLY_MERGES = 5
 
 
 def token_shares(own: int, claims: Sequence[float], trust: Sequence[float] = ()) -> list[float]:
@@ -52,9 +53,9 @@ def token_shares(own: int, claims: Sequence[float], trust: Sequence[float] = ())
 
     Args:
         own: Tokens of our window.
-        claims: Tokens that each partner claims; tokens above TIMES_USUAL_TOKENS times the usual claim do not
-            count. If nobody has tokens, all windows count alike.
-        trust: Trust in each partner, 0 to 1; if empty, 1 for all.
+        claims: Number of tokens that each partner claims; tokens above TIMES_USUAL_TOKENS times the usual claim do not
+            count. If neither we nor any partner has tokens, all windows count alike.
+        trust: Trust in each partner, 0 to 1; if empty, the trust in all partners is 1.
 
     Returns:
         Shares from 0 to MOST_SHARE.
@@ -76,10 +77,11 @@ def token_weights(tokens: Sequence[float]) -> list[float]:
 
 
 def explained_tokens(length: float, own: int, own_length: float) -> float:
-    """Return the largest token claim that we accept for a pseudo-gradient of `length`, given our tokens and length.
+    """Return the largest token claim that we accept for a pseudo-gradient of this `length` (L2 norm).
 
-    Honest pseudo-gradients get longer with more tokens. Without this bound, a partner that claims many tokens for a
-    short pseudo-gradient would displace other partners in the merge. The bound is inf if our length is 0.
+    `own` is the number of tokens of our own window, and `own_length` its pseudo-gradient's length; the result is inf if
+    `own_length` is 0. Honest pseudo-gradients get longer with more tokens. Without this bound, a partner that claims
+    many tokens for a short pseudo-gradient would displace other partners in the merge.
     """
     return TIMES_EXPLAINED * own * length / own_length if own_length else float("inf")
 
@@ -161,12 +163,13 @@ class Tolerance(NamedTuple):
 
 
 EARLY, LATER = Tolerance(3.0, 1.0), Tolerance(2.0, 0.5)
-FAR = 3.3  # if a partner is further away than this multiple of the tolerance, its pseudo-gradient is not merged either
+# A partner's pseudo-gradient has weight 0 if its slow weights are over FAR tolerated distances from the median.
+FAR = 3.3
 
 
 @dataclass(slots=True)
 class Outliers:
-    """Detector of partners whose slow weights in one fragment are far from those of all others.
+    """Detector of partners whose slow weights in one fragment are far from the slow weights of all other peers.
 
     Honest replicas differ by part of a window's progress, or by as much as slow devices are behind. A hostile peer
     sends the weights to which it wants to move us. Once it has moved us, its distance from us no longer identifies it.
@@ -217,7 +220,7 @@ class Outliers:
         return dict(zip([None, *self.apart], torch.linalg.vector_norm(apart, dim=1).tolist(), strict=True))
 
     def is_far(self, peer: PeerId) -> bool:
-        """Return whether a partner has weight 0, as its last slow weights were over FAR tolerated distances away."""
+        """Return whether a partner has weight 0: its last slow weights were over FAR tolerated distances away."""
         return self.found.get(peer, 0.0) > FAR
 
     def moved(self, way: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Choice of the outer step's kernels: the fastest ones that agree with torch's formulas on this machine.
 
-A kernel that is missing, fails, or differs from torch in one bit is not used; the returned text names it. All compiled
+Kernels that are missing, fail, or differ from torch in one bit are not used; the returned text names them. All compiled
 functions, including the codecs, run once here, so that none is compiled during training.
 """
 

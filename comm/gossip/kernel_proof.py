@@ -27,8 +27,10 @@ PROVEN_SIZES = (0, 1, 127, 128, 129, 255, 256, 257, 1000, 10_001)
 PROVEN_MAGNITUDES = (1e-42, 1e-30, 1.0, 1e36)
 EXTREMES = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 3e38, -3e38, 1.0, 7.0, 127.0])
 HALVES = torch.tensor([7.0, *(sign * (level + 0.5) for level in range(7) for sign in (1, -1))])
-PEAKS = 64  # blocks of HALVES times 1 to 64: levels are ties, and peak / 7 is exact, so that other roundings differ
-LENGTH_TOLERANCE = 1e-9  # allowed relative difference of two L2 norms, as kernels may add squares in another order
+# One test vector consists of HALVES times each number from 1 to PEAKS. In its blocks peak / 7 is exact, and the numbers
+# lie halfway between two levels, so that a kernel that does not round half to even differs from torch.
+PEAKS = 64
+LENGTH_TOLERANCE = 1e-9  # largest relative difference of two L2 norms; kernels may add the squares in another order
 PROVEN_WEIGHTS = (0.5, 0.3, 0.2)
 
 T = TypeVar("T")
@@ -39,7 +41,7 @@ class Disagreement(Exception):
 
 
 class Formulas:
-    """The codecs of comm/codecs/blockwise.py in torch operations only, without machine code."""
+    """The codecs of comm/codecs/blockwise.py in torch operations only, without compiled functions."""
 
     def encode(self, codec: str, values: Tensor) -> bytes:
         """Return the bytes of fp32 values [n]."""
@@ -140,7 +142,7 @@ def _length_of_signs(kernels: OuterKernels, blob: bytes, elements: int) -> float
 
 
 def _damaged(blob: bytes) -> Iterator[bytes]:
-    """Yield damaged copies: wrong sizes; infinite, NaN, negative, -0 and huge scales; levels out of range."""
+    """Yield damaged copies of a blob: wrong sizes; infinite, NaN, negative, -0 and huge scales; levels out of range."""
     yield from (blob[:-1], blob + b"\0")
     for scale in (0x7F80, 0xFF80, 0x7FC0, 0xBF80, 0x8000, 0x7F7F):
         yield scale.to_bytes(2, "little") + blob[2:]

@@ -39,7 +39,7 @@ STAGED = 3  # staging buffers of a `_Slot`: a kernel reads or writes up to three
 
 
 class _Slot:
-    """One of two CUDA streams that take turns with the chunks, and its staging buffers for one chunk."""
+    """One of two CUDA streams that process a vector's chunks in turn, and its staging buffers for one chunk."""
 
     def __init__(self, device: torch.device, elements: int) -> None:
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

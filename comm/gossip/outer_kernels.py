@@ -58,7 +58,7 @@ class OuterVectors:
 
     phi: Tensor
     baseline: Tensor
-    correction: Tensor  # output of `merge`, which does not read its earlier content
+    correction: Tensor  # `merge` overwrites this vector without reading it
 
 
 class OuterKernels(Protocol):

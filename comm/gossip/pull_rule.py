@@ -28,7 +28,8 @@ from decentral.core.jobs import Contribution, PartnerWork
 from decentral.engine.fragment import Live
 
 PSEUDO_GRADIENT = "pseudo_gradient"
-ROUNDING = 1e-6  # corrections whose norm is at most this part of the slow weights' norm are rounding error, and dropped
+# A correction in `fold` is dropped as rounding error if its L2 norm is at most this fraction of the slow weights' norm.
+ROUNDING = 1e-6
 
 
 class PullRule(UpdateRule):
@@ -36,7 +37,7 @@ class PullRule(UpdateRule):
 
     The caller copies theta into the spare vector, and `close` makes that vector the baseline. The old baseline becomes
     the spare vector, into which `merge` writes the correction. In a new rule the baseline equals phi and the residual
-    is zero. `make_ready` writes both vectors, so that a newcomer's first step does not wait for the memory.
+    is zero. `make_ready` writes both vectors before the first step, which would otherwise wait for their memory pages.
     """
 
     on_request: Mapping[str, str] = {"phi": SLOW_WEIGHTS_CODEC}
@@ -51,7 +52,7 @@ class PullRule(UpdateRule):
         self.phi, self._baseline, self._residual, self.spare = (tools.vector(self.elements) for _ in range(4))
         self.ready = False
         self.history = PartnerHistory()
-        # Secret positions at which vectors of peers are compared; drawn at the first merge.
+        # The secret positions at which peers' vectors are compared; chosen at the first merge.
         self.sample: WindowSample | None = None
         self.closed: tuple[Window, bytes] | None = None  # the closed window that is not merged yet, with its q4 blob
         if not theta.is_meta:
@@ -184,7 +185,7 @@ class PullRule(UpdateRule):
             self.closed = None
 
     def published(self) -> Tensor | None:
-        """Return the quantised pseudo-gradient, fp32 [n], of a closed window; None if no closed window is unmerged."""
+        """Return the quantised pseudo-gradient, fp32 [n], of the closed window; None if it is merged already."""
         return None if self.closed is None else self._read(self.closed[1])
 
     def _read(self, blob: bytes) -> Tensor:
@@ -238,7 +239,10 @@ class PullRule(UpdateRule):
 def _work(
     own: Window, own_length: float, partners: Sequence[PulledWindow], new: Sequence[float]
 ) -> tuple[PartnerWork, ...]:
-    """Return the work behind each trusted window; () if our own window has no tokens."""
+    """Return one PartnerWork for each window with new work in a merge; () if our own window has no tokens.
+
+    `new` has new_i (comm/gossip/trust.py) of each partner: 0 for a window that is not trusted.
+    """
     return tuple(
         PartnerWork(one.peer, fresh * one.tokens, float(fresh * own.tokens), one.length, own_length)
         for one, fresh in zip(partners, new, strict=True)

@@ -31,13 +31,13 @@ from decentral.core.units import Seconds
 
 FRESH_SNAPSHOT_S = 60.0  # a snapshot up to this age is merged, even if windows are much shorter
 CLOCK_SKEW_S = 10.0  # a snapshot's time may lie this far in the future, because peers' clocks differ
-SNAPSHOTS_KEPT = 2  # the newest snapshot, and the one before it for partners that are one round behind
-MOST_SEEN = 8192  # to refuse replays, we remember the newest window number of this many partners; a roster has fewer
-MOST_PARTS = 3  # at most this many answers of a snapshot are cached, one for each choice of sections
+SNAPSHOTS_KEPT = 2  # we keep the newest snapshot, and the one before it for partners that are one round behind
+MOST_SEEN = 8192  # to refuse replays, we store the newest window number of this many partners; a roster has fewer peers
+MOST_PARTS = 3  # we cache at most this many answers of a snapshot, one for each choice of sections that was pulled
 MAX_WAITING_PULLS = 256  # at most this many pulls wait for the next snapshot; further pulls are answered at once
 ASKED_LATE_WINDOWS = 32  # for this many windows after a late pull, each close also encodes the on-request sections
 LATE = 0.5  # a pull is late if more than this part of a window has passed since our last close
-CLAIM_SLACK = 2.0  # tokens may be claimed at this many times the published speed, which is a mean over past time
+CLAIM_SLACK = 2.0  # a partner may claim tokens at up to this many times its published speed, which is an average
 CLAIM_BURST_S = 60.0  # one claim may cover up to this many seconds of training at CLAIM_SLACK times the published speed
 MOST_BUDGETS = 1024  # we store the token budgets of this many partners; any other partner starts with a full budget
 
@@ -55,21 +55,21 @@ class GossipView(Protocol):
         """Return an upper bound of the tokens/s at which a peer trains the fragment, from its record; 0 if unknown."""
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
-        """Return the longest time that a transfer of `size` bytes from a peer may take."""
+        """Return the longest time in seconds that a transfer of `size` bytes from a peer may take."""
 
     def window_s(self) -> Seconds:
         """Return the length in seconds of the shortest windows; peers on slow links have longer windows."""
 
     def period_s(self, fragment: int, size: int) -> Seconds:
-        """Return the time between two closes of a fragment with snapshots of `size` bytes: a multiple of `window_s`."""
+        """Return the seconds between closes of a fragment with snapshots of `size` bytes: a multiple of `window_s`."""
 
     def is_thin(self, fragment: int, size: int) -> bool:
-        """Return whether only our uplink makes a fragment's windows longer; `size` is its snapshots' size in bytes."""
+        """Return whether our uplink decides how long a fragment's windows are; its snapshots have `size` bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FragmentContext:
-    """The constants of one fragment's exchange machine, and its view of the swarm."""
+    """The fixed values of one fragment's exchange machine, and the machine's view of the swarm."""
 
     run: RunId
     peer: PeerId
@@ -78,11 +78,12 @@ class FragmentContext:
     gossip: GossipConfig
     view: GossipView
     counts: ExchangeTotals = field(default_factory=ExchangeTotals)
-    restored_at: Seconds = 0.0  # older snapshots are refused: the checkpoint that was restored then may include them
+    # Unix time at which this peer restored a checkpoint. Older snapshots are refused: the checkpoint may include them.
+    restored_at: Seconds = 0.0
     fresh_s: Seconds = FRESH_SNAPSHOT_S
 
     def period_s(self, size: int) -> Seconds:
-        """Return the time between two closes of the fragment, with snapshots of `size` bytes."""
+        """Return the seconds between two closes of the fragment, with snapshots of `size` bytes."""
         return self.view.period_s(self.fragment, size)
 
     def next_close(self, now: Seconds, size: int) -> Seconds:
@@ -90,14 +91,14 @@ class FragmentContext:
 
         All peers with the same phase close at the same instants. So a partner's snapshot is only as old as the exchange
         takes; with random phases it would be half a window older (docs/GOSSIP.md has the gain). Clocks must agree to a
-        small part of the period. If a period is as long as several of the shortest windows, different fragments
+        small fraction of the period. If a period is as long as several of the shortest windows, different fragments
         close at the ends of different windows. Peers with shorter windows also close when peers with longer windows do.
         """
         period_s, window_s = self.period_s(size), self.view.window_s()
         turn = self.fragment % max(1, round(period_s / window_s))
         offset = window_s * (turn + self.phase)
         end = ((now - offset) // period_s + 1) * period_s + offset
-        return end if end > now else end + period_s  # rounding may yield `now` if a window ends now
+        return end if end > now else end + period_s  # rounding errors may yield `now` if a window ends now
 
     def partners(self, now: Seconds) -> Sequence[PeerId]:
         """Return the peers to pull from in this window; each call may choose different peers."""
@@ -149,11 +150,11 @@ def describe(context: FragmentContext, closed: WindowClosed, lasted_s: Seconds, 
 def check(
     context: FragmentContext, snapshot: Snapshot, blob: bytes, layout: Layout, after: int, now: Seconds, own_bytes: int
 ) -> str:
-    """Return the reason to refuse a partner's snapshot, "" if it is valid.
+    """Return the reason to refuse a partner's snapshot, or "" if the snapshot is valid.
 
     A valid snapshot is of this run and fragment, newer than sequence number `after`, fresh at `now`, and intact: its
     blob has the expected layout and the announced digest. The greatest allowed age depends on `own_bytes`, the size of
-    our own snapshots. A partner could choose the size of its own snapshots, and with it their allowed age.
+    our own snapshots. It does not depend on the size of the partner's snapshot, which the partner could choose.
     """
     if snapshot.run != context.run:
         return Reason.RUN
@@ -186,20 +187,20 @@ def pick(layout: Layout, names: Sequence[str]) -> Layout:
 
 @dataclass(slots=True)
 class PublishedSnapshot:
-    """A snapshot with its blob, and the sections that are encoded only when a partner asks for them."""
+    """A snapshot with its blob, and with the sections that are encoded only when a partner asks for them."""
 
     snapshot: Snapshot
     blob: bytes
-    on_request: Layout
+    on_request: Layout  # layout of the sections that are encoded only on request
     settled: bool = False  # True once the merge has begun, after which on-request sections can no longer be encoded
-    added: Layout = ()
+    added: Layout = ()  # the on-request sections that have been encoded, in `added_blob`
     added_blob: bytes = b""
-    parts: dict[Layout, Envelope] = field(default_factory=dict)
+    parts: dict[Layout, Envelope] = field(default_factory=dict)  # cached answers with only some of the sections
 
     def reply(self, request: int, names: Sequence[str]) -> Reply:
-        """Return the answer to a pull: the encoded sections with these names, or all encoded sections without names.
+        """Return the answer to a pull: the encoded sections with these names, or all of them if `names` is empty.
 
-        Answers with equal sections share one blob in memory.
+        Answers with the same sections share one blob in memory.
         """
         layout = pick((*self.snapshot.layout, *self.added), names)
         if layout == self.snapshot.layout:
@@ -317,7 +318,7 @@ class SnapshotStore:
         return len(times) > 1 and now - times[-1] > LATE * (times[-1] - times[-2])
 
     def _make(self, newest: PublishedSnapshot) -> list[Effect]:
-        """Return the job that encodes the on-request sections of `newest`, [] if such a job is under way already."""
+        """Return the job that encodes the on-request sections of `newest`; [] if such a job is already running."""
         if self.making:
             return []
         self.making = True
@@ -326,7 +327,7 @@ class SnapshotStore:
 
 @dataclass(slots=True)
 class TokenClaims:
-    """Token budgets that bound the tokens that partners claim for one fragment, by their published speeds.
+    """Bound on the tokens that partners claim for one fragment: a budget for each partner, by its published speed.
 
     A partner's budget grows at CLAIM_SLACK times its published speed, up to CLAIM_BURST_S seconds of growth, since a
     step may be longer than a window and we do not pull every window. Each accepted claim is subtracted from the budget.

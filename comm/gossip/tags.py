@@ -8,7 +8,7 @@ from decentral.comm.wire.transport import Tag
 
 @dataclass(frozen=True, slots=True)
 class ExchangeTag(Tag):
-    """Base class of tags of pulls. An answer whose `seq` is the number of an earlier window is dropped."""
+    """Base class of the tags of pulls. An answer is dropped if `seq` is the number of an earlier window."""
 
     fragment: int
     seq: int

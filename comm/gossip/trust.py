@@ -59,28 +59,28 @@ from decentral.core.latest import keep_latest
 STRETCHES = 128  # vectors are compared in at most this many sampled pieces
 STRETCH_NUMBERS = 256  # numbers in a sampled piece; a multiple of every codec's block
 SECRET_NUMBERS = 64  # this many numbers of our unpublished quantisation residual seed the choice of sampled places
-NOISE = 2.0  # a cosine of up to this many standard deviations counts as chance; for 8192 numbers it is 0.02
+NOISE = 2.0  # a cosine of up to this many standard deviations counts as chance: 0.02 for vectors of 8192 numbers
 
 # `with_us`: a partner's window that points against ours is not trusted.
-MOST_TIMES_OURS = 10.0  # a longer pseudo-gradient is scaled down to this multiple of our own length, to avoid overflow
+MOST_TIMES_OURS = 10.0  # a pseudo-gradient is scaled down to at most this many times the length of ours: no overflow
 AGAINST = 3.0  # a window has weight 0 if its cosine with ours is below minus this many times the chance level (NOISE)
 
 # `unbiased`: a partner that always differs from us in one direction is not trusted.
-PERIOD_WINDOWS = 5  # number of our windows in a period; a deviation is compared only with those of earlier periods
+PERIOD_WINDOWS = 5  # a period has this many of our windows; a deviation is compared with those of earlier periods only
 OLD_SUM_KEPT = 0.9  # at the end of each period, the sum of old deviations is multiplied by this
-ALLOWED_COSINE = 0.175  # a partner has full weight if its persistence is at most the chance level plus this cosine
-TIMES_USUAL_COSINE = 1.5  # a partner also has full weight up to this multiple of the partners' median persistence
+ALLOWED_COSINE = 0.175  # a partner has full weight if its `Deviation.persistence` is at most the chance level plus this
+TIMES_USUAL_COSINE = 1.5  # a partner also has full weight up to this multiple of the median persistence of all partners
 
 # `useful`: a partner whose progress has nothing in common with ours is not trusted.
 KEPT = 0.95  # each new window multiplies the weights of earlier windows by this, for a mean over about 20 windows
 WINDOWS_NEEDED = 5.0  # a partner is judged only once the weights of its windows sum to this
-WHOLE = 0.2  # a partner has full weight if its mean cosine with us is at least this part of the partners' median
+WHOLE = 0.2  # a partner has full weight if its mean cosine with us is at least this fraction of the partners' median
 
 # `new` and `copied`: copies of a window count once.
-DIFFERENT = 0.3  # two windows with a smaller copy measure (see `CopiedParts`) are not copies of each other
-SAME = 0.5  # two windows with a larger copy measure (see `CopiedParts`) count as one window
+DIFFERENT = 0.3  # two windows whose copy measure (see `CopiedParts`) is smaller are not copies of each other
+SAME = 0.5  # two windows whose copy measure (see `CopiedParts`) is larger count as one window
 BY_CHANCE = 3.0  # this many chance levels are added to the usual cosine, as small models have large cosines by chance
-MERGES_KEPT = 8  # copies of windows from this many last merges are recognised; older windows would not help an attacker
+MERGES_KEPT = 8  # copies of windows of the last MERGES_KEPT merges are recognised; older windows would help no attacker
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +127,11 @@ class WindowSample:
 
 @dataclass(slots=True)
 class Deviation:
-    """Differences between the directions (unit vectors) of one partner's windows and ours, summed by period."""
+    """Sums, by period, of the differences between the directions (unit vectors) of one partner's windows and ours."""
 
     fresh: Tensor | None = None  # sum of the differences in the current period; None before its first window
     waiting: Tensor | None = None  # sum of the differences in the previous period; None if it had no window
-    old: Tensor | None = None  # sum of the differences in all earlier periods, the older the less weight
+    old: Tensor | None = None  # sum of the differences in all earlier periods; older periods have less weight
     persistence: float | None = None  # cosine between the newest difference and `old`; None while `old` is None
 
     def add(self, found: Tensor) -> None:
@@ -240,7 +240,7 @@ class CommonProgress:
 
 @dataclass(slots=True)
 class Agreement:
-    """How well partners' windows of one fragment agree with ours: the factors with_us, unbiased and useful.
+    """Judge of how well partners' windows of one fragment agree with ours, by the factors with_us, unbiased and useful.
 
     Most of an honest pseudo-gradient is noise of its own data, so its cosine with ours is only about 0.1. Unrelated
     vectors of a model's size have a cosine of nearly 0. So a clearly negative cosine means an attack (trust by cosine:
@@ -343,7 +343,7 @@ class CountedWindows:
         return found
 
     def _most_alike(self, peers: Sequence[PeerId], directions: Tensor) -> list[float]:
-        """Return each partner's largest cosine with another peer's window in earlier merges; -1 without any window."""
+        """Return each partner's largest cosine with another peer's window in an earlier merge; -1 if there is none."""
         most = [-1.0] * len(peers)
         for whose, counted in self.merges:
             for other, row in zip(whose, (counted @ directions.T).tolist(), strict=True):
@@ -396,9 +396,9 @@ class PulledWindow(Parts):
     """A partner's window with its sections still encoded; the merge decodes them once."""
 
     pseudo_gradient: bytes | memoryview = b""  # encoded in q4
-    length: float = 0.0
+    length: float = 0.0  # L2 norm of the pseudo-gradient
     phi: bytes | memoryview | None = None  # slow weights in int8; None if they were not pulled
-    distance: float = 0.0
+    distance: float = 0.0  # L2 distance of these slow weights from ours; 0 if they were not pulled
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ class RuleTools:
     codecs: Codecs
     kernels: OuterKernels
     pinned: bool = False  # True: vectors are in pinned host memory, for fast copies to a GPU
-    optimizer: str = "adamw"  # `train.optimizer`; it decides which part of a late correction is applied
+    optimizer: str = "adamw"  # `train.optimizer`, which decides how much of a late correction is applied
 
     def vector(self, elements: int) -> Tensor:
         """Return an uninitialised fp32 vector [elements] in host memory."""
@@ -42,11 +42,11 @@ class RuleTools:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """How much training a closed window contains."""
+    """How much training a closed window contains, and how many steps this peer had taken when it ended."""
 
     tokens: int
-    lr_sum: float
-    steps: int  # number of steps that this peer had taken in all when the window ended
+    lr_sum: float  # sum of the learning rates of the window's steps
+    steps: int  # total number of steps that this peer had taken by the window's end
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class ClosedWeights:
 class Correction:
     """A change of the live weights after a merge.
 
-    By default `vector` is added to the weights. If `replaces` is given, `vector` replaces those closed weights,
-    and the changes that steps with other peers' gradients have made since that close are kept.
+    By default `vector` is added to the weights. If `replaces` is given, `vector` takes the place of those weights, and
+    the changes that training has made to the live weights since then are kept.
     """
 
     vector: Tensor  # fp32 [n]

@@ -6,7 +6,7 @@ import re
 from decentral.comm.wire.transport import AskError
 from decentral.core.reasons import Reason
 
-# the text before the cause in libp2p's dial errors
+# Matches the text before the cause in libp2p's dial errors.
 BEFORE_CAUSE = re.compile(r"^(\* \[\S+\] )?dial \S+ \S+: (connect: )?")
 FAILED_AT = re.compile(r"\* \[(\S+)\] (?!dial backoff)")  # matches an address that libp2p dialled in vain
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)  # out of file handles, or out of memory
@@ -27,5 +27,5 @@ def last_line(error: BaseException) -> str:
 
 
 def failed_at(text: str) -> list[str]:
-    """Return the addresses, without peer ids, that libp2p dialled in vain according to its error: at most 16."""
+    """Return the addresses, without peer ids, that libp2p has dialled in vain, as its error `text` says: at most 16."""
     return FAILED_AT.findall(text)

@@ -33,10 +33,10 @@ from decentral.core.errors import UserError
 from decentral.core.plain_text import printable
 from decentral.core.temporary import TemporaryFolder
 
-LIBP2P_START_S = 60.0  # longest wait for the daemon to start; hivemind's 15 s are too short on a loaded machine
-CALLS_KEPT = 64  # ended calls are forgotten only once this many calls are remembered
+LIBP2P_START_S = 60.0  # we wait at most this long for the daemon to start; hivemind's 15 s are too short under load
+CALLS_KEPT = 64  # calls that have ended are forgotten only when at least this many calls are remembered
 LEAVE_S = 5.0  # after SIGTERM the daemon may close its connections for this long, before it is killed
-SOCKET_PATH_BYTES = 100  # longest path of the daemon's Unix socket; operating systems allow 104 or 108 bytes
+SOCKET_PATH_BYTES = 100  # a longer path of the daemon's Unix socket is refused; operating systems allow 104 or 108
 DAEMON_FLAGS = {  # command-line flags of every daemon; `_spawn` adds the key file and the addresses
     "autoRelay": 1,
     "autonat": 1,
@@ -143,7 +143,7 @@ class OwnClient(p2pclient.Client):  # type: ignore[misc]
 
 
 class PendingCalls(dict[UUID, "asyncio.Future[bytes]"]):
-    """Our calls to the daemon by id; a call that we have cancelled is no longer in it, so no answer is set to it."""
+    """Our calls to the daemon by id. `in` is False for a cancelled call, so that hivemind sets no answer on it."""
 
     def __contains__(self, call_id: object) -> bool:
         """Return whether a call waits for its answer."""
@@ -152,11 +152,11 @@ class PendingCalls(dict[UUID, "asyncio.Future[bytes]"]):
 
 
 class OwnControl(ControlClient):  # type: ignore[misc]
-    """hivemind's connection to a daemon, with a memory leak mended: calls that their callers cancel are forgotten too.
+    """hivemind's connection to a daemon, without two of its faults: a memory leak, and a crash.
 
-    hivemind forgets a call when its handler ends. A caller can cancel a call before the handler begins, as often as it
-    likes, and hivemind would remember each such call for ever. hivemind also gives an answer to a call of ours that has
-    just been cancelled, which would end the connection.
+    hivemind forgets a call to us when its handler ends. A caller can cancel a call before the handler begins, as often
+    as it likes, and hivemind would remember each such call for ever. hivemind also sets the answer of a call of ours
+    that has just been cancelled, which would raise an error and end the connection.
     """
 
     _pending_calls: dict[UUID, "asyncio.Future[bytes]"]
@@ -168,7 +168,7 @@ class OwnControl(ControlClient):  # type: ignore[misc]
         await super()._read_from_persistent_conn(reader)
 
     def _handle_persistent_request(self, call_id: UUID, request: CallUnaryRequest) -> Coroutine[object, object, None]:
-        """Return the coroutine that answers a new call, after forgetting calls that have ended."""
+        """Return the coroutine that answers a new call; first forget calls that have ended, if many are remembered."""
         tasks = self._handler_tasks
         if len(tasks) >= self._most_tasks:
             for ended in [one for one, task in tasks.items() if task.done()]:

@@ -37,20 +37,20 @@ from decentral.core.ip_networks import SITE, network_of
 from decentral.core.reasons import Reason
 from decentral.core.units import MiB, Seconds
 
-MOST_CALLS = 256  # most calls per second that our node answers; one site alone gets half, one peer alone a third
+MOST_CALLS = 256  # our node answers at most this many calls a second; one site alone gets half, one peer alone a third
 # After this many bytes of answers in a second our node answers no call in that second; one site alone gets half. A key
-# with 64 records of 2 kB, looked up by 128 peers each 26 s, takes 0.6 MiB/s. The limit exceeds the largest answer
-# (MOST_ANSWERED_BYTES), so that one such answer does not have all other callers refused.
+# with 64 records of 2 kB that 128 peers look up every 26 s takes 0.6 MiB/s. The limit exceeds the largest answer
+# (MOST_ANSWERED_BYTES), so that one such answer does not make our node refuse all other callers.
 ANSWER_BYTES = 4 * MiB
-MOST_NEAREST = 20  # most nodes that an answer names; it is the size of hivemind's buckets
+MOST_NEAREST = 20  # an answer may name at most this many nodes, as many as a bucket of hivemind holds
 # Longest peer id in an answer; libp2p's have at most 44 bytes. hivemind writes each peer id in base58, in a time that
 # grows with the square of its length: 1.9 s for 40 kB.
 MOST_PEER_ID_BYTES = 64
-MOST_NODES = 4096  # most nodes in our routing table; hivemind does not bound the nodes that wait to replace others
-# Most nodes of one Group in our routing table: half of a bucket. So nobody fills our table, or a bucket, from one site,
-# and a swarm behind one router still finds its nodes. The filter of libp2p's DHT is stricter, but does not apply inside
-# a LAN: of an IPv4 /16 it admits 2 nodes to a bucket and 3 to the table (go-libp2p-kad-dht, rt_diversity_filter.go and
-# dual/dual.go).
+MOST_NODES = 4096  # our routing table has at most this many nodes, including those that wait to replace another node
+# A node enters our routing table only if one of its Groups has fewer than this many nodes there: half of a bucket. So
+# nobody fills our table, or a bucket, from one site, and a swarm behind one router still finds its nodes. The filter of
+# libp2p's DHT is stricter, but does not apply inside a LAN: of an IPv4 /16 it admits 2 nodes to a bucket and 3 to the
+# table (go-libp2p-kad-dht, rt_diversity_filter.go and dual/dual.go).
 MOST_OF_SITE = 10
 
 Call = Callable[[Message, P2PContext], Awaitable[Message]]
@@ -66,16 +66,17 @@ def node_id(peer: PeerID) -> DHTID:
 
 
 def sites_of(peer: PeerId, places: Iterable[str]) -> set[str]:
-    """Return the sites of the addresses of our connections to a peer."""
+    """Return the sites (IP networks, `SITE`) of the addresses of our connections to a peer."""
     targets = (Target.of(peer, place) for place in places)
     return {network_of(target.ip, SITE) for target in targets if target is not None}
 
 
 class CallShares:
-    """The calls, and bytes of answers, of each site and each peer in the last second, limited as by `FairShare`.
+    """Counts the calls and the bytes of answers of each site and each peer per second, and limits both (`FairShare`).
 
-    A peer gets at most what its site, too, may still have. So one peer alone gets a third of all, and the other peers
-    of its site get calls as well, also those behind the same router or relay.
+    A call needs room in the share of its site, and in the share of its peer. For the peer, as much as its site has used
+    does not count as free. So one peer alone gets a third of all calls, and the other peers of its site, such as those
+    behind the same router or relay, get calls as well.
     """
 
     def __init__(self, now: Callable[[], Seconds], private: PrivateSwarm | None = None) -> None:
@@ -89,10 +90,10 @@ class CallShares:
         self._calls, self._sent = ((RateShare(most, now), RateShare(most, now)) for most in (MOST_CALLS, ANSWER_BYTES))
 
     def begin(self, caller: PeerId, site: str) -> None:
-        """Count a call before it is answered. A refused call takes nothing of others' shares.
+        """Count a call before it is answered. A refused call is not counted.
 
         Raises:
-            ProtocolError: If the caller or its site, however many names it has, has used its share of this second.
+            ProtocolError: If the caller, or all callers at its site together, have used their share of this second.
         """
         holder = share_holder(self._private, caller)
         for (of_site, of_peer), amount in ((self._sent, 0), (self._calls, 1)):
@@ -192,10 +193,10 @@ class GuardedCalls:
 
 
 def check_request(request: Message, caller: PeerID) -> None:
-    """Raise ProtocolError unless a call of the DHT is one that our own node makes.
+    """Raise ProtocolError unless a call of the DHT is one that a node of ours could make.
 
-    Our node names its own id, or none. It asks for one key, or stores one record of a dictionary at a time, not in a
-    cache, and never asks to be called back.
+    A node of ours names its own id, or none. It asks for one key, or stores one record of a dictionary at a time, not
+    in a cache, and never asks to be called back.
     """
     assert isinstance(request, FindRequest | PingRequest | StoreRequest)
     if request.peer.node_id not in (b"", node_id(caller).to_bytes()):
@@ -215,9 +216,9 @@ def check_request(request: Message, caller: PeerID) -> None:
 def keep_honest(answer: Message, peer: PeerID) -> None:
     """Remove from an answer what no honest node would send.
 
-    This is each node, also the answering one, whose id is not the hash of its peer id, and each value that
-    `require_records` refuses. An answer to another number of keys than one, or with more nodes or longer peer ids than
-    an honest node sends, loses all results before any of them is read, so that no answer keeps the event loop busy.
+    Remove all nodes whose id is not the hash of their peer id, including the answering node, and all values that
+    `require_records` refuses. An answer with results for more or fewer keys than one, or with more nodes or longer peer
+    ids than an honest node sends, loses all results before any is read, so that no answer keeps the event loop busy.
 
     Args:
         answer: The answer, which is changed.
@@ -232,7 +233,7 @@ def keep_honest(answer: Message, peer: PeerID) -> None:
         return
     result = answer.results[0]
     if not _is_readable(result):
-        result.ClearField("type")  # nothing was found
+        result.ClearField("type")  # hivemind reads this as: nothing was found
     pairs = zip(result.nearest_node_ids, result.nearest_peer_ids, strict=False)
     honest = [(node, other) for node, other in pairs if node == node_id(PeerID(other)).to_bytes()]
     result.nearest_node_ids[:] = [node for node, _ in honest]
@@ -248,7 +249,7 @@ def _is_small(result: FindResult) -> bool:
 def _is_readable(result: FindResult) -> bool:
     """Return whether hivemind may read what a node has found."""
     if result.type != FOUND_DICTIONARY:
-        return bool(result.type == NOT_FOUND)  # valid records always have subkeys (peer ids)
+        return bool(result.type == NOT_FOUND)  # valid records have subkeys (peer ids), so they come in a dictionary
     try:
         require_records(result.value, result.expiration_time)
     except Exception:  # a malformed value may raise any error
@@ -259,10 +260,11 @@ def _is_readable(result: FindResult) -> bool:
 class GuardedTable:
     """The rule by which our node learns of other nodes; `update` takes the place of DHTProtocol.update_routing_table.
 
-    The table has at most MOST_NODES nodes, and at most MOST_OF_SITE whose Groups are all full. A node's site is that of
-    the address of our connection to it, which may be its router's or its relay's. If there is no room for a node, the
-    node in its way that we have heard of longest ago is pinged, and replaced if it does not answer. Other nodes'
-    answers name nodes without addresses, so the rule does not bound how many nodes of one site a lookup asks.
+    A new node enters the table only if the table has fewer than MOST_NODES nodes, and at least one of the new node's
+    Groups has fewer than MOST_OF_SITE. A node's site is that of the address of our connection to it, which may be the
+    address of its router or relay. If there is no room for a new node, we ping the node in its way that we have heard
+    of longest ago, and replace that node if it does not answer. Other nodes' answers name nodes without addresses, so
+    the rule does not bound how many nodes of one site a lookup asks.
 
     hivemind's rule also sends all records that we store to each new node, so that any peer could make us send them as
     often as it likes. Our rule sends none: a record reaches a new node when its publisher renews it.
@@ -277,8 +279,8 @@ class GuardedTable:
         """
         self._protocol, self._places = protocol, places
         self._groups: dict[DHTID, set[Group]] = {}  # by node in the table, the node heard of longest ago first
-        self._counts = Counter[Group]()  # nodes of each group
-        self._pings = False  # whether a node in the way of another is being pinged
+        self._counts = Counter[Group]()  # number of nodes of each group
+        self._pings = False  # whether a node that is in the way of a new node is being pinged
 
     async def update(self, node: DHTID | None, peer: PeerID, responded: bool = True) -> None:
         """Add a peer's node to the routing table, or remove it if the peer did not answer.

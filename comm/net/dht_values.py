@@ -22,22 +22,22 @@ MOST_ANSWERED_BYTES = PEERS_KEY_BYTES + 128 * KiB
 
 
 def plain(packed: bytes) -> object:
-    """Return a msgpack value without elements, such as bytes or a text.
+    """Return a msgpack value that contains no other values, such as bytes or a string.
 
     Raises:
-        Exception: An error of one of msgpack's many classes, if the value is malformed or has elements.
+        Exception: An error of one of msgpack's many classes, if the value is malformed, an array or a map.
     """
     return read_msgpack(packed, max_array_len=0, max_map_len=0)
 
 
 def require_records(packed: bytes, expires: float) -> None:
-    """Raise an error of any class unless an answer is what a node of ours finds: a dictionary of unexpired records.
+    """Raise an error of any class unless an answer is what our own node could find: a dictionary of peers' records.
 
     hivemind uses the dictionary's own size and expiry without a check: a size of the wrong type ends our search in an
     error, and an infinite expiry ends our search before any other node is asked.
 
     Args:
-        packed: The dictionary, with at least one record, and at most MOST_ANSWERED_BYTES.
+        packed: The dictionary. It must have at least one record, and at most MOST_ANSWERED_BYTES of records.
         expires: The answer's expiry, which must be that of its latest record.
     """
     value = msgpack.unpackb(packed, raw=False, max_array_len=0, max_map_len=0)
@@ -50,6 +50,6 @@ def require_records(packed: bytes, expires: float) -> None:
     if most not in (None, math.inf) or type(latest) is not float:
         raise TypeError("expected a dictionary without a limit, and its expiry")
     if not latest == expires == max(until for *_, until in rows):
-        raise ValueError("an answer expires with its latest record")
+        raise ValueError("an answer must expire with its latest record")
     if sum(counted_bytes(len(record)) for _, record, _ in rows) > MOST_ANSWERED_BYTES:
-        raise ValueError(f"a node answers with at most {MOST_ANSWERED_BYTES} bytes of records")
+        raise ValueError(f"an answer must have at most {MOST_ANSWERED_BYTES} bytes of records")

@@ -11,7 +11,7 @@ from decentral.core.units import Seconds
 
 
 class Dials(Protocol):
-    """Interface of the transport that dials."""
+    """Interface of the network through which a Dialler dials; Libp2p implements it."""
 
     async def dial(self, peer: PeerId, addresses: Sequence[str]) -> str:
         """Dial a peer at all of these addresses at once, or search for it if there are none.
@@ -25,7 +25,7 @@ class Dials(Protocol):
 
 
 class Dialler:
-    """The dials of one transport at addresses from other peers, as the rule of dialling.py permits."""
+    """Dials peers of one network at addresses from other peers, as the rule of dialling.py permits."""
 
     def __init__(self, network: Dials) -> None:
         """Dial through this network."""

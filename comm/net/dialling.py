@@ -18,13 +18,13 @@ from decentral.core.latest import keep_latest
 from decentral.core.units import Seconds
 
 TRIED_AT_ONCE = 4  # at most this many unproven addresses are handed to libp2p for one dial
-MOST_PROVEN = 8  # we remember at most this many addresses at which a peer was reached (proven addresses)
+MOST_PROVEN = 8  # for each peer we remember at most this many proven addresses, at which the peer was reached
 PROVEN_S = 24 * 3600.0  # an address stays proven for this long after the peer was last reached there
-PROVEN_AGAIN_S = 5.0  # after a failed dial of proven addresses, they are not dialled again for this long
-TOLD_S = 120.0  # after a failed dial, libp2p repeats its addresses in each further dial of that peer for this long
+PROVEN_AGAIN_S = 5.0  # proven addresses are not dialled again for this long after a dial of them has failed
+TOLD_S = 120.0  # for this long after a failed dial, libp2p adds the same addresses to each further dial of the peer
 IDENTIFIED_S = 1800.0  # after a connection, libp2p keeps the addresses that the peer has sent (Identify) for this long
 MOST_LINGERING = 64  # we track at most this many addresses of one peer that libp2p still keeps
-DIALS_REMEMBERED = 4096  # most owners, ports and IP addresses that are remembered
+DIALS_REMEMBERED = 4096  # we remember the failed dials of at most this many owners, as many ports, and as many networks
 # Private address ranges, which many sites use at once: dialled only if this machine has an address in the same range.
 NEAR = tuple(
     map(ip_network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "169.254.0.0/16"))
@@ -37,10 +37,10 @@ DIALLED_ADDRESS = re.compile(rf"/ip[46]/([0-9a-fA-F.:]+)/(?:tcp|udp)/([0-9]{{1,5
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """How many dials may fail within any window of time, and how long the pause is then.
+    """Limit of failed dials: how many may fail within any window of time, and how long no dial may begin after that.
 
-    The first pause is one window. Each further pause doubles, up to `longest_s`, and each window without a failed dial
-    halves the next pause.
+    The first pause is as long as one window. Each further pause is twice as long, up to `longest_s`, and each window
+    without a failed dial halves the next pause.
     """
 
     most: int
@@ -48,9 +48,9 @@ class Allowance:
     longest_s: Seconds
 
 
-OF_OWNER = Allowance(1, 5.0, 120.0)  # failed dials of one peer, each of up to TRIED_AT_ONCE new addresses
-OF_PORT = Allowance(4, 60.0, 600.0)  # failed dials of one TCP or UDP port at one IP address, for all peers together
-OF_IP = Allowance(16, 60.0, 600.0)  # failed dials of one IPv4 address or IPv6 /64 network, for all peers and all ports
+OF_OWNER = Allowance(1, 5.0, 120.0)  # limits failed dials of one peer, each of up to TRIED_AT_ONCE new addresses
+OF_PORT = Allowance(4, 60.0, 600.0)  # limits failed dials of one TCP or UDP port at one IP address, for all peers
+OF_IP = Allowance(16, 60.0, 600.0)  # limits failed dials of one IPv4 address or IPv6 /64, for all peers and ports
 
 
 @dataclass(slots=True)
@@ -58,9 +58,9 @@ class Failures:
     """The dials of one owner, port or IP address that have failed in the last window, or have not ended."""
 
     calm_since: Seconds  # from this time on, windows without a failure are counted: each halves the next pause
-    until: Seconds = -math.inf
+    until: Seconds = -math.inf  # end of the last pause
     failed_at: list[Seconds] = field(default_factory=list)
-    flying: int = 0
+    flying: int = 0  # number of dials that have begun and not ended
     doubled: int = 0  # the next pause lasts 2 ** doubled windows
 
     def begin(self) -> None:
@@ -97,7 +97,7 @@ Limited = PeerId | str | tuple[IP, int]
 
 @dataclass(slots=True)
 class FailureLog:
-    """The failures of all owners, ports or IP addresses, under one allowance."""
+    """The failed dials of all owners, of all ports or of all networks, which have the same allowance."""
 
     allowance: Allowance
     entries: dict[Limited, Failures] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class FailureLog:
         keep_latest(self.entries, key, entry, DIALS_REMEMBERED)
 
     def _forget_some(self, now: Seconds) -> None:
-        """Forget the eighth with the most room, so that dials elsewhere do not end the pause of an address."""
+        """Forget the eighth of the entries that has the most room, so that new entries do not displace a paused one."""
         for key in sorted(self.entries, key=lambda key: self.room(key, now), reverse=True)[: DIALS_REMEMBERED // 8]:
             del self.entries[key]
 
@@ -131,7 +131,7 @@ class FailureLog:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where the dial of an address arrives first: at the owner, or at its relay."""
+    """The machine that the dial of an address reaches first: the address's owner, or the owner's relay."""
 
     address: str
     ip: IP = field(compare=False)
@@ -162,7 +162,7 @@ class OwnAddress(Protocol):
 
 @dataclass(slots=True)
 class Ranges:
-    """The IP addresses from other peers that may be dialled: global ones, and those in this machine's own networks."""
+    """Rule that says which IP addresses from other peers may be dialled: global ones, and those in our own networks."""
 
     source: OwnAddress
     loopback: bool = False
@@ -221,8 +221,8 @@ class Dialling:
     _networks: FailureLog = field(default_factory=lambda: FailureLog(OF_IP))
     # For each peer: the addresses at which it was reached, and when each was last reached.
     _proven: dict[PeerId, dict[str, Seconds]] = field(default_factory=dict)
-    _proven_failed: dict[PeerId, Seconds] = field(default_factory=dict)
-    _busy: set[PeerId] = field(default_factory=set)
+    _proven_failed: dict[PeerId, Seconds] = field(default_factory=dict)  # when a dial of proven addresses last failed
+    _busy: set[PeerId] = field(default_factory=set)  # owners that are being dialled
     _told: Lingering = field(default_factory=dict)  # addresses that libp2p has from failed dials, and until when
     _identified: Lingering = field(default_factory=dict)  # addresses that libp2p has from the peers, and until when
 
@@ -259,12 +259,15 @@ class Dialling:
         return self._begun(dial, 1 if chosen else 0 if 0 in rooms else -1, now)
 
     def is_paused(self, owner: PeerId, now: Seconds) -> bool:
-        """Return whether `begin` would refuse a dial of this owner now, whatever the owner's addresses are."""
+        """Return whether `begin` would refuse every dial of this owner now, at whatever addresses."""
         may_try_proven = owner in self._proven and now >= self._proven_failed.get(owner, -math.inf) + PROVEN_AGAIN_S
         return not may_try_proven and self._owners.room(owner, now) < 0
 
     def _begun(self, dial: Dial, room: int, now: Seconds) -> Dial | None:
-        """Count and return a dial if there is room; else return it not `allowed`, or None if a dial must end first."""
+        """Count and return a dial if there is room for it.
+
+        Otherwise, return the dial with `allowed` False, or None if a dial in flight must end before that is decided.
+        """
         if room <= 0:
             return None if room == 0 and self._busy else replace(dial, allowed=False)
         self._busy.add(dial.owner)
@@ -329,7 +332,7 @@ class Dialling:
         return sorted(allowed, key=lambda target: target in known)
 
     def _room(self, target: Target, before: Sequence[Target], now: Seconds, ports: bool = True) -> int:
-        """Return how many dials of a target may begin after the targets `before` it in the same dial; -1 in a pause."""
+        """Return how many dials of a target may begin if the dial already has the targets `before`; -1 in a pause."""
         if target in before:
             return 1  # the target is in the dial already, so it needs no further room
         left = [(self._networks.room(target.network, now), sum(one.network == target.network for one in before))]

@@ -24,8 +24,9 @@ from decentral.core.units import MiB, Seconds
 MAX_STREAMS = 128  # at most this many questions of known peers are answered at a time; others are refused as BUSY
 STRANGER_STREAMS = 32  # at most this many questions of all unknown peers together are answered at a time
 UNPROVEN_STREAMS = 16  # at most this many questions are answered at a time for peers without proven membership
-IDLE_STREAMS = 256  # at most this many streams stay open for a next question; any other is closed after its answer
-# At most this many bytes of blobs are in flight. A sender without a blob in flight may exceed it if any byte is free.
+IDLE_STREAMS = 256  # at most this many streams stay open for a next question; further ones are closed after the answer
+# At most this many bytes of questions' blobs are in memory at a time. A sender without a blob in flight may exceed the
+# limit if at least one byte is free.
 UNDER_WAY_BYTES = 1024 * MiB
 SHARE_RENEWS_S = 1.0  # a use of a RateShare counts against its limit for this long
 
@@ -34,8 +35,8 @@ SHARE_RENEWS_S = 1.0  # a use of a RateShare counts against its limit for this l
 class FairShare:
     """A resource of limited size, and how much of the resource each sender uses."""
 
-    most: int
-    used: int = 0
+    most: int  # size of the resource
+    used: int = 0  # how much of the resource all senders together use
     by_sender: dict[str, int] = field(default_factory=dict)
 
     def take(self, sender: str, amount: int = 1) -> bool:
@@ -50,12 +51,12 @@ class FairShare:
         return fits
 
     def fits(self, sender: str, amount: int = 1, kept: int = 0) -> bool:
-        """Return whether `take` would reserve `amount` for the sender if `kept` of what is free were not."""
+        """Return whether `take` would reserve `amount` for the sender if `kept` less of the resource were free."""
         held, free = self.by_sender.get(sender, 0), self.most - self.used - kept
         return free > 0 and (not held or held + amount <= free)
 
     def add(self, sender: str, amount: int) -> None:
-        """Count an amount for the sender, whatever the rule says."""
+        """Count an amount as used by the sender, even if the rule does not allow it."""
         if amount:
             self.used += amount
             self.by_sender[sender] = self.by_sender.get(sender, 0) + amount
@@ -74,23 +75,23 @@ class RateShare:
     """A resource of which a limited amount may be used per second, divided fairly between senders."""
 
     def __init__(self, most: int, now: Callable[[], Seconds]) -> None:
-        """Divide the amount `most` in each second. `now` returns the time in seconds."""
+        """Create a resource of which `most` may be used per second. `now` returns the time in seconds."""
         self._share, self._now = FairShare(most), now
         self._taken: deque[tuple[Seconds, str, int]] = deque()  # uses that still count: (until when, sender, amount)
 
     def fits(self, sender: str, amount: int, kept: int = 0) -> bool:
-        """Return whether the rule of `FairShare` allows the sender an amount if `kept` of what is free were not."""
+        """Return what `FairShare.fits` returns if only the uses in the last SHARE_RENEWS_S seconds count."""
         while self._taken and self._taken[0][0] <= self._now():
             _, other, old = self._taken.popleft()
             self._share.give_back(other, old)
         return self._share.fits(sender, amount, kept)
 
     def used_by(self, sender: str) -> int:
-        """Return the amount that counts for the sender, as of the last call of `fits`."""
+        """Return how much the sender had used in the last SHARE_RENEWS_S seconds before the last call of `fits`."""
         return self._share.by_sender.get(sender, 0)
 
     def add(self, sender: str, amount: int) -> None:
-        """Count an amount for the sender, whatever the rule says."""
+        """Count an amount as used by the sender, even if the rule does not allow it."""
         self._share.add(sender, amount)
         self._taken.append((self._now() + SHARE_RENEWS_S, sender, amount))
 

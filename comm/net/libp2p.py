@@ -176,7 +176,7 @@ class Libp2p:
         return listed
 
     async def _known_places_of(self, peer: PeerId) -> tuple[str, ...]:
-        """Return a peer's addresses in the last list of connections, or what `places_of` returns if it has none."""
+        """Return a peer's addresses in the last list of connections; if it lacks the peer, return `places_of(peer)`."""
         return self._lately.get(peer) or await self.places_of(peer)
 
     async def connect(self, address: str) -> PeerId:
@@ -187,7 +187,7 @@ class Libp2p:
         return peer
 
     async def reach(self, peer: PeerId, addresses: Sequence[str] | None) -> bool:
-        """Connect to a peer at addresses from other peers if dialling.py permits; return whether it is connected."""
+        """Connect to a peer at addresses from other peers, if dialling.py permits; return whether it is connected."""
         if is_reached := await self._dialler.reach(peer, addresses):
             self._remember(peer)
         return is_reached
@@ -201,7 +201,7 @@ class Libp2p:
         return ""
 
     async def _connect(self, peer: PeerId, places: Sequence[str]) -> None:
-        """Have the daemon dial a peer at all of these places at once. Raises AskError if none answers."""
+        """Have the daemon dial a peer at all of these addresses at once. Raises AskError if none answers."""
         try:
             async with asyncio.timeout(CONNECT_S):
                 await self._p2p._client.connect(PeerID.from_base58(peer), list(map(Multiaddr, places)))
@@ -398,7 +398,7 @@ class Libp2p:
 
 @dataclass(frozen=True, slots=True)
 class DaemonPlace:
-    """The settings of a libp2p daemon: its key and its addresses."""
+    """The settings of a libp2p daemon: its key file, and its addresses."""
 
     key: Path
     listen: tuple[str, ...]
@@ -409,7 +409,7 @@ class DaemonPlace:
         """Start the daemon and return hivemind's client of it.
 
         Args:
-            say: Gets a text for the user, at most once, if the start has to wait for a port.
+            say: Is called with a text for the user, at most once, if the start has to wait for a port.
 
         Raises:
             UserError: If the daemon cannot listen at `listen`, or an address in `announce` cannot be dialled.

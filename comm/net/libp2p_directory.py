@@ -35,10 +35,10 @@ STORE_TRIES = 3  # `store_at_others` tries this often; each try removes unreacha
 FETCH_S = 10.0
 JOIN_S = 3.0  # a new node searches for the nodes nearest to it for at most this long
 DHT_END_S = 1.0
-MAX_SUBKEY_BYTES = 128  # longest subkey of a record: a peer id, packed for the DHT, has about 50 bytes
+MAX_SUBKEY_BYTES = 128  # a record with a longer subkey is refused; a peer id, packed for the DHT, has about 50 bytes
 BYTES_HEADER_BYTES = 5  # msgpack puts at most this many bytes before the bytes of a record
-LEAST_EXPIRIES = 64  # a storage may keep this many expiry times of replaced records before it removes them
-MEET_AGAIN = 3  # to join the DHT again, we ping or dial this many peers
+LEAST_EXPIRIES = 64  # a storage always keeps up to this many expiry times of replaced records before it removes them
+MEET_AGAIN = 3  # to join the DHT again, we ping or dial at most this many peers
 NETWORK_ERRORS = (ControlFailure, DispatchFailure, P2PDaemonError, ConnectionError, OSError, EOFError)
 
 
@@ -249,7 +249,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
 
 
 def _forget_replaced(storage: TimedStorage) -> None:
-    """Remove the expiries of replaced records once they are the majority; hivemind keeps them until they pass."""
+    """Remove the expiry times of replaced records once they are the majority; hivemind keeps each until it is past."""
     expiries, latest = storage.expiration_heap, storage.key_to_heap
     if len(expiries) > 2 * len(latest) + LEAST_EXPIRIES:
         expiries[:] = sorted(latest.values())  # a sorted list is a valid heap

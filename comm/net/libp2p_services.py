@@ -26,7 +26,7 @@ from decentral.core.units import Seconds
 
 IDENTIFY, AUTONAT = "/ipfs/id/1.0.0", "/libp2p/autonat/1.0.0"
 IDENTIFY_S = 10.0
-DIAL_BACK_S = 8.0  # deadline of a dial back: a reachable peer is reached within two or three round trips
+DIAL_BACK_S = 8.0  # the report on a dial-back must come within this time; a reachable peer needs a few round trips
 MAX_IDENTIFY_BYTES, MAX_DIAL_BACK_BYTES = 16 * 1024, 4 * 1024
 MOST_DIALLED = 16  # we ask a peer to dial at most this many of our addresses; its daemon does not dial more
 

@@ -11,9 +11,9 @@ from ipaddress import ip_address
 from decentral.core.ip_networks import IP
 from decentral.core.units import Seconds
 
-MOST_NAMES = 2  # most DNS names of one peer that are looked up at a time
+MOST_NAMES = 2  # at most this many DNS names of one peer are looked up at a time
 MOST_OF_NAME = 4  # at most this many IP addresses of a DNS name are used
-NAME_S: Seconds = 5.0  # deadline of a lookup
+NAME_S: Seconds = 5.0  # a DNS lookup is given up after this time
 # Lookups of other peers' names have threads of their own: a slow name server must not keep the event loop's own threads
 # busy, in which plans are evaluated. A lookup that has no thread within NAME_S is given up.
 NAME_THREADS = ThreadPoolExecutor(2, "names")
@@ -22,9 +22,10 @@ NAME_KINDS = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF
 
 
 async def resolved(addresses: Iterable[str]) -> list[str]:
-    """Return multiaddrs with IP addresses in place of DNS names, of which only the first MOST_NAMES are looked up.
+    """Return multiaddrs with IP addresses in place of DNS names.
 
-    A multiaddr whose name is not found within NAME_S is left out.
+    Only the first MOST_NAMES names are looked up. A multiaddr is left out if its name is not looked up, or is not found
+    within NAME_S.
     """
     found, names = list[str](), 0
     for address in addresses:

@@ -68,7 +68,7 @@ def held(addresses: Sequence[str]) -> Iterator[list[str]]:
                     got = ports.enter_context(_bound(family, host, port or free))
                 except OSError as error:
                     if error.errno == errno.EADDRINUSE and not port and free:
-                        break  # taken here, although free at an earlier address: try another port
+                        break  # the port is taken at this address, although it is free at an earlier one: try another
                     said = f"cannot listen on {address}: {os.strerror(error.errno or 0).lower()}"
                     if error.errno == errno.EADDRINUSE:
                         raise PortTaken(f"{said}; {TAKEN}") from None

@@ -18,12 +18,12 @@ from decentral.comm.wire.private_swarm import PrivateSwarm, share_holder
 from decentral.core.ids import PeerId
 from decentral.core.units import KiB, MiB, Seconds
 
-# Our DHT node stores at most so many bytes: under one key of peers' records, of plans, of revocations; under all keys.
+# Our DHT node stores at most this many bytes under a key of peers' records, of plans, of revocations, and in all.
 PEERS_KEY_BYTES = 2560 * KiB
 PLANS_KEY_BYTES = 1 * MiB
 REVOKED_KEY_BYTES = 256 * KiB
 STORED_BYTES = 128 * MiB
-LEAST_ROOM = 1 * KiB  # a record counts as at least this size, and as a power of two, so that it can grow in place
+LEAST_ROOM = 1 * KiB  # a record's size is rounded up to a power of two, at least to this, so that the record can grow
 MOST_STORED = 16384  # our DHT node stores at most this many records, however small they are
 
 SWEEP_S = 1.0  # expired records are removed at most this often; a search among MOST_STORED takes 2 ms
@@ -34,7 +34,7 @@ Name = tuple[bytes, str]
 
 @dataclass(frozen=True, slots=True)
 class RecordRoom:
-    """How many bytes of the limits one stored record uses, for which peer or invitation, and until when."""
+    """What one stored record uses of the limits: how many bytes, of whose share, and until when."""
 
     expires: Seconds  # unix time
     size: int  # the record's size, rounded up

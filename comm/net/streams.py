@@ -36,15 +36,16 @@ from decentral.core.reasons import Reason
 
 READ_S = 30.0  # a whole question must arrive within this time
 PROOF_READ_S = 5.0  # a question of a peer without proven membership of our private swarm must arrive within this time
-STREAM_ANSWER_S = MAX_ROUTE_S + 100.0  # an answer must be computed in this time; a micro-batch may pass its whole route
-WRITE_S = 60.0
+STREAM_ANSWER_S = MAX_ROUTE_S + 100.0  # an answer must be computed in this time, enough for a micro-batch's whole route
+WRITE_S = 60.0  # a whole answer must be written within this time
 KEEP_S = 30.0  # an asker closes a stream that it has not used for this long
 IDLE_S = 2 * KEEP_S  # a server closes a stream on which no question comes for this long
-KEPT_STREAMS, KEPT_PER_PEER = 64, 2  # limits of idle streams, in all and per peer; the least recently used is closed
+KEPT_STREAMS, KEPT_PER_PEER = 64, 2  # an asker keeps at most this many idle streams, in all and to one peer
 STRANGER_PAUSE_S = 0.1  # an unknown peer's stream stays busy for this long after a small question, to limit its rate
 LINGER_S = 1.0  # after a refusal, we wait at most this long for the asker to close the stream
-LINGERING = 256  # at most this many refusals are sent at a time; beyond, a stream is closed without one
-LINGER_CHUNKS, LINGER_BYTES = 256, 64 * 1024  # the rest of a refused question is dropped in so many reads of this size
+LINGERING = 256  # at most this many refusals are sent at a time; beyond, a stream is closed without a refusal
+# The rest of a refused question is dropped in at most LINGER_CHUNKS reads of LINGER_BYTES each.
+LINGER_CHUNKS, LINGER_BYTES = 256, 64 * 1024
 
 
 class StreamWriter(blobs.Writer, Protocol):
@@ -76,7 +77,7 @@ class Stream:
 
 
 class NoAnswer(AskError):
-    """The stream ended before an answer began, so the question may be sent again on another stream."""
+    """Raised if the stream ended before an answer began, so that the question may be sent again on another stream."""
 
 
 class Opener(Protocol):
@@ -127,7 +128,7 @@ class Asker:
             stream.writer.close()
 
     async def ask_any(self, to: PeerId, envelope: Envelope, max_blob_bytes: int) -> Answer:
-        """Ask a peer without checking its membership; use a kept stream if possible. Raises AskError without an answer.
+        """Ask a peer without checking its membership, on a kept stream if possible. Raises AskError if no answer comes.
 
         If the kept stream ends before the answer begins, the question is sent again on a new stream.
         """
@@ -266,10 +267,10 @@ class Server:
     uplink: Uplink = field(default_factory=Uplink)
     refused: Counter[str] = field(default_factory=Counter)
     shares: QuestionShares = field(default_factory=QuestionShares)
-    idle: FairShare = field(default_factory=lambda: FairShare(IDLE_STREAMS))
-    refusing: FairShare = field(default_factory=lambda: FairShare(LINGERING))
+    idle: FairShare = field(default_factory=lambda: FairShare(IDLE_STREAMS))  # streams that wait for a next question
+    refusing: FairShare = field(default_factory=lambda: FairShare(LINGERING))  # streams on which we send a refusal
     private: PrivateSwarm | None = None
-    # limits the streams on which we send a refusal to a peer that is not a member of our private swarm
+    # In a private swarm: the streams on which we send a refusal to a peer that is not a member.
     turning_away: FairShare = field(default_factory=lambda: FairShare(UNPROVEN_STREAMS))
     # In a private swarm, the tasks that answer on each peer's streams, so that `drop` can cancel them.
     streams: dict[PeerId, set["asyncio.Task[None]"]] = field(default_factory=dict)
@@ -421,7 +422,7 @@ class Server:
 
 
 async def read_until_closed(reader: asyncio.StreamReader, most_bytes: int) -> bytes:
-    """Return all bytes until the other side closes the stream. Raises AskError for more than `most_bytes`."""
+    """Return all bytes until the other side closes the stream. Raises AskError if there are more than `most_bytes`."""
     found = b""
     while len(found) <= most_bytes and (piece := await reader.read(most_bytes + 1 - len(found))):
         found += piece

@@ -90,7 +90,7 @@ class UplinkQueue(ABC, Generic[Item]):
     held_until: Seconds = 0.0  # until this time, queued pieces wait for our bandwidth probe
     _probed_at: Seconds = -PROBED_EVERY_S  # when the answer to a probe last skipped the queue
     _waiting: dict[Kind, Waiting[Item]] = field(default_factory=lambda: {kind: Waiting(kind) for kind in Kind})
-    _busy: list[Waiting[Item]] = field(default_factory=list)
+    _busy: list[Waiting[Item]] = field(default_factory=list)  # the kinds of traffic that have waiting pieces
     _virtual: float = 0.0  # virtual time at which the last sent piece began
     _numbers: "count[int]" = field(default_factory=count)
 
@@ -130,7 +130,7 @@ class UplinkQueue(ABC, Generic[Item]):
             kind: Kind of the piece's message.
             turn: Sort key of the piece's message, from `self.turn`.
             size: Bytes of the piece.
-            item: The driver's handle, which `take` returns when the piece leaves.
+            item: The driver's handle of the piece, which `take` returns when the piece is to be sent.
         """
         queue = self._waiting[kind]
         if not queue.pieces:

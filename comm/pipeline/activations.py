@@ -25,9 +25,10 @@ WIRES: Mapping[str, tuple[str, str]] = {
 }
 """The codecs of hidden values and of their gradients, by the config's `routes.wire`."""
 
-AUTO = ("bf16", "int8-q4")  # `routes.wire: auto` uses the first entry of WIRES on fast uplinks, the second on slow ones
+# With `routes.wire: auto` a peer uses the first of these keys of WIRES if its uplink is fast, the second if it is slow.
+AUTO = ("bf16", "int8-q4")
 
-# A hidden value or gradient of larger magnitude is refused, because it could overflow in the backward pass.
+# A hidden value or gradient of larger magnitude is refused, because the backward pass could overflow.
 LARGEST_ACTIVATION = 1e6
 
 
@@ -45,7 +46,7 @@ class ActivationFormat:
         self.codecs, self.widths = codecs, widths
         self.context, self.vocabulary = run.model.context, run.model.vocabulary
         names = AUTO if run.routes.wire == "auto" else (run.routes.wire,)
-        self.forward = [WIRES[name][0] for name in names]  # the first codec is for fast links, the last for thin links
+        self.forward = [WIRES[name][0] for name in names]  # the first codec is for fast links, the last for slow ones
         self.backward = [WIRES[name][1] for name in names]
         self.masks = run.data.format != "text"  # True: a target equal to `vocabulary` is masked (has no loss)
 
@@ -82,7 +83,7 @@ class ActivationFormat:
         """Return the gradient of hidden values that a next peer has sent back, as fp32 on the CPU.
 
         Args:
-            layout: Sections of the blob; one is expected.
+            layout: Sections of the blob; there must be exactly one.
             blob: The encoded gradient.
             shape: (B, T, D) of the hidden values that were sent.
 
@@ -109,7 +110,7 @@ class ActivationFormat:
             layer: The layer that the micro-batch enters next.
             hidden_BTD: Hidden values.
             targets_BT: Token ids that the loss needs, int64; MASKED at positions without a loss.
-            thin: Whether to use the encoding for thin links.
+            thin: Whether to use the encoding for thin (slow) links.
         """
         section, hidden = self._encode(self.forward[THIN if thin else FAST], hidden_BTD)
         expected = self.forms(layer, len(targets_BT)).entering_over(thin)

@@ -37,26 +37,26 @@ from decentral.core.latest import keep_latest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
-MOST_HELD = 4  # at most this many times `capacity` executions are here, those included that await a decision
+MOST_HELD = 4  # at most MOST_HELD * `capacity` executions are at this peer, including those that await a decision
 KEPT_PART = 8  # at most 1 / KEPT_PART of the memory is reserved for executions that enter at later layers
 ROUNDING = 1e-6
-SHARE = 0.9  # we give up after this part of the asker's waiting time, so that it can still try another peer
+SHARE = 0.9  # we give up after this fraction of the asker's waiting time, so that the asker can still try another peer
 MOST_ASKERS = 8  # at most this many peers may request one execution; more than MAX_TRIES (comm/pipeline/forwarding.py)
-GRACE_S = 1.0  # gradients are kept this long after the origin peer's time limit, for a decision that is on its way
+GRACE_S = 1.0  # gradients are held this long after the origin peer's time limit, since its decision may be on its way
 
 # Constants of `MicroBatchWindow`, the congestion window
 
 FULL = (1.0, 2.0)  # queued micro-batches per device: the window grows below the first value, shrinks above the second
-LEAN = (0.125, 0.5)  # used instead of FULL if a step waits for all micro-batches in flight: a queue enlarges the step
-LARGE_STEP = 4  # steps of at least this many micro-batches use FULL anyway, as a queue hardly enlarges them
-RECENT_ON_ROUTE = 32
+LEAN = (0.125, 0.5)  # used instead of FULL if a step waits for all micro-batches in flight: a queue enlarges that step
+LARGE_STEP = 4  # FULL is used all the same for steps of at least this many micro-batches: a queue hardly enlarges them
+RECENT_ON_ROUTE = 32  # we remember the last RECENT_ON_ROUTE durations of each route
 FADES = 0.002  # each new duration raises the stored shortest duration by this part of their difference
-SLOWER = 2.0  # a route has become slower once all its recent durations exceed this many times its shortest
-MOST_ROUTES = 64  # we store durations of this many routes; beyond, the route unused for the longest time is forgotten
-AT_RANDOM = 3.0  # while most routes are new, executions arrive unevenly, so queues may be this many times longer
+SLOWER = 2.0  # a route has become slower once all its recent durations exceed this many times its shortest duration
+MOST_ROUTES = 64  # we store durations of at most this many routes; beyond, the least recently used one is forgotten
+AT_RANDOM = 3.0  # while most routes are new, executions arrive unevenly, so queues may be this many times as long
 MANY_ROUTES = 8  # if we know more routes than this, a new route's first estimate is the shortest duration on any route
-LEAST_BUDGET_S = 9.0  # a micro-batch gets at least this long: time to notice a silent peer and to try another one
-MOST_DOUBLED = 6  # a time limit is doubled at most this often
+LEAST_BUDGET_S = 9.0  # a micro-batch's time limit is at least this, enough to notice a silent peer and try another one
+MOST_DOUBLED = 6  # a micro-batch's time limit is doubled at most this many times
 
 
 @dataclass(slots=True)
@@ -91,20 +91,20 @@ class MicroBatchWindow:
     waiting: tuple[float, float] = FULL
     size: int = 2
     starting: bool = True  # True during slow start: each completed micro-batch enlarges the window until a queue forms
-    bases: dict[tuple[PeerId, ...], RouteBase] = field(default_factory=dict)  # a route is the tuple of its later peers
-    typical_s: Seconds | None = None
-    late: int = 0  # how often micro-batches ran out of time since one was completed, at most MOST_DOUBLED
+    bases: dict[tuple[PeerId, ...], RouteBase] = field(default_factory=dict)  # by route: the peers after this one
+    typical_s: Seconds | None = None  # running average of a micro-batch's duration; None until one is completed
+    late: int = 0  # how often micro-batches have run out of time since the last one was completed, up to MOST_DOUBLED
     _doubled_at: Seconds = -math.inf  # when `late` grew last
-    _waiting: float = 0.0  # running average of the part of its duration that a micro-batch waits in queues
-    _new: float = 0.0  # running average of the part of our micro-batches whose route we did not know before
+    _waiting: float = 0.0  # running average of the fraction of its duration that a micro-batch waits in queues
+    _new: float = 0.0  # running average of the fraction of our micro-batches that take a route without known durations
     _fastest_s: Seconds = math.inf  # shortest duration on any route; each longer duration raises it slightly (FADES)
-    _since: int = 0
+    _since: int = 0  # micro-batches completed since `size` was last reviewed
 
     def done(self, seconds: Seconds, route: tuple[PeerId, ...], max_size: int) -> None:
         """Record a completed micro-batch of ours, and grow or shrink the window by how long micro-batches have waited.
 
         Args:
-            seconds: The micro-batch's duration, from its beginning to the end of its backward pass here.
+            seconds: The micro-batch's duration, from its beginning to the end of its backward pass at this peer.
             route: The peers after this one on the micro-batch's route.
             max_size: The largest window that memory allows, in micro-batches.
         """
@@ -296,7 +296,7 @@ class Admission:
         return None
 
     def _load(self, offer: Offer) -> Load | Refused:
-        """Answer an Offer with the seconds that one more execution would wait and take here, or with a refusal."""
+        """Return the answer to an Offer: the seconds that one more execution would wait and take here, or a refusal."""
         if not self.active or self.draining:
             return Refused(Reason.NOT_READY)
         if not self.stage.begins(offer.first):
@@ -311,7 +311,7 @@ class Admission:
     def may_begin(self, own: int) -> bool:
         """Return whether one more of our own micro-batches may begin.
 
-        The window and the memory must have room for it, the job queue must not be full, and no step may wait.
+        The window and the memory must have room for it, the job queue must not be full, and no step must be due.
 
         Args:
             own: How many of our own micro-batches are in flight.

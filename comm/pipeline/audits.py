@@ -1,4 +1,4 @@
-"""Audits by recomputation: for a random part of the answers, another holder of the same layers computes them again.
+"""Audits of next peers' answers: another holder of the same layers recomputes a random part of the answers.
 
     an answer comes --by chance--> ForwardRequest with the same activations to another peer --> compare both gradients
     the gradients agree   --> both answers were right
@@ -39,17 +39,17 @@ from decentral.core.machine import Log
 from decentral.core.units import Seconds
 
 AUDIT_SHARE = 0.01  # each micro-batch that a peer sends on adds this part of a micro-batch to its budget for audits
-STEADY = 0.5  # part of AUDIT_SHARE spent on peers with many right answers; the rest is for new peers and caught liars
+STEADY = 0.5  # this part of AUDIT_SHARE is for peers with many right answers; the rest is for new peers and known liars
 OPENING_AUDITS = 8  # the budget may be overdrawn by this many requests, so that a new peer's first answers are audited
 OPEN_AUDITS = 4  # at most this many audits run at a time: each keeps a micro-batch's activations in memory
-MOST_ASKED = 6  # an audit asks at most this many peers, the audited peer and busy peers included
+MOST_ASKED = 6  # an audit asks at most this many peers, including the audited peer and peers that refuse as busy
 OPINIONS = 3  # an audit needs at most this many answers: two that agree outvote the third
-LEAST_BLAME = 0.25  # a wrong answer counts at least this much: a liar may share the blame with hops that it invented
+LEAST_BLAME = 0.25  # a wrong answer counts at least this much, even if its peer names many hops to share the blame with
 
-# Two answers agree within these limits: as far as honest replicas differ (docs/results/security.md), plus a margin.
-LEAST_COSINE = 0.5  # least cosine of the angle between two gradients
-MOST_RATIO = 2.0  # largest ratio of the L2 norms of two gradients
-MOST_LOSS_RATIO = 1.5
+# Two answers agree if they are within these limits. Honest replicas differ by less (docs/results/security.md).
+LEAST_COSINE = 0.5  # the cosine of the two gradients must be at least this
+MOST_RATIO = 2.0  # neither gradient's L2 norm may be more than this many times the other's
+MOST_LOSS_RATIO = 1.5  # neither loss may be more than this many times the other
 
 
 def twin(number: int) -> int:
@@ -62,14 +62,14 @@ def twin(number: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Opinion:
-    """One peer's answer in an audit: the gradient that it returned for the micro-batch."""
+    """One peer's answer in an audit: the gradient that the peer returned for the micro-batch."""
 
     peer: PeerId
     response: BackwardResponse
     blob: bytes
 
     def shares_hops(self, other: "Opinion") -> bool:
-        """Return whether some peer is among the hops of both answers."""
+        """Return whether a peer took part in both answers: it is among the hops of both."""
         return bool({hop.peer for hop in self.response.hops} & {hop.peer for hop in other.response.hops})
 
 
@@ -82,8 +82,8 @@ class Audit:
     of: int  # number that the origin peer gave the micro-batch
     hop: NextHop
     sequences: int
-    patience_s: Seconds  # how long the audited peer had to answer
-    hold_s: Seconds  # how long the audited peer had to wait for the origin peer's decision
+    patience_s: Seconds  # the time that the audited peer was given for its answer
+    hold_s: Seconds  # the time for which the audited peer was asked to hold its gradients, for the origin's decision
     deadline_s: Seconds  # we wait at most this long for one peer, so that a silent peer does not block other audits
     age_s: Seconds  # how old the micro-batch was when this peer sent it to the audited peer
     opinions: list[Opinion]
@@ -115,7 +115,7 @@ class Audit:
 
 @dataclass(slots=True)
 class RouteAudits:
-    """The audits of next peers' answers: chooses answers, asks other peers, and judges the opinions."""
+    """Chooses answers of next peers to audit, asks other peers to recompute them, and judges the opinions."""
 
     forwarding: Forwarding
     chance: Random | None  # secret, so that no peer can predict which of its answers is audited; None: no audits
@@ -130,7 +130,7 @@ class RouteAudits:
 
     @property
     def cost(self) -> float:
-        """Return the cost of an audit request in micro-batches: its computation, and the sum that its abort drops."""
+        """Return the cost of an audit request in micro-batches: the one to compute, and those that its abort drops."""
         return 1.0 + self._in_sum
 
     def stepped(self, micro_batches: int) -> None:
@@ -232,7 +232,7 @@ class RouteAudits:
                 self.forwarding.trust.was_wrong(opinion.peer, max(LEAST_BLAME, 1 / len(opinion.response.hops)), now)
             else:
                 self.forwarding.trust.was_right(opinion.peer)
-        self.owed -= sum(audit.costs)  # not charged, or one liar with many names could use up the budget
+        self.owed -= sum(audit.costs)  # do not charge this audit, or one liar with many names could use up the budget
         return self._end(audit, "wrong", now, audit.opinions[alone].peer)
 
     @property

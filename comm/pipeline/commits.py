@@ -34,30 +34,31 @@ from decentral.core.latest import keep_latest
 from decentral.core.machine import earliest
 from decentral.core.units import Seconds
 
-COMMIT_DECISION_S: Seconds = 5.0
-DECISIONS_KEPT = 4096  # most commits, and most aborts, queued for one peer; the peer must ask for older decisions
+COMMIT_DECISION_S: Seconds = 5.0  # a peer must acknowledge a CommitDecision within this time
+DECISIONS_KEPT = 4096  # we queue at most this many commits, and as many aborts, for a peer; it must ask for older ones
 IN_DOUBT_S = 1.0  # if an origin peer's usual time to decide is not known, we wait at least this long before we ask it
 LATE_TIMES = 2.0  # we ask an origin peer for its decision after this many times its usual time to decide
 LEAST_IN_DOUBT_S = 0.5  # we wait at least this long before we ask, however fast the origin peer usually decides
-COMMIT_QUERY_S = 3.0  # longest deadline of a CommitQuery: an origin peer that takes longer counts as gone
+COMMIT_QUERY_S = 3.0  # a CommitQuery's deadline is at most this; an origin peer that takes longer counts as gone
 ANSWER_TIMES = 3.0  # a CommitQuery's deadline is LOST_S plus this many times the origin peer's usual time to decide
-LOST_S = 1.0  # part of a CommitQuery's deadline in which a lost packet can be sent again
-COMMITS_KEPT = 4096  # an origin peer remembers this many of its latest routes, to answer commit queries
-PEERS_CREDITED = 4096  # we keep count of what this many other peers have computed
+LOST_S = 1.0  # a CommitQuery's deadline includes this time, so that a lost packet can be sent again
+COMMITS_KEPT = 4096  # an origin peer remembers its latest COMMITS_KEPT routes, to answer commit queries
+PEERS_CREDITED = 4096  # for at most this many other peers, we count how much they have computed
 
 # Constants of `HoldLimits`, which limits how long gradients await a decision, and refuses origin peers that are late
 
-USUAL_TIMES = 4.0  # gradients may await a decision this many times as long as one, or a whole route, usually takes
-LEAST_LIMIT_S = 60.0  # gradients may await a decision at least this long: the origin peer may be slow, or its link cut
+USUAL_TIMES = 4.0  # gradients may await a decision for this many times the usual wait or, if longer, a route's time
+LEAST_LIMIT_S = 60.0  # gradients may always await a decision this long: the origin peer may be slow, or its link cut
 UNDECIDED_REST_TIMES = 9.0  # an origin peer is refused for this many times as long as it left gradients undecided
 MOST_REST_S = 3600.0  # an origin peer's executions are refused for at most this long
-REMEMBERED_TIMES = 2.0  # a refusal is twice as long if the last one ended less than this many times its own length ago
-ORIGINS_KEPT = 1024  # we store the usual time to decide of this many origin peers, and refusals of as many
+# A refusal lasts at least twice as long as the last one if the last one ended less than this many times its length ago.
+REMEMBERED_TIMES = 2.0
+ORIGINS_KEPT = 1024  # we store the usual time to decide of this many origin peers, and the refusals of as many
 
 
 @dataclass(slots=True)
 class DecisionOutbox:
-    """Our decisions on executions at one other peer that the other peer has not received yet."""
+    """Our decisions for one other peer: those that are queued, and those in an unanswered CommitDecision."""
 
     commit: list[ExecutionId] = field(default_factory=list)
     abort: list[ExecutionId] = field(default_factory=list)
@@ -72,13 +73,14 @@ class CommitProtocol:
     run: RunId
     peer: PeerId
     boxes: dict[PeerId, DecisionOutbox] = field(default_factory=dict)
-    # Peer -> tokens times layers that it computed of micro-batches that were committed: ours, and others' that we got
-    # from their origin peer itself.
+    # Peer -> what it has computed of committed micro-batches, in tokens times layers: of ours, and of the peer's own
+    # micro-batches that it has sent to us directly.
     computed: dict[PeerId, int] = field(default_factory=dict)
     # The hops of each committed route, as (peer, first layer), by micro-batch number.
     _routes: dict[int, frozenset[tuple[str, int]]] = field(default_factory=dict)
-    # For each execution in doubt: (when the next CommitQuery is sent, wait after that query).
+    # For each execution in doubt: (when the next CommitQuery about it is sent, seconds from then until the one after).
     _due: dict[ExecutionId, tuple[Seconds, Seconds]] = field(default_factory=dict)
+    # For each origin peer with an unanswered CommitQuery: the executions in the query.
     _asking: dict[PeerId, tuple[ExecutionId, ...]] = field(default_factory=dict)
 
     # Each peer gets one CommitDecision at a time, with all decisions that are queued for it.
@@ -91,11 +93,11 @@ class CommitProtocol:
         keep_latest(self._routes, id.number, frozenset((hop.peer, hop.first) for hop in hops), COMMITS_KEPT)
 
     def credit(self, peer: PeerId, token_layers: int) -> None:
-        """Add tokens times layers to what a peer has computed of committed micro-batches."""
+        """Count that a peer has computed `token_layers` (tokens times layers) more of committed micro-batches."""
         keep_latest(self.computed, peer, self.computed.get(peer, 0) + token_layers, PEERS_CREDITED)
 
     def abort(self, peer: PeerId, execution: ExecutionId) -> None:
-        """Queue the abort of an execution, which the peer gets with the next CommitDecision."""
+        """Queue the abort of an execution at this peer, for the next CommitDecision to the peer."""
         self._box(peer).abort.append(execution)
 
     def _box(self, peer: PeerId) -> DecisionOutbox:
@@ -104,7 +106,7 @@ class CommitProtocol:
         return box
 
     def told(self, outcome: Answered | AskFailed) -> None:
-        """Record the outcome of the CommitDecision to a peer.
+        """Record whether a peer has acknowledged our CommitDecision.
 
         Once the peer has acknowledged a commit, its later queries about that execution are answered with an abort. Such
         a query comes from a peer that restarted from an older checkpoint and got the micro-batch again in an audit,
@@ -211,14 +213,14 @@ class CommitProtocol:
 
 @dataclass(slots=True)
 class HoldLimits:
-    """Limits how long gradients wait for a decision, and makes origin peers rest that did not decide in time.
+    """Limits how long gradients wait for a decision; origin peers that do not decide in time have to rest.
 
     While an origin peer rests, this peer refuses its executions. An origin peer is proven if it has committed an
     execution here and has not run out of time since.
     """
 
-    _waits: dict[PeerId, Seconds] = field(default_factory=dict)  # usual time to decide, of proven origin peers
-    # For each origin peer: (end, length) of the last time in which its executions were refused.
+    _waits: dict[PeerId, Seconds] = field(default_factory=dict)  # proven origin peer -> its usual time to decide
+    # For each origin peer: (end, length) of the last period in which its executions were refused.
     _rests: dict[PeerId, tuple[Seconds, Seconds]] = field(default_factory=dict)
     _unproven_rest_until: Seconds = 0.0
     _blocked: tuple[Seconds, Seconds] = (0.0, 0.0)  # (begin, end) of the latest time with undecided executions

@@ -20,7 +20,7 @@ from decentral.core.fragments import Layout, layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.units import Seconds
 
-EVENTS_KEPT = 16  # each execution keeps this many last events, for the error text of InvalidTransition
+EVENTS_KEPT = 16  # each execution remembers its last EVENTS_KEPT events, for the error text of InvalidTransition
 
 
 class ExecutionState(Enum):
@@ -64,19 +64,19 @@ TRANSITIONS: dict[ExecutionEvent, dict[ExecutionState, ExecutionState]] = {
 
 
 class InvalidTransition(AssertionError):
-    """An event that TRANSITIONS does not allow in the execution's state: a bug of ours."""
+    """Raised by `StageExecution.move` for an event that TRANSITIONS does not allow: a bug in this program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """No peer has the activations. They are offered again at time `due`."""
+    """A place of activations: no peer has them, and they are offered to peers again at time `due`."""
 
     due: Seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Candidate peers have been asked when they could finish the execution."""
+    """A place of activations: no peer has them, and candidates were asked (Offer) how soon they could compute."""
 
     offers: Offers
     due: ClassVar[Seconds] = math.inf
@@ -84,16 +84,16 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Peer `to` has the activations, and is asked at time `due` whether it still computes.
+    """A place of activations: peer `to` has them, and is asked at time `due` whether it still computes.
 
-    While an earlier question is unanswered, `due` is infinite.
+    While an earlier status query is unanswered, `due` is infinite.
     """
 
     to: PeerId
-    at: Seconds
+    at: Seconds  # when the activations were sent
     late_at: Seconds  # when the gradient is due at the latest
     due: Seconds
-    late: bool = False
+    late: bool = False  # True: the gradient did not come by `late_at`
 
 
 @dataclass(slots=True)
@@ -103,13 +103,13 @@ class NextHop:
     tokens: int
     layout: Layout
     payload: bytes  # encoded activations, kept until the backward pass is done, in case another peer needs them
-    gradients: tuple[Layout, ...]
+    gradients: tuple[Layout, ...]  # the layouts in which the gradient may come back
     place: Paused | Offered | Sent = Paused(0.0)
-    attempts: int = 0
+    attempts: int = 0  # number of times that the activations were offered or sent
     tried: list[PeerId] = field(default_factory=list)  # peers that got the activations; all but the last have failed
-    busy: list[PeerId] = field(default_factory=list)  # peers that were too busy since the last pause
-    refusals: int = 0  # number of refusals; a set of offers that nobody accepts counts as CANDIDATES refusals
-    response: BackwardResponse | None = None
+    busy: list[PeerId] = field(default_factory=list)  # peers that have refused as busy since the last pause
+    refusals: int = 0  # number of refusals; a set of offers that no peer accepts counts as CANDIDATES refusals
+    response: BackwardResponse | None = None  # the message that came with the gradient
 
     @property
     def most_bytes(self) -> int:
@@ -153,18 +153,18 @@ class StageExecution:
     token: int  # id of the execution inside this peer, as in jobs of the training thread
     id: ExecutionId
     last: int  # first layer that this peer does not compute; the next peer begins with it
-    memory_share: float  # memory that it takes, as a part of an execution through all our layers
+    memory_share: float  # memory that it takes, as a share of what an execution through all our layers takes
     started_at: Seconds
     until: Seconds  # when the origin peer gives the micro-batch up
     drawn: Seconds  # when the origin peer began the micro-batch, by that peer's clock
-    round: int
+    round: int  # number of the synchronous round; 0 in asynchronous training
     sequences: int = 0
     state: ExecutionState = FORWARD
     next_hop: NextHop | None = None  # None before the forward pass is done, and from state HELD on
     events: deque[tuple[str, ExecutionState | str]] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
 
     def move(self, event: ExecutionEvent, cause: str) -> None:
-        """Change the state by TRANSITIONS, and keep `cause` for the text that `story` returns.
+        """Change the state as TRANSITIONS says, and remember `cause` for the text that `story` returns.
 
         Raises:
             InvalidTransition: If TRANSITIONS does not list the event for the present state.
@@ -192,7 +192,7 @@ class StageExecution:
         self.next_hop, self.sequences = next_hop, sequences
 
     def gradient_came(self, peer: PeerId, response: BackwardResponse) -> None:
-        """Enter BACKWARD with the next peer's response."""
+        """Enter state BACKWARD, because the next peer has returned the gradient and this response."""
         self.move(ExecutionEvent.GRADIENT_CAME, f"gradient from {peer}")
         self.sent.response = response
 
@@ -220,7 +220,7 @@ class StageExecution:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class OwnExecution(StageExecution):
-    """A micro-batch of which this peer is the origin; its number is set by `name`, after the forward pass."""
+    """An execution of a micro-batch that this peer has begun; `name` sets its number after the forward pass."""
 
     own: ClassVar[bool] = True
 
@@ -231,7 +231,7 @@ class OwnExecution(StageExecution):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ForwardedExecution(StageExecution):
-    """A micro-batch that another peer sent here."""
+    """An execution of a micro-batch that another peer has sent to this peer."""
 
     askers: dict[PeerId, int | None]  # for each requesting peer: id of its open request; None after the answer
     answer_by: Seconds  # we stop computing at this time, so that the last asker can still try another peer

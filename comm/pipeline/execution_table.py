@@ -33,14 +33,16 @@ from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 COUNTED_KEPT = 4096  # we remember this many committed executions of other peers, to refuse late requests for them
-JOBS_AT_ONCE = 2  # the training thread has at most this many jobs: it computes one, and one follows without a pause
+# The training thread has at most this many jobs, so that it can begin the next job as soon as it has finished one.
+JOBS_AT_ONCE = 2
 
 
 @dataclass(slots=True)
 class JobQueue:
     """The passes that wait for the training thread: backward before forward, older executions before newer ones.
 
-    An execution has one job at a time. JOBS_AT_ONCE jobs are at the thread; the others wait here and can be dropped.
+    An execution has one job at a time. At most JOBS_AT_ONCE jobs are at the thread. The other jobs wait in this queue,
+    and can still be dropped.
     """
 
     running: set[int] = field(default_factory=set)  # tokens of the executions whose job is at the training thread
@@ -87,7 +89,7 @@ class JobQueue:
 
 @dataclass(slots=True)
 class ExecutionTable:
-    """All executions at this peer, with the methods that add, give up and remove an execution."""
+    """All executions at this peer; its methods add, give up and remove executions."""
 
     load: StageLoad
     ledger: Ledger

@@ -52,20 +52,20 @@ from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 MAX_TRIES = 6  # an execution is given up after this many failures of next peers; a busy peer has not failed
-SUCCESSOR_RETRY_S = 0.25  # while no peer holds the next layer, we look for one this often
+SUCCESSOR_RETRY_S = 0.25  # while no peer holds the next layer, we look for a holder once in this many seconds
 MIN_PATIENCE_S = 0.05  # an execution with less time left is refused or given up, as no answer would come in time
 
 
 @dataclass(slots=True)
 class Forwarding:
-    """Sends executions to next peers, and to another peer if the chosen one is busy, silent or wrong."""
+    """Sends executions to next peers, and to other peers if the first ones are busy or silent, or answer nonsense."""
 
     view: RouteView
     load: StageLoad
     table: ExecutionTable
     scheduler: PeerScheduler = field(default_factory=PeerScheduler)
     trust: Reputations = field(default_factory=Reputations)
-    questioned: Counter[PeerId] = field(default_factory=Counter)  # unanswered ForwardStatusQuery messages
+    questioned: Counter[PeerId] = field(default_factory=Counter)  # unanswered ForwardStatusQuery messages to each peer
     # For each first layer: the scheduler that chooses the layer at which executions leave this peer.
     _ends: dict[int, StrideScheduler[int]] = field(default_factory=dict)
 
@@ -75,7 +75,7 @@ class Forwarding:
         return self.load.stage
 
     def forget_ends(self) -> None:
-        """Reset the choice of exit layers (`end`), because this peer holds other layers from now on."""
+        """Forget the exit layers that `end` has chosen, because this peer holds other layers from now on."""
         self._ends.clear()
 
     def end(self, first: int) -> int:
@@ -246,9 +246,9 @@ class Forwarding:
         return []
 
     def ask_status(self, execution: StageExecution, sent: Sent) -> Ask:
-        """Return a ForwardStatusQuery, which asks the next peer if it still computes this execution.
+        """Return the effect that asks the next peer (ForwardStatusQuery) whether it still computes this execution.
 
-        A peer that is only slow keeps the execution. Another peer might be just as slow, and would do the work again.
+        A peer that is only slow keeps the execution: another peer might be just as slow, and would do the work again.
         """
         execution.sent.look_again(sent, math.inf, sent.late)
         self.questioned[sent.to] += 1

@@ -66,7 +66,7 @@ class Ledger(Protocol):
         """Return whether there are enough gradients for a step."""
 
     def expect(self, micro_batches: int) -> None:
-        """Set the least number of micro-batches in a step."""
+        """Set the minimum number of micro-batches in a step."""
         return
 
     def add(self, token: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
@@ -113,7 +113,7 @@ class Ledger(Protocol):
 
 @dataclass(slots=True)
 class GradientLedger:
-    """The ledger of asynchronous training. Origin peers' decisions determine which sums are applied or dropped."""
+    """The ledger of asynchronous training: origin peers' decisions determine which sums are applied or dropped."""
 
     micro_batches_per_step: int  # a step needs at least this many micro-batches
     slots: int = 1  # at most this many closed (sealed) gradient sums wait for commit decisions
@@ -125,7 +125,7 @@ class GradientLedger:
     sealing: bool = False
 
     def expect(self, micro_batches: int) -> None:
-        """Set the least number of micro-batches in a step."""
+        """Set the minimum number of micro-batches in a step."""
         self.micro_batches_per_step = micro_batches
 
     def add(self, token: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
@@ -145,7 +145,7 @@ class GradientLedger:
         return self._decide(token, CommitState.COMMITTED)
 
     def abort(self, token: int) -> list[Effect]:
-        """Mark an execution in doubt as aborted, and return the job that drops a sealed sum with it, if any."""
+        """Mark an execution in doubt as aborted; if a sealed sum contains it, return the job that drops the sum."""
         return self._decide(token, CommitState.ABORTED)
 
     def sealed(self, tokens: tuple[int, ...], slot: int = 0, sound: bool = True) -> list[Effect]:

@@ -1,4 +1,4 @@
-"""The life of an execution at this peer: how each event changes it (`comm/pipeline/execution.py` has its states).
+"""How each event changes an execution at this peer (`comm/pipeline/execution.py` has the states of an execution).
 
 `ExecutionLifecycle` handles, in this order: answers of the next peer, reports of the training thread, decisions of the
 origin peer, and time. A peer keeps the activations that it has sent. If the next peer is gone, late, or answers
@@ -40,7 +40,7 @@ from decentral.core.latest import keep_latest
 from decentral.core.reasons import SILENT, Reason
 from decentral.core.units import Seconds
 
-# A refusal for one of these reasons is not a failure of the peer: for example, our record of the peer may be old.
+# A refusal for one of these reasons does not count as a failure of the peer: our record of the peer may be outdated.
 BUSY = frozenset((Reason.BUSY, Reason.STRANGER, Reason.NOT_READY, Reason.MOVED, Reason.SPAN, Reason.OVERSIZE))
 
 
@@ -53,7 +53,7 @@ class ExecutionLifecycle:
     forwarding: Forwarding
     audits: RouteAudits
     completed: int = 0  # number of our own micro-batches that have completed their route
-    _heard_at: dict[PeerId, Seconds] = field(default_factory=dict)
+    _heard_at: dict[PeerId, Seconds] = field(default_factory=dict)  # when each next peer last answered
 
     def offer_heard(self, event: Answered | AskFailed, now: Seconds) -> list[Effect] | None:
         """Record the outcome of an Offer. After the execution's last Offer, send the execution to the best peer.
@@ -215,9 +215,9 @@ class ExecutionLifecycle:
         return effects
 
     def _withdraws(self, sender: PeerId, execution: ForwardedExecution) -> bool:
-        """Return whether an abort ends the execution: the sender is its origin, or no other peer has asked for it.
+        """Return whether an abort ends the execution: the sender is the origin peer, or the only asker.
 
-        Otherwise, another peer still needs the execution; forget that the sender asked, if it has got its answer.
+        Otherwise, another asker still needs the execution. Then the sender is no longer an asker if it has its answer.
         """
         if sender == execution.id.origin or [*execution.askers] == [sender]:
             return True

@@ -37,22 +37,22 @@ Choice = TypeVar("Choice", int, PeerId)
 
 # Constants of `PeerScheduler`, which chooses the next peer and notices failures
 
-MOST_NEXT_PEERS = 256  # for at most this many next peers we store how long a micro-batch takes, or a suspension
+MOST_NEXT_PEERS = 256  # for at most this many next peers, we store how long micro-batches take there, and suspensions
 NEWEST_WEIGHT = 0.2  # weight of the newest value in a running average
 LEAST_WEIGHT = 0.02  # a peer without routing weight gets this part of the largest weight, so that its speed is measured
-MOST_TIMES_SLOWER = 16.0  # missed deadlines raise an expected duration to at most this many times the median of peers
-FAR_TIMES = 6.0  # with exact gradients, a peer gets nothing if its link makes it this many times slower than others
-HEALED_TIMES = 2.0  # the mean of a peer's seconds is at most this many times the newest
+MOST_TIMES_SLOWER = 16.0  # missed deadlines raise a peer's duration to at most this many times the other peers' median
+FAR_TIMES = 6.0  # a peer is behind a slow link if it takes this many times as long as others (`PeerScheduler.near`)
+HEALED_TIMES = 2.0  # a peer's mean duration is lowered to at most this many times its newest duration
 FAR_S = 5.0  # a peer behind a slow link is timed again after this time at first, then after twice as long each time
-UNKNOWN_TIMES = 4.0  # a peer that was not timed yet counts as at most this many times slower than a typical one
+UNKNOWN_TIMES = 4.0  # we expect a peer that was not timed yet to take at most this many times as long as a typical peer
 MISSED = 2.0  # each missed deadline multiplies the peer's expected duration by this
 FIRST_SUSPENDED_S = 4.0  # the first suspension is this long; each unanswered Offer doubles it, up to MOST_SUSPENDED_S
 MOST_SUSPENDED_S = 64.0  # a peer that does not answer Offers is suspended for at most this long
-TIMES_KEPT = 4.0  # a peer that answers an Offer but then fails again is suspended for this many times as long
+TIMES_KEPT = 4.0  # a peer that answers an Offer but then fails again is suspended for this many times as long as before
 MOST_KEPT_S = 512.0  # a peer that fails again is suspended for at most this long: each failure can delay all steps
-FORGIVEN_S = 1.0  # each returned gradient halves the next suspension; one shorter than this is forgotten
-LOOK_SLACK = 2.0  # after this many times its expected duration, a peer is asked whether it still computes
-LOOK_FLOOR_S = 1.0  # least time until a peer is asked whether it still computes; short, because steps wait for it
+FORGIVEN_S = 1.0  # each returned gradient halves a peer's next suspension; a suspension as short as this is forgotten
+LOOK_SLACK = 2.0  # once a peer has taken this many times its expected duration, we ask whether it still computes
+LOOK_FLOOR_S = 1.0  # we wait at least this long before we ask a peer whether it still computes
 STATUS_S = 2.0  # a peer must answer a ForwardStatusQuery within this time; even a busy peer answers at once
 ROUTE_SLACK = 4.0  # the deadline of a gradient is this many times the peer's expected duration
 HOP_DEADLINE_FLOOR_S = 2.0  # a gradient's deadline is at least this long, if the peer's usual duration is known
@@ -61,13 +61,13 @@ UNKNOWN_S = 15.0  # a gradient's deadline is at least this long, if the peer's u
 
 # Constants of `Offers`, which ask several peers how soon they could compute an execution
 
-CANDIDATES = 8  # at most this many peers get an Offer for one execution
+CANDIDATES = 8  # at most this many peers at a time get an Offer for one execution
 OFFER_S = 3.0  # a peer that answers an Offer later than this gets no activations
 MOST_BUSY = 6  # after this many refusals as busy, an execution pauses: most other peers are probably busy, too
 FEW = 4  # if at most this many peers hold the next layer, no Offers are sent: measured durations are enough
-COMPUTE_WEIGHT = 0.25  # one second of computing counts like this many seconds in a queue, so that idle slow devices win
+COMPUTE_WEIGHT = 0.25  # a second of computing counts as this many seconds of waiting, so that idle slow devices win
 OFFER_PAUSE_S = 0.25  # an execution's first pause after MOST_BUSY refusals; each further MOST_BUSY refusals double it
-LONGEST_PAUSE_S = 4.0  # a pause is at most this long, or as long as an execution takes if that is longer
+LONGEST_PAUSE_S = 4.0  # a pause is at most this long, or at most as long as an execution takes if that is longer
 
 # Constants of `Reputations`, which follow from audits
 
@@ -76,23 +76,24 @@ SUSPENDED_AT = 2.0  # a peer gets no routes (is suspended) once the weights of i
 NO_ROUTES_S = 600.0  # a peer's first suspension for wrong answers; each further suspension is twice as long
 LONGEST_NO_ROUTES_S = 6 * 3600.0
 HALVED_S = 600.0  # the weight of a wrong answer halves in this time
-_ROUNDING = 1e-3  # two wrong answers suspend a peer although the weight of the first has decayed by up to this part
+_ROUNDING = 1e-3  # a sum this much below SUSPENDED_AT suspends, too, since the weights of earlier wrong answers decay
 MOST_JUDGED = 1024  # we store the reputations of this many peers; beyond, the peer judged longest ago is forgotten
 MOST_RIGHT = 30  # up to this many right answers in a row count; each of them halves the audit rate
 
 
 @dataclass(slots=True)
 class RoutingWeights:
-    """Shares of micro-batches for each next peer, from the maximum flow through the swarm.
+    """The shares of micro-batches that next peers should get, computed from the maximum flow through the swarm.
 
     scheduler/throughput/routing.py computes them. A rate is a flow in any unit, since only ratios of rates are used.
     """
 
     # ends[first][last]: rate of this peer's executions that enter at layer `first` and leave before layer `last`
     ends: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
-    # nexts[layer][first, last]: rate at which executions enter peers with layers [first, last) at `layer`, per tokens/s
+    # nexts[layer][first, last]: rate of the executions that enter the peers with layers [first, last) at `layer`,
+    # divided by the tokens/s that these peers publish
     nexts: Mapping[int, Mapping[tuple[int, int], float]] = field(default_factory=dict)
-    tokens_per_s: float = 0.0
+    tokens_per_s: float = 0.0  # tokens/s of the micro-batches that all peers together begin in this flow
     size: int = 0  # number of variables in the linear programme behind these weights
     spans: Collection[tuple[int, int]] = ()  # layers [first, last) of all peers when the weights were computed
 
@@ -163,7 +164,7 @@ class PeerScheduler:
 
     seconds: dict[PeerId, Seconds] = field(default_factory=dict)  # mean time until a peer returns a gradient
     suspended: dict[PeerId, Suspension] = field(default_factory=dict)
-    # For each peer behind a slow link: (when it is timed again, the wait before).
+    # For each peer behind a slow link: (when it is timed again, length of the wait until then).
     _far: dict[PeerId, tuple[Seconds, Seconds]] = field(default_factory=dict)
     # For each layer: the turns of the peers that hold it.
     _strides: dict[int, StrideScheduler[PeerId]] = field(default_factory=dict)
@@ -191,14 +192,16 @@ class PeerScheduler:
         return self._strides.setdefault(layer, StrideScheduler()).choose(costs, count)
 
     def near(self, speeds: Mapping[PeerId, float], now: Seconds) -> list[PeerId]:
-        """Return the peers that are not behind slow links, or one that is to be timed again.
+        """Return the peers that are not behind slow links, or one peer behind a slow link whose next timing is due.
 
-        With exact gradients, each step waits for the slowest micro-batch in flight, so peers behind slow links get
-        none. Each of them is timed again after a while, which doubles. A peer counts as behind a slow link if it takes
-        FAR_TIMES as long as another one, and as another one of its speed; or FAR_TIMES as long as most of its speed.
+        A step may wait for the slowest micro-batch in flight. So peers behind slow links get no micro-batches, except
+        one from time to time that measures the link. A peer's work is its measured duration times its speed. A peer
+        counts as behind a slow link if its duration and its work both exceed FAR_TIMES the smallest of all peers, or if
+        its work exceeds FAR_TIMES the lower median of the work of three or more peers.
 
-        Speeds are claims. A peer that claims to be slow must not make all others seem far; one that claims to be fast
-        without being so is far itself. Of two peers nobody can tell which one lies.
+        Speeds are only claims. A peer that claims to be slow must not make all other peers seem to have slow links. A
+        peer that claims to be faster than it is seems to have a slow link itself. Two peers are not compared by work
+        alone, since one of them may lie about its speed.
 
         Args:
             speeds: Each peer's tokens/s, as it claims; 0 if it is not known.
@@ -223,10 +226,10 @@ class PeerScheduler:
         return median(self.seconds.values()) if self.seconds else unknown_s
 
     def served(self, peer: PeerId, seconds: Seconds) -> None:
-        """Record that this peer returned a gradient after `seconds`, end its suspension, and halve its next one."""
+        """Record that a peer returned a gradient after `seconds`; end its suspension, and halve its next suspension."""
         known = self.seconds.get(peer)
         mean = seconds if known is None else (1 - NEWEST_WEIGHT) * known + NEWEST_WEIGHT * seconds
-        mean = min(mean, HEALED_TIMES * seconds)  # so that a peer whose link was slow once is soon near again
+        mean = min(mean, HEALED_TIMES * seconds)  # so that a peer whose link was slow only once soon counts as near
         keep_latest(self.seconds, peer, mean, MOST_NEXT_PEERS)
         before = self.suspended.pop(peer, None)
         if before and before.seconds > FORGIVEN_S:
@@ -240,7 +243,7 @@ class PeerScheduler:
             self._suspend(peer, seconds, now)
 
     def asked(self, peer: PeerId, now: Seconds) -> None:
-        """Record that a micro-batch goes to this peer. If the peer has failed lately, it gets no other for a while."""
+        """Record that a micro-batch goes to a peer. If the peer has failed lately, it gets no more for a while."""
         if before := self.suspended.get(peer):
             self.suspended[peer] = before._replace(until=now + before.seconds, tried=True)
 
@@ -273,7 +276,7 @@ class PeerScheduler:
         return [peer for peer in peers if peer not in barred] or list(peers)
 
     def believable_wait_s(self, peer: PeerId, load: Load) -> Seconds:
-        """Return the seconds that a peer claims a micro-batch would wait there, or more if the claim is not believable.
+        """Return how long a micro-batch would wait at a peer, in seconds: its claim, or more if that is not believable.
 
         Args:
             peer: The peer that has answered an Offer.
@@ -317,7 +320,7 @@ class PeerScheduler:
         return self._twice_usual_s(peer, self.deadline_s(peer, guess_s))
 
     def status_s(self, peer: PeerId) -> Seconds:
-        """Return the seconds that this peer may take to answer whether it still computes."""
+        """Return the seconds within which this peer must answer the question whether it still computes."""
         return self._twice_usual_s(peer, STATUS_S)
 
     def _twice_usual_s(self, peer: PeerId, most_s: Seconds) -> Seconds:
@@ -338,7 +341,7 @@ class Offers:
     _least: tuple[float, float] = (0.0, 0.0)  # rank of `best`: (cost in seconds / part of the model, -part)
 
     def answered(self, peer: PeerId, load: Load | None, part: float, link_s: Seconds) -> None:
-        """Record a peer's answer, and keep the peer as `best` if it needs the fewest seconds for its part of the model.
+        """Record a peer's answer, and keep the peer as `best` if it needs the fewest seconds per part of the model.
 
         Args:
             peer: The peer that got the Offer.
@@ -355,7 +358,7 @@ class Offers:
 
 
 def pause_s(refusals: int, execution_s: Seconds) -> Seconds:
-    """Return the seconds to wait after refusals in a row, so that a busy swarm does not spend its time on offers.
+    """Return how many seconds to pause after refusals in a row, so that a busy swarm does not spend its time on offers.
 
     Args:
         refusals: How many peers in a row refused.
@@ -369,7 +372,7 @@ def pause_s(refusals: int, execution_s: Seconds) -> Seconds:
 
 @dataclass(slots=True)
 class PeerReputation:
-    """What this peer's audits found about another peer's answers."""
+    """What this peer's audits have found about the answers of one other peer."""
 
     right: int = 0  # number of audits in a row that found its answer right
     wrong: float = 0.0  # sum of the weights of its wrong answers, as of time `at`

@@ -114,7 +114,7 @@ class Router:
 
     @property
     def idle(self) -> bool:
-        """Return whether no execution is at this peer, and no gradient waits for a step."""
+        """Return whether this peer has neither an execution nor a gradient that waits for a step."""
         return not self.table.by_token and not self.ledger.entries and not self.ledger.sealing
 
     def was_stopped(self, seconds: Seconds) -> None:
@@ -196,12 +196,12 @@ class Router:
         return []
 
     def look_for_lost(self, is_there: Callable[[PeerId], bool], now: Seconds) -> list[Effect]:
-        """Send all executions at peers for which `is_there` is false to other peers, without waiting for deadlines."""
+        """Send executions at lost peers (`is_there` is false) to other peers at once, and return the effects."""
         self._wake = None
         return [*self.lifecycle.lost(is_there, now), *self.commits.tell()]
 
     def give_up_all(self) -> list[Effect]:
-        """Give up all executions at this peer, as none can be completed while a layer has no holder."""
+        """Give up all executions at this peer, because a layer has no holder any more, and return the effects."""
         self._wake = None
         executions = [one for one in self.executions.values() if one.state is not GONE]
         return [effect for execution in executions for effect in self.table.give_up(execution, Reason.GONE)]
@@ -223,12 +223,12 @@ class Router:
         return self.own.quota == 0 and not self.own.under_way
 
     def give_up_own(self) -> list[Effect]:
-        """Give up our own micro-batches, and begin no more in this round."""
+        """Give up our own micro-batches, begin no more in this round, and return the effects."""
         self._wake = None
         return self.own.give_up_all()
 
     def end_round(self, everything: bool = False) -> list[Effect]:
-        """End all executions of the round, so that no more gradients join its sums.
+        """End all executions of the round, so that its sums get no more gradients; return the effects.
 
         Args:
             everything: Whether to end also those executions of the next round that other peers have sent early.

@@ -24,7 +24,9 @@ from decentral.core.jobs import MOST_UNDER_WAY
 from decentral.core.layer_work import UNMEASURED, KindCosts, forward_share, share
 from decentral.core.units import Seconds
 
-LEAST_PART_MEASURED = 0.2  # the speed is measured where executions take at least this part of a whole one
+# A step measures the speed only if its executions did more than this fraction of the work of executions through all our
+# layers.
+LEAST_PART_MEASURED = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +38,16 @@ class StageConfig:
     first: int
     last: int
     cuts: tuple[Fragment, ...]  # the model's fragments; every stage execution ends where a fragment ends
-    max_sequences: int  # in another peer's micro-batch; 0: this peer computes for no other
-    capacity: int  # this many micro-batches fit into memory, if each passes through all layers of this peer
-    micro_batches_per_step: int
+    max_sequences: int  # most sequences in another peer's micro-batch; 0: this peer computes for no other peer
+    capacity: int  # this many micro-batches fit into memory if each passes through all layers of this peer
+    micro_batches_per_step: int  # a step needs the gradients of at least this many micro-batches
     forms: Callable[[int, int], ActivationForms]  # (layer, sequences) -> layouts in which that layer's input may arrive
-    activations: tuple[int, ...] = ()  # a micro-batch's memory in each fragment, bytes; empty: `capacity` is the limit
+    activations: tuple[int, ...] = ()  # bytes that a micro-batch takes in each fragment; (): not known
     slots: int = 1  # at most this many complete sums of gradients may wait for the decision to commit them
     overlap: bool = False  # whether optimizer steps may run between a micro-batch's two passes: faster, stale gradients
     originates: bool = True  # False: the peer executes only micro-batches that other peers begin
     synchronous: bool = False
-    costs: KindCosts = UNMEASURED  # what a layer of each kind costs this device
+    costs: KindCosts = UNMEASURED  # the time that a layer of each kind takes on this device
     _entries: tuple[int, ...] = field(init=False, repr=False)  # layers at which other peers' executions may begin here
     _memory: dict[tuple[int, int], float] = field(init=False, repr=False, compare=False, default_factory=dict)
 
@@ -61,19 +63,20 @@ class StageConfig:
 
     @property
     def exact(self) -> bool:
-        """Return whether gradients are exact: no step changes the weights between a micro-batch's two passes.
+        """Return whether steps wait for micro-batches in flight, so that no step comes between their two passes.
 
-        If true, steps wait for all micro-batches in flight, so silent peers must be noticed soon. If false, no step
-        waits, and a false alarm about a slow peer costs more than it saves.
+        This is False with `overlap`, and in synchronous training, where no step is due during a round. If True, this
+        peer must notice soon when another peer is silent, because steps wait for it. If False, suspecting a peer that
+        is only slow costs more than it saves.
         """
         return not self.overlap and not self.synchronous
 
     def begins(self, layer: int) -> bool:
-        """Return whether other peers' executions may begin here with this layer."""
+        """Return whether another peer's execution may begin at this peer with this layer."""
         return layer in self._entries
 
     def later_entries(self, layer: int) -> int:
-        """Return at how many layers after this one other peers' executions may begin here."""
+        """Return the number of layers after this one with which another peer's execution may begin at this peer."""
         return len(self._entries) - bisect.bisect_right(self._entries, layer)
 
     @property
@@ -86,7 +89,7 @@ class StageConfig:
         return MOST_UNDER_WAY if self.activations else self.capacity
 
     def memory_share(self, first: int, last: int) -> float:
-        """Return the memory of an execution through layers [first, last), as a share of one through all our layers."""
+        """Return the memory of an execution through layers [first, last), as a share of that through all our layers."""
         found = self._memory.get((first, last))
         if found is None:
             span = self._bytes(self.first, self.last)
@@ -138,10 +141,10 @@ class StageLoad:
 
     stage: StageConfig
     view: RouteView
-    speed: float = 0.0  # measured tokens/s through the whole model, without the pauses; 0: not measured yet
-    tokens: int = 0
-    _worked: float = 0.0  # work since the last optimizer step: sum of tokens times share of a token's time
-    _full: float = 0.0  # what that work would be if each execution went through all our layers
+    speed: float = 0.0  # measured tokens/s through the whole model, pauses not counted; 0: not measured yet
+    tokens: int = 0  # tokens in the micro-batch that this peer computed last; others are expected to be as large
+    _worked: float = 0.0  # work since the last optimizer step: sum of tokens times the layers' share of a token's time
+    _full: float = 0.0  # what `_worked` would be if each execution had gone through all our layers
     _shares: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
 
     def hold(self, stage: StageConfig) -> None:
@@ -157,9 +160,9 @@ class StageLoad:
     def stepped(self, seconds: Seconds) -> None:
         """Update the speed at a step, given that this peer has computed for `seconds` seconds since the last step.
 
-        The average is taken of seconds per token, not of tokens/s: so it soon shows that a device has become slower.
-        Executions through few layers say little about the device, as each has a fixed cost: a peer that computed only
-        the embedding would seem very slow, and so would get nothing else to do.
+        We average seconds per token, not tokens/s, because this average soon shows that a device has become slower.
+        Executions through few layers do not measure the device, since each execution has a fixed cost: a peer that
+        computed only the embedding would seem very slow, and would therefore get nothing else to compute.
         """
         if self._worked > LEAST_PART_MEASURED * self._full and seconds > 0:
             newest_s = seconds / self._worked
@@ -171,7 +174,7 @@ class StageLoad:
         return self._shares_of(first, last)[0]
 
     def _shares_of(self, first: int, last: int) -> tuple[float, float]:
-        """Return the share that layers [first, last) take, and the share that their forward job takes."""
+        """Return the shares of a token's time that layers [first, last) and their forward job alone take."""
         found = self._shares.get((first, last))
         if found is None:
             cuts, costs = self.stage.cuts, self.stage.costs
@@ -180,7 +183,7 @@ class StageLoad:
         return found
 
     def seconds(self, part: float) -> Seconds:
-        """Return the seconds in which this peer can do `part` of one micro-batch's computation; 0 if unknown."""
+        """Return the seconds in which this peer computes the fraction `part` of one micro-batch; 0 if unknown."""
         speed = self.speed or self.view.usual_speed
         return part * self.tokens / speed if speed else 0.0
 
@@ -200,7 +203,7 @@ class StageLoad:
         return self.seconds(parts)
 
     def hops_left(self, layer: int) -> int:
-        """Return how many peers a micro-batch visits from a layer on, if all hold as large a part as this peer."""
+        """Return how many peers compute the layers from `layer` on, if each holds as large a part as this peer."""
         rest = self.share(layer, self.stage.layers)
         return math.ceil(rest / self.share(self.stage.first, self.stage.last)) if rest > 0 else 0
 

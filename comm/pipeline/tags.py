@@ -26,7 +26,7 @@ class OfferTag(ExecutionTag):
 
 @dataclass(frozen=True, slots=True)
 class PresenceTag(RouteTag):
-    """The tag of an Offer to a peer that has failed; the Offer tests whether the peer answers again."""
+    """The tag of an Offer that only tests whether a peer that has failed answers again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,10 @@ class ForwardTag(ExecutionTag):
 
 @dataclass(frozen=True, slots=True)
 class AuditTag(RouteTag):
-    """The tag of a ForwardRequest of the audit `token`. Answers to an earlier `attempt` are ignored."""
+    """The tag of a ForwardRequest with which the audit `token` has an answer recomputed.
+
+    An answer to any but the audit's latest attempt is ignored.
+    """
 
     token: int
     attempt: int

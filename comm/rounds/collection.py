@@ -4,10 +4,11 @@ Start at `Collection`. Each report or sum that this peer wants passes through th
 
     wanted        this peer asks the origin (the member that makes the report or sum) until the report or sum is ready
     origin lost   this peer accepts nothing more from the origin, and asks the other members for a copy
-    over          a copy was found; or no reachable member has a copy or waits for the origin, so no member uses it
+    over          this peer has the report or sum; or no reachable member has it or waits for the origin, so that no
+                  member uses it
 
 So all reachable members use the same reports and sums, with one exception: a member may fail after it has sent its sum
-to some members and not to others. The fragments' versions (comm/rounds/contributions.py) detect this difference.
+to some members and not to others. The fragments' versions (comm/rounds/contributions.py) reveal this difference.
 """
 
 from collections.abc import Sequence
@@ -27,10 +28,10 @@ from decentral.core.units import Seconds
 Key = tuple[PeerId, int | None]
 """The origin, and the fragment whose sum is wanted; None stands for the origin's report."""
 
-PATIENCE_S = 3.0  # a peer may delay its answer this long if it does not have the wanted report or sum yet
+PATIENCE_S = 3.0  # a peer that does not have the wanted report or sum yet may delay its answer by up to this long
 GONE_S = 5.0  # a peer whose answers have all failed for this many seconds is not asked any more
 COLLECT_RETRY_S = 0.5  # after a failed answer, or a refusal in LATER_REASONS, the peer is asked again this much later
-MAX_QUESTIONS = 32  # in one round, at most this many questions for reports and sums may be unanswered at a time
+MAX_QUESTIONS = 32  # in one round, at most this many of our questions for reports and sums are unanswered at a time
 LATER_REASONS = (  # temporary refusals: the same peer is asked again after COLLECT_RETRY_S
     Reason.NOTHING_NEWER,
     Reason.NOT_READY,
@@ -42,11 +43,11 @@ BEHIND_REASONS = (Reason.LATE, Reason.EXPELLED)  # a peer that answers with one 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A peer that is asked for one report or sum, and when the peer was asked and may be asked again."""
+    """When one peer was asked for a report or sum, and when it may be asked for it again."""
 
-    retry_at: Seconds
-    since: Seconds | None = None  # when our first question since the peer's last answer was sent; None: none was sent
-    asked: bool = False  # whether the peer still owes us an answer
+    retry_at: Seconds  # from this time on the peer may be asked
+    since: Seconds | None = None  # when we sent the first question since the peer last answered; None: none was sent
+    asked: bool = False  # True while our question to the peer is unanswered
 
 
 @dataclass(slots=True)
@@ -57,10 +58,10 @@ class Wanted:
     fragment: int | None  # the fragment whose sum of gradients is wanted; None: the origin's report is wanted
     size: int  # bytes of the wanted sum of gradients; 0: a report is wanted
     others: tuple[PeerId, ...]  # members that may have a copy, and are asked for it if the origin does not deliver
-    sources: dict[PeerId, Source]
-    found: Envelope | None = None
-    origin_lost: bool = False
-    reason: str = ""
+    sources: dict[PeerId, Source]  # the peers that are asked now; empty once the search is over
+    found: Envelope | None = None  # the report or sum; None: not found yet, or not found at all
+    origin_lost: bool = False  # True: the origin was given up, and `others` are asked
+    reason: str = ""  # why the origin was given up
 
     @property
     def over(self) -> bool:
@@ -68,7 +69,7 @@ class Wanted:
         return not self.sources
 
     def lose_origin(self, reason: str, now: Seconds) -> None:
-        """Give the origin up for this `reason`: accept nothing more from it, and ask `self.others` from `now` on."""
+        """Give the origin up because of `reason`: accept nothing more from it, and ask `self.others` from `now` on."""
         self.origin_lost, self.reason = True, reason
         self.sources = {peer: Source(now) for peer in self.others}
 
@@ -80,9 +81,9 @@ class Wanted:
             self.lose_origin(reason, now)
 
     def idle_sources(self) -> list[tuple[PeerId, Source]]:
-        """Return the peers without an unanswered question, sorted by the earliest time of their next question.
+        """Return the peers that have no question of ours to answer, sorted by when they may be asked again.
 
-        A sum is large, so only one peer at a time is asked for a sum: at most one peer is returned for a sum, and no
+        A sum is large, so only one peer at a time is asked for it: if a sum is wanted, return at most one peer, and no
         peer while a question for the sum is unanswered.
         """
         if self.over or (self.size and any(source.asked for source in self.sources.values())):
@@ -99,7 +100,7 @@ class Collector(Protocol):
         """Check that an answer is the wanted report or sum; raise ProtocolError if not."""
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
-        """Return the longest time that an answer of `size` bytes from a peer may take."""
+        """Return the longest time in seconds that an answer of `size` bytes from a peer may take."""
 
 
 @dataclass(slots=True)
@@ -108,7 +109,7 @@ class Collection:
 
     run: str
     round: int
-    member: bool
+    member: bool  # whether this peer is a member of the round; a follower is not
     collector: Collector = field(repr=False, compare=False)
     wanted: dict[Key, Wanted] = field(default_factory=dict)
     behind: str = ""  # why other members have continued without this peer (one of BEHIND_REASONS); "": they have not
@@ -121,7 +122,7 @@ class Collection:
 
     @property
     def wake_at(self) -> Seconds | None:
-        """Return when to ask the next question; None if nothing is to be asked, or MAX_QUESTIONS are unanswered."""
+        """Return when to ask the next question; None if there is none to ask, or MAX_QUESTIONS are unanswered."""
         if len(self._under_way) >= MAX_QUESTIONS:
             return None
         return earliest(source.retry_at for one in self.wanted.values() for _, source in one.idle_sources())
@@ -129,14 +130,15 @@ class Collection:
     def want(self, origin: PeerId, fragment: int | None, size: int, others: Sequence[PeerId], now: Seconds) -> Wanted:
         """Start collecting a sum of `size` bytes or, with `fragment` None and `size` 0, a report.
 
-        `ask` asks the member `origin`, which makes the report or sum. After `origin` is given up, it asks `others`.
+        The method `ask` asks the member `origin`, which makes the report or sum; it asks `others` once `origin` is
+        given up.
         """
         one = Wanted(origin, fragment, size, tuple(others), {origin: Source(now)})
         self.wanted[origin, fragment] = one
         return one
 
     def ask(self, now: Seconds) -> list[Effect]:
-        """Return the questions to send now. At most MAX_QUESTIONS questions are unanswered at a time."""
+        """Return the effects that send the questions due now; at most MAX_QUESTIONS are unanswered at a time."""
         effects: list[Effect] = []
         for one in self.wanted.values():
             for peer, source in one.idle_sources():

@@ -33,7 +33,7 @@ from decentral.core.fragments import Fragment, layout_bytes
 from decentral.core.ids import PeerId
 from decentral.core.reasons import Reason
 
-MOST_LOSS = 1e6  # a report with a larger mean loss (nats per token) is refused; keeps RoundReport.loss below 1e18
+MOST_LOSS = 1e6  # nats per token; micro-batches with a larger mean loss are left out, so RoundReport.loss is below 1e18
 Versions = dict[int, bytes]
 """A fragment's version, by the fragment's index."""
 
@@ -46,10 +46,10 @@ class ContributionRecord(Ledger):
     waiting: bool = False  # always False: no step is taken during a round, so no forward pass must wait for a step
     sealing: bool = False
     micro_batches_per_step: int = 1
-    entries: dict[int, GradientEntry] = field(default_factory=dict)  # this peer's number (`token`) -> stage execution
-    ways: dict[int, tuple[Hop, ...]] = field(default_factory=dict)  # our own micro-batch's `token` -> hops of its route
-    members: dict[PeerId, RoundMember] = field(default_factory=dict)
-    ends: frozenset[int] = frozenset()  # layers at which fragments end: a stage execution must end at one of them
+    entries: dict[int, GradientEntry] = field(default_factory=dict)  # `token` -> execution that is in one of our sums
+    ways: dict[int, tuple[Hop, ...]] = field(default_factory=dict)  # `token` of our own micro-batch -> hops after ours
+    members: dict[PeerId, RoundMember] = field(default_factory=dict)  # of this round; {} before the first round
+    ends: frozenset[int] = frozenset()  # layers at which fragments end; a stage execution must end at one of them
 
     def begin(self, members: RoundMembers, cuts: Sequence[Fragment]) -> None:
         """Start a round: from now on `believes` checks hops against these members and fragments."""
@@ -59,8 +59,8 @@ class ContributionRecord(Ledger):
     def believes(self, hops: Sequence[Hop], loss: float, tokens: int) -> bool:
         """Return whether other members would accept a report with these hops and this loss (nats, summed over tokens).
 
-        The caller drops an answer that would not be accepted, since one invalid micro-batch makes a report invalid.
-        Before the first round, hops are not checked.
+        If not, the caller drops the next peer's answer, because one invalid micro-batch makes a whole report invalid.
+        Before the first round, the hops are not checked.
         """
         seats = [(hop, self.members.get(PeerId(hop.peer))) for hop in hops]
         held = all(seat and seat.first <= hop.first < hop.last <= seat.last for hop, seat in seats)
@@ -68,7 +68,7 @@ class ContributionRecord(Ledger):
         return (fits or not self.members) and loss <= MOST_LOSS * tokens
 
     def add(self, token: int, entry: GradientEntry, state: CommitState) -> list[Effect]:
-        """Record an execution whose gradient is in this round's sum, and return no effects."""
+        """Record that this round's sum contains an execution's gradient; return no effects."""
         self.entries[token] = entry
         return []
 
@@ -82,10 +82,10 @@ class ContributionRecord(Ledger):
         return entries
 
     def named(self, executions: Container[ExecutionId]) -> tuple[int, ...]:
-        """Return the ids at this peer (`token`) of those `executions` that are in its sums.
+        """Return the ids at this peer (`token`) of those of the `executions` that are in this peer's sums.
 
         An execution that was given up and sent again may be in a sum twice, under two ids. Only one of these ids is
-        returned. CloseRound then finds another id in the sum, and discards the sum.
+        returned. The job CloseRound then finds an id in the sum that was not returned, and discards the sum.
         """
         counted = {entry.execution: token for token, entry in self.entries.items() if entry.execution in executions}
         return tuple(counted.values())
@@ -115,7 +115,7 @@ class ContributionRecord(Ledger):
 def check_report(report: RoundReport, members: RoundMembers, origin: PeerId, cuts: Sequence[Fragment]) -> None:
     """Check that member `origin` can have sent this report in a round with these members.
 
-    The result depends on the arguments only, so all members decide alike.
+    The result depends only on the arguments, so all members decide alike.
 
     Raises:
         ProtocolError: If another member wrote the report; if the layers of the member or a newcomer contain no whole
@@ -173,14 +173,15 @@ class RoundCount:
     """The executions and tokens that count in a round, according to the reports of all members."""
 
     executions: frozenset[ExecutionId] = frozenset()  # this peer's executions whose gradients the step uses
-    tokens: dict[tuple[PeerId, int], int] = field(default_factory=dict)  # (member, fragment) -> most tokens in its sum
-    loss: float = 0.0  # mean over all reported tokens, in nats
+    # (member, fragment) -> the most tokens that this member's sum of the fragment may have
+    tokens: dict[tuple[PeerId, int], int] = field(default_factory=dict)
+    loss: float = 0.0  # mean loss over all reported tokens, in nats per token
 
 
 def count_contributions(
     members: RoundMembers, reports: Mapping[PeerId, RoundReport], own: PeerId, cuts: Sequence[Fragment]
 ) -> RoundCount:
-    """Return which executions of the peer `own` count, the most tokens in each member's sums, and the mean loss."""
+    """Return which executions of the peer `own` count, how many tokens members' sums may have, and the mean loss."""
     executions, tokens = set(), dict[tuple[PeerId, int], int]()
     for origin, report in sorted(reports.items()):
         for one in report.micro_batches:
@@ -200,7 +201,7 @@ def count_contributions(
 def first_version(run: str, fragment: int, steps: int) -> bytes:
     """Return the version of a fragment whose weights come from a checkpoint: a digest of the arguments.
 
-    Later versions (`next_version`) follow from this one. `steps` is the number of steps before the checkpoint.
+    `next_version` computes the later versions from this one. `steps` is the number of steps before the checkpoint.
     """
     return blobs.digest(f"{run} {fragment} {steps}".encode())
 

@@ -1,10 +1,11 @@
 """Choose the newcomers that this peer's report admits to the next round: first come, first served.
 
 Start at `JoinRequests`. All members wait for each member's report. So an admitted newcomer that never reports delays
-the round until the other members give it up. Therefore a newcomer must have published its peer record. A newcomer that
-was admitted and did not report must wait before it is admitted again, each time twice as long. An attacker can use many
-peer ids. So after such a round, all newcomers that have never reported must wait COMMON_REST_TIMES times as long as the
-round took. So an attacker delays the members for at most a fixed share of the time, however many peer ids it uses.
+the round until the other members give it up. Therefore only a newcomer that has published its peer record is admitted.
+A newcomer that was admitted and did not report must wait before it is admitted again, each time twice as long. An
+attacker can use many peer ids. So after such a round, all newcomers that have never reported must wait
+COMMON_REST_TIMES times as long as the round took. With this rule an attacker delays the members for at most a fixed
+share of the time, however many peer ids it uses.
 """
 
 from collections.abc import Collection, Container, Iterable
@@ -17,33 +18,34 @@ from decentral.core.latest import keep_latest
 from decentral.core.units import Seconds
 
 LET_IN_EACH = 4  # one member's report admits at most this many newcomers to the next round
-MAX_WAITING_NEWCOMERS = 64  # while this many newcomers wait to be admitted, requests of others are ignored
+MAX_WAITING_NEWCOMERS = 64  # while this many newcomers wait to be admitted, requests of further newcomers are ignored
 WAITING_STRANGERS = 16  # at most this many waiting newcomers may be peers whose DHT record has not been read yet
 STILL_ASKS_S = 15.0  # a waiting newcomer that has not repeated its request for this many seconds is dropped
-# A newcomer that was admitted but does not report must wait: first FIRST_REST_S, then twice as long each time.
+# A newcomer that was admitted but does not report must wait: FIRST_REST_S at first, then twice as long each time, up to
+# LONGEST_REST_S.
 FIRST_REST_S, LONGEST_REST_S = 10.0, 600.0
 # After an admitted newcomer fails to report, no peer that has never reported is admitted for this many times the length
 # of that round.
 COMMON_REST_TIMES = 4
-LONGEST_COMMON_REST_S = 120.0  # longest time for which no peer is admitted that has never reported
-MOST_REMEMBERED = 1024  # the waits of this many newcomers are stored, and the ids of this many peers that have reported
+LONGEST_COMMON_REST_S = 120.0  # peers that have never reported must wait for at most this long after such a round
+MOST_REMEMBERED = 1024  # we store the waits of this many newcomers, and the ids of this many peers that have reported
 
 
 @dataclass(slots=True)
 class JoinRequests:
-    """The queue of newcomers that ask to become members, and the waits of newcomers that did not report."""
+    """The queue of newcomers that ask to become members, and how long newcomers that did not report must wait."""
 
     knows: Knows = knows_all  # returns whether a peer's record in the DHT has been read
     waiting: dict[PeerId, RoundMember] = field(default_factory=dict)
     round_began: Seconds = 0.0
     _asked_at: dict[PeerId, Seconds] = field(default_factory=dict)
     _rests: dict[PeerId, tuple[Seconds, Seconds]] = field(default_factory=dict)  # newcomer -> its wait: (end, length)
-    _reported: dict[PeerId, bool] = field(default_factory=dict)  # peers that have reported before (a bounded set)
-    _common_rest_until: Seconds = 0.0  # before this time, no peer is admitted that has never reported
+    _reported: dict[PeerId, bool] = field(default_factory=dict)  # the keys are the peers that have ever reported
+    _common_rest_until: Seconds = 0.0  # before this time, peers that have never reported are not admitted
 
     @property
     def next_at(self) -> Seconds | None:
-        """Return when the next waiting newcomer may be admitted; None if no newcomer with a peer record waits."""
+        """Return when the first of the waiting newcomers may be admitted; None if none of them has a peer record."""
         return min(map(self._ready_at, filter(self.knows, self.waiting)), default=None)
 
     def round_begins(self, peers: Container[PeerId], now: Seconds) -> None:
@@ -74,8 +76,8 @@ class JoinRequests:
         """Record the end of a round: impose a wait on admitted newcomers that did not report.
 
         Args:
-            let_in: Peers that were admitted to this round.
-            reported: Members whose reports this peer has. Their earlier waits are cancelled.
+            let_in: The newcomers that were admitted to this round.
+            reported: Members whose reports this peer has. If any of them still has to wait, its wait is cancelled.
             now: The time.
         """
         for peer in reported:

@@ -28,16 +28,16 @@ from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 from decentral.core.units import Seconds
 
-HOLD_S = 3.0  # the round waits for a newcomer until it has requested no weights for this many seconds
+HOLD_S = 3.0  # the round waits for a newcomer until the newcomer has requested no weights for this many seconds
 MAX_HOLD_S = 60.0  # newcomers that fetch weights at the same time delay a round by at most this much in total
 MOST_HOLDS = 16  # a peer delays the round for at most this many newcomers at the same time
 HOLDS_EACH = 3  # a peer delays the round for the same newcomer at most this many times within HOLDS_AGAIN_S
 HOLDS_AGAIN_S = 600.0
-MOST_HELD_FOR = 1024  # for more newcomers than this, the oldest counts of delays are forgotten
+MOST_HELD_FOR = 1024  # we count the delays of at most this many newcomers; beyond, the oldest count is forgotten
 
 
 def whole_fragments(member: RoundMember, cuts: Sequence[Fragment]) -> list[Fragment]:
-    """Return the fragments that lie wholly within a member's layers; [] if these layers exceed the model."""
+    """Return the fragments that lie wholly within a member's layers; [] if the layers reach past the model's end."""
     if member.last > cuts[-1].last:
         return []
     return [cut for cut in cuts if member.first <= cut.first and cut.last <= member.last]
@@ -74,8 +74,8 @@ def covers_model(members: Sequence[RoundMember], layers: int) -> bool:
 def micro_batch_quota(members: RoundMembers, peer: PeerId, round: int, micro_batches: int) -> int:
     """Return how many of the round's `micro_batches` this peer must start; 0 if the peer does not train layer 0.
 
-    The micro-batches are divided evenly among the members that train layer 0. If this leaves a remainder, some of the
-    members start one more; which members do so changes from round to round.
+    The micro-batches are divided evenly among the members that train layer 0. If the division leaves a remainder, some
+    of these members start one more micro-batch; other members do so in the next round.
     """
     origins = sorted(member.peer for member in members if member.first == 0)
     if peer not in origins:
@@ -116,9 +116,10 @@ class DonorHolds:
     """The donor holds of this peer: times in which it delays the round, so that newcomers can fetch its weights."""
 
     holds: dict[PeerId, tuple[Seconds, Seconds]] = field(default_factory=dict)  # newcomer -> (end, latest allowed end)
-    _held_since: Seconds = 0.0  # since when the round has been delayed without a break
-    _rests_until: Seconds = 0.0  # before this time, no newcomer can delay the round again
-    _begun: dict[PeerId, tuple[int, Seconds]] = field(default_factory=dict)  # newcomer -> (its holds, when reset to 0)
+    _held_since: Seconds = 0.0  # while there are holds: since when at least one hold has delayed the round
+    _rests_until: Seconds = 0.0  # before this time, no new hold may begin
+    # Newcomer -> (number of its holds, when the number is reset to 0).
+    _begun: dict[PeerId, tuple[int, Seconds]] = field(default_factory=dict)
 
     def hold_for(self, peer: PeerId, now: Seconds) -> None:
         """Begin or prolong a hold for a newcomer that has asked this peer for weights, unless a limit forbids the hold.
@@ -136,7 +137,7 @@ class DonorHolds:
         self.holds[peer] = min(now + HOLD_S, limit), limit
 
     def _may_hold(self, peer: PeerId, now: Seconds) -> bool:
-        """Return whether the limits allow a new hold for this newcomer, and count the hold towards HOLDS_EACH."""
+        """Return whether the limits allow a new hold for this newcomer; count the attempt towards HOLDS_EACH."""
         if len(self.holds) >= MOST_HOLDS or (not self.holds and now < self._rests_until):
             return False
         count, until = self._begun.get(peer, (0, 0.0))

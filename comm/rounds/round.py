@@ -13,14 +13,14 @@ micro-batches reports at once. A peer that has all reports knows which gradients
 fetches the sums of all other members that train its layers, and takes the step (comm/rounds/round_state.py).
 
 There is no leader. If a member fails, the other members wait for its report and sums until a deadline. They agree which
-of these they have, and continue without the missing ones (comm/rounds/collection.py); the journal names the missing
-ones. If a member's report is missing, its micro-batches do not count. If its sum is missing, or contains more than the
+reports and sums they have, and continue without the missing ones (comm/rounds/collection.py), which the journal names.
+If a member's report is missing, its micro-batches do not count. If a member's sum is missing, or contains more than the
 reports name, the gradients in the sum do not count.
 
 A newcomer fetches the weights and moments of one round. Then it is a follower: it takes the same steps but executes no
-micro-batches, until a member's report admits it (comm/rounds/join_requests.py). A peer also becomes a follower when it
-returns after a restart, when the members gave it up, when its version of a fragment differs from the majority's, and
-when the swarm was split and another part's round takes precedence.
+micro-batches, until a member's report admits it (comm/rounds/join_requests.py). A member becomes a follower again if it
+returns after a restart, if the other members gave it up, if its version of a fragment differs from the majority's, or
+if the swarm was split and the round of another part takes precedence.
 """
 
 from collections.abc import Sequence
@@ -44,8 +44,8 @@ from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 FOLLOW_AGAIN_S = 3.0  # after this many seconds, a peer that follows the round asks again to become a member
-MAX_WAITING_COLLECTS = 256  # this many questions may wait for our report or sums; further questions are refused
-ELSEWHERE_S = 5.0  # seconds between searches for a second round, which a network split can cause
+MAX_WAITING_COLLECTS = 256  # at most this many CollectRequests wait for a report or sum; further ones are refused
+ELSEWHERE_S = 5.0  # we look for a second round, which a network split can cause, once in this many seconds
 
 
 @dataclass(slots=True)
@@ -58,15 +58,15 @@ class Rounds:
     routes: Router
     view: RoundView
     restored: int = 0  # the round to which the weights in this peer's checkpoint belong
-    now_in: Round | None = None
+    now_in: Round | None = None  # the round that this peer is in
     before: Round | None = None  # the previous round, kept for slower members that still ask for its reports and sums
-    behind: str = ""  # why this peer must leave its round and fetch the weights again; "": it need not
-    versions: Versions = field(default_factory=dict)
+    behind: str = ""  # why this peer must leave its round and fetch the weights again; "": it may stay in the round
+    versions: Versions = field(default_factory=dict)  # the present version of each fragment that this peer trains
     donor_holds: DonorHolds = field(default_factory=DonorHolds)
     join_requests: JoinRequests = field(init=False)
     _search: RoundSearch | None = None
     _fetched: dict[int, int] = field(default_factory=dict)  # fragment -> the round to which its fetched weights belong
-    _followed_from: int = 0  # up to this round we compute nothing even as a listed member: a restart lost our report
+    _followed_from: int = 0  # up to this round we only follow, even if listed as a member: a restart lost our report
     _follow_again_at: Seconds | None = None
     _elsewhere_at: Seconds = 0.0
     # Questions for a report or sum that we do not have yet, each with the time at which we refuse it.
@@ -78,7 +78,7 @@ class Rounds:
 
     @property
     def wake_at(self) -> Seconds | None:
-        """Return when `handle` needs its next Woke event; None while it waits for other events only."""
+        """Return when `handle` needs its next Woke event; None while only other events can advance the round."""
         ends = (until for _, _, until in self._waiting)
         if self._search:
             return earliest((self._search.retry_at, *ends))
@@ -107,7 +107,7 @@ class Rounds:
         return [PeerId(m.peer) for m in members if m.first <= layer < m.last and m.peer != self.routes.stage.peer]
 
     def begin(self, round: int, taken: dict[int, tuple[int, bytes]]) -> None:
-        """Start looking for a running round to join. The weights "of round n" are those before its step.
+        """Start looking for a running round to join. The weights "of round n" are those before the step of round n.
 
         Args:
             round: Our latest weights are of this round. If no peer is in a round, the peer with the latest weights
@@ -123,7 +123,7 @@ class Rounds:
             self._fetched[index], self.versions[index] = taken.get(index, own)
 
     def stop(self) -> list[Effect]:
-        """Leave the round, or stop looking for one; return the effects that abort our micro-batches.
+        """Leave the round, or stop looking for one; return the effects that give up all executions at this peer.
 
         Called when this peer is behind the other members; `self.behind` has the reason.
         """
@@ -136,8 +136,8 @@ class Rounds:
     def handle(self, event: Event, now: Seconds) -> list[Effect]:
         """Return the effects of an event: questions, answers, jobs and journal lines.
 
-        After each event that the node passes to another state machine, it must pass Woke to this state machine, because
-        the event may have completed a micro-batch.
+        The node must also call this with Woke after each event that it has passed to another state machine, because the
+        event may have completed a micro-batch.
         """
         effects = self._react(event, now)
         effects += self._progress(self.now_in, now) if self.now_in else self._search_on(now)
@@ -223,7 +223,7 @@ class Rounds:
         return self.routes.begin_round(number, round.acting, round.quota) + self.routes.handle(Woke(), now)
 
     def _progress(self, round: Round, now: Seconds) -> list[Effect]:
-        """Advance the round as far as the reports and sums that have arrived allow, and return the effects."""
+        """Advance the round as far as the arrived reports and sums allow, and return the effects."""
         if self.behind:
             return []
         self.donor_holds.expire(now)
@@ -256,7 +256,10 @@ class Rounds:
         return self._has_nothing_to_do and (round.covered or bool(self.join_requests.to_let_in(now)))
 
     def _close(self, round: Round, now: Seconds) -> list[Effect]:
-        """Count the reports. A member then returns the job that packs its sums; a follower collects members' sums."""
+        """Count the reports, and return the job that packs our sums of gradients.
+
+        A follower has no sums. It begins to collect the members' sums, and returns no effects.
+        """
         round.count_reports()
         if round.has_diverged(self.versions):
             self.behind = Reason.DIVERGED
@@ -286,7 +289,7 @@ class Rounds:
         return effects
 
     def _answer_collects(self, now: Seconds) -> list[Effect]:
-        """Return replies to the waiting questions that we can answer, and refusals to those that waited long enough."""
+        """Return replies to the waiting questions that we can answer, and refuse those whose patience has run out."""
         waiting, self._waiting = self._waiting, []
         effects: list[Effect] = []
         for asked, collect, until in waiting:

@@ -7,7 +7,7 @@
     OVER       the step was taken, or no gradients count
 
 A follower takes the same steps without computing gradients. It has no sums of its own, so its round goes from REPORTS
-to SUMS. A round without gradients takes no step.
+to SUMS directly. If no gradients count in a round, no step is taken.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ from decentral.core.units import Seconds
 
 
 class RoundPhase(Enum):
-    """The phase of a round; the module's docstring describes each."""
+    """The phase of a round; the module's docstring describes the phases."""
 
     REPORTS = auto()
     CLOSING = auto()
@@ -62,7 +62,7 @@ LEGAL_MOVES = {
 
 
 class IllegalRoundMove(AssertionError):
-    """Raised by `Round.enter` if the phase may not follow the present phase (LEGAL_MOVES)."""
+    """Raised by `Round.enter` if LEGAL_MOVES does not list the new phase for the present phase."""
 
 
 @dataclass(slots=True)
@@ -77,9 +77,9 @@ class Round:
     covered: bool = field(init=False)  # whether the members train all layers; if not, the round waits for newcomers
     collection: Collection = field(init=False)
     phase: RoundPhase = RoundPhase.REPORTS
-    report: RoundReport | None = None
+    report: RoundReport | None = None  # this peer's own report; None until its micro-batches are over
     sums: dict[int, Envelope] | None = None  # this peer's own sums of gradients, by fragment; None: not complete yet
-    reports: dict[PeerId, RoundReport] = field(default_factory=dict)
+    reports: dict[PeerId, RoundReport] = field(default_factory=dict)  # ours and others', set by `count_reports`
     count: RoundCount = field(default_factory=RoundCount)
     executions: list[GradientEntry] = field(default_factory=list)  # the executions whose gradients are in our sums
     versions: Versions = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Round:
         return micro_batch_quota(self.members, self.stage.peer, self.number, drawn)
 
     def deadline_s(self, peer: PeerId, size: int) -> Seconds:
-        """Return the longest time that an answer of `size` bytes from a member may take."""
+        """Return the longest time in seconds that an answer of `size` bytes from a member may take."""
         return self.view.member_deadline_s(peer, size)
 
     def enter(self, phase: RoundPhase) -> None:
@@ -121,7 +121,7 @@ class Round:
         self.phase = phase
 
     def present(self) -> RoundMembers:
-        """Return the members, except those that this peer has given up and whose reports it lacks."""
+        """Return the members, without those that this peer has given up before it got their reports."""
         reports = [one for one in self.collection.wanted.values() if one.fragment is None]
         gone = {one.origin for one in reports if one.origin_lost and not one.found}
         return tuple(member for member in self.members if member.peer not in gone)
@@ -170,8 +170,8 @@ class Round:
     def answer(self, sender: PeerId, collect: CollectRequest, over: bool) -> Envelope | None:
         """Return the answer to a peer that asks for a report or sum, ours or another member's.
 
-        Return None while we may still get the report or sum: the question then waits. If the round is `over`, we get no
-        more reports and sums of other members, so refuse questions for those that we lack.
+        Return None while we may still get the report or sum, so that the question waits. If `over`, the round has ended
+        at this peer. We then collect no more reports and sums, and refuse a question for one that we lack.
         """
         if collect.member and sender not in self.peers:
             return Envelope(Refused(Reason.EXPELLED))
@@ -228,7 +228,7 @@ class Round:
         return Advance(self.number, parts, after, sum(one.tokens for one in own), len(own), self.count.loss)
 
     def sum_message(self, closed: WindowClosed) -> Envelope:
-        """Return one of our sums as a message for the other members that train its fragment."""
+        """Return one of our sums of gradients as a message for the other members that train its fragment."""
         digest, run = blobs.digest(closed.blob), self.stage.run
         snapshot = Snapshot(run, closed.fragment, closed.seq, closed.tokens, 0.0, 0.0, closed.layout, digest)
         return Envelope(snapshot, closed.blob)
@@ -271,7 +271,7 @@ class Round:
             wanted.lose_origin(Reason.GONE, now)
 
     def accept(self, wanted: Wanted, envelope: Envelope) -> None:
-        """Check that an answer is the wanted report or sum; all members reach the same result for the same answer.
+        """Check that an answer is the wanted report or sum; all members decide alike about the same answer.
 
         Raises:
             ProtocolError: If the answer is of another kind, run or round; if it fails `check_report` or `check_sum`; or

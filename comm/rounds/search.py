@@ -35,14 +35,14 @@ class RoundView(Protocol):
         """Return the other peers whose records say that they train."""
 
     def member_deadline_s(self, peer: PeerId, size: int) -> Seconds:
-        """Return the longest time that an answer of `size` bytes from a member may take."""
+        """Return the longest time in seconds that an answer of `size` bytes from a member may take."""
 
 
 def queries(tag: RoundTag, stage: StageConfig, round: int, peers: Iterable[str]) -> list[Effect]:
-    """Return the questions (RoundQuery) that ask these peers which round they are in.
+    """Return effects that ask these peers (RoundQuery) which round they are in.
 
-    `round` is the number of our round or, if we are in no round, of the round of our weights. With a FollowTag, the
-    questions also ask the peers to admit this peer as a member.
+    `round` is the number of our round; while we are in no round, it is the round to which our weights belong. With a
+    FollowTag, the questions also ask the peers to admit this peer as a member.
     """
     query = RoundQuery(stage.run, round, stage.first, stage.last, isinstance(tag, FollowTag))
     return [Ask(tag, PeerId(peer), Envelope(query), QUERY_DEADLINE_S) for peer in peers]
@@ -50,13 +50,13 @@ def queries(tag: RoundTag, stage: StageConfig, round: int, peers: Iterable[str])
 
 @dataclass(slots=True)
 class RoundSearch:
-    """State of one search for a round to join: which peers were asked, and what they answered."""
+    """State of this peer's search for a round to join: which peers were asked, and what they answered."""
 
     stage: StageConfig
     round: int  # the round to which this peer's weights belong
-    asked: set[PeerId] = field(default_factory=set)
+    asked: set[PeerId] = field(default_factory=set)  # peers that were asked and have not answered yet
     searching: dict[PeerId, int] = field(default_factory=dict)  # peer that is in no round -> round of its weights
-    retry_at: Seconds | None = 0.0  # when to ask all peers again; None: answers are awaited
+    retry_at: Seconds | None = 0.0  # when to ask all peers again; None: they were asked, and no time is set yet
 
     def ask(self, view: RoundView, now: Seconds) -> list[Effect]:
         """Return questions to all peers that the view knows if `self.retry_at` has come, else []."""
@@ -66,7 +66,7 @@ class RoundSearch:
         return queries(FollowTag(), self.stage, self.round, sorted(self.asked))
 
     def heard(self, event: Answered | AskFailed) -> RoundStatus | None:
-        """Record an answer or a failure; return the round that the answer names, or None if it names no valid round."""
+        """Record a question's outcome; return the answer's RoundStatus if it describes a valid round, else None."""
         self.asked.discard(event.peer)
         match event:
             case Answered(envelope=Envelope(RoundStatus(members=()) as status)):

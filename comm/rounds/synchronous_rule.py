@@ -15,8 +15,8 @@ from decentral.core.reasons import Reason
 from decentral.engine.fragment import Live
 from decentral.engine.inner import step_clipped
 
-LONGEST_GRADIENT = 1e15  # a sum with a larger L2 norm is refused, so that a thousand sums cannot overflow
-MAX_STEPS = 1 << 24  # a state with a larger step count is refused: fp32 cannot represent all larger integers
+LONGEST_GRADIENT = 1e15  # a sum of gradients with a larger L2 norm is refused, so that a thousand sums cannot overflow
+MAX_STEPS = 1 << 24  # a larger step count in a donated state is lowered to this: fp32 cannot store all larger integers
 
 
 class SynchronousRule(UpdateRule):
@@ -45,13 +45,14 @@ class SynchronousRule(UpdateRule):
             raise ProtocolError(Reason.MAGNITUDE, said)
 
     def close_round(self, live: Live, packer: Packer) -> None:
-        """Pack this peer's sum of gradients of the round, as fp32 [n]."""
+        """Pack the sum of the gradients that this peer has computed in the round, as fp32 [n]."""
         packer.add("gradient", self.sections["gradient"], live.grad)
 
     def advance(self, live: Live, parts: Sequence[Parts]) -> None:
         """Take the optimizer's step on `live` with the mean gradient per token of `parts`, then zero `live.grad`.
 
-        `parts` are the members' sums of gradients. If they have no tokens, nothing changes.
+        `parts` are the sums of gradients of all members that train the fragment, this peer included. If the sums
+        contain no tokens, nothing changes.
         """
         tokens = sum(part.tokens for part in parts)
         if tokens:
@@ -64,8 +65,8 @@ class SynchronousRule(UpdateRule):
     def donate(self, live: Live, packer: Packer) -> None:
         """Pack weights, both moments and the count of steps.
 
-        Each vector is as long as the fragment. Muon's parameters come first. They have no second moments; zeros
-        take their place.
+        Each vector has one number for each parameter of the fragment. Muon's parameters come first; they have no second
+        moments, so zeros take the place of these.
         """
         seconds = torch.zeros_like(live.theta)
         self._seconds(live, seconds).copy_(live.state.exp_avg_sq)
@@ -81,5 +82,5 @@ class SynchronousRule(UpdateRule):
         live.steps = int(donated["steps"].clamp(0, MAX_STEPS))
 
     def _seconds(self, live: Live, vector: Tensor) -> Tensor:
-        """Return the elements of a vector [n] that have second moments: its last ones, of AdamW's parameters."""
+        """Return the end of a vector [n], as a view: its numbers for the parameters with second moments (AdamW's)."""
         return vector[vector.numel() - live.state.exp_avg_sq.numel() :]

@@ -14,12 +14,15 @@ class RoundTag(Tag):
 
 @dataclass(frozen=True, slots=True)
 class FollowTag(RoundTag):
-    """The tag of our RoundQuery that also asks a peer to admit us as a member."""
+    """The tag of a RoundQuery that asks a peer which round it is in, and also asks it to admit us as a member."""
 
 
 @dataclass(frozen=True, slots=True)
 class ElsewhereTag(RoundTag):
-    """The tag of our RoundQuery to a peer that trains but is not in our round; its round may take precedence."""
+    """The tag of a RoundQuery to a peer that trains but is not in our round.
+
+    After a network split that peer may be in another round, which may take precedence over ours.
+    """
 
 
 @dataclass(frozen=True, slots=True)

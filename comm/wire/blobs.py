@@ -20,7 +20,7 @@ from decentral.core.errors import ProtocolError
 from decentral.core.reasons import Reason
 from decentral.core.units import KiB
 
-CHUNK_BYTES = 256 * KiB  # a blob is sent in chunks of this size; larger chunks are not faster
+CHUNK_BYTES = 256 * KiB  # a blob is sent in chunks of this size (the last may be smaller); larger ones are not faster
 DIGEST_BYTES = 16
 LENGTH_BYTES = 4
 
@@ -87,7 +87,8 @@ async def read_rest(
         reader: The stream.
         length: Bytes of the header, as `read_length` returned them.
         max_blob_bytes: Returns the most bytes that the blob of a message may have.
-        reserve: Gets the blob's size in bytes before any of it is read, and may raise ProtocolError to refuse the blob.
+        reserve: Is called with the blob's size in bytes before any of the blob is read. It may raise ProtocolError to
+            refuse the blob.
 
     Raises:
         ProtocolError: If the header or the blob is malformed or too large.

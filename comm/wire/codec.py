@@ -18,8 +18,8 @@ from decentral.comm.wire.unpacking import read_msgpack
 from decentral.core.errors import ProtocolError
 from decentral.core.reasons import Reason
 
-MAX_HEADER_BYTES = 128 * 1024  # larger headers are refused; a RoundReport, the largest message, needs less
-MAX_ITEMS = 4096  # a header with a longer array is refused; a RoundReport has up to 4096 versions
+MAX_HEADER_BYTES = 128 * 1024  # a larger header is refused; a RoundReport, which has the largest headers, needs less
+MAX_ITEMS = 4096  # a header in which an array has more items is refused; a RoundReport has up to 4096 versions
 
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__args__}
 _FIELDS = {name: {field.name for field in dataclasses.fields(kind)} for name, kind in _KINDS.items()}
@@ -55,7 +55,8 @@ def decode(header: bytes) -> tuple[Message, int]:
     """Return the message in a header, and how many bytes of blob follow the header.
 
     Raises:
-        ProtocolError: If the header is malformed, of another version, or exceeds a limit. No other error is raised.
+        ProtocolError: If the header is malformed, has another protocol version than VERSION, or exceeds a limit. No
+            other error is raised, whatever the bytes are.
     """
     version, kind, fields, blob_bytes = _header(header)
     if version != VERSION:

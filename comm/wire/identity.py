@@ -28,19 +28,20 @@ from decentral.core.ids import PeerId
 from decentral.core.peer_folders import MOST_KEY_BYTES
 from decentral.core.reasons import Reason
 
-MAX_RECORD_BYTES = 96 * 1024  # larger records are refused; enough for a plan that assigns layers to about 1,300 peers
+MAX_RECORD_BYTES = 96 * 1024  # a larger record is refused; a plan that assigns layers to 1,300 peers is about as large
 MAX_PEER_RECORD_BYTES = 16 * 1024
-MAX_LIFETIME_S = 2 * 3600.0  # later expiries are refused: a record lives half an hour, clocks may differ by 1.5 hours
+# A record that expires more than this far ahead is refused. Records live half an hour; clocks may differ by 1.5 hours.
+MAX_LIFETIME_S = 2 * 3600.0
 KEY_BITS = 2048
 EXPONENT = 65537  # RSA keys with another public exponent are refused
-MOST_VERIFIED = 1024  # valid signatures that are remembered, since lookups return the same records again and again
+MOST_VERIFIED = 1024  # the last this many valid signatures are cached, since lookups return the same records repeatedly
 
 _PADDING = padding.PSS(mgf=padding.MGF1(hashes.SHA256()), salt_length=32)
 _RSA = b"\x08\x00\x12"  # libp2p's encoding (protobuf) of an RSA key begins with these bytes
 
 
 class Signer(Protocol):
-    """Interface that signs our own records and verifies other peers'; Identity and the simulator implement it."""
+    """Interface for signing our own records and verifying other peers'; Identity and the simulator implement it."""
 
     @property
     def peer(self) -> PeerId:
@@ -56,7 +57,7 @@ class Signer(Protocol):
         """
 
     def bare(self, key: str, peer: PeerId, sealed: bytes) -> tuple[str, bytes]:
-        """Return a sealed record without encryption, and the key that its signature covers; nothing is verified.
+        """Return the key that a record's signature covers, and the record without encryption; nothing is verified.
 
         Raises:
             ProtocolError: If the record cannot be decrypted.
@@ -144,10 +145,11 @@ def open_sealed(key: str, peer: PeerId, record: bytes, now: float) -> tuple[byte
 
 @lru_cache(MOST_VERIFIED)
 def _verify(peer: PeerId, public: bytes, signature: bytes, digest: bytes) -> None:
-    """Check that `peer` has signed the bytes with this SHA-256 digest, and remember this if it is so.
+    """Check that `peer` has signed the bytes with this SHA-256 digest; a successful check is cached.
 
     Raises:
-        ProtocolError: If the public key is not the peer's or not of an accepted kind, or the signature is not valid.
+        ProtocolError: If the public key is not the peer's, or is no RSA key with an accepted size and exponent, or if
+            the signature is not valid.
     """
     if peer_of(public) != peer:
         raise ProtocolError(Reason.IDENTITY, "the record's public key does not belong to the named peer")
@@ -163,7 +165,7 @@ def _verify(peer: PeerId, public: bytes, signature: bytes, digest: bytes) -> Non
 
 
 def open_kept(key: str, peer: PeerId, record: bytes) -> bytes:
-    """Return the body of a record that `peer` has signed for `key`, even if the record has expired.
+    """Return the body of a record that `peer` has signed for `key`, whether or not the record has expired.
 
     Raises:
         ProtocolError: If the record is too large or malformed, or the peer has not signed it for this key.

@@ -37,10 +37,11 @@ MAX_HOLDER_CHARS = 64
 MAX_PROOF_BYTES = 1 * KiB  # a larger proof of membership is refused; the largest valid proof has about 500 bytes
 # An encrypted record includes its sender's proof, and is larger than the record by at most this many bytes.
 MAX_SEAL_BYTES = MAX_PROOF_BYTES + 64
-MOST_REVOKED = 1024  # a list of revoked invitations has at most this many ids; expired ones are left out
+MOST_REVOKED = 1024  # a list of revocations names at most this many invitations; it leaves out expired invitations
 MAX_REVOCATIONS_BYTES = 16 * KiB
 FOR_EVER = 1e10  # the expiry date of an invitation that does not expire, in Unix seconds
-_FOUNDED = re.compile(r"[a-z0-9][a-z0-9-]*-[a-z2-7]{26}")  # a private run: name, then the founder's key fingerprint
+# Matches the name of a private run: the name that the founder chose, then the fingerprint of the founder's public key.
+_FOUNDED = re.compile(r"[a-z0-9][a-z0-9-]*-[a-z2-7]{26}")
 MAX_RUN_CHARS = 64
 
 
@@ -95,7 +96,7 @@ class Invitation:
 class Revocations:
     """The founder's list of revoked invitations. A list with a higher number replaces lists with lower numbers."""
 
-    number: int
+    number: int  # from 1 on; 0 stands for the empty list before the first revocation
     ids: frozenset[bytes]
     packed: bytes  # the list in the form in which peers pass it on, with the founder's signature
 
@@ -176,7 +177,7 @@ class FounderKeys:
         Args:
             holder: Name of the person who gets the invitation, at most MAX_HOLDER_CHARS characters.
             until: When the invitation expires, in unix seconds.
-            may: What the invitation allows.
+            may: What the invitation allows the invited person to do.
             random_bytes: Returns as many bytes as it is asked for, from the system's secure random source.
         """
         secret = random_bytes(KEY_BYTES)

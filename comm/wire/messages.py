@@ -53,10 +53,10 @@ MAX_CHUNK_BYTES = 4 * MiB
 MAX_PATIENCE_S = 75.0  # a peer may delay its answer by at most this, to wait for the snapshot or sum that is asked for
 MAX_ROUTE_S = 3600.0  # a micro-batch may take at most this long to pass through all stages, forward and back
 MAX_HOPS = 64
-MAX_EXECUTIONS = 256  # longest list of executions in a CommitDecision or CommitQuery, of micro-batches in a RoundReport
+MAX_EXECUTIONS = 256  # most executions in a list of a CommitDecision or CommitQuery, or micro-batches in a RoundReport
 MAX_MEMBERS = 128
 MAX_KNOWN = 256
-MAX_PLANS = 8  # a RecordsQuery and its answer have at most this many plans, because peers store no more
+MAX_PLANS = 8  # a RecordsQuery or its answer names at most this many plans; peers store no more plans than this
 MAX_NEWCOMERS = 16
 MOST_FOLLOWED = 1 << 61  # larger round and step numbers are ignored: the next number could exceed the type Count
 
@@ -115,7 +115,7 @@ class Ping(Question):
 
 @dataclass(frozen=True, slots=True)
 class Pong:
-    """The answer to a Ping."""
+    """The answer to a Ping, with the Ping's nonce."""
 
     nonce: Count
 
@@ -139,9 +139,9 @@ class Probed:
 class RecordsQuery(RunQuestion):
     """Asks for what the asker lacks: records of peers, a newer list of revocations, and plans.
 
-    `own` is the asker's record, empty if it has published none. `known` has hashes (`record_gossip.short`) of the peers
-    whose records it does not need. `revocations` is the number of its list of revocations; `revoked` is a new list that
-    it spreads, or empty. `plans` has hashes of its sealed plans, or is None if it needs no plans.
+    `own` is the asker's record; empty if it has published none. `known` has hashes (`record_gossip.short`) of the peers
+    whose records it does not need. `revocations` is the number of the asker's list of revocations; `revoked` is a newer
+    list that it passes on, or empty. `plans` has hashes of the signed plans that it has; None: it wants no plans.
     """
 
     for_strangers: ClassVar[bool] = True
@@ -155,7 +155,7 @@ class RecordsQuery(RunQuestion):
 
 @dataclass(frozen=True, slots=True)
 class PeerRecords:
-    """The answer to a RecordsQuery: what the asker lacks, namely peers' records, revocations, and proposers' plans."""
+    """The answer to a RecordsQuery: records, revocations and plans that the asker lacks; plans with their proposers."""
 
     run: Run
     records: Annotated[tuple[tuple[Peer, SealedRecord], ...], Field(max_length=MAX_KNOWN)]
@@ -167,7 +167,7 @@ class PeerRecords:
 class Pull(RunQuestion):
     """Asks for a fragment's newest snapshot with a `seq` above `after`; if `exact`, only for `seq` = `after` + 1.
 
-    If there is no such snapshot yet, or it was published before `since` (unix seconds), the answer may wait up to
+    If there is no such snapshot yet, or only one from before `since` (unix seconds), the answer may wait up to
     `patience_s` for the next snapshot. All peers publish a fragment's snapshot at about the same time, so the next one
     comes soon. `sections` names the sections of the snapshot that the asker wants; empty: all sections.
     """
@@ -182,10 +182,10 @@ class Pull(RunQuestion):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The result of a peer's training of a fragment in one window of steps; `layout` lists the sections of the blob.
+    """What a peer has trained of a fragment in one window of steps; `layout` lists the sections of the blob.
 
-    `tokens` and `lr_sum` (the sum of learning rates) measure window `seq`, which lasted `lasted_s` (0: unknown).
-    `digest` is of the blob, `time` when it was published. In a round the blob is a sum of gradients, and `time` is 0.
+    Window `seq` has `tokens` tokens and learning rates that sum to `lr_sum`; it lasted `lasted_s` (0: unknown). `time`
+    is when the blob was published, `digest` its digest. In a synchronous round it is a sum of gradients; `time` is 0.
     """
 
     run: Run
@@ -201,7 +201,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The answer of a peer that has done what a question asked for, or that answers yes to a ForwardStatusQuery."""
+    """The answer of a peer that has done what it was asked to do; to a ForwardStatusQuery, this answer means yes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,15 +213,15 @@ class StateRequest(RunQuestion):
     fragment: Index
     offset: Count
     length: Annotated[int, Strict(), Field(gt=0, le=MAX_CHUNK_BYTES)]
-    kept: Annotated[bool, Strict()] = False  # True: the state on its disk of a fragment that the peer does not hold
+    kept: Annotated[bool, Strict()] = False  # True: ask for the state on the peer's disk of a fragment that it gave up
 
 
 @dataclass(frozen=True, slots=True)
 class StateChunk:
     """The answer to a StateRequest: the blob is the piece from byte `offset` on of a state of `total` bytes.
 
-    `step` is the step of the learning-rate schedule that the state has reached. `version` is the fragment's version in
-    a synchronous run, and zero in any other run.
+    `step` is the step of the learning-rate schedule that the state has reached. In a synchronous run `version` is the
+    fragment's version (comm/rounds/contributions.py); in any other run it is 16 zero bytes.
     """
 
     run: Run
@@ -258,9 +258,9 @@ class Load:
 class ForwardRequest(RunQuestion):
     """Asks the peer to execute micro-batch (origin peer, number) from layer `first` on. A BackwardResponse answers.
 
-    The blob has the hidden values and the targets. The asker waits `patience_s` seconds for the answer. The origin peer
-    may still commit the execution in the next `hold_s` seconds. `drawn` is when the origin peer began the micro-batch,
-    by its own clock; other peers use `drawn` to order micro-batches, never to measure a duration.
+    The blob has the hidden values that enter layer `first`, and the targets. The asker waits `patience_s` seconds for
+    the answer. The origin peer may still commit the execution in the next `hold_s` seconds. `drawn` is when the origin
+    peer began the micro-batch, by that peer's clock; it orders micro-batches and never measures a duration.
     """
 
     origin: Peer
@@ -285,7 +285,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class BackwardResponse:
-    """The answer to a ForwardRequest. The blob is the gradient of the request's hidden values.
+    """The answer to a ForwardRequest. The blob is the loss's gradient with respect to the request's hidden values.
 
     `loss` is summed over `tokens` tokens; `hops` is the rest of the route, from the answering peer to the model's end.
     """
@@ -393,8 +393,8 @@ class CollectRequest(RunQuestion):
     """Asks for what member `origin` contributes to a round: its report, or its sum of a fragment's gradients.
 
     The asker sends the question to `origin`, or to another member that needs the same contribution. A member that has
-    given `origin` up without a copy of the contribution refuses with the reason `without`. From then on this member
-    accepts the contribution only from members other than `origin`.
+    given `origin` up without a copy of the contribution refuses with the reason `without`. A member that has given
+    `origin` up accepts the contribution only from other members. `member` says whether the asker is a member.
     """
 
     round: Count
@@ -410,7 +410,7 @@ class CompletedMicroBatch:
 
     number: Count
     tokens: Count
-    # Each stage of the route has one entry in both: the index of its peer in the round's members, and its end layer.
+    # Both have one entry for each stage: the peer, as an index into the round's members, and the layer after its last.
     members: Annotated[tuple[Index, ...], Field(min_length=1, max_length=MAX_HOPS)]
     ends: Annotated[tuple[Index, ...], Field(min_length=1, max_length=MAX_HOPS)]
 

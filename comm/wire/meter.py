@@ -21,32 +21,32 @@ from decentral.core.ids import PeerId
 from decentral.core.latest import keep_latest
 from decentral.core.units import KiB, MiB, Seconds
 
-UPLOADS = 6  # the rate of this peer's uplink is computed from this many last uploads
-LIMITED = 1.5  # an upload was limited by a link's rate if it took this many times as long as TCP slow start
-FAST = 25e6  # bytes/s; an uplink that is faster needs no limit on what we send
+UPLOADS = 6  # the rate of this peer's uplink is computed from its last UPLOADS uploads
+LIMITED = 1.5  # a link's rate limited an upload if it took more than this many times as long as TCP slow start alone
+FAST = 25e6  # bytes/s; if our uplink is faster than this, we send without a rate limit
 PACED = 0.9  # we send at this fraction of our uplink's measured rate, so that no queue builds up in the router
 ALIKE = 1.5  # uploads whose rates differ by less than this factor count as equally fast
-REMEMBERED = 8  # in an average rate, the older transfers together weigh at most this many times the newest one
-LARGE = 64 * KiB  # a smaller transfer is not used to measure a rate, since it consists mostly of latency
+REMEMBERED = 8  # in an average rate, all older transfers together weigh at most this many times as much as the newest
+LARGE = 64 * KiB  # a smaller transfer is not used to measure a rate, since its time is mostly latency
 ROUND_TRIP = 0.7  # this fraction of a measured latency is the network's round trip; the rest is the other peer's work
-LATENCIES = 32  # a link's latency is the shortest of this many last answers; slower ones waited at the peer
-LEAST_S = 1e-4  # a shorter measured transfer counts as this long, to avoid a division by zero
+LATENCIES = 32  # a link's latency is the shortest time to the first byte among this many of the peer's last answers
+LEAST_S = 1e-4  # a transfer that was measured as shorter counts as this long, to avoid a division by zero
 UNKNOWN_LATENCY_S = 0.2
 UNKNOWN_BANDWIDTH = 1 * MiB  # bytes/s assumed before the first measurement: a weak home uplink, so deadlines are long
-SLACK = 4.0  # a deadline is this many times the expected duration, within DEADLINE_FLOOR_S and DEADLINE_TOP_S
+SLACK = 4.0  # a deadline is this many times the expected duration, limited to DEADLINE_FLOOR_S to DEADLINE_TOP_S
 DEADLINE_FLOOR_S = 3.0
 DEADLINE_TOP_S = 60.0
 BACK_OFF = 2.0  # every consecutive late answer multiplies the peer's deadlines by this
-MOST_LATE = 3  # at most this many late answers lengthen a deadline, so that we notice soon when a peer is gone
-MOST_LINKS = 4096  # at most this many links are remembered; the one that was updated longest ago is forgotten
+MOST_LATE = 3  # at most this many late answers in a row lengthen a deadline, so that we notice soon if a peer is gone
+MOST_LINKS = 4096  # at most this many links are remembered; beyond, the link that was updated longest ago is forgotten
 
 
 @dataclass(slots=True)
 class Rate:
-    """An average rate in bytes/s: the bytes of the last transfers divided by the seconds that these transfers took."""
+    """A running average of transfer rates in bytes/s, weighted by size: total bytes divided by total seconds."""
 
-    known: float | None = None
-    _bytes: int = 0  # size of the averaged transfers, but at most REMEMBERED times that of the newest one
+    known: float | None = None  # the average; None before the first transfer
+    _bytes: int = 0  # weight of the average: bytes of its transfers, at most REMEMBERED times those of the newest one
 
     def saw(self, rate: float, size: int) -> None:
         """Add a transfer of `size` bytes, measured at `rate` bytes/s, to the average."""
@@ -57,7 +57,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A large question that we sent: its bytes, and the seconds until its answer.
+    """A large question that we sent: its size in bytes, and the seconds until its answer.
 
     The rate is computed when it is needed, from the link's latency as known at that time. The first measured latency
     may be twice the true latency, because other peers' probes ran at the same time.
@@ -72,7 +72,7 @@ class Upload:
         return rate_of(self.size, max(LEAST_S, self.seconds - latency_s), ROUND_TRIP * latency_s)
 
     def limited(self, latency_s: Seconds) -> bool:
-        """Return whether the rate of a link limited this upload; if not, only TCP slow start did."""
+        """Return whether the rate of some link limited this upload; if not, TCP slow start alone limited it."""
         return self.seconds - latency_s > LIMITED * transfer_s(self.size, math.inf, ROUND_TRIP * latency_s)
 
 
@@ -83,7 +83,7 @@ class Link:
     down: Rate = field(default_factory=Rate)
     up: float | None = None  # rate of our last upload to the peer, in bytes/s
     latencies: list[Seconds] = field(default_factory=list)  # for each of the last answers, the time to its first byte
-    late: int = 0  # number of consecutive late answers, which lengthen deadlines; an answer in time lowers it
+    late: int = 0  # late answers in a row, up to MOST_LATE; they lengthen deadlines, and answers in time lower `late`
 
     def answered(self, first_byte_s: Seconds) -> None:
         """Record the time from a question to the first byte of its answer."""
@@ -109,10 +109,10 @@ class Link:
 
 
 class UplinkRates(NamedTuple):
-    """Rates of our uplink in bytes/s: of the fastest of the last uploads, and the rate at which we send (`pace`)."""
+    """Rates of our uplink in bytes/s, computed from the last uploads."""
 
-    best: float | None = None
-    pace: float | None = None
+    best: float | None = None  # rate of the fastest of the last uploads; None without uploads
+    pace: float | None = None  # rate at which we send; None: we send without a limit
 
     @classmethod
     def of(cls, uploads: Sequence[tuple[float, bool, PeerId]]) -> "UplinkRates":
@@ -206,13 +206,13 @@ class Meter:
         """Return the rate at which to send, in bytes/s; None to send without a limit.
 
         There is a limit only if our uplink is not faster than FAST, and our uplink limited the fastest of the last
-        uploads. We assume the latter if uploads to two peers were equally fast, or if all uploads went to one peer.
+        uploads. We assume that it did if uploads to two peers were equally fast, or if all uploads went to one peer.
         Otherwise, the downlink of the peer with the fastest upload may have been the limit.
         """
         return self._uplink_rates().pace
 
     def _uplink_rates(self) -> UplinkRates:
-        """Return the rates of our uplink, computed from the last uploads, or from the cache if nothing has changed."""
+        """Return the rates of our uplink, computed from the last uploads unless the cached rates are still valid."""
         if self._uplink is None:
             known = [(one, self._known_latency_s(one.peer)) for one in self.uploads]
             rates = [(one.rate(latency_s), one.limited(latency_s), one.peer) for one, latency_s in known]
@@ -232,9 +232,11 @@ class Meter:
         return min(DEADLINE_TOP_S, BACK_OFF**late * self.first_deadline_s(peer, size))
 
     def there_and_back_s(self, peer: PeerId | None, sent: int, received: int) -> Seconds:
-        """Return the seconds in which `sent` bytes reach a peer and `received` bytes come back, without its own work.
+        """Return the seconds in which `sent` bytes reach a peer and `received` bytes come back.
 
-        Figures that were not measured on the link are those of our other links, or else those of a weak home.
+        The time in which the peer works on its answer is not included. A rate that was not measured on this link is
+        assumed to be that of our other links or, if none was measured, UNKNOWN_BANDWIDTH. A latency that was not
+        measured is assumed to be UNKNOWN_LATENCY_S.
 
         Args:
             peer: The other peer; None: a typical one.

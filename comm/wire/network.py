@@ -26,7 +26,7 @@ def peer_network() -> "type[PeerNetwork]":
 
 
 class DialStatus(IntEnum):
-    """The outcome of a dial back, numbered as in libp2p's AutoNAT protocol."""
+    """The outcome of a dial-back (a peer's attempt to connect to our addresses), as in libp2p's AutoNAT protocol."""
 
     OK = 0
     ERROR = 100  # the peer could dial none of the given addresses
@@ -37,11 +37,11 @@ class DialStatus(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Identified:
-    """Another peer's statements about our address and its own software. The statements may be false."""
+    """Another peer's statements about our address and about the peer's own software. They may be false."""
 
     observed: str  # this machine's address as the peer sees it, such as /ip4/203.0.113.7/tcp/4001; "": unknown
-    dials_back: bool  # whether the peer, on request, dials an address to test whether it is reachable
-    agent: str
+    dials_back: bool  # whether the peer, on request, dials our addresses to test whether they are reachable
+    agent: str  # name and version of the peer's libp2p software
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class DialBack:
 
     status: int  # the number in the peer's answer, usually a DialStatus
     address: str  # our address at which the peer reached us; "": it did not reach us
-    text: str
+    text: str  # the peer's explanation, for the user
 
 
 class SwarmDirectory(Directory, Protocol):
@@ -93,7 +93,7 @@ class PeerNetwork(Transport, Protocol):
             listen: Multiaddrs to listen at.
             announce: Multiaddrs to publish to other peers; if empty, publish those at which the network listens.
             now: Returns unix time, by which records of the DHT expire.
-            say: Gets a text for the user if the start has to wait for a port.
+            say: Is called with a text for the user if the start has to wait for a port.
             only_dials: If True, no other peer needs to connect to this peer, and no router is asked for a port.
 
         Raises:

@@ -32,9 +32,9 @@ from decentral.core.latest import keep_latest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
-MOST_MEMBERS = 8192  # proofs of at most this many peers are stored; the oldest is forgotten
+MOST_MEMBERS = 8192  # the proofs of at most this many peers are stored; beyond, the oldest proof is forgotten
 NONCE_BYTES, TAG_BYTES = 12, 16  # sizes of a nonce and a tag of ChaCha20-Poly1305 (RFC 8439)
-TELLS = {  # reason of a refusal -> advice to the user of the peer that was refused
+TELLS = {  # by the reason of a refusal: the text for the user of the peer that was refused
     Reason.UNINVITED: "this swarm is private: ask its founder for an invitation, and give it with --invite FILE",
     Reason.EXPIRED: "the invitation has expired: ask the swarm's founder for a new one",
     Reason.REVOKED: "the swarm's founder has revoked the invitation",
@@ -43,14 +43,15 @@ TELLS = {  # reason of a refusal -> advice to the user of the peer that was refu
 
 # A peer that refuses our question for one of these reasons does not know us as a member, so we show it our proof again.
 NOT_COUNTED = (Reason.UNINVITED, Reason.EXPIRED, Reason.REVOKED)
-MAX_UNPROVEN_BYTES = invitations.MAX_PROOF_BYTES + 128  # peers that have proved nothing may not send larger questions
+# A larger question is refused unread while its sender has not proved its membership.
+MAX_UNPROVEN_BYTES = invitations.MAX_PROOF_BYTES + 128
 
 OpenRecord = Callable[[str, PeerId, bytes, float], tuple[bytes, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class ProvenMember:
-    """A peer's verified proof that it has an invitation, and the invitation."""
+    """A peer's verified proof of membership, and the invitation that the proof contains."""
 
     proof: bytes
     invitation: Invitation
@@ -65,8 +66,8 @@ class PrivateSwarm:
     now: Callable[[], Seconds]  # returns the swarm's common time in Unix seconds
     revocations: Revocations = NOTHING_REVOKED
     revoked_us: bool = False
-    members: dict[PeerId, ProvenMember] = field(default_factory=dict)  # the oldest verification comes first
-    proof: bytes = field(init=False)  # shown to other peers, so that they accept this peer as a member
+    members: dict[PeerId, ProvenMember] = field(default_factory=dict)  # the proof that was verified first comes first
+    proof: bytes = field(init=False)  # our own proof, which we show to other peers so that they accept us as a member
 
     def __post_init__(self) -> None:
         """Make our own proof, and check whether our own invitation is revoked."""
@@ -133,8 +134,8 @@ class PrivateSwarm:
         """Verify a peer's proof, remember the proof, and return its invitation.
 
         Raises:
-            ProtocolError: If the proof is not valid for this peer and run, or its invitation is expired or revoked. An
-                expired or revoked invitation's proof is remembered, too.
+            ProtocolError: If the proof is not valid for this peer and run, or its invitation is expired or revoked. In
+                the second case the proof is remembered all the same.
         """
         invitation = self._read(peer, proof)
         if (reason := self._counts(invitation)) is not None:
@@ -195,7 +196,7 @@ class PrivateSwarm:
         raise ProtocolError(Reason.UNEXPECTED, f"expected a MembershipProof; got a {type(answer.message).__name__}")
 
     def learn(self, packed: bytes) -> list[PeerId] | None:
-        """Adopt a list of revocations if the founder signed it and it has a higher number than our present list.
+        """Adopt a list of revocations if the founder signed it and its number is higher than that of our present list.
 
         Args:
             packed: The list in the form in which it is sent, with a signature.
@@ -305,7 +306,7 @@ class PrivateSwarm:
 
 @dataclass(frozen=True, slots=True)
 class MemberSigner:
-    """The Signer for a private swarm: the records that it signs include our proof, and only members can read them."""
+    """The Signer for a private swarm: its records include our proof, and are encrypted for members of the swarm."""
 
     inner: Signer
     private: PrivateSwarm

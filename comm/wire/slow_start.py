@@ -16,9 +16,9 @@ from functools import lru_cache
 from decentral.core.units import MiB, Seconds
 
 INITIAL_BYTES = 10 * 1448  # the initial congestion window of TCP: 10 segments of 1,448 bytes
-MOST_BYTES = 4.0 * MiB  # no connection has more bytes in flight: this is the default send buffer of Linux (tcp_wmem)
-SLOW_PART = 0.5  # at most this fraction of a duration is attributed to TCP slow start
-RESULTS_KEPT = 4096  # cached results of each function, since both are called for every message
+MOST_BYTES = 4.0 * MiB  # a connection has at most this many bytes in flight: Linux's default send buffer (tcp_wmem)
+SLOW_PART = 0.5  # `rate_of` attributes at most this fraction of a transfer's duration to TCP slow start
+RESULTS_KEPT = 4096  # `transfer_s` and `rate_of` each cache this many results, because each message needs both
 
 
 @lru_cache(RESULTS_KEPT)

@@ -25,13 +25,16 @@ class Tag:
     (peers/runtime/node.py). The base class has a subclass for each kind of question.
     """
 
-    measures_link: ClassVar[bool] = True  # True: peers answer without delay, so the answer's time measures the link
+    measures_link: ClassVar[bool] = True  # True: peers answer at once, so the time until the answer measures the link
     may_be_late: ClassVar[bool] = False  # True: a reachable peer may miss the deadline, for example while it computes
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Send a question to peer `to`. The answer must come in `deadline_s`, with a blob of at most `max_blob_bytes`."""
+    """Effect: send a question to peer `to`; the answer must come within `deadline_s` seconds.
+
+    `max_blob_bytes` is the most bytes that the answer's blob may have. The outcome is `Answered` or `AskFailed`.
+    """
 
     tag: Tag
     to: PeerId
@@ -42,7 +45,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer another peer's question."""
+    """Effect: answer another peer's question; `request` is that of the question's `Asked` event."""
 
     request: int
     envelope: Envelope
@@ -50,7 +53,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Store a record in the DHT until `expires` (unix seconds)."""
+    """Effect: store a record in the DHT until `expires` (unix seconds)."""
 
     key: str
     subkey: str
@@ -60,7 +63,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Fetch all records that the DHT has under a key. The records come in a Found event."""
+    """Effect: fetch all records that the DHT has under a key. A `Found` event brings them."""
 
     key: str
 
@@ -72,7 +75,7 @@ Effect = NetworkEffect | Job | Log
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Another peer has asked this peer a question; `Reply(request, ...)` answers it."""
+    """Event: another peer has asked this peer a question; the effect `Reply(request, ...)` answers it."""
 
     request: int
     sender: PeerId
@@ -81,7 +84,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """Peer `peer` has answered our question with this tag."""
+    """Event: peer `peer` has answered our question with this tag."""
 
     tag: Tag
     peer: PeerId
@@ -94,7 +97,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class AskFailed:
-    """Our question with this tag to peer `peer` got no valid answer."""
+    """Event: our question with this tag to peer `peer` got no valid answer."""
 
     tag: Tag
     peer: PeerId
@@ -104,7 +107,7 @@ class AskFailed:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The result of a Lookup: the key's values by subkey, as other peers stored them. They are not verified yet."""
+    """Event: the result of a Lookup. `values` are the key's values by subkey, which nobody has verified yet."""
 
     key: str
     values: Mapping[str, bytes]
@@ -125,16 +128,16 @@ class Answer:
     received_bytes: int
 
     def to(self, ask: Ask) -> Answered:
-        """Return the event that passes this answer to the state machine that asked the question `ask`."""
+        """Return the `Answered` event for the state machine that has emitted `ask`, the effect behind the question."""
         took_s, first_byte_s = self.seconds, self.first_byte_s
         return Answered(ask.tag, ask.to, self.envelope, took_s, first_byte_s, self.sent_bytes, self.received_bytes)
 
 
 class AskError(Exception):
-    """A question got no valid answer; `reason` has the same values as AskFailed.reason."""
+    """Raised if a question gets no valid answer; `reason` has the same values as AskFailed.reason."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
-        """Store the reason, one word, and a detail for the user."""
+        """Create the error with a reason of one word (core/reasons.py), and a detail for the user."""
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason, self.detail = reason, detail
 
@@ -147,7 +150,7 @@ BlobBound = Callable[[Message], int]
 
 
 Knows = Callable[[PeerId], bool]
-"""Returns whether a peer is known: it has a valid record, answered us at our start, or was in our last rounds.
+"""Returns whether a peer is known: it has a valid record, answered us at our start, or was a member of our last rounds.
 
 All other peers are strangers.
 """

@@ -17,7 +17,7 @@ class Algorithm:
 
     name: str
     rule: str  # "module:name" of the UpdateRule that implements the algorithm (comm/gossip/update_rules.py)
-    memory_bytes: int  # upper bound of gossip state and published snapshots, bytes per parameter
+    memory_bytes: int  # gossip state and published snapshots together take at most this many bytes per parameter
     light: tuple[str, ...] = ()  # sections of a snapshot that peers usually request; (): all sections
     blocking: bool = False  # whether training pauses in each window until this peer has merged with all other peers
     exact: bool = False  # whether all peers take each step together, with the gradients of all peers (comm/rounds)
@@ -34,8 +34,10 @@ class Optimizer:
     name: str
     peak_rate: float  # the best of the learning rates that docs/results/convergence.md compares
     stretch: str = ""  # "module:name" of the class that trains the inner matrices (engine/optimizers.py); "": AdamW
-    scratch_bytes: int = 0  # temporary memory of a step: bytes per parameter of the largest matrix
-    takes_all: bool = False  # whether a late merge is applied in full instead of scaled down (outer_kernels.rho_of)
+    scratch_bytes: int = 0  # temporary memory of an optimizer step, in bytes per parameter of the largest matrix
+    # Whether a gossip merge that comes some steps after its window closed is applied in full. If not, the merge is
+    # scaled down (outer_kernels.rho_of).
+    takes_all: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,7 @@ ALGORITHMS = {
         Algorithm(
             name="synchronous",
             rule="decentral.comm.rounds.synchronous_rule:SynchronousRule",
-            memory_bytes=24,  # bytes per parameter: six fp32 sums of gradients, from three peers in two rounds
+            memory_bytes=24,  # bytes per parameter: six fp32 sums of gradients, those of three peers in two rounds
             exact=True,
         ),
     )
@@ -83,7 +85,7 @@ OPTIMIZERS = {
             name="muon",
             peak_rate=8e-3,
             stretch="decentral.engine.muon:Muon",
-            scratch_bytes=24,  # temporary matrices of Muon's Newton-Schulz iterations
+            scratch_bytes=24,  # for the temporary matrices of Muon's Newton-Schulz iterations
             takes_all=True,
         ),
     )

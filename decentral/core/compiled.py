@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class _Cache(FunctionCache):
-    """numba's cache on disk, except that a failed write is ignored; the next process then compiles again."""
+    """The cache of numba on disk. A failed write is ignored; the next process then compiles the function again."""
 
     def save_overload(self, sig: object, data: object) -> None:
         """Write the machine code to the cache, ignoring errors of the disk."""
@@ -30,7 +30,8 @@ def _compiled(function: Callable[P, T], inner: bool = False, inlined: bool = Fal
     fast = numba(nogil=True, error_model="numpy", **how)(function)
     cache: Any = _Cache
     with suppress(RuntimeError):  # raised if no cache folder can be written; then nothing is cached
-        fast._cache = cache(function)  # set afterwards, because `njit(cache=True)` would let the import fail
+        # `njit(cache=True)` would raise this RuntimeError too, but from the import of the compiled module.
+        fast._cache = cache(function)
     return cast(Callable[P, T], fast)
 
 
@@ -40,10 +41,16 @@ def compiled(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def inner(function: Callable[P, T]) -> Callable[P, T]:
-    """Compile a function that only compiled functions can call. Compilation is faster without a Python wrapper."""
+    """Return a compiled function that only compiled functions can call.
+
+    The function gets no wrapper for calls from Python, which makes its compilation faster.
+    """
     return _compiled(function, inner=True)
 
 
 def inlined(function: Callable[P, T]) -> Callable[P, T]:
-    """Compile a function that compiled callers inline, since constant arguments in a caller help vectorisation."""
+    """Return a compiled function that only compiled functions can call, and that is inlined into each of them.
+
+    If a caller passes constants, the compiler can then vectorise the inlined code for these constants.
+    """
     return _compiled(function, inner=True, inlined=True)

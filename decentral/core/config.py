@@ -42,7 +42,7 @@ from decentral.model.shape import ModelConfig as ModelConfig
 MAX_YAML_BYTES = 64 * 1024
 MAX_CONFIG_BYTES = 8 * 1024  # a larger config from another peer is refused; the longest valid config has about 2 KiB
 BYTES = 256  # size of the vocabulary if each token is a byte
-MAX_BATCH_TOKENS = 1 << 24  # a micro-batch or an evaluation has at most this many tokens: 128 MiB of int64
+MAX_BATCH_TOKENS = 1 << 24  # a micro-batch or an evaluation has at most this many tokens; as int64 they take 128 MiB
 OWN_KEYS = {  # section -> keys that name a peer's own files and places; these keys are never sent to other peers
     "model": ("from",),
     "data": ("path", "glob", "column", "part", "tokenizer"),
@@ -58,7 +58,8 @@ RETIRED_KEYS: dict[str, dict[str, float]] = {
 }
 MAX_ROUND = 256  # a synchronous round has at most this many micro-batches, because each report names all micro-batches
 SEALED_SUMS = 4  # with `routes.overlap`, at most this many complete sums of gradients wait for their optimizer steps
-_BRANCHES = {"int", "float", "constrained-int", "constrained-float", "literal['auto']"}  # types in pydantic's key paths
+# For a key with several types, pydantic adds one of these type names to the key's path; error texts omit the type name.
+_BRANCHES = {"int", "float", "constrained-int", "constrained-float", "literal['auto']"}
 _SHORT = reprlib.Repr()  # shows a refused value in an error text, cut to six entries or thirty characters
 _SHORT.maxlevel = 2
 
@@ -90,14 +91,14 @@ class DataConfig(Strict):
     """k/n: this peer reads the k-th of n parts of the rows, so that n peers with 1/n to n/n share
     out the rows; null: this peer reads all rows."""
     tokenizer: OwnPath | None = None
-    """File or folder of the run's tokenizer on this machine; null: with kind huggingface that of `model.from`, with
-    kind tokens the one that the file's description names."""
+    """File or folder of the run's tokenizer on this machine; null: with kind huggingface, the tokenizer in the folder
+    `model.from`; with kind tokens, the tokenizer that the description of the file of tokens names."""
     tokenizer_digest: Digest | None = None
     """Digest of the tokenizer that all peers must have. The peer that starts the run fills it in."""
     token_bytes: Literal[2, 4] = 2
     """Width of one token in a file of kind tokens. Unit: bytes."""
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """Share of the tokens kept for the held-out loss; no peer trains on them. Unit: share of 1."""
+    """Share of the tokens that are kept for the held-out loss; no peer trains on these tokens. Unit: share of 1."""
 
     @property
     def facts(self) -> DataKind:
@@ -120,7 +121,7 @@ class DataConfig(Strict):
 
 
 class TrainConfig(Strict):
-    """How each peer trains. `weights`, `moments` and `recompute` save memory at the cost of accuracy or time."""
+    """How each peer trains. `weights`, `moments` and `recompute` can save memory, at the cost of accuracy or time."""
 
     weights: Literal["float32", "bfloat16"] = "float32"
     """Number type in which weights and gradients are stored; bfloat16 is rounded stochastically."""
@@ -131,12 +132,12 @@ class TrainConfig(Strict):
     micro_batch: Positive | Literal["auto"] = 8
     """Sequences in one micro-batch; auto: the fastest number that fits the device. Unit: sequences."""
     accumulate: Positive = 1
-    """Micro-batches in one optimizer step of a peer; of the whole swarm if gossip.algorithm is synchronous.
-    Unit: micro-batches."""
+    """Number of micro-batches in one optimizer step of a peer or, if gossip.algorithm is synchronous, in one optimizer
+    step of the whole swarm. Unit: micro-batches."""
     optimizer: OptimizerName = "muon"
     """Optimizer of the matrices between the model's first and last layer; AdamW trains all other weights."""
     learning_rate: PositiveFloat | Literal["auto"] = "auto"
-    """Multiplier of each optimizer update between warm-up and decay; auto: the best rate measured for the optimizer.
+    """Learning rate between warm-up and decay; auto: the best rate that was measured for the optimizer.
     Unit: factor."""
     warmup_steps: Steps = 50
     """Steps at the beginning of the run in which the learning rate rises linearly. Unit: steps."""
@@ -145,8 +146,8 @@ class TrainConfig(Strict):
     weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.1
     """Decoupled weight decay: a step shrinks the weights by this value times the learning rate. Unit: factor."""
     clip_norm: PositiveFloat = 1.0
-    """Largest norm of a gradient; a gradient above it is scaled down to it. The norm is over the whole model, or over
-    each fragment alone if micro-batches go through several peers. Unit: L2 norm."""
+    """Largest norm of a gradient; a gradient with a larger norm is scaled down to this norm. The norm is computed over
+    the whole model or, if micro-batches go through several peers, over each fragment alone. Unit: L2 norm."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number type of the forward and backward pass; auto: bfloat16 on CUDA, else float32."""
     compile: bool = False
@@ -154,11 +155,12 @@ class TrainConfig(Strict):
     eval_every_s: Interval = 15.0
     """Time between two evaluations of the held-out loss. Unit: seconds."""
     eval_sequences: Positive = 64
-    """Held-out sequences in an evaluation. Unit: sequences."""
+    """Number of held-out sequences in one evaluation. Unit: sequences."""
     emulated_micro_batch_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
     """Make each micro-batch take at least this long, to emulate a slower device. Unit: seconds."""
     upload: OwnPath | None = None
-    """Where this peer keeps copies of its checkpoints, such as a folder or s3://BUCKET/PATH; null: nowhere."""
+    """Folder or address, such as s3://BUCKET/PATH, to which this peer uploads copies of its checkpoints; null: it
+    uploads none."""
 
     @property
     def peak_rate(self) -> float:
@@ -167,7 +169,7 @@ class TrainConfig(Strict):
 
 
 class GossipConfig(Strict):
-    """How peers average weights or gradients. With `algorithm` synchronous, only `fragment_parameters` counts."""
+    """How peers average weights or gradients. If `algorithm` is synchronous, only `fragment_parameters` is used."""
 
     algorithm: AlgorithmName = "pull"
     """Peers pull each other's pseudo-gradients and never wait (pull), average weights and wait (allreduce), or average
@@ -175,9 +177,10 @@ class GossipConfig(Strict):
     window_s: Interval = 0.5
     """Time between two exchanges; peers lengthen it to stay within `link_share` and `core_share`. Unit: seconds."""
     start_window_s: Interval = 0.125
-    """Time between two exchanges in the first `start_steps`, as weights drift apart fastest then. Unit: seconds."""
+    """Time between two exchanges in the first `start_steps` steps, in which weights drift apart fastest.
+    Unit: seconds."""
     start_steps: Steps = 100
-    """Number of first steps of the swarm in which `start_window_s` replaces `window_s`. Unit: steps."""
+    """Number of the swarm's first steps in which `start_window_s` replaces `window_s`. Unit: steps."""
     code: Literal["auto", "q4", "q1"] = "auto"
     """How algorithm pull encodes pseudo-gradients. q4: 4 bits a number. q1: only the signs. auto: q1 if this peer's
     link is so slow that q4 would lengthen windows, else q4."""
@@ -186,9 +189,10 @@ class GossipConfig(Strict):
     link_share: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Share of the uplink's rate that gossip may use. Unit: share of 1."""
     core_share: Annotated[float, Field(gt=0, le=1)] = 0.02
-    """Share of the training cores' time for gossip, at most; threefold in the first `start_steps`. Unit: share of 1."""
+    """Gossip may use at most this share of the training cores' time, and three times this share in the first
+    `start_steps` steps. Unit: share of 1."""
     fragment_parameters: Large = 65_536
-    """Least size of a fragment, the part of the model that is exchanged at once: consecutive layers are joined until
+    """Minimum size of a fragment, the part of the model that is exchanged at once: consecutive layers are joined until
     they have this many parameters. Unit: parameters."""
 
 
@@ -199,11 +203,11 @@ class RoutesConfig(Strict):
     """Codec of the activations sent to the next peer, and of the gradients sent back. int8-q4: 8 bits an activation,
     4 bits a gradient. auto: int8-q4 if this peer's uplink is slow, else bf16."""
     holders: Annotated[int, Field(gt=0, le=4096)] = 2
-    """A peer gives up a layer only if at least this many other peers hold it; it may give up others to take over
-    layers that no peer holds. Unit: peers."""
+    """A peer gives up a layer only if at least this many other peers hold the layer. One other holder is enough if the
+    peer takes over a layer that no peer holds, or follows a plan. Unit: peers."""
     overlap: bool = False
-    """Begin new micro-batches before the optimizer step of the previous ones: faster over slow links, but gradients
-    are stale."""
+    """Begin new micro-batches before the optimizer step of the previous micro-batches. Training is then faster over
+    slow links, but gradients are stale."""
 
     @property
     def slots(self) -> int:
@@ -265,7 +269,7 @@ class Config(Strict):
         width, vocabulary = self.data.token_bytes, self.model.vocabulary
         if self.data.kind == "tokens" and vocabulary > 1 << 8 * width:
             most = f"at most {1 << 8 * width} tokens; model.vocabulary is {vocabulary}"
-            raise ValueError(f"data.token_bytes {width} allows {most}; write 4 bytes a token, set data.token_bytes=4")
+            raise ValueError(f"data.token_bytes {width} allows {most}; write 4-byte tokens, and set data.token_bytes=4")
         return self
 
     @property
@@ -338,8 +342,8 @@ def load(path: str | Path | None, overrides: Sequence[str] = (), own: OwnInputs 
 
     Args:
         path: A YAML file, or the name of a config that comes with the package; None: `default`.
-        overrides: `key=value` texts, such as `gossip.window_s=2`; for a key that occurs twice, the last text applies.
-        own: The code and files that the user named by flags.
+        overrides: `key=value` texts, such as `gossip.window_s=2`; if a key occurs twice, the last text applies.
+        own: The code, files and folders that the user named by flags.
 
     Raises:
         UserError: If the file cannot be read, a key or value is refused, a flag contradicts the config, or `data` lacks

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from decentral.core.strict_json import JsonFields
 
-UNIT = " Unit: "  # in the docstring of a key with a number, the unit follows these words
+UNIT = " Unit: "  # in the docstring of a key whose value is a number, the unit follows this text
 TYPE_WORDS = {
     "integer": "integer",
     "number": "number",
@@ -41,7 +41,7 @@ class Key:
     unit: str  # "" if the value is not a number
     allowed: str  # the allowed values in words; "" for a section that every config has
     default: str  # as YAML; "" for a key without a default, and for a section that every config has
-    is_idle: bool  # whether the key is in a section that a config omits by default
+    is_idle: bool  # whether the key is in a section that configs omit by default, so that the key has no effect
 
 
 @cache
@@ -71,7 +71,7 @@ def _keys(section: JsonFields, sections: JsonFields, prefix: str, is_idle: bool)
 
 
 def _allowed(kind: JsonFields) -> str:
-    """Return in words which values a JSON schema allows."""
+    """Return text that says which values a JSON schema allows, such as `integer, at least 2, below 4,096`."""
     if "$ref" in kind:
         return "a section with the keys below"
     if "const" in kind or "enum" in kind:

@@ -4,8 +4,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MAX_INTERVAL_S = 1e7  # no config may set a longer time
-MIN_INTERVAL_S = 0.01  # no config may make a peer repeat an action more often than this
+MAX_INTERVAL_S = 1e7  # a config may set no longer interval, such as the time between two checkpoints
+MIN_INTERVAL_S = 0.01  # a config may set no shorter interval
 
 Positive = Annotated[int, Field(gt=0, le=1 << 20)]
 Large = Annotated[int, Field(gt=0, le=1 << 40)]

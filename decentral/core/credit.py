@@ -17,10 +17,10 @@ from decentral.core.ids import SUFFIX_CHARS, PeerId, suffix
 from decentral.core.journal.field_kinds import GivenCount
 from decentral.core.units import Seconds
 
-MOST_WITNESSED = 12  # a record has figures of at most this many other peers, so that it fits into its 12 KiB
+MOST_WITNESSED = 12  # a record has figures about at most this many other peers, to stay below its limit of 12 KiB
 EXPLAINED_TIMES = 1.25  # a claim of at most this many times the explained tokens is believed: windows differ by chance
-IMPLAUSIBLE_TIMES = 1000.0  # windows of more than this many times our length are attacks (comm/gossip/influence.py)
-LEAST_WATCHED = 0.1  # witnesses that met a peer for less than this share of its hours do not count in its speed
+IMPLAUSIBLE_TIMES = 1000.0  # a window longer than this many times ours is an attack, so `times` is capped at this
+LEAST_WATCHED = 0.1  # witnesses that met a peer for less than this share of its hours are ignored for its speed
 
 Ending = Annotated[str, Strict(), Field(max_length=SUFFIX_CHARS, pattern=r"^[!-~]*$")]
 Few = Annotated[int, Strict(), Field(ge=0, lt=1 << 32)]
@@ -31,16 +31,19 @@ class SeenWork(NamedTuple):
 
     peer: Ending  # the last characters of the other peer's id
     claimed: GivenCount  # tokens that the peer trained in `met_s`, as its windows claim
-    explained: GivenCount  # the same, estimated from how far its windows move the weights (`explained_tokens`)
+    explained: GivenCount  # the same tokens as estimated from how far the windows move the weights (`explained_tokens`)
     carried: GivenCount  # tokens of the witness's micro-batches, times the share of the layers that the peer computed
     met_s: Few  # seconds for which the peer's windows reached the witness; long pauses are left out
     served_bytes: GivenCount  # bytes that the witness received from the peer
-    passed: Few  # windows merged, and audits that found its gradients right
-    failed: Few  # windows refused as worthless or false, and audits that found its gradients wrong
+    passed: Few  # number of the peer's windows that were merged, plus audits that found its gradients right
+    failed: Few  # number of its windows refused as worthless or false, plus audits that found its gradients wrong
 
     @property
     def tokens_per_s(self) -> float:
-        """The peer's tokens/s in `met_s`, as explained if it claims more than EXPLAINED_TIMES that, else as claimed."""
+        """The peer's tokens/s in `met_s`: from `claimed`, or from `explained` if the claim is not believed.
+
+        A claim is believed if it is at most EXPLAINED_TIMES times `explained`.
+        """
         believed = self.claimed <= EXPLAINED_TIMES * self.explained
         return (self.claimed if believed else self.explained) / max(1, self.met_s)
 
@@ -50,9 +53,9 @@ NOTHING_SEEN = SeenWork("", 0, 0, 0, 0, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What a signed record of a peer says about the peer itself and, in `seen`, about others."""
+    """What a signed record of a peer says about the peer itself and, in `seen`, about other peers."""
 
-    time: Seconds  # Unix time at which the peer wrote it
+    time: Seconds  # Unix time at which the peer wrote the record
     name: str
     claimed_tokens: int
     seen: Sequence[SeenWork] = ()
@@ -60,22 +63,24 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What a peer has contributed to a run, by the figures of other peers."""
+    """What a peer has contributed to a run, according to the figures that other peers (its witnesses) publish."""
 
-    peer: str  # its id, or only the id's end if no record of the peer is known
+    peer: str  # the peer's id, or only the end of the id if no record of the peer is known
     name: str
-    tokens: int  # tokens that it trained, in units of the whole model
-    share: float  # of all credited tokens, 0 to 1
+    tokens: int  # credited tokens; a token trained in only some layers counts by the share of the layers
+    share: float  # the peer's share of all peers' credited tokens, 0 to 1
     hours: float
     served_bytes: int
     passed: int
     failed: int
-    witnesses: int  # peers whose figures about it are known; the figures of a lone witness count as they are
-    claimed_tokens: int  # what it says of itself, which does not count
+    witnesses: int  # number of peers that published figures about this peer; a lone witness's figures count in full
+    claimed_tokens: int  # tokens that the peer itself says it has trained; they do not count towards `tokens`
 
 
 def explained_tokens(own: float, times: float) -> float:
-    """Return the most tokens that can explain windows `times` as long (L2 norm) as our own, which have `own` tokens.
+    """Return the largest number of tokens that can explain windows `times` times as long (L2 norm) as our own windows.
+
+    Our own windows have `own` tokens.
 
     A peer that takes r >= 1 times as many steps moves its weights sqrt(r) times as far if all steps are noise, and r
     times as far if all point in one direction. The result assumes noise for longer windows and one direction for
@@ -89,9 +94,9 @@ def contributions(statements: Mapping[PeerId, Statement]) -> list[Credit]:
     """Return what each peer has contributed, in decreasing order of credited tokens, then by id.
 
     A peer's tokens are its speed times its hours, or the confirmed `carried` tokens if those are more. With three or
-    more witnesses no single one decides: the speed is their lower median, the hours are the second largest figure, and
-    each other figure is `confirmed`. A peer's figures about itself are ignored. Pure: the order of the statements does
-    not matter.
+    more witnesses, no single witness decides: the speed is the lower median of the witnesses' figures, the hours are
+    the second largest figure, and each other figure is `confirmed`. A peer's figures about itself are ignored. The
+    order of the statements does not matter.
 
     Args:
         statements: The latest statement of each peer.
@@ -142,12 +147,12 @@ def confirmed(figures: Iterable[int]) -> int:
 
 
 def _second(figures: Sequence[int]) -> int:
-    """Return the second largest figure; the only one if there is one, and 0 if there is none."""
+    """Return the second largest figure; if there is only one figure, that figure; if there is none, 0."""
     return sorted(figures)[-2:][0] if figures else 0
 
 
 def latest(statements: Iterable[tuple[PeerId, Statement]]) -> dict[PeerId, Statement]:
-    """Return the newest statement of each peer; its figures include those of older ones, since figures only grow."""
+    """Return the newest statement of each peer. Older statements are not needed, because a peer's figures only grow."""
     found: dict[PeerId, Statement] = {}
     for peer, statement in statements:
         if peer not in found or found[peer].time < statement.time:

@@ -1,10 +1,11 @@
 """Open and read files that somebody else may have written, such as a journal, an invitation or a tokenizer.
 
-Only a regular file of at most N bytes is read: a pipe or a device could block the reader for ever, and a file without
-end would fill its memory. A link to a file or a folder is followed if its folder is the user's own, root made the link,
-or its maker owns its target: else a link in somebody else's folder could name a file that only this user may read.
+Only a regular file of at most N bytes is read: a pipe or a device could block the reader for ever, and an endless file
+would fill the reader's memory. A link to a file or a folder is followed if the link is in a folder of this user, if
+root made the link, or if the maker of the link owns the target. Any other link could lead this user to a file that the
+maker of the link may not read.
 
-All refusals are OSErrors, so that callers treat them as other errors of reading.
+A refused file raises OSError, so that callers treat it like a file that cannot be read.
 """
 
 import errno
@@ -13,8 +14,8 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-NEVER_WAIT = os.O_NONBLOCK | os.O_NOCTTY  # opening a pipe returns at once, also without a writer
-FOLDER = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)  # O_PATH opens folders that the user may not list, too
+NEVER_WAIT = os.O_NONBLOCK | os.O_NOCTTY  # with these flags, opening a pipe returns at once even if nobody writes to it
+FOLDER = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)  # O_PATH also opens folders that the user may not list
 
 
 def opened(path: str | Path, most_bytes: int | None = None) -> BinaryIO:
@@ -25,7 +26,8 @@ def opened(path: str | Path, most_bytes: int | None = None) -> BinaryIO:
         most_bytes: Largest size of the file; None: any size, for a caller that reads the file part by part.
 
     Raises:
-        OSError: If the file cannot be opened, is no regular file, is larger, or is a link that is not followed.
+        OSError: If the file cannot be opened, is no regular file, is larger than `most_bytes`, or is a link that is not
+            followed.
     """
     return _checked(Path(path), os.O_RDONLY | NEVER_WAIT, most_bytes)
 
@@ -63,7 +65,7 @@ def opened_to_lock(path: str | Path) -> BinaryIO:
 
 
 def require_fit(path: str | Path) -> None:
-    """Raise OSError unless `opened` opens the file; for libraries that open files by their paths."""
+    """Raise OSError if `opened` would refuse the file. Call this before a library opens the file by its path."""
     opened(path).close()
 
 
@@ -85,7 +87,7 @@ def _checked(path: Path, flags: int, most_bytes: int | None) -> BinaryIO:
 
 
 def _opened_folder(path: Path) -> int:
-    """Return a descriptor of the folder; each part of the path is opened and checked by itself."""
+    """Return a descriptor of the folder. Open the parts of the path one by one, and check each part that is a link."""
     found = os.open(path.anchor or ".", FOLDER)
     for part in path.relative_to(path.anchor).parts:
         above = found

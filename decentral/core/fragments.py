@@ -17,12 +17,13 @@ class Fragment:
     first: int
     last: int
     parameters: int
-    # FLOPs per token, both passes, of its embedding, its blocks and its head; (): not known, as of user code
+    # FLOPs per token, both passes together, of the fragment's embedding, its blocks and its head; (): not known, as for
+    # layers of user code.
     work: tuple[float, float, float] | tuple[()] = ()
 
     @property
     def work_of_kinds(self) -> tuple[float, float, float]:
-        """Return `work`; if it is not known, all layers count as blocks, by their parameters."""
+        """Return `work`. If it is not known, count all layers as blocks, and use their number of parameters."""
         return self.work or (0.0, float(self.parameters), 0.0)
 
 

@@ -12,7 +12,7 @@ RunId = NewType("RunId", str)
 
 
 def short(peer: PeerId) -> str:
-    """Return the last six characters of the id, for people; the first characters of all ids of RSA keys are equal."""
+    """Return the last six characters of the id, to show to people. All ids of RSA keys begin with equal characters."""
     return peer[-6:]
 
 

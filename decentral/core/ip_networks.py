@@ -1,12 +1,13 @@
-"""Group the IP addresses that one user may have at once, so that nobody escapes a limit by changing its address."""
+"""Group the IP addresses that one user may have at once, so that nobody escapes a limit by using many addresses."""
 
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 IP = IPv4Address | IPv6Address
 # Leading bits that the IPv4 and the IPv6 addresses of a group have in common:
 MACHINE = 32, 64  # a machine with IPv6 can usually choose the other 64 bits for each connection
-SITE = 24, 48  # the most that one customer of an Internet provider usually gets
-CALLER = 32, 48  # a client of our ports: a customer with IPv6, but a whole /24 of IPv4 has many customers
+SITE = 24, 48  # the largest network that one customer of an Internet provider usually gets
+# For clients of our ports: IPv6 as in SITE, but each IPv4 address alone, because a /24 of IPv4 has many customers.
+CALLER = 32, 48
 
 
 def network_of(address: str | IP, bits: tuple[int, int] = MACHINE) -> str:

@@ -23,7 +23,7 @@ from decentral.core.time_spent import TimeSpent
 from decentral.core.units import Seconds
 
 DIVERGED = "training has diverged"  # if a peer's reason to stop begins with these words, it exits with code 2
-MOST_UNDER_WAY = 48  # most micro-batches in flight at a peer; each takes one of the peer's 64 open requests
+MOST_UNDER_WAY = 48  # a peer has at most this many micro-batches in flight; each needs one of its 64 open requests
 
 Donated = tuple[int, Layout, Blob]
 """A fragment's state from a donor: the fragment's index, the blob's layout, the blob."""
@@ -350,7 +350,7 @@ class WindowClosed:
     on_request: Layout = ()  # sections that the blob lacks; EncodeSections can still encode them until the merge
     codings: Layout = ()  # all encodings of each section that has more than one encoding
     cost_s: Seconds = 0.0  # time that the job took on the training thread and on its worker thread
-    ago_s: Seconds = 0.0  # time between the end of the job and its report; minutes if the process was suspended
+    ago_s: Seconds = 0.0  # time between the end of the job and its report; long if the process was suspended meanwhile
 
     def reported(self, ago_s: Seconds) -> "WindowClosed":
         """Return a copy with `ago_s`, the time between the end of the job and its report to the event loop."""
@@ -384,13 +384,16 @@ class SectionsEncoded:
 
 @dataclass(frozen=True, slots=True)
 class PartnerWork:
-    """The work behind a partner's window in a merge, beside our own window; tokens without what the window copies."""
+    """What a merge shows of the work behind a partner's window, and of our own window for comparison.
+
+    If a share of the partner's window copies other windows, both numbers of tokens are reduced by this share.
+    """
 
     peer: PeerId
-    claimed: float  # tokens that the partner claims
+    claimed: float  # tokens that the partner claims for its window
     own: float  # tokens of our own window
     length: float  # L2 norm of the partner's pseudo-gradient
-    own_length: float  # L2 norm of ours
+    own_length: float  # L2 norm of our own pseudo-gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,7 +405,7 @@ class Merged:
     used: tuple[PeerId, ...]
     rejected: tuple[tuple[PeerId, str], ...]  # peers whose contributions were left out, each with the reason
     cost_s: Seconds = 0.0
-    work: tuple[PartnerWork, ...] = ()  # what the windows of trusted partners show of the work behind them
+    work: tuple[PartnerWork, ...] = ()  # one entry for each partner whose window was trusted
 
 
 @dataclass(frozen=True, slots=True)
@@ -474,7 +477,7 @@ class ForwardDone:
     """Outcome: a blob of hidden_BTD and targets_BT for the next stage."""
 
     token: int
-    number: int  # number of this peer's own micro-batch, by which other peers know it
+    number: int  # number by which other peers know this peer's own micro-batch; 0 for another peer's micro-batch
     sequences: int
     tokens: int
     layout: Layout
@@ -490,7 +493,7 @@ class BackwardDone:
     loss: float  # nats, summed over the tokens; 0.0 unless this stage is the model's last
     layout: Layout
     blob: bytes
-    number: int = 0  # number of this peer's own micro-batch, by which other peers know it; 0 for another peer's
+    number: int = 0  # number by which other peers know this peer's own micro-batch; 0 for another peer's micro-batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -555,7 +558,7 @@ class CopyKept:
 
     fragment: int
     kept: RetainedStates
-    reason: str = ""  # why the disk has refused the copy; "" if it has not
+    reason: str = ""  # why the disk refused the copy; "" if the job succeeded
 
 
 @dataclass(frozen=True, slots=True)

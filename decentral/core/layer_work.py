@@ -1,4 +1,4 @@
-"""How a token's computing time divides among a model's layers, as a device has measured it for each kind of layer.
+"""Divide a token's computing time among a model's layers, from a device's measurements of each kind of layer.
 
 A model has three kinds of layer: the embedding, the blocks (all equal), and the head with the loss. A peer measures
 one layer of each kind (engine/layer_times.py) and publishes the figures in its record. `share` and `forward_share`
@@ -28,8 +28,8 @@ class KindCost(NamedTuple):
 
     forward_s: TokenSeconds  # seconds per token
     backward_s: TokenSeconds  # seconds per token
-    activation_bytes: LayerBytes  # kept for each token between the two passes
-    state_bytes: LayerBytes  # weights, gradient, moments and gossip state
+    activation_bytes: LayerBytes  # bytes that are kept for each token between the forward and the backward pass
+    state_bytes: LayerBytes  # bytes of the layer's weights, gradient, moments and gossip state
 
     @property
     def seconds(self) -> float:
@@ -38,7 +38,7 @@ class KindCost(NamedTuple):
 
 
 class KindCosts(NamedTuple):
-    """What a layer of each kind costs a device; None: not measured."""
+    """The time and memory that one layer of each kind takes on a device; None: not measured."""
 
     embedding: KindCost | None = None
     block: KindCost | None = None
@@ -48,12 +48,13 @@ class KindCosts(NamedTuple):
 UNMEASURED = KindCosts()
 
 
-@lru_cache(maxsize=4096)  # enough for the profiles of each peer in a large swarm
+@lru_cache(maxsize=4096)  # one entry for each peer of a large swarm, as each peer has its own measurements
 def shape_of(cuts: tuple[Fragment, ...], costs: KindCosts = UNMEASURED) -> Shape:
     """Return the shares of a token's time that the embedding, the blocks and the head take on a device.
 
-    If neither a block nor the head is measured, all layers count by their work (`Fragment.work`). If one of them is
-    measured, a kind that is not measured takes the time of its work at the speed of what is measured.
+    If neither a block nor the head is measured, each kind's share of the time is its share of the work
+    (`Fragment.work`). If a block or the head is measured, a kind that is not measured is assumed to run at the same
+    FLOP/s.
 
     Args:
         cuts: All fragments of the model.
@@ -81,7 +82,10 @@ def token_seconds(cuts: Sequence[Fragment], costs: KindCosts) -> float:
 
 
 def mean_shape(shapes: Sequence[tuple[float, Shape]]) -> Shape:
-    """Return the mean of (weight, shape) pairs, rounded to three digits after the point; weights may be 0."""
+    """Return the weighted mean of shapes, given as (weight, shape) pairs, rounded to three decimals.
+
+    Weights may be 0; if all weights are 0, all shapes count alike.
+    """
     least = 1e-9 * sum(weight for weight, _ in shapes) + 1e-300
     total = sum(weight + least for weight, _ in shapes)
     embedding, _, head = (sum((weight + least) / total * one[kind] for weight, one in shapes) for kind in range(3))

@@ -11,8 +11,9 @@ from decentral.core.fragments import Fragment
 from decentral.core.jobs import MOST_UNDER_WAY
 
 LEAST_IN_FLIGHT = 4  # a peer must have memory for this many micro-batches; with fewer, its device often waits for links
-IN_FLIGHT_PER_STAGE = 5  # with this many micro-batches in flight per own and later stage, a device stays busy
-MOST_REQUIRED = 32  # limit of `required_in_flight`, so that small devices can take part in long routes
+# A device stays busy with this many micro-batches in flight for its own stage and for each later stage of the route.
+IN_FLIGHT_PER_STAGE = 5
+MOST_REQUIRED = 32  # `required_in_flight` returns at most this, so that small devices can take part in long routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class MemoryNeeds:
         return self.fragments[begin].first, self.fragments[end - 1].last
 
 
-@lru_cache(maxsize=4096)  # enough for each memory size in a large swarm
+@lru_cache(maxsize=4096)  # one entry for each size of memory; the peers of a large swarm have fewer different sizes
 def widest_span(needs: MemoryNeeds, memory_bytes: int) -> Callable[[int], int]:
     """Return a function that maps a span's first fragment to the end of the widest span that fits in `memory_bytes`.
 

@@ -23,7 +23,7 @@ class OwnInputs:
     data_column: str | None = None
     data_part: str | None = None  # k/n: which of n parts of the rows is read
     tokenizer: str | None = None
-    upload: str | None = None  # where copies of checkpoints go, or NO_UPLOAD
+    upload: str | None = None  # the folder or address to which checkpoints are uploaded, or NO_UPLOAD
 
     @classmethod
     def of(cls, value_of: Callable[[str], str | None]) -> "OwnInputs":
@@ -61,7 +61,7 @@ FLAGS = {
 }
 OF_DATA = ("data", "data_glob", "data_column", "data_part", "tokenizer")
 NOTHING_NAMED = OwnInputs()
-NO_UPLOAD = "off"  # value of --upload that ends what an earlier start began
+NO_UPLOAD = "off"  # value of --upload that ends the uploads which an earlier start of the peer set up
 
 
 def agreed_code(run: str | None, trusted: str | None, whose: str) -> str | None:

@@ -110,7 +110,7 @@ def override(tree: dict[str, object], text: str) -> None:
     """Set a key of a config's tree by a text such as `gossip.window_s=2`, whose value is YAML.
 
     Raises:
-        UserError: If the text has another form.
+        UserError: If the text is not KEY=VALUE, the value is not YAML, or a part of KEY before the last is no section.
     """
     key, equals, given = text.partition("=")
     if not equals or not key:

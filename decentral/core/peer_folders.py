@@ -23,9 +23,9 @@ def journals_in(folder: Path) -> list[Path]:
 def lock_holders(locks: Path = Path("/proc/locks")) -> dict[int, list[int]]:
     """Map the inode of each locked file of this machine to the process ids that hold a lock; {} except on Linux.
 
-    Files in different file systems may have the same inode, also those that another user has made for this purpose.
-    The locks are read from the file `locks`. Trying to take a lock could make a peer that starts at the same time
-    believe that another peer uses its folder.
+    The inode does not identify a file for certain: files in different file systems may have the same inode, and another
+    user may make such a file on purpose. The function reads the locks from the file `locks` and takes none itself,
+    because a peer that starts at the same time would believe that another peer uses its folder.
     """
     found: dict[int, list[int]] = {}
     try:

@@ -13,14 +13,14 @@ PEER_NAME_CHARS = 32  # longer names leave a table of 80 columns no room for fig
 
 
 def machine_name() -> str:
-    """Return this machine's host name without its domain, printable and cut to PEER_NAME_CHARS; "" if it has none."""
+    """Return this machine's host name without its domain, printable and cut to PEER_NAME_CHARS; "" without a name."""
     return plain_text(platform.node().partition(".")[0].strip(), PEER_NAME_CHARS)
 
 
 def titled(peer: PeerId, name: str) -> str:
     """Return the end of a peer's id and, if the peer has a name, the name: `x3kPq2 (ann-laptop)`.
 
-    Both are printable and without square brackets, whatever the peer has sent.
+    Id and name come from another peer. The result has only printable characters, and no square brackets.
     """
     shown = plain_text(name, PEER_NAME_CHARS)
     return plain_text(short(peer)) + (f" ({shown})" if shown else "")

@@ -12,7 +12,7 @@ def printable(text: str, most: int = SHOWN_CHARS) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return generated text with "?" for each character that is neither printable nor a line end or tab."""
+    """Return the whole text, with "?" for each character that is not printable; line ends and tabs are kept."""
     return "".join(char if char in "\n\t" or char.isprintable() else "?" for char in text)
 
 

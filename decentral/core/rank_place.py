@@ -1,4 +1,4 @@
-"""A process's rank in its island, a peer with several devices (engine/island.py), and how they divide the model."""
+"""A process's rank in an island (a peer with several devices, engine/island.py), and how devices divide the model."""
 
 import os
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ class Split(StrEnum):
     """How the devices of one peer divide its model. Values of the flag --split."""
 
     AUTO = "auto"  # COPIES if a device can hold the whole model, else PARTS
-    COPIES = "copies"  # each has the whole model, and micro-batches of its own
-    PARTS = "parts"  # each has a part of every parameter, and micro-batches of its own
-    TENSOR = "tensor"  # each has a part of every matrix, and all compute the same micro-batches together
+    COPIES = "copies"  # each device has the whole model, and computes its own micro-batches
+    PARTS = "parts"  # each device has a part of every parameter, and computes its own micro-batches
+    TENSOR = "tensor"  # each device has a part of every matrix, and all devices compute the same micro-batches together
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank's place in its island, from the environment variables of torch's launchers."""
+    """A process's rank in its island, as the environment variables of torch's launchers give it."""
 
     rank: int
     local_rank: int  # rank among the processes of the island on this machine

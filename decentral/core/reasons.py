@@ -28,12 +28,12 @@ class Reason(StrEnum):
     # Reasons about the run, its fragments and its layers
     RUN = "run"  # the message belongs to another run
     ALGORITHM = "algorithm"  # the gossip algorithm of this run has no exchange of the requested kind
-    FRAGMENT = "fragment"
+    FRAGMENT = "fragment"  # this peer does not hold the requested fragment
     SPAN = "span"  # the request names layers that this peer does not hold
     OFFSET = "offset"  # the requested byte offset lies beyond the end of the state
 
-    # The received bytes do not have the digest (hash) that the sender announced.
-    DIGEST = "digest"  # the bytes do not have the digest that was announced
+    # Reasons about the content of a received blob
+    DIGEST = "digest"  # the bytes do not have the digest (hash) that the sender announced
     SHAPE = "shape"  # the blob's tensors differ in number, names or sizes from those of the fragment or micro-batch
     DIFFERS = "differs"  # a donor's weights are far from those that two other holders of the fragment sent
     CODEC = "codec"  # the blob names a codec that this version does not have
@@ -58,9 +58,10 @@ class Reason(StrEnum):
     STALE = "stale"  # the snapshot is older than two gossip windows and a minute, or the state is of another round
     NOTHING_NEWER = "nothing-newer"  # the requesting peer already has the newest snapshot
     OPPOSED = "opposed"  # the merge ignored a partner's pseudo-gradient: it is zero, or points against this peer's own
-    ALONE = "alone"
-    FAILED = "failed"
+    ALONE = "alone"  # the peer found no partner for an exchange of the fragment
+    FAILED = "failed"  # the exchanges with all partners failed
 
+    # Reasons about the peer that is asked
     BUSY = "busy"  # this peer has no capacity for more work now; the sender may ask again
     NOT_READY = "not-ready"  # this peer does not train yet, or has not reached the requested step
     STRANGER = "stranger"  # this peer has no record of the requesting peer, and answers only newcomers' requests
@@ -76,7 +77,7 @@ class Reason(StrEnum):
 
     # Reasons about synchronous rounds
     ROUND = "round"
-    ORIGIN = "origin"  # the report or sum comes from another member than the one that was asked for its own
+    ORIGIN = "origin"  # a member was asked for its own report, but sent the report of another member
     HOPS = "hops"  # the peers that computed the micro-batch do not cover all layers of the model
     NUMBER = "number"  # the message names a micro-batch twice, or claims a step number out of bounds
     VERSIONS = "versions"  # the message must give exactly one version of the weights for each fragment

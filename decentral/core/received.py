@@ -18,7 +18,7 @@ from decentral.core.own_inputs import NOTHING_NAMED, OwnInputs, agreed_code
 from decentral.core.plain_text import plain_text
 from decentral.model import families
 
-MAX_SECTIONS = 16  # a received config with more objects and lists is refused; a valid config has up to twelve
+MAX_SECTIONS = 16  # a received config with more objects and lists is refused; a valid config has at most twelve
 MAX_VALUES = 256  # a received config with more keys and list members is refused; a valid config has about eighty
 
 

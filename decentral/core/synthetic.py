@@ -56,12 +56,12 @@ class SyntheticBlob(bytes):
 
 
 def gathered(parts: Sequence[Blob]) -> Blob:
-    """Return the parts joined in a new bytearray, or as a synthetic blob if any part is synthetic."""
+    """Return the concatenated parts as a new bytearray, or as a synthetic blob if any part is synthetic."""
     return joined(parts) if any(isinstance(part, SyntheticBlob) for part in parts) else bytearray().join(parts)
 
 
 def joined(parts: Iterable[Blob]) -> bytes:
-    """Return the parts joined as bytes, or as a synthetic blob if any part is synthetic.
+    """Return the concatenated parts as bytes, or as a synthetic blob if any part is synthetic.
 
     In a synthetic result, a part without content only lengthens the segment before it.
     """

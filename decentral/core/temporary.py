@@ -1,7 +1,7 @@
 """Temporary folders, which only this user can enter, and which are removed even if their process was killed.
 
-Each folder has a file LOCK that is locked as long as the folder's process runs. Whoever makes a new folder removes the
-folders of this user whose lock is free.
+Each folder has a file LOCK, which is locked as long as the process that made the folder runs. A process that makes a
+new folder also removes this user's folders whose lock is free.
 """
 
 import fcntl
@@ -17,20 +17,23 @@ from typing import BinaryIO
 from decentral.core.errors import UserError
 
 TEMPORARY_PREFIX = "decentral-"
-LOCK = ".temporary-lock"  # no other folder has a file of this name, whatever the user calls the folder
+LOCK = ".temporary-lock"  # only temporary folders of this module have a file of this name
 FOLDER_OPENED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 @dataclass(frozen=True, slots=True)
 class TemporaryFolder:
-    """A temporary folder that exists until `remove`, or until a process of this user finds that its owner has ended."""
+    """A temporary folder, which exists until `remove`.
+
+    If the process that made the folder ends without `remove`, a later process of this user removes the folder.
+    """
 
     path: Path
     _lock: BinaryIO
 
     @classmethod
     def make(cls) -> "TemporaryFolder":
-        """Make a folder in the system's temporary folder, and remove the folders of processes that have ended there.
+        """Make a folder in the system's temporary folder, and remove the folders there whose processes have ended.
 
         Raises:
             UserError: If no temporary folder can be written.
@@ -82,14 +85,15 @@ def remove_abandoned(place: Path) -> None:
 
 
 def _remove_if_abandoned(parent: int, name: str) -> None:
-    with suppress(OSError):  # it is no folder, another user's, in use, or gone
+    with suppress(OSError):  # the name may be no folder, or a folder that another user owns, is in use, or is gone
         folder = os.open(name, FOLDER_OPENED, dir_fd=parent)
         try:
             lock = os.open(LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
             try:
                 if os.fstat(folder).st_uid == os.geteuid():
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    rmtree(".", ignore_errors=True, dir_fd=folder)  # by descriptor: the name may lead elsewhere by now
+                    # Remove by descriptor, because the name may mean another folder by now.
+                    rmtree(".", ignore_errors=True, dir_fd=folder)
                     os.rmdir(name, dir_fd=parent)
             finally:
                 os.close(lock)

@@ -26,7 +26,7 @@ class Measured:
     memory_bytes: int
     flops: float
     tokens_per_s: float  # training speed on the run's model, or 0 if it was not measured
-    costs: KindCosts  # of a layer of each kind
+    costs: KindCosts  # time and memory that one layer of each kind takes on the device
 
 
 @dataclass(frozen=True, slots=True)

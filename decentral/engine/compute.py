@@ -87,8 +87,10 @@ class Compute(JobRunner):
         self._saving = False
         self._broken = False  # True after a failed step: jobs such as a checkpoint are still done, but no steps
         self._queued: deque[tuple[QueuedStep, jobs.Stepped]] = deque()  # steps whose loss the host has not read yet
-        self.threads = JobThreads(self.program, self._failure_of)
         ranks = setup.device.ranks
+        alone_on_cpu = setup.device.device.type == "cpu" and ranks.size == 1
+        edge_clock = time.thread_time if alone_on_cpu else time.perf_counter
+        self.threads = JobThreads(self.program, self._failure_of, edge_clock)
         reading = Reading(run.seed, setup.peer, setup.folder, ranks.rank if ranks.readers > 1 else 0, ranks.readers)
         self.micro_batches = setup.corpus.micro_batches(reading)
         self.held_out = setup.corpus.evaluation(run.train.eval_sequences)

@@ -62,15 +62,20 @@ class JobThreads:
     """The two queues of tasks: one for the training thread, which does tasks between steps, and one for the worker."""
 
     def __init__(
-        self, program_of: Callable[[jobs.Job], Program], failure_of: Callable[[jobs.Job, Exception], Failure]
+        self,
+        program_of: Callable[[jobs.Job], Program],
+        failure_of: Callable[[jobs.Job, Exception], Failure],
+        edge_clock: Callable[[], Seconds] = time.thread_time,
     ) -> None:
         """Begin with empty queues.
 
         Args:
             program_of: Returns the program of a job.
             failure_of: Returns the outcome for an expected error of a job, and raises any other error again.
+            edge_clock: Measures the cost of a phase on the training thread. `time.thread_time` leaves out the time in
+                which the machine ran other processes; `time.perf_counter` includes waits for a GPU or other ranks.
         """
-        self._program_of, self._failure_of = program_of, failure_of
+        self._program_of, self._failure_of, self._edge_clock = program_of, failure_of, edge_clock
         self._edge: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._beside: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._later: list[Task] = []  # tasks whose next EDGE phase must wait until another step was taken
@@ -120,7 +125,7 @@ class JobThreads:
         """Run the present phase of a task on the calling training thread, and queue the task for its next phase."""
         held = task.phase is Phase.HELD
         try:
-            self._go_on(task, time.perf_counter)
+            self._go_on(task, self._edge_clock)
         finally:
             if held:
                 task.released.set()

@@ -21,7 +21,7 @@ from decentral.sim.route_liars import falsify_gradient
 from decentral.sim.simulated_peer import SimulatedPeer
 from decentral.sim.swarm import SimulatedSwarm
 
-STALE = 0.2  # during the fault "late", this share of DHT look-ups returns an older version of a record
+STALE = 0.2  # during the fault "late", this share of DHT lookups returns an older version of a record
 
 
 @dataclass(slots=True)
@@ -32,12 +32,13 @@ class FaultInjector:
     planned: int = 0
     last_at: Seconds = 0.0
     forged: set[tuple[PeerId, bytes]] = field(default_factory=set)  # a lying peer and the SHA-256 of its false blob
-    # For the lies `stale` and `replayed`, the honest snapshot that is sent again, by (lie, liar, fragment). `replayed`
-    # repeats another snapshot for each asking peer, so the second part of its keys joins the ids of liar and asker.
+    # For the lies `stale` and `replayed`, the honest snapshot that is sent again, by (lie, liar, fragment). With
+    # `replayed`, each asking peer gets a snapshot of its own, so the second part of the key is the liar's id followed
+    # by the asking peer's id.
     _kept: dict[tuple[str, PeerId, int], Envelope] = field(default_factory=dict)
     # For the lie `hop-replayed`: the last honest backward response, by (liar, asking peer).
     _answers: dict[tuple[PeerId, PeerId], Envelope] = field(default_factory=dict)
-    # For the lie `belated`, by fragment: the last but one and the last pseudo-gradient of the peer that liars copy.
+    # For the lie `belated`, by fragment: the second to last and the last pseudo-gradient of the peer that liars copy.
     # Each is a list with one tensor, or [] if that pseudo-gradient is not known yet.
     _windows: dict[int, tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
 
@@ -189,7 +190,7 @@ class FaultInjector:
         return self._forged(member, liars.falsify(member.byzantine, member.peer, envelope, tools.codecs, honest))
 
     def _before(self, fragment: int, windows: list[Tensor]) -> list[Tensor]:
-        """Return the last but one pseudo-gradient of the peer that the lie `belated` copies.
+        """Return the second to last pseudo-gradient of the peer that the lie `belated` copies.
 
         Args:
             fragment: Index of the fragment.

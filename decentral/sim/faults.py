@@ -2,7 +2,8 @@
 
 Start reading at `Fault` and `parse`. A fault in a text has one of these forms; times are virtual seconds:
 
-    crash 2 at 20                 kill -9; `restart 2 at 30` starts it again with its disk, `wipe 2 at 30` without
+    crash 2 at 20                 kill -9; `restart 2 at 30` starts peer 2 again with its disk; `wipe 2 at 30` removes
+                                  peer 2 with its disk, and starts a new peer
     crash all at 60; restart all at 65
     freeze 1 at 10 for 5          the process is stopped, and continues after 5 s
     slow 0 x5 at 10 for 20        steps of peer 0 take 5 times as long
@@ -13,10 +14,10 @@ Start reading at `Fault` and `parse`. A fault in a text has one of these forms; 
     degrade 0-1 x0.1 at 5 for 10  the link between peers 0 and 1 has a tenth of its rate
     skew 2 by -1.5 at 0           the clock of peer 2 is 1.5 s behind
     clock 2 by 3600 at 20         the clock of peer 2's machine jumps by an hour; the peer reads it at its next start
-    full-disk 1 at 20 for 15      writes to its disk fail: checkpoints, journal lines, micro-batch numbers
+    full-disk 1 at 20 for 15      writes to the disk of peer 1 fail: checkpoints, journal lines, micro-batch numbers
     nat 3 at 0                    other peers reach peer 3 only through a relay
     lie 2 nan at 10 for 20        peer 2 is Byzantine: its snapshots are nan, scaled, stale, replayed or corrupted
-    lie 2 flipped at 10 for 20    a lie that uses the honest peers' windows (sim/liars.py)
+    lie 2 flipped at 10 for 20    one of the false snapshots that sim/liars.py computes from honest snapshots
     lie 2 hop-zero at 10 for 20   peer 2 sends false gradients in a pipeline (sim/route_liars.py)
     loss 0.05 at 5 for 20         5% of all messages lose a packet
     corrupt 0.02 at 5 for 20      2% of all messages are damaged; also truncate, duplicate, reorder
@@ -53,22 +54,22 @@ HOSTS = ("clock", "full-disk")  # faults of a peer's machine: its clock jumps, o
 PEERS = ("crash", "restart", "wipe", "freeze", "slow", "leave", "part", "skew", "nat", "lie")  # faults of named peers
 NEWS = ("revoke", "propose")  # faults of named peers, after which all peers must learn a new record
 PAIRS = {"oneway": ">", "degrade": "-"}  # faults between two peers, which a trace writes as PEER>PEER or PEER-PEER
-SHARES = ("loss", "corrupt", "truncate", "duplicate", "reorder", "late")  # faults of the swarm, not of single peers
+SHARES = ("loss", "corrupt", "truncate", "duplicate", "reorder", "late")  # faults of the swarm, which name no peers
 ECLIPSED = ("peers", "plan", "revoked")  # the DHT keys that hostile nodes can own in an eclipse
-LIES = ("nan", "scaled", "stale", "replayed", "corrupted")  # lies that random faults use
-# Lies about snapshots, which sim/liars.py computes.
+LIES = ("nan", "scaled", "stale", "replayed", "corrupted")  # the lies that `draw` samples
+# The lies about snapshots that `draw_of_liars` samples; sim/liars.py computes them.
 KNOWING_LIES = ("zero", "grown", "huge", "flipped", "opposed", "little", "drift", "tokens", "random")
-# Lies in sim/liars.py that no random fault uses.
+# Lies about snapshots that are never sampled at random; sim/liars.py computes them.
 PATIENT_LIES = ("copied", "belated", "blurred", "hidden", "astray", "inflated")
 # Lies about gradients of a pipeline, which sim/route_liars.py computes.
 HOP_LIES = (*("hop-flipped", "hop-opposed", "hop-zero", "hop-grown", "hop-replayed", "hop-random", "hop-loss"),)
-WITHHELD = "withheld"  # a peer with this lie passes no records on
+WITHHELD = "withheld"  # a peer that tells this lie sends other peers no DHT records
 ALL_LIES = (*LIES, *KNOWING_LIES, *PATIENT_LIES, *HOP_LIES, WITHHELD)
 # Faults with a duration, which a trace writes as `for SECONDS`.
 LASTING = ("freeze", "full-disk", "slow", "part", "oneway", "degrade", "lie", "eclipse", *SHARES)
 MOST_TRACE_BYTES = 64 * MiB
 ALL = -1  # in `Fault.peers`, this number means all peers
-LONG_FREEZE_S = 75.0  # duration of a long freeze: every other peer stops waiting before it ends
+LONG_FREEZE_S = 75.0  # a long freeze lasts this time, so that all other peers stop waiting for the frozen peer
 
 _FORM = re.compile(
     r"(?P<kind>[a-z-]+)\s+(?P<target>[-\w.,>]+)(?:\s+(?:x|by\s+)?(?P<value>-?[\d.]+(?:e-?\d+)?|[a-z][a-z-]*))?"
@@ -273,9 +274,9 @@ def draw_of_liars(chance: Random, peers: int, until: Seconds, routes: bool) -> l
 
 
 def draw_of_eclipses(chance: Random, peers: int, key: str) -> list[Fault]:
-    """Return an eclipse of a DHT key, with hostile peers that pass nothing on, and news that all others must learn.
+    """Return an eclipse of a DHT key, with hostile peers that send no records, and news that honest peers must learn.
 
-    Up to a third of the peers are hostile; peer 0 never is. The news is a newcomer, a revocation or a plan.
+    At most a third of the peers are hostile, and never peer 0. The news is a newcomer, a revocation or a plan.
     """
     at, lasts = round(chance.uniform(12.0, 16.0), 2), round(chance.uniform(36.0, 42.0), 2)
     hostile = tuple(sorted(chance.sample(range(1, peers), chance.randint(1, peers // 3))))

@@ -68,7 +68,7 @@ class Training(Protocol):
         """Gossip state of the fragments that the peer holds."""
 
     def take_steps(self, count: int, spent: TimeSpent) -> jobs.Stepped:
-        """Take `count` steps at once, and return their outcome. `spent`: time to report with these steps."""
+        """Take `count` steps at once, and return their outcome, which reports `spent` as the time spent."""
 
     def do(self, job: jobs.Job) -> jobs.Outcome:
         """Do a job and return its outcome."""
@@ -107,10 +107,10 @@ class Pace:
 
     step_s: Seconds
     noise: float = 0.0  # relative standard deviation of the duration of a step
-    job_s: Seconds = 0.001  # fixed part of a job's duration; its computation and its bytes take more time
+    job_s: Seconds = 0.001  # a job takes this time, in addition to the times for its computation and its bytes
     job_bytes: float = 1e9  # bytes/s at which a job encodes, decodes or writes
-    report_s: Seconds = 10.0
-    steps_at_once: int = 1 << 30  # steps computed in one call at most; 1 if a real model is trained
+    report_s: Seconds = 10.0  # the steps of about this time are reported together, if no job comes between them
+    steps_at_once: int = 1 << 30  # at most this many steps are computed in one call; 1 if a real model is trained
 
 
 class Reporter(Protocol):
@@ -132,13 +132,13 @@ class Engine:
     inbox: list[jobs.Job] = field(default_factory=list)
     spent: TimeSpent = NO_TIME
     began: Seconds | None = None  # start of the steps that are not reported yet, or None if the peer takes no steps
-    stretched: float = 1.0  # present slowdown: a step takes `pace.step_s` times this
+    stretched: float = 1.0  # present slowdown: a step takes this many times `pace.step_s`
     frozen: bool = False
     last_computed: Seconds | None = None
-    slowest: float = 1.0
+    slowest: float = 1.0  # the largest value that `stretched` has had
     doing: bool = False  # True from the computation of a job until its outcome is reported
-    _step_s: Seconds = 0.0  # duration of each step since `began`
-    _beside_until: Seconds = 0.0
+    _step_s: Seconds = 0.0  # duration of each step since `began`, with noise
+    _beside_until: Seconds = 0.0  # when the background worker will be idle
     _timer: Timer | None = None
 
     def put(self, job: jobs.Job) -> None:
@@ -288,7 +288,7 @@ class VirtualHost:
         self._carry_all(Woke(), self.node.begin(self.clock()))
 
     def stop(self, reason: str) -> None:
-        """Let the node announce that it leaves for this reason, then end the process. An ended process stays ended."""
+        """Let the node announce that it leaves for this reason, then end the process. Do nothing if it has ended."""
         if self.ended is None:
             self._carry_all(Stop(reason), self.node.leave(reason, self.clock()))
             self.end(reason)

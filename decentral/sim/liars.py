@@ -13,7 +13,7 @@
     tokens     `flipped`, with a thousand times the true number of tokens
     random     noise with the norm of the liar's own pseudo-gradient
     copied     twice an honest peer's pseudo-gradient; the liar claims four times its true number of tokens
-    belated    `copied`, but from the last but one pseudo-gradient of the honest peer
+    belated    `copied`, but from the second to last pseudo-gradient of the honest peer
     blurred    `copied`, plus noise with twice the norm of the copy
     hidden     `copied`, with slow weights of zero
     astray     `copied`, with slow weights far from the optimum

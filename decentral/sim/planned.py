@@ -33,23 +33,23 @@ from decentral.sim.waiting import Wait, wait_of
 
 MAX_PLAN_BYTES = 64 * 1024 * 1024
 WARM_UP = 1 / 3  # tokens are counted after this share of the run, when peers have joined and measured their speeds
-SAMPLED_S = 0.37  # what devices wait for is sampled this often; no period of the swarm is a multiple of it
+SAMPLED_S = 0.37  # the time between two samples of what devices wait for; no period of the swarm is a multiple of it
 REPORT_S = 1.0  # peers report their steps this often, so that few tokens lie across the end of the warm-up
 
 
 @dataclass(frozen=True, slots=True)
 class PlayedResult:
-    """What a played plan promised and reached, after the warm-up."""
+    """What a plan promised, and what the simulated swarm that follows the plan reached after the warm-up."""
 
-    promised: float  # tokens/s
-    reached: float  # tokens/s that were counted, each in all layers
-    executions: int  # stage executions of routed micro-batches that counted
-    dropped: int  # stage executions whose gradients were discarded
-    abandoned: int  # routed micro-batches that their origin peer gave up
-    busy: dict[str, float]  # by the topology's peer id: share of the time that the device trained
-    busiest_link: str
-    busiest_share: float  # share of the bytes that this link could have carried
-    waits: dict[str, float]  # by `Wait.value`: share of the time that the mean device waits for this
+    promised: float  # tokens/s that the plan expects
+    reached: float  # tokens/s whose gradients were applied; gradients of some layers count by the layers' share
+    executions: int  # number of routed stage executions whose gradients were applied
+    dropped: int  # number of routed stage executions whose gradients were discarded
+    abandoned: int  # number of routed micro-batches that their origin peer gave up
+    busy: dict[str, float]  # peer id in the topology -> share of the time in which the peer's device trained
+    busiest_link: str  # the link of whose capacity the largest share was used
+    busiest_share: float  # bytes over `busiest_link`, as a share of the bytes that the link could have carried
+    waits: dict[str, float]  # `Wait.value` -> share of the time in which devices wait for this, mean of all devices
 
 
 def read(path: Path) -> ThroughputPlan:
@@ -73,15 +73,15 @@ def scenario_of(
 ) -> Scenario:
     """Return the scenario in which the planned peers begin with their planned layers, and keep these.
 
-    A device computes as fast as the plan assumes. The fragments' sizes are proportional to the time that they take, as
-    peers judge times by sizes. The plan estimates memory in another way than peers do, so each peer has the memory that
-    its layers need with as many micro-batches in flight as the plan says.
+    A device computes as fast as the plan assumes. The fragments' sizes are proportional to the time that they take,
+    because peers estimate a fragment's time from its size. The plan estimates memory in another way than peers do, so
+    each peer gets the memory that its layers need with as many micro-batches in flight as the plan says.
 
     Raises:
         UserError: If the plan is for another topology or model, or cuts the model within a fragment.
     """
     if plan.digest != topology.digest():
-        raise UserError("--plan: the plan was made for another topology; give its own by --topology, or plan again")
+        raise UserError("--plan: the plan is for another topology; give the plan's own with --topology, or plan again")
     counts = len(config.model.layer_parameters), sum(config.model.layer_parameters)
     if counts != (plan.planned_for.get("layers"), plan.planned_for.get("parameters")):
         raise UserError("--plan: the plan was made for another model; give CONFIG as in decentral.plan --model CONFIG")
@@ -124,7 +124,7 @@ def _memory(plan: ThroughputPlan, needs: MemoryNeeds, peer: str, fragment: dict[
 
 
 def _timed(cuts: list[Fragment], share_L: list[float]) -> tuple[Fragment, ...]:
-    """Return the fragments with parameters in proportion to their share of the time, and as many in all."""
+    """Return the fragments with sizes in proportion to their share of the time; their total size stays the same."""
     total = sum(cut.parameters for cut in cuts)
     return tuple(
         replace(cut, parameters=max(1, round(total * sum(share_L[cut.first : cut.last]))), work=()) for cut in cuts
@@ -133,7 +133,7 @@ def _timed(cuts: list[Fragment], share_L: list[float]) -> tuple[Fragment, ...]:
 
 @dataclass(slots=True)
 class PlayedPlan:
-    """A reader of the journals of a played plan's run, which counts from the end of the warm-up on; it is a `Watch`."""
+    """A `Watch` (run.py) that counts, after the warm-up, what a simulated swarm that follows a plan reaches."""
 
     plan: ThroughputPlan
     scenario: Scenario

@@ -34,7 +34,7 @@ class Sample:
     training: int
     tokens: int
     spread: float  # root mean square distance of the peers' weights from their mean
-    roster_error: float  # wrong and missing roster entries of all peers, divided by all entries
+    roster_error: float  # number of wrong and missing entries in the peers' rosters, divided by the number of entries
     loss: float | None  # median of the training peers' last losses; None before the first step
 
 
@@ -62,9 +62,9 @@ class ExchangeReport:
 class RouteReport:
     """Numbers of micro-batches, changes of layers, and plans, in a swarm whose peers hold parts of the model."""
 
-    routed: dict[str, int]
+    routed: dict[str, int]  # the figures of a CountAudit by name
     moves: dict[str, int]  # number of changes of layers, by cause and outcome, such as "plan done"
-    plans: int
+    plans: int  # number of different plans that peers adopted
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class ReplicaReport:
 class AuditReport:
     """How much the run simulated and audited, how far the replicas differ, and the digest of the run."""
 
-    events: int
+    events: int  # number of actions that ran in virtual time
     checks: int  # number of workers' jobs after which the invariants were checked
     farthest: float  # largest final distance of a replica from the mean, in units of the noise of one gossip window
     digest: str  # hash of all journal lines and final weights; equal runs have equal digests

@@ -27,11 +27,11 @@ from decentral.sim.network.geography import SwarmGeography, TypicalLink
 from decentral.sim.report import RunReport, RunStatistics
 from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
 
-SAMPLES = 200  # a run measures the swarm this many times; a quarter as often with more than MANY_SIMULATED peers
-MANY_SIMULATED = 1000  # with more peers, a run is sampled less often, and its objects are not garbage-collected
-ROSTER_SETTLE_S = 30.0  # rosters must be right once the last fault's DHT records have been expired for this time
-ALL_AT_ONCE_S = 0.2  # successive peers start at most this long after each other; with many peers, sooner
-START_SPREAD_S = 200.0  # the last peer starts within this time of the first, even if there are many
+SAMPLES = 200  # a run samples the swarm this many times, or a quarter as often with more than MANY_SIMULATED peers
+MANY_SIMULATED = 1000  # with more peers, a run is sampled less often, and its objects are never garbage-collected
+ROSTER_SETTLE_S = 30.0  # rosters must be right this long after the DHT records from the time of the last fault expired
+ALL_AT_ONCE_S = 0.2  # each peer starts this long after the previous peer; sooner if START_SPREAD_S requires it
+START_SPREAD_S = 200.0  # all peers start within about this time, however many they are
 
 OnProgress = Callable[[Seconds], None]
 """Called with the virtual time of each sample."""

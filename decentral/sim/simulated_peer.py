@@ -32,9 +32,9 @@ class SimulatedPeer:
     address_book: dict[PeerId, None] = field(default_factory=dict)
     lives: int = 0
     skew_s: Seconds = 0.0  # constant error of the peer's clock, from the fault `skew`
-    machine_s: Seconds = 0.0  # the fault `clock` has moved the machine's clock by this in total
+    machine_s: Seconds = 0.0  # the faults `clock` have together moved the machine's clock by this
     clock_s: Seconds = 0.0  # error of the peer's clock since its last start, without the constant part `skew_s`
-    lost_lines: int = 0
+    lost_lines: int = 0  # number of journal lines that the full disk has refused since it last stored a line
     byzantine: str = ""  # the lie that the peer tells, one of ALL_LIES; "" if the peer is honest
     stretched: float = 1.0  # a step takes this many times as long as at full speed
     holding: Holding | None = None

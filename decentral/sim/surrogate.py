@@ -48,7 +48,7 @@ class SurrogateDisk:
 
     checkpoint: SurrogateCheckpoint | None = None
     reserved: int = 0  # a restarted peer numbers its micro-batches from here, so that no number is used twice
-    retained: dict[int, RetainedState] = field(default_factory=dict)  # by fragment: a state that the peer does not hold
+    retained: dict[int, RetainedState] = field(default_factory=dict)  # states of fragments that the peer does not hold
     full: bool = False
 
     def reserve(self, numbers: int) -> None:

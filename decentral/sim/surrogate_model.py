@@ -28,7 +28,7 @@ class SyntheticCodecs:
     """Codecs whose blobs report the size of a real fragment's blob, but contain only the surrogate's few numbers."""
 
     codecs: Codecs
-    times: float  # number of parameters of a real fragment, divided by NUMBERS
+    times: float  # one surrogate number stands for this many parameters of a real fragment
 
     def encode(self, codec: str, values: Tensor) -> bytes:
         """Return a blob of these values that reports the size of a real fragment's blob."""
@@ -73,7 +73,8 @@ class SurrogateModel:
     cuts: tuple[Fragment, ...]
     codecs: Codecs
     tokens_per_step: int
-    forms: Callable[[int, int], ActivationForms]  # gives the activations' layouts for (layer, sequences)
+    # (layer, sequences) -> the layouts of the activations that enter the layer, and of the gradient that is sent back
+    forms: Callable[[int, int], ActivationForms]
 
     def synthetic_codecs(self) -> SyntheticCodecs:
         """Return codecs whose blobs have the size of this model's mean fragment."""

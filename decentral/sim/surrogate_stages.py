@@ -53,9 +53,9 @@ class SurrogateStages:
     fragments: Sequence[Fragment]  # the real fragment that each of `lives` simulates
     chance: np.random.Generator
     pending: dict[int, SurrogateGradient] = field(default_factory=dict)  # executions that await a backward pass, by id
-    applied: tuple[SurrogateGradient, ...] = ()
+    applied: tuple[SurrogateGradient, ...] = ()  # the gradients in the sum that `apply` used last
     weights: list[Numbers] = field(init=False)
-    _filled: list[SurrogateGradient] = field(default_factory=list)
+    _filled: list[SurrogateGradient] = field(default_factory=list)  # the gradients in the open sum
     _executions: list[int] = field(default_factory=list)  # ids of the stage executions in the open sum
     _sums: NDArray[np.float64] = field(init=False)  # (fragments, NUMBERS) open sum, weighted by tokens
     # By slot: the gradients that were summed, and their sum (fragments, NUMBERS).
@@ -109,7 +109,10 @@ class SurrogateStages:
         return jobs.Forgotten()
 
     def compare(self, job: jobs.Compare) -> jobs.Compared:
-        """Compare a job's last gradient with its other gradients. Two are alike if micro-batch and layer are equal."""
+        """Compare a job's last gradient with its other gradients.
+
+        Two gradients have the likeness (1.0, 1.0) if they belong to the same micro-batch and layer, else UNLIKE.
+        """
         *others, newest = (_read(blob) for _, blob in job.gradients)
         same, apart = jobs.Likeness(1.0, 1.0), UNLIKE
         return jobs.Compared(job.token, tuple(same if newest == other else apart for other in others))

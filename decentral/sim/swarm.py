@@ -63,17 +63,18 @@ class SwarmSettings:
     config: Config
     fragments: tuple[Fragment, ...]
     pace: Pace
-    throttles: tuple[float, ...] = (1.0,)  # each peer's steps take this many times as long
+    throttles: tuple[float, ...] = (1.0,)  # a peer's steps take this many times as long as `pace.step_s`
     tokens_per_step: int = 1024
     memory: tuple[int, ...] = ()  # bytes that each peer may use; (): each peer holds the whole model
-    spans: tuple[tuple[int, int], ...] = ()  # (first, last): a peer holds layers first to last - 1; (): it chooses
+    spans: tuple[tuple[int, int], ...] = ()  # a peer's layers [first, last); (): each peer chooses its layers
     saved: bool = False  # whether all peers begin at once, each with a checkpoint of its layers
-    moves: bool = True  # whether plans or lost layers may make peers change layers; ignored with `spans`
-    unquantised: bool = False  # whether blobs are plain fp32, which simulates thousands of peers faster
-    gradients: Callable[["SimulatedPeer"], Training] | None = None  # makes a peer's real training; None: surrogate
+    moves: bool = True  # whether peers change layers because of plans or lost layers; ignored if `spans` is not empty
+    unquantised: bool = False  # whether blobs are plain fp32, with which thousands of peers are simulated faster
+    # Returns the real training of a peer; None: each peer has a surrogate workload.
+    gradients: Callable[["SimulatedPeer"], Training] | None = None
     founder: FounderKeys | None = None
     donors: tuple[int, ...] = ()  # numbers of the peers whose invitation allows them to donate state, but not to train
-    donated: tuple[Layout, ...] | None = None  # layouts of the states of real fragments; None: simulated weights
+    donated: tuple[Layout, ...] | None = None  # layout of each real fragment's state; None: peers send surrogate states
     times: SwarmTimes = LEAST_TIMES
 
     @classmethod
@@ -85,7 +86,7 @@ class SwarmSettings:
         tokens_per_step: int,
         times: SwarmTimes = LEAST_TIMES,
     ) -> "SwarmSettings":
-        """Return settings with as many fragments as the config's model has, all of the mean size of its fragments."""
+        """Return settings with as many fragments as the config's model has; all have the mean number of parameters."""
         real = fragments_of(config)
         mean = sum(one.parameters for one in real) // len(real)
         even = tuple(replace(one, parameters=mean, work=()) for one in real)
@@ -93,7 +94,7 @@ class SwarmSettings:
 
     @property
     def model(self) -> claim_span.RoutedModel:
-        """Sizes of the model, by which peers choose which layers to hold."""
+        """The model's fragments and activations, from which peers choose which layers to hold."""
         forms = cache(ActivationFormat(self.config, blockwise, decoder.widths(self.config.model)).forms)
         kept = memory.needs(self.config, self.fragments).activations
         return claim_span.RoutedModel(self.fragments, self.tokens_per_step // self.config.model.context, kept, forms)
@@ -278,7 +279,7 @@ class SimulatedSwarm:
         self._publish(member.host, spans.swarm_plans.key, pack(plan), PLAN_S)
 
     def _publish(self, host: VirtualHost, key: str, body: bytes, lifetime_s: Seconds) -> None:
-        """Store a record that a host's peer has sealed in the DHT, and let the peer itself find the record at once."""
+        """Sign a record as a host's peer, store the record in the DHT, and let the peer itself find it at once."""
         expires = host.clock() + lifetime_s
         value = host.node.setup.own.seal(key, body, expires)
         self.records.store(host.peer, key, host.peer, value, expires)

@@ -38,7 +38,7 @@ SPAN_MODEL = [
     *("model.depth=4", "model.width=32", "model.context=32", "train.micro_batch=2"),
     "gossip.fragment_parameters=10000",
 ]
-SAMPLED_ALGORITHMS = (*5 * ("pull",), "allreduce")  # each seed picks one entry at random: five in six seeds use pull
+SAMPLED_ALGORITHMS = (*5 * ("pull",), "allreduce")  # each seed samples one entry, so about five in six seeds use pull
 SETTINGS = [
     "gossip.window_s=3",
     "gossip.start_window_s=1",
@@ -47,8 +47,9 @@ SETTINGS = [
 ]
 RARE = ("gossip.window_s=60", "gossip.start_window_s=60")
 ECLIPSED_PACE = Pace(10.0, 0.05, report_s=10.0)
-QUICK = SwarmTimes(renew_s=8.0, max_age_s=8.0)  # a short run must renew records and drop old windows sooner
-AHEAD = 8  # this many seeds are queued for each process
+# Since a run is short, peers renew their records more often and drop old windows sooner than in a real swarm.
+QUICK = SwarmTimes(renew_s=8.0, max_age_s=8.0)
+AHEAD = 8  # for each process, this many seeds are in progress or queued
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +57,11 @@ class SweepOutcome:
     """The outcome of one seed's run."""
 
     seed: int
-    digest: str  # "" if a rule was violated
+    digest: str  # digest of the run (AuditReport.digest); "" if the run failed
     checks: int  # number of workers' jobs after which the invariants were checked
     violated: str = ""  # the violated rule; "raised" after any other error; "" if the run passed
-    said: str = ""
-    latest: tuple[str, ...] = ()
+    said: str = ""  # the text of the error; "" if the run passed
+    latest: tuple[str, ...] = ()  # the last events of the peer that violated the rule, one text for each
     faults: str = ""  # the scenario's faults as text; "" if no rule was violated
     farthest: float = 0.0  # largest final distance of a replica from the mean, in units of one gossip window's noise
 

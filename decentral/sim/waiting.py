@@ -6,12 +6,12 @@ from decentral.sim.host import VirtualHost
 
 
 class Wait(Enum):
-    """Why the device of a peer on routes is idle. `decentral simulate --plan` prints the value."""
+    """What an idle device waits for, if its peer takes part in routes. `decentral simulate --plan` prints the value."""
 
     NOTHING_HERE = "a micro-batch to arrive"
     STEP = "a step, for which micro-batches must come back or be committed"
     MEMORY = "memory for another micro-batch of its own"
-    WINDOW = "its own micro-batches in flight, of which the window allows no more"  # MicroBatchWindow, not gossip's
+    WINDOW = "its own micro-batches in flight, as many as it may have"  # MicroBatchWindow limits their number
     LATER_PEERS = "later peers and links"
 
 

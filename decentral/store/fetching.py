@@ -1,7 +1,7 @@
-"""Fetch an upload from a store: find the newest whole one, and download it into this user's cache.
+"""Fetch an upload from a store: find the newest whole upload, and download it into this user's cache.
 
-A store's files are checked like a stranger's: the manifest by manifest.py, each part by its size and digest. What an
-interrupted download leaves behind is never returned. Start reading at `fetched`.
+Anybody may have written a store's files, so they are checked: the manifest by manifest.py, each part by its size and
+digest. The files of an interrupted download are never returned. Start reading at `fetched`.
 """
 
 import fcntl
@@ -27,29 +27,29 @@ from decentral.store.manifest import (
 )
 from decentral.store.places import UploadStore, asking, checked_place, store_of
 
-MOST_LOOKED_AT = 1000  # folders of a place whose manifests are read
-SPARE_SHARE = 0.1  # a download leaves this share of the free disk
+MOST_LOOKED_AT = 1000  # the manifests of at most this many folders of a place are read, highest steps first
+SPARE_SHARE = 0.1  # a download is refused if it would not leave this share of the free disk space free
 
 
 @dataclass(frozen=True, slots=True)
 class FoundUpload:
-    """A whole upload in a store: its folder, "" if the place itself is one, and its manifest."""
+    """A whole upload in a store: its folder and its manifest."""
 
-    folder: str
+    folder: str  # name of the folder in the place; "" if the place itself is the upload
     manifest: UploadManifest
 
 
 def fetched(text: str, kind: UploadKind, flag: str, say: Callable[[str], None]) -> Path:
-    """Return a folder in the cache with the newest whole upload at a place; download it if it is not there.
+    """Return a folder in the cache with the newest whole upload at a place. Download the upload if the cache lacks it.
 
     Args:
         text: The place, or one upload in it, as the user gives it.
-        kind: What is wanted: a checkpoint or a model.
+        kind: The kind of upload to look for: a checkpoint or a model.
         flag: The user's flag, for error messages.
         say: Tells the user what happens.
 
     Raises:
-        UserError: If the place cannot be read, has no such upload, or gives other files than its manifest says; or if
+        UserError: If the place cannot be read, has no such upload, or has files that differ from the manifest; or if
             the disk has no room.
     """
     place = checked_place(text, flag)
@@ -70,7 +70,7 @@ def newest(store: UploadStore, kind: UploadKind) -> FoundUpload | None:
     """Return the checkpoint of the highest step, or the only model, at a place; None if there is no whole one.
 
     If the place itself has a manifest, the place is the upload. Folders whose manifest is not valid, such as those of
-    interrupted uploads, are passed over if another folder has a whole upload.
+    interrupted uploads, are skipped if another folder has a whole upload.
 
     Raises:
         UserError: If all manifests are invalid, or the place has several models, of which none is the newest.
@@ -93,7 +93,7 @@ def newest(store: UploadStore, kind: UploadKind) -> FoundUpload | None:
             if kind == "checkpoint":
                 break
     if len(whole) > 1:
-        raise UserError(f"it has {len(whole)} models; name one, such as .../{whole[0].folder}")
+        raise UserError(f"the place has {len(whole)} models; name one, such as .../{whole[0].folder}")
     if refused and not whole:
         raise refused[0]
     return whole[0] if whole else None
@@ -108,14 +108,14 @@ def _read(store: UploadStore, folder: str) -> FoundUpload:
     name = f"{folder}/{MANIFEST}" if folder else MANIFEST
     data = b"".join(store.read(name, MOST_MANIFEST_BYTES))
     if len(data) > MOST_MANIFEST_BYTES:
-        raise UserError(f"{name} has more than {MOST_MANIFEST_BYTES} bytes")
+        raise UserError(f"{name} has more than {MOST_MANIFEST_BYTES} bytes, so it is no manifest; name another upload")
     return FoundUpload(folder, parsed(data, name))
 
 
 def _download(store: UploadStore, found: FoundUpload, target: Path) -> None:
-    """Download an upload's files into the folder `target`, which appears once all are checked.
+    """Download an upload's files into the folder `target`, which appears once all files are checked.
 
-    A lock makes processes take turns.
+    If several processes download the same upload, a lock makes them take turns.
 
     Raises:
         UserError: If the disk has no room, or a file differs from the manifest.
@@ -138,7 +138,7 @@ def _download(store: UploadStore, found: FoundUpload, target: Path) -> None:
 
 
 def _write_part(store: UploadStore, name: str, part: UploadPart, folder: Path) -> None:
-    """Append a part to its file in the folder. Raise UserError if its size or digest is not what the manifest says."""
+    """Append a part to its file in the folder; raise UserError if its size or digest differs from the manifest."""
     digest, size = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
     with (folder / part.of).open("ab") as file:
         for piece in store.read(name, part.bytes):

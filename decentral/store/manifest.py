@@ -1,10 +1,11 @@
-"""The manifest of an upload: which files it has, with sizes and digests, and what they are.
+"""The manifest of an upload: which run or model it is of, and which files it has, with their sizes and digests.
 
     NAME/manifest.json             written last: without it the upload does not exist
     NAME/checkpoint.safetensors-00000 ...   or config.json, model.safetensors, ...
 
-A reader treats a manifest as a stranger's: sizes, counts and names are bounded, and it may name only kinds of file that
-are never executed or unpickled. NAME has a digest of the content, so that no upload replaces another's files.
+Anybody may have written a manifest, so a reader checks it: sizes, counts and names are bounded, and a manifest may name
+only kinds of file that are never executed or unpickled. NAME contains a digest of the content, so that no upload
+replaces the files of another upload.
 """
 
 import hashlib
@@ -22,12 +23,12 @@ from decentral.core.units import MiB
 
 MANIFEST = "manifest.json"
 MOST_MANIFEST_BYTES = 16 * MiB
-MOST_UPLOAD_PARTS = 100_000  # of 5 MiB: half a terabyte
+MOST_UPLOAD_PARTS = 100_000  # parts have at most 5 MiB, so a checkpoint may have about half a terabyte
 MOST_UPLOAD_BYTES = 1 << 46
 RUN_FILE, STATE_FILE = "run.json", "checkpoint.safetensors"
 MODEL_FILE = re.compile(r"[A-Za-z0-9][\w.-]*\.(safetensors|json|jinja|txt|md|model)")
-FILE_NAME = r"^[A-Za-z0-9][\w.-]{0,199}$"  # without a separator, and not hidden
-RUN_NAME = r"^[A-Za-z0-9-]{0,80}$"  # the id of a run or a peer
+FILE_NAME = r"^[A-Za-z0-9][\w.-]{0,199}$"  # a file name without a path separator, and without a dot at its beginning
+RUN_NAME = r"^[A-Za-z0-9-]{0,80}$"  # the id of a run or a peer; "" if there is none
 DIGEST_BYTES = 16
 NAME_DIGITS = 10
 
@@ -39,17 +40,17 @@ RunName = Annotated[str, StringConstraints(pattern=RUN_NAME)]
 
 @dataclass(frozen=True, slots=True)
 class UploadPart:
-    """A stored file: a whole file, or a part of one. A manifest lists the parts of a file in their order."""
+    """A stored file, which is a whole file or a part of a file. A manifest lists the parts of a file in their order."""
 
     name: FileName
     of: FileName  # name of the whole file
     bytes: Annotated[int, Field(ge=0, lt=MOST_UPLOAD_BYTES)]
-    digest: HexDigest  # blake2b
+    digest: HexDigest  # blake2b of the content
 
 
 @dataclass(frozen=True, slots=True)
 class UploadManifest:
-    """What an upload is, and its files. `run`, `peer`, `step` and the layers [first, last) are empty for a model."""
+    """The kind of an upload, and its files. For a model, `run`, `peer`, `step`, `first` and `last` are "" or 0."""
 
     kind: UploadKind
     parts: Annotated[tuple[UploadPart, ...], Field(max_length=MOST_UPLOAD_PARTS)]
@@ -57,7 +58,7 @@ class UploadManifest:
     peer: RunName = ""
     step: Annotated[int, Field(ge=0, lt=1 << 60)] = 0  # the swarm's learning-rate step
     first: Annotated[int, Field(ge=0, le=1 << 16)] = 0
-    last: Annotated[int, Field(ge=0, le=1 << 16)] = 0
+    last: Annotated[int, Field(ge=0, le=1 << 16)] = 0  # the checkpoint has the state of layers [first, last)
     format: Literal["decentral-upload-1"] = "decentral-upload-1"
 
     @property
@@ -118,7 +119,7 @@ def parsed(data: bytes, source: str) -> UploadManifest:
 def _check_names(parts: Sequence[UploadPart], kind: UploadKind, source: str) -> None:
     names = [part.name for part in parts]
     if len(set(names)) < len(names) or MANIFEST in names:
-        raise UserError(f"{source} names a file twice")
+        raise UserError(f"{source} names a file twice, or names itself")
     for part in parts:
         if not (part.of in (RUN_FILE, STATE_FILE) if kind == "checkpoint" else MODEL_FILE.fullmatch(part.of)):
             raise UserError(f"{source} names the file {part.of}, which a {kind} does not have; it is not read")
@@ -126,4 +127,4 @@ def _check_names(parts: Sequence[UploadPart], kind: UploadKind, source: str) -> 
         part.of for before, part in zip([None, *parts], parts, strict=False) if not before or before.of != part.of
     ]
     if len(set(wholes)) < len(wholes):
-        raise UserError(f"{source} has the parts of a file apart from each other")
+        raise UserError(f"{source} does not list the parts of a file one after another")

@@ -23,10 +23,11 @@ from decentral.core.units import MiB
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-SEND_BYTES = 5 * MiB  # S3's least part of a multipart upload; a store gets at most this many bytes at once
-HUB_PROTOCOL = "hf"  # fsspec's name of the Hub
+SEND_BYTES = 5 * MiB  # content is sent in pieces of at most this size, the minimum in multipart uploads of S3
+HUB_PROTOCOL = "hf"  # fsspec's name of the Hugging Face Hub
 WITH_FOLDERS = ("file", "sftp", "ssh", "ftp", "smb", "webdav", "hdfs", "webhdfs", "memory")
-"""Providers whose folders must be made; elsewhere that would make a bucket, such as a mistyped one."""
+"""Providers on which a folder must be created before a file is written in it. With other providers, creating a folder
+could create a bucket, whose name the user may have mistyped."""
 EXTRA_OF = {
     "s3": "upload",
     HUB_PROTOCOL: "hf",
@@ -36,24 +37,24 @@ PLACE_ERROR_CHARS = 300
 
 
 class UploadSource(Protocol):
-    """What a store sends as one file; implemented by sending.PartReader."""
+    """Interface of the content that a store sends as one file; implemented by sending.PartReader."""
 
     size: int
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the content from its beginning, in pieces of at most SEND_BYTES, not faster than the user allows."""
+        """Yield the content from its beginning, in pieces of at most SEND_BYTES, within the limit of bandwidth."""
 
     def reader(self) -> BinaryIO:
         """Return the content as a file, for libraries that read it by themselves."""
 
     def hexdigest(self, method: str) -> str:
-        """Return the content's digest by a method of hashlib; reading it is not slowed down."""
+        """Return the content's hexadecimal digest by the hashlib method `method`; the content is read at full speed."""
 
 
 class UploadStore(Protocol):
-    """A place that keeps uploads. Names are relative to the place, with `/` after a folder's name."""
+    """Interface of a place that keeps uploads. Names are relative to the place, with `/` after a folder's name."""
 
-    at_once: bool  # True: files that were sent appear together in `finish`, so a model needs no folder of its own
+    at_once: bool  # True: all files of an upload appear together in `finish`, so a model needs no folder of its own
 
     def folders(self) -> list[str]:
         """Return the names of the folders in the place; [] if the place does not exist."""
@@ -62,28 +63,28 @@ class UploadStore(Protocol):
         """Return the names and sizes (bytes) of the files in a folder of the place; {} if it does not exist."""
 
     def has(self, name: str, source: UploadSource) -> bool:
-        """Return whether a file of this name holds this content, by size and by any digest that the provider has."""
+        """Return whether a file of this name has this content, by its size and by the provider's digest, if any."""
 
     def send(self, name: str, source: UploadSource) -> None:
-        """Write a file, in place of one of the same name. After a failure the file may be incomplete."""
+        """Write a file, which replaces a file of the same name. After a failure the file may be incomplete."""
 
     def finish(self, name: str, content: bytes, old: Sequence[str] = ()) -> None:
         """Write the manifest, which makes the upload whole, and remove the files `old` of the previous upload."""
 
     def read(self, name: str, most_bytes: int) -> Iterator[bytes]:
-        """Yield a file's content in pieces, at most `most_bytes` + 1 bytes; the last one shows that it is too long."""
+        """Yield a file's content in pieces: at most `most_bytes` bytes, and one more byte if the file is longer."""
 
     def remove(self, folder: str, first: str) -> None:
         """Remove a folder with its files, beginning with the file called `first`."""
 
 
 class FilesystemStore:
-    """A store by fsspec: a folder, or a bucket."""
+    """A store in a folder or a bucket, which is accessed through fsspec."""
 
     at_once = False
 
     def __init__(self, files: "AbstractFileSystem", root: str) -> None:
-        """Keep uploads in the folder `root` of a filesystem of fsspec."""
+        """Keep uploads in the folder `root` of an fsspec filesystem."""
         from fsspec.implementations.local import LocalFileSystem
 
         self._files, self._root = files, root.rstrip("/")
@@ -100,7 +101,10 @@ class FilesystemStore:
         return {_last(one["name"]): int(one["size"] or 0) for one in self._listed(folder) if one["type"] == "file"}
 
     def has(self, name: str, source: UploadSource) -> bool:
-        """Return whether size and MD5 agree; without an MD5 (S3's ETag of a file sent in pieces) the size decides."""
+        """Return whether the stored file has the same size and MD5.
+
+        If the provider has no MD5, the size decides; for example, S3 has none of a file that was sent in pieces.
+        """
         try:
             known = self._files.info(self._path(name))
         except FileNotFoundError:
@@ -133,13 +137,13 @@ class FilesystemStore:
             for piece in source.pieces():
                 file.write(piece)
         except BaseException:
-            with suppress(Exception):  # `close` would keep what was sent as if it were whole
+            with suppress(Exception):  # do not call `close`, which would store the incomplete file as if it were whole
                 file.discard()
             raise
         file.close()
 
     def finish(self, name: str, content: bytes, old: Sequence[str] = ()) -> None:
-        """Write the manifest, atomically in a folder or by one request, then remove the files `old`."""
+        """Write the manifest, atomically (in a folder) or by one request (in a bucket), then remove the files `old`."""
         if self._is_folder:
             write_atomically(Path(self._path(name)), content)
         else:
@@ -150,7 +154,7 @@ class FilesystemStore:
     def read(self, name: str, most_bytes: int) -> Iterator[bytes]:
         """Yield the content of a file in pieces."""
         path, most = self._path(name), most_bytes + 1
-        if self._is_folder:  # a pipe would block the reader for ever
+        if self._is_folder:  # use foreign_file, because a pipe in place of a file would block the reader for ever
             with foreign_file.opened(path) as file:
                 while most > 0 and (piece := file.read(min(most, SEND_BYTES))):
                     most -= len(piece)
@@ -180,12 +184,15 @@ class FilesystemStore:
 
 
 class HubStore(FilesystemStore):
-    """A Hugging Face repository. All files of an upload become one commit; the Hub keeps what was sent before it."""
+    """A store in a Hugging Face repository. All files of an upload become one commit.
+
+    The Hub keeps content that was sent before the commit, so that an interrupted upload need not send it again.
+    """
 
     at_once = True
 
     def __init__(self, files: "AbstractFileSystem", root: str) -> None:
-        """Keep uploads in the repository, or in a folder of it: `root` is USER/NAME or USER/NAME/FOLDER."""
+        """Keep uploads in the repository or folder `root`, which is USER/NAME or USER/NAME/FOLDER."""
         from huggingface_hub import CommitOperationAdd
 
         super().__init__(files, root)
@@ -195,11 +202,11 @@ class HubStore(FilesystemStore):
         self._is_there = False
 
     def has(self, name: str, source: UploadSource) -> bool:
-        """Return False: `send` lets the Hub compare digests, and the Hub asks only for content that it lacks."""
+        """Return False, so that `send` is called: the Hub compares digests, and receives only content that it lacks."""
         return False
 
     def send(self, name: str, source: UploadSource) -> None:
-        """Send a file's content, which the Hub shows after `finish`. Create a private repository if there is none."""
+        """Send a file's content, which is visible after `finish`. Create a private repository if there is none."""
         from huggingface_hub import CommitOperationAdd, HfApi
 
         api = HfApi()
@@ -269,7 +276,8 @@ def checked_place(text: str, flag: str) -> str:
 
 def store_of(place: str) -> UploadStore:
     """Return the store of a place that `checked_place` has returned. Most providers get no request yet."""
-    os.environ.setdefault("HF_HUB_DISABLE_XET", "1")  # its library reads files by itself, past the limit of bandwidth
+    # The library of Xet would read the files by itself, without the limit of bandwidth.
+    os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
     from fsspec.core import url_to_fs
 
     with asking(place):
@@ -282,7 +290,7 @@ def asking(place: str) -> Iterator[None]:
     """Turn any exception of a provider in the block into a UserError of one line that names the place.
 
     Raises:
-        UserError: If the block raises any Exception; each provider has its own kinds.
+        UserError: If the block raises any Exception, because each provider has its own exception classes.
     """
     try:
         yield

@@ -1,10 +1,10 @@
 """Send a peer's checkpoint, or the folder of a model, to a store as one upload. Start reading at `push`.
 
     opened_upload    opens the files and computes sizes and digests
-    push             sends the parts that are missing, then the manifest; then removes older checkpoints
+    push             sends the parts that the store lacks, then the manifest; then removes older checkpoints
 
-A peer may replace its checkpoint during the upload: the open file keeps the old content. A hard link keeps that file
-until its upload is whole, so that an interrupted upload resumes even if the peer has written newer checkpoints.
+A peer may replace its checkpoint during the upload: the open file keeps the old content. A hard link keeps the old file
+until it is uploaded completely, so that an interrupted upload resumes even if the peer has written newer checkpoints.
 """
 
 import hashlib
@@ -43,9 +43,9 @@ from decentral.store.manifest import (
 )
 from decentral.store.places import SEND_BYTES, UploadStore
 
-MOST_HEADER_BYTES = 64 * MiB  # of a safetensors file
+MOST_HEADER_BYTES = 64 * MiB  # a checkpoint with a larger header (of its safetensors format) is refused
 MOST_RUN_BYTES = 64 * KiB
-PACED_BYTES = 256 * KiB  # with a limit of bandwidth, a file is read in pieces of this size
+PACED_BYTES = 256 * KiB  # within the limit of bandwidth, a file is read in pieces of at most this size
 PICKLED = (".bin", ".pt", ".pth")
 LINK_DIGITS = 8
 
@@ -54,7 +54,7 @@ class SendPace:
     """A limit of bandwidth: `wait` sleeps until more bytes may be sent."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
-        """Allow this rate in the mean; None: any rate."""
+        """Allow this rate on average; None: any rate."""
         self._rate = bytes_per_s
         self._free_at: Seconds = 0.0
 
@@ -67,13 +67,13 @@ class SendPace:
 
 
 class PartReader(io.RawIOBase):
-    """Part of an open file as a file of its own, which is read at a limited pace. It implements UploadSource."""
+    """A reader of one part of an open file, at a limited pace, as if the part were a file. Implements UploadSource."""
 
     def __init__(self, file: IO[bytes], begin: int, size: int, pace: SendPace, sent: Callable[[int], None]) -> None:
-        """Read `size` bytes from `begin` on; `sent` is told how many bytes were read at the pace."""
+        """Prepare to read `size` bytes from `begin` on; `sent` gets the number of bytes of each read at the pace."""
         self._file, self._begin, self.size = file.fileno(), begin, size
         self._pace, self._sent, self._at = pace, sent, 0
-        self._unpaced = 0  # this many bytes more are read at full speed
+        self._unpaced = 0  # the next calls of `readinto` read this many bytes at full speed
 
     def readable(self) -> bool:
         """Return True."""
@@ -93,7 +93,7 @@ class PartReader(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: "bytearray | memoryview[int]") -> int:  # type: ignore[override]
-        """Fill the buffer as far as the part goes, at the pace, and return the number of bytes."""
+        """Read the next bytes of the part into the buffer, and return their number; 0 at the part's end."""
         if self._unpaced > 0:
             data = self._read(self._at, min(len(buffer), self._unpaced))
             self._unpaced -= len(data)
@@ -104,7 +104,7 @@ class PartReader(io.RawIOBase):
         return len(data)
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the content at the pace, in pieces of SEND_BYTES."""
+        """Yield the content at the limited pace, in pieces of SEND_BYTES."""
         for begin in range(0, self.size, SEND_BYTES):
             piece = b""
             while data := self._paced(begin + len(piece), SEND_BYTES - len(piece)):
@@ -112,7 +112,10 @@ class PartReader(io.RawIOBase):
             yield piece
 
     def reader(self) -> BinaryIO:
-        """Return the content as a buffered file; a first pass, for a digest, is at full speed and does not count."""
+        """Return the content as a buffered file.
+
+        A library reads it twice: the first pass, for a digest, is at full speed and is not reported to `sent`.
+        """
         self._unpaced = self.size
         return io.BufferedReader(self, PACED_BYTES)
 
@@ -132,19 +135,19 @@ class PartReader(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True)
 class LocalUpload:
-    """A manifest, and the open files that it describes, by name, with the times of their last change (ns)."""
+    """An upload to be sent: its manifest, and the open files that the manifest describes."""
 
     manifest: UploadManifest
-    files: Mapping[str, IO[bytes]]
-    changed: Mapping[str, int]
+    files: Mapping[str, IO[bytes]]  # by name
+    changed: Mapping[str, int]  # name of a file -> time of its last change when the digests were computed, ns
 
     @classmethod
     def of(cls, manifest: UploadManifest, files: Mapping[str, IO[bytes]]) -> "LocalUpload":
-        """Return an upload of these open files, as they are now."""
+        """Return an upload of these open files, with the times of their last change so far."""
         return cls(manifest, files, _changed(files))
 
     def require_unchanged(self) -> None:
-        """Raise UserError if an open file was changed in place; a new file under its name does not matter."""
+        """Raise UserError if an open file was changed in place. A new file that replaces its name does not matter."""
         for name, changed in _changed(self.files).items():
             if changed != self.changed[name]:
                 raise UserError(f"{name} was changed while it was sent; push again when nothing writes to it")
@@ -152,21 +155,21 @@ class LocalUpload:
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """What `push` has done. Sizes in bytes."""
+    """What `push` has done."""
 
-    name: str  # of the upload in the store; "" if the place itself is the upload
+    name: str  # name of the upload's folder in the store; "" if the place itself is the upload
     kind: UploadKind
     step: int
-    size: int
-    sent: int  # the bytes that were not there before
-    removed: Sequence[str]  # older checkpoints
+    size: int  # bytes of all files of the upload
+    sent: int  # bytes of the parts that were sent, because the store did not have them
+    removed: Sequence[str]  # names of the older checkpoints that were removed from the store
 
 
 def kind_of_folder(folder: Path) -> UploadKind:
-    """Return what a folder holds.
+    """Return whether a folder is a peer's state folder ("checkpoint") or a model's folder ("model").
 
     Raises:
-        UserError: If it is neither a peer's state folder nor a model's folder, or it has pickled weights.
+        UserError: If the folder is neither of the two, or has pickled weights.
     """
     if (folder / RUN_FILE).exists():
         return "checkpoint"
@@ -186,8 +189,8 @@ def opened_upload(folder: Path, peer: PeerId, link: Path, stack: ExitStack) -> L
     Args:
         folder: A peer's state folder, or a model's folder.
         peer: The peer's id, for a state folder; "" if it is not known.
-        link: A hard link to the checkpoint whose upload goes on; made if it does not exist.
-        stack: Closes the files.
+        link: Path of the hard link to the checkpoint that is being uploaded; created if it does not exist.
+        stack: Closes the files when it is closed.
 
     Raises:
         UserError: If the folder cannot be uploaded, or a file cannot be read.
@@ -205,7 +208,7 @@ def opened_upload(folder: Path, peer: PeerId, link: Path, stack: ExitStack) -> L
         fragments = facts["fragments"]
         parts = [*_parts(RUN_FILE, shared, split=False), *_parts(STATE_FILE, state, split=True)]
         if not re.fullmatch(RUN_NAME, kept["run"]):
-            raise ValueError("its run has no name that a folder could have")
+            raise ValueError("the id of its run cannot be the name of a folder")
         described = UploadManifest("checkpoint", tuple(parts), kept["run"], peer, int(facts["lr_step"]))
         described = replace(described, first=int(fragments[0]["first"]), last=int(fragments[-1]["last"]))
         return LocalUpload.of(described, {RUN_FILE: shared, STATE_FILE: state})
@@ -218,17 +221,19 @@ def opened_upload(folder: Path, peer: PeerId, link: Path, stack: ExitStack) -> L
 def push(
     upload: LocalUpload, store: UploadStore, keep: int | None, pace: SendPace, sent: Callable[[int], None]
 ) -> PushResult:
-    """Send an upload to a store: what is missing there, then the manifest; remove this peer's older checkpoints.
+    """Send the parts of an upload that the store lacks, then its manifest; remove this peer's older checkpoints.
 
     Args:
         upload: The files to send.
         store: The store.
         keep: Number of this peer's newest checkpoints of the run that stay; None: all stay.
         pace: The limit of bandwidth.
-        sent: Is told how many more bytes were read to be sent; 0 for a part that is there already.
+        sent: Called with the number of bytes after each read of bytes to be sent, and with 0 for a part that the store
+            has already.
 
     Raises:
-        Exception: The provider's own, if a request fails. Without the manifest, the upload does not count.
+        Exception: The provider's own exception, if a request fails. The store then has no manifest of the upload, so
+            that readers ignore it.
     """
     manifest = upload.manifest
     alone = store.at_once and manifest.kind == "model"
@@ -244,7 +249,7 @@ def push(
                 store.send(f"{folder}{part.name}", reader)
                 count += part.bytes
             else:
-                sent(0)  # thousands of parts that are there take minutes, in which the push must not seem to hang
+                sent(0)  # checking thousands of parts takes minutes, in which the push must not seem to hang
         upload.require_unchanged()
         store.finish(f"{folder}{MANIFEST}", manifest.packed(), _outdated(before, manifest, there) if alone else ())
     removed = _prune(store, manifest, keep) if keep is not None and manifest.kind == "checkpoint" else []
@@ -252,7 +257,7 @@ def push(
 
 
 def link_of(folder: Path, place: str) -> Path:
-    """Return the path of the hard link that keeps a checkpoint while it is uploaded to a place."""
+    """Return the path of the hard link in `folder` that keeps a checkpoint while it is uploaded to a place."""
     digest = hashlib.blake2b(place.encode(), digest_size=LINK_DIGITS // 2).hexdigest()
     return folder / f"uploading-{digest}.safetensors"
 
@@ -286,7 +291,10 @@ def _prune(store: UploadStore, manifest: UploadManifest, keep: int) -> list[str]
 
 
 def _opened_state(folder: Path, link: Path) -> IO[bytes]:
-    """Open the checkpoint of an interrupted upload, else the newest one, and keep it by a hard link if possible."""
+    """Open the checkpoint of an interrupted upload (`link`) or, if there is none, the newest checkpoint.
+
+    If the filesystem has hard links, `link` then keeps the opened checkpoint.
+    """
     if not (folder / CHECKPOINT).exists():
         raise UserError(f"{folder} has no checkpoint yet; a peer writes one when it stops")
     with suppress(OSError):  # the link exists already, or this filesystem has none
@@ -295,10 +303,15 @@ def _opened_state(folder: Path, link: Path) -> IO[bytes]:
 
 
 def _facts(state: IO[bytes]) -> JsonObject:
-    """Return the facts in the header of a checkpoint."""
+    """Return the facts in the header of a checkpoint, such as its learning-rate step.
+
+    Raises:
+        ValueError: If the header is too long or not JSON.
+        LookupError: If the header has no facts.
+    """
     length = int.from_bytes(os.pread(state.fileno(), 8, 0), "little")
     if length > MOST_HEADER_BYTES:
-        raise ValueError(f"its header has {length} bytes")
+        raise ValueError(f"its header is too long: {length} bytes")
     header = strict_json.loads(os.pread(state.fileno(), length, 8))
     facts: JsonObject = strict_json.loads(header["__metadata__"]["facts"])
     return facts
@@ -309,7 +322,7 @@ def _parts(name: str, file: IO[bytes], split: bool) -> list[UploadPart]:
     size = os.fstat(file.fileno()).st_size
     step = SEND_BYTES if split else max(1, size)
     if -(-size // step) > MOST_UPLOAD_PARTS:
-        raise ValueError(f"{name} has {size} bytes")
+        raise ValueError(f"{name} is too large: {size} bytes")
     parts = []
     for number, begin in enumerate(range(0, max(1, size), step)):
         end = min(begin + step, size)
@@ -319,14 +332,14 @@ def _parts(name: str, file: IO[bytes], split: bool) -> list[UploadPart]:
 
 
 def _digest(of: "hashlib._Hash | hashlib.blake2b", file: int, begin: int, end: int) -> str:
-    """Return the hexadecimal digest, by a new hash object, of bytes [begin, end) of an open file."""
+    """Return the hexadecimal digest of bytes [begin, end) of an open file, computed with the new hash object `of`."""
     for at in range(begin, end, MiB):
         of.update(os.pread(file, min(MiB, end - at), at))
     return of.hexdigest()
 
 
 def _memory_file(content: JsonObject) -> IO[bytes]:
-    """Return a file in memory with this JSON content."""
+    """Return a nameless temporary file with this JSON content."""
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     file.write(strict_json.dumps(content, indent=1).encode())
     file.flush()

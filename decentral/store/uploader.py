@@ -25,22 +25,24 @@ from decentral.core.plain_text import printable
 from decentral.core.strict_json import JsonObject
 from decentral.core.units import Seconds
 
-UPLOAD_EVERY_S = 300.0  # uploads begin at this interval at most; a child takes about a second of a core to start
-CHECKPOINT_LOOK_S = 2.0  # the checkpoint's time is looked at this often
-STALLED_S = 300.0  # a child that sends nothing for so long is killed
-LAST_UPLOAD_S = 30.0  # a peer that ends waits this long at most for the upload of its last checkpoint
+# An upload begins at least this long after the previous upload began, since its process takes a second of a core to
+# start.
+UPLOAD_EVERY_S = 300.0
+CHECKPOINT_LOOK_S = 2.0  # the uploader looks for a new checkpoint at this interval
+STALLED_S = 300.0  # a child that prints no line for this long is killed
+LAST_UPLOAD_S = 30.0  # a peer that ends waits at most this long for the upload of its last checkpoint
 UPLOAD_NICENESS = 10
 ENDED_LOOK_S = 0.02
 UPLOADER_LINE_BYTES = 64 * 1024
-LAST_LINES = 32  # of a child; the result is among them
+LAST_LINES = 32  # this many last lines of a child's output are kept; the result is one of them
 
 
 @dataclass(frozen=True, slots=True)
 class UploadSettings:
     """Where and how a peer uploads its checkpoints."""
 
-    place: str  # as `checked_place` returns it
-    keep: int  # number of checkpoints that stay there
+    place: str  # the place, in the form that `checked_place` returns
+    keep: int  # number of this peer's newest checkpoints that stay at the place; older ones are removed
     bytes_per_s: float | None  # None: no limit
 
     def command(self, folder: Path) -> list[str]:
@@ -56,11 +58,11 @@ class UploadSettings:
 async def uploads_running(
     folder: Path, settings: UploadSettings, journal: Journal, say: Callable[[str], None]
 ) -> AsyncIterator[None]:
-    """Upload each new checkpoint until the block ends, and then the last one, for LAST_UPLOAD_S at most.
+    """Upload each new checkpoint until the block ends; then upload the last checkpoint, for at most LAST_UPLOAD_S.
 
     Args:
         folder: The peer's state folder.
-        settings: Where and how.
+        settings: Where and how to upload.
         journal: Gets an `upload` line for each upload.
         say: Prints a line for the user: the first failure, and an upload after failures.
     """
@@ -85,7 +87,7 @@ class CheckpointUploads:
         self._failed = False
 
     async def run(self) -> None:
-        """Upload each new checkpoint, at the earliest UPLOAD_EVERY_S after the last upload began. Never return."""
+        """Upload each new checkpoint, but at most one in UPLOAD_EVERY_S, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()
@@ -107,7 +109,10 @@ class CheckpointUploads:
             self._say(f"warning: the last checkpoint is not uploaded yet; go on with: {again}")
 
     async def upload(self) -> None:
-        """Upload by one child; write the result to the journal, and tell the user of a change to or from failure."""
+        """Upload the newest checkpoint in a child process, and write an `upload` line to the journal.
+
+        Tell the user about the first failure, and about the first success after a failure.
+        """
         loop = asyncio.get_running_loop()
         at, began = changed_at(self._folder / CHECKPOINT), loop.time()
         result, reason = await _run_child(self._settings.command(self._folder))
@@ -132,7 +137,11 @@ class CheckpointUploads:
 
 
 async def _run_child(command: list[str]) -> tuple[JsonObject, str]:
-    """Run an upload, and return the last JSON object that it printed, and the reason of a failure or ""."""
+    """Run the command of an upload.
+
+    Returns:
+        The last JSON object that the command printed, {} after a failure; and the reason of the failure, else "".
+    """
     tied = [sys.executable, end_with_parent.__file__, str(os.getpid()), shutil.which(command[0]) or command[0]]
     nowhere, pipe, both, line = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT, [*tied, *command[1:]]
     try:
@@ -156,8 +165,8 @@ async def _run_child(command: list[str]) -> tuple[JsonObject, str]:
         reading.close()
         if process.poll() is None:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # nobody waits for its end: a disk that hangs would delay it
-    for said in reversed(last) if code == 0 else ():  # libraries warn when the process ends
+                os.killpg(process.pid, signal.SIGKILL)  # do not wait for its end, which a disk that hangs would delay
+    for said in reversed(last) if code == 0 else ():  # libraries may print warnings after the result
         with suppress(ValueError, TypeError):
             found = strict_json.loads(said)
             if isinstance(found, dict) and "name" in found:

@@ -37,9 +37,10 @@ def is_ours(host: str, names: frozenset[str]) -> bool:
 
 
 def has_room(caller: str, callers: Iterable[str], most: int) -> bool:
-    """Return whether a connection of `caller` may stay: its connections must not exceed what is free.
+    """Return whether a new connection of `caller` may stay open.
 
-    So one caller gets at most half of all connections. This is the rule of `FairShare`.
+    A caller must not have more connections than are still free (`most` less all open connections), so that one caller
+    gets at most half of all connections. `FairShare` has the same rule.
 
     Args:
         caller: The network of the new connection.

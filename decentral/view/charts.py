@@ -225,7 +225,7 @@ def _shown(name: str) -> str:
 def _thinned(column: Column, lives: list[Life], across: Callable[[Floats], Floats]) -> tuple[Floats, Floats]:
     """Return x and y of a curve with at most POINTS points for each life (from a start of the peer to the next).
 
-    Each point is the mean of a group of consecutive values; the groups have equal sizes. A NaN after each life
+    Each point is the mean of a group of consecutive values; the groups have about equal sizes. A NaN after each life
     interrupts the curve. `across` maps Unix times to x.
     """
     times, values, x, y = np.asarray(column.t), np.asarray(column.value), list[float](), list[float]()

@@ -1,7 +1,8 @@
 """Tell programs and chat tools what happens to a peer: `--on-event CMD` and `--webhook URL`.
 
-An event of the journal that people wait for (`kind_of`) becomes a message in JSON. A command gets it on stdin: nothing
-that another peer sent becomes an argument, and no shell reads the command. A webhook gets it by POST (webhook.py).
+An event of the journal that concerns people (`kind_of`) becomes a message in JSON. A command gets the message on stdin:
+nothing that another peer sent becomes an argument, and no shell reads the command. A webhook gets the message by POST
+(webhook.py).
 
 Each hook has a thread and a bounded queue. A hook that hangs or fails costs training nothing: its messages are dropped
 and counted, and `hook` lines of the journal say how many. Kinds of events take turns, so that strangers who join and
@@ -44,26 +45,26 @@ HOOK_KINDS = (
     *("peer_joined", "peer_left", "peer_lost", "layers_lost", "layers_back", "wrong_gradient", "revoked"),
 )
 HOOK_S = 10.0  # a command or a request that takes longer is ended
-PAUSE_S = 1.0  # before the second try; before the third, four times as long
-LAST_S = 5.0  # a peer that ends waits this long at most for its last messages to be delivered
-QUEUED_MESSAGES = 256  # messages that wait for a hook; more are dropped
+PAUSE_S = 1.0  # pause before the second try; the pause before the third try is four times as long
+LAST_S = 5.0  # a peer that ends waits at most this long until its last messages are delivered
+QUEUED_MESSAGES = 256  # at most this many messages wait for a hook; further messages are dropped
 REPORTED_S = 10.0  # new failures and drops are written to the journal at this interval
-MESSAGE_BYTES = 32 * KiB  # a longer message has no details
-NAMES_KEPT = 4096  # names of other peers that are remembered, for messages about them
+MESSAGE_BYTES = 32 * KiB  # a message that would be longer is sent without `details`
+NAMES_KEPT = 4096  # the names of at most this many other peers are remembered, for messages about these peers
 MESSAGE_CHARS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class HookMessage:
-    """What a hook is told about an event. All texts are printable; `details` has the fields of the journal's line."""
+    """A message to a hook about one event. All texts are printable; `details` has the fields of the journal's line."""
 
     event: str  # one of HOOK_KINDS
     time: str  # ISO 8601, UTC
     level: str  # good, plain, warning or bad
     text: str  # one sentence for people
     run: str
-    peer: str  # id of the peer that tells
-    name: str  # its name, or ""
+    peer: str  # id of the peer that sends the message
+    name: str  # name of this peer; "" if it has none
     details: JsonObject
 
     def packed(self) -> bytes:
@@ -72,12 +73,12 @@ class HookMessage:
         return body if len(body) <= MESSAGE_BYTES else strict_json.dumps(asdict(self) | {"details": {}}).encode()
 
     def sentence(self) -> str:
-        """Return the text with the peer that tells and its run, for a chat."""
+        """Return a sentence for a chat: the peer that sends the message, its run, and `text`."""
         return f"{titled(PeerId(self.peer), self.name)}, run {self.run}: {self.text}"
 
 
 def kind_of(event: JournalEvent) -> str | None:
-    """Return which of HOOK_KINDS an event of the journal is; None if no hook is told about it."""
+    """Return the kind of a journal event, one of HOOK_KINDS; None if hooks get no message about the event."""
     match event:
         case events.StoppedLine(reason=reason):
             if reason.startswith(DIVERGED):
@@ -118,7 +119,7 @@ class Messages:
     _names: dict[PeerId, str] = field(default_factory=dict)
 
     def of(self, t: Seconds, event: JournalEvent) -> HookMessage | None:
-        """Return the message about an event at Unix time `t`; None if no hook is told about it."""
+        """Return the message about an event at Unix time `t`; None if hooks get no message about the event."""
         match event:
             case events.StartedLine():
                 self._own = event
@@ -159,11 +160,11 @@ class Hook(Protocol):
         """Deliver a message within about HOOK_S. Raise OSError, with the reason as its text, if that fails."""
 
     def end(self) -> None:
-        """End a delivery that is under way; called from another thread."""
+        """End the delivery that is under way, if there is one; called from another thread than `deliver`."""
 
 
 class CommandHook:
-    """A program that runs once for each message, which it reads from stdin as JSON; its output is thrown away."""
+    """A program that runs once for each message. It reads the message from stdin as JSON; its output is discarded."""
 
     flag, tries = "--on-event", 1
 
@@ -174,7 +175,7 @@ class CommandHook:
 
     @classmethod
     def parse(cls, command: str) -> "CommandHook":
-        """Return the hook of a command as a shell would split it, without a shell.
+        """Return the hook of a command line, which is split as a shell would split it, but runs without a shell.
 
         Raises:
             UserError: If the command is not well quoted, or this machine has no such program.
@@ -188,10 +189,10 @@ class CommandHook:
         return cls(arguments)
 
     def deliver(self, message: HookMessage) -> None:
-        """Run the program, and kill it with all that it has started if it takes longer than HOOK_S.
+        """Run the program. If it takes longer than HOOK_S, kill it and all processes that it has started.
 
         Raises:
-            OSError: If it does not start, takes longer, or does not end with code 0.
+            OSError: If the program does not start, takes longer, or ends with an exit code other than 0.
         """
         nowhere = subprocess.DEVNULL
         process = subprocess.Popen(
@@ -218,12 +219,12 @@ class CommandHook:
 
 @dataclass(slots=True)
 class Deliveries:
-    """How many messages a hook got, failed to get, and lost because its queue was full; and why the last one failed."""
+    """Counts of one hook's messages."""
 
     delivered: int = 0
     failed: int = 0
-    dropped: int = 0
-    reason: str = ""
+    dropped: int = 0  # messages for which the queue had no room, or that still waited when the peer ended
+    reason: str = ""  # why the last failed message was not delivered
 
     @property
     def missed(self) -> int:
@@ -256,13 +257,14 @@ class HookThread(threading.Thread):
         """Prepare to deliver messages; they wait until `start`."""
         super().__init__(name=hook.flag, daemon=True)
         self.hook, self.counts = hook, Deliveries()
-        self._waiting: dict[str, deque[HookMessage]] = {}  # by kind of event; the first kind is the next
+        self._waiting: dict[str, deque[HookMessage]] = {}  # kind of event -> its messages; the first kind is next
         self._changed, self._over = threading.Condition(), threading.Event()
 
     def tell(self, message: HookMessage) -> None:
         """Queue a message, or count it as dropped if no more messages of its kind may wait. Returns at once.
 
-        A kind may have as many messages as there is room for others (`FairShare`): one kind alone gets half of it.
+        A kind must not have more waiting messages than there are free places in the queue (the rule of `FairShare`), so
+        that one kind takes at most half of the queue.
         """
         with self._changed:
             alike = self._waiting.get(message.event) or deque()
@@ -274,7 +276,7 @@ class HookThread(threading.Thread):
             self._changed.notify()
 
     def run(self) -> None:
-        """Deliver messages until `close`, and then those that still wait."""
+        """Deliver messages until `close` is called, and then the messages that still wait."""
         while (message := self._next()) is not None:
             self._deliver(message)
 
@@ -306,7 +308,7 @@ class HookThread(threading.Thread):
         self.counts.fail(reason)
 
     def close(self) -> None:
-        """Wait until the last messages are delivered, for LAST_S at most; then drop the others."""
+        """Wait at most LAST_S until the waiting messages are delivered; then drop the messages that still wait."""
         self._over.set()
         with self._changed:
             self._changed.notify()
@@ -319,7 +321,7 @@ class HookThread(threading.Thread):
 
 
 class Hooks:
-    """All hooks of a peer, and the kinds of event that they are told about."""
+    """All hooks of a peer, and the kinds of event about which the hooks get messages."""
 
     def __init__(self, hooks: Sequence[Hook], kinds: Sequence[str] = HOOK_KINDS) -> None:
         """Make a thread for each hook; messages wait until `hooks_running` starts the threads."""
@@ -354,7 +356,7 @@ async def hooks_running(hooks: Hooks, journal: Journal, say: Callable[[str], Non
 
     Args:
         hooks: The hooks; their threads are started.
-        journal: Gets a `hook` line about each hook with new failures or drops, every REPORTED_S at most.
+        journal: Gets a `hook` line about each hook with new failures or drops, at most once in REPORTED_S.
         say: Prints a line for the user, at a hook's first failure.
     """
     for thread in hooks.threads:
@@ -386,10 +388,10 @@ async def _report(hooks: Hooks, journal: Journal, say: Callable[[str], None]) ->
 
 
 def kinds_of(text: str | None) -> tuple[str, ...]:
-    """Return the kinds of event in a comma-separated text; all HOOK_KINDS if it is None.
+    """Return the kinds of event in a comma-separated text; all HOOK_KINDS if the text is None.
 
     Raises:
-        UserError: If one of them is no kind of event.
+        UserError: If the text has a word that is not in HOOK_KINDS.
     """
     named = tuple(text.split(",")) if text is not None else HOOK_KINDS
     for one in named:

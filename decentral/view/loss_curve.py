@@ -1,4 +1,4 @@
-"""The loss of a run over its tokens and its time, from the journals of its peers, and small pictures of it in text."""
+"""Compute the loss of a run over tokens and time from its peers' journals, and draw it as a small picture in text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,24 +11,24 @@ from decentral.scheduler.topology.arrays import Floats
 from decentral.view.run_history import Column, PeerHistory, RunHistory
 
 SPARK_BARS = "▁▂▃▄▅▆▇█"
-LEAST_AXIS_SHARE = 0.01  # a common axis begins at this share of its end at the earliest
-MOST_TRAINING_POINTS = 60  # of a curve of training losses, each the mean of its share of them, as they are noisy
+LEAST_AXIS_SHARE = 0.01  # a common axis begins no earlier than at this share of its end
+MOST_TRAINING_POINTS = 60  # a curve of training losses has at most this many points, each the mean of several losses
 Axis = Literal["tokens", "seconds"]
 LossKind = Literal["held-out", "training"]
 
 
 @dataclass(frozen=True, slots=True)
 class LossCurve:
-    """Losses of a run, nats per token: at each point the mean of what the peers then running had measured last."""
+    """The loss of a run over time and tokens. Each point is the mean of the last losses of the peers that ran then."""
 
     kind: LossKind
-    seconds: Floats  # (points,) since the first start of a peer, pauses included
-    tokens: Floats  # (points,) of all peers together
-    loss: Floats  # (points,)
+    seconds: Floats  # (points,) seconds since the first start of a peer, pauses included
+    tokens: Floats  # (points,) number of tokens that all peers together had trained
+    loss: Floats  # (points,) nats per token
 
     @classmethod
     def of(cls, run: RunHistory, kind: LossKind = "held-out") -> "LossCurve":
-        """Return the curve of a run; without points if nobody has such a loss."""
+        """Return the curve of a run's losses of this kind; it has no points if no peer measured such a loss."""
         columns = [(peer, peer.held_out if kind == "held-out" else peer.losses) for peer in run.peers]
         known = [(peer, column) for peer, column in columns if column.t]
         if not known:
@@ -42,7 +42,7 @@ class LossCurve:
         return cls(kind, times - run.began, run.tokens_at(times), loss)
 
     def at(self, axis: Axis, places: Floats) -> Floats:
-        """Return interpolated losses (places,) where a run has so many tokens or seconds; NaN outside its curve."""
+        """Return the losses (places,), interpolated at these numbers of tokens or seconds; NaN outside the curve."""
         if not len(self.loss):
             return np.full(len(places), np.nan)
         known: Floats = getattr(self, axis)
@@ -50,7 +50,10 @@ class LossCurve:
 
 
 def common(curves: Sequence[LossCurve], axis: Axis, points: int) -> Floats:
-    """Return places (points,) on an axis that all curves cover, in equal ratios; empty if they share no range."""
+    """Return places (points,) on an axis, in equal ratios, in the range that all curves cover.
+
+    The result is empty if the curves have no range in common.
+    """
     ranges = [getattr(curve, axis) for curve in curves]
     if not all(map(len, ranges)):
         return np.zeros(0)
@@ -60,7 +63,7 @@ def common(curves: Sequence[LossCurve], axis: Axis, points: int) -> Floats:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return a line of at most `width` bars, each the mean of its share of the values; NaN does not count."""
+    """Return a line of at most `width` bars. Each bar is the mean of some consecutive values; NaN is ignored."""
     known = [value for value in values if np.isfinite(value)]
     if not known:
         return ""
@@ -71,7 +74,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _held(peer: PeerHistory, column: Column, times: Floats) -> Floats:
-    """Return what a peer had measured last at each time (times,); NaN before its first value and after its end."""
+    """Return a peer's last value at each of `times`, (times,); NaN before its first value and after its end."""
     t, value = np.asarray(column.t), np.asarray(column.value)
     at = np.searchsorted(t, times, side="right") - 1
     ended: Seconds = peer.last

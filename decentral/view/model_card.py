@@ -26,14 +26,14 @@ MARKUP = str.maketrans({char: f"&#{ord(char)};" for char in "&<>|`*_[]()#\\"})
 
 @dataclass(frozen=True, slots=True)
 class CardFacts:
-    """What a card is about."""
+    """The facts from which a model card is written."""
 
     run: str
     config: Config
-    history: RunHistory | None  # of the peers whose journals are there; None: no journal is there
-    step: int  # of the newest weights, by the swarm's learning-rate steps
+    history: RunHistory | None  # history of the peers whose journals were found; None if no journal was found
+    step: int  # learning-rate step of the newest weights
     data: Sequence[str] = ()  # names of the peers' data, as their users gave them
-    adapters: bool = False
+    adapters: bool = False  # whether the export has LoRA adapters instead of a whole model
 
 
 def card_of(facts: CardFacts) -> str:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.patches import FancyBboxPatch
 
 MAP_IN = 6.6
-NAMED_CELLS = 160  # in a picture of a synchronous plan with more peers, their names are left out
-NAMED_ROWS = 32  # in a plan of more peers, those of one region with the same layers share a row
+NAMED_CELLS = 160  # in a picture of a synchronous plan with more peers, the peers' names are left out
+NAMED_ROWS = 32  # in a picture of a plan with more peers, peers of one region that hold the same layers share a row
 MOST_SPAN_ROWS = 64  # the picture shows at most this many rows; its title gives their total number
 SAME_TIME = 1e-6  # two durations with at most this relative difference count as equal
 
@@ -212,7 +212,7 @@ class SpanRow:
     """A row of the picture: one peer, or peers of one region that hold the same layers."""
 
     name: str
-    peer: int
+    peer: int  # index in the topology of the row's first peer
     first: int  # the row's peers hold the layers from `first` to `last` - 1
     last: int
     share: float  # share of the swarm's work that the row's peers do

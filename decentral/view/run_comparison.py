@@ -18,23 +18,23 @@ from decentral.view.loss_curve import Axis, LossCurve, LossKind, common, sparkli
 from decentral.view.run_history import PeerHistory, RunHistory
 
 COMPARED_POINTS = 8  # number of points on the axis of tokens or time at which losses are compared
-CURVE_POINTS = 200  # points of a curve in JSON, at most
+CURVE_POINTS = 200  # a curve in JSON has at most this many points
 COMPARISON_COLUMNS = 80
-MOST_COMPARED = 6  # more runs do not fit into the columns
+MOST_COMPARED = 6  # at most this many runs are compared, because more do not fit into COMPARISON_COLUMNS
 HOUR_S = 3600.0
 NOT_MEASURED = "-"
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedShare:
-    """What one peer did in a run."""
+    """How much one peer trained in a run."""
 
-    peer: str  # end of its id, and its name
+    peer: str  # end of the peer's id, and its name
     device: str
-    layers: tuple[int, int]  # [first, last) at its last start
+    layers: tuple[int, int]  # layers [first, last) at the peer's last start
     tokens: int
-    share: float  # of the run's tokens
-    hours: float
+    share: float  # the peer's share of the run's tokens, 0 to 1
+    hours: float  # hours for which the peer's process ran
 
     @classmethod
     def of(cls, peer: PeerHistory, tokens: int) -> "TrainedShare":
@@ -47,26 +47,26 @@ class TrainedShare:
 
 @dataclass(frozen=True, slots=True)
 class ComparedRun:
-    """One of the runs: its folder, sums and curve."""
+    """One of the compared runs: its folder, totals, peers, loss curve and settings."""
 
     folder: str
     run: str
     tokens: int
-    seconds: Seconds
-    loss: float | None  # the last of the curve, nats per token
+    seconds: Seconds  # time from the first start of a peer to the last line of a journal
+    loss: float | None  # last loss of the curve, nats per token; None if the curve has no points
     peers: Sequence[TrainedShare]
     curve: LossCurve
-    settings: Mapping[str, Json]  # keys with dots; {} if the folder has no config
+    settings: Mapping[str, Json]  # key, such as `train.optimizer` -> value; {} if the folder has no config
 
     @classmethod
     def of(cls, folder: str, history: RunHistory, canonical: str, kind: LossKind) -> "ComparedRun":
-        """Return the sums of a run.
+        """Return a run's totals, peers, loss curve and settings.
 
         Args:
             folder: The folder that the user named.
-            history: The journals.
+            history: The history of the run from its journals.
             canonical: The run's config as peers share it; "" if it is not known.
-            kind: Which losses are compared.
+            kind: The kind of losses in the curve.
         """
         curve, tokens = LossCurve.of(history, kind), history.tokens
         run = next((peer.facts.run for peer in history.peers if peer.facts.run), "")
@@ -77,7 +77,7 @@ class ComparedRun:
         return cls(folder, plain_text(run), tokens, seconds, loss, shares, curve, settings)
 
     def fields(self) -> JsonObject:
-        """Return the run as JSON, with CURVE_POINTS of the curve at most."""
+        """Return the run as JSON, with at most CURVE_POINTS points of the curve."""
         curve, step = self.curve, -(-len(self.curve.loss) // CURVE_POINTS) or 1
         points = zip(curve.seconds[::step], curve.tokens[::step], curve.loss[::step], strict=True)
         kept = {"folder": self.folder, "run": self.run, "tokens": self.tokens, "seconds": self.seconds}
@@ -88,16 +88,16 @@ class ComparedRun:
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
-    """Runs, and losses of each at the same tokens and at the same time."""
+    """The compared runs, and the losses of all runs at the same numbers of tokens and after the same times."""
 
     runs: Sequence[ComparedRun]
     at_tokens: Sequence[Sequence[float]]  # rows: tokens, then the loss of each run
     at_seconds: Sequence[Sequence[float]]  # rows: seconds, then the loss of each run
-    settings: Mapping[str, Sequence[Json]]  # the keys that differ, with the value in each run; null: not known
+    settings: Mapping[str, Sequence[Json]]  # key whose values differ -> its value in each run; None: not known
 
     @classmethod
     def of(cls, runs: Sequence[ComparedRun]) -> "RunComparison":
-        """Compare runs."""
+        """Return the comparison of these runs."""
         keys = dict.fromkeys(key for run in runs for key in run.settings)
         values = {key: [run.settings.get(key) for run in runs] for key in keys}
         differ = {key: found for key, found in values.items() if any(one != found[0] for one in found)}
@@ -105,7 +105,7 @@ class RunComparison:
         return cls(runs, _rows(curves, "tokens"), _rows(curves, "seconds"), differ)
 
     def fields(self) -> JsonObject:
-        """Return the comparison as JSON; at_tokens and at_seconds are rows of the place and a loss for each run."""
+        """Return the comparison as JSON; rows of at_tokens and at_seconds have the place on the axis, then losses."""
         return {
             "runs": [run.fields() for run in self.runs],
             "at_tokens": self.at_tokens,
@@ -115,13 +115,13 @@ class RunComparison:
 
 
 def kind_for(histories: Sequence[RunHistory]) -> LossKind:
-    """Return which losses to compare: held-out ones if each run has COMPARED_POINTS of them, else training losses."""
+    """Return which losses to compare: held-out losses if each run has COMPARED_POINTS or more, else training losses."""
     counts = [sum(len(peer.held_out.t) for peer in history.peers) for history in histories]
     return "held-out" if min(counts) >= COMPARED_POINTS else "training"
 
 
 def flat(tree: JsonObject, prefix: str = "") -> list[tuple[str, Json]]:
-    """Return the values of a tree of settings by keys with dots: `train.optimizer`."""
+    """Return (key, value) for each value in a tree of settings; a key is a path such as `train.optimizer`."""
     found: list[tuple[str, Json]] = []
     for key, value in tree.items():
         found += flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
@@ -222,7 +222,7 @@ def _shares(names: Sequence[str], runs: Sequence[ComparedRun]) -> list[tuple[str
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], most: int) -> str:
-    """Return a table as text; no cell but those of the last column is wider than `most`."""
+    """Return a table as text. Cells are cut to `most` characters, except the cells of the last column."""
     lines = [[*(cell[:most] for cell in line[:-1]), line[-1]] for line in (columns, *rows)]
     widths = [max(len(line[at]) for line in lines) for at in range(len(columns))]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

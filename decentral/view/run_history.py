@@ -54,10 +54,10 @@ class PeerHistory:
     held_out: Column = field(default_factory=Column)
     sent: Column = field(default_factory=Column)
     received: Column = field(default_factory=Column)
-    # for each outcome: when exchanges ended (Unix time)
+    # Outcome -> the Unix time at which each exchange with this outcome ended.
     exchanges: "dict[str, array[float]]" = field(default_factory=lambda: {one: array("d") for one in OUTCOMES})
-    events: list[tuple[Seconds, str, str]] = field(default_factory=list)
-    bad: int = 0
+    events: list[tuple[Seconds, str, str]] = field(default_factory=list)  # (Unix time, name, text) of the main events
+    bad: int = 0  # number of malformed lines
 
     @property
     def facts(self) -> journal.PeerFacts:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FEW_PEERS = 8  # with at most this many peers, the map shows each peer instead of regions
 NAMED_PEERS = 32
 NAMED_PLACES = 24  # a map with more places has smaller text, and does not list the peers of regions
-MOST_PLACES = 40  # the map shows at most this many places; beyond it, the smallest regions share one
+MOST_PLACES = 40  # the map shows at most this many places; if there are more regions, the smallest ones share a place
 DRAWN_LINKS = 60  # at most this many links are drawn: all bottlenecks first, then those with the most traffic
 CHAR_IN, LINE_IN = 0.085, 0.17
 NOTE_IN = 0.2

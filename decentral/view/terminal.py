@@ -28,7 +28,7 @@ MOST_CHANGES = 8
 REASON_CHARS = 500  # longer texts of warnings and reasons are cut to this many characters
 WIDE = 110  # a terminal of at least this many columns shows devices and regions
 DEVICE_COLUMNS = 36
-BETWEEN = 3  # columns between two figures
+BETWEEN = 3  # at least this many columns separate two figures
 LEAST_PEERS = 3  # a low terminal still shows this many peers
 
 
@@ -52,7 +52,7 @@ class Company:
 
     def __init__(self) -> None:
         """Begin without known peers. The first comparison makes all present peers known, and reports no change."""
-        self._shown: dict[PeerId, str] | None = None  # by peer: how it is written for people
+        self._shown: dict[PeerId, str] | None = None  # peer -> end of its id, and its name, as people see them
 
     def changes(self, node: Node) -> list[str]:
         """Return a line for each peer that joined or left since the last call; [] while this peer does not train."""

@@ -1,6 +1,6 @@
 """Post the messages of hooks to an address on the web: `--webhook URL`. Start reading at `Webhook`.
 
-Slack and Discord get the text that they show, any other host gets JSON.
+Slack and Discord get a text to show in a chat; any other host gets the message as JSON.
 """
 
 import http.client
@@ -15,7 +15,7 @@ from decentral.core.errors import UserError
 from decentral.view import event_hooks
 from decentral.view.event_hooks import HookMessage
 
-POST_TRIES = 3  # requests for a message at most, so that a network that is down for seconds loses none
+POST_TRIES = 3  # a message is posted at most this many times, so that a network outage of seconds loses no message
 DISCORD_CHARS = 2000  # Discord refuses a longer text
 SLACK_HOST, DISCORD_HOSTS = "hooks.slack.com", ("discord.com", "discordapp.com")
 
@@ -39,14 +39,15 @@ class Webhook:
             if url.scheme in ("http", "https") and url.hostname and url.port != 0 and is_plain:
                 url.hostname.encode("idna")  # a name that no lookup takes, such as `a..b`, raises UnicodeError
                 return cls(url)
-        raise UserError("--webhook expects a URL such as https://hooks.slack.com/services/...; the one given is none")
+        raise UserError("--webhook expects a URL such as https://hooks.slack.com/services/...; got no http(s) URL")
 
     def deliver(self, message: HookMessage) -> None:
         """Send the message. Raise OSError if no answer with a status of 200 to 299 comes within HOOK_S."""
         kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
         connection = kind(self._url.hostname or "", self._url.port, timeout=event_hooks.HOOK_S)
         self._connection = connection
-        limit = threading.Timer(event_hooks.HOOK_S, self.end)  # the connection's own limit is for each read and write
+        # `timeout` limits each read and write; `limit` limits all of them together.
+        limit = threading.Timer(event_hooks.HOOK_S, self.end)
         limit.start()
         headers = {"content-type": "application/json", "user-agent": f"decentral/{__version__}"}
         path = (self._url.path or "/") + (f"?{self._url.query}" if self._url.query else "")
@@ -72,12 +73,14 @@ class Webhook:
 def body_for(host: str, message: HookMessage) -> bytes:
     """Return the body that a webhook at this host expects: a text for Slack and Discord, else the message as JSON.
 
-    Names of peers come from others: they cannot mention anybody in a chat, make a link, or embed a page.
+    Other peers choose their own names, so the body prevents a name from notifying somebody in the chat, becoming a
+    link, or embedding a page.
     """
-    said = message.sentence().replace("://", ": //")  # both make a link of any URL
+    said = message.sentence().replace("://", ": //")  # Slack and Discord turn every URL into a link
     if host == SLACK_HOST:
         text = said.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-        quiet = {"parse": "none", "unfurl_links": False, "unfurl_media": False}  # nor a link of `example.org`
+        # With "parse": "none", Slack does not turn `example.org` into a link either.
+        quiet = {"parse": "none", "unfurl_links": False, "unfurl_media": False}
         return strict_json.dumps({"text": text} | quiet).encode()
     if host in DISCORD_HOSTS:
         suppressed_embeds = 4

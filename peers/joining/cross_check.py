@@ -25,19 +25,20 @@ SAMPLE_BYTES = 2 * KiB  # a check compares this many bytes of a piece, few enoug
 SAMPLE_DEADLINE_S = 10.0  # a request to a witness (another holder of the bytes) fails after this time
 WITNESSES = 2  # two other holders check each sample: the median of three values withstands one liar
 MOST_WITNESSES = 4  # at most this many peers are asked to check one sample, in case some do not answer
-MOST_DISTANCE = 0.5  # a false sample is further from the median than this share of the median's norm (honest: 0.14)
-MOST_SPREADS = 4.0  # a false sample is further from the median than this many times the distance between the other two
+# A donor lies if the distance of its sample from the median exceeds both of these limits.
+MOST_DISTANCE = 0.5  # this share of the median's norm; an honest donor's sample was at most 0.14 away
+MOST_SPREADS = 4.0  # this multiple of the distance between the two witnesses' samples
 ACCUSED_SHARE = 3  # at most a third of the peers is excluded as liars; if more differ, honest peers have drifted apart
 
 
 @dataclass(slots=True)
 class DonorSample:
-    """The bytes that a donor sent for one offset of a fragment's state, and the bytes that witnesses sent for it."""
+    """A check of one sample of a fragment's state: the donor's bytes, and the bytes that witnesses sent for them."""
 
     donor: PeerId
     said: Blob
     version: tuple[int, bytes]  # (learning-rate step, version); in a synchronous run, only equal versions are compared
-    left: list[PeerId]  # holders that can still be asked to compare the bytes
+    left: list[PeerId]  # other holders of the fragment that can still be asked for the same bytes
     held: list[bytes] = field(default_factory=list)  # the bytes that each witness has sent
     under_way: int = 0  # number of requests to witnesses without an answer yet
 
@@ -54,7 +55,7 @@ class DonorSample:
 
     @property
     def wanted(self) -> int:
-        """Return how many further witnesses to ask now to get WITNESSES answers."""
+        """Return how many further witnesses to ask now, so that WITNESSES of them answer."""
         return min(len(self.left), WITNESSES - len(self.held) - self.under_way)
 
     @property
@@ -67,7 +68,8 @@ def largest(piece: Blob) -> tuple[float, int]:
     """Return the largest magnitude among a piece's fp32 numbers, and the offset of the sample that contains it.
 
     Returns:
-        (magnitude, offset in bytes); (0.0, 0) if a simulated piece has no numbers, or the length is no multiple of 4.
+        (magnitude, offset in bytes); (0.0, 0) if the piece is a simulated one without numbers, or if its length in
+        bytes is not a multiple of 4.
 
     Raises:
         ProtocolError: If a number is not finite.

@@ -31,18 +31,18 @@ from decentral.core.units import MiB, Seconds
 from decentral.peers.joining.fetch import PIECE_DEADLINE_S
 
 MOST_SERVED = 8  # at most this many newcomers are served at a time, since fewer finish sooner and can then serve others
-STRANGERS_SERVED = 4  # at most this many newcomers without a known record, as an attacker may have many ids
+STRANGERS_SERVED = 4  # at most this many newcomers without a known record are served: an attacker may have many ids
 STRANGER_EXPORTS = 2  # at most this many fragments are encoded or kept only for peers without a known record
 MOST_WAITING = 32  # at most this many requests wait until a fragment is encoded: a quarter of all streams (MAX_STREAMS)
 SERVED_S = 5.0  # a newcomer stays admitted at least this long after its last request or piece
 MOST_OWED_S = 2.0  # no newcomer is admitted while the uplink needs longer than this to send all waiting pieces
 FP32_BYTES = 4
-MOST_OWED = 4 * MiB  # if the uplink's rate is unknown, no newcomer is admitted while more than this waits to be sent
+MOST_OWED = 4 * MiB  # if the uplink's rate is unknown, no newcomer is admitted while more bytes than this wait
 EXPORT_KEPT_S = 5.0  # after this time, an encoded state is too old for a newcomer that has not begun to fetch it
 FINISHED_S = 25.0  # a newcomer that began in time gets this much longer to fetch the rest of an encoded state
 
 ExportName = tuple[int, bool]
-"""A fragment's index, and whether the export is its retained state on the disk (else of the weights in training)."""
+"""A fragment's index, and whether the export is the state retained on disk (True) or the state in training (False)."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class Export:
     begun: Counter[PeerId] = field(default_factory=Counter)
 
     def serves(self, newcomer: PeerId, now: Seconds) -> bool:
-        """Return whether this newcomer may fetch the export; while it has only a part, it has FINISHED_S more time."""
+        """Return whether this newcomer may fetch the export; if it has a part already, it gets FINISHED_S more time."""
         return now < self.expires_at + (FINISHED_S if 0 < self.begun[newcomer] < len(self.blob) else 0.0)
 
 
@@ -76,9 +76,9 @@ class Donor:
     fragments: Sequence[Fragment]
     retained: RetainedStates = ()  # states on disk of fragments that this peer does not hold
     uplink: MeasuredUplink | None = None
-    exact: bool = False  # whether the run is synchronous: only states of the present step may be sent
+    exact: bool = False  # whether the run is synchronous; if so, only states of the present step may be sent
     exports: dict[ExportName, Export] = field(default_factory=dict)
-    # requests that wait until a state is encoded: (number, newcomer, request)
+    # requests that wait until a state is encoded: (number of the request, newcomer, request)
     _waiting: dict[ExportName, list[tuple[int, PeerId, StateRequest]]] = field(default_factory=dict)
     _served: dict[PeerId, Seconds] = field(default_factory=dict)  # until when each newcomer stays admitted
     _owed: float = 0.0  # bytes queued for the uplink at time `_owed_at`
@@ -145,25 +145,31 @@ class Donor:
         self.fragments = fragments
 
     def retain(self, states: RetainedStates) -> None:
-        """Serve these states from the disk from now on."""
+        """From now on, send these states, which are retained on disk, to newcomers that request them."""
         self.retained = states
 
     def forget_old(self, now: Seconds) -> list[Effect]:
         """Drop the encoded states that have expired, and return jobs to encode states that newcomers wait for.
 
-        A stranger may have had to wait until now, because STRANGER_EXPORTS states were kept for other strangers.
+        States that only strangers wait for are encoded while fewer than STRANGER_EXPORTS states are kept for strangers.
         """
         self.exports = {name: one for name, one in self.exports.items() if now < one.expires_at + FINISHED_S}
         self._for_strangers &= self.exports.keys() | self._encoding
         return self._encode() if self._waiting else []
 
     def recognise(self, knows: Callable[[PeerId], bool]) -> list[Effect]:
-        """Stop limiting newcomers whose record is known by now, and return jobs to encode what they have requested."""
+        """End the limits for strangers that we know by now, and return jobs to encode the fragments they requested.
+
+        `knows` returns whether a peer's record is known.
+        """
         self._unknown = {peer for peer in self._unknown if not knows(peer)}
         return self._encode()
 
     def _encode(self) -> list[Effect]:
-        """Return jobs to encode the requested fragments; if only strangers requested them, at most STRANGER_EXPORTS."""
+        """Return jobs to encode the requested fragments that are not being encoded yet.
+
+        At most STRANGER_EXPORTS fragments that only strangers have requested are encoded or kept at a time.
+        """
         effects: list[Effect] = []
         for name, waiting in self._waiting.items():
             by_strangers = all(sender in self._unknown for _, sender, _ in waiting)
@@ -220,7 +226,7 @@ class Donor:
         export.begun[newcomer] += len(piece)
         self._owed, self._owed_at = self._still_owed(now) + len(piece), now
         self._served[newcomer] = now + SERVED_S + self._owed / self._rate()
-        if export.begun[newcomer] >= len(export.blob):  # once sent, it does not count for STRANGER_EXPORTS
+        if export.begun[newcomer] >= len(export.blob):  # an export that was sent completely is not kept for strangers
             self._for_strangers.discard((pull.fragment, pull.kept))
         if not piece:
             return _refuse(request, Reason.OFFSET)

@@ -30,7 +30,7 @@ from decentral.peers.joining import cross_check
 from decentral.peers.joining.cross_check import MOST_WITNESSES, SAMPLE_BYTES, SAMPLE_DEADLINE_S, WITNESSES, DonorSample
 
 PIECE_BYTES = 1 * MiB
-DONORS = 4  # pieces come from at most this many peers at a time, plus one for a fragment that none of them holds
+DONORS = 4  # pieces come from at most this many peers at a time, and one more for each fragment that none of them holds
 IN_FLIGHT = 2
 FRAGMENTS_AHEAD = 12  # a donor is asked to encode up to this many fragments early, since it encodes only between steps
 FAILURES = 2
@@ -50,17 +50,17 @@ class Incoming:
     here: int = 0  # number of bytes that have arrived
     requested: set[int] = field(default_factory=set)  # byte offsets of requested pieces that have not arrived
     had_holder: bool = False
-    holder_misses: int = 0  # since a holder was lost: number of searches in a row without success
+    holder_misses: int = 0  # number of searches in a row that found no holder, after an earlier one had found a holder
     step: int = 0
     version: bytes = b""  # version of the piece that arrived last, in a synchronous run
-    sources: dict[int, PeerId] = field(default_factory=dict)  # by byte offset: the donor of the piece
-    # by donor: the largest absolute value in its pieces, and the byte offset of the sample that contains it
+    sources: dict[int, PeerId] = field(default_factory=dict)  # byte offset -> donor of the piece at this offset
+    # Donor -> the largest absolute value in its pieces, and the byte offset of the sample that contains this value.
     largest: dict[PeerId, tuple[float, int]] = field(default_factory=dict)
-    refetched_for: int = 0  # learning-rate step of another fragment for which all pieces were last discarded
+    refetched_for: int = 0  # all pieces were last discarded because another fragment had this learning-rate step
     _from: int = 0  # every piece before this byte offset has arrived or is requested
 
     def fetch_retained(self, retained: bool) -> None:
-        """Set whether to fetch the state from the disks of peers without the fragment instead of from its holders."""
+        """Set whether to fetch the state from disks of peers that do not hold the fragment, or (False) from holders."""
         self.retained = retained
 
     def looked_for_holder(self, found: bool) -> None:
@@ -168,22 +168,22 @@ class Fetch:
     chance: Random
     holders: StateHolders = field(repr=False, compare=False)
     exact: bool = False  # whether the run is synchronous: all pieces of a fragment must have one version
-    incoming: dict[int, Incoming] = field(default_factory=dict)  # the fetch of each fragment, by its index
+    incoming: dict[int, Incoming] = field(default_factory=dict)  # fragment index -> its state as far as it has arrived
     donors: list[PeerId] = field(default_factory=list)
     used: set[PeerId] = field(default_factory=set)
     steps: dict[PeerId, int] = field(default_factory=dict)
     last_piece_at: Seconds = 0.0
-    busy: int = 0  # number of requests that a donor refused for lack of capacity
+    busy: int = 0  # number of requests that donors refused because they served other newcomers
     failures: Counter[PeerId] = field(default_factory=Counter)
-    unready: dict[PeerId, bool] = field(default_factory=dict)  # by peer: whether its last answer was NOT_READY
+    unready: dict[PeerId, bool] = field(default_factory=dict)  # peer -> whether its last answer was NOT_READY
     accused: set[PeerId] = field(default_factory=set)
     known: Sequence[PeerId] = ()  # peers that may be asked to check donors' samples
     samples: dict[tuple[int, int, PeerId], DonorSample] = field(default_factory=dict)  # keys: (fragment, offset, donor)
-    _in_flight: Counter[PeerId] = field(default_factory=Counter)  # requests for pieces, by donor
+    _in_flight: Counter[PeerId] = field(default_factory=Counter)  # donor -> number of unanswered requests for pieces
     _ahead: dict[int, PeerId] = field(default_factory=dict)
 
     def begin(self, incoming: Iterable[Incoming], now: Seconds) -> None:
-        """Set the fragments to fetch; then call `choose` to choose donors, and `ask` for the first requests."""
+        """Set the fragments to fetch; the caller then calls `choose`, which chooses donors, and `ask`."""
         self.incoming, self.last_piece_at = {one.fragment.index: one for one in incoming}, now
         self.samples.clear()
 
@@ -313,7 +313,7 @@ class Fetch:
             if len(others) < WITNESSES or len(self.accused) >= cross_check.most_accused(self.known):
                 continue
             self.chance.shuffle(others)
-            others.sort(key=lambda peer: peer not in self.donors)  # first ask donors, which may have encoded it
+            others.sort(key=lambda peer: peer not in self.donors)  # donors first: they may have encoded the fragment
             piece = self.chance.choice([offset for offset, source in incoming.sources.items() if source == donor])
             length = min(PIECE_BYTES, layout_bytes(incoming.layout) - piece)
             anywhere = piece + self.chance.randrange(0, length, SAMPLE_BYTES)

@@ -28,8 +28,8 @@ JOIN_RETRY_S = 2.0  # a newcomer without all pieces chooses donors again after t
 MOST_PATIENT = 2  # busy donors delay the next choice of donors by at most this many times JOIN_RETRY_S
 GIVE_UP_S = 12.0  # a peer that gets no piece for this time starts from its own weights, or warns if it has no weights
 CLOCK_TIMES, CLOCK_MORE = 2, 1000  # a newcomer's first learning-rate step is at most 2 * (median of other peers) + 1000
-DONORS_COMPARED = 3  # the step of a checkpoint is compared with up to this many peers that offer their state
-HOLDER_RETRIES = 5  # a lost holder of a fragment is searched this often, since a suspended machine may return
+DONORS_COMPARED = 3  # a checkpoint's step is compared with the donors' steps once this many donors have answered
+HOLDER_RETRIES = 5  # if a fragment's holders are lost, this many searches look for one: a suspended machine may return
 
 
 class JoinPhase(Enum):
@@ -73,7 +73,7 @@ class Join:
     view: JoinView = field(repr=False, compare=False)
     exact: bool = False  # whether the run is synchronous: all pieces of a fragment must have one version
     has_weights: bool = False  # whether the peer can train without donors: it has a checkpoint, or joins again
-    waits: str = ""  # message to the user while no donor has sent weights, else ""
+    waits: str = ""  # what the user is told while this peer waits for the first piece from a donor; else ""
     phase: JoinPhase = JoinPhase.WAITING
     imported: bool = False
     wake_at: Seconds | None = 0.0

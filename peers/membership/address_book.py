@@ -25,7 +25,7 @@ class AddressBook:
     """The last known addresses of up to ADDRESSES_KEPT peers, mirrored in a file."""
 
     path: Path
-    known: dict[PeerId, tuple[str, ...]] = field(default_factory=dict)  # the last entry was learned last
+    known: dict[PeerId, tuple[str, ...]] = field(default_factory=dict)  # the peer with the newest addresses comes last
     _written: bool = True
 
     @classmethod
@@ -40,7 +40,8 @@ class AddressBook:
     def learn(self, peer: PeerId, addresses: tuple[str, ...]) -> None:
         """Remember a peer's addresses, and write the book to its file if they are new.
 
-        A full book forgets the peer that was learned first. If the file cannot be written, the next call tries again.
+        A full book forgets the peer whose addresses are the oldest. If the file cannot be written, the next call tries
+        again.
         """
         addresses = _own(peer, addresses)
         if self._written and self.known.get(peer) == addresses:

@@ -1,4 +1,4 @@
-"""The records that this peer publishes about itself, and those of a copy of its identity."""
+"""The records that this peer publishes about itself, and the records of another process that copied its identity."""
 
 import math
 from dataclasses import dataclass, field
@@ -23,11 +23,11 @@ class Publication:
 
     expires: Seconds = 0.0  # latest expiry of any record with our peer id
     began: Seconds | None = None  # when this process published its first record
-    sealed: dict[bytes, Seconds] = field(default_factory=dict)  # our unexpired records, and when they expire
+    sealed: dict[bytes, Seconds] = field(default_factory=dict)  # our unexpired records, signed -> when each expires
     foreign: set[Seconds] = field(default_factory=set)  # write times of records by a copy of our identity
     copy_seen_at: Seconds = -math.inf
     copy_address: str = ""
-    keys: dict[str, Seconds] = field(default_factory=dict)  # when our record under a DHT key expires
+    keys: dict[str, Seconds] = field(default_factory=dict)  # DHT key -> when our record under that key expires
     newest: bytes = b""
 
     def announce(self, own: Signer, key: str, body: bytes, expires: Seconds, now: Seconds) -> Announce:
@@ -41,7 +41,10 @@ class Publication:
         return Announce(key, own.peer, sealed, self.expires)
 
     def read(self, own: Signer, key: str, found: bytes, now: Seconds) -> bool:
-        """Check whether a record with our id is from a copy of our identity; return whether it outlives our own."""
+        """Return whether `found`, a record with our peer id, outlives our own record.
+
+        If the record is from another process, note that this process has a copy of our identity.
+        """
         if found in self.sealed:
             return False
         try:

@@ -1,14 +1,15 @@
 """Exchange peers' records with other peers directly, so that no node of the DHT decides who is in the swarm.
 
-Whoever owns the nodes next to a key of the DHT can answer that nothing is stored there. So each peer also asks other
-peers for the records that it lacks, and shows them its own record. ASKS times in the interval at which it renews its
-record, it asks one peer at random, of its roster and of the peers through which it joined. So h hostile names beside n
-honest peers get h/(n + h) of these questions, whatever their records say. Beside that peer it asks one whose record was
-not renewed in time, because that peer surely has its own record. The answer also has what the asker lacks of two other
-kinds of records, each with one key of the DHT: the revocation list of a private swarm, and plans
+Whoever owns the DHT nodes next to a key can answer that nothing is stored under that key. So each peer also asks other
+peers for the records that it lacks, and shows them its own record. It asks ASKS times between two renewals of its own
+record. Each time it asks one random peer of its roster and of the peers through which it joined; so h hostile ids among
+n honest peers get h/(n + h) of these queries, whatever their records say. Each time it also asks one peer whose record
+was not renewed in time, because that peer surely has its own record. The answer also contains what the asker lacks of
+two other kinds of records, each stored under one DHT key: the revocation list of a private swarm, and plans
 (scheduler/placement/plans.py).
 
-In a swarm of several shards (swarm_size.py) a peer knows a sample of the others, and asks for no records of peers.
+In a swarm of several shards (swarm_size.py), a peer knows only a sample of the other peers, and asks for no records of
+peers.
 """
 
 import hashlib
@@ -28,19 +29,19 @@ from decentral.core.units import KiB, MiB, Seconds
 from decentral.peers.membership.roster import MAX_PEERS, Roster, RosterEffect
 from decentral.peers.membership.swarm_size import key_of
 
-ASKS = 4  # between two renewals of its own record, a peer asks this many others for the records that it lacks
+ASKS = 4  # between two renewals of its own record, a peer asks this many times for the records that it lacks
 RECORDS_DEADLINE_S = 10.0
-MOST_RECORDS_BYTES = 64 * KiB  # an answer has at most this many bytes of records, to fit into a message without a blob
+MOST_RECORDS_BYTES = 64 * KiB  # an answer has at most this many bytes of records, so that it needs no blob
 MOST_PLANS_BYTES = 32 * KiB  # an answer has at most this many bytes of plans; a plan for 500 peers fits
-RECORDS_BYTES_S = MiB  # records and plans sent per second to all askers together
-MOST_BACKLOG_S = 1.0  # what RECORDS_BYTES_S allows in this time may be sent at once
-REST_BYTES = 16 * KiB  # after this many bytes an asker gets no more for half of the time between two questions
-OVERDUE = 1.5  # a record is overdue at this many times the interval at which its peer, or we, renew records
+RECORDS_BYTES_S = MiB  # all askers together get at most this many bytes of records and plans per second
+MOST_BACKLOG_S = 1.0  # as many bytes as RECORDS_BYTES_S allows in this time may be sent in one burst
+REST_BYTES = 16 * KiB  # after an answer up to this size, an asker waits `_rest_s` for more; after a larger one, longer
+OVERDUE = 1.5  # a record is overdue at an age of this many renewal intervals (its peer's or ours, the longer one)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordsTag(Tag):
-    """The tag of a RecordsQuery."""
+    """The tag of a RecordsQuery, whose answers are not used to measure the link."""
 
     measures_link: ClassVar[bool] = False
 
@@ -71,16 +72,16 @@ class RecordGossip:
     contacts: tuple[PeerId, ...]  # the peers through which this peer joined
     chance: Random
     wake_at: Seconds = 0.0
-    plans: GossipedPlans | None = None  # None: this peer takes part in no plans
-    _asks: int = 0  # number of rounds in which this peer could ask others
-    _preferred_once: set[PeerId] = field(default_factory=set)  # overdue peers that were preferred
-    _rests: dict[PeerId, Seconds] = field(default_factory=dict)  # until when an asker gets no more records and plans
-    # The number of the list of revocations that an asker got last, and until when it does not get that list again.
+    plans: GossipedPlans | None = None  # None before `pass_on`, and if this peer never changes its layers
+    _asks: int = 0  # how many times this peer has asked for records so far
+    _preferred_once: set[PeerId] = field(default_factory=set)  # overdue peers that were asked for their own record
+    _rests: dict[PeerId, Seconds] = field(default_factory=dict)  # asker -> until when it gets no records and plans
+    # Asker -> number of the revocation list that the asker got last, and until when it does not get that list again.
     _told: dict[PeerId, tuple[int, Seconds]] = field(default_factory=dict)
-    _sent_until: Seconds = 0.0  # when all records and plans so far would be sent at RECORDS_BYTES_S
+    _sent_until: Seconds = 0.0  # when all answers so far would be sent, at a rate of RECORDS_BYTES_S
 
     def pass_on(self, plans: GossipedPlans) -> None:
-        """Exchange these plans, too, from now on."""
+        """From now on, exchange these plans with other peers, in addition to the records."""
         self.plans = plans
 
     def handle(self, event: Woke | Asked | Answered | AskFailed, now: Seconds) -> Sequence[RecordEffect]:
@@ -114,10 +115,10 @@ class RecordGossip:
         return [Ask(RecordsTag(), to, Envelope(query), RECORDS_DEADLINE_S) for to in asked]
 
     def _preferred(self, overdue: set[PeerId]) -> list[PeerId]:
-        """Return the peer to ask beside one at random, or [].
+        """Return a list of one peer to ask in addition to a random peer of the roster; [] if there is no such peer.
 
-        This is an overdue peer, at random and once until its record is renewed; or, once per renewal, a contact outside
-        the roster.
+        It is a random peer of `overdue`; each of these peers is returned only once until its record is renewed. In one
+        of ASKS calls, it is a random contact that is not in the roster, if there is one.
         """
         self._preferred_once &= overdue
         contacts = sorted({*self.contacts} - self.roster.live.keys() - {self.roster.own.peer})
@@ -134,10 +135,10 @@ class RecordGossip:
         return now - record.time > OVERDUE * max(record.renew_s, self.roster.size.renew_s)
 
     def _answer(self, asker: PeerId, query: RecordsQuery, now: Seconds) -> Envelope:
-        """Return what the asker lacks: records, revocations, and plans.
+        """Return the message with what the asker lacks: records, revocations, and plans.
 
-        Only revocations are in the answer if `_may_have` allows no more. An asker gets the same list as often as an
-        honest one asks, so that a few bytes are not answered with 16 KiB again and again.
+        If `_may_have` returns False, the message has revocations only. An asker gets the same revocation list again
+        only after `_rest_s`, so that queries of a few bytes are not answered with 16 KiB again and again.
         """
         roster, known, revoked = self.roster, set(query.known), b""
         number = self._revocations.number
@@ -156,9 +157,10 @@ class RecordGossip:
         return Envelope(PeerRecords(self.run, records, revoked, plans_sent))
 
     def _may_have(self, asker: PeerId, now: Seconds) -> bool:
-        """Return whether the asker may have records and plans, of which `_sends` has counted the earlier ones.
+        """Return whether the asker may get records and plans now, given the earlier ones that `_sends` has counted.
 
-        If many ask at a time, peers that have been in the roster for a renewal get more than newcomers and strangers.
+        Peers that have been in the roster for a renewal interval are served until the backlog reaches MOST_BACKLOG_S;
+        newcomers and strangers only until half of that, so that many strangers' queries do not shut out the others.
         """
         entry = self.roster.live.get(asker)
         settled = entry is not None and now >= entry.since + self.roster.size.renew_s
@@ -172,10 +174,10 @@ class RecordGossip:
             keep_latest(self._rests, asker, now + self._rest_s * max(1.0, size / REST_BYTES), MAX_PEERS)
 
     def _fitting(self, sealed: Sequence[tuple[PeerId, bytes]], most_bytes: int) -> tuple[tuple[PeerId, bytes], ...]:
-        """Return pairs of `sealed`, (peer, record), that have at most `most_bytes` and MAX_KNOWN pairs together.
+        """Return at most MAX_KNOWN of these pairs (peer, record), which have at most `most_bytes` together.
 
-        Pairs without a record are left out. If the others do not fit, they are drawn at random, our own first, so that
-        no peer's record always displaces another's.
+        Pairs whose record is empty are left out. If not all of the other pairs fit, our own comes first, and the rest
+        are chosen at random, so that no peer's record always displaces another's.
         """
         pairs, found, size = [one for one in sealed if one[1]], list[tuple[PeerId, bytes]](), 0
         if len(pairs) > MAX_KNOWN or sum(len(peer) + len(record) for peer, record in pairs) > most_bytes:
@@ -188,17 +190,17 @@ class RecordGossip:
 
     @property
     def _rest_s(self) -> Seconds:
-        """Return half of the time between two questions of a peer."""
+        """Return for how long an asker gets no more after an answer: half of the time between two of its queries."""
         return self.roster.size.renew_s / ASKS / 2
 
     @property
     def _revocations(self) -> Revocations:
-        """Return our list of revocations; an empty one in a public swarm."""
+        """Return our list of revocations; in a public swarm, the empty list."""
         watch = self.roster.revocations
         return watch.private.revocations if watch else NOTHING_REVOKED
 
     def _read(self, values: Mapping[str, bytes], revoked: bytes, now: Seconds) -> list[RecordEffect]:
-        """Read the records, by peer, and the list of revocations that another peer has sent, and return the effects."""
+        """Read what another peer has sent, records (`values`, by peer) and revocations, and return the effects."""
         roster, effects = self.roster, list[RecordEffect]()
         if values and not roster.size.level:
             effects += roster.read(key_of(self.run, roster.own.peer, 0), values, now)

@@ -32,7 +32,7 @@ Label = Annotated[str, Strict(), Field(max_length=SHOWN_CHARS), AfterValidator(p
 Name = Annotated[str, Strict(), Field(max_length=PEER_NAME_CHARS), AfterValidator(plain_text)]
 Positive = Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
 MOST_PER_S = 1e12  # a record with more tokens/s or bytes/s is invalid, because such figures break the planning solver
-LEAST_PER_S = 1e-3  # fewer tokens/s or bytes/s count as 0, not measured: divided by them, times become infinite
+LEAST_PER_S = 1e-3  # fewer tokens/s or bytes/s count as 0 (not measured), since dividing by them may overflow
 PerSecond = Annotated[
     float, Field(ge=0, le=MOST_PER_S, allow_inf_nan=False), AfterValidator(lambda rate: rate * (rate >= LEAST_PER_S))
 ]
@@ -63,10 +63,10 @@ class Profile:
     tokens_per_s: PerSecond  # training speed on the whole model of the run, throttling included
     down: PerSecond = 0.0  # download rate in bytes/s, median over links; 0: not measured yet
     up: PerSecond = 0.0  # upload rate in bytes/s, highest of the last uploads; 0: not measured yet
-    latency_s: Positive = 0.0  # smallest of all links; 0: not measured yet
+    latency_s: Positive = 0.0  # shortest latency of the peer's links in seconds; 0: not measured yet
     region: Label = ""
     software: Label = ""
-    costs: KindCosts = UNMEASURED  # what a layer of each kind of the run's model costs the device
+    costs: KindCosts = UNMEASURED  # costs of the embedding, of a block and of the head on the device
     changed: UnixTime = 0.0  # when speed or memory last changed much (runtime/own_record.py), by the peer's clock
     name: Name = ""  # what the user calls this peer; "" in records of versions that had no names
 
@@ -77,16 +77,17 @@ class Standing(NamedTuple):
     In a record, the statistics are a list of values without names, which takes about 200 bytes.
     """
 
-    loss: Annotated[float, Field(ge=-MOST_LOSS, le=MOST_LOSS, allow_inf_nan=False)] | None = None  # nats per token
-    held_out: Annotated[float, Field(ge=-MOST_LOSS, le=MOST_LOSS, allow_inf_nan=False)] | None = None  # nats per token
-    shares: Annotated[tuple[PerMille, ...], Field(max_length=16)] = ()  # time for each of time_spent.KINDS, per mille
-    exchanges: tuple[Count, Count, Count] = (0, 0, 0)  # exchanges: successful, without usable snapshot, failed
+    # The average training loss and the last held-out loss, in nats per token; None: not known.
+    loss: Annotated[float, Field(ge=-MOST_LOSS, le=MOST_LOSS, allow_inf_nan=False)] | None = None
+    held_out: Annotated[float, Field(ge=-MOST_LOSS, le=MOST_LOSS, allow_inf_nan=False)] | None = None
+    shares: Annotated[tuple[PerMille, ...], Field(max_length=16)] = ()  # per mille of time for each of time_spent.KINDS
+    exchanges: tuple[Count, Count, Count] = (0, 0, 0)  # how many exchanges succeeded, had no usable snapshot, failed
     sent_bytes: Count = 0
     received_bytes: Count = 0
     links: Annotated[tuple[RecordedLink, ...], Field(max_length=MOST_RECORDED_LINKS)] = ()  # most recently used first
     seen: Annotated[
         tuple[SeenWork, ...], Field(max_length=MOST_WITNESSED)
-    ] = ()  # the work of other peers, as measured here
+    ] = ()  # work of other peers that this peer has witnessed
 
 
 NO_STANDING = Standing()

@@ -24,7 +24,7 @@ from decentral.core.units import Seconds
 
 LOOK_S = 15.0  # members of a private swarm read the founder's list of revoked invitations in the DHT this often
 COPIES = 3  # if the DHT holds fewer copies of the revocation list than this, members store new copies
-COPY_S = MAX_LIFETIME_S / 2  # how long a stored copy lasts: half a record's limit, as clocks may differ
+COPY_S = MAX_LIFETIME_S / 2  # a stored copy expires after this time: half of the longest allowed, as clocks may differ
 FRESH_S = COPY_S / 4  # a copy of the revocation list that expires within this time is replaced, so it counts as missing
 NO_MEMBER = "no member"  # an invalid invitation stops the peer, with a reason that begins with this text
 WARN_S = 3600.0  # the user is warned this long before the invitation expires
@@ -53,7 +53,7 @@ WatchEffect = Announce | Lookup | Exclude | MembershipOver | Log
 
 
 class MemberRoster(Protocol):
-    """Interface of the roster that the watch uses; `Roster` implements it."""
+    """The part of the roster's interface that the watch uses; `Roster` implements it."""
 
     @property
     def live(self) -> Sized:

@@ -35,12 +35,14 @@ from decentral.peers.membership.records import RENEWALS, PeerRecord, RecordSourc
 from decentral.peers.membership.revocation_watch import RevocationWatch, WatchEffect
 from decentral.peers.membership.swarm_size import MERGE, SPLIT, SwarmSize, level_of, published
 
-REFRESH_SOON_S = 0.5  # a request from an unknown peer causes an extra lookup of records, but no sooner than this
+REFRESH_SOON_S = 0.5  # a request from an unknown peer causes an extra lookup of records after this time, or later
 SOUGHT_EACH = 4  # the requests of one unknown peer cause at most this many extra lookups
 MOST_SOUGHT = 1024  # extra lookups are counted for at most this many unknown peers; then the oldest count is deleted
-FORGET_TTLS = 10  # with over MAX_PEERS dropped peers, those dropped this many record lifetimes ago are forgotten
-# A peer that has left is back only with a record of this much later. So no name joins and leaves hundreds of times a
-# second; a peer that is started again needs longer.
+# If more than MAX_PEERS dropped peers are remembered, those whose last record is older than this many record lifetimes
+# are forgotten.
+FORGET_TTLS = 10
+# A peer that has left comes back only with a record that is at least this much newer than its last one. So no peer id
+# can join and leave hundreds of times a second; a real restart takes longer than this.
 REJOIN_S = 2.0
 DEAD_AFTER = 2  # a peer is dropped from the roster after this many of our requests in a row got no answer
 MAX_PEERS = 4096
@@ -66,7 +68,7 @@ class RosterEntry:
     """A reachable peer: its latest record, and how many of our requests it has left unanswered."""
 
     record: PeerRecord
-    expires: float  # unix time
+    expires: float  # unix time at which the record expires
     failures: int = 0
     since: Seconds = 0.0  # time at which this peer's first record was read
     failed_at: Seconds = 0.0
@@ -94,10 +96,10 @@ class Holders:
 
     own: PeerId
     cuts: tuple[Fragment, ...]  # fragments of the whole model; with (), nothing is indexed
-    speeds: dict[tuple[int, int], float] = field(default_factory=dict)  # layers (first, last) -> holders' tokens/s
-    changes: int = 0  # increases whenever a peer's layers or speed change, so that caches can tell
-    # Layers (first, last) -> the sum of speeds, and of speeds times shares of the embedding and of the head, as exact
-    # multiples of SPEED_UNIT.
+    speeds: dict[tuple[int, int], float] = field(default_factory=dict)  # (first, last) -> sum of its holders' tokens/s
+    changes: int = 0  # increases whenever a peer's layers or speed change, so that caches can tell that they are old
+    # Layers (first, last) -> three sums over the peers with these layers, as integer multiples of SPEED_UNIT: speeds,
+    # speeds times the embedding's share of a token's time, and speeds times the head's share.
     _totals: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
     _places: dict[PeerId, tuple[int, int, float]] = field(default_factory=dict)  # peer -> (first layer, end, tokens/s)
     _costs: dict[PeerId, KindCosts] = field(default_factory=dict)
@@ -148,7 +150,10 @@ class Holders:
         self._near.clear()
 
     def shape(self, span: tuple[int, int]) -> Shape:
-        """Return the shares of a token's time by kind of layer: the mean of the span's holders, weighted by speed."""
+        """Return the shares of a token's time that the embedding, the blocks and the head take on the span's holders.
+
+        Each is the holders' mean, weighted by speed. If no speed is known, the shares follow from the layers' FLOPs.
+        """
         speed, embedding, head = self._totals[span]
         if speed <= 0:
             return shape_of(self.cuts)
@@ -186,7 +191,7 @@ class SoonerLookups:
     doubles after each early lookup, halves after each regular lookup, and is reset when a lookup finds a new peer.
     """
 
-    rest_s: Seconds = REFRESH_SOON_S  # least time between a lookup and an extra lookup; doubles after each extra lookup
+    rest_s: Seconds = REFRESH_SOON_S  # shortest time between a lookup and the next early lookup
     _looked_at: Seconds = -math.inf
     _sooner: bool = False
     _sought: dict[PeerId, int] = field(default_factory=dict)
@@ -226,8 +231,8 @@ class Roster:
     changes: int = 0
     revocations: RevocationWatch | None = None
     _dropped: dict[PeerId, float] = field(default_factory=dict)  # peer -> date of its last record
-    _known: dict[PeerId, bytes] = field(default_factory=dict)  # peer -> its last record, to skip equal ones
-    _valid: dict[PeerId, float] = field(default_factory=dict)  # dropped, silent peer -> expiry of its record
+    _known: dict[PeerId, bytes] = field(default_factory=dict)  # peer -> its last signed record, to skip equal ones
+    _valid: dict[PeerId, float] = field(default_factory=dict)  # peer that was dropped as silent -> its record's expiry
     _published: Publication = field(default_factory=Publication)
     _copy_logged_at: Seconds = -math.inf
     _renew_at: Seconds = 0.0
@@ -306,7 +311,7 @@ class Roster:
         body, keys = records.pack(record), published(self.run, self.own.peer, self.size.level)
         if leaving:  # older copies under the keys of earlier levels must not outlive this last record
             older = [key for key, until in self._published.keys.items() if until > now and key not in keys]
-            keys = [*older, *keys]  # `sealed` returns the last one, which is that of our present level
+            keys = [*older, *keys]  # the key of our present level comes last, since `sealed` returns the last record
         return [self._published.announce(self.own, key, body, now + record.lifetime_s, now) for key in keys]
 
     def _refresh(self, now: Seconds) -> list[RosterEffect]:
@@ -327,7 +332,10 @@ class Roster:
         return [*lines]
 
     def read(self, key: str, values: Mapping[str, bytes], now: Seconds) -> list[RosterEffect]:
-        """Read records of peers, by peer, that are sealed for `key`, and return the effects."""
+        """Read peers' records, and return the effects.
+
+        `values` maps each peer to its record, which the peer has signed for the DHT key `key`.
+        """
         effects: list[RosterEffect] = []
         if len(values) > MAX_PEERS:  # limit the work that a flood of records causes; known peers come first
             values = dict(sorted(values.items(), key=lambda one: (one[0] not in self.live, one[0])))
@@ -356,7 +364,7 @@ class Roster:
                 self.refused[error.reason] += 1
                 continue
             if peer in self.live and record.time < self.live[peer].record.time:
-                continue  # others may pass on old records of the peer, also one from before it came back
+                continue  # others may pass on an old record, even one from before the peer left and came back
             self._known[peer] = value
             effects += self._heard(peer, record, min(expires, believed_until), now)
         return effects

@@ -32,7 +32,7 @@ def opened(line: StatementLine) -> PeerRecord:
 
     Raises:
         ProtocolError: If the record is too large or malformed, is not signed by the peer that the line names, or is
-            signed for another run or for something else than a record of a peer.
+            signed for another run or for anything other than a peer's record.
     """
     try:
         sealed = base64.b64decode(line.record, validate=True)
@@ -45,10 +45,10 @@ def opened(line: StatementLine) -> PeerRecord:
 
 
 def newest_records(events: Iterable[JournalEvent | None]) -> tuple[dict[PeerId, PeerRecord], int]:
-    """Return the newest valid record of each peer among a journal's events, and how many invalid ones were met.
+    """Return the newest valid record of each peer in a journal's events, and the number of invalid records.
 
-    Only the last LINES_TRIED lines of a peer are tried, and only of the MOST_SIGNERS peers that were named last. So a
-    hostile journal costs little time and memory.
+    Only the last LINES_TRIED records of each peer are read, and only for the MOST_SIGNERS peers that the journal names
+    last. So a hostile journal costs little time and memory.
     """
     lines: dict[PeerId, deque[StatementLine]] = {}
     for event in events:

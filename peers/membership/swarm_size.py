@@ -40,12 +40,12 @@ SMALL = 64  # up to this many peers, each peer knows all others, and intervals a
 SPLIT = 64  # if a DHT key (shard) holds at least this many records, its peers split over twice as many keys
 MERGE = 16  # if a DHT key (shard) holds fewer records than this, its peers go back to half as many keys
 SAMPLE_TIMES = 1.5  # each coarser level's key gets a sample of the records, 1.5 times as many as a key of our level
-SMALLEST = 32  # the swarm's size is estimated from this many smallest hashes of peer ids, with a standard error of 18%
+SMALLEST = 32  # the swarm's size is estimated from the 32 smallest hashes of peer ids, with a standard error of 18%
 ESTIMATES = 3
 COARSER = 1 / 3  # a random lookup moves to the next coarser level with this probability, and again from there
 MOST_SHARDS_READ = 16  # `Look` reads at most this many keys of a level, which hold records of about 1,000 peers
 MOST_LEVEL = 12  # highest level: 4,096 shards, enough for 250,000 peers
-WINDOWS = 2  # at most this many gossip windows pass between two lookups; in each, a dead partner costs a request
+WINDOWS = 2  # at most this many gossip windows pass between lookups; a dead partner costs one request in each window
 RECORDS_PER_S = 25  # lookups are slowed until a peer reads at most this many records (15 kB) per second
 MOST_RENEW_S = 600.0  # longest time between two renewals, equal to the longest gossip window
 
@@ -54,7 +54,7 @@ MOST_RENEW_S = 600.0  # longest time between two renewals, equal to the longest 
 class SwarmTimes:
     """Intervals between renewals and lookups of records: fields for up to SMALL peers, methods for larger swarms."""
 
-    renew_s: Seconds = 20.0  # a peer renews its record at this interval; after three without renewal, it is gone
+    renew_s: Seconds = 20.0  # a peer renews its record at this interval; its record expires after three intervals
     refresh_s: Seconds = 4.0  # at this interval each peer looks up records: 64 records take 10 kB/s
     max_age_s: Seconds = FRESH_SNAPSHOT_S  # snapshots older than both this and two gossip windows are not merged
 
@@ -157,7 +157,7 @@ class Look:
 
     @property
     def level(self) -> int:
-        """Return the level that fits the estimated number of peers."""
+        """Return the level of the DHT keys (2^level shards) that fits the estimated number of peers."""
         return level_for(self.peers)
 
     async def measure(self) -> None:
@@ -206,7 +206,7 @@ class SwarmSize:
     _estimates: deque[float] = field(default_factory=lambda: deque(maxlen=ESTIMATES))
 
     def __post_init__(self) -> None:
-        """Set the size and level that the peer estimated before its node started."""
+        """Begin with the size and level that the peer estimated before its node started."""
         self.peers, self.level = self.start.peers, level_for(self.start.peers)
 
     @property

@@ -37,7 +37,7 @@ NO_FRAGMENT = -1
 
 
 class AnsweringPeer(Protocol):
-    """Interface of the node as `Answers` uses it; implemented by `Node`."""
+    """The part of a node's interface that `Answers` uses; `Node` implements it."""
 
     def is_training(self) -> bool:
         """Return whether this peer trains; False while it joins and after it has left."""
@@ -54,10 +54,10 @@ class Answers:
     donor: Donor
     gossip: FragmentExchanges
     rounds: Rounds | None
-    waiting: dict[int, int] = field(default_factory=dict)  # number of an open question -> its fragment
+    waiting: dict[int, int] = field(default_factory=dict)  # number of an open question -> its fragment or NO_FRAGMENT
 
     def __post_init__(self) -> None:
-        """Register handlers for the messages that this object answers itself or passes to donor and exchanges."""
+        """Register handlers for messages that this object answers itself, or passes to the donor or the exchanges."""
         self.handlers.register(self._any_run, messages.Hello, messages.Ping, messages.Probe)
         self.handlers.register(self._state, messages.StateRequest)
         self.handlers.register(self._pull, messages.Pull)

@@ -12,9 +12,9 @@ from decentral.core.machine import Log
 from decentral.core.units import Seconds
 
 SETTLED_STEPS = 20  # the loss is averaged over about this many steps, as a mean over fewer is too noisy to judge
-MOST_STEPS_DROPPED = 0.25  # a larger share of skipped steps means that training has diverged; a few are usual in bf16
-LEAST_RISE = 1.0  # a mean loss this many nats above its minimum means that training has diverged; noise adds less
-BEST_FORGOTTEN = 1e-4  # each step moves the remembered minimum loss this share of the way to the mean, to forget it
+MOST_STEPS_DROPPED = 0.25  # training has diverged if more than this share of steps is skipped; a few are usual in bf16
+LEAST_RISE = 1.0  # training has not diverged before the mean loss is this many nats above its minimum: noise adds less
+BEST_FORGOTTEN = 1e-4  # each step raises the remembered minimum loss by this share of its distance from the mean loss
 HOPELESS = 2.0  # if divergence lasts, a peer stops at a loss above this many times the starting loss
 LEARNED = 0.85  # lasting divergence does not stop a peer whose mean loss is below this share of the starting loss
 STOP_STEPS, STOP_S = 100, 60.0  # divergence "lasts" after both this many steps and this many seconds

@@ -42,13 +42,13 @@ from decentral.peers.runtime.progress import Stop
 from decentral.scheduler.placement.evaluate import EvaluatePlans, evaluate_plans
 
 NOTHING_TO_SAVE = "no peer has given this one the run's weights yet"
-FAREWELL_S = 5.0  # a leaving peer waits this long at most for the DHT to store its goodbye
+FAREWELL_S = 5.0  # a leaving peer waits at most this long for the DHT to store its last record, in phase "leaving"
 CORES_S = 5.0
 CLOCK_S = 5.0  # the machine's clock is compared with the swarm's at this interval
 SUSPENDED_S = 15.0  # if the event loop wakes later than planned by more than this, the process was suspended
 REFUSED_S = 10.0
 SAID = 300  # longest text of a network error in the journal, in characters
-FINISH_S = 120.0  # a leaving peer waits this long at most for its last step and checkpoint
+FINISH_S = 120.0  # a leaving peer waits at most this long for its last step and checkpoint
 
 
 class Computing(Protocol):

@@ -14,7 +14,10 @@ from decentral.core.units import Seconds
 
 @dataclass(slots=True)
 class Trouble:
-    """The latest occurrence of one kind of trouble, and when the journal last got a line about this kind."""
+    """The latest occurrence of one kind of trouble, and when the journal last got a line about this kind (`said_at`).
+
+    `unsaid` is the number of occurrences since that line.
+    """
 
     text: str
     last_at: Seconds

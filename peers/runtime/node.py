@@ -140,7 +140,7 @@ class Node:
 
     def _make_membership(self, chance: Random) -> None:
         setup, run = self.setup, self.setup.config
-        holders = Holders(setup.own.peer, setup.routes.cuts if setup.routes else ())  # only routes look them up
+        holders = Holders(setup.own.peer, setup.routes.cuts if setup.routes else ())  # only routes need this index
         roster_chance = rng.stream(run.seed, "roster", setup.own.peer)
         size = SwarmSize(setup.run, setup.own.peer, roster_chance, setup.start, lambda: self.gossip.period_s)
         self.roster = Roster(setup.run, setup.own, run.swarm, self, size, holders)
@@ -229,7 +229,7 @@ class Node:
 
     def handle(self, event: PeerEvent, now: Seconds) -> list[PeerEffect]:
         """Take one event, and return the effects in the order in which the host must carry them out."""
-        if self.phase is NodePhase.LEFT:  # only the last checkpoint may still end; other peers' questions are refused
+        if self.phase is NodePhase.LEFT:  # handle only the outcome of the last checkpoint, and refuse questions
             if isinstance(event, Asked):
                 return [Reply(event.request, Envelope(Refused(Reason.LEAVING)))]
             if isinstance(event, jobs.Saved | jobs.SaveFailed | jobs.JobFailed):
@@ -313,7 +313,7 @@ class Node:
         return self._read(self.record_gossip.handle(event, now), now)
 
     def _read(self, effects: Sequence[PeerEffect], now: Seconds) -> list[PeerEffect]:
-        """Inform the machines that use records of those just read, and return `effects` together with theirs."""
+        """Tell the donor, the join and the step clock that records were read; return `effects` and their effects."""
         effects = [*effects, *self.donor.recognise(self.answers.knows)]
         if self.join.phase is not JoinPhase.DONE:
             return effects + self.join.roster_known(now, self.selection.donors())
@@ -391,7 +391,10 @@ class Node:
         return effects
 
     def _review_routes_and_span(self, route_planner: RoutePlanner, now: Seconds) -> list[PeerEffect]:
-        """While training, resend lost micro-batches; when due, review published speed, routing weights and layers."""
+        """Resend micro-batches that were at lost peers; when due, review published speed, routing weights and layers.
+
+        Return [] if this peer does not train.
+        """
         if self.phase is not NodePhase.TRAINING:
             return []
         effects: list[PeerEffect] = [*route_planner.look_for_lost(now)]

@@ -34,7 +34,7 @@ from decentral.peers.runtime.traffic import TrafficCounter
 from decentral.peers.runtime.witness import Witness
 
 LEAST_FIGURE = 1e-9  # added to figures before they are divided, since a speed that is not measured is 0
-CHANGED_TIMES = 1.5  # speed and memory have changed if they are this factor larger or smaller than when they last had
+CHANGED_TIMES = 1.5  # a speed or memory size has changed if it is larger or smaller than before by this factor
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class OwnRecord:
     witness: Witness
     published: Profile | None = None
     window_s: Seconds = 0.0
-    _version: Profile | None = None  # the figures when they last changed
+    _version: Profile | None = None  # our profile as it was when speed or memory last changed (see `has_changed`)
     moved_to: tuple[str, ...] = ()  # new addresses of this machine; () while those it started with are valid
 
     @property
@@ -141,7 +141,7 @@ class OwnRecord:
     def profile(self, now: Seconds) -> Profile:
         """Return our device's profile, with links and speed as measured by `now`."""
         setup = self.setup.now
-        # Training steps measure the speed of a peer with the whole model; routed micro-batches measure that of others.
+        # If this peer holds the whole model, its training steps measure its speed; else its routed micro-batches do.
         measured = self.progress.speed(now) if setup.whole else self.routes.load.speed if self.routes else 0.0
         return replace(
             setup.profile,

@@ -5,7 +5,7 @@ and to changes of a peer's layers; routes use peers/runtime/route_planner.py ins
 present roster; lists are cached until the roster changes.
 
 `WindowLengths` decides how long a peer's gossip windows are, and whether it sends sparsely coded snapshots. Windows are
-as long as the peer's own link and cores need, or longer if half of the swarm needs longer windows. Each length is a
+as long as the peer's own link and cores need, or longer if at least half of the peers need longer windows. Each is a
 power of two times the shortest length, so that windows of different lengths end together.
 """
 
@@ -25,7 +25,7 @@ from decentral.peers.membership.roster import Roster
 from decentral.peers.runtime.progress import TrainingProgress
 from decentral.peers.runtime.setup import PresentSetup
 
-NEVER = -1  # step number of a state that was never stored
+NEVER = -1  # stands for the step of a state if a peer has no such state on its disk
 SILENT_TTLS = 2  # after this many record lifetimes without a published speed, a peer counts as the slowest
 FASTEST_DEVICE = 64.0  # published speeds are capped at this many times the median or our own speed, as they may be lies
 WEIGHT_FLOOR = 0.1  # a slow partner is chosen with at least this share of the fastest partner's probability
@@ -46,11 +46,11 @@ class WindowLengths:
     meter: Meter
     progress: TrainingProgress
     cost: GossipCost = field(default_factory=GossipCost)
-    # How long windows must be, in units of the shortest window, so that our uplink suffices:
-    link_stretch: Stretch = field(default_factory=Stretch)  # if we pull from the present number of partners
-    thin_stretch: Stretch = field(default_factory=Stretch)  # if we pull from all partners
-    dense_stretch: Stretch = field(default_factory=Stretch)  # if we pull from all partners, without sparse codes
-    _others: tuple[int, list[Seconds]] = (-1, [])  # cache: (`roster.changes`, lengths that others need)
+    # Window lengths for which our uplink suffices, in units of the shortest window:
+    link_stretch: Stretch = field(default_factory=Stretch)  # the length if we pull from as many partners as now
+    thin_stretch: Stretch = field(default_factory=Stretch)  # the length if we pull from all partners
+    dense_stretch: Stretch = field(default_factory=Stretch)  # the length if we pull from all, without sparse codes
+    _others: tuple[int, list[Seconds]] = (-1, [])  # cache: (`roster.changes`, sorted window lengths that others need)
 
     def is_thin(self, fragment: int, size: int) -> bool:
         """Return whether our uplink decides how long a fragment's windows are, so that a sparse code shortens them.
@@ -94,7 +94,7 @@ class WindowLengths:
         return self.window_s() * self._own_windows(fragment, size)[0]
 
     def _own_windows(self, fragment: int, size: int) -> tuple[int, str]:
-        """Return the length that our link and cores need, in units of the shortest window, and which of them needs it.
+        """Return how many shortest windows long our windows must be, and for which reason: "link", "cores" or "".
 
         The transfers of all fragments must fit into a window at gossip's share of the link (P in Streaming DiLoCo,
         arXiv 2501.18512), and gossip's processor time must stay below its share of the cores.
@@ -109,7 +109,7 @@ class WindowLengths:
         return self.cost.windows(window_s, len(self.setup.now.fragments), min(1.0, core_share))
 
     def _common_need_s(self, own_s: Seconds) -> Seconds:
-        """Return `common_need_s` of the peers with some of our layers."""
+        """Return the upper median of the window lengths that we (`own_s`) and peers with some of our layers need."""
         if self._others[0] != self.roster.changes:
             first, last = self.setup.now.fragments[0].first, self.setup.now.fragments[-1].last
             live = self.roster.live.values()
@@ -138,7 +138,7 @@ class WindowLengths:
         """Estimate how long our uplink takes to send one partner all our fragments; `size` is one snapshot's bytes."""
         held = [one.parameters for one in self.setup.now.fragments]
         of_this = next((one.parameters for one in self.setup.now.fragments if one.index == fragment), 0)
-        whole = size / (of_this or max(held)) * sum(held)  # if `fragment` was dropped, assume the largest
+        whole = size / (of_this or max(held)) * sum(held)  # if we have dropped `fragment`, assume our largest one
         return whole / (self.meter.best_up() or UNKNOWN_BANDWIDTH)
 
     @property
@@ -252,7 +252,10 @@ class PeerSelection:
     # The next methods implement RoundView, the interface through which synchronous rounds see the swarm.
 
     def member_deadline_s(self, peer: PeerId, size: int) -> Seconds:
-        """Return the seconds to wait for `size` bytes from a member of a round, even if its last answers were late."""
+        """Return the seconds to wait for `size` bytes from a member of a round.
+
+        Late answers to earlier requests do not make the result longer.
+        """
         return self.meter.first_deadline_s(peer, size)
 
     def knows(self, peer: PeerId) -> bool:
@@ -334,7 +337,7 @@ def common_need_s(own_s: Seconds, others_s: Sequence[Seconds]) -> Seconds:
 
     Args:
         own_s: The window length that the peer needs, seconds.
-        others_s: Those that the others need, sorted.
+        others_s: The window lengths that the others need, seconds, sorted.
     """
     if len(others_s) == 1:
         return min(max(own_s, others_s[0]), ALONE_TIMES * own_s)

@@ -22,7 +22,7 @@ CHECKPOINT_BYTES_PER_S = 32e6  # a large checkpoint delays the next until the di
 EVALUATION_SHARE = 0.005  # evaluations are delayed until they take at most this share of the time
 RATE_S = 10.0
 PAUSE_STEPS = 4  # training counts as paused once a step takes this many times longer than the step before
-LEAST_SPEED = 1e-3  # published while training is paused, since 0 would mean "not measured yet"
+LEAST_SPEED = 1e-3  # tokens/s that a peer publishes while training is paused, since 0 would mean "not measured yet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ class TrainingSpeed:
 class Evaluations:
     """The last held-out loss, and the schedule of evaluations that measure it."""
 
-    every_s: Seconds  # least time between two evaluations
-    held_out: float | None = None  # nats per token
+    every_s: Seconds  # shortest time between two evaluations
+    held_out: float | None = None  # last held-out loss in nats per token; None before the first evaluation
     measured_at: Seconds = 0.0
     due_at: Seconds | None = None
     _warm: bool = False  # whether one evaluation has ended; the first also fills caches, so its duration says little
@@ -177,7 +177,7 @@ class TrainingProgress:
     rate: TrainingSpeed = field(default_factory=TrainingSpeed)
     spent: TimeSpent = NO_TIME
     micro_batches: int = 0
-    _steps_before: int | None = None  # number of the last step before this process's first; None before its first
+    _steps_before: int | None = None  # number of the step before this process's first step; None before that step
     _steps: list[Stepped] = field(default_factory=list)
     _line_at: Seconds = 0.0
     _saves: SaveTimes = field(init=False)
@@ -203,7 +203,7 @@ class TrainingProgress:
     def waits_for_weights(self, waits: bool, now: Seconds) -> None:
         """Record whether this peer waits for its first weights, and since when.
 
-        Until this peer begins to train, a --stop-after in seconds counts from the begin of the wait.
+        Until this peer begins to train, a --stop-after in seconds counts from the beginning of the wait.
         """
         self.waits_since = None if not waits else now if self.waits_since is None else self.waits_since
 

@@ -32,14 +32,14 @@ from decentral.scheduler.throughput import routing
 
 FLOW_CHECK_S = 2.0
 UNHELD_S = 10.0  # the user is told of a layer that no training peer has held for this long
-THIN_SHARE = 0.2  # an uplink is too slow for bf16 activations if they need more than this share; gossip needs the rest
+THIN_SHARE = 0.2  # an uplink is too slow for bf16 activations if they need more than this share of it
 BF16_BYTES = 2
-MAX_SPANS_KEPT = 4096  # `whole_fragments` caches about this many entries, since other peers could make it fill memory
+MAX_SPANS_KEPT = 4096  # `whole_fragments` caches at most about this many spans, since other peers choose the spans
 
 
 @dataclass(slots=True)
 class RoutePlanner:
-    """The owner of the router and of synchronous rounds; it shows the router the swarm (RouteView)."""
+    """The owner of the router and of synchronous rounds; it implements RouteView, the router's view of the swarm."""
 
     setup: PresentSetup
     roster: Roster
@@ -56,7 +56,7 @@ class RoutePlanner:
     _check_at: Seconds = 0.0
     _look_at: Seconds = 0.0  # time of the next search for micro-batches that were sent to peers which have since left
     _changes: int = 0
-    _seen: tuple[int, str] = (0, "")  # inputs of the last `solve`, which does nothing if they are the same
+    _seen: tuple[int, str] = (0, "")  # inputs of the last `solve`; if they have not changed, `solve` does nothing
     _solved: dict[routing.Span, float] = field(default_factory=dict)
     _fragments: dict[tuple[int, int], range] = field(default_factory=dict)
 
@@ -100,7 +100,7 @@ class RoutePlanner:
 
     @property
     def wake_at(self) -> Seconds | None:
-        """Return when to check the flow or look for lost peers next; None if our own micro-batches take no routes."""
+        """Return when to check the flow or `look_for_lost` next; None if our own micro-batches take no routes."""
         return min(self._check_at, self._look_at) if self.routes.active and self.routed else None
 
     def is_due(self, now: Seconds) -> bool:
@@ -160,7 +160,7 @@ class RoutePlanner:
         return f"{what}, so no micro-batch gets through the model: {remedy}"
 
     def solve(self, always: bool = False) -> None:
-        """Solve the flow for new routing weights, if speeds have changed enough since the last one, or if `always`."""
+        """Solve the flow for new routing weights, if `always` or if speeds have changed enough since the last time."""
         held = self.setup.now.held
         own = held.start, held.stop
         seen = self.roster.holders.changes, f"{self.routes.load.speed:.1e}"

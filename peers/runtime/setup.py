@@ -43,7 +43,7 @@ class NodeSetup:
     versions: Mapping[int, bytes] = field(default_factory=dict)  # fragment index -> version in the checkpoint
     private: PrivateSwarm | None = None
     start: SwarmStart = UNKNOWN
-    seen: tuple[SeenWork, ...] = ()  # what our last record of an earlier process said about others' work
+    seen: tuple[SeenWork, ...] = ()  # other peers' work, from the last record that an earlier process of ours published
 
     @property
     def whole(self) -> bool:

@@ -35,7 +35,8 @@ from decentral.scheduler.placement.plans import SwarmPlans
 from decentral.scheduler.placement.recover import LayerRecovery
 
 SPAN_REVIEW_S = 2.0
-WIRE_BYTES = {"auto": 2.0, "bf16": 2.0, "int8": 1.0, "int8-q4": 0.75, "fp32": 4.0}  # by `routes.wire`: bytes per value
+# Bytes that each value of a hidden state takes on the wire, for each setting of `routes.wire`.
+WIRE_BYTES = {"auto": 2.0, "bf16": 2.0, "int8": 1.0, "int8-q4": 0.75, "fp32": 4.0}
 
 
 @dataclass(slots=True)
@@ -125,7 +126,7 @@ class SpanManager:
         return self.moved(event, now)
 
     def copied(self, event: Answered | AskFailed | CopyKept, now: Seconds) -> list[Effect]:
-        """Continue a cold copy with an answer of the fragment's holder, or after the disk has written it."""
+        """Continue a cold copy (a fragment's state on our disk) after a holder's answer, or when the disk has it."""
         if isinstance(event, CopyKept):
             if dict(event.kept).keys() != dict(self.donor.retained).keys():
                 self.selection.roster.renew_soon(now)
@@ -192,7 +193,7 @@ class SpanManager:
         return [peer for peer, span in spans.items() if len(span) < whole]
 
     def retainers(self, fragment: int) -> list[PeerId]:
-        """Return the peers whose disks have a fragment's newest state; [] unless our own disk's state is older."""
+        """Return the peers whose disks have a fragment's newest state; [] if the state on our own disk is as new."""
         step, peers = self.selection.newest_retained(fragment)
         return peers if step > dict(self.donor.retained).get(fragment, NEVER) else []
 

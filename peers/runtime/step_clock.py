@@ -13,7 +13,7 @@ from decentral.comm.wire.messages import MOST_FOLLOWED
 from decentral.core.jobs import Job, SetClock
 from decentral.peers.runtime.progress import TrainingProgress
 
-ONE_TIMES = 16  # if only one other peer is known, it may raise our step by this much per step we train: it may lie
+ONE_TIMES = 16  # if only one other peer is known, it may raise our step by at most this much for each step we train
 ONE_MOST = 64 * ONE_TIMES  # if only one other peer is known, it can raise our step by at most this much at once
 
 

@@ -11,7 +11,7 @@ from decentral.core.units import KiB, Seconds
 
 TRAFFIC_S = 10.0
 QUESTION_BYTES = 64 * KiB  # one question costs about as much processor time as the transfer of this many bytes
-# The metrics show these counts of exchanges, by (outcome, reason), from the start.
+# Counts of exchanges by (outcome, reason) before the first exchange, so that the metrics show these counts at once.
 NO_EXCHANGES: dict[tuple[str, ...], float] = {
     ("done", ""): 0,
     ("solo", ""): 0,

@@ -31,10 +31,10 @@ MOST_TALLIES = 4096  # figures of at most this many peers are kept; a roster has
 # A pause between two merged windows of a peer is credited up to the longest of: PAUSE_S, PAUSE_TURNS times the expected
 # time between two of our pulls from it, and twice its usual window.
 PAUSE_S, PAUSE_TURNS = 10.0, 8.0
-LONGER = 1.05  # the estimate of how long a peer's windows last grows at most this many times from merge to merge
+LONGER = 1.05  # each merge raises the estimate of how long a peer's windows last by at most this factor
 OWN_EVERY_S = 60.0  # our own record is written to the journal at this interval; each line has about 3 kB
 MOST_LAST = 64  # a leaving peer writes the last records of at most this many others to its journal
-MOST_FEW = (1 << 32) - 1  # larger figures would make our record invalid
+MOST_FEW = (1 << 32) - 1  # larger values of `met_s`, `passed` or `failed` would make our record invalid
 MOST_AMOUNT = MOST_NUMBER - 1
 
 
@@ -43,11 +43,11 @@ class MergedWindow:
     """A partner's window of a fragment, as this peer has merged it."""
 
     fragment: int
-    share: float  # of the model's parameters, 0 to 1
-    closed_at: Seconds  # when the partner closed it
-    lasted_s: Seconds  # how long it lasted, as the partner says; 0.0: not known
+    share: float  # the fragment's share of the model's parameters, 0 to 1
+    closed_at: Seconds  # when the partner closed the window
+    lasted_s: Seconds  # how long the window lasted, as the partner says; 0.0: not known
     own_s: Seconds  # how long our own window lasted
-    pause_s: Seconds  # longer times since the partner's previous window are not credited in full
+    pause_s: Seconds  # of the time since the partner's previous window, at most this or two usual windows are credited
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Tally:
     """The contribution record of one peer since this process started; SeenWork explains the figures."""
 
     claimed: float = 0.0
-    own: float = 0.0  # our tokens in the same time
+    own: float = 0.0  # tokens that we have trained in the same time
     length: float = 0.0  # sum of the lengths (L2 norms) of the peer's windows
     own_length: float = 0.0  # sum of the lengths of our windows in the same merges
     met_s: Seconds = 0.0
@@ -78,13 +78,13 @@ class Tally:
     def met(self, window: MergedWindow, work: PartnerWork | None) -> None:
         """Credit the peer, at the speed of this window, for the time since its previous window of the fragment.
 
-        The time counts as that many windows like this one. A window lasts as long as the peer says, but at least as
-        long as our own, and as the shortest recent time between two of its windows that we merged. So a peer that
-        understates how long its windows last gains little.
+        The peer gets the work of this window as many times as the window fits into that time. The window is taken to
+        last as long as the peer says, but at least as long as our own, and as the shortest recent time between two
+        of the peer's windows that we merged. So a peer that understates how long its windows last gains little.
 
         Args:
             window: The window; the first one of a fragment brings no credit.
-            work: The work behind it; None if the merge has refused it: the time counts, but brings no tokens.
+            work: The work behind the window; None if the merge has refused it: the time counts, but brings no tokens.
         """
         before, usual_s = self._windows.get(window.fragment, (None, math.inf))
         between_s = 0.0 if before is None else max(0.0, window.closed_at - before)
@@ -119,13 +119,13 @@ class Tally:
 
 @dataclass(slots=True)
 class Witness:
-    """This peer's figures about all others: events in, rows of a record and journal lines out."""
+    """This peer's figures about other peers' work, updated by events, and shown in this peer's record and journal."""
 
     setup: PresentSetup
     roster: Roster
     selection: PeerSelection
     routes: Router | None
-    tallies: dict[str, Tally] = field(default_factory=dict)  # by the end of the peer's id
+    tallies: dict[str, Tally] = field(default_factory=dict)  # last characters of a peer's id -> the peer's figures
     _own_at: Seconds = 0.0
 
     def __post_init__(self) -> None:

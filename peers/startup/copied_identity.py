@@ -62,7 +62,7 @@ async def _in_record(access: SwarmAccess, own: Signer) -> list[str]:
     """Return the addresses in this peer's DHT record, without relays; [] without a record or if the peer has left."""
     look = Look(access.directory, access.run, own.peer)
     await look.measure()
-    for level in range(look.level, -1, -1):  # when the swarm was smaller, the record was stored at a lower level
+    for level in range(look.level, -1, -1):  # a record from when the swarm was smaller is at a lower level
         key = key_of(access.run, own.peer, level)
         sealed = (look.values.get(key) or await access.directory.fetch(key)).get(own.peer)
         if sealed is None:

@@ -31,8 +31,8 @@ class StartFlags:
     stop_after: Amount | None = None
     plain: bool = False
     dashboard: PageAddress | None = None
-    hooks: Hooks | None = None  # of --on-event and --webhook; None without these flags
-    resume_from: str | None = None  # place of an upload; the folder of its download when `start` begins
+    hooks: Hooks | None = None  # what --on-event and --webhook ask for; None without these flags
+    resume_from: str | None = None  # where the upload to resume is; `start` needs the local folder of its download
 
     @property
     def say_config(self) -> bool:

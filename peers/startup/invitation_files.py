@@ -40,6 +40,10 @@ from decentral.core.strict_json import JsonObject
 from decentral.peers.runtime.clock import SwarmClock
 
 MAX_INVITATION_BYTES = 16 * 1024  # longer files are refused unread; an invitation has about 700 bytes
+MAX_FOUNDER_BYTES = (
+    16 * 1024 * 1024
+)  # a longer founder.json is refused unread; one with MOST_INVITED entries is shorter
+MOST_INVITED = 10_000  # at most this many invitations in one swarm; each takes up to 900 bytes of founder.json
 FOUNDER = "founder"
 FORMAT = 1
 KEYS = ("secret", "swarm_key")
@@ -101,7 +105,7 @@ class FounderFile:
 
     path: Path
     keys: FounderKeys
-    invited: list[JsonObject] = field(default_factory=list)  # each with the keys id, for (holder), until, may (rights)
+    invited: list[JsonObject] = field(default_factory=list)  # keys of an entry: `id`, `for` (holder), `until`, `may`
     number: int = 0
     revoked: frozenset[bytes] = frozenset()
 
@@ -153,7 +157,7 @@ class FounderFile:
             if type(number) is not int or not 0 <= number < MOST_LISTS:
                 raise ValueError(f"`number` must be an integer from 0 to {MOST_LISTS - 1}; it is {number!r:.60}")
             if not isinstance(invited, list):
-                raise ValueError("`invited` is not a list")
+                raise ValueError("`invited` must be a list")
             if not all(len(one) == ID_BYTES for one in revoked):
                 raise ValueError(f"each id in `revoked` must have {ID_BYTES} bytes; at least one has another length")
             for one in invited:
@@ -181,8 +185,10 @@ class FounderFile:
             may: What the invitation allows.
 
         Raises:
-            UserError: If the file cannot be written.
+            UserError: If MOST_INVITED invitations were made, or the file cannot be written.
         """
+        if len(self.invited) >= MOST_INVITED:
+            raise UserError(f"{self.path} has {MOST_INVITED} invitations, the most of one swarm; begin another one")
         until = min(until, FOR_EVER)
         holding = self.keys.invite(holder, until, may, os.urandom)
         one = holding.invitation
@@ -310,7 +316,7 @@ def founder_path(folder: Path) -> Path:
 
 def _read(path: Path, wrong: str) -> JsonObject:
     try:
-        most = MAX_INVITATION_BYTES * (64 if path.name == "founder.json" else 1)
+        most = MAX_FOUNDER_BYTES if path.name == "founder.json" else MAX_INVITATION_BYTES
         content = json.loads(foreign_file.read_text(path, most))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None

@@ -21,8 +21,8 @@ from decentral.peers.runtime.clock import MOST_FINDERS, agreed_s, difference
 from decentral.peers.runtime.host import Host
 from decentral.peers.startup.reach_swarm import by_peer, connect, connect_all
 
-ALONE_LOOK_S = 10.0  # a peer that knows no others dials all the peers that it once knew at this interval
-LOST_LOOK_S = 60.0  # a peer that knows others dials one peer that it has lost at this interval
+ALONE_LOOK_S = 10.0  # at this interval, a peer whose roster is empty dials all peers in its address book
+LOST_LOOK_S = 60.0  # at this interval, a peer with others in its roster dials one peer that it has lost
 
 Places = Sequence[tuple[str, ...]]
 """For each peer, its addresses."""

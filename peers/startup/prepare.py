@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from decentral.view.metrics_server import MetricsServer
 
 ADDRESSES_S = 15.0  # this machine's addresses are checked at this interval
-LAST_LINES_BYTES = 1 * MiB  # the end of a journal of this size has a record of the last minutes
+LAST_LINES_BYTES = 1 * MiB  # this many bytes at the end of a journal are searched for the peer's last record
 STEPS_REPORTED_S = 0.2  # the training thread waits at least this long between two reports of steps to the event loop
 
 
@@ -102,8 +102,9 @@ async def claim_layers(start: PeerStart, access: SwarmAccess) -> tuple[SpanReque
     A peer that restarts keeps the layers of its checkpoint.
 
     Raises:
-        UserError: If `train.upload` names no place; if no part of the model fits into memory; or if the invitation is
-            to donate, and this peer would hold the whole model or the run is synchronous.
+        UserError: If `train.upload` is not a place to which checkpoints can be uploaded; if no part of the model fits
+            into memory; or if the invitation is to donate, and this peer would hold the whole model or the run is
+            synchronous.
     """
     _uploads(access.config, start.flags.peer)
     shared.stage("choosing which layers this peer holds")
@@ -197,7 +198,7 @@ async def prepare(
 
 
 def _built(start: PeerStart, access: SwarmAccess, computing: ComputeSetup) -> tuple[Compute, bool]:
-    """Build the model on all ranks of this peer; return rank 0's part, and whether it has resumed a checkpoint."""
+    """Build the model on all ranks of this peer; return rank 0's `Compute`, and whether it has resumed a checkpoint."""
     island, run = start.island, computing.config
     assigned = Assignment(run, computing.peer, 1, Split.COPIES, computing.folder)
     if island and island.sharded:  # all ranks build their parts together
@@ -384,7 +385,11 @@ async def _observed(start: PeerStart, host: Host, metrics_server: "MetricsServer
 
 
 def _uploads(run: Config, flags: state.PeerFlags) -> UploadSettings | None:
-    """Return where and how to upload checkpoints; None: nowhere. Raise UserError if the place cannot be one."""
+    """Return where and how to upload checkpoints; None if they are not uploaded.
+
+    Raises:
+        UserError: If `train.upload` is not a place to which checkpoints can be uploaded.
+    """
     if (place := run.train.upload) is None or place == NO_UPLOAD:
         return None
     return UploadSettings(checked_place(place, "train.upload"), flags.upload_keep, flags.upload_rate)

@@ -68,7 +68,7 @@ class OwnRun:
     """The result of `own_run`: the run that a starting peer's state folder and flags determine."""
 
     kept: Run | None  # run stored in the state folder; None if there is none
-    known: Run | None  # `kept`, or the new run that this peer founds; None: a peer at --join must say
+    known: Run | None  # `kept`, or the new run that this peer founds; None: a peer at --join must tell us its run
 
 
 def own_run(flags: StartFlags, folder: state.StateFolder) -> OwnRun:
@@ -176,7 +176,7 @@ def _check_flags(flags: StartFlags, kept: Run | None, folder: Path) -> None:
     The command line that made the folder is accepted again, since supervisors restart a peer with the same command.
 
     Raises:
-        UserError: If flags contradict the run or each other; it names the flag to leave out.
+        UserError: If flags contradict the run or each other; the error names the flag to leave out.
     """
     if flags.join and flags.say_config:
         raise UserError("with --join the config comes from the swarm; leave CONFIG and --set out")
@@ -210,7 +210,9 @@ def _begin(flags: StartFlags, folder: Path) -> Run:
     if not flags.private:
         return RunId(f"{settings.name}-{secrets.token_hex(3)}"), settings
     if len(settings.name) > MOST_NAME_CHARS:
-        raise UserError(f"a private run's name has at most {MOST_NAME_CHARS} characters; {settings.name!r} is longer")
+        raise UserError(
+            f"a private run's name has at most {MOST_NAME_CHARS} characters; {settings.name!r} is longer: shorten it"
+        )
     founder = FounderFile.create(folder, settings.name)
     holding = founder.own_holding(Permission.TRAIN, FOR_EVER)
     invitation_files.write_holding(invitation_files.kept_path(folder), holding)
@@ -260,7 +262,10 @@ async def _reconnect(folder: state.StateFolder, transport: PeerNetwork, private:
 
 
 async def connect_all(transport: PeerNetwork, places: Iterable[Sequence[str]]) -> list[PeerId]:
-    """Reach the peers that published these addresses, at the same time, and return those that are connected then."""
+    """Connect to the peers at these addresses, all at the same time, and return the peers that were reached.
+
+    A peer counts as reached if the connection is open within REACH_S. The limits on dials to other peers apply.
+    """
     found = by_peer(places)
 
     async def reaches(peer: PeerId) -> bool:
@@ -274,7 +279,7 @@ async def connect_all(transport: PeerNetwork, places: Iterable[Sequence[str]]) -
 
 
 def by_peer(places: Iterable[Sequence[str]]) -> dict[PeerId, list[str]]:
-    """Return addresses by the peer id at their end, since in libp2p concurrent dials of one peer fail together."""
+    """Group addresses by the peer id at their end, since in libp2p concurrent dials of one peer fail together."""
     found: dict[PeerId, list[str]] = {}
     for address in chain.from_iterable(places):
         found.setdefault(PeerId(address.rpartition("/p2p/")[2]), []).append(address)

@@ -1,8 +1,8 @@
 """Find the peers that run on this machine, whoever started them, and end those of this user; only on Linux.
 
 A peer holds the lock of its state folder for as long as its process lives (`StateFolder.claim`). /proc/locks names the
-process of each lock, and /proc/PID/fd shows whether that process has this very file open. So no process is taken for a
-peer because it has got the process id that a peer once had. Start reading at `running_peers`.
+process of each lock, and /proc/PID/fd shows whether that process has this very file open. So a process is not taken for
+a peer merely because the system has given it the id of a peer that has ended. Start reading at `running_peers`.
 """
 
 import os
@@ -19,25 +19,25 @@ from decentral.core.rank_place import ATTEMPT
 from decentral.core.units import Seconds
 
 PROC = Path("/proc")
-COMMAND_BYTES = 4096  # read of a command line: its process may make it gigabytes long (prctl PR_SET_MM_MAP)
-STARTED_FIELD = 19  # of /proc/PID/stat, counted from the state: when the process started, in ticks since the boot
+COMMAND_BYTES = 4096  # at most this much of a command line is read, as prctl PR_SET_MM_MAP can make it gigabytes long
+STARTED_FIELD = 19  # index of the start time (ticks since boot) in /proc/PID/stat, where the state of the process is 0
 
 
 @dataclass(frozen=True, slots=True)
 class RunningPeer:
-    """The process of a peer."""
+    """A process on this machine that runs a peer."""
 
     pid: int
-    user: int  # number of the user who runs it
+    user: int  # id (uid) of the user who runs the process
     since: Seconds  # Unix time at which the process started
-    folder: Path | None  # its state folder; None: another user's process, whose folder this user may not see
+    folder: Path | None  # the peer's state folder; None: the folder of another user's peer, which this user may not see
 
 
 def running_peers(proc: Path = PROC) -> list[RunningPeer]:
     """Return the peers that run on this machine, the oldest first.
 
     Args:
-        proc: The folder of all processes, as Linux has it.
+        proc: The folder of all processes, in the format of /proc on Linux.
     """
     found = [peer for entry in proc.glob("[0-9]*") if (peer := _peer(entry)) is not None]
     own = [peer for peer in found if peer.user == os.geteuid() and peer.folder is not None]
@@ -89,7 +89,7 @@ def _started(process: Path) -> Seconds:
 
 @dataclass(frozen=True, slots=True)
 class StopRequests:
-    """The peers that were asked to save and leave, each with a handle that stands for its process."""
+    """The peers that were asked to save and leave, each with a handle of its process (a pidfd of Linux)."""
 
     _handles: dict[RunningPeer, int]
 
@@ -98,7 +98,8 @@ class StopRequests:
     def ask(cls, peers: Sequence[RunningPeer]) -> Iterator["StopRequests"]:
         """Ask these peers of this user to save and leave, as `kill PID` does.
 
-        A process is asked only if it still holds the lock of the peer's folder, even if its process id was used again.
+        A process is asked only if it still holds the lock of the peer's folder. So a process that has got the id of an
+        ended peer is not asked.
         """
         handles: dict[RunningPeer, int] = {}
         try:

@@ -50,7 +50,7 @@ class PeerFlags:
     metrics: tuple[str, int] | None = None  # host and port of the metrics server
     log: tuple[str, ...] = ()
     name: str | None = None  # None: the host name
-    upload_keep: int = 3  # number of uploaded checkpoints that stay
+    upload_keep: int = 3  # number of uploaded checkpoints that are kept, the latest ones
     upload_rate: float | None = None  # bytes/s; None: no limit
     split: Split = Split.AUTO  # how several devices divide the model
 
@@ -152,7 +152,7 @@ class StateFolder:
     def data_name(self) -> str:
         """Return the name of the data that the peer reads, without the folders before it; "" if it names none.
 
-        It is only for people: a data set on Hugging Face has its whole name.
+        The result is only shown to people. The name of a data set on Hugging Face is returned whole.
         """
         kept = self._kept_run()
         data = (kept[2].data if kept else None) or ""
@@ -162,14 +162,14 @@ class StateFolder:
         """Begin with the checkpoint and the run of a downloaded upload, unless the folder has a run.
 
         Args:
-            upload: The folder of the download. It stays, since other peers of this machine may begin with it, too.
+            upload: The folder of the download. The folder stays, since other peers of this machine may begin with it.
 
         Raises:
             UserError: If the upload names no run, the folder has another run, or a file cannot be written.
         """
         found, kept = StateFolder(upload).look_at_run(), self.look_at_run()
         if found is None or (kept is not None and kept[0] != found[0]):
-            belongs = f"{self.path} belongs to run {kept[0]}" if kept else "its upload names no run"
+            belongs = f"{self.path} belongs to run {kept[0]}" if kept else "the upload names no run"
             raise UserError(f"--resume-from: {belongs}; use another --state-dir, or name another upload")
         if kept is None:
             fresh = self.path / f"{CHECKPOINT}.new"

@@ -16,10 +16,10 @@ slope (v_i - v_j)^2 says which pair's exchanges help most. Two searches use the 
     ascended   exponentiated gradient: shift each pair's share of time towards pairs with much benefit for their cost
     fastest    Kelley's method, for up to MOST_EXACT peers: repeat a linear programme over the cuts found so far
 
-If peers hold different layers, each layer's holders have their own cuts, and the least lambda_2 of any layer counts.
+If peers hold different layers, each layer's holders have their own cuts, and the smallest lambda_2 of any layer counts.
 
-Where the bytes of these exchanges and of the tokens would exceed a peer's uplink or downlink, a site's shared link or
-LINK_SHARE of one of these, or a link between two peers, the rates of the exchanges concerned are lowered (`fitted`).
+At the end, rates of exchanges are lowered (`fitted`) until the exchanges take at most LINK_SHARE of each uplink,
+downlink, link between two peers and shared link of a site, and fit into it together with the tokens' bytes.
 
 In this file `seconds` (inf if two peers share no layer) and `rate` (per second) are N x N, and a group is an array of
 the indices of the peers that hold the same layer.
@@ -41,10 +41,10 @@ from decentral.scheduler.topology.topology import Topology
 LINK_SHARE = 0.5  # gossip may take at most this share of a peer's time, and of each link
 MOST_EXACT = 32  # with more peers, the linear programme of `fastest` takes too long: only `ascended` runs
 CUTS = 4  # one round of `fastest` adds at most this many cutting planes for each group of holders
-SLOW = 6  # the slope of lambda_2 is a mean over this many slowest eigenvectors of each group
+SLOW = 6  # the slope of lambda_2 is averaged over this many eigenvectors of each group, those that decay most slowly
 STEPS = 20  # steps of gradient ascent in one round of `ascended`
 ASCENT_ROUNDS = 40
-LARGE_GROUP = 128  # holders of a layer; from here on, Lanczos' method is faster than computing all eigenvalues
+LARGE_GROUP = 128  # if a layer has more holders, Lanczos' method is faster than computing all eigenvalues
 LANCZOS_TOLERANCE = 1e-6
 
 
@@ -59,7 +59,7 @@ class Partners:
     every_N: Floats  # seconds between two pulls of a peer; inf without partners
     mixing_per_s: float
     uniform_per_s: float  # lambda_2 if each peer chooses its partner uniformly
-    bandwidth_per_s: float  # lambda_2 if each peer chooses fast links in proportion to 1 / seconds of an exchange
+    bandwidth_per_s: float  # lambda_2 if each peer chooses a partner in proportion to 1 / (seconds of their exchange)
 
     def to_json(self, ids: Sequence[str]) -> JsonObject:
         """Return each peer's partners with their probabilities, the seconds between its pulls, and all lambda_2."""
@@ -110,7 +110,7 @@ def partners(
 
 
 def fitted(rate: Floats, common: Floats, topology: Topology, tokens_NN: Floats) -> Floats:
-    """Return the rates, lowered so that gossip takes at most LINK_SHARE of each link, and no more than tokens leave.
+    """Return the rates, lowered so that gossip takes at most LINK_SHARE of each link, and fits into it beside tokens.
 
     Args:
         rate: Exchanges per second, [N, N], symmetric; each moves bytes in both directions.
@@ -133,15 +133,18 @@ def fitted(rate: Floats, common: Floats, topology: Topology, tokens_NN: Floats) 
 
 
 def _fraction(limit: Floats, used: Floats, tokens: Floats) -> Floats:
-    """Return the share, at most 1, of gossip's `used` bytes/s that fits in a link beside the tokens' bytes/s."""
+    """Return the share, at most 1, of gossip's `used` bytes/s that fits into links beside the `tokens`' bytes/s.
+
+    `limit` are the rates of the links in bytes/s; gossip may take at most LINK_SHARE of each.
+    """
     left = np.maximum(0.0, np.minimum(LINK_SHARE * limit, limit - tokens))
     return np.asarray(np.minimum(1.0, np.divide(left, used, out=np.ones_like(used), where=used > 0)))
 
 
 def ascended(seconds: Floats, groups: Sequence[Ints], start: Floats, budget: SearchBudget) -> Floats:
-    """Return rates of the links that mix at least as fast as `start`.
+    """Return rates of exchanges with which weights mix at least as fast as with the rates `start`.
 
-    The method is exponentiated gradient ascent on lambda_2, the second-smallest eigenvalue of the graph's Laplacian.
+    The method is exponentiated gradient ascent on lambda_2, the second-smallest eigenvalue of the rates' Laplacian.
     """
     cost = np.where(np.isfinite(seconds), seconds, 0.0)
     share = 0.9 * start * cost + 0.1 * scaled(np.where(cost > 0, 1.0, 0.0), seconds) * cost
@@ -221,7 +224,7 @@ def _slow_vectors(rate: Floats, groups: Sequence[Ints]) -> list[Floats]:
 
 
 def _eigenvectors(rate: Floats, groups: Sequence[Ints], count: int) -> Iterator[tuple[float, Floats]]:
-    """Yield lambda_2 and the next eigenvalues of each group, `count` in all, each with its eigenvector.
+    """Yield lambda_2 and the next eigenvalues of each group, `count` per group, each with its eigenvector.
 
     The elements of an eigenvector for peers outside the group are NaN.
     """
@@ -236,8 +239,8 @@ def _eigenvectors(rate: Floats, groups: Sequence[Ints], count: int) -> Iterator[
 def _slow_modes(laplacian: Floats, count: int) -> tuple[Floats, Floats]:
     """Return lambda_2 and the next eigenvalues of a Laplacian, `count` in all, and their eigenvectors as columns.
 
-    In a large group, Lanczos' method on the inverse finds them in a fraction of the time. The vector of ones, whose
-    eigenvalue is 0, is lifted above lambda_2 for that, so that the matrix has an inverse.
+    In a large group, Lanczos' method on the inverse matrix finds them in a fraction of the time. So that the inverse
+    exists, the eigenvalue of the vector of ones, 0, is first raised above lambda_2.
     """
     size = len(laplacian)
     if size > LARGE_GROUP:
@@ -255,7 +258,7 @@ def _slow_modes(laplacian: Floats, count: int) -> tuple[Floats, Floats]:
 
 
 def _slope(rate: Floats, groups: Sequence[Ints]) -> tuple[float, Floats]:
-    """Return the least lambda_2 of all groups and its slope for each pair, averaged over the slowest eigenvectors."""
+    """Return the smallest lambda_2 of all groups, and its slope for each pair: a mean over the slowest eigenvectors."""
     found = list(_eigenvectors(rate, groups, SLOW))
     values = np.array([value for value, _ in found])
     least = float(values.min())

@@ -70,7 +70,7 @@ class ClaimedSpan:
     """The layers that a peer has claimed."""
 
     span: tuple[int, int] | None  # layers [first, last); None means the whole model
-    capacity: int  # micro-batches that fit into memory at the same time, beside the layers
+    capacity: int  # number of micro-batches that fit into memory at a time, in addition to the layers
     memory_bytes: int
 
 
@@ -157,7 +157,10 @@ def _choose(needs: MemoryNeeds, others: Sequence[Holder], reach: Callable[[int],
 
 
 def _shape(needs: MemoryNeeds, found: Records) -> Shape:
-    """Return the median shape (core/layer_work.py) of the peers that have measured it; without any, by the FLOPs."""
+    """Return the median of the peers' shapes: the shares of a token's time in the embedding, the blocks and the head.
+
+    If no peer has measured its layers, the shares follow from the layers' FLOPs.
+    """
     costs = [record.profile.costs for record in found.values() if record.profile.costs != UNMEASURED]
     shapes = [shape_of(needs.fragments, one) for one in costs or [UNMEASURED]]
     embedding, blocks, head = (statistics.median(one[kind] for one in shapes) for kind in range(3))
@@ -223,8 +226,9 @@ def _holders(
 ) -> list[Holder]:
     """Return the spans and speeds of the other peers that train, or that have claimed their layers before us.
 
-    Silent peers, and peers that publish no speed, get the mean speed of the other peers. A speed is that of a device
-    whose time divides as `shape`, and which takes as long for the peer's layers as the peer does.
+    Silent peers, and peers that publish no speed, get the mean speed of the other peers. To compare the speeds, each
+    peer is replaced by a device that needs as long for the peer's layers, but divides its time between embedding,
+    blocks and head as `shape` says; the speed of a holder is the tokens/s of that device through the whole model.
     """
     shares = shares_of(needs.fragments, shape)
     earlier = {
@@ -263,7 +267,7 @@ class RoutedModel:
     most_sequences: int
     activations: tuple[int, ...]  # bytes that a micro-batch keeps in each fragment until its backward pass
     forms: Callable[[int, int], ActivationForms]  # (layer, sequences) -> forms of the activations that enter that layer
-    costs: KindCosts = UNMEASURED  # what a layer of each kind costs the device
+    costs: KindCosts = UNMEASURED  # costs of the embedding, of a block and of the head on the peer's device
 
 
 def stage_config(request: SpanRequest, model: RoutedModel, held: Sequence[Fragment], capacity: int) -> StageConfig:

@@ -1,9 +1,9 @@
-"""Copy layers that only one peer holds to another peer's disk, so that their holder may die for good.
+"""Copy layers that only one peer holds to another peer's disk, so that they survive the loss of their holder.
 
 Start at `ColdCopies`. A **cold copy** is the state of a fragment that its holder sends to newcomers, on the disk of a
 peer that does not hold the fragment. With a copy and a holder, one of the two peers may fail (f + 1 copies survive f
-failures: Oobleck, Jang et al., SOSP 2023). A copy is stored, announced and served as the state of a fragment that its
-peer has given up, so recovery (recover.py), moves (move.py) and joining peers need no other code.
+failures: Oobleck, Jang et al., SOSP 2023). A copy is stored, announced and served just like the state of a fragment
+that the peer has given up, so recovery (recover.py), moves (move.py) and joining peers need no other code.
 
 **Who copies.** The peers that train without the fragment are ordered by a hash of peer and fragment (rendezvous
 hashing), so peers with equal rosters agree without a message. The first of them copies the fragment; each further peer
@@ -11,8 +11,8 @@ does so one interval later, unless another peer has announced a fresh copy: the 
 disk. A peer that has a fresh copy renews it, unless an earlier peer has one too.
 
 **When.** A fragment is copied once in each checkpoint interval, or less often if copies of all layers that only its
-holder has would take more than COPY_SHARE of the holder's uplink. A state on the disk is deleted one interval after the
-fragment has got a second holder, or another peer the copy that counts.
+holder has would take more than COPY_SHARE of the holder's uplink. A copy is deleted one interval after the fragment has
+got a second holder, or after another peer has become the one that copies the fragment.
 """
 
 import hashlib
@@ -36,12 +36,12 @@ from decentral.scheduler.placement.evaluate import TrainingPeer
 from decentral.scheduler.placement.move import FETCH_STALLED_S, MemoryBudget
 
 COPY_SHARE = 0.1  # copies take at most this share of their holder's uplink
-MOST_EVERY_S = 3600.0  # copies are at most this far apart, however slow a peer says that it is
-FRESH_TIMES = 3  # a copy is fresh for this many intervals: its record may be read one interval late
+MOST_EVERY_S = 3600.0  # two copies of a fragment are at most this far apart, however slow a link its holder claims
+FRESH_TIMES = 3  # a copy counts as fresh for this many copy intervals, since records may show its renewal one late
 REVIEWED_S = 2.0  # a copy may begin this much late, because reviews are this far apart
 COPY_RETRY_S = 5.0  # after a failed fetch, the next try is this much later
 DECLINED_S = 600.0  # after the disk has refused a copy, the next try is this much later
-HASHES_KEPT = 1 << 16  # the most hashes of peers and fragments in the cache
+HASHES_KEPT = 1 << 16  # at most this many hashes of (peer, fragment) stay in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,13 @@ class ColdCopies:
     budget: MemoryBudget
     checkpoint_every_s: Seconds
     chance: Random
-    lone: Mapping[int, LoneFragment] = field(default_factory=dict)  # by fragment, at the last review
+    lone: Mapping[int, LoneFragment] = field(default_factory=dict)  # fragment -> its only holder, at the last review
     fetch: Fetch = field(init=False)
-    _seen: dict[PeerId, dict[int, SeenCopy]] = field(default_factory=dict)  # by peer and fragment
-    _needed_since: dict[int, Seconds] = field(default_factory=dict)  # fragments for which we may be responsible
-    _needless_since: dict[int, Seconds] = field(default_factory=dict)  # fragments on our disk that need no copy here
-    _next_at: dict[int, Seconds] = field(default_factory=dict)  # earliest time of our next copy of a fragment
+    _seen: dict[PeerId, dict[int, SeenCopy]] = field(default_factory=dict)  # peer -> {fragment: state on its disk}
+    _needed_since: dict[int, Seconds] = field(default_factory=dict)  # fragment -> since when we may have to copy it
+    # Fragment on our disk -> since when no copy of it is needed here.
+    _needless_since: dict[int, Seconds] = field(default_factory=dict)
+    _next_at: dict[int, Seconds] = field(default_factory=dict)  # fragment -> earliest time of our next copy of it
     _reviewed_at: Seconds = 0.0
     _began_at: Seconds = 0.0
     _writes: KeepCopy | None = None  # the copy that the disk is writing
@@ -136,7 +137,7 @@ class ColdCopies:
         return [self._line(event.fragment, "done", now, written.step, len(written.blob))]
 
     def has_copy(self, fragment: int) -> bool:
-        """Return whether another peer's disk had a fresh copy of a fragment with one holder at the last review."""
+        """Return whether, at the last review, a fragment had one holder and a fresh copy on another peer's disk."""
         return any(self._is_fresh(peer, fragment) for peer in self._seen if peer != self.own)
 
     def can_donate(self, peer: PeerId, fragment: Fragment) -> bool:
@@ -170,7 +171,11 @@ class ColdCopies:
         return found
 
     def _due_times(self, members: Mapping[PeerId, TrainingPeer], now: Seconds) -> dict[int, Seconds]:
-        """Return when to copy each fragment that has one holder and, at another peer, no copy that counts."""
+        """Return the fragments that this peer should copy, each with the time at which to copy it.
+
+        These are the fragments with one holder, another peer, of which no other peer has a fresh copy. If we have a
+        fresh copy ourselves, only the copies of peers that come before us in the order of hashes count.
+        """
         due, since = {}, {}
         for index, lone in self.lone.items():
             if index in members[self.own].held or not lone.lr_step:
@@ -201,7 +206,7 @@ class ColdCopies:
         return self._go_on(now)
 
     def _go_on(self, now: Seconds) -> list[Effect]:
-        """Ask the holder for further pieces; give up if there is no lone holder any more, or no piece arrives."""
+        """Ask the holder for further pieces; stop if the fragment no longer needs our copy, or no piece arrives."""
         (fragment,) = self.fetch.incoming
         if fragment not in self._needed_since:
             self.fetch = self._new_fetch()

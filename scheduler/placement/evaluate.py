@@ -21,7 +21,7 @@ from decentral.scheduler.topology.search_budget import SearchBudget
 
 FIRST = 0  # micro-batches enter the model at the fragment with this index
 HORIZON_S = 600.0  # a plan is worth the tokens that the swarm trains in this time; peers that move lose some
-SEARCH_ROUNDS = 100_000  # a search has this many rounds / (peers * fragments ** 2), about one second
+SEARCH_ROUNDS = 100_000  # a search has SEARCH_ROUNDS / (peers * fragments ** 2) rounds, which take about one second
 LEAST_ROUNDS = 10
 DRAIN_COST_S = 5.0  # assumed loss of training time for each peer that moves, while it finishes its micro-batches
 MOST_PLANNED = 1024  # with more peers * fragments than this, no plans are made
@@ -42,7 +42,7 @@ class TrainingPeer:
     rate: float = 0.0  # bytes/s of the slower of uplink and downlink; 0 if not measured
     originates: bool = True
     lr_step: int = 1  # step of the learning-rate schedule; 0: its weights have not taken a step anywhere
-    costs: KindCosts = UNMEASURED  # what a layer of each kind costs its device
+    costs: KindCosts = UNMEASURED  # costs of the embedding, of a block and of the head on the peer's device
     changed: Seconds = 0.0  # when its figures last changed, by its own clock (`Profile.changed`)
 
     @property
@@ -57,7 +57,7 @@ class PlanTask:
 
     needs: MemoryNeeds
     members: tuple[tuple[PeerId, TrainingPeer], ...]  # sorted by peer id
-    hidden_bytes: float  # bytes that one token takes between two layers
+    hidden_bytes: float  # bytes of one token's hidden state between two layers, as routes send it
     holders: int  # each fragment should keep at least this many holders
 
     def digest(self) -> bytes:
@@ -95,7 +95,7 @@ class PlansEvaluated:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FragmentCosts(LayerCosts):
-    """The planner's cost model, in which each layer is a whole fragment; spans need the memory that a run needs."""
+    """The planner's cost model with fragments in place of layers; `needs` says how much memory a span of them takes."""
 
     needs: MemoryNeeds
     tokens_per_s: float
@@ -109,7 +109,10 @@ class FragmentCosts(LayerCosts):
         return self.needs.span_bytes(first, last) if last - first < self.layers else float("inf")
 
     def reach(self, peer: int, first: int) -> int:
-        """Return the end of the longest span from `first` that fits; a shorter span may need more, and not fit."""
+        """Return the end of the longest span from `first` that fits into the peer's memory; `first` if none fits.
+
+        A longer span may fit although a shorter one does not, so every end is tried.
+        """
         ends = range(self.layers, first, -1)
         return next((last for last in ends if self.fits(peer, first, last)), first)
 
@@ -120,7 +123,7 @@ def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
     If `asked.searches`, a better plan is searched for too, unless no spans can hold all fragments. An impossible plan
     is worth 0 tokens. If the swarm exceeds MOST_PLANNED, all plans are worth 0 tokens.
     """
-    from decentral.scheduler.throughput import covering, span_search  # imported late, in the host's thread: numba
+    from decentral.scheduler.throughput import covering, span_search  # slow to import (numba): do it in this thread
 
     task = asked.task
     count = len(task.members) * len(task.needs.fragments)
@@ -165,7 +168,7 @@ def work_of(task: PlanTask) -> FragmentCosts:
         memory_N=np.array([float(one.memory_bytes) for _, one in task.members]),
         link_NN=links,
         hidden_bytes=task.hidden_bytes,
-        holders=min(task.holders, max(1, min(held))),  # demand no more than the scarcest fragment has
+        holders=min(task.holders, max(1, min(held))),  # demand no more holders than the scarcest fragment has
         rate_N=rates,
         site_N=np.full(len(rates), -1),
         site_rate_Z=np.zeros(0),

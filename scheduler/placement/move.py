@@ -3,9 +3,9 @@
     IDLE --begin--> FETCHING --state here--> LEASING --granted--> DRAINING --nothing under way--> SWITCHING --> IDLE
 
 The peer fetches the state of the new layers while it still serves the old layers. Then it needs a replica lease from
-other holders of each layer that it gives up: from one, or from `replicas` in a move for relief. A move by a plan may do
-without for the layers in `gaps`, since single holders could not exchange layers otherwise. Once it has these leases, it
-takes no new stage executions and waits until the running ones have finished. Then the training thread changes the
+other holders of each layer that it gives up: from one, or from `replicas` in a move for relief. A move by a plan needs
+no leases for the layers in `gaps`, since two single holders could not exchange layers otherwise. With its leases, the
+peer takes no new stage executions and waits until the running ones have finished. Then the training thread changes the
 layers between two optimizer steps. If an earlier part of the move fails, the peer keeps serving its old layers. The
 state of given-up layers stays on the disk (engine/checkpoint.py), in case their last holder is lost.
 
@@ -95,7 +95,7 @@ class SpanView(Protocol):
         """Return the other peers that train and hold a fragment, but not the whole model."""
 
     def retainers(self, fragment: int) -> Sequence[PeerId]:
-        """Return the peers whose disks have a fragment's newest state; [] unless our own disk's state is older."""
+        """Return the peers whose disks have a fragment's newest state; [] if the state on our own disk is as new."""
 
     def retains(self, fragment: int) -> bool:
         """Return whether our own disk has a state of a fragment that we do not hold."""
@@ -121,11 +121,12 @@ class LeaseOverTag(Tag):
 
 @dataclass(slots=True)
 class GrantedLeases:
-    """The leases that this peer has granted to others."""
+    """The leases that this peer has granted: its promises to other peers to keep a fragment for a while."""
 
     # Fragment -> {peer with the lease: time at which the lease expires}.
     until: dict[int, dict[PeerId, Seconds]] = field(default_factory=dict)
-    rests: dict[tuple[int, PeerId], Seconds] = field(default_factory=dict)  # (fragment, peer) -> no new lease before
+    # (fragment, peer) -> time before which the peer gets no new lease of the fragment.
+    rests: dict[tuple[int, PeerId], Seconds] = field(default_factory=dict)
 
     def grant(self, fragment: int, peer: PeerId, now: Seconds) -> bool:
         """Grant a peer a lease of a fragment for LEASE_S if possible, and return whether the peer has a lease now.
@@ -164,7 +165,7 @@ class GrantedLeases:
 
 @dataclass(slots=True)
 class LeaseRequests:
-    """The leases that this peer has requested for its move under way."""
+    """The leases (promises of other holders to keep a fragment) that this peer has requested for its present move."""
 
     number: int = 0
     unanswered: int = 0

@@ -67,13 +67,13 @@ PLAN_S = HORIZON_S  # plans older than this are dropped
 PLAN_LOOKUP_S = 4.0
 FIRST_MOVE_WAIT_S = 6.0  # after adopting a plan, a peer waits this long before it moves, in case a better plan arrives
 TIES_S = 10.0  # equal plans are ranked by their date, rounded down to a multiple of this, then by digest
-PLAN_RETRY_S = 3.0  # two tries to move are at least this far apart, at most twice as far, at random
+PLAN_RETRY_S = 3.0  # between two tries to move, a peer waits a random time, from this to twice this
 JUDGE_AGAIN_S = 10.0  # the same plans are evaluated again no sooner than this
 JUDGED_SHARE = 0.1  # repeated evaluations of the same plans may take at most this share of the time
 MOST_JUDGING_S = 6.0  # a longer evaluation was probably suspended, so its duration is capped at this
 MARGIN = 0.02  # a peer changes to a plan only if it gains more than this share
 MEASUREMENT_NOISE = 0.03  # added to MARGIN, because speeds are measured with about this error
-GAP_AFTER_S = 8.0  # a plan that is not carried out for this long may leave layers without a holder that have no copy
+GAP_AFTER_S = 8.0  # if a plan is not carried out for this long, it may leave layers without a holder and without a copy
 
 PlanReason = Annotated[str, Strict(), Field(max_length=200), AfterValidator(partial(plain_text, most=200))]
 Figure = Annotated[float, Strict(), Field(ge=0, lt=1e18, allow_inf_nan=False)]
@@ -149,7 +149,10 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The time, inputs and duration of the last evaluation of plans."""
+    """The time, inputs and duration of the last evaluation of plans.
+
+    `first` is whether plans or spans had changed since the evaluation before it, or a search was due.
+    """
 
     spans: Mapping[PeerId, range] = field(default_factory=dict)
     at: Seconds = 0.0
@@ -171,7 +174,7 @@ class SwarmPlans:
     run: RunId
     own: Signer
     needs: MemoryNeeds
-    hidden_bytes: float  # bytes that one token takes between two layers
+    hidden_bytes: float  # bytes of one token's hidden state between two layers, as routes send it
     holders: int  # a fragment may be given up only if this many other peers hold it
     seed: int
     chance: Random
@@ -277,7 +280,7 @@ class SwarmPlans:
     def gaps(
         self, held: range, swarm: Collection[PeerId], now: Seconds, copied: Collection[int] = ()
     ) -> frozenset[int]:
-        """Return the fragments that our move by the adopted plan may leave without a holder until the next has them.
+        """Return the fragments that our move by the adopted plan may leave without a holder for a while.
 
         The plan must give such a fragment to another peer of `swarm`. In addition, another peer must have a copy of the
         fragment (`copied`), or some fragment has no holder anyway, or the plan was adopted at least GAP_AFTER_S ago.
@@ -366,7 +369,7 @@ class SwarmPlans:
             sound = is_sound(plan.spans, len(self.needs.fragments)) and len(plan.changed) == len(plan.spans)
             sound = sound and abs(plan.time - now) < PLAN_S
             known = found.get(PeerId(subkey))
-            # of plans of one date the lower bytes win, so all peers keep the same one even if each was shown another
+            # Of a proposer's plans with one date, the lowest bytes win, so all peers keep the same plan in the end.
             newer = known is None or (plan.time, known.sealed) > (known.plan.time, value)
             if plan.run == self.run and sound and newer:
                 found[PeerId(subkey)] = KnownPlan(plan, min(expires, plan.time + PLAN_S), value)

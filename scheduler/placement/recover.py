@@ -39,8 +39,9 @@ RELIEF_TURN_S = 600.0  # candidates to relieve whole-model peers take turns this
 RELIEF_PAUSE_S = 60.0  # first pause between two moves of a peer that relieve whole-model peers; doubles each time
 JOINING_S = 120.0  # a joining peer that has claimed lost layers may take this long to arrive before others take them
 RELIEVE_AFTER_S = 30.0  # peers wait this long before relief, since a holder that only restarts is back by then
-RETURN_S = 1800.0  # wait this long for a joining peer that may bring the only state of lost layers
-INITIALISE_AFTER_S = 60.0  # lost layers whose state nobody has then wait this long before they get initial weights
+RETURN_S = 1800.0  # peers wait this long for a joining peer that may bring the only state of lost layers
+# Lost layers whose state nobody has get initial weights after this time, in which no joining peer could bring a state.
+INITIALISE_AFTER_S = 60.0
 
 
 @dataclass(slots=True)
@@ -75,7 +76,7 @@ class Gaps:
 
 @dataclass(slots=True)
 class LayerRecovery:
-    """Decides when this peer takes over lost layers, or (relief) layers that only peers with the whole model hold."""
+    """The rule that decides when this peer takes over lost layers, or layers that only whole-model peers hold."""
 
     own: PeerId
     needs: MemoryNeeds
@@ -85,9 +86,10 @@ class LayerRecovery:
     _unheld: Gaps = field(default_factory=Gaps)  # fragments that no peer holds
     _unbegun: Gaps = field(default_factory=Gaps)  # the first fragment, if no peer with a part can begin micro-batches
     _unshared: Gaps = field(default_factory=Gaps)  # fragments held only by peers with the whole model
-    _lost_since: dict[int, Seconds] = field(default_factory=dict)  # lost fragment -> since when nobody joins with it
+    # Lost fragment -> since when peers do not, or no longer, wait for a joining peer with this fragment.
+    _lost_since: dict[int, Seconds] = field(default_factory=dict)
     _turns_at: Seconds | None = None  # time of the first candidate's turn; None if no layer is lost
-    _left_since: dict[int, Seconds] = field(default_factory=dict)  # fragment -> time since which it has needed relief
+    _left_since: dict[int, Seconds] = field(default_factory=dict)  # fragment -> since when it needs `span_to_relieve`
     _relief_at: Seconds = 0.0
     _relief_pause_s: Seconds = RELIEF_PAUSE_S
 
@@ -129,7 +131,8 @@ class LayerRecovery:
             ready = [FIRST]
         candidates = ranked(self.needs, members, ready) if ready else []
         self.stuck = bool(ready) and not candidates
-        candidates = [(peer, span) for peer, span in candidates if waits.isdisjoint(span)]  # others could not begin
+        # A move to a span with a fragment that waits for its state could not begin.
+        candidates = [(peer, span) for peer, span in candidates if waits.isdisjoint(span)]
         if not candidates:
             self._turns_at = None
             return None

@@ -1,4 +1,4 @@
-"""Decide when a peer searches for a better plan: `SearchSchedule`.
+"""Decide when a peer searches for a better plan. See `SearchSchedule`.
 
 A search is due when the swarm has changed: a peer has joined or left, or says that its figures have changed since the
 last evaluation (`Profile.changed`). The peer first waits for a pause, so that measurements catch up, and for a random
@@ -19,7 +19,7 @@ NEWCOMER_PAUSE_S = 20.0  # after a peer has joined, a search waits this long for
 PLAN_PAUSE_S = 3.0
 MOST_PAUSE_S = 8.0  # however often the swarm changes, a search waits at most this long after the first change
 PLAN_BACKOFF_S = 6.0  # each peer adds a random wait of up to this, so that not all peers search at once
-STUCK_AGAIN_S = 20.0  # while recovery is stuck, a search is due this often
+STUCK_AGAIN_S = 20.0  # while recovery is stuck, a search is due at this interval
 REPLAN_REST_S = 30.0  # after a plan is adopted, changed speeds alone cause no search for this long
 STEADY_TIMES = 1.1  # a change of speed or memory by at least this factor prolongs the wait before a search
 
@@ -58,7 +58,7 @@ class SearchSchedule:
                 self.at = max(self.at, min(now + PLAN_PAUSE_S, self._changed_at + MOST_PAUSE_S) + self._backoff_s)
 
     def hasten(self, now: Seconds) -> None:
-        """Schedule a search soon, because recovery is stuck; every STUCK_AGAIN_S at most."""
+        """Schedule a search soon, because recovery is stuck; do nothing if this happened within STUCK_AGAIN_S."""
         if now < self._stuck_again_at:
             return
         self._stuck_again_at = now + STUCK_AGAIN_S

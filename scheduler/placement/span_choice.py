@@ -91,7 +91,7 @@ def _shares(fragments: Sequence[Fragment], shape: Shape | None = None) -> Floats
 
 
 def _flows(share_F: Floats, holders: Sequence[Holder], options: Sequence[Holder]) -> Floats:
-    """Return, for each option, the flow in tokens/s if the holders and that option's peer compute together."""
+    """Return, for each option (a span that the joining peer may take), the flow in tokens/s of all peers together."""
     speed_AB = np.zeros((len(share_F) + 1, len(share_F) + 1))
     for holder in holders:
         speed_AB[holder.begin, holder.end] += holder.tokens_per_s if holder.end > holder.begin else 0.0
@@ -112,7 +112,7 @@ def _flows(share_F: Floats, holders: Sequence[Holder], options: Sequence[Holder]
 
 
 def _tightest(share_F: Floats, within_OAB: Floats, total_O: Floats, rate_O: Floats) -> tuple[Floats, Floats]:
-    """Return, for each option, speed and share of the set S of fragments for which speed - rate * share is least.
+    """Return, for each option, the speed and share of the set S of fragments that minimises speed - rate * share.
 
     S is not empty. Its speed is the sum of the speeds of the peers that hold some fragment of S, in tokens/s. Its share
     is the share of a token's time in S.
@@ -120,7 +120,7 @@ def _tightest(share_F: Floats, within_OAB: Floats, total_O: Floats, rate_O: Floa
     count, many = len(share_F), np.arange(len(rate_O))
     before_F = np.concatenate(([0.0], share_F.cumsum()))
     # The last axis has three entries for the best gaps among fragments [0, b): their cost, the speed of the peers
-    # within them, and their share of the model. In `closed_OB3`, fragment b - 1 belongs to S, or b is 0.
+    # within them, and their share of a token's time. In `closed_OB3`, fragment b - 1 belongs to S, or b is 0.
     closed_OB3 = np.zeros((len(rate_O), count + 1, 3))
     best_O3 = np.zeros((len(rate_O), 3))
     for b in range(1, count + 1):

@@ -7,12 +7,12 @@ from decentral.scheduler.spans.trials import Candidate, Trials
 from decentral.scheduler.topology.arrays import Ints
 
 ROUND_MOVES = 100  # moves between two looks at the clock; they count as one round of the budget
-LEAST_STEPS = 100  # moves per peer of the first, shortest annealing
-PART = 0.25  # each further annealing takes this share of all moves so far, so that a longer budget cools more slowly
+LEAST_STEPS = 100  # an annealing has at least this many moves per peer, unless the budget ends
+PART = 0.25  # an annealing has at least this share of the moves of all earlier ones together, so it cools more slowly
 SMOOTH_WEIGHTS = (
     0.7,
     0.3,
-)  # weights of the soft minimum, in turn: 0.7 suits unequal nodes, 0.3 swarms with little spare memory
+)  # weights of the soft minimum, used in turn: 0.7 suits unequal peers, 0.3 swarms with little spare memory
 HOT, COLD = 0.03, 0.0015  # first and last temperature, as shares of the best estimate
 
 
@@ -24,19 +24,19 @@ def search(trials: Trials, starts: list[Ints]) -> None:
 
 
 def begin(trials: Trials) -> Ints:
-    """Return random spans to anneal from: equally often a row of peers, and layers to whoever is needed most."""
+    """Return random spans to anneal from, made by `in_a_row` or `filled` with equal probability."""
     make = in_a_row if trials.rng.random() < 0.5 else filled
     return make(trials.problem, trials.rng)
 
 
 def annealed(trials: Trials, spans_N2: Ints, part: float, hot: float) -> Candidate | None:
-    """Return what annealing reaches from these spans: the better of the last spans and those of the best estimate.
+    """Anneal from these spans, and return the better of two results: the last spans, and those of the best estimate.
 
     Args:
         trials: The search's state.
         spans_N2: Spans to begin from.
-        part: Number of moves, as a share of all moves so far. It is smaller where the budget would end before.
-        hot: First temperature, as a share of the best estimate. The last is COLD.
+        part: Number of moves, as a share of all moves so far; fewer if the budget does not allow so many.
+        hot: First temperature, as a share of the best estimate. The last temperature is COLD.
 
     Returns:
         The better candidate; None if the budget does not allow another evaluation.

@@ -13,11 +13,11 @@ from decentral.scheduler.spans.moves import crossover
 from decentral.scheduler.spans.trials import SLIGHTLY, Candidate, Trials
 from decentral.scheduler.topology.arrays import Ints
 
-ANNEALING_SHARE = 0.5  # of the budget, before the first local search
+ANNEALING_SHARE = 0.5  # this share of the budget is spent on annealing before the first local search
 MOST_PARENTS = 8
-WARM = 0.01  # first temperature of a crossover's annealing, lower than annealing.HOT, which would forget the parents
-CHILD_PART = 0.1  # moves of a crossover's annealing, as a share of all moves so far
-FRESH = 4  # every so many children, one is random
+WARM = 0.01  # first temperature of a crossover's annealing: at annealing.HOT, a child would lose its parents' spans
+CHILD_PART = 0.1  # number of moves of a crossover's annealing, as a share of all moves so far
+FRESH = 4  # one in this many children is random
 
 
 def search(trials: Trials, starts: list[Ints]) -> None:

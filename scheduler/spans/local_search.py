@@ -1,4 +1,4 @@
-"""Search spans by moves of single peers, each accepted if the throughput does not fall. Start at `search`."""
+"""Search spans by random moves, each of which is accepted if the throughput does not fall. Start at `search`."""
 
 import numpy as np
 
@@ -6,8 +6,8 @@ from decentral.scheduler.spans.moves import filled, mutated
 from decentral.scheduler.spans.trials import SLIGHTLY, Candidate, Trials
 from decentral.scheduler.topology.arrays import Ints
 
-PATIENCE = 12  # after this many moves per peer without gain, the search begins elsewhere
-KEPT_SHARE = 0.7  # share of the peers that keep their span when the search begins elsewhere
+PATIENCE = 12  # after this many moves per peer without a gain, the search begins again from other spans
+KEPT_SHARE = 0.7  # in half of these new beginnings, about this share of the peers keep their spans of the best plan
 
 
 def search(trials: Trials, starts: list[Ints]) -> None:
@@ -26,7 +26,7 @@ def search(trials: Trials, starts: list[Ints]) -> None:
 
 
 def climbed(trials: Trials, here: Candidate, patience: int) -> Candidate:
-    """Return what moves from `here` lead to, until `patience` moves in a row gain nothing, or the budget ends."""
+    """Return the spans that moves from `here` reach when `patience` moves in a row gain nothing, or the budget ends."""
     stuck = 0
     while stuck < patience and trials.goes_on():
         spans_N2 = mutated(trials.problem, here.spans_N2, here.found, trials.rng)

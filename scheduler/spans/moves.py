@@ -7,8 +7,8 @@ import numpy as np
 from decentral.scheduler.spans.problem import SpanProblem, SpanValue
 from decentral.scheduler.topology.arrays import Flags, Ints
 
-IDLE_FLOOR, PRICE_FLOOR = 0.02, 1e-3  # peers without idle time, and layers that are not scarce, are still picked
-EDGE_STEPS = (1, 1, 1, 1, 2, -1, -1, -1, -1, -2)  # layers by which an edge moves, at random
+IDLE_FLOOR, PRICE_FLOOR = 0.02, 1e-3  # smallest weights in random choices, so that each peer and layer can be chosen
+EDGE_STEPS = (1, 1, 1, 1, 2, -1, -1, -1, -1, -2)  # an edge moves by one of these numbers of layers, chosen at random
 
 Span = tuple[int, int]
 Change = tuple[int, int, int]
@@ -63,9 +63,10 @@ def filled(problem: SpanProblem, rng: np.random.Generator) -> Ints:
 
 
 def in_a_row(problem: SpanProblem, rng: np.random.Generator, pace: float = 0.0) -> Ints:
-    """Return spans in which each peer, in random order, begins where the one before ends, at layer 0 after the last.
+    """Return spans in which each peer, in random order, begins where the peer before it ends.
 
-    A peer holds the most layers of which it supplies `pace` tokens/s; it gets no span if it does not supply one.
+    After the last layer, the next peer begins at layer 0. A peer gets as many layers as it can compute at `pace`
+    tokens/s and hold in memory; it gets no span if that is not even one layer.
     """
     peers, layers = problem.reach_NL.shape
     spans, at = np.zeros((peers, 2), np.int64), 0
@@ -79,9 +80,10 @@ def in_a_row(problem: SpanProblem, rng: np.random.Generator, pace: float = 0.0) 
 
 
 def paces(problem: SpanProblem) -> list[float]:
-    """Return the paces for `in_a_row`, in tokens/s, the one at which rows carry most first.
+    """Return the paces for `in_a_row`, in tokens/s, sorted by the tokens/s that the rows carry together, highest first.
 
-    All layers count as layer 0, so the first pace gives the best single row where layers are alike and links no limit.
+    Each layer is taken to cost as much as layer 0. So the first pace is the best if all layers are alike and links do
+    not limit the throughput.
     """
     peers, layers = problem.reach_NL.shape
     supply_NS = np.zeros((peers, layers + 1))
@@ -136,7 +138,7 @@ def mutated(problem: SpanProblem, spans_N2: Ints, found: SpanValue, rng: np.rand
     """Return a copy of the spans with one move of a random peer, more often of an idle peer.
 
     The peer goes to a scarce layer, begins elsewhere, gets a random span, swaps spans with another peer, or moves an
-    edge. `found` has the hints.
+    edge. `found`, the value of the spans, tells which peers are idle and which layers are scarce.
     """
     child, reach_NL = spans_N2.copy(), problem.reach_NL
     peers, layers = reach_NL.shape

@@ -6,7 +6,7 @@ linear function of FEATURES:
 
     p(span) = softmax(theta . features);  theta += RATE * mean over plans of advantage * grad log p(plan)
 
-The advantage is a plan's throughput less the batch's mean, over the batch's deviation.
+The advantage is a plan's throughput less the mean of the batch, divided by the standard deviation of the batch.
 """
 
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from decentral.scheduler.spans.problem import SpanProblem
 from decentral.scheduler.spans.trials import Trials
 from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 
-BATCH = 16  # plans for each update
+BATCH = 16  # number of plans that are sampled for each update of theta
 RATE = 0.3
-MOST_SIZES = 12  # for each first layer, so many lengths of a span are considered
+MOST_SIZES = 12  # for each first layer of a span, at most this many lengths of the span are considered
 FEATURES = ("mean supply", "least supply", "own supply", "size", "begins at an edge", "ends at an edge")
-FIRST_THETA = (-4.0, -4.0, 0.0, 2.0, 1.0, 1.0)  # at first: scarce layers, long spans, edges of other peers
+FIRST_THETA = (-4.0, -4.0, 0.0, 2.0, 1.0, 1.0)  # initial weights prefer scarce layers, long spans, other spans' edges
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +81,11 @@ def _sampled(trials: Trials, choices: list[_Choices], theta_F: Floats) -> tuple[
 
 
 def _features(own: _Choices, supply_L: Floats, edge_L: Flags) -> Floats:
-    """Return FEATURES of each possible span, (C, 6), each between 0 and 1, where the peers before supply the layers."""
+    """Return FEATURES of each possible span of the next peer, (C, 6), each between 0 and 1.
+
+    `supply_L` are the tokens/s that the peers placed so far supply for each layer. `edge_L` marks the layers at which
+    their spans begin or end.
+    """
     first_C, last_C = own.spans_C2.T
     sums = np.concatenate(([0.0], np.cumsum(supply_L)))
     mean_C = (sums[last_C] - sums[first_C]) / (last_C - first_C)

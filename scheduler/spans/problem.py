@@ -16,7 +16,7 @@ SHARPNESS = 12.0  # exponent of `soft_minimum`
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpanValue:
-    """The throughput that spans reach, and hints for a search: who waits, and for which layers."""
+    """The throughput that spans reach, and hints for a search: which peers are idle, and which layers are scarce."""
 
     value: float  # tokens/s
     idle_N: Floats  # share of each peer's time without work, 0 to 1
@@ -24,7 +24,7 @@ class SpanValue:
 
 
 class SpanProblem(Protocol):
-    """Which spans N peers may hold of L layers, and how many tokens/s the swarm then trains."""
+    """Interface that tells which spans of L layers N peers may hold, and how many tokens/s the swarm then trains."""
 
     @property
     def reach_NL(self) -> Ints:
@@ -37,24 +37,31 @@ class SpanProblem(Protocol):
         """Return the tokens/s of a peer that always computes layers [first, last)."""
 
     def evaluate(self, spans_N2: Ints, seconds: float = float("inf")) -> SpanValue:
-        """Return the throughput of spans, by a maximum flow; 0 if that takes more seconds than these."""
+        """Return the throughput of spans, by a maximum flow; 0 if computing it takes longer than `seconds`."""
 
     def guide(self, spans_N2: Ints, smooth: float) -> float:
-        """Return an estimate of the throughput, in tokens/s, that takes microseconds. Annealing climbs it.
+        """Return an estimate of the throughput, in tokens/s, within microseconds; annealing maximises this estimate.
 
         Args:
             spans_N2: The spans.
-            smooth: Weight, 0 to 1, of the layers' `soft_minimum`; the throughput or a hard estimate has the rest.
+            smooth: Weight, 0 to 1, of the `soft_minimum` of the layers' supplies. The rest, 1 - `smooth`, is the weight
+                of a second estimate, which is not smooth.
         """
 
     def limit(self, spans_N2: Ints) -> float:
-        """Return tokens/s that these spans do not exceed, in microseconds. A search skips spans that it excludes."""
+        """Return an upper bound, in tokens/s, on the throughput of these spans; it takes only microseconds.
+
+        A search does not evaluate spans whose upper bound is too low.
+        """
 
     def valid(self, spans_N2: Ints) -> bool:
         """Return whether the peers may hold these spans, and each layer has as many holders as it needs."""
 
     def repaired(self, spans_N2: Ints) -> Ints:
-        """Return valid spans that are as near to these as a simple rule finds; the rule may fail."""
+        """Return a copy of these spans that a simple rule has changed as little as it needs to make them valid.
+
+        The rule may fail, so the result may not be valid.
+        """
 
     def bound(self) -> float:
         """Return tokens/s that no spans exceed."""

@@ -9,12 +9,12 @@ from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.search_budget import SearchProgress
 
 SLIGHTLY = 1e-9  # values that differ by a smaller share than this count as equal
-LIMITS_A_ROUND = 100  # so many looks at the limit of spans count as one round of the budget
+LIMITS_A_ROUND = 100  # this many calls of `Trials.excluded` count as one round of the budget
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """Spans and what they reach. Spans that are not valid have the value -inf."""
+    """Spans and the throughput that they reach; -inf if the spans are not valid."""
 
     spans_N2: Ints
     found: SpanValue
@@ -27,15 +27,15 @@ class Candidate:
 
 @dataclass(slots=True)
 class Trials:
-    """Counts evaluations against a budget, and keeps the best spans. Each evaluation is one round of the budget."""
+    """The state of a search: its budget, of which each evaluation uses one round, and the best spans so far."""
 
     problem: SpanProblem
     progress: SearchProgress
     rng: np.random.Generator
     best: Candidate | None = None
     steps: int = 0  # moves that annealing has tried
-    annealings: int = 0  # numbers given to annealings so far
-    limits: int = 0  # looks at the limit of spans
+    annealings: int = 0  # number of annealings that have begun
+    limits: int = 0  # number of calls of `excluded`
     longest_s: float = 0.0  # longest time that one evaluation has taken; a search ends early enough for one more
 
     def goes_on(self) -> bool:
@@ -52,7 +52,10 @@ class Trials:
         return found
 
     def evaluated(self, spans_N2: Ints) -> Candidate:
-        """Return the spans with their evaluation; count it as a round. Only the first may take longer than is left."""
+        """Evaluate spans, which takes one round of the budget, and return them with the result.
+
+        Only the first evaluation may take more seconds than the budget has left.
+        """
         begin = self.progress.seconds()
         seconds = float("inf") if self.best is None else self.progress.left_s()
         candidate = Candidate(spans_N2, self._evaluation(spans_N2, seconds))
@@ -63,14 +66,14 @@ class Trials:
         return candidate
 
     def excluded(self, spans_N2: Ints, least: float) -> bool:
-        """Return whether the problem's limit shows that spans reach less than `least` tokens/s, or are not valid."""
+        """Return whether these spans are not valid, or `SpanProblem.limit` shows that they reach less than `least`."""
         self.limits += 1
         if self.limits % LIMITS_A_ROUND == 0 and self.best is not None:
             self.progress.report(-self.best.value)
         return self.problem.limit(spans_N2) < least * (1 - SLIGHTLY) or not self.problem.valid(spans_N2)
 
     def affordable(self, steps: int, chunk: int) -> int:
-        """Return the number of annealing's moves that the budget allows, `steps` at most, of `chunk` moves a round."""
+        """Return how many moves of annealing the budget allows, at most `steps`; `chunk` moves count as one round."""
         budget, used_s = self.progress.budget, self.progress.seconds()
         allowed = min(float(steps), chunk * (budget.rounds - self.progress.rounds))
         if self.steps and used_s > 0:
@@ -83,7 +86,7 @@ class Trials:
         return self.annealings - 1
 
     def worked(self, steps: int) -> None:
-        """Count a round of so many moves of annealing."""
+        """Count one round of the budget, in which annealing has tried `steps` moves."""
         assert self.best is not None, "a search evaluates its starts before it anneals"
         self.steps += steps
         self.progress.report(-self.best.value)

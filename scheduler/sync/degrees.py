@@ -1,9 +1,9 @@
-"""Choose the numbers of stages and replicas, and the peers of which a layout may choose.
+"""Choose the numbers of stages and replicas, and the peers that a layout may use.
 
-Start at `choose`. As in AMP (arXiv 2210.07297), every pair (stages, replicas) that fits is a
-candidate, in order of a lower bound of its step: once a plan is found, pairs whose bound exceeds it are not tried. A
-step runs at the speed of its slowest device. A pair is therefore tried with the fastest peers only, with the next
-fastest ones too, and so on: given its peers, only communication is left to minimise.
+Start at `choose`. As in AMP (arXiv 2210.07297), every pair (stages, replicas) that fits is a candidate. Candidates are
+tried in order of a lower bound on the seconds of their steps; a candidate whose bound exceeds the best step found so
+far is not tried. A step runs at the speed of its slowest device. A pair is therefore tried with the fastest peers only,
+with the next fastest ones too, and so on: given its peers, only communication is left to minimise.
 
     step = computation (step_needs.py) + communication (layout_cost.py), in seconds
 """
@@ -22,23 +22,24 @@ from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 from decentral.scheduler.topology.topology import Topology, Workload, regions_of
 
-LEAST_USED = 0.8  # if speeds are not known, pairs that use a smaller share of the peers are a last resort
-MOST_SPEEDS = 8  # sets of peers that are tried for a pair, each with a lower least speed
-LOOKS = 0.3  # share of a budget in which candidates get only a first look: the cost of hand-drawn layouts
+LEAST_USED = 0.8  # if speeds are not known, only pairs with at least this share of the largest pair's peers are tried
+MOST_SPEEDS = 8  # for each pair, at most this many sets of peers are tried; each adds slower peers to the set before
+LOOKS = 0.3  # share of the budget for a first look at candidates, which computes only the costs of hand-drawn layouts
 COARSE = frozenset(size << power for size in (2, 3) for power in range(12)) | {1}
-LEAST_LOOKS = 8  # so many candidates are looked at even if their bounds exclude them, so that a plan can name others
-PAIR_SEARCHES = ((64, 0.3), (8, 0.4))  # then so many of the best candidates share this part of the budget for a search
+LEAST_LOOKS = 8  # this many candidates get a look even if their bounds exclude them, so that a plan can name others
+# After the looks, searches: (number of the best candidates to search, share of the budget for all of them together).
+PAIR_SEARCHES = ((64, 0.3), (8, 0.4))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DegreePair:
-    """A pair of stages and replicas, and the peers of which a layout may choose."""
+    """A pair of numbers of stages and replicas, and the peers that a layout may use."""
 
-    workload: Workload  # divided by the pair
+    workload: Workload  # gigabytes of one stage and one replica of this pair
     peers: Ints  # indices of peers that can hold a stage, fastest first
-    count: int  # a layout chooses of the first `count` of these
-    compute_s: float  # seconds of computation if the slowest of these takes part; 0 if it is not counted
-    bound_s: float  # no layout's step takes less
+    count: int  # a layout may use the first `count` of `peers`
+    compute_s: float  # seconds of computation in a step if the slowest of these takes part; 0 if it is not counted
+    bound_s: float  # lower bound on the seconds of a step, for any layout of the pair
 
     @property
     def name(self) -> str:
@@ -48,7 +49,7 @@ class DegreePair:
 
     @property
     def members(self) -> Ints:
-        """Return the indices of the peers of which a layout may choose, in the topology's order."""
+        """Return the indices of the peers that a layout may use, in the topology's order."""
         return np.sort(self.peers[: self.count])
 
     def problem(self, topology: Topology) -> Problem:
@@ -63,16 +64,16 @@ class DegreePair:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """The candidate with the best plan that was found, and what was found for the others."""
+    """The pair of stages and replicas with the best step that was found, and the steps of the other pairs."""
 
     candidate: DegreePair
-    slots: Ints | None  # the best layout found, as indices into `candidate.members`; None: there was no choice
-    steps: dict[str, float]  # pair -> seconds of its best step, of each pair that was tried, best first
+    slots: Ints | None  # the best layout found, as indices into `candidate.members`; None: there was only one candidate
+    steps: dict[str, float]  # for each pair that was tried: its name -> seconds of its best step, best first
     parts: list[Ints]  # the peers of each part of the swarm (`step_needs.parts`), largest first
 
 
 def choose(topology: Topology, seed: int, budget: SearchBudget) -> Choice:
-    """Return the best pair of stages and replicas that is found within the budget, and the peers to choose of.
+    """Return the best pair of stages and replicas that is found within the budget, and the peers that it may use.
 
     `topology.flops` are the FLOP/s that training reaches.
 
@@ -96,7 +97,7 @@ def choose(topology: Topology, seed: int, budget: SearchBudget) -> Choice:
 
 
 def pairs(peers: int, workload: Workload) -> list[tuple[int, int]]:
-    """Return the pairs (stages, replicas) that so many peers can fill; a number that the workload sets stays."""
+    """Return the pairs (stages, replicas) that need at most `peers` peers; numbers that the workload sets are fixed."""
     stages = range(1, peers + 1) if workload.stages is None else [workload.stages]
     return [
         (s, r)
@@ -145,9 +146,10 @@ class _Search:
     """A search for the best candidate, in two steps: `look` at all, then `improve` the best of them."""
 
     topology: Topology
-    ordered: Sequence[DegreePair]  # by rising bound
+    ordered: Sequence[DegreePair]  # the candidates by rising `bound_s`
     seed: int
-    found: dict[int, tuple[float, Ints]] = field(default_factory=dict)  # candidate -> seconds and slots of its best
+    # Index in `ordered` -> the seconds of the candidate's best step so far, and the slots of its layout.
+    found: dict[int, tuple[float, Ints]] = field(default_factory=dict)
 
     @property
     def best(self) -> float:
@@ -155,9 +157,9 @@ class _Search:
         return min((step for step, _ in self.found.values()), default=np.inf)
 
     def look(self, budget: SearchBudget) -> None:
-        """Note the cost of hand-drawn layouts for each candidate whose bound does not exclude it.
+        """Compute the costs of hand-drawn layouts for each candidate that its bound does not exclude.
 
-        Pairs of COARSE numbers come first, so that a large swarm's few looks differ.
+        Pairs of COARSE numbers come first, so that the looks cover a wide range even if the budget allows only a few.
         """
         progress = SearchProgress(budget, np.inf)
         coarse = [number for number, one in enumerate(self.ordered) if COARSE.issuperset(pair(one.workload))]
@@ -197,7 +199,7 @@ class _Search:
 
 
 class _Bounds:
-    """Lower bounds of the communication of any layout, from each peer's fastest links."""
+    """Lower bounds on the seconds of communication of any layout, computed from each peer's fastest links."""
 
     def __init__(self, topology: Topology) -> None:
         """Sort the links of each peer of the swarm."""
@@ -223,7 +225,7 @@ class _Bounds:
 
 
 def _sums_of_least(link_NN: Floats) -> Floats:
-    """Return the sums of each row's 1, 2, ... N - 1 least entries, without the diagonal; directions are averaged."""
+    """Return the sums of each row's 1, 2, ... N - 1 smallest entries, without the diagonal; directions are averaged."""
     mean_NN = (link_NN + link_NN.T) / 2
     np.fill_diagonal(mean_NN, np.inf)
     mean_NN.sort(axis=1)
@@ -250,9 +252,9 @@ def _of_part(
 
 
 def _counts(flops: Floats, used: int) -> list[int]:
-    """Return at most MOST_SPEEDS numbers of the fastest peers, at least `used`, that end at a change of speed.
+    """Return at most MOST_SPEEDS numbers of peers, each at least `used`; a candidate may use that many fastest peers.
 
-    `flops` are the peers' speeds, fastest first.
+    Peers of equal speed are counted together. `flops` are the peers' speeds, fastest first.
     """
     ends = np.append(np.flatnonzero(np.diff(flops)) + 1, len(flops))
     ends = ends[ends >= used]

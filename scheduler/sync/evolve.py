@@ -2,7 +2,7 @@
 
 Start at `search`. Each round makes one child and anneals it with compiled moves (local_search.py). The first children
 are the layouts of layouts.py. Later children alternate: a random layout, crossovers of two parents, or a copy of the
-best layout so far. A crossover greedily copies whole stages from both parents (as Galinier and Hao's partition
+best layout so far. A crossover greedily copies whole stages from both parents (like Galinier and Hao's partition
 crossover, 1999). The parents are the best distinct layouts. A child's stages are put in the best order (Held-Karp)
 before it becomes a parent.
 """
@@ -21,10 +21,10 @@ from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgr
 PARENTS = 10
 CHUNK_WORK = 500_000  # pairs of peers that are evaluated between two looks at the clock, about 20 ms
 MOST_STEPS = 200_000
-MOST_DRAWS, DRAWN_PEERS = 1_000, 1_000_000  # per round: at most so many random layouts, with so many peers in all
+MOST_DRAWS, DRAWN_PEERS = 1_000, 1_000_000  # a round draws at most MOST_DRAWS layouts, DRAWN_PEERS peers in all
 HOT = (0.04, 0.2)  # first temperatures of random starts, in turn, as shares of the best cost; small swarms need 0.2
-NEIGHBOURHOODS = 16  # of so many random peers and their nearest ones, the closest make the first layouts
-SMOOTH = (0.1, 0.3, 0.0, 1.0)  # weights of the mean costs in the smoothed cost, in turn, as no value is always best
+NEIGHBOURHOODS = 16  # the groups of nearest peers around this many random peers are compared; `starts` uses the closest
+SMOOTH = (0.1, 0.3, 0.0, 1.0)  # weights of the mean costs in the smoothed cost, used in turn: no value is always best
 
 
 @dataclass(slots=True)
@@ -64,8 +64,8 @@ def search(problem: Problem, region_N: Ints, budget: SearchBudget, rng: np.rando
 def starts(problem: Problem, region_N: Ints, rng: np.random.Generator) -> list[Ints]:
     """Return the hand-drawn layouts of all peers and, if a layout leaves peers out, of peers that are close together.
 
-    Peers are close if it takes few seconds to send gradients and activations between them. Of NEIGHBOURHOODS peers with
-    their nearest neighbours, the closest are taken.
+    Peers are close if it takes few seconds to send gradients and activations between them. For each of NEIGHBOURHOODS
+    random peers, the group of its nearest peers is considered, and the group that is closest together is taken.
     """
     drawn = [start(region_N, problem.stages, problem.replicas, rng) for start in layouts.STARTS.values()]
     used = problem.stages * problem.replicas
@@ -91,7 +91,7 @@ class _Search:
     rng: np.random.Generator
     proposals: Proposals
     pool: Pool = field(default_factory=Pool)
-    offer_s: float = np.inf  # a round ends early enough for one more call of `offer`, which takes at least this
+    offer_s: float = np.inf  # shortest time of a call of `offer`; a round ends early enough for one more call
 
     @property
     def best(self) -> float:

@@ -51,7 +51,7 @@ def search(problem: Problem, _region_N: Ints, budget: SearchBudget, _rng: np.ran
 
 @compiled
 def _place(problem: Problem, partition: _Partition, peer: int, opened: int, best: float) -> float:
-    """Return the least cost in seconds of all ways to place `peer` and the later peers, or `best` if that is less.
+    """Return the lowest cost in seconds of all ways to place `peer` and the later peers, or `best` if that is lower.
 
     The first `opened` stages already have a peer. A partition that costs less than `best` is copied to
     `partition.best_N`.

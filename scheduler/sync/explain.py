@@ -14,7 +14,7 @@ from decentral.scheduler.sync.degrees import LEAST_USED, Choice, speeds_known
 from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.topology import GBIT, Topology
 
-MOST_LEFT_NAMED = 3  # a reason names at most so many peers that are left out for the same cause
+MOST_LEFT_NAMED = 3  # a reason names at most this many peers that are left out for the same cause
 
 
 def reason(

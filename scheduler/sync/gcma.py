@@ -98,7 +98,7 @@ def score(problem: Problem, stage_N: Ints) -> float:
 
 @compiled
 def _trials(problem: Problem, population: _Population, best: float, parents: Ints, crossed: Ints) -> float:
-    """Run trials that change the population in place, and return the least cost in seconds; at most `best`."""
+    """Run trials that change the population in place, and return the lowest cost in seconds; at most `best`."""
     stage_PN, score_P, _ = population
     for trial in range(len(parents)):
         one, two = parents[trial]

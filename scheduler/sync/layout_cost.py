@@ -70,8 +70,8 @@ def problem_of(topology: Topology, workload: Workload, members: Ints | None = No
 
     Args:
         topology: The peers and their links.
-        workload: The data of one stage and of one replica.
-        members: Indices of the peers of which a layout may choose; None: all.
+        workload: The gigabytes of one stage's gradients and of one replica's activations.
+        members: Indices of the peers that a layout may use; None: all.
 
     Raises:
         UserError: If the workload does not set stages and replicas, or needs more peers than there are.

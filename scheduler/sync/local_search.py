@@ -32,7 +32,8 @@ class State(NamedTuple):
     row_N: Floats  # for each peer: seconds to average gradients with its stage
     data_S: Floats  # for each stage: the largest `row_N` of its peers
     boundary_S: Floats  # seconds between stages s and s + 1, by bottleneck matching; the last entry is 0
-    near_S: Floats  # a smoother boundary_S: mean seconds to the nearest peer of the next stage
+    # A smoother `boundary_S`: its geometric mean with the mean seconds from a peer to the nearest peer across it.
+    near_S: Floats
 
 
 class Cooling(NamedTuple):
@@ -127,7 +128,7 @@ def total(state: State) -> float:
 
 @inner
 def boundary(pipe_NN: Floats, slots: Ints, replicas: int, first: int, second: int, limit: float) -> tuple[float, float]:
-    """Return the seconds of two stages' bottleneck matching (inf if above `limit`), and a smooth measure of it."""
+    """Return the seconds of two stages' bottleneck matching (inf if above `limit`), and their entry of `near_S`."""
     cost_RR = np.empty((replicas, replicas))
     nearest = np.empty(replicas)
     for j in range(replicas):
@@ -155,7 +156,7 @@ def boundary(pipe_NN: Floats, slots: Ints, replicas: int, first: int, second: in
 def anneal(
     problem: Problem, state: State, best_slots: Ints, best: float, cooling: Cooling, proposals: Proposals
 ) -> float:
-    """Anneal `state` in place by Metropolis's rule, and return the least true cost found, in seconds; at most `best`.
+    """Anneal `state` in place by Metropolis's rule, and return the lowest true cost found, in seconds; at most `best`.
 
     If a layout costs less than `best`, the cheapest layout found is copied to `best_slots`.
     """

@@ -15,7 +15,7 @@ EXACT_STAGES = 14  # for more stages, their order is found by a heuristic; 14 * 
 
 @compiled
 def bottleneck_matching(cost_RR: Floats, limit: float, partner_R: Ints) -> float:
-    """Find the perfect matching with the least largest edge cost, and return that cost; inf if it exceeds `limit`.
+    """Find the perfect matching whose largest edge cost is smallest; return that cost, or inf if it exceeds `limit`.
 
     `cost_RR` has the edge costs in seconds. The row that is matched with each column is written to `partner_R`.
     """
@@ -24,9 +24,9 @@ def bottleneck_matching(cost_RR: Floats, limit: float, partner_R: Ints) -> float
 
 @inner
 def matching_above(cost_RR: Floats, bound: float, limit: float, partner_R: Ints) -> float:
-    """Find the perfect matching with the least largest edge cost, and return that cost; inf if it exceeds `limit`.
+    """Find the perfect matching whose largest edge cost is smallest; return that cost, or inf if it exceeds `limit`.
 
-    `bound` must not exceed the result. The time is O(R^3), mostly near O(R^2).
+    `bound` must be a lower bound on the result. The time is O(R^3), mostly near O(R^2).
     From each unmatched row an alternating tree grows by its cheapest edge (Dijkstra's algorithm with max in place of
     +). The largest edge cost therefore rises only as far as Hall's condition requires.
     """
@@ -129,7 +129,10 @@ def held_karp(cost_SS: Floats) -> Ints:
 
 @compiled
 def improved_path(cost_SS: Floats, order_S: Ints) -> Ints:
-    """Return the open path `order_S`, improved by 2-opt and Or-opt until neither helps; for many stages."""
+    """Return the open path `order_S`, improved by 2-opt and Or-opt moves until neither helps.
+
+    It replaces `held_karp` if there are more than EXACT_STAGES stages.
+    """
     order = order_S.copy()
     count = order.size
     better = True

@@ -29,9 +29,9 @@ Solver = Callable[[Problem, Ints, SearchBudget, np.random.Generator], Ints]
 Record = list[tuple[float, float]]
 """A search's history: (seconds since its begin, best cost so far in seconds), at each improvement."""
 
-DEGREES_SHARE = 0.6  # part of the budget for the search of stages and replicas, where the workload leaves these open
-HAND_SHARE = 0.1  # part of the budget for sampling hand layouts, of which each is sampled at least once
-HAND_DRAWS = 5  # each hand layout is sampled at most this often, and the cheapest sample counts
+DEGREES_SHARE = 0.6  # share of the budget for the choice of stages and replicas, if the workload leaves them open
+HAND_SHARE = 0.1  # share of the budget for random samples of the hand layouts; each has at least one sample
+HAND_DRAWS = 5  # each hand layout is sampled at most this many times, and the cheapest sample counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def sync_plan(
     problem, region_N = choice.candidate.problem(topology), choice.candidate.region(topology)
     between = progress.seconds()
     baselines = hand_costs(problem, region_N, seed, budget.part(HAND_SHARE))
-    ahead_s = (progress.seconds() - between) / len(layouts.HAND)  # seconds that this function takes after the search
+    ahead_s = (progress.seconds() - between) / len(layouts.HAND)  # estimate of this function's time after the search
     slots = _solve(problem, region_N, solver, seed, budget.less(progress.seconds() + ahead_s))
     layout = best_layout(problem, slots)
     if choice.slots is not None and solver in SYNC_SOLVERS:

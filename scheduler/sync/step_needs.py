@@ -24,10 +24,10 @@ from decentral.scheduler.topology.topology import GBIT, Topology, Workload
 
 GRADIENT_BYTES = 4.0
 STATE_RATIO = 4.0  # bytes of a stage's state, for each byte of its gradients
-TOKEN_BYTES = 8096.0  # activations of a token between stages: 2,024 channels of 4 bytes, as in the published cases
-TRAINING_FLOPS = 6.0  # for each parameter and token (arXiv 2001.08361)
+TOKEN_BYTES = 8096.0  # bytes of a token's activations between stages: 2,024 channels of 4 bytes, as in published cases
+TRAINING_FLOPS = 6.0  # FLOPs of training, for each parameter and token (arXiv 2001.08361)
 UTILISATION = 0.35  # share of peak FLOP/s that training reaches: 1 B parameters on an H200 (docs/results/gpu.md)
-MICRO_BATCHES = 4  # for each stage of a pipeline
+MICRO_BATCHES = 4  # number of micro-batches in a step for each stage of a pipeline: M = 4 S
 SLOWEST_TRANSFER_S = 3600.0  # a link on which every transfer of a step takes longer is of no use
 
 
@@ -60,22 +60,22 @@ def named(stages: int, replicas: int) -> str:
 
 
 def parameters(workload: Workload) -> float:
-    """Return the parameters of the whole model of a divided workload."""
+    """Return the number of parameters of the whole model of a divided workload."""
     return stage_parameters(workload) * pair(workload)[0]
 
 
 def tokens(workload: Workload) -> float:
-    """Return the tokens of the whole batch of a divided workload."""
+    """Return the number of tokens in the whole batch of a divided workload."""
     return replica_tokens(workload) * pair(workload)[1]
 
 
 def stage_parameters(workload: Workload) -> float:
-    """Return the parameters of one stage of a divided workload."""
+    """Return the number of parameters of one stage of a divided workload."""
     return workload.gradient_gbytes * 1e9 / GRADIENT_BYTES
 
 
 def replica_tokens(workload: Workload) -> float:
-    """Return the tokens that one replica trains in a step of a divided workload."""
+    """Return the number of tokens that one replica trains in a step of a divided workload."""
     if workload.tokens is not None:
         return workload.tokens / pair(workload)[1]
     return workload.activation_gbytes * 1e9 / TOKEN_BYTES

@@ -8,7 +8,9 @@ from decentral.scheduler.throughput import link_limits
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.topology.arrays import Floats, Ints
 
-CROSSINGS = (0, 1, 1, 2)  # transfers of one visit: of all layers, from the first layer, to the last layer, between
+# Number of transfers into and out of a peer in one visit of a token, by the layers that the visit covers: all layers,
+# the first but not the last, the last but not the first, neither.
+CROSSINGS = (0, 1, 1, 2)
 
 
 def access(costs: LayerCosts) -> Floats:
@@ -17,13 +19,14 @@ def access(costs: LayerCosts) -> Floats:
 
 
 def throughput_bound(costs: LayerCosts, reach_NL: Ints) -> float:
-    """Return tokens/s that no spans and routes exceed: the lesser of the compute bound and of a linear programme.
+    """Return tokens/s that no spans and routes exceed: the compute bound or a linear programme's, whichever is lower.
 
-    A token visits a peer for at most as many layers as fit in the peer's memory. The programme counts visits, and
-    leaves open which peers exchange tokens. It counts visits of sites as well: for at most as many layers as fit in the
-    memories of the site's peers. `share` is a span's part of the work of a token:
+    In a visit to a peer, a token is computed in consecutive layers, at most as many as fit in the peer's memory. The
+    programme counts visits, and does not decide which peers exchange tokens. It also counts visits to sites, which
+    cover at most as many layers as fit in the memories of the site's peers together. `share` is a span's part of the
+    work of a token:
 
-        v_jc       visits/s of peer or site j that hold all layers, begin with the first, end with the last, or neither
+        v_jc       visits/s to peer or site j that cover all layers, begin with the first, end with the last, or neither
         work_jc    tokens/s that peer j computes in them;  work_jc <= v_jc * the largest share that fits in its memory
         sum_c work_jc <= speed_j;   hidden * sum_c crossings_c * v_jc <= access_j, or what gossip leaves site j
         sum of the work of a site's peers <= sum_c v_jc * the largest share that fits in the site
@@ -65,7 +68,8 @@ def throughput_bound(costs: LayerCosts, reach_NL: Ints) -> float:
         np.concatenate([np.ravel(np.broadcast_to(part[axis], part[1].shape)) for part in parts]) for axis in range(3)
     )
     limits = np.concatenate((np.zeros(at[1]), speed_N / scale, np.ones(peers), np.zeros(1 + sites), np.ones(sites)))
-    once = np.zeros((4, total + 1))  # a token begins in one peer and in one place, and ends in one
+    # Each token begins at one peer, and at one place: a site or a peer without a site. It ends at one of each, too.
+    once = np.zeros((4, total + 1))
     for row, places in enumerate((visits, np.concatenate((visits[outside], tours)))):
         once[2 * row, places[:, :2]] = once[2 * row + 1, places[:, ::2]] = 1.0
     once[:, total] = -1.0
@@ -76,7 +80,10 @@ def throughput_bound(costs: LayerCosts, reach_NL: Ints) -> float:
 
 
 def _largest_shares(share_L: Floats, reach_NL: Ints) -> Floats:
-    """Return the largest share of a token's work, (N, 4), that fits in each peer for each kind of visit."""
+    """Return the largest share of a token's work, (N, 4), that fits in each peer's memory, by kind of visit.
+
+    The kinds of visits are those of CROSSINGS.
+    """
     layers = len(share_L)
     before = np.concatenate(([0.0], np.cumsum(share_L)))
     largest_NL = before[reach_NL] - before[:layers]

@@ -13,7 +13,7 @@ LAYOUTS_TRIED = 20_000  # about this many partial layouts are tried for each num
 LEAST_LAYOUTS_KEPT = 16
 
 Reach = tuple[tuple[int, int], ...]
-"""For each layer: the span [first, last) that ends last, of those in a peer's memory that begin there or earlier."""
+"""For each layer: of the spans in a peer's memory that begin at this layer or before it, the one that ends last."""
 
 Layout = tuple[tuple[int, tuple[int, int]], ...]
 """The spans placed so far, which hold the model's first layers, each with the kind of its peer."""
@@ -49,7 +49,7 @@ def covering(costs: LayerCosts) -> Ints | None:
 
 
 def _by_reach(costs: LayerCosts) -> dict[Reach, list[int]]:
-    """Return the peers by what they can hold."""
+    """Return the peers' numbers, grouped by the spans that fit into their memories."""
     peers: dict[Reach, list[int]] = defaultdict(list)
     known: dict[bytes, Reach] = {}
     for peer, reach_L in enumerate(reaches(costs)):

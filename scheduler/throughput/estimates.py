@@ -1,17 +1,17 @@
 """Estimate the throughput of spans in microseconds, without a linear programme. Start reading at `Estimates.of`.
 
-Three estimates are made. A limit, which no flow exceeds, is the least of these, where t are tokens/s:
+Three estimates are made. The first is a limit, which no flow exceeds: the largest t, in tokens/s, that satisfies these:
 
     t * sum over layers of share_x <= sum of the speeds of the peers that hold any of them     for every set of layers
     t <= what the holders of a layer can receive, or compute after the layer before            for every layer but one
     t <= what the holders of a layer can send, or compute in the layer after                   for every layer but one
 
-The set of layers with the least t follows from Dinkelbach's method (1967): for a t, the best set is a shortest path
-over the layers, because a peer's layers are consecutive. The other estimates assume that tokens enter a peer at its
-first layer and leave it after its last: what the links and memories of each layer's holders carry, and what the holders
-supply if they also divide their time equally among their layers. A memory carries what fits in it of micro-batches of
-one sequence, each for as long as all later layers take on the same device, and as many links as stages follow
-(in_flight.py).
+The set of layers that limits t most is found by Dinkelbach's method (1967): for a given t, the best set is a shortest
+path over the layers, because a peer's layers are consecutive. The other estimates assume that tokens enter a peer at
+its first layer and leave it after its last. They are what the links and memories of each layer's holders carry, and
+what the holders supply if they also divide their time equally among their layers. What a memory carries follows from
+the number of micro-batches of one sequence that fit in it. Each of them is kept until all later layers are computed, on
+an equal device, and the links between the later stages are passed (in_flight.py).
 """
 
 from dataclasses import dataclass
@@ -28,22 +28,26 @@ from decentral.scheduler.throughput.in_flight import JOBS_S, WAITING, Flights
 from decentral.scheduler.throughput.layer_costs import LayerCosts
 from decentral.scheduler.topology.arrays import Floats, Ints
 
-STEPS = 20  # of Dinkelbach's method at most; it takes two or three
+STEPS = 20  # Dinkelbach's method ends after this many steps; it usually takes two or three
 
 
 @dataclass(frozen=True, eq=False)
 class Estimates:
-    """Estimates for the spans of one swarm."""
+    """The estimates of throughput for any spans of one swarm."""
 
     costs: LayerCosts
     flights: Flights | None = None  # None: do not count micro-batches in flight
 
     def of(self, spans_N2: Ints) -> tuple[float, float, Floats]:
-        """Return the limit, the lesser of it and of what links carry, and what each layer's holders supply, (L,)."""
+        """Return three estimates in tokens/s for these spans.
+
+        Returns:
+            The limit; what links and memories carry, but at most the limit; what each layer's holders supply, (L,).
+        """
         return _estimate(spans_N2, self._room, *self._arrays)
 
     def kept(self, peers_P: Ints, spans_P2: Ints) -> Floats:
-        """Return the tokens/s, (P,), of peers in these spans whose micro-batches in flight fit in their memory."""
+        """Return the highest tokens/s, (P,), at which peers with these spans can keep their micro-batches in memory."""
         return _kept_rates(self._room, self._arrays[0], peers_P, spans_P2)
 
     @cached_property
@@ -56,7 +60,7 @@ class Estimates:
 
     @cached_property
     def _arrays(self) -> tuple[Floats, ...]:
-        """Return what `_estimate` needs: sums over the layers before each layer, shares, speeds, links in tokens/s."""
+        """Return the arrays that `_estimate` takes as arguments, from `before_NL` to `link_NN`."""
         costs = self.costs
         share_L = costs.seconds_NL.min(axis=0) / costs.seconds_NL.min(axis=0).sum()
         return (
@@ -70,12 +74,12 @@ class Estimates:
 
 
 class _Room(NamedTuple):
-    """What decides how many micro-batches fit in the memory of each peer."""
+    """The figures that decide how many micro-batches fit in the memory of each peer."""
 
     context: int  # tokens in a sequence; 0: memory is no limit
     state_E: Floats  # bytes of all layers before each layer, [L + 1]
-    activation_E: Floats  # the same for the activations of a sequence
-    memory_N: Floats  # bytes
+    activation_E: Floats  # bytes of one sequence's activations in all layers before each layer, [L + 1]
+    memory_N: Floats  # bytes of each peer's memory
     link_s_N: Floats  # seconds to send a sequence over a typical link of each peer and get its gradient back
 
 
@@ -84,7 +88,7 @@ def _estimate(
     spans_N2: Ints, room: _Room, before_NL: Floats, share_L: Floats, speed_N: Floats, rate_N: Floats, gossip_L: Floats,
     link_NN: Floats,
 ) -> tuple[float, float, Floats]:  # fmt: skip
-    """Return `Estimates.of`.
+    """Return the three estimates of `Estimates.of`.
 
     Args:
         spans_N2: Each peer's layers [first, last); (0, 0) for a peer without layers.
@@ -92,13 +96,13 @@ def _estimate(
         before_NL: Seconds per token of all layers before each layer, [N, L + 1].
         share_L: Each layer's share of the work of a token.
         speed_N: tokens/s that each peer computes in all layers together, at most.
-        rate_N: tokens/s that each peer's links carry.
-        gossip_L: tokens/s by which gossip about all layers before each layer lowers that, [L + 1].
+        rate_N: tokens/s that each peer's links carry together.
+        gossip_L: tokens/s by which gossip about all layers before each layer lowers `rate_N`, [L + 1].
         link_NN: tokens/s that each link carries.
     """
     peers, layers = len(spans_N2), len(share_L)
     left_N = np.zeros(peers)
-    held_LL = np.zeros((layers, layers + 1))  # speed of the peers that hold a layer and begin before another
+    held_LL = np.zeros((layers, layers + 1))  # at [q, p]: speed of the peers that hold layer q and begin before p
     for j in range(peers):
         first, last = spans_N2[j, 0], spans_N2[j, 1]
         gossip = gossip_L[last] - gossip_L[first]
@@ -120,7 +124,7 @@ def _estimate(
                 into += min(link_NN[i, j], left_N[i])
             if spans_N2[i, 0] <= last < spans_N2[i, 1]:
                 out += min(link_NN[i, j], left_N[i])
-        access = left_N[j] / 2 if first > 0 and last < layers else left_N[j]  # a token that comes must leave
+        access = left_N[j] / 2 if first > 0 and last < layers else left_N[j]  # each token arrives and leaves
         into = min(into, access) if first > 0 else np.inf
         out = min(out, access) if last < layers else np.inf
         kept = _kept_rate(room, before_NL, j, first, last)
@@ -138,7 +142,7 @@ def _estimate(
 
 @compiled
 def _kept_rates(room: _Room, before_NL: Floats, peers_P: Ints, spans_P2: Ints) -> Floats:
-    """Return `Estimates.kept`."""
+    """Return the result of `Estimates.kept`."""
     rates = np.empty(len(peers_P))
     for at in range(len(peers_P)):
         rates[at] = _kept_rate(room, before_NL, peers_P[at], spans_P2[at, 0], spans_P2[at, 1])
@@ -147,7 +151,7 @@ def _kept_rates(room: _Room, before_NL: Floats, peers_P: Ints, spans_P2: Ints) -
 
 @inner
 def _kept_rate(room: _Room, before_NL: Floats, peer: int, first: int, last: int) -> float:
-    """Return the tokens/s with which a peer's micro-batches in flight fit in its memory; inf for the whole model."""
+    """Return the highest tokens/s at which a peer can keep its micro-batches in memory; inf for the whole model."""
     layers = before_NL.shape[1] - 1
     if not room.context or last - first in (0, layers):
         return np.inf
@@ -161,14 +165,16 @@ def _kept_rate(room: _Room, before_NL: Floats, peer: int, first: int, last: int)
 
 @inner
 def _scarcest(held_LL: Floats, share_L: Floats) -> float:
-    """Return the least ratio, over sets of layers, of the speed of all peers that hold any of them to their share.
+    """Return the lowest tokens/s to which any set of layers limits the swarm.
+
+    A set's limit is the speed of all peers that hold any of its layers, divided by its share of a token's work.
 
     Args:
         held_LL: The speed of the peers that hold layer q and begin before layer p, at [q, p].
         share_L: Each layer's share of the work of a token.
     """
     layers = len(share_L)
-    speed_L, work_L = np.empty(layers), np.empty(layers)  # of the best set whose last layer is this
+    speed_L, work_L = np.empty(layers), np.empty(layers)  # speed and share of the best set that ends with each layer
     limit = np.inf
     for layer in range(layers):
         limit = min(limit, held_LL[layer, layer + 1] / share_L[layer])

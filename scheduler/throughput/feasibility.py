@@ -18,14 +18,14 @@ from decentral.scheduler.topology.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """The greatest use of one kind of resource: the share of the resource, 1 if it is full, and whose it is."""
+    """The highest utilisation of one kind of resource: the used share, 1 if it is full, and the peer, link or site."""
 
     share: float
     whose: str
 
 
 def uses(plan: ThroughputPlan, topology: Topology, costs: LayerCosts) -> dict[str, Use]:
-    """Return the greatest use of "device", "memory", "uplink", "downlink", "link" and "shared link".
+    """Return the highest utilisation of any "device", "memory", "uplink", "downlink", "link" and "shared link".
 
     Args:
         plan: The plan, with its spans, micro-batches, routes and gossip partners.
@@ -44,7 +44,7 @@ def uses(plan: ThroughputPlan, topology: Topology, costs: LayerCosts) -> dict[st
         _check(plan, hops, costs.layers)
         for (name, first, last), seconds in zip(hops, _kept_s(plan, hops, topology, costs), strict=True):
             busy_N[index[name]] += rate * costs.seconds_NL[index[name], first:last].sum()
-            if len(hops) > 1:  # Little's law
+            if len(hops) > 1:  # by Little's law, the sequences kept at a time are their rate * the seconds of each
                 kept_N[index[name]] += rate * seconds * costs.activation_L[first:last].sum() / _context(plan)
         for (sender, _, _), (receiver, _, _) in itertools.pairwise(hops):
             sent_NN[index[sender], index[receiver]] += rate * costs.hidden_bytes  # activations
@@ -75,7 +75,7 @@ def uses(plan: ThroughputPlan, topology: Topology, costs: LayerCosts) -> dict[st
 
 
 def _context(plan: ThroughputPlan) -> int:
-    """Return the tokens in a sequence."""
+    """Return the number of tokens in a sequence."""
     return int(plan.planned_for["context"])
 
 

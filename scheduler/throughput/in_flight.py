@@ -35,8 +35,8 @@ from decentral.scheduler.topology.arrays import Floats, Ints
 
 WAITING = 1.0  # a micro-batch waits for a device this many times as long as it computes there
 JOBS_S = 0.003  # beside computing, a hop takes this long for the jobs of a micro-batch: two passes and a step
-LOST_SHARE = 0.02  # the largest micro-batch is planned that costs at most this share of the rate of single sequences
-TRIED_SHARE = 0.1  # larger micro-batches are not tried once a size costs more than this share
+LOST_SHARE = 0.02  # the largest micro-batches are planned whose throughput is at most this share below that of the best
+TRIED_SHARE = 0.1  # larger micro-batches are not tried once a size lowers the best throughput by more than this share
 SIZES = tuple(1 << power for power in range(7))  # sequences in a micro-batch, up to MOST_PLANNED_SEQUENCES
 Path = tuple[float, list[Hop]]
 """The tokens/s on a route, and its hops."""
@@ -44,16 +44,16 @@ Path = tuple[float, list[Hop]]
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """What micro-batches of a size cost the peers and links of their routes."""
+    """The time and memory that micro-batches of one size take at the peers and on the links of their routes."""
 
     costs: LayerCosts
-    delay_NN: Floats  # seconds in one direction
-    context: int  # tokens in a sequence
-    sequences: int  # in a micro-batch
+    delay_NN: Floats  # delay of each link in one direction, in seconds
+    context: int  # number of tokens in a sequence
+    sequences: int  # number of sequences in a micro-batch
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of a micro-batch."""
+        """Return the number of tokens in a micro-batch."""
         return self.sequences * self.context
 
     def passes_s(self, hop: Hop) -> float:
@@ -79,7 +79,7 @@ class Pipeline:
         return list(itertools.accumulate(reversed(each)))[::-1]
 
     def capacity(self, hop: Hop, held: tuple[int, int]) -> float:
-        """Return how many micro-batches of these layers a peer that holds the layers `held` can keep, at least 1."""
+        """Return how many micro-batches a peer can keep for this hop if it holds the layers `held`; at least 1."""
         (peer, first, last), costs = hop, self.costs
         free = float(costs.memory_N[peer] - costs.state_L[held[0] : held[1]].sum())
         each = self.sequences * float(costs.activation_L[first:last].sum())
@@ -118,18 +118,18 @@ class Pipeline:
 def with_steps(pipeline: Pipeline, paths: Sequence[Path], accumulate: int) -> Floats:
     """Return the tokens/s on each route with exact gradients, for which a step waits for all micro-batches in flight.
 
-    Of M micro-batches, each origin peer has as many in flight as its longest route has hops, and a step needs
-    `accumulate` of them to be back: M = accumulate + hops - 1. Each peer of the route pauses once for its own step: hop
-    h until its last micro-batch is back from the later hops, after kept_h seconds, and then until its origin peer
-    commits it, for which the gradient goes back over the earlier hops, about half of kept_0 - kept_h. The other
-    micro-batches follow each other as fast as without steps:
+    An origin peer has as many micro-batches in flight as its longest route has hops, and a step needs `accumulate` of
+    them to be back. So each step has M = accumulate + hops - 1 micro-batches. Each peer of the route pauses once for
+    its own step: hop h waits kept_h seconds until its last micro-batch is back from the later hops, and then until the
+    origin peer commits the micro-batch, while the gradient travels back over the earlier hops, for about half of
+    kept_0 - kept_h. The other micro-batches follow each other as fast as without steps:
 
         tokens/s = M * tokens / (sum over hops h of (kept_0 + kept_h) / 2 + (M - 1) * tokens / tokens/s without steps)
 
     Args:
         pipeline: The costs of a micro-batch.
         paths: The routes, with what they carry without steps.
-        accumulate: The least number of micro-batches in a step.
+        accumulate: The smallest number of micro-batches in a step.
     """
     rates = np.array([rate for rate, _ in paths])
     origins = np.array([hops[0][0] for _, hops in paths], dtype=np.int64)  # there may be no paths
@@ -147,12 +147,15 @@ def with_steps(pipeline: Pipeline, paths: Sequence[Path], accumulate: int) -> Fl
 
 
 def _pauses_s(kept_s: Sequence[float]) -> float:
-    """Return the seconds in which some hop of a route pauses for a step, if no two pauses overlap."""
+    """Return the sum of the seconds for which the hops of a route pause for their steps."""
     return sum(kept_s[0] + one for one in kept_s) / 2
 
 
 def accumulated(run: Config, sequences: int) -> int:
-    """Return the least micro-batches of so many sequences in a step that has all sequences of a step of the run."""
+    """Return how many micro-batches of `sequences` sequences have as many sequences as a step of the run, at least 1.
+
+    If `train.micro_batch` is "auto", the result is `train.accumulate`.
+    """
     whole, train = run.train.micro_batch, run.train
     return max(1, train.accumulate * whole // sequences) if isinstance(whole, int) else train.accumulate
 
@@ -162,7 +165,7 @@ class Carried:
     """What the routes of a flow carry: the costs of the best micro-batches, and each route's tokens/s and hops."""
 
     pipeline: Pipeline
-    paths: list[Path]  # without those that carry nothing
+    paths: list[Path]  # only routes that carry tokens
 
     @property
     def tokens_per_s(self) -> float:
@@ -177,19 +180,19 @@ class Carried:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flights:
-    """What decides, beside the costs of layers, how many micro-batches are in flight in a planned swarm."""
+    """The facts that, with the costs of layers, decide how many micro-batches a planned swarm has in flight."""
 
-    delay_NN: Floats  # seconds in one direction
+    delay_NN: Floats  # delay of each link in one direction, in seconds
     run: Config
 
     def of_peers(self, peers_G: Ints) -> Self:
-        """Return the same for a part of the swarm, the peers with these numbers."""
+        """Return a copy for a part of the swarm: the peers with these numbers."""
         return replace(self, delay_NN=self.delay_NN[np.ix_(peers_G, peers_G)])
 
     def usual_link_s(self, costs: LayerCosts) -> Floats:
         """Return the seconds, (N,), in which a sequence goes over a link of each peer, and its gradient comes back.
 
-        The link is the median of the peer's NEAREST fastest ones; 0 if it has none.
+        The result is the median over each peer's NEAREST fastest links; 0 for a peer without links.
         """
         pipeline = Pipeline(costs, self.delay_NN, self.run.model.context, 1)
         fastest_NM = np.argsort(-costs.link_NN, axis=1, kind="stable")[:, :NEAREST]
@@ -202,8 +205,8 @@ class Flights:
     def carried(self, costs: LayerCosts, paths: Sequence[Path], spans_N2: Ints) -> Carried:
         """Return what routes carry with the best micro-batches.
 
-        The micro-batches are the largest that cost at most LOST_SHARE of what the best size reaches, as devices are
-        slow with small ones. A size that loses more than TRIED_SHARE ends the trials.
+        The largest micro-batches are chosen whose throughput is at most LOST_SHARE below that of the best size, since
+        devices are slow with small micro-batches. A size that loses more than TRIED_SHARE ends the trials.
 
         Args:
             costs: What layers cost each peer.

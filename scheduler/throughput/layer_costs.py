@@ -23,7 +23,7 @@ from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 from decentral.scheduler.topology.topology import Topology, sites_of
 
 STATE_BYTES = 36.0  # device memory per parameter; the module's docstring has the sum
-FETCHED_BYTES = 4.0  # per parameter, a newcomer downloads its weights in fp32, but no moments
+FETCHED_BYTES = 4.0  # bytes per parameter that a newcomer downloads: the weights in fp32, but no moments
 SNAPSHOT_BYTES = 1.5  # bytes per parameter that a gossip exchange sends in each direction
 ROUND_S = 600.0  # a peer is assumed to pull the snapshots of its layers once in this time: the longest gossip window
 UTILISATION = 0.35  # share of peak FLOP/s that training reaches: 1 B parameters on an H200 (docs/results/gpu.md)
@@ -75,14 +75,14 @@ class LayerCosts:
         return float((1 / self.seconds_NL.sum(axis=1)).sum())
 
     def fits(self, peer: int, first: int, last: int) -> bool:
-        """Return whether layers [first, last) and the least micro-batches in flight fit in a peer's memory."""
+        """Return whether layers [first, last) and their `least_in_flight` micro-batches fit in a peer's memory."""
         return bool(span_bytes(self)[first, last] <= self.memory_N[peer])
 
     def least_in_flight(self, first: int, last: int) -> int:
-        """Return how many micro-batches of one sequence must fit beside layers [first, last): 1 for the whole model.
+        """Return how many micro-batches of one sequence must fit in memory beside layers [first, last).
 
-        Of a part, one is computed while another is at other peers. With so few, a device often waits: in_flight.py says
-        what it then carries.
+        The result is 1 for the whole model and 2 for a part, of which one is computed while the other is at other
+        peers. With only 2, a device often waits; in_flight.py computes the resulting throughput.
         """
         return 1 if last - first >= self.layers else 2
 
@@ -124,7 +124,7 @@ def reaches(costs: LayerCosts) -> Ints:
 
 @lru_cache(maxsize=COSTS_REMEMBERED)
 def span_bytes(costs: LayerCosts) -> Floats:
-    """Return the bytes of each span with its least micro-batches in flight, at [first, last]; 0 for no layers."""
+    """Return the bytes of each span with its `least_in_flight` micro-batches, at [first, last]; 0 for no layers."""
     bytes_EE = np.zeros((costs.layers + 1, costs.layers + 1))
     for first in range(costs.layers):
         for last in range(first + 1, costs.layers + 1):

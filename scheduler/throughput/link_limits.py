@@ -2,8 +2,9 @@
 
 Activations travel one way and gradients of the same size back, so a link carries as much in both directions, and its
 slower direction counts. A peer pulls the snapshots of its layers once in ROUND_S (layer_costs.py), and another peer
-pulls as much from it, but gossip is slowed down where it would use more than LINK_SHARE of a link. Links keep that
-much free: a peer's by its own layers, a site's and one between two peers by the whole model.
+pulls as much from it, but gossip is slowed down where it would use more than LINK_SHARE of a link. This much is
+subtracted: from a peer's rate for gossip about its own layers, and from the rate of a site or of a link between two
+peers for gossip about the whole model.
 """
 
 import numpy as np
@@ -21,7 +22,10 @@ def peer_left(costs: LayerCosts, holds_NL: Flags) -> Floats:
 
 
 def pair_left(costs: LayerCosts, peers_C: Ints) -> Floats:
-    """Return the bytes/s, (C, C), that gossip leaves free between two peers; inf: one end's rate limits the link."""
+    """Return the bytes/s, (C, C), that gossip leaves free between two peers.
+
+    The result is inf for a link that is as fast as its ends' own rates allow, since these rates limit it already.
+    """
     link_CC, rate_C = costs.link_NN[np.ix_(peers_C, peers_C)], costs.rate_N[peers_C]
     left_CC = link_CC - np.minimum(LINK_SHARE * link_CC, costs.snapshot_L.sum())
     return np.asarray(np.where(link_CC < (1 - SAME_RATE) * np.minimum.outer(rate_C, rate_C), left_CC, np.inf))
@@ -42,7 +46,7 @@ def download_s(costs: LayerCosts, before_NL: Flags, after_NL: Flags) -> float:
     fetched_NL = (after_NL & ~before_NL) * costs.fetched_L
     down_N = np.maximum(np.minimum(costs.rate_N, costs.link_NN.max(axis=1)), 1.0)
     up_N = np.maximum(np.minimum(costs.rate_N, costs.link_NN.sum(axis=1)), 1.0)
-    sent_NL = before_NL * (fetched_NL.sum(axis=0) / np.maximum(up_N @ before_NL, 1.0))  # in units of each peer's uplink
+    sent_NL = before_NL * (fetched_NL.sum(axis=0) / np.maximum(up_N @ before_NL, 1.0))  # seconds of each peer's uplink
     seconds = [*(fetched_NL.sum(axis=1) / down_N), *sent_NL.sum(axis=1)]
     for site, rate in enumerate(costs.site_rate_Z):
         inside = costs.site_N == site

@@ -1,4 +1,4 @@
-"""Compute the greatest flow of tokens through given spans and links (`maximum`), with the fewest bytes on links.
+"""Compute the maximum flow of tokens through given spans and links (`maximum`), with the fewest bytes on links.
 
 A peer that holds layer x computes a token in layer x; then the token stays in the peer or moves to another peer that
 holds layer x + 1. So spans may overlap, and a route may enter or leave a span at any layer (Helix, arXiv 2406.01566,
@@ -15,9 +15,9 @@ generalised from whole spans to parts of spans). The linear programme (HiGHS):
 
 Activations travel one way and gradients of the same size back. `left` are the bytes/s that gossip leaves
 (link_limits.py). To keep the programme small, interchangeable peers with the same span (peer_kinds.py) count as one
-peer, and transfers from or to a peer whose links are limited by access alone go through two pools: what such peers send
-to all, and what the others send to such peers. If all links are so, layers that the same peers hold count as one layer;
-else a route may relay tokens past a slow link by a layer computed on the way.
+peer; and transfers from or to peers whose links only their access limits (`access_limited`) go through two pools, one
+for what such peers send to all peers, one for what the others send to them. If access alone limits all links, layers
+with the same holders count as one layer. Otherwise a third peer may compute such a layer, to pass by a slow link.
 
 Planners solve this programme. Running peers often solve a smaller programme without links to weight their routes
 (routing.py). routes.py splits a flow into routes.
@@ -38,8 +38,8 @@ from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 
 FLOWS_REMEMBERED = 1024
 NEAREST = 8  # for each layer, only this many of a peer's fastest links enter the linear programme, to keep it small
-MOVE_COST = 1e-4  # price of moving a token/s over a fast link, in tokens/s of throughput; a slow link costs twice
-LEAST_LINK = 1e-7  # a link that carries less than this share of the flow's bound counts as none, as 0 for the solver
+MOVE_COST = 1e-4  # cost of moving a token/s over a fast link, in tokens/s of throughput; a slow link costs twice that
+LEAST_LINK = 1e-7  # a link that can carry at most this share of the flow's bound is left out: the solver takes it for 0
 MOST_SOLVING_S = 1e6  # a longer time limit is not passed to the solver
 # With more variables than this, interior points (and a crossover to a vertex) take a third of the simplex's time.
 LARGE_PROGRAMME = 5_000
@@ -50,7 +50,7 @@ Transfer = tuple[int, int, int, float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaxFlow:
-    """The greatest flow of tokens through given spans."""
+    """The maximum flow of tokens through given spans."""
 
     tokens_per_s: float
     computed_NL: Floats  # tokens/s that each peer computes in each layer (y)
@@ -72,7 +72,7 @@ class MaxFlow:
 
 
 def maximum(costs: LayerCosts, spans_N2: Ints, seconds: float = float("inf")) -> MaxFlow:
-    """Return the greatest flow through spans; a flow of 0 if the solver fails, or needs more than these seconds."""
+    """Return the maximum flow through spans; a flow of 0 if the solver fails, or needs more than `seconds`."""
     holds_NL = held(costs, spans_N2)
     speed_L = (holds_NL / costs.seconds_NL).sum(axis=0)
     scale = min(
@@ -129,13 +129,13 @@ def together(costs: LayerCosts, parts: Sequence[tuple[Ints, MaxFlow]]) -> MaxFlo
 
 @dataclass(slots=True)
 class FlowSolver:
-    """Computes flows with a cache, for searches that evaluate the same spans several times."""
+    """A cache of maximum flows through spans, for searches that evaluate the same spans several times."""
 
     costs: LayerCosts
     _known: dict[bytes, MaxFlow] = field(default_factory=dict)
 
     def maximum(self, spans_N2: Ints, seconds: float = float("inf")) -> MaxFlow:
-        """Return the greatest flow through spans, from the cache or by the function `maximum`."""
+        """Return the maximum flow through spans, from the cache or computed by the function `maximum`."""
         known = self._known.get(spans_N2.tobytes())
         if known is None:
             known = maximum(self.costs, spans_N2, seconds)
@@ -161,7 +161,7 @@ class _Groups:
     """The C groups of interchangeable peers with the same span, and the P parts of consecutive layers."""
 
     number_N: Ints  # each peer's group; -1: the peer holds no layer
-    first_C: Ints  # a peer of each group
+    first_C: Ints  # one peer of each group
     size_C: Ints
     cuts: Ints  # P + 1 layers: part p has the layers [cuts[p], cuts[p + 1])
     holds_CP: Flags
@@ -201,7 +201,7 @@ class _Rows:
         return self.height - count
 
     def add(self, rows: Ints, columns: Ints, values: Floats | float) -> None:
-        """Add values at these places."""
+        """Add a value at each of these pairs of row and column."""
         self.parts.append((rows, columns, np.broadcast_to(np.asarray(values, np.float64), rows.shape)))
 
     def matrix(self, width: int) -> csr_matrix:
@@ -211,7 +211,7 @@ class _Rows:
 
 
 class _Programme:
-    """The linear programme for given spans. A cut is a number from 1 to P - 1: the cut before part `cut`.
+    """The linear programme for given spans. Cut c, a number from 1 to P - 1, is the boundary before part c.
 
     Its columns, in order: y (group, part); k (group, cut); m (sender, receiver, cut), both groups; o and i
     (group, cut, pool), the tokens/s that groups send to a pool and receive from it; leave and enter (site, cut, pool),
@@ -255,7 +255,7 @@ class _Programme:
         self.zeros = np.zeros(self.balance.shape[0])
 
     def _carries(self, left: Floats) -> Flags:
-        """Return whether this many bytes/s are enough for a transfer that matters."""
+        """Return whether this many bytes/s can carry more than the share LEAST_LINK of the flow's bound."""
         return np.asarray(left > LEAST_LINK * self.scale * self.costs.hidden_bytes)
 
     def _detours(self, peers_C: Ints) -> Floats:
@@ -265,7 +265,7 @@ class _Programme:
         return np.asarray(1 + np.divide(slowest, link_CC, out=np.ones_like(link_CC), where=link_CC > 0))
 
     def _pairs(self) -> tuple[Ints, Ints, Ints]:
-        """Return the possible m as three arrays; if many enter a part, only each group's NEAREST fastest links."""
+        """Return sender, receiver and cut of each m; at a cut of many groups, use each one's NEAREST best links."""
         holds, left_CC = self.groups.holds_CP, self.pair_left_CC
         apart = ~(self.pooled_C[:, None] | self.pooled_C[None, :])
         np.fill_diagonal(apart, False)
@@ -286,7 +286,7 @@ class _Programme:
         return together[0], together[1], together[2]
 
     def _capacities(self) -> tuple[csr_matrix, Floats]:
-        """Return rows and upper bounds, each divided by its limit: groups' time, peers' links, sites' links, pairs."""
+        """Return the rows and upper bounds of all limits: groups' time, peers' links, sites' links, links of pairs."""
         costs, groups, rows = self.costs, self.groups, _Rows()
         size_C, load = groups.size_C.astype(np.float64), costs.hidden_bytes * self.scale
         before = np.concatenate((np.zeros((costs.peers, 1)), np.cumsum(costs.seconds_NL, axis=1)), axis=1)
@@ -319,7 +319,7 @@ class _Programme:
         return rows.matrix(self.width), np.concatenate(limits)
 
     def _balance(self) -> csr_matrix:
-        """Return rows that are 0: tokens enter = are computed = leave; and what the pools receive, they send."""
+        """Return the rows that must be 0: tokens enter a part, are computed and leave; pools send what they receive."""
         groups, rows = self.groups, _Rows()
         parts = groups.holds_CP.shape[1]
         row_in, row_out = np.full(groups.holds_CP.shape, -1), np.full(groups.holds_CP.shape, -1)
@@ -370,12 +370,12 @@ class _Programme:
             yield from ((i, j, layer, rate) for i, j, rate in self._from_pool(gives, takes, least))
 
     def _by_peer(self, rates: Floats, group: Ints, chosen: Flags, members: Sequence[list[int]]) -> dict[int, float]:
-        """Return the tokens/s of each peer, of the columns `chosen`; peers without any are left out."""
+        """Return each peer's equal part of its group's tokens/s in the columns `chosen`, without peers that have 0."""
         found = zip(group[chosen].tolist(), rates[chosen].tolist(), strict=True)
         return {peer: rate / len(members[one]) for one, rate in found if rate > 0 for peer in members[one]}
 
     def _between_groups(self, rates: Floats, members: Sequence[list[int]], least: float) -> Iterator[Transfer]:
-        """Yield the transfers between groups: with as few receivers a sender as the links between two peers allow."""
+        """Yield transfers between peers of two groups; a sender has as few receivers as links between peers allow."""
         found: dict[tuple[int, int], list[tuple[int, int, int, float]]] = {}
         for column in np.flatnonzero(rates[self.m] > least):
             i, j = int(self.sender_M[column]), int(self.receiver_M[column])
@@ -420,7 +420,7 @@ class _Programme:
 def _matched(
     gives: Sequence[tuple[int, float]], takes: Sequence[tuple[int, float]], least: float
 ) -> Iterator[tuple[int, int, float]]:
-    """Yield (giver, taker, amount) until one side has nothing left: fewer pairs than givers and takers together."""
+    """Match givers with takers in order, and yield (giver, taker, amount); amounts of at most `least` count as 0."""
     taking = iter(takes)
     taker, free = next(taking, (-1, 0.0))
     for giver, amount in gives:

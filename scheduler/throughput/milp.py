@@ -22,7 +22,7 @@ GAP = 1e-7  # share of the optimum by which the best spans may still fall short 
 
 
 def options(costs: LayerCosts) -> int:
-    """Return the number of binary choices: at most so many (peer, span) pairs fit in the peers' memory."""
+    """Return the number of binary variables: the (peer, span) pairs that may fit into the peers' memories."""
     return int((reaches(costs) - np.arange(costs.layers)).sum())
 
 
@@ -82,7 +82,7 @@ class _Model:
         self.integer = np.zeros(self.count)
         self.integer[: sizes[0]] = 1
         upper = np.ones(self.count)
-        upper[self.at[2] :: layers] = 0  # no k and no m into layer 0
+        upper[self.at[2] :: layers] = 0  # k and m for layer 0 are 0, since tokens begin there
         self.bounds = Bounds(0.0, upper)
         self._rows: list[tuple[dict[int, float], float, float]] = []
 

@@ -7,17 +7,18 @@ from decentral.scheduler.throughput.peer_kinds import anywhere
 from decentral.scheduler.throughput.rows import Supplies, in_rows_of_regions
 from decentral.scheduler.topology.arrays import Floats, Ints
 
-AMPLE_MEMORY = 1.25  # peers whose longest spans have this many times the model's layers together can hold the model
+AMPLE_MEMORY = 1.25  # peers can hold the model if their longest spans together have this many times the model's layers
 GROUP_PEERS = 40  # a region with more peers is divided into groups of about this many
 
 
 def groups(problem: Supplies, region_N: Ints) -> list[Ints]:
-    """Return the numbers of each group's peers: of as few regions as hold the model, joined by the fastest links.
+    """Return the groups, each as an array of peers' numbers.
 
-    Peers that can hold the whole model each are one group, as they need no links. So are other peers without a site
-    whose own access limits all their links, wherever they are. A large region is divided, unless its peers share a
-    link, which two groups would count twice. A group that cannot hold the model is joined to another. If only one group
-    is left, it may still be unable to hold the model.
+    Peers that can each hold the whole model are one group, as they need no links. The other peers without a site whose
+    own access limits all their links are one group too, wherever they are. The remaining peers are grouped by region. A
+    large region is divided, unless its peers share a link, which two groups would count twice. A group that cannot hold
+    the model is joined to another group with a fast link to it. If only one group is left, it may still be unable to
+    hold the model.
     """
     costs = problem.costs
     alone_N = problem.reach_NL[:, 0] == costs.layers
@@ -59,7 +60,7 @@ def _partner(weak: int, link_GG: Floats, size_G: Floats, weak_G: Ints) -> int:
 
 
 def _divided(problem: Supplies, region: Ints) -> list[Ints]:
-    """Return the peers of a region in groups of similar memory in all; in one group if they share a link."""
+    """Return the peers of a region in groups with about equal total memory; in one group if they share a link."""
     costs = problem.costs
     parts = 1 if costs.site_N[region[0]] >= 0 else -(-len(region) // GROUP_PEERS)
     parts = max(1, min(parts, int(_copies(problem, region) / AMPLE_MEMORY)))
@@ -68,13 +69,13 @@ def _divided(problem: Supplies, region: Ints) -> list[Ints]:
 
 
 def _copies(problem: Supplies, group: Ints) -> float:
-    """Return how many copies of the model's layers the longest spans of a group's peers have in all."""
+    """Return how many copies of the model's layers the longest spans of a group's peers have together."""
     layers = problem.costs.layers
     return float((problem.reach_NL[group] - np.arange(layers)).max(axis=1).sum()) / layers
 
 
 def _can_hold(problem: Supplies, region_N: Ints, group: Ints) -> bool:
-    """Return whether a group can hold the model: it has ample memory, or rows of its regions have all layers."""
+    """Return whether a group can hold the model: it has ample memory, or `in_rows_of_regions` places all layers."""
     copies = _copies(problem, group)
     if not 1 <= copies < AMPLE_MEMORY:
         return copies >= 1

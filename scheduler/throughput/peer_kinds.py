@@ -19,7 +19,7 @@ def kinds(costs: LayerCosts) -> Ints:
     """Return kind_N: peers with equal numbers have equal speeds, sites, rates, and links to all other peers."""
     kind_N = np.zeros(costs.peers, np.int64)
     sorted_NN = np.sort(costs.link_NN, axis=1)  # interchangeable peers have the same links in another order
-    alike: dict[tuple[int, float, bytes, bytes], list[int]] = {}  # equal by these -> the first peer of each kind
+    alike: dict[tuple[int, float, bytes, bytes], list[int]] = {}  # figures -> first peer of each kind that has them
     count = 0
     for peer in range(costs.peers):
         key = (

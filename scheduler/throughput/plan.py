@@ -26,7 +26,7 @@ from decentral.scheduler.topology.topology import Topology, regions_of
 RANDOM_DRAWS = 5  # the baseline is the best of this many random placements
 SEARCH_SHARE = 0.8  # share of the planning time for the search for spans
 GOSSIP_SHARE = 0.12  # share of the planning time for the choice of gossip partners; the baseline gets the rest
-STAY_MARGIN = 0.02  # peers keep their layers unless a plan promises more tokens/s by this share
+STAY_MARGIN = 0.02  # peers keep their layers unless a plan promises this share more tokens/s
 HEADROOM = 1e-6  # a plan promises this share less than the solver's flow, as the solver's numbers are rounded
 
 
@@ -40,14 +40,14 @@ def throughput_plan(
     utilisation: float = layer_costs.UTILISATION,
     now: Mapping[str, Sequence[int]] | None = None,
 ) -> ThroughputPlan:
-    """Return the plan with the greatest throughput that a solver finds within the budget.
+    """Return the plan with the highest throughput that a solver finds within the budget.
 
     Args:
         topology: The swarm's devices and links.
         config: The run's config, which describes the model.
         solver: A name in `solvers.THROUGHPUT_SOLVERS`.
         seed: Seed of all random choices.
-        budget: Limit of everything: the search for spans, that for gossip partners, and the baseline.
+        budget: Limit of all work together: the search for spans, the search for gossip partners, and the baseline.
         holders: Smallest number of peers that must hold each layer.
         utilisation: Share of the topology's FLOP/s that training reaches; 1 if the FLOP/s were measured in training.
         now: In a running swarm, the layers [first, last) that each peer holds. The peers keep these layers unless the
@@ -61,7 +61,7 @@ def throughput_plan(
     costs, bound = problem.costs, problem.bound()
     chosen = solvers.solved(problem, solver, seed, budget.part(SEARCH_SHARE).less(progress.seconds()))
     if not costs.valid(chosen):
-        raise UserError(f"--holders {holders}: found no plan where so many peers hold each layer; add memory or peers")
+        raise UserError(f"--holders {holders}: found no plan with this many holders of each layer; add memory or peers")
     chosen = _with_whole_models(problem, chosen, progress.left_s())
     held = np.minimum(np.array([(now or {}).get(name, (0, 0)) for name in topology.ids]), costs.layers)
     if stays := costs.valid(held) and _no_gain(problem, chosen, held, progress.left_s()):
@@ -113,8 +113,8 @@ def _with_routes(
 ) -> ThroughputPlan:
     """Return the plan with the routes through the spans `chosen`, what they use, their throughput, and a reason.
 
-    Routes carry less than the greatest flow where memory for micro-batches in flight is scarce, or where steps wait for
-    them.
+    Routes carry less than the maximum flow if memory for micro-batches in flight is scarce, or if steps wait for these
+    micro-batches.
     """
     found, costs = problem.flow(chosen), problem.costs
     spans = [(int(a), int(b)) for a, b in chosen]
@@ -177,12 +177,15 @@ def _with_whole_models(problem: FlowProblem, spans: Ints, seconds: float) -> Int
 
 
 def _no_gain(problem: FlowProblem, found: Ints, held: Ints, seconds: float) -> bool:
-    """Return whether the spans found reach less than STAY_MARGIN more than those held, evaluated in so many seconds."""
+    """Return whether the spans `found` reach at most STAY_MARGIN more tokens/s than the spans `held`.
+
+    `seconds` limits the time to evaluate the spans `held`; if it takes longer, the result is False.
+    """
     return problem.evaluate(found).value <= problem.evaluate(held, seconds).value * (1 + STAY_MARGIN)
 
 
 def _micro_batches(topology: Topology, carried: in_flight.Carried, spans: Sequence[tuple[int, int]]) -> dict[str, int]:
-    """Return the sequences in each peer's micro-batch: those of the routes or, for a lone peer, as many as fit."""
+    """Return the number of sequences in each peer's micro-batch: that of routes or, for a lone peer, what fits."""
     routed, pipeline = carried.routed, carried.pipeline
     return {
         topology.ids[peer]: pipeline.sequences if peer in routed else pipeline.costs.sequences(peer, first, last)
@@ -209,7 +212,7 @@ def _routes(topology: Topology, paths: Sequence[in_flight.Path]) -> list[JsonObj
 
 
 def _reason(plan: ThroughputPlan, costs: LayerCosts, chosen: Ints, found: max_flow.MaxFlow) -> str:
-    """Return a paragraph for the user: the plan's throughput, for which model, and what power stays idle."""
+    """Return a paragraph for the user: the plan's throughput, for which model, and how much computing power is idle."""
     rate, bound = plan.throughput["tokens_per_s"], plan.throughput["bound"]
     whole = int(((chosen[:, 1] - chosen[:, 0]) == costs.layers).sum())
     speed = 1 / costs.seconds_NL.sum(axis=1)
@@ -234,6 +237,6 @@ def _reason(plan: ThroughputPlan, costs: LayerCosts, chosen: Ints, found: max_fl
 
 
 def _most_used(used: Mapping[str, feasibility.Use]) -> str:
-    """Return a sentence with the greatest use of each kind of resource."""
+    """Return a sentence with the highest utilisation of each kind of resource."""
     shown = [f"{kind} {use.share:.1%} ({use.whose})" for kind, use in used.items() if use.share > 0]
     return f" Greatest use: {', '.join(shown)}."

@@ -6,7 +6,7 @@ import numpy as np
 
 from decentral.scheduler.throughput.max_flow import MaxFlow
 
-ROUNDING_SHARE = 1e-9  # of the tokens: less than this is a rounding error of the solver
+ROUNDING_SHARE = 1e-9  # a flow of less than this share of all tokens is a rounding error of the solver
 
 Hop = tuple[int, int, int]
 """(peer, first, last): the peer computes the layers [first, last)."""

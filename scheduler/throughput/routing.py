@@ -123,7 +123,7 @@ def useful_speeds(
 def _shares(
     cuts: Sequence[Fragment], speed: Mapping[Span, float], shapes: Mapping[Span, Shape] | None
 ) -> dict[Span, tuple[float, ...]]:
-    """Return, for each span, the share of a token's time that each fragment of the model takes there."""
+    """Return, for each span, the share of a token's time that each fragment of the model takes on the span's peers."""
     usual = shape_of(tuple(cuts))
     return {span: shares_of(tuple(cuts), (shapes or {}).get(span, usual)) for span in speed}
 

@@ -18,7 +18,7 @@ from decentral.scheduler.topology.arrays import Floats, Ints
 
 
 class Supplies(Protocol):
-    """Interface of a swarm as the search for rows sees it; implemented by `FlowProblem` (span_search.py)."""
+    """The part of a search problem's interface that rows need; `FlowProblem` (span_search.py) implements it."""
 
     @property
     def costs(self) -> LayerCosts:
@@ -124,7 +124,10 @@ def _dealt(problem: Supplies, peers_G: Ints, row: list[int], segments: Ints, spa
 
 
 def shared(amount: float, most_R: Floats, weight_R: Floats) -> Floats:
-    """Return shares of an amount in proportion to the weights, none above its limit; all limits if they are too low."""
+    """Divide `amount` in proportion to `weight_R`, so that no share exceeds its limit in `most_R`.
+
+    If the limits together are below `amount`, return the limits.
+    """
     if most_R.sum() <= amount:
         return most_R
     share_R, free = np.zeros(len(most_R)), np.ones(len(most_R), np.bool_)

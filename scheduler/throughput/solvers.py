@@ -15,7 +15,7 @@ from decentral.scheduler.throughput.span_search import FlowProblem
 from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 
-EXACT_OPTIONS = 2_000  # with more pairs of peer and span, `exact` refuses
+EXACT_OPTIONS = 2_000  # `exact` refuses a swarm with more pairs of peer and span than this
 
 Solver = Callable[[FlowProblem, SearchBudget, np.random.Generator], Ints]
 """A solver (problem, budget, rng) -> spans_N2."""
@@ -78,7 +78,7 @@ def solver_records(problem: FlowProblem, seed: int, seconds: float, clock: Calla
     found: dict[str, Record] = {}
     for name in THROUGHPUT_SOLVERS:
         begin, record = clock(), Record()
-        fresh = FlowProblem(problem.costs, problem.region_N, problem.flights)  # it remembers nothing
+        fresh = FlowProblem(problem.costs, problem.region_N, problem.flights)  # without flows that other solvers cached
 
         def note(_fraction: float, best: float, record: Record = record, begin: float = begin) -> None:
             if np.isfinite(best) and (not record or -best > record[-1][1]):

@@ -1,4 +1,4 @@
-"""Search for the spans (each peer's layers) with the greatest throughput. Start reading at `search`.
+"""Search for the spans (each peer's layers) with the highest throughput. Start reading at `search`.
 
 The searches themselves are in scheduler/spans; `FlowProblem` tells them what spans cost and reach. They start from the
 whole model on each peer whose memory is large enough, and from rows (rows.py) and a chain of peers in each group of
@@ -36,12 +36,12 @@ from decentral.scheduler.topology.arrays import Floats, Ints
 from decentral.scheduler.topology.search_budget import SearchBudget, SearchProgress
 
 SMALL_SWARM = 250  # with at most this many pairs of peer and span, the exact solver follows the search
-SMALL_IN_ROUNDS = 150  # the same where the budget is in rounds; larger swarms take the solver seconds
-EXACT_NODES = 5  # limit of the exact solver's branches where the budget is in rounds
-LINKED_CHAINS = 4  # number of chains along the fastest links, for each way to group the peers
+SMALL_IN_ROUNDS = 150  # the same limit if the budget is in rounds; the exact solver needs seconds for larger swarms
+EXACT_NODES = 5  # if the budget is in rounds, the exact solver visits at most this many branch-and-bound nodes
+LINKED_CHAINS = 4  # for each way to group the peers, this many starts are chains along the fastest links
 DRAWS = 12  # number of random starts in a swarm of at most 16 peers; larger swarms get 2
 MOST_AT_ONCE = 64  # with more peers, groups of regions are searched one by one
-GROUPS_SHARE = 0.5  # share of the seconds for the groups of a large swarm; the flow between them may take the others
+GROUPS_SHARE = 0.5  # a large swarm's groups are searched for this share of the seconds; the rest is for the joint flow
 LEAST = 1e-6  # share of the bound that a layer without holders supplies in the guide, which needs numbers above 0
 
 
@@ -63,9 +63,9 @@ class FlowProblem:
         return float(self.supplies(np.array([peer]), np.array([[first, last]]))[0])
 
     def evaluate(self, spans_N2: Ints, seconds: float = float("inf")) -> SpanValue:
-        """Return what the greatest flow through the spans carries, and who waits for which layers.
+        """Return the throughput of the spans, by their maximum flow, and which peers are idle and which layers scarce.
 
-        The value is 0 if the flow takes more seconds.
+        The throughput is 0 if computing the flow takes longer than `seconds`.
         """
         flow = self.flow(spans_N2, seconds)
         return SpanValue(self.reached(spans_N2, flow), flow.idle_N, flow.price_L)
@@ -87,7 +87,7 @@ class FlowProblem:
         return found
 
     def flow(self, spans_N2: Ints, seconds: float = float("inf")) -> MaxFlow:
-        """Return the greatest flow through the spans that is known, or is found in so many seconds."""
+        """Return the maximum flow through the spans, cached or computed; a flow of 0 if it takes over `seconds`."""
         return self._flows.maximum(spans_N2, seconds)
 
     def keep(self, spans_N2: Ints, flow: MaxFlow) -> None:
@@ -116,7 +116,7 @@ class FlowProblem:
         return self._bound
 
     def starts(self, rng: np.random.Generator) -> list[Ints]:
-        """Return chains and rows for each way to group the peers, and random spans.
+        """Return the first spans of a search: `chains` and rows (rows.py) for each of `groupings`, and random spans.
 
         In a large swarm, rows come first, as their flows take less time.
         """
@@ -153,7 +153,7 @@ class FlowProblem:
 
     @cached_property
     def _crossings(self) -> Floats:
-        """Return the transfers/s that each peer's links carry, [N]."""
+        """Return how many tokens' activations each peer's links can carry per second, [N]."""
         return bound.access(self.costs) / self.costs.hidden_bytes
 
     def supplies(self, peers_P: Ints, spans_P2: Ints) -> Floats:
@@ -172,7 +172,7 @@ def search(
     first: Ints | None = None,
     solver: str = "genetic",
 ) -> Ints:
-    """Return the spans_N2 with the greatest throughput that a search finds within the budget.
+    """Return the spans_N2 with the highest throughput that a search finds within the budget.
 
     Args:
         problem: What spans may be held, and what they reach.
@@ -203,8 +203,8 @@ def _search_by_groups(
 ) -> Ints:
     """Return spans_N2 of a large swarm: each group of peers holds the whole model, and is searched by itself.
 
-    The groups' flows together are a flow of the swarm, so that no linear programme of all peers is needed. One for the
-    transfers between groups follows if the budget has the seconds.
+    The groups' flows together are a flow of the swarm, so that no linear programme of all peers is needed. If the
+    budget has the time, such a programme is solved at the end, since transfers between groups may raise the flow.
     """
     progress, costs = SearchProgress(budget, np.inf), problem.costs
     spans_N2, flows = np.zeros((costs.peers, 2), np.int64), list[tuple[Ints, MaxFlow]]()

@@ -40,7 +40,7 @@ class SyncPlan(Plan):
     stages: list[list[str]]  # peer ids of each stage
     pipelines: list[list[str]]  # peer ids of each pipeline, one for each stage
     left_out: dict[str, str]  # id of each peer without a stage -> why
-    degrees: dict[str, float]  # "stages x replicas" -> seconds of its best step, of each pair that was tried
+    degrees: dict[str, float]  # for each pair that was tried: "stages x replicas" -> seconds of the pair's best step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +52,8 @@ class ThroughputPlan(Plan):
     planned_for: JsonObject  # name, parameters and layers of the model, and the utilisation of the peers' FLOP/s
     spans: dict[str, list[int]]  # peer id -> [first, last): its layers
     micro_batches: dict[str, int]  # peer id -> sequences in one micro-batch
-    accumulate: int = 1  # least micro-batches in a routed peer's step, so that steps are as large as the run's
-    in_flight: dict[str, int] = field(default_factory=dict)  # peer id -> micro-batches of routes that its memory holds
+    accumulate: int = 1  # minimum number of micro-batches in a routed peer's step, to reach the run's tokens per step
+    in_flight: dict[str, int] = field(default_factory=dict)  # peer id -> number of routed micro-batches that fit in it
     routes: list[JsonObject]  # each has its `share` of the tokens and its `hops`: peer id, first layer, end
     gossip: JsonObject  # result of Partners.to_json (scheduler/partners/mixing.py)
-    use: dict[str, float]  # greatest share used: of any device, memory, uplink, downlink, link, and shared link
+    use: dict[str, float]  # highest utilisation, 0 to 1, of any device, memory, uplink, downlink, link, and shared link

@@ -53,11 +53,11 @@ class SearchProgress:
         return self.budget.clock() - self._start
 
     def left_s(self) -> float:
-        """Return the seconds of the budget that are left; 0 at least."""
+        """Return the seconds of the budget that are left; at least 0."""
         return max(0.0, self.budget.seconds - self.seconds())
 
     def used(self) -> float:
-        """Return the used share of the budget, of its seconds or of its rounds."""
+        """Return the used share of the budget: of its seconds or of its rounds, whichever is larger."""
         return max(self.seconds() / self.budget.seconds, self.rounds / self.budget.rounds)
 
     def goes_on(self, ahead_s: float = 0.0) -> bool:

@@ -191,7 +191,7 @@ def topology_from_profiles(
             numbers as 0, and names as "unknown".
         links: (from, to) -> (one-way delay in seconds, bytes/s) of the measured links. Any other link gets the sum of
             both peers' latencies, and the lesser of the sender's `up` and the receiver's `down`.
-        costs: Peer id -> what a layer of each kind costs it.
+        costs: Peer id -> measured costs of the embedding, of a block and of the head on the peer's device.
 
     Raises:
         UserError: If there are fewer than two peers.

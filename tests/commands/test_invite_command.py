@@ -15,7 +15,7 @@ import pytest
 
 from decentral.comm.net.libp2p import Libp2p
 from decentral.comm.wire.codec import Envelope
-from decentral.comm.wire.invitations import FOR_EVER, KEY_BYTES, MOST_REVOKED, Permission
+from decentral.comm.wire.invitations import FOR_EVER, KEY_BYTES, MAX_HOLDER_CHARS, MOST_REVOKED, Permission
 from decentral.comm.wire.messages import Welcome
 from decentral.comm.wire.transport import Answer
 from decentral.commands import generate, invite, plan
@@ -24,7 +24,7 @@ from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
 from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup import invitation_files
-from decentral.peers.startup.invitation_files import FounderFile, read_holding
+from decentral.peers.startup.invitation_files import MOST_INVITED, FounderFile, read_holding
 from decentral.peers.startup.visit import say_hello
 from tests.comm.wire.invited import founder
 from tests.commands.peer_processes import TINY, Peers, exchanged
@@ -221,6 +221,18 @@ def test_a_list_that_nobody_would_take_is_not_signed(begun: Path) -> None:
         with pytest.raises(UserError, match="list of revocations is full"):
             ours.revoke(full, 0.0)
         assert ours.number == 0
+
+
+def test_a_founder_can_still_read_and_revoke_the_longest_file_of_invitations(begun: Path) -> None:
+    with FounderFile.open(begun) as ours:
+        first = ours.invite("\U0001f427" * MAX_HOLDER_CHARS, FOR_EVER, Permission.TRAIN).invitation.id
+        ours.invited += [{**ours.invited[0], "id": number.to_bytes(8).hex()} for number in range(1, MOST_INVITED)]
+        ours.revoked = frozenset(number.to_bytes(8) for number in range(1, MOST_REVOKED))
+        ours.save()
+        with pytest.raises(UserError, match="10000 invitations"):
+            ours.invite("ann", FOR_EVER, Permission.TRAIN)
+    with FounderFile.open(begun) as again:
+        assert first in again.revoke(first, 0.0).ids
 
 
 def test_a_restart_remembers_what_was_revoked(begun: Path) -> None:

@@ -4,7 +4,9 @@ The test is the training thread. Nothing here sleeps: a thread that waits is wai
 reached where something is broken.
 """
 
+import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -88,6 +90,17 @@ def token_of(one: jobs.Job | jobs.Outcome) -> int:
 def job(name: str) -> jobs.Job:
     """A job of no fragment, by its letter."""
     return jobs.Draw(ord(name) - ord("a"), 0)
+
+
+def do_all(threads: JobThreads) -> None:
+    """Finish all jobs, on this thread and a worker thread."""
+    threads.submit(jobs.Finish())
+    worker = threading.Thread(target=threads.work_beside, daemon=True)
+    worker.start()
+    while not threads.done:
+        if (task := threads.at_edge(wait=True)) is not None:
+            threads.do_at_edge(task)
+    worker.join(LIMIT_S)
 
 
 def breaks() -> None:
@@ -251,16 +264,24 @@ def test_an_error_that_a_peer_can_go_on_after_is_an_outcome_whatever_the_phase(
     threads = JobThreads(program, Compute(setup_of())._failure_of)
     threads.report = outcomes.append
     threads.submit(jobs.Save())
-    threads.submit(jobs.Finish())
-    worker = threading.Thread(target=threads.work_beside, daemon=True)
-    worker.start()
-    while not threads.done:
-        if (task := threads.at_edge(wait=True)) is not None:
-            threads.do_at_edge(task)
-    worker.join(LIMIT_S)
+    do_all(threads)
     (failed,) = outcomes
     assert isinstance(failed, jobs.SaveFailed)
     assert reason in failed.reason
+
+
+def test_a_job_costs_no_time_in_which_the_machine_ran_other_processes(
+    setup_of: Callable[..., ComputeSetup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "perf_counter", itertools.count(step=3600.0).__next__)  # an hour passes at each reading
+    compute = Compute(setup_of())
+    outcomes: list[jobs.Outcome] = []
+    compute.threads.report = outcomes.append
+    compute.submit(jobs.CloseWindow(0, 1))
+    do_all(compute.threads)
+    (closed,) = outcomes
+    assert isinstance(closed, jobs.WindowClosed)
+    assert 0 < closed.cost_s < 3600
 
 
 # What time is spent on

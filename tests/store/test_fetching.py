@@ -76,7 +76,7 @@ def test_a_model_is_no_checkpoint(tmp_path: Path) -> None:
 def test_of_several_models_one_must_be_named(tmp_path: Path) -> None:
     for number in (1, 2):
         pushed(model_folder(tmp_path / f"model-{number}", bytes([number])), tmp_path / "place")
-    assert "it has 2 models; name one, such as .../model-" in refusal(tmp_path / "place", "model")
+    assert "the place has 2 models; name one, such as .../model-" in refusal(tmp_path / "place", "model")
 
 
 def test_what_was_downloaded_is_not_downloaded_again(place: Path) -> None:

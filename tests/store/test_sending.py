@@ -157,7 +157,7 @@ def with_pipe(folder: Path) -> None:
             "damaged run.json or checkpoint",
         ),
         (with_pipe, "cannot be read"),
-        (of_a_run_elsewhere, "its run has no name that a folder could have"),
+        (of_a_run_elsewhere, "the id of its run cannot be the name of a folder"),
     ],
 )
 def test_a_folder_that_cannot_be_uploaded_is_refused_in_one_line(tmp_path: Path, make: object, said: str) -> None:

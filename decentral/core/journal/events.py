@@ -15,7 +15,7 @@ from decentral.core.plain_text import plain_text
 from decentral.core.units import plural
 
 TOLD_CHARS = 300  # people are shown at most this many characters of a reason
-REPEAT_S = 60.0  # a lasting trouble gets another `error` line at this interval, as readers take old lines for past ones
+REPEAT_S = 60.0  # while an error lasts, its line is repeated at this interval, as readers believe an old error is over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class PeerFacts:
     region: kind.Word
     first: kind.Layer
     last: kind.Layer
-    name: kind.Word = ""  # what its user calls the peer
+    name: kind.Word = ""  # the name that the user gave the peer with --name
     stop_after: kind.Word = ""  # the amount of --stop-after, such as `90s`; "" without a goal
 
 
@@ -115,10 +115,10 @@ class UploadLine:
     """Event: the upload of a checkpoint to the place of `train.upload` has succeeded or failed."""
 
     outcome: kind.Outcome
-    name: kind.Word = ""  # of the upload in its place; the place itself is not told
+    name: kind.Word = ""  # folder of the upload at its destination; journals do not contain the destination itself
     step: kind.Count  # learning-rate step of the checkpoint
     bytes: kind.Count
-    sent_bytes: kind.Count  # without what was there already
+    sent_bytes: kind.Count  # bytes that were sent; files that the destination already has are not sent again
     seconds: kind.Number
     reason: kind.Text = ""  # why the upload failed
 
@@ -159,7 +159,7 @@ class BehindLine:
 class CountedLine:
     """Event: an optimizer step used the gradients of the stage executions in `of`."""
 
-    of: tuple[kind.CountedExecution, ...]  # (origin peer, number of its micro-batch, first layer, end layer) of each
+    of: tuple[kind.CountedExecution, ...]
     round: kind.MaybeCount = None  # number of the synchronous round; None in asynchronous training
 
 
@@ -167,7 +167,7 @@ class CountedLine:
 class UncountedLine:
     """Event: the gradients of the stage executions in `of` were discarded."""
 
-    of: tuple[kind.CountedExecution, ...]  # (origin peer, number of its micro-batch, first layer, end layer) of each
+    of: tuple[kind.CountedExecution, ...]
     void: kind.Count  # number of executions in `of` that were aborted
     reason: kind.Text = ""  # `nan` if the sum of the gradients was not finite
     round: kind.MaybeCount = None  # number of the synchronous round; None in asynchronous training
@@ -219,7 +219,7 @@ class HeldLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanLine:
-    """Event: a plan was adopted."""
+    """Event: this peer adopted a plan that says which peer holds which layers."""
 
     digest: kind.Word
     cost: kind.Number  # throughput that this peer expects from the plan, tokens/s
@@ -241,7 +241,7 @@ class MoveLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyLine:
-    """Event: a copy of a fragment that only one peer holds is on this peer's disk, or has failed."""
+    """Event: this peer copied to its own disk a fragment that only one other peer holds, or failed to do so."""
 
     fragment: kind.Count
     outcome: kind.Outcome
@@ -266,7 +266,7 @@ class StatusLine:
     first: kind.Layer
     last: kind.Layer
     window_s: kind.Number
-    bound: kind.Word  # name of the bottleneck for which this peer makes its windows longer than the config says
+    bound: kind.Word  # what makes windows longer than the config says: `link`, `cores` or `swarm`; "" if nothing does
     mfu: kind.MaybeNumber  # model FLOPs utilisation: share of the device's measured FLOP/s that training uses
     links: kind.MeasuredLinks  # the eight links that were measured last
 
@@ -305,7 +305,7 @@ class GoodbyeLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatementLine:
-    """Event: a signed record, of this peer or another one, for the ledger of contributions."""
+    """Event: the peer keeps a signed record of itself or of another peer, from which contributions are computed."""
 
     peer: kind.Peer
     key: kind.Word  # the DHT key that the signature covers
@@ -362,7 +362,7 @@ class LostLine:
 class HookLine:
     """Event: messages to `--on-event` or `--webhook` were not delivered; totals since the process started."""
 
-    hook: kind.Word  # the flag
+    hook: kind.Word  # the flag of the hook: `--on-event` or `--webhook`
     delivered: kind.Count
     failed: kind.Count
     dropped: kind.Count  # messages for which the queue had no room

@@ -45,7 +45,7 @@ CountByName = Annotated[Mapping[GivenWord, GivenCount], Field(default={})]
 
 
 class CountedExecution(NamedTuple):
-    """A stage execution: micro-batch `number` of the peer `origin`, executed in layers [first, last)."""
+    """A stage execution: micro-batch `number` of the peer `origin`, with `tokens` tokens, in layers [first, last)."""
 
     origin: GivenWord
     number: GivenCount

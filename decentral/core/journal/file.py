@@ -27,7 +27,7 @@ from decentral.core.units import MiB
 JOURNAL_FILE_BYTES = 32 * MiB  # a file of this size is full; a peer with few partners fills one in a few days
 MOST_READ_BYTES = 4 * JOURNAL_FILE_BYTES  # readers refuse a larger file, which no peer has written
 LONGEST_LINE_BYTES = 4 * MiB  # readers skip longer lines; the longest lines that peers write are much shorter
-JOURNAL_FILES_KEPT = 8
+JOURNAL_FILES_KEPT = 8  # beside the current file, this many full files are kept; older files are deleted
 PASSING = (ENOSPC, EDQUOT, EMFILE, ENFILE)  # errors that may pass: a full disk or quota, too many open files
 
 
@@ -72,7 +72,7 @@ class Journal:
 
     @property
     def trouble(self) -> str:
-        """A line with the disk's error and the number of lines lost to it so far; "" if the last line was stored."""
+        """A sentence with the disk's error and the number of lines lost so far; "" if the disk stored the last line."""
         return f"the journal cannot be written ({self.reason}); lines lost so far: {self.lost}" if self.lost else ""
 
     def write(self, event: JournalEvent) -> None:
@@ -184,7 +184,7 @@ class Tail:
     def __init__(self, path: Path) -> None:
         """Start at the journal's oldest line. The journal need not exist yet."""
         self.path = path
-        self._number = 0  # N of the file being read: journal-N.jsonl, or journal.jsonl before its renaming
+        self._number = 0  # N of the file being read, journal-N.jsonl; for journal.jsonl, the N of its later name
         self._offset = 0
 
     def skip(self) -> None:
@@ -275,7 +275,7 @@ def _opened(path: Path) -> Iterator[tuple[int, IO[bytes]]]:
 
 
 def _readable(path: Path) -> IO[bytes]:
-    """Open a file of a journal. Raises UserError if it cannot be read, except FileNotFoundError if it is missing."""
+    """Open a file of a journal. Raises FileNotFoundError if the file is missing, UserError if it cannot be read."""
     try:
         return foreign_file.opened(path, MOST_READ_BYTES)
     except FileNotFoundError:

@@ -72,7 +72,7 @@ class LineForms(Generic[EventT]):
 
 
 def _defaults(kind: Any) -> list[tuple[str, object]]:
-    """Return (name, default) of each field. MISSING, which equals no value, stands for no default."""
+    """Return (name, default) of each field; a field without a default has MISSING, which is equal to no value."""
     return [(one.name, one.default) for one in fields(kind)]
 
 

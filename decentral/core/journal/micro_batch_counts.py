@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from decentral.core.journal import events
 from decentral.core.journal.lines import Recorded
 
-# After a process was killed, this many of its last `counted` lines may lack an `applied` line; > config.SEALED_SUMS.
+# After a process was killed, this many of its last `counted` lines may lack an `applied` line. The number must be above
+# config.SEALED_SUMS.
 NOT_TAKEN_YET = 8
 
 Span = tuple[int, int]
@@ -31,11 +32,11 @@ MicroBatch = tuple[str, int]
 class CountAudit:
     """How many micro-batches counted in all layers, in only some layers, or twice in a layer."""
 
-    everywhere: int  # micro-batches that counted in all layers
-    in_part: int  # micro-batches that counted in only some layers
+    everywhere: int  # number of micro-batches that counted in all layers
+    in_part: int  # number of micro-batches that counted in only some layers
     twice: tuple[MicroBatch, ...]  # micro-batches that some layer counted twice
-    dropped: int
-    tokens: int  # tokens of the micro-batches that counted in all layers
+    dropped: int  # number of stage executions whose gradients were discarded
+    tokens: int  # number of tokens in the micro-batches that counted in all layers
     unapplied: int = 0  # counted tokens that no step used: the maximum over layers, summed over processes
 
     @property
@@ -82,7 +83,7 @@ class LifeClaims:
 
     counted: Counter[int] = field(default_factory=Counter)
     applied: Counter[int] = field(default_factory=Counter)
-    tells: bool = False  # whether the journal has `applied` lines, which older versions did not write
+    tells: bool = False  # whether an `applied` line has come; older versions wrote none, and then nothing is compared
     _last: deque[events.CountedLine] = field(default_factory=lambda: deque(maxlen=NOT_TAKEN_YET))
 
     def take(self, event: events.JournalEvent | None) -> None:
@@ -136,5 +137,5 @@ def overlap(spans: Sequence[Span]) -> bool:
 
 
 def covered(spans: Sequence[Span]) -> int:
-    """Return the number of layers in spans [first, last) that do not overlap."""
+    """Return the number of layers in the spans [first, last), which must not overlap."""
     return sum(last - first for first, last in spans)

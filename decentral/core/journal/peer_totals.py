@@ -18,7 +18,7 @@ from decentral.core.time_spent import NO_TIME, TimeSpent
 from decentral.core.units import Seconds
 
 MOST_LIVES = 200  # at most this many runs of a peer's process are listed; the oldest are merged, to bound the memory
-# These values stand in until a `started` or `continued` line is read.
+# The facts about a peer before a `started` or `continued` line of its journal has been read.
 NO_FACTS = events.PeerFacts(
     peer=PeerId(""), run=RunId(""), addresses=(), device="", throttle=1.0, kernels="", region="", first=0, last=0
 )

@@ -41,11 +41,13 @@ from decentral.sim.network.virtual_network import OpenQuestion
 from decentral.sim.simulated_peer import SimulatedPeer
 from decentral.sim.swarm import SimulatedSwarm
 
-MOST_OWN_REQUESTS = 64  # a peer may have this many unanswered requests; routes.py limits its offers of micro-batches
+MOST_OWN_REQUESTS = 64  # a peer may have this many unanswered requests, besides Offers, which routes.py limits
 MOST_OPEN = 2 * MAX_STREAMS
 MOST_JOBS = 256
 LONGEST_REQUEST_S = 75.0 + 60.0  # within this time, each request gets an answer or an error
-LONGEST_ANSWER_S = READ_S + 90.0 + WRITE_S + 1.0  # longest time to answer; a micro-batch's route needs 90 s of it
+# The time to read a question, to compute the answer (90 s, or longer by a forward request's `patience_s`), and to write
+# the answer.
+LONGEST_ANSWER_S = READ_S + 90.0 + WRITE_S + 1.0
 STEP_STALLED_S = 5.0  # rule "never waits": a step may take this much longer than its device needs
 SAVE_SLACK_S = 10.0  # rule "saved": a checkpoint may wait this long for jobs that were queued before it
 CHECK_S = 1.0
@@ -120,7 +122,7 @@ class InvariantAudit:
             self.routes.check()
 
     def finish(self, settled: bool) -> None:
-        """Check the rules at the end of a run. `settled`: the last fault ended long ago; also check convergence."""
+        """Check the rules at the end of a run. If `settled` (the last fault ended long ago), also check convergence."""
         self.check()
         if not self.evidence.injector.planned:
             self.routes.finish()
@@ -161,7 +163,7 @@ class InvariantAudit:
             self.evidence.violated("saved", f"{member.peer} has had no checkpoint for {age_s:.0f} s", host)
 
     def _joined(self, host: VirtualHost, from_donors: bool) -> None:
-        """Check the rule "holds state" for a peer that joins. `from_donors`: it got its weights from other peers."""
+        """Check the rule "holds state" for a peer that joins. `from_donors`: whether other peers sent its weights."""
         self._stepped_at[host.peer] = self._saved_at[host.peer] = host.agenda.now
         self.gossip.joined(host, from_donors)
         restored = host.node.setup.restored_step is not None

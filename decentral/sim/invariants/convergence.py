@@ -2,7 +2,8 @@
 
     thrown    an honest peer's replica is never further than MAX_THROWN from the optimum
     together  some time after the last fault, replicas differ by no more than the noise of a few windows
-    drift     with the algorithm pull, all merges together have moved the mean of the replicas by at most MAX_DRIFT
+    drift     with the algorithm pull, all merges of honest snapshots together have moved the mean of the replicas by at
+              most MAX_DRIFT
     roster    some time after the last fault, every peer's roster has exactly the running peers, unless rosters are
               sharded; a peer that was dropped because it did not answer may be missing until its next record
 
@@ -28,7 +29,7 @@ from decentral.sim.surrogate_model import STEP_NOISE
 MAX_DRIFT = 1.0  # rule "drift": limit, as a multiple of the initial distance from the optimum
 MAX_THROWN = 1000.0  # rule "thrown": limit, as a multiple of the initial distance from the optimum
 MAX_APART = 30.0  # rule "together": limit of a replica's distance from the mean, as a multiple of a window's noise
-MAX_BEHIND = 0.5  # rule "together": slow peers may lag behind the mean by this share of its distance from the optimum
+MAX_BEHIND = 0.5  # rule "together": a slow peer may lag behind the mean by this share of the mean's way to the optimum
 
 
 @dataclass(slots=True)
@@ -37,14 +38,16 @@ class ConvergenceAudit:
 
     evidence: Evidence
     farthest: float = 0.0
-    drift: dict[int, Tensor] = field(default_factory=dict)  # by fragment: sum of the changes by honest merges
-    forged: dict[int, float] = field(default_factory=dict)  # by fragment: size of the changes by merges of false blobs
-    outvoted: bool = False  # whether liars have ever been as many as honest peers, so that they may win
-    _dropped_at: dict[tuple[PeerId, PeerId], Seconds] = field(default_factory=dict)  # by (dropping peer, dropped peer)
-    _closed: dict[tuple[PeerId, int], Tensor] = field(default_factory=dict)  # (peer, fragment) -> baseline of a window
+    drift: dict[int, Tensor] = field(default_factory=dict)  # fragment -> sum of all changes that honest merges made
+    forged: dict[int, float] = field(default_factory=dict)  # fragment -> size of all changes by merges of false blobs
+    outvoted: bool = False  # whether there have ever been as many liars as honest peers, so that the liars may win
+    # (peer that dropped the other from its roster, dropped peer) -> when it dropped the other
+    _dropped_at: dict[tuple[PeerId, PeerId], Seconds] = field(default_factory=dict)
+    # (peer, fragment) -> baseline when the peer last closed a window
+    _closed: dict[tuple[PeerId, int], Tensor] = field(default_factory=dict)
 
     def closed(self, host: VirtualHost, fragment: int) -> None:
-        """Copy the baseline of a peer that closes a window, so that `corrected` can compare it with a later one."""
+        """Copy the baseline of a peer that closes a window, to compare it with the baseline after the merge."""
         rule = host.training.gossip.of(fragment).rule
         if isinstance(rule, PullRule):
             self._closed[host.peer, fragment] = rule.baseline.clone()

@@ -1,9 +1,9 @@
-"""Check what must hold while hostile nodes own a key of the DHT: peers learn from each other what the key would tell.
+"""Check that peers learn from each other what the records of a DHT key say, while hostile nodes own this key.
 
     known    a peer's roster has all but MOST_MISSING of the peers that train
     revoked  all members have a list of revocations once DELAY_RENEWALS renewals of a record have passed since the first
              member had it
-    planned  all peers that take part in plans have a plan within the same time
+    planned  all peers that take part in plans have a plan within the same time after its proposer had it
 
 The rules are about honest peers that have trained for that time, and joined before the eclipse or through an honest
 peer. They are checked only if the network had no other fault in that time.
@@ -16,7 +16,7 @@ from decentral.core.units import Seconds
 from decentral.sim.invariants.evidence import Evidence
 from decentral.sim.simulated_peer import SimulatedPeer
 
-MOST_MISSING = 0.05
+MOST_MISSING = 0.05  # share of the training peers that a roster may lack
 DELAY_RENEWALS = 3  # a record expires after this many missed renewals, a minute with the usual renewal every 20 s
 
 
@@ -26,8 +26,9 @@ class EclipseAudit:
 
     evidence: Evidence
     _began_at: Seconds = 0.0
-    proposed_at: dict[tuple[PeerId, float], Seconds] = field(default_factory=dict)  # (proposer, time) -> first seen
-    revoked_at: dict[int, Seconds] = field(default_factory=dict)  # list number -> when the first member had it
+    # (proposer of a plan, time of the plan) -> virtual time at which the audit first saw the plan at the proposer
+    proposed_at: dict[tuple[PeerId, float], Seconds] = field(default_factory=dict)
+    revoked_at: dict[int, Seconds] = field(default_factory=dict)  # number of a list -> when a member first had the list
 
     def check(self) -> None:
         """Check the three rules; called every CHECK_S of virtual time."""
@@ -70,7 +71,7 @@ class EclipseAudit:
                 self.evidence.violated("revoked", f"{one.peer} does not have list {due} of revocations", one.host)
 
     def _check_planned(self, members: list[SimulatedPeer], honest: list[SimulatedPeer], due_at: Seconds) -> None:
-        """Check that each proposer's plan, or a newer one, is at all peers that take part in plans."""
+        """Check that all peers that take part in plans have each proposer's plan, or a newer plan of the proposer."""
         for one in honest:
             if (time := _plans(one).get(one.peer)) is not None:
                 self.proposed_at.setdefault((one.peer, time), self.evidence.swarm.agenda.now)
@@ -96,7 +97,7 @@ def _revocations(member: SimulatedPeer) -> int:
 
 
 def _plans(member: SimulatedPeer) -> dict[PeerId, Seconds]:
-    """Return when the plans that the member has were proposed, by proposer."""
+    """Return, by proposer, the time of the newest plan that the member has from this proposer."""
     assert member.host is not None
     spans = member.host.node.span_manager
     return {one: known.plan.time for one, known in spans.swarm_plans.known.items()} if spans else {}

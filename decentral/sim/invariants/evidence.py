@@ -15,7 +15,7 @@ from decentral.sim.swarm import SimulatedSwarm
 
 LATEST_EVENTS = 12
 SHOWN_CHARACTERS = 160
-SLACK_S = 1.0  # every time limit of the audits is extended by this
+SLACK_S = 1.0  # the audits extend each of their time limits by this
 
 
 class Violation(Exception):

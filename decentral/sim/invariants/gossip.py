@@ -35,12 +35,12 @@ Window = tuple[int, int]
 """A published window: the number of its peer's life, and the window's own number."""
 
 Publication = tuple[Window, Seconds]
-"""A window with a certain blob, and the virtual time of its close. Windows without a step have equal blobs."""
+"""A published window, and the virtual time at which it was closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class MergeHistory:
-    """The newest windows of partners that one peer's weights, and its checkpoint, contain."""
+    """The newest window of each partner that one peer has merged into its weights, now and at its last checkpoint."""
 
     merged: dict[tuple[PeerId, int], Window] = field(default_factory=dict)  # newest window, by (partner, fragment)
     saved: dict[tuple[PeerId, int], Window] = field(default_factory=dict)  # `merged` at the last checkpoint
@@ -51,9 +51,10 @@ class GossipAudit:
     """The audit of gossip: it compares what peers merge with what their partners published, and raises Violation."""
 
     evidence: Evidence
+    # (peer, fragment) -> fingerprint of a blob -> the windows with this blob; windows without a step have equal blobs.
     published: dict[tuple[PeerId, int], dict[bytes, list[Publication]]] = field(default_factory=dict)
     histories: dict[PeerId, MergeHistory] = field(default_factory=lambda: defaultdict(MergeHistory))
-    resting: set[tuple[PeerId, int]] = field(default_factory=set)  # (peer, fragment) whose windows are suspended now
+    resting: set[tuple[PeerId, int]] = field(default_factory=set)  # (peer, fragment) that publishes no windows now
 
     def closed(self, host: VirtualHost, closed: jobs.WindowClosed) -> None:
         """Check the rules "baseline" and "folded" for a window that has closed, and store the window's blob."""

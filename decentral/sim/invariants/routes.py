@@ -41,8 +41,8 @@ from decentral.sim.surrogate import SurrogateWorkload
 from decentral.sim.surrogate_stages import SurrogateGradient
 
 MOST_IN_SUMS = 64  # a peer's sums may contain this many gradients for each micro-batch that fits into its memory
-MOST_OUTBOXES = 8  # per running peer, at most this many others may wait for a peer's commit or abort decisions
-LONGEST_S = 60.0  # a micro-batch must be committed or aborted within this time
+MOST_OUTBOXES = 8  # a peer may owe commit or abort decisions to at most this many peers for each running peer
+LONGEST_S = 60.0  # peers commit or abort a micro-batch within this time
 CONVERGED_S = 40.0  # all peers must follow one plan this long after the set of training peers last changed
 ROUTE_STALLED_S = 2 * LONGEST_S  # the audit fails if no peer applies a routed gradient for this time
 COPIED_AFTER_S = 40.0  # rule "copied": the swarm must have been quiet for this long
@@ -66,19 +66,19 @@ class RouteAudit:
     evidence: Evidence
     # The key (str, int) is a micro-batch: its origin peer, and the number that this peer gave it.
     counted: dict[tuple[str, int], list[Span]] = field(default_factory=dict)  # layers that applied its gradient
-    first_at: dict[tuple[str, int], Seconds] = field(default_factory=dict)  # time of the first step with its gradient
+    first_at: dict[tuple[str, int], Seconds] = field(default_factory=dict)  # when a layer first applied its gradient
     thrown_away: set[tuple[str, int]] = field(default_factory=set)
     troubled_at: Seconds = 0.0  # last time at which a layer had no holder, or the network had a fault
-    counted_at: Seconds = 0.0
+    counted_at: Seconds = 0.0  # when a peer last applied a routed gradient
     _unmatched: dict[PeerId, UnmatchedGradients] = field(default_factory=dict)
-    _gaps: dict[int, Seconds] = field(default_factory=dict)  # fragment without a holder -> when its last gave it up
-    _holders: dict[int, dict[PeerId, int]] = field(default_factory=dict)  # by fragment and holder: number of starts
+    _gaps: dict[int, Seconds] = field(default_factory=dict)  # fragment -> when its last holder gave it up
+    _holders: dict[int, dict[PeerId, int]] = field(default_factory=dict)  # fragment -> holder -> its number of starts
     _held_since: Seconds = 0.0  # when a layer last got or lost a holder
-    _copied_at: dict[tuple[PeerId, int], Seconds] = field(default_factory=dict)  # (peer, fragment) -> its last copy
+    _copied_at: dict[tuple[PeerId, int], Seconds] = field(default_factory=dict)  # (peer, fragment) -> time of last copy
     # The plan that each peer has adopted, and when the peer adopted it.
     _followed: dict[PeerId, tuple[SwarmPlan | None, Seconds]] = field(default_factory=dict)
     _there: frozenset[tuple[PeerId, int]] = frozenset()  # each training peer, with its number of starts
-    _changed_at: Seconds = 0.0
+    _changed_at: Seconds = 0.0  # when `_there` last changed
 
     def stepped(self, host: VirtualHost) -> None:
         """Check the rules "counted" and "told" for a sum of gradients that a peer has applied to its weights."""

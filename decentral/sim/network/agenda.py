@@ -8,7 +8,7 @@ from typing import Any
 
 from decentral.core.units import Seconds
 
-NEAR_S = 0.25  # later actions are kept unsorted in groups, each for this span of virtual time
+NEAR_S = 0.25  # actions further ahead are kept unsorted in groups; each group is for this much virtual time
 
 Action = Callable[[], None]
 
@@ -32,12 +32,12 @@ class Agenda:
     """
 
     now: Seconds = 0.0
-    events: int = 0
+    events: int = 0  # number of actions that have run
     _near: list[Timer] = field(default_factory=list)  # heap of the actions that are due before `_horizon`
     _horizon: Seconds = 0.0
     _later: dict[int, list[Timer]] = field(default_factory=dict)  # int(due time / NEAR_S) -> unsorted actions
-    _order: list[int] = field(default_factory=list)
-    _asked: int = 0
+    _order: list[int] = field(default_factory=list)  # heap of the keys of `_later`
+    _asked: int = 0  # number of actions scheduled so far, which orders actions of equal times
 
     def at(self, when: Seconds, action: Action) -> Timer:
         """Schedule an action for time `when`, or for now if `when` is in the past."""

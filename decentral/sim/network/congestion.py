@@ -54,7 +54,7 @@ class CongestionWindow:
         return Sender(size, round_trip_s, own, max(own, ceiling))
 
     def leave(self, sender: "Sender", now: Seconds, sharing: int) -> None:
-        """Update the window when a transfer ends; `sharing` is the number of transfers, including this transfer."""
+        """Update the window when a transfer ends; `sharing` transfers were on the connection, this one included."""
         sender.acknowledge()
         self.size, self.used_at = min(MOST_BYTES, sender.window * sharing), now
         if sender.resent_at:

@@ -41,7 +41,11 @@ class SwarmGeography:
     _own: dict[PeerId, tuple[Seconds, float, float]] = field(default_factory=dict)
 
     def add(self, peer: PeerId, number: int) -> None:
-        """Add a peer with the links of the topology's peer `number` (modulo its size), or else with a random link."""
+        """Add a peer.
+
+        Its links are those of the topology's peer with index `number`, modulo the number of the topology's peers.
+        Without a topology, its link is sampled around the typical link.
+        """
         self._places[peer] = number
         draw = rng.stream(self.seed, "wires", number)
         typical = self.link.delay_s / 2, self.link.up, self.link.down

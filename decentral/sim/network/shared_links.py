@@ -1,11 +1,11 @@
 """Compute how long transfers on shared links take, by an event-driven fluid model. Start at `SharedLinks.start`.
 
 All transfers of a sender have equal shares of its uplink, all transfers to a receiver have equal shares of its
-downlink, and all transfers on the link between two peers have equal shares of that link. So have all transfers that
-leave a site, and all that enter it, of the link that its peers share. A transfer sends at the smallest of its shares. A
-transfer that waits for acknowledgements (congestion.py) has no share. If a transfer cannot use all of a share, the rest
-stays unused. So transfers are slower than in reality, but the start or end of a transfer affects only the other
-transfers of its sender, its receiver and their sites.
+downlink, and all transfers on the link between two peers have equal shares of that link. The peers of a site may share
+a link: all transfers that leave the site have equal shares of its uplink, and all that enter it of its downlink. A
+transfer sends at the smallest of its shares. A transfer that waits for acknowledgements (congestion.py) has no share.
+If a transfer cannot use all of a share, the rest stays unused. So transfers are slower than in reality, but the start
+or end of a transfer affects only the other transfers of its sender, its receiver and their sites.
 
 Bytes in flight beyond the path's capacity wait in a queue before the sender's uplink, or before the link between both
 peers if that link is slower. Small messages and acknowledgements wait behind these bytes. If a transfer sends more
@@ -25,7 +25,7 @@ from decentral.sim.network.congestion import CongestionWindow, Sender
 
 QUEUE_S = 0.25  # a link drops a packet that would have to wait longer than this in its queue
 LEAST_BYTES = 1e-3  # fewer unsent bytes than this are a rounding error, and count as 0
-MOST_WINDOWS = 100_000  # congestion windows of more connections are not kept: the least recently used one is forgotten
+MOST_WINDOWS = 100_000  # the congestion windows of at most this many connections are kept, those used most recently
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class SiteLink:
     """One direction of the link that the peers of a site share, for transfers to or from peers elsewhere."""
 
     site: str
-    leaves: bool  # True: what the site's peers send; False: what they receive
+    leaves: bool  # True: the direction out of the site; False: the direction into the site
     rate: float  # bytes/s
 
 
@@ -104,7 +104,7 @@ class SharedLinks:
     crossing: dict[SiteLink, dict[Transfer, None]] = field(default_factory=dict)
     windows: dict[tuple[PeerId, PeerId], CongestionWindow] = field(default_factory=dict)
     sent: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)  # (source, target) -> bytes of all transfers
-    _sharing: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)  # transfers of each (source, target)
+    _sharing: Counter[tuple[PeerId, PeerId]] = field(default_factory=Counter)  # (source, target) -> transfers now
 
     def start(self, source: PeerId, target: PeerId, size: float, done: Callable[[], None]) -> Transfer:
         """Begin to send `size` bytes from `source` to `target`; `done` is called when the last byte has left."""

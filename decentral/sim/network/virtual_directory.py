@@ -39,7 +39,7 @@ class Records:
     stale: float = 0.0  # probability that a lookup returns a record's previous version
     epoch: Seconds = 0.0  # Unix time at virtual time 0; records expire by Unix time
     ahead_s: dict[PeerId, Seconds] = field(default_factory=dict)  # how far each reader's clock is ahead; default 0
-    eclipsed: set[str] = field(default_factory=set)  # kinds of keys without records: `peers`, `plan`
+    eclipsed: set[str] = field(default_factory=set)  # kinds of keys (faults.ECLIPSED) for which lookups find no records
     _keys: dict[str, dict[str, list[Version]]] = field(default_factory=dict)
 
     def delay(self, late_s: Seconds, stale: float) -> None:

@@ -57,7 +57,7 @@ class Port:
     open: dict["OpenQuestion", Seconds] = field(default_factory=dict)  # questions to this peer, and when each arrived
     refused: Counter[str] = field(default_factory=Counter)  # by reason: number of questions refused
     waiting: list[Callable[[], None]] = field(default_factory=list)  # actions to run when a frozen process resumes
-    asked: dict["OpenQuestion", None] = field(default_factory=dict)
+    asked: dict["OpenQuestion", None] = field(default_factory=dict)  # this peer's own questions that have not ended
 
     def freeze(self) -> None:
         """Stop reading and writing until `thaw`."""
@@ -85,8 +85,8 @@ class OpenQuestion:
     envelope: Envelope
     began: Seconds
     max_blob_bytes: int
-    done: Callable[[Outcome], None] | None
-    writing: Seconds | None = None
+    done: Callable[[Outcome], None] | None  # called with the outcome; None once the asker has the outcome
+    writing: Seconds | None = None  # when the target began to send the answer; None before
     first_byte_s: Seconds = 0.0  # time from `began` until the answer's first byte arrives
     timers: list[Timer] = field(default_factory=list)
     transfer: Transfer | None = None
@@ -338,7 +338,7 @@ class Network:
             self.cut(question, port.peer)
 
     def cut(self, question: OpenQuestion, at: PeerId) -> None:
-        """End a question at its target (`at`). If packets from the target reach the asker, it gets an error."""
+        """End a question at its target (`at`). If packets from the target reach the asker, the asker gets an error."""
         port = self.ports.get(at)
         if port is not None:
             self._close(question, port)
@@ -346,7 +346,7 @@ class Network:
             self._fail_later(question, Reason.CUT, self.geography.delay_s(at, question.source.peer))
 
     def _end(self, question: OpenQuestion) -> None:
-        """End a question for its asker. If the asker's packets reach the target, it stops sending the answer."""
+        """End a question for its asker; the target stops sending its answer if the asker's packets reach the target."""
         question.end()
         question.stop_transfer(self.links)
         if question.alone:
@@ -419,7 +419,10 @@ class Network:
         return read(wire, port.bound if port and not back else lambda _: question.max_blob_bytes if back else 0)
 
     def _size(self, envelope: Envelope) -> int:
-        """Return a message's size on the wire in bytes; a header counts as long as the first of its message type."""
+        """Return a message's size on the wire, in bytes.
+
+        To save time, only the first header of each message type is measured; later headers count as equally long.
+        """
         kind = type(envelope.message)
         if kind not in self._header_bytes:
             self._header_bytes[kind] = 4 + len(codec.encode(envelope.message, len(envelope.blob)))

@@ -14,7 +14,7 @@ from decentral.comm.wire.codec import Envelope
 from decentral.core.units import Seconds
 from decentral.sim.network.agenda import Agenda, Timer
 
-MOST_PIECES = 64  # a large message has at most this many pieces; smaller ones, as really sent, cost more events
+MOST_PIECES = 64  # a large message has at most this many pieces; real pieces are smaller, but each piece costs an event
 
 
 Begin = Callable[[Callable[[], None]], None]
@@ -31,7 +31,7 @@ class PacedMessage:
     begin: Begin  # called when the first piece leaves; its argument is a function to call when the transfer ends
     through: Callable[[], None]  # called when the transfer has ended and the last piece has left
     piece_bytes: int = field(init=False)
-    waiting: int = field(init=False)
+    waiting: int = field(init=False)  # number of pieces that have not left
     under_way: int = 2  # counts down when the transfer ends and when the last piece leaves; at 0, `through` is called
     has_begun: bool = False
     given_up: bool = False

@@ -21,7 +21,7 @@ class GoalView:
     goal: Amount | None = None
     joined: Seconds | None = None
     step: int = 0
-    tokens: int = 0  # since the start
+    tokens: int = 0  # number of tokens trained since the start
     _before: int | None = None  # step of the first line about steps since the start; None before that line
 
     def take(self, t: Seconds, event: JournalEvent | None) -> None:
@@ -36,7 +36,7 @@ class GoalView:
                 self._before = event.step if self._before is None else self._before
 
     def towards(self, now: Seconds) -> tuple[float, Seconds | None] | None:
-        """Return the done share of the goal, 0 to 1, and the seconds left at the mean pace (None: no pace is known).
+        """Return the share of the goal that is done, 0 to 1, and the seconds left at the mean pace (None: not known).
 
         The result is None without a goal, or before the peer trains.
         """
@@ -65,7 +65,7 @@ def towards_time(goal_s: Seconds, since: Seconds, now: Seconds) -> tuple[float, 
 
 
 def goal_json(text: str, progress: Iterable[tuple[float, Seconds | None]]) -> JsonObject:
-    """Return a goal of several peers as JSON: the goal's text, the least done share, and the longest time left.
+    """Return a goal of several peers as JSON: its text, the smallest share that a peer has done, the longest time left.
 
     The result is {} if no peer is on its way to the goal.
     """

@@ -1,4 +1,4 @@
-"""Compute what each peer has contributed, for the live page, from the signed records that it reads."""
+"""Compute what each peer has contributed, for the live page, from the signed records that the page reads."""
 
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ from decentral.peers.membership.statements import opened, statement_of
 
 MOST_STATEMENTS = 4096  # the statements of at most this many peers are kept
 LEADERS_SHOWN = 20
-EVERY_S = 5.0  # contributions are computed at most this often, as all statements are read for it
+EVERY_S = 5.0  # contributions are computed at most once in this time, because this reads all statements
 LEADER_ROW = (  # browsers get a contribution as a list of these values
     *("peer", "title", "tokens", "share", "hours", "served_bytes", "passed", "failed", "witnesses", "claimed_tokens"),
 )
@@ -26,14 +26,14 @@ LEADER_ROW = (  # browsers get a contribution as a list of these values
 class Leaders:
     """The newest statement of each peer, and the peers that have contributed most."""
 
-    run: str = ""  # name of the run whose records count; "" before the first
+    run: str = ""  # name of the run whose records count; "" before the first record
     rows: list[list[Json]] = field(default_factory=list)  # a LEADER_ROW for each of at most LEADERS_SHOWN peers
     _statements: dict[PeerId, Statement] = field(default_factory=dict)
     _changed: bool = False
     _computed_at: Seconds = 0.0
 
     def take(self, peer: PeerId, record: PeerRecord) -> None:
-        """Replace a peer's statement by that in a newer record of the same run."""
+        """Replace a peer's statement by the statement in `record`, if the record is newer and of the same run."""
         known = self._statements.get(peer)
         if record.run != (self.run or record.run) or (known is not None and known.time >= record.time):
             return
@@ -42,14 +42,14 @@ class Leaders:
         self._changed = True
 
     def read(self, line: StatementLine) -> None:
-        """Take the record in a journal's line, unless it is not valid."""
+        """Take the record in a journal's line; ignore a record that is not valid."""
         try:
             self.take(line.peer, opened(line))
         except ProtocolError:
             return
 
     def tick(self, now: Seconds) -> None:
-        """Compute the contributions anew if there are newer statements, at most every EVERY_S seconds."""
+        """Compute the contributions again if there are newer statements, but at most once in EVERY_S seconds."""
         if not self._changed or now < self._computed_at + EVERY_S:
             return
         self._changed, self._computed_at = False, now

@@ -12,7 +12,7 @@ LINKS_AT_ONCE = 300  # an update has at most this many links, because a map with
 
 @dataclass(slots=True)
 class LinkView:
-    """What the page shows of the link between two peers, in both directions."""
+    """What the page shows of the link between two peers in both directions; `low` and `high` are the peers' numbers."""
 
     low: int
     high: int

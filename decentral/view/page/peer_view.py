@@ -16,7 +16,7 @@ from decentral.view.page.goal import GoalView
 
 SPEED_S = 10.0  # tokens/s are an exponential moving average with this time constant
 LOSS_SHARE = 0.1  # weight of a new loss in its exponential moving average
-REASONS_SHOWN = 4  # a peer's row shows its most frequent reasons for exchange outcomes, up to this number
+REASONS_SHOWN = 4  # a peer's row shows at most this many reasons of exchanges that failed or had no partner
 BOUND_CHARS = 32
 NOT_BOUND = "nothing"
 LIVE = ("joining", "training")  # a peer in one of these states is in the swarm
@@ -34,7 +34,7 @@ class DeviceView:
     """What the page shows of a peer's name, device, region, software and layers."""
 
     device: str = ""
-    name: str = ""  # what its user calls the peer; "" if not known
+    name: str = ""  # the name that the user gave the peer; "" if not known
     region: str = ""
     software: str = ""
     throttle: float = 1.0  # slowdown factor with which the peer imitates a slower device; 1.0: no slowdown
@@ -163,7 +163,7 @@ class PeerView:
     heard: Seconds = 0.0  # time of the last line of the peer's journal, or of its last record
     doubted: Seconds = 0.0  # when another peer last failed to reach this peer
     gap_s: Seconds = 0.0  # longest recent time between two journal lines about steps
-    own: bool = False
+    own: bool = False  # whether the page reads the peer's own journal
     device: DeviceView = field(default_factory=DeviceView)
     network: NetworkView = field(default_factory=NetworkView)
     progress: ProgressView = field(default_factory=ProgressView)

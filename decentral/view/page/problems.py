@@ -1,6 +1,7 @@
 """Find the present problems of a swarm for the live page. Start reading at `RecentTroubles.problems`.
 
-Lost peers are no problem here: the page lists them by themselves (`SwarmView`), until its reader acknowledges them.
+Lost peers are not among the problems: the page has a list of its own for them (`SwarmView`), until the user
+acknowledges them.
 """
 
 from collections import Counter, deque
@@ -41,7 +42,7 @@ class RecentTroubles:
 
     _exchanges: deque[tuple[Seconds, str, str]] = field(default_factory=lambda: deque(maxlen=EXCHANGES_SEEN))
     _told: deque[tuple[Seconds, Problem]] = field(default_factory=lambda: deque(maxlen=EXCHANGES_SEEN))
-    _unheld: dict[int, tuple[range, str]] = field(default_factory=dict)  # by peer: layers without a holder, warning
+    _unheld: dict[int, tuple[range, str]] = field(default_factory=dict)  # peer -> layers that it reported, and the text
 
     def exchanged(self, t: Seconds, outcome: str, reason: str) -> None:
         """Record a gossip exchange that ended at Unix time `t`."""

@@ -25,7 +25,7 @@ RECORDS_AT_ONCE = 100  # an update has at most this many records, because each t
 class ToldRecords:
     """A filter that sends each version of a peer's record to the page only once."""
 
-    _times: dict[PeerId, Seconds] = field(default_factory=dict)  # by peer: when it wrote the record sent last
+    _times: dict[PeerId, Seconds] = field(default_factory=dict)  # peer -> time of the peer's record that was sent last
 
     def news(self, live: Mapping[PeerId, PeerRecord]) -> Iterator[RecordLine]:
         """Yield lines for the records in `live` that were not sent yet, at most RECORDS_AT_ONCE lines.

@@ -60,7 +60,7 @@ class Updates:
         self.view, self.number = view, 0
         self.browsers: list[str] = []  # the network of each connected browser
         self._latest = b""
-        self._whole = (-1, "")  # latest encoded update: its number, and the whole state as JSON
+        self._whole = (-1, "")  # the whole state as JSON, and the number of the update for which it was encoded
         self._news = asyncio.Event()
 
     def publish(self) -> None:

@@ -48,7 +48,7 @@ class FollowedJournal:
         """Prepare to read the journal at this path from its beginning."""
         self._tail, self._peer, self._t = Tail(path), PeerId(""), 0.0
         self._lock = path.parent / "lock"
-        self._unlocked: int | None = None  # reads since a peer last locked the file; None: no peer ever did
+        self._unlocked: int | None = None  # number of reads since a process last held the lock; None: none ever held it
 
     def lines(self, locks: Collection[int]) -> Iterator[Told]:
         """Yield the new lines, and a MissedLine when the process that writes the journal has ended.

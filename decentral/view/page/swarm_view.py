@@ -59,7 +59,8 @@ class SwarmView:
     _by_suffix: dict[str, PeerView] = field(default_factory=dict)
     _changed: dict[int, PeerView] = field(default_factory=dict)
     _numbers: int = 0
-    _forgotten: deque[int] = field(default_factory=lambda: deque(maxlen=PEERS_SHOWN))  # numbers, since `changes`
+    # Numbers of the peers that were removed since the last call of `changes`.
+    _forgotten: deque[int] = field(default_factory=lambda: deque(maxlen=PEERS_SHOWN))
 
     def take(self, peer: str, line: PageLine) -> None:
         """Update the view from a line of a peer's journal or of a source.

@@ -44,7 +44,7 @@ class Totals:
         self.forgotten_tokens += view.totals.tokens
 
     def series(self) -> dict[str, float]:
-        """Return, by name, those figures for the timeline whose values are known."""
+        """Return, by name, the figures that the timeline shows, without losses that are not known."""
         known = {"tokens": self.tokens, "step": self.step, "tokens_per_s": self.tokens_per_s, "live": self.live}
         losses = {"median": self.loss, "low": self.low, "high": self.high}
         return known | {name: value for name, value in losses.items() if value is not None}

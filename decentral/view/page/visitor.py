@@ -24,7 +24,7 @@ from decentral.view.page.record_lines import ToldRecords
 from decentral.view.page.signs_of_life import ASKED_EVERY_S, SignsOfLife
 from decentral.view.page.source_lines import FactsLine, MissedLine, SourceEvent, Told
 
-LINES_KEPT = 10_000  # if the page reads too slowly, older lines than the last 10,000 are dropped
+LINES_KEPT = 10_000  # at most this many lines wait for the page; if it reads too slowly, the oldest are dropped
 VISITOR_NOTE = (
     "This page watches from outside: it shows the records that peers publish about every 20 s, and which peers answer. "
     "Events, reasons for failed exchanges and plans are only in the peers' own journals."
