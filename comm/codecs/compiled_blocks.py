@@ -320,8 +320,8 @@ def narrow(levels: npt.NDArray[np.uint32], signs: Bytes) -> None:
 def close(vectors: tuple[Floats, Floats, Floats], blob: Bytes, signs: bool) -> tuple[Number, Number]:
     """Encode v = residual + (baseline - snapshot) into a q4 blob, and set residual to v - (v as decoded).
 
-    `vectors` are (snapshot, baseline, residual). If `signs` is True, only the levels of q1 are used. Return the squared
-    L2 norm of the decoded vector, and the bit pattern of the largest magnitude in v.
+    `vectors` are (snapshot, baseline, residual). If `signs` is True, levels are 7, -7 or 0 as in `_encode_signs`.
+    Return the squared L2 norm of the decoded vector, and the bit pattern of the largest magnitude in v.
     """
     n, scratch, total, largest = np.uint64(len(vectors[0])), _scratch(), 0.0, np.int32(0)
     for block in range(n // _128):

@@ -124,7 +124,7 @@ class PullExchange:
 
     @property
     def wake_at(self) -> Seconds | None:
-        """Return when this machine needs its next Woke event; None while it waits for other kinds of events only."""
+        """Return when this machine needs a timer event (Woke) next; None while it waits only for other events."""
         own = self.close_at if self.state is ExchangePhase.OPEN else None
         own = self._window.enough_at if self._may_be_enough() else own
         return earliest((self.published.wake_at, own)) if self.published.waiting else own

@@ -91,11 +91,11 @@ class CudaKernels:
             return blob.cpu().numpy().tobytes(), sqrt(float(squares.sum()))
 
     def narrow(self, blob: bytes, elements: int) -> bytes:
-        """Convert a four-bit (q4) blob, made by `close` with code "q1", to one bit (q1) with equal values."""
+        """Convert a four-bit (q4) blob, made by `close` with code "q1", to a one-bit (q1) blob of the same values."""
         return blockwise.narrowed(blob, elements)
 
     def widen(self, blob: bytes | memoryview, elements: int) -> bytes:
-        """Convert a one-bit (q1) blob to four bits (q4) with equal values; raise ProtocolError if its size is wrong."""
+        """Convert a one-bit (q1) blob to a q4 blob of the same values; raise ProtocolError if its size is wrong."""
         return blockwise.widened(blob, elements)
 
     def length(self, blob: bytes | memoryview, elements: int) -> float:

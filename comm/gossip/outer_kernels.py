@@ -148,11 +148,11 @@ class TorchKernels:
         return blob if code == PSEUDO_GRADIENT_CODEC else self.widen(blob, owed.numel()), _length(published)
 
     def narrow(self, blob: bytes, elements: int) -> bytes:
-        """Convert a four-bit (q4) blob, made by `close` with code "q1", to one bit (q1) with equal values."""
+        """Convert a four-bit (q4) blob, made by `close` with code "q1", to a one-bit (q1) blob of the same values."""
         return self.codecs.encode(ONE_BIT_CODEC, self.codecs.decode(PSEUDO_GRADIENT_CODEC, blob, elements))
 
     def widen(self, blob: bytes | memoryview, elements: int) -> bytes:
-        """Convert a one-bit (q1) blob to four bits (q4) with equal values; raise ProtocolError if its size is wrong."""
+        """Convert a one-bit (q1) blob to a q4 blob of the same values; raise ProtocolError if its size is wrong."""
         return self.codecs.encode(PSEUDO_GRADIENT_CODEC, self.codecs.decode(ONE_BIT_CODEC, blob, elements))
 
     def length(self, blob: bytes | memoryview, elements: int) -> float:

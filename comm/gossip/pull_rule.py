@@ -253,7 +253,7 @@ def _work(
 def _differences(
     sample: WindowSample, codecs: Codecs, phi: Tensor, partners: Sequence[PulledWindow]
 ) -> dict[PeerId, Tensor]:
-    """Return slow weights minus phi at the sampled places, for each partner that sent slow weights."""
+    """Return slow weights minus phi at the sampled indices, for each partner that sent slow weights."""
     known = {one.peer: one.phi for one in partners if one.phi is not None}
     ours = sample.take(phi) if known else phi
     return {peer: sample.read(SLOW_WEIGHTS_CODEC, codecs, theirs) - ours for peer, theirs in known.items()}

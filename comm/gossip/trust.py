@@ -58,7 +58,7 @@ from decentral.core.latest import keep_latest
 
 STRETCHES = 128  # vectors are compared in at most this many sampled pieces
 STRETCH_NUMBERS = 256  # numbers in a sampled piece; a multiple of every codec's block
-SECRET_NUMBERS = 64  # this many numbers of our unpublished quantisation residual seed the choice of sampled places
+SECRET_NUMBERS = 64  # this many numbers of our unpublished quantisation residual seed the choice of sampled pieces
 NOISE = 2.0  # a cosine of up to this many standard deviations counts as chance: 0.02 for vectors of 8192 numbers
 
 # `with_us`: a partner's window that points against ours is not trusted.
@@ -85,7 +85,7 @@ MERGES_KEPT = 8  # copies of windows of the last MERGES_KEPT merges are recognis
 
 @dataclass(frozen=True, slots=True)
 class WindowSample:
-    """The places at which vectors of `elements` numbers are compared: pieces of STRETCH_NUMBERS numbers.
+    """Which parts of two vectors of `elements` numbers are compared: pieces of STRETCH_NUMBERS numbers.
 
     `begins` has the first index of each piece; if it is empty, all numbers are compared. The pieces and their order
     follow from our own quantisation residual. No other peer knows that residual, so no partner can predict which

@@ -74,7 +74,7 @@ def sites_of(peer: PeerId, places: Iterable[str]) -> set[str]:
 class CallShares:
     """Counts the calls and the bytes of answers of each site and each peer per second, and limits both (`FairShare`).
 
-    A call needs room in the share of its site, and in the share of its peer. For the peer, as much as its site has used
+    A call must fit in the free share of its site, and in that of its peer. For the peer, as much as its site has used
     does not count as free. So one peer alone gets a third of all calls, and the other peers of its site, such as those
     behind the same router or relay, get calls as well.
     """
@@ -262,7 +262,7 @@ class GuardedTable:
 
     A new node enters the table only if the table has fewer than MOST_NODES nodes, and at least one of the new node's
     Groups has fewer than MOST_OF_SITE. A node's site is that of the address of our connection to it, which may be the
-    address of its router or relay. If there is no room for a new node, we ping the node in its way that we have heard
+    address of its router or relay. If a new node may not enter, we ping the node in its way that we have heard
     of longest ago, and replace that node if it does not answer. Other nodes' answers name nodes without addresses, so
     the rule does not bound how many nodes of one site a lookup asks.
 
@@ -316,7 +316,7 @@ class GuardedTable:
         return len(self._groups) >= MOST_NODES or all(self._counts[one] >= MOST_OF_SITE for one in groups)
 
     async def _replaces(self, groups: set[Group]) -> bool:
-        """Ping the node in the way of these groups, if none is being pinged; return whether there is room now."""
+        """Ping the node in the way of these groups, if no ping runs; return whether a new node may enter now."""
         if self._pings:
             return False
         nodes = (node for node, its in self._groups.items() if len(self._groups) >= MOST_NODES or its & groups)

@@ -81,7 +81,7 @@ class Failures:
         return max(0, allowance.most - len(self.failed_at) - self.flying)
 
     def fail(self, allowance: Allowance, now: Seconds) -> None:
-        """Count a failed dial, and begin a pause if there is no room for another."""
+        """Count a failed dial, and begin a pause if it was the last that the allowance permits."""
         self.room(allowance, now)
         self.failed_at.append(now)
         self.calm_since = now
@@ -116,7 +116,7 @@ class FailureLog:
         keep_latest(self.entries, key, entry, DIALS_REMEMBERED)
 
     def _forget_some(self, now: Seconds) -> None:
-        """Forget the eighth of the entries that has the most room, so that new entries do not displace a paused one."""
+        """Forget the eighth of the entries that may begin the most dials now, so that paused entries are remembered."""
         for key in sorted(self.entries, key=lambda key: self.room(key, now), reverse=True)[: DIALS_REMEMBERED // 8]:
             del self.entries[key]
 
@@ -264,7 +264,7 @@ class Dialling:
         return not may_try_proven and self._owners.room(owner, now) < 0
 
     def _begun(self, dial: Dial, room: int, now: Seconds) -> Dial | None:
-        """Count and return a dial if there is room for it.
+        """Count and return a dial if it may begin now (`room` > 0).
 
         Otherwise, return the dial with `allowed` False, or None if a dial in flight must end before that is decided.
         """
@@ -334,7 +334,7 @@ class Dialling:
     def _room(self, target: Target, before: Sequence[Target], now: Seconds, ports: bool = True) -> int:
         """Return how many dials of a target may begin if the dial already has the targets `before`; -1 in a pause."""
         if target in before:
-            return 1  # the target is in the dial already, so it needs no further room
+            return 1  # the target is in the dial already, so it counts no further
         left = [(self._networks.room(target.network, now), sum(one.network == target.network for one in before))]
         if ports:
             left.append((self._ports.room(target.port, now), sum(one.port == target.port for one in before)))

@@ -22,7 +22,7 @@ from decentral.core.reasons import Reason
 from decentral.core.units import MiB, Seconds
 
 MAX_STREAMS = 128  # at most this many questions of known peers are answered at a time; others are refused as BUSY
-STRANGER_STREAMS = 32  # at most this many questions of all unknown peers together are answered at a time
+STRANGER_STREAMS = 32  # at most this many questions of all peers without a known record are answered at a time
 UNPROVEN_STREAMS = 16  # at most this many questions are answered at a time for peers without proven membership
 IDLE_STREAMS = 256  # at most this many streams stay open for a next question; further ones are closed after the answer
 # At most this many bytes of questions' blobs are in memory at a time. A sender without a blob in flight may exceed the
@@ -100,7 +100,7 @@ class RateShare:
 class QuestionShares:
     """The resources that all questions to this peer share: streams in three pools, and bytes of blobs."""
 
-    knows: Knows = knows_all  # returns whether a peer is known; unknown peers share a small pool
+    knows: Knows = knows_all  # returns whether we know a peer's record; peers without a known record share a small pool
     private: PrivateSwarm | None = None
     streams: FairShare = field(default_factory=lambda: FairShare(MAX_STREAMS))
     strangers: FairShare = field(default_factory=lambda: FairShare(STRANGER_STREAMS))
@@ -136,7 +136,7 @@ class QuestionShare:
     holder: PeerId  # whose share is charged: the sender, or its invitation in a private swarm
     pool: FairShare
     under_way: FairShare
-    known: bool = True  # False for an unknown peer, and for one that has not proved its membership
+    known: bool = True  # False if the sender's record is not known, or the sender has not proved its membership
     blob_bytes: int = 0
 
     def reserve(self, blob_bytes: int) -> None:

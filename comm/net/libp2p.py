@@ -53,14 +53,14 @@ from decentral.core.units import Seconds
 
 PROTOCOL = "/decentral/ask"  # has no version: peers of other versions connect and get a clear refusal
 DAEMON_END_S = 5.0  # if hivemind has stopped reading a daemon's answers, we kill the daemon after this time
-# A killed peer's daemon keeps its port until it notices that the peer is gone (1.4 s on an idle machine). So if a port
-# is taken, we try to start our daemon again every PORT_AGAIN_S, for up to OLD_DAEMON_S.
+# A killed peer's daemon occupies its port until it notices that the peer is gone (1.4 s on an idle machine). So if a
+# port is taken, we try to start our daemon again every PORT_AGAIN_S, for up to OLD_DAEMON_S.
 OLD_DAEMON_S, PORT_AGAIN_S = 5.0, 0.2
-# We remember at most this many peers as connected. Beyond, a peer that we dial replaces another peer, and a peer that
-# asks us a question is not remembered.
+# We remember at most this many peers as connected. When they are that many, a peer that we dial replaces another peer,
+# and a peer that asks us a question is not remembered.
 MOST_CONNECTED = 256
 LISTED_S = 5.0  # a DHT call asks the daemon for the connected peers again if the last list is older than this
-MOST_LEARNED = 4096  # we remember the addresses of at most this many peers; beyond, the oldest are forgotten
+MOST_LEARNED = 4096  # we remember the addresses of at most this many peers; then the oldest are forgotten
 TIMED = ("hivemind.utils.timed_storage", *(f"hivemind.dht.{module}" for module in ("node", "protocol", "routing")))
 
 logging.getLogger("hivemind").setLevel(logging.ERROR)  # hide hivemind's warnings: our journal has the same events
@@ -348,7 +348,7 @@ class Libp2p:
 
     @property
     def _calls(self) -> GuardedCalls:
-        """Return the P2P through which our DHT node makes and answers calls."""
+        """Return the guarded libp2p connection (hivemind's P2P) through which our DHT node makes and answers calls."""
         shares, places = CallShares(time.monotonic, self._private), self._known_places_of
         return GuardedCalls(self._p2p, shares, self._reach_again, places, self._private, self._prove)
 

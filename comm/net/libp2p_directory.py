@@ -150,7 +150,7 @@ class HivemindDirectory:
     async def clocks_ahead_s(self, peers: Iterable[PeerId]) -> list[Seconds]:
         """Return how many seconds each peer's clock is ahead of ours; a peer that does not answer is left out.
 
-        Each figure is off by at most half of the round trip to that peer.
+        Each value is off by at most half of the round trip to that peer.
         """
         asked = await at_once(map(self._clock_ahead_s, peers))
         return [ahead_s for ahead_s in asked if ahead_s is not None]
@@ -214,8 +214,8 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
 class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     """The records that our node of the DHT stores, within the limits of StoredRecords.
 
-    The limits do not apply to records that we read from other nodes, so we can also read records for which our node
-    has no room.
+    The limits do not apply to records that we read from other nodes, so we can also read records that our node does
+    not store.
     """
 
     def __init__(self, valid: SignedRecords, before: DHTLocalStorage) -> None:

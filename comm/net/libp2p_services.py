@@ -4,7 +4,7 @@
     `dial_back`  AutoNAT /libp2p/autonat/1.0.0  the other peer opens a new connection to us, and reports the outcome
 
 Every daemon that hivemind starts answers in both protocols. AutoNAT's rules keep it from being used for attacks: it
-dials only the IP address that the asker's connection comes from, expects the asker's peer id there, dials no private
+dials only the IP address that the sender's connection comes from, expects the sender's peer id there, dials no private
 addresses, and limits how often each peer may ask (github.com/libp2p/specs, autonat/autonat-v1.md).
 """
 

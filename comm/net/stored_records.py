@@ -1,11 +1,12 @@
 """Limit what our DHT node stores: bytes per key and in total, and the number of records. Start with `StoredRecords`.
 
 A node answers a lookup with all records that it has under a key, in one message of at most 4 MiB. A larger answer is
-lost, and the asker concludes that the node is gone. So each key has a limit below 4 MiB. A new node gets the records of
-all keys in one message. So the limits of all keys add up to less than 4 MiB while all peers' records have one key.
+lost, and the peer that asked concludes that the node is gone. So each key has a limit below 4 MiB. A new node gets the
+records of all keys in one message. So the limits of all keys add up to less than 4 MiB while all peers' records have
+one key.
 
-The peers divide a key's limit fairly (`FairShare`). In a public swarm an attacker can get more room with many peer ids.
-In a private swarm an attacker cannot, since all peers with the same invitation have one share together.
+The peers divide a key's limit fairly (`FairShare`). In a public swarm an attacker can get more space with many peer
+ids. In a private swarm an attacker cannot, since all peers with the same invitation have one share together.
 """
 
 import math
@@ -57,11 +58,11 @@ class StoredRecords:
         self.shares = {hashed: FairShare(_most(key)) for hashed, key in self.keys.items()}
 
     def take(self, name: Name, expires: Seconds, size: int, now: Seconds) -> bool:
-        """Count a record towards the limits if there is room for it.
+        """Count a record towards the limits if it fits within them, and return whether it does.
 
         A record is not counted if its key is not one of `self.keys`, or if a stored record of the same name does not
         expire earlier. A record of the same name that expires earlier is replaced. Expired records are removed only
-        when there is no room, and at most once in SWEEP_S.
+        when a record does not fit, and at most once in SWEEP_S.
 
         Args:
             name: Hashed key, and subkey.

@@ -1,7 +1,7 @@
 """Send questions and answers on streams, one question at a time, with a deadline on every read and write.
 
 `Asker` asks, `Server` answers. libp2p and the tests' in-memory transport both use these classes, so both transports
-refuse the same input. Opening a stream costs more than a small question, so an Asker keeps a stream for its next
+refuse the same input. Opening a stream costs more than a small question, so an Asker reuses a stream for its next
 question to the same peer, and a Server waits up to IDLE_S for that question.
 """
 
@@ -38,12 +38,12 @@ READ_S = 30.0  # a whole question must arrive within this time
 PROOF_READ_S = 5.0  # a question of a peer without proven membership of our private swarm must arrive within this time
 STREAM_ANSWER_S = MAX_ROUTE_S + 100.0  # an answer must be computed in this time, enough for a micro-batch's whole route
 WRITE_S = 60.0  # a whole answer must be written within this time
-KEEP_S = 30.0  # an asker closes a stream that it has not used for this long
+KEEP_S = 30.0  # an Asker closes a stream that it has not used for this long
 IDLE_S = 2 * KEEP_S  # a server closes a stream on which no question comes for this long
-KEPT_STREAMS, KEPT_PER_PEER = 64, 2  # an asker keeps at most this many idle streams, in all and to one peer
-STRANGER_PAUSE_S = 0.1  # an unknown peer's stream stays busy for this long after a small question, to limit its rate
-LINGER_S = 1.0  # after a refusal, we wait at most this long for the asker to close the stream
-LINGERING = 256  # at most this many refusals are sent at a time; beyond, a stream is closed without a refusal
+KEPT_STREAMS, KEPT_PER_PEER = 64, 2  # an Asker has at most this many idle streams, in all and to one peer
+STRANGER_PAUSE_S = 0.1  # rate limit: a stream of a peer without a known record stays busy this long after a question
+LINGER_S = 1.0  # after a refusal, we wait at most this long for the sender to close the stream
+LINGERING = 256  # at most this many refusals are sent at a time; further streams are closed without a refusal
 # The rest of a refused question is dropped in at most LINGER_CHUNKS reads of LINGER_BYTES each.
 LINGER_CHUNKS, LINGER_BYTES = 256, 64 * 1024
 
@@ -276,10 +276,10 @@ class Server:
     streams: dict[PeerId, set["asyncio.Task[None]"]] = field(default_factory=dict)
 
     async def answer_on(self, sender: PeerId, reader: blobs.Reader, writer: blobs.Writer) -> None:
-        """Answer the questions on a stream until the asker closes it, pauses for IDLE_S, or is refused.
+        """Answer the questions on a stream until the sender closes it, pauses for IDLE_S, or is refused.
 
         Args:
-            sender: The asker, whose id the network has proved.
+            sender: The peer that asks; the network has proved its id.
             reader: The reading end of the stream.
             writer: The writing end of the stream; the caller closes it.
         """
@@ -335,10 +335,10 @@ class Server:
             self.idle.give_back(sender)
 
     async def _answer_one(self, sender: PeerId, reader: blobs.Reader, writer: blobs.Writer, length: int | None) -> bool:
-        """Answer or refuse one question, and return whether the asker may send another question on the stream.
+        """Answer or refuse one question, and return whether the sender may send another question on the stream.
 
         Args:
-            sender: The asker.
+            sender: The peer that asks.
             reader: The reading end of the stream.
             writer: The writing end of the stream.
             length: Bytes of the question's header if already read, else None.
@@ -361,7 +361,7 @@ class Server:
     async def _read_and_answer(
         self, share: QuestionShare, reader: blobs.Reader, writer: blobs.Writer, length: int | None
     ) -> bool:
-        """Read and answer one question, and return whether the asker may send another question on the stream.
+        """Read and answer one question, and return whether the sender may send another question on the stream.
 
         Raises:
             ProtocolError: If the question is refused; some of its bytes may not have been read.
@@ -386,7 +386,7 @@ class Server:
             answer = await self.handler(sender, question)
         there = await self._write(writer, answer)
         if not share.known and isinstance(question.message, Hello | Ping | RecordsQuery):
-            await asyncio.sleep(STRANGER_PAUSE_S)  # limits all unknown peers together to about 300 questions/s
+            await asyncio.sleep(STRANGER_PAUSE_S)  # limits peers without a known record to about 300 questions/s in all
         return there
 
     async def _answer_proof(
@@ -412,7 +412,7 @@ class Server:
             room.give_back(sender)
 
     async def _write(self, writer: blobs.Writer, answer: Envelope) -> bool:
-        """Write an answer, and return whether the asker was still connected."""
+        """Write an answer, and return whether the sender of the question was still connected."""
         try:
             async with asyncio.timeout(WRITE_S):
                 await blobs.write(self.uplink.paced(writer, answer), answer)
@@ -432,9 +432,9 @@ async def read_until_closed(reader: asyncio.StreamReader, most_bytes: int) -> by
 
 
 async def _linger(reader: blobs.Reader) -> None:
-    """Read and drop the rest of a refused question until the asker closes the stream, for at most LINGER_S.
+    """Read and drop the rest of a refused question until its sender closes the stream, for at most LINGER_S.
 
-    Closing a stream with unread bytes would reset the stream, and the asker could lose the refusal.
+    Closing a stream with unread bytes would reset the stream, and the sender could lose the refusal.
     """
     with suppress(EOFError, ConnectionError, OSError, TimeoutError):
         async with asyncio.timeout(LINGER_S):

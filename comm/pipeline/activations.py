@@ -139,7 +139,7 @@ class ActivationFormat:
         masked_BT = (targets_BT == self.vocabulary) & self.masks
         targets_BT = targets_BT.masked_fill(masked_BT, MASKED)
         if int(targets_BT.max()) >= self.vocabulary or bool(masked_BT.all()):
-            raise ProtocolError(Reason.VOCABULARY, "a target is not a token number, or all targets are masked")
+            raise ProtocolError(Reason.VOCABULARY, "targets must be token ids or masked, and not all may be masked")
         return hidden_BTD, targets_BT
 
 

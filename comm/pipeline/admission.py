@@ -7,7 +7,7 @@ Start with `Admission.requested`, which accepts or refuses another peer's execut
 Memory is counted in micro-batches through all layers of this peer (`StageConfig.memory_share`). An execution in state
 HELD waits only for the origin peer's decision; its activations are freed, and it takes no memory. If the previous peer
 of a route is replaced, the new peer requests the same execution. This peer then computes the execution only once, and
-sends the same gradient to both peers (the askers).
+sends the same gradient to both peers (the `askers` of the execution).
 """
 
 import math
@@ -40,7 +40,7 @@ from decentral.core.units import Seconds
 MOST_HELD = 4  # at most MOST_HELD * `capacity` executions are at this peer, including those that await a decision
 KEPT_PART = 8  # at most 1 / KEPT_PART of the memory is reserved for executions that enter at later layers
 ROUNDING = 1e-6
-SHARE = 0.9  # we give up after this fraction of the asker's waiting time, so that the asker can still try another peer
+SHARE = 0.9  # we give up after this fraction of the sender's waiting time, so that it can still try another peer
 MOST_ASKERS = 8  # at most this many peers may request one execution; more than MAX_TRIES (comm/pipeline/forwarding.py)
 GRACE_S = 1.0  # gradients are held this long after the origin peer's time limit, since its decision may be on its way
 
@@ -52,7 +52,7 @@ LARGE_STEP = 4  # FULL is used all the same for steps of at least this many micr
 RECENT_ON_ROUTE = 32  # we remember the last RECENT_ON_ROUTE durations of each route
 FADES = 0.002  # each new duration raises the stored shortest duration by this part of their difference
 SLOWER = 2.0  # a route has become slower once all its recent durations exceed this many times its shortest duration
-MOST_ROUTES = 64  # we store durations of at most this many routes; beyond, the least recently used one is forgotten
+MOST_ROUTES = 64  # we store durations of at most this many routes; then the least recently used one is forgotten
 AT_RANDOM = 3.0  # while most routes are new, executions arrive unevenly, so queues may be this many times as long
 MANY_ROUTES = 8  # if we know more routes than this, a new route's first estimate is the shortest duration on any route
 LEAST_BUDGET_S = 9.0  # a micro-batch's time limit is at least this, enough to notice a silent peer and try another one
@@ -196,10 +196,10 @@ class Admission:
         self.draining = drains
 
     def requested(self, event: Asked, request: ForwardRequest, now: Seconds) -> list[Effect]:
-        """Handle a ForwardRequest: begin the execution, refuse it, or add an asker to a known execution.
+        """Handle a ForwardRequest: begin the execution, refuse it, or add the sender to a known execution.
 
-        All askers get the answer as soon as the execution is computed. A request from the origin peer itself replaces
-        an execution of the same id that another peer sent here.
+        All peers that requested an execution get the answer as soon as it is computed. A request from the origin peer
+        itself replaces an execution of the same id that another peer sent here.
         """
         id = ExecutionId(request.origin, request.number, request.first)
         known = self.table.by_id.get(id)
@@ -236,10 +236,11 @@ class Admission:
     def _asked_again(
         self, known: ForwardedExecution, event: Asked, request: ForwardRequest, now: Seconds
     ) -> list[Effect]:
-        """Add an asker to an execution that is already here, and answer at once if the answer is known.
+        """Add the sender to an execution that is already here, and answer at once if the answer is known.
 
-        All askers get the same answer. The origin peer's time to commit does not change. If an asker repeats its
-        request, the earlier request is refused. A sender that cannot be the previous peer of the route is refused.
+        All peers that request it get the same answer. The origin peer's time to commit does not change. If a peer
+        repeats its request, the earlier request is refused. A sender that cannot be the previous peer of the route is
+        refused.
         """
         if not self._may_be_before(event.sender, known):
             return [Reply(event.request, Envelope(Refused(Reason.SPAN)))]
@@ -253,7 +254,8 @@ class Admission:
     def _may_be_before(self, sender: PeerId, known: ForwardedExecution) -> bool:
         """Return whether the sender may be the previous peer on the execution's route.
 
-        True if the sender is among the askers already, or if its record says that it serves the layer before `first`.
+        True if the sender has already requested the execution, or if its record says that it serves the layer before
+        `first`.
         """
         if sender in known.askers:
             return True
@@ -311,7 +313,7 @@ class Admission:
     def may_begin(self, own: int) -> bool:
         """Return whether one more of our own micro-batches may begin.
 
-        The window and the memory must have room for it, the job queue must not be full, and no step must be due.
+        It must fit in the window and in memory, the job queue must not be full, and no step must be due.
 
         Args:
             own: How many of our own micro-batches are in flight.

@@ -134,7 +134,7 @@ class RouteAudits:
         return 1.0 + self._in_sum
 
     def stepped(self, micro_batches: int) -> None:
-        """Update the average size of gradient sums, because a sum of `micro_batches` micro-batches is complete."""
+        """Update the average number of micro-batches in a gradient sum: a sum of `micro_batches` is complete."""
         self._in_sum += NEWEST_WEIGHT * (micro_batches - self._in_sum)
 
     def gave_back(self, execution: StageExecution, event: Answered, now: Seconds) -> list[Effect]:

@@ -139,7 +139,7 @@ class CommitProtocol:
         An origin peer that was restarted has no record of its old routes, so it answers with aborts.
 
         Args:
-            asker: The peer that has the executions.
+            asker: The peer that sent the query and has the executions.
             executions: The executions in its query; executions of other origin peers are ignored.
             under_way: Numbers of our micro-batches that are in flight; the decision does not name them.
         """

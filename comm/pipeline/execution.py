@@ -234,16 +234,16 @@ class ForwardedExecution(StageExecution):
     """An execution of a micro-batch that another peer has sent to this peer."""
 
     askers: dict[PeerId, int | None]  # for each requesting peer: id of its open request; None after the answer
-    answer_by: Seconds  # we stop computing at this time, so that the last asker can still try another peer
-    answer: Envelope | None = None  # the response for every asker, from state HELD on
+    answer_by: Seconds  # we stop computing at this time, so that the last requesting peer can still try another
+    answer: Envelope | None = None  # the response for every requesting peer, from state HELD on
     held_at: Seconds = 0.0
 
     def deadline(self) -> Seconds:
-        """Return when this peer gives the execution up, because its askers or its origin peer wait no longer."""
+        """Return when this peer gives the execution up, because the requesting or the origin peer waits no longer."""
         return self.until if self.state is HELD or self.until < self.answer_by else self.answer_by
 
     def asked_by(self, sender: PeerId, request: int, answer_by: Seconds) -> None:
-        """Add a request of a new or an earlier asker, and extend the time for computing to `answer_by`."""
+        """Add a request of a new or an earlier sender, and extend the time for computing to `answer_by`."""
         self.events.append(("asked for again by", sender))
         self.askers[sender] = request
         self.answer_by = max(self.answer_by, answer_by)
@@ -259,6 +259,6 @@ class ForwardedExecution(StageExecution):
         return [] if self.answer is None else [Reply(request, self.answer) for request in self.answered()]
 
     def hold(self, answer: Envelope, until: Seconds, now: Seconds) -> None:
-        """Enter HELD until the origin peer decides or time `until` comes, and keep `answer` for all askers."""
+        """Enter HELD until the origin peer decides or time `until` comes, and keep `answer` for all who request it."""
         self.move(ExecutionEvent.COMPUTED, "backward pass done")
         self.next_hop, self.answer, self.held_at, self.until = None, answer, now, until

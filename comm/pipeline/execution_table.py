@@ -161,11 +161,11 @@ class ExecutionTable:
         return lambda token: youngest is not None and self.by_token[token].order < youngest
 
     def give_up(self, execution: StageExecution, reason: str) -> list[Effect]:
-        """End an execution before its decision: refuse its askers, abort its gradients, and free what it keeps.
+        """End an execution before its decision: refuse its open requests, abort its gradients, and free what it keeps.
 
         Args:
             execution: Any execution that is not GONE or ENDED.
-            reason: Sent to the execution's askers; for a micro-batch of ours, written to the journal.
+            reason: Sent to the peers that requested the execution; for a micro-batch of ours, written to the journal.
         """
         effects: list[Effect] = []
         hop = execution.next_hop

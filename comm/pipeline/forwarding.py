@@ -210,7 +210,7 @@ class Forwarding:
         return self.load.rest_s(hop.tokens, execution.last) + links_s
 
     def _link_s(self, hop: NextHop, to: PeerId | None) -> Seconds:
-        """Return the seconds in which activations reach a peer (None: a typical one) and their gradient comes back."""
+        """Return the seconds to send activations to a peer (None: a typical one) and to get their gradient back."""
         return self.view.there_and_back_s(to, len(hop.payload), hop.most_bytes)
 
     def route_s(self, execution: StageExecution) -> Seconds:

@@ -58,7 +58,7 @@ class Ledger(Protocol):
     """
 
     entries: dict[int, GradientEntry]  # the executions whose gradients are in a sum, by StageExecution.token
-    quiet: bool  # True: a step may change the weights now (see ExecutionTable.quiet)
+    quiet: bool  # True: a step may change the weights now, as no execution needs the old ones (ExecutionTable.quiet)
     sealing: bool  # True while the training thread has a job that closes (seals) a gradient sum
 
     @property
@@ -107,7 +107,7 @@ class Ledger(Protocol):
         return []
 
     def look(self, quiet: bool) -> list[Effect]:
-        """Return the Seal, Apply and Drop jobs that can run now; `quiet` says whether a step may change the weights."""
+        """Return the Seal, Apply and Drop jobs that can run now, given whether a step may change weights (`quiet`)."""
         return []
 
 
@@ -163,7 +163,10 @@ class GradientLedger:
         return [Log(CountedLine(of=_counted(self._taken(tokens)))), *self._advance()]
 
     def look(self, quiet: bool) -> list[Effect]:
-        """Return the Seal, Apply and Drop jobs that can run now; `quiet` says whether a step may change the weights."""
+        """Set `self.quiet`, which tells whether a step may change the weights; return the jobs that can run now.
+
+        These are Seal, Apply and Drop jobs.
+        """
         self.quiet = quiet
         return self._advance()
 

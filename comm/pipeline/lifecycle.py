@@ -194,8 +194,8 @@ class ExecutionLifecycle:
     def decided(self, sender: PeerId, decision: CommitDecision, now: Seconds) -> list[Effect]:
         """Commit and abort executions as another peer decides; a repeated decision has no effect.
 
-        A commit is valid only from the execution's origin peer. An abort is also valid from an asker, if the execution
-        has no other asker.
+        A commit is valid only from the execution's origin peer. An abort is also valid from the only
+        peer that has requested the execution.
         """
         effects: list[Effect] = []
         for id in decision.commit:
@@ -215,9 +215,10 @@ class ExecutionLifecycle:
         return effects
 
     def _withdraws(self, sender: PeerId, execution: ForwardedExecution) -> bool:
-        """Return whether an abort ends the execution: the sender is the origin peer, or the only asker.
+        """Return whether an abort ends the execution: the sender is the origin peer, or alone in `askers`.
 
-        Otherwise, another asker still needs the execution. Then the sender is no longer an asker if it has its answer.
+        Otherwise, another requesting peer still needs the execution. Then the sender is removed from `askers` if it has
+        its answer.
         """
         if sender == execution.id.origin or [*execution.askers] == [sender]:
             return True

@@ -77,7 +77,7 @@ NO_ROUTES_S = 600.0  # a peer's first suspension for wrong answers; each further
 LONGEST_NO_ROUTES_S = 6 * 3600.0
 HALVED_S = 600.0  # the weight of a wrong answer halves in this time
 _ROUNDING = 1e-3  # a sum this much below SUSPENDED_AT suspends, too, since the weights of earlier wrong answers decay
-MOST_JUDGED = 1024  # we store the reputations of this many peers; beyond, the peer judged longest ago is forgotten
+MOST_JUDGED = 1024  # we store the reputations of this many peers; then the peer judged longest ago is forgotten
 MOST_RIGHT = 30  # up to this many right answers in a row count; each of them halves the audit rate
 
 
@@ -305,7 +305,8 @@ class PeerScheduler:
 
         Args:
             peer: The peer that has the micro-batch.
-            guess_s: Seconds expected from the speeds of devices and links, without queues; used for an unknown peer.
+            guess_s: Seconds expected from the speeds of devices and links, without queues. It counts only while
+                the peer's usual duration is not known.
         """
         known_s = self.seconds.get(peer)
         expected_s = max(guess_s, self._typical_s(guess_s)) if known_s is None else known_s

@@ -103,7 +103,7 @@ class Router:
 
     @property
     def wake_at(self) -> Seconds | None:
-        """Return when `handle` needs its next Woke event; None if it needs no Woke before another event."""
+        """Return when `handle` needs its next timer event (Woke); None if another kind of event must come first."""
         if not self.admission.active:
             return None
         if self._wake is None:

@@ -33,7 +33,7 @@ MAX_HOLD_S = 60.0  # newcomers that fetch weights at the same time delay a round
 MOST_HOLDS = 16  # a peer delays the round for at most this many newcomers at the same time
 HOLDS_EACH = 3  # a peer delays the round for the same newcomer at most this many times within HOLDS_AGAIN_S
 HOLDS_AGAIN_S = 600.0
-MOST_HELD_FOR = 1024  # we count the delays of at most this many newcomers; beyond, the oldest count is forgotten
+MOST_HELD_FOR = 1024  # we count the delays of at most this many newcomers; then the oldest count is forgotten
 
 
 def whole_fragments(member: RoundMember, cuts: Sequence[Fragment]) -> list[Fragment]:

@@ -78,7 +78,7 @@ class Rounds:
 
     @property
     def wake_at(self) -> Seconds | None:
-        """Return when `handle` needs its next Woke event; None while only other events can advance the round."""
+        """Return when `handle` needs a timer event (Woke) next; None while only other events can advance the round."""
         ends = (until for _, _, until in self._waiting)
         if self._search:
             return earliest((self._search.retry_at, *ends))
@@ -136,8 +136,8 @@ class Rounds:
     def handle(self, event: Event, now: Seconds) -> list[Effect]:
         """Return the effects of an event: questions, answers, jobs and journal lines.
 
-        The node must also call this with Woke after each event that it has passed to another state machine, because the
-        event may have completed a micro-batch.
+        The node must also call this with a timer event (Woke) after each event that it has passed to another state
+        machine, because the event may have completed a micro-batch.
         """
         effects = self._react(event, now)
         effects += self._progress(self.now_in, now) if self.now_in else self._search_on(now)

@@ -39,7 +39,7 @@ class Writer(Protocol):
         """Put bytes into the buffer of the stream."""
 
     async def drain(self) -> None:
-        """Wait until the buffer of the stream has room."""
+        """Wait until more bytes fit in the buffer of the stream."""
 
 
 async def write(writer: Writer, envelope: Envelope) -> int:

@@ -47,7 +47,7 @@ from decentral.core.plain_text import plain_text
 from decentral.core.units import MiB
 
 VERSION = 8
-MAX_BLOB_BYTES = 1 << 34  # no blob may be larger; for most questions, the asker allows much less in the answer
+MAX_BLOB_BYTES = 1 << 34  # no blob may be larger; for most questions, the sender allows much less in the answer
 MAX_PROBE_BYTES = 4 * MiB
 MAX_CHUNK_BYTES = 4 * MiB
 MAX_PATIENCE_S = 75.0  # a peer may delay its answer by at most this, to wait for the snapshot or sum that is asked for
@@ -82,7 +82,7 @@ class Hello(Question):
 
     for_strangers: ClassVar[bool] = True
     for_lookers: ClassVar[bool] = True
-    run: Run = ""  # the run that the asker expects, since a peer of another run must refuse; "": any run
+    run: Run = ""  # the run that the sender expects; a peer of another run refuses; "": any run
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Welcome:
 class MembershipProof(Question):
     """Proves that the sender holds an invitation to a private swarm. The answer is the other peer's proof.
 
-    In a private swarm an asker sends its proof to a peer before any other question. `read_proof` in
+    In a private swarm a peer sends its proof to another peer before any other question. `read_proof` in
     comm/wire/invitations.py verifies proofs.
     """
 
@@ -137,10 +137,10 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class RecordsQuery(RunQuestion):
-    """Asks for what the asker lacks: records of peers, a newer list of revocations, and plans.
+    """Asks for what the sender lacks: records of peers, a newer list of revocations, and plans.
 
-    `own` is the asker's record; empty if it has published none. `known` has hashes (`record_gossip.short`) of the peers
-    whose records it does not need. `revocations` is the number of the asker's list of revocations; `revoked` is a newer
+    `own` is the sender's record; empty if it has published none. `known` has hashes (`record_gossip.short`) of the
+    peers whose records it does not need. `revocations` is the number of its list of revocations; `revoked` is a newer
     list that it passes on, or empty. `plans` has hashes of the signed plans that it has; None: it wants no plans.
     """
 
@@ -155,7 +155,7 @@ class RecordsQuery(RunQuestion):
 
 @dataclass(frozen=True, slots=True)
 class PeerRecords:
-    """The answer to a RecordsQuery: records, revocations and plans that the asker lacks; plans with their proposers."""
+    """The answer to a RecordsQuery: what its sender lacks: records, revocations, and plans with their proposers."""
 
     run: Run
     records: Annotated[tuple[tuple[Peer, SealedRecord], ...], Field(max_length=MAX_KNOWN)]
@@ -169,7 +169,7 @@ class Pull(RunQuestion):
 
     If there is no such snapshot yet, or only one from before `since` (unix seconds), the answer may wait up to
     `patience_s` for the next snapshot. All peers publish a fragment's snapshot at about the same time, so the next one
-    comes soon. `sections` names the sections of the snapshot that the asker wants; empty: all sections.
+    comes soon. `sections` names the sections of the snapshot that the sender wants; empty: all sections.
     """
 
     fragment: Index
@@ -258,7 +258,7 @@ class Load:
 class ForwardRequest(RunQuestion):
     """Asks the peer to execute micro-batch (origin peer, number) from layer `first` on. A BackwardResponse answers.
 
-    The blob has the hidden values that enter layer `first`, and the targets. The asker waits `patience_s` seconds for
+    The blob has the hidden values that enter layer `first`, and the targets. The sender waits `patience_s` seconds for
     the answer. The origin peer may still commit the execution in the next `hold_s` seconds. `drawn` is when the origin
     peer began the micro-batch, by that peer's clock; it orders micro-batches and never measures a duration.
     """
@@ -308,7 +308,7 @@ class ExecutionId:
 
 @dataclass(frozen=True, slots=True)
 class ForwardStatusQuery(RunQuestion):
-    """Asks whether the peer is still working on this execution, for which the asker sent a ForwardRequest."""
+    """Asks whether the peer is still working on this execution, for which the sender has sent a ForwardRequest."""
 
     for_strangers: ClassVar[bool] = True
     execution: ExecutionId
@@ -328,7 +328,7 @@ class CommitDecision(RunQuestion):
 
 @dataclass(frozen=True, slots=True)
 class CommitQuery(RunQuestion):
-    """Asks the origin peer whether the gradients that the asker computed in these executions count.
+    """Asks the origin peer whether the gradients that the sender computed in these executions count.
 
     The answer is a CommitDecision. Executions that the answer does not name are still in flight.
     """
@@ -339,9 +339,9 @@ class CommitQuery(RunQuestion):
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequest(RunQuestion):
-    """Asks the peer to promise that it goes on training a fragment, which the asker is about to give up.
+    """Asks the peer to promise that it goes on training a fragment, which the sender is about to give up.
 
-    If `over`, the asker instead releases the peer from its earlier promise.
+    If `over`, the sender instead releases the peer from its earlier promise.
     """
 
     fragment: Index
@@ -364,12 +364,12 @@ RoundMembers = Annotated[tuple[RoundMember, ...], Field(max_length=MAX_MEMBERS)]
 class RoundQuery(RunQuestion):
     """Asks which synchronous round the peer is in, and who the round's members are.
 
-    The asker has the weights of layers [first, last) as of the start of `round`. If `joining`, the asker wants to
+    The sender has the weights of layers [first, last) as of the start of `round`. If `joining`, the sender wants to
     become a member with these layers.
     """
 
     for_strangers: ClassVar[bool] = True
-    for_lookers: ClassVar[bool] = True  # to become a member (`joining`), an asker needs Permission.DONATE
+    for_lookers: ClassVar[bool] = True  # LOOK is enough to read the status; `joining` needs Permission.DONATE
     round: Count
     first: Index
     last: Index
@@ -392,9 +392,9 @@ class RoundStatus:
 class CollectRequest(RunQuestion):
     """Asks for what member `origin` contributes to a round: its report, or its sum of a fragment's gradients.
 
-    The asker sends the question to `origin`, or to another member that needs the same contribution. A member that has
+    This question goes to `origin`, or to another member that needs the same contribution. A member that has
     given `origin` up without a copy of the contribution refuses with the reason `without`. A member that has given
-    `origin` up accepts the contribution only from other members. `member` says whether the asker is a member.
+    `origin` up accepts the contribution only from other members. `member` says whether the sender is a member.
     """
 
     round: Count

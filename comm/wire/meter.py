@@ -6,8 +6,9 @@ The latency of a link is the shortest time to the first byte among its last answ
 the time between the first and the last byte of a transfer, less the sender's slow start (comm/wire/slow_start.py). The
 rate is averaged over about nine transfers, so it includes the effect of other transfers that run at the same time.
 
-An answer that misses its deadline gives no measurement, so a deadline that is too short would stay too short. Therefore
-late answers lengthen the next deadlines until answers come in time, as TCP backs its timer off (RFC 6298, 5.5).
+An answer that misses its deadline yields no measurement, so a deadline that is too short would stay too short.
+Therefore late answers lengthen the next deadlines until answers come in time, as TCP backs its timer off (RFC 6298,
+5.5).
 """
 
 import math
@@ -38,7 +39,7 @@ DEADLINE_FLOOR_S = 3.0
 DEADLINE_TOP_S = 60.0
 BACK_OFF = 2.0  # every consecutive late answer multiplies the peer's deadlines by this
 MOST_LATE = 3  # at most this many late answers in a row lengthen a deadline, so that we notice soon if a peer is gone
-MOST_LINKS = 4096  # at most this many links are remembered; beyond, the link that was updated longest ago is forgotten
+MOST_LINKS = 4096  # at most this many links are remembered; then the link that was updated longest ago is forgotten
 
 
 @dataclass(slots=True)

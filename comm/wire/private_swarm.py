@@ -32,7 +32,7 @@ from decentral.core.latest import keep_latest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
-MOST_MEMBERS = 8192  # the proofs of at most this many peers are stored; beyond, the oldest proof is forgotten
+MOST_MEMBERS = 8192  # the proofs of at most this many peers are stored; then the oldest proof is forgotten
 NONCE_BYTES, TAG_BYTES = 12, 16  # sizes of a nonce and a tag of ChaCha20-Poly1305 (RFC 8439)
 TELLS = {  # by the reason of a refusal: the text for the user of the peer that was refused
     Reason.UNINVITED: "this swarm is private: ask its founder for an invitation, and give it with --invite FILE",
@@ -89,7 +89,7 @@ class PrivateSwarm:
         return self._ours.until
 
     def may(self, permission: Permission) -> bool:
-        """Return whether our own invitation gives this permission."""
+        """Return whether our own invitation includes this permission."""
         return self._ours.may.allows(permission)
 
     def over(self) -> Reason | None:
@@ -252,7 +252,9 @@ class PrivateSwarm:
         return opened
 
     def bare(self, key: str, peer: PeerId, sealed: bytes) -> tuple[str, bytes]:
-        """Return the key that a member's signature covers, and the signed record without encryption.
+        """Decrypt a sealed record; return the signed record, and the key with which its signature was made.
+
+        The key is the DHT key `key`, and a digest of the member's proof.
 
         Raises:
             ProtocolError: If the record is malformed, or no member of this swarm encrypted it.
@@ -322,7 +324,7 @@ class MemberSigner:
         return self.private.seal(key, self.peer, own)
 
     def bare(self, key: str, peer: PeerId, sealed: bytes) -> tuple[str, bytes]:
-        """Return the key that a record's signature covers, and the record without encryption; nothing is verified.
+        """Decrypt a sealed record, as `PrivateSwarm.bare` does; the signature is not verified.
 
         Raises:
             ProtocolError: If the record cannot be decrypted.
@@ -374,7 +376,7 @@ def storable(private: PrivateSwarm | None) -> OpenRecord:
 
 
 def _with_proof(key: str, proof: bytes) -> str:
-    """Return the key that a member's signature covers: the DHT key, and a digest of the proof in the record."""
+    """Return the text that a member signs together with its record: the DHT key, and a digest of its proof."""
     return f"{key}/{hashlib.blake2b(proof, digest_size=16).hexdigest()}"
 
 
@@ -384,7 +386,7 @@ def refuse_unproven() -> ProtocolError:
 
 
 def _needed(sender: PeerId, message: Message) -> Permission:
-    """Return the permission that the sender's invitation must give in order to ask us this question."""
+    """Return the permission that the sender's invitation must include for this question."""
     joins = isinstance(message, RoundQuery) and message.joining
     if isinstance(message, messages.Question) and message.for_lookers and not joins:
         return Permission.LOOK

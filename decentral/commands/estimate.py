@@ -4,8 +4,8 @@ python -m decentral.estimate --model 1.3B --peers "4x4090 home:50/500, 8xA100 or
 python -m decentral.estimate my-config.yaml --peers "4xcpu" --json
 
 A device is one of NVIDIA's cards, with its published peak speed, or `cpu`: this machine's processor, which is timed.
-The peers of a place share the place's link to other places. Each figure has a range; a run may still be outside of the
-range (docs/results/estimates.md).
+The peers of a place share the place's link to other places. Each estimate has a range; a run may still be outside of
+the range (docs/results/estimates.md).
 """
 
 import argparse

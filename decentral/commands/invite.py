@@ -121,7 +121,7 @@ async def _announce(founder: FounderFile, addresses: Sequence[str]) -> str:
 
 
 async def _tell(swarm: VisitedSwarm, founder: FounderFile, until: Seconds) -> tuple[int, int]:
-    """Send the list to each peer that the swarm's peers name; return the numbers of peers known and of confirmations.
+    """Send the list to each peer that the swarm's peers name; return how many peers are known, and how many confirmed.
 
     The contacts always get the list. After the Unix time `until`, no other peer gets it.
 

@@ -190,7 +190,7 @@ class LocalSwarm:
         self.address = ""
         self.shown: set[str] = set()  # peers' errors that have been printed; each error is printed only once
         self.say: Callable[[str], None] = lambda text: None
-        self.known_dead: set[int] = set()  # numbers of the dead peers that the user has been told about
+        self.known_dead: set[int] = set()  # indices of the dead peers that the user has been told about
 
     def folders(self) -> list[Path]:
         """Return the state folder of each peer, in the order of the peers' numbers."""

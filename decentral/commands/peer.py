@@ -167,7 +167,7 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
 
 
 def _add_own_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that name this peer's own data, model and places of uploads."""
+    """Add the flags of this peer's own inputs and uploads: its data, its model, and where to upload checkpoints."""
     parser.add_argument("--data", metavar="PATH", help="this peer's own text or tokens, if the run needs them")
     parser.add_argument("--data-glob", metavar="PATTERN", help="the files of a folder to read; for text **/*.txt")
     parser.add_argument("--data-column", metavar="NAME", help="the column with the text in rows of data; default text")

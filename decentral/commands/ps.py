@@ -3,7 +3,8 @@
     python -m decentral.ps             a line for each peer
     python -m decentral.ps --json      the same as JSON
 
-The figures come from the peers' journals. Of other users' peers only the process is shown. `decentral stop` ends peers.
+Steps, losses and speeds come from the peers' journals. Of other users' peers only the process is shown. `decentral
+stop` ends peers.
 """
 
 import argparse

@@ -43,7 +43,7 @@ MAX_YAML_BYTES = 64 * 1024
 MAX_CONFIG_BYTES = 8 * 1024  # a larger config from another peer is refused; the longest valid config has about 2 KiB
 BYTES = 256  # size of the vocabulary if each token is a byte
 MAX_BATCH_TOKENS = 1 << 24  # a micro-batch or an evaluation has at most this many tokens; as int64 they take 128 MiB
-OWN_KEYS = {  # section -> keys that name a peer's own files and places; these keys are never sent to other peers
+OWN_KEYS = {  # section -> keys that name a peer's own files and upload destination; never sent to other peers
     "model": ("from",),
     "data": ("path", "glob", "column", "part", "tokenizer"),
     "train": ("upload",),

@@ -2,7 +2,7 @@
 
 A peer's claims about itself do not count. Each peer is a witness of the others: it measures how far a partner's gossip
 windows move the weights, which layers the hops of its routes computed, and how many bytes came from each peer. It
-publishes these figures in its signed record (`SeenWork`). docs/SECURITY.md ("Who did what") has the limits.
+publishes these measurements in its signed record (`SeenWork`). docs/SECURITY.md ("Who did what") has the limits.
 """
 
 from collections import defaultdict
@@ -17,7 +17,7 @@ from decentral.core.ids import SUFFIX_CHARS, PeerId, suffix
 from decentral.core.journal.field_kinds import GivenCount
 from decentral.core.units import Seconds
 
-MOST_WITNESSED = 12  # a record has figures about at most this many other peers, to stay below its limit of 12 KiB
+MOST_WITNESSED = 12  # a record has the work of at most this many other peers, to stay below its limit of 12 KiB
 EXPLAINED_TIMES = 1.25  # a claim of at most this many times the explained tokens is believed: windows differ by chance
 IMPLAUSIBLE_TIMES = 1000.0  # a window longer than this many times ours is an attack, so `times` is capped at this
 LEAST_WATCHED = 0.1  # witnesses that met a peer for less than this share of its hours are ignored for its speed
@@ -30,7 +30,7 @@ class SeenWork(NamedTuple):
     """What one peer, the witness, has measured of another peer's work since the witness first started."""
 
     peer: Ending  # the last characters of the other peer's id
-    claimed: GivenCount  # tokens that the peer trained in `met_s`, as its windows claim
+    claimed: GivenCount  # number of tokens on which the peer trained in `met_s`, as its windows claim
     explained: GivenCount  # the same tokens as estimated from how far the windows move the weights (`explained_tokens`)
     carried: GivenCount  # tokens of the witness's micro-batches, times the share of the layers that the peer computed
     met_s: Few  # seconds for which the peer's windows reached the witness; long pauses are left out
@@ -63,7 +63,7 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What a peer has contributed to a run, according to the figures that other peers (its witnesses) publish."""
+    """What a peer has contributed to a run, as other peers (its witnesses) have measured and published it."""
 
     peer: str  # the peer's id, or only the end of the id if no record of the peer is known
     name: str
@@ -73,8 +73,8 @@ class Credit:
     served_bytes: int
     passed: int
     failed: int
-    witnesses: int  # number of peers that published figures about this peer; a lone witness's figures count in full
-    claimed_tokens: int  # tokens that the peer itself says it has trained; they do not count towards `tokens`
+    witnesses: int  # number of peers that measured this peer; a lone witness's measurements count in full
+    claimed_tokens: int  # number of tokens on which the peer itself says it has trained; not counted in `tokens`
 
 
 def explained_tokens(own: float, times: float) -> float:
@@ -94,8 +94,8 @@ def contributions(statements: Mapping[PeerId, Statement]) -> list[Credit]:
     """Return what each peer has contributed, in decreasing order of credited tokens, then by id.
 
     A peer's tokens are its speed times its hours, or the confirmed `carried` tokens if those are more. With three or
-    more witnesses, no single witness decides: the speed is the lower median of the witnesses' figures, the hours are
-    the second largest figure, and each other figure is `confirmed`. A peer's figures about itself are ignored. The
+    more witnesses, no single witness decides: the speed is the lower median of the witnesses' values, the hours are
+    the second largest value, and each other value is `confirmed`. What a peer says of its own work is ignored. The
     order of the statements does not matter.
 
     Args:
@@ -135,9 +135,9 @@ def _credited(peer: str, own: Statement | None, rows: Sequence[SeenWork]) -> Cre
 
 
 def confirmed(figures: Iterable[int]) -> int:
-    """Return the sum of witnesses' figures, in which the largest counts as at most the sum of all others.
+    """Return the sum of witnesses' values, in which the largest counts as at most the sum of all others.
 
-    A lone figure counts in full.
+    A lone value counts in full.
     """
     rising = sorted(figures)
     if len(rising) < 2:
@@ -147,12 +147,12 @@ def confirmed(figures: Iterable[int]) -> int:
 
 
 def _second(figures: Sequence[int]) -> int:
-    """Return the second largest figure; if there is only one figure, that figure; if there is none, 0."""
+    """Return the second largest value; if there is only one value, that value; if there is none, 0."""
     return sorted(figures)[-2:][0] if figures else 0
 
 
 def latest(statements: Iterable[tuple[PeerId, Statement]]) -> dict[PeerId, Statement]:
-    """Return the newest statement of each peer. Older statements are not needed, because a peer's figures only grow."""
+    """Return the newest statement of each peer. Older statements are not needed, because a witness's sums only grow."""
     found: dict[PeerId, Statement] = {}
     for peer, statement in statements:
         if peer not in found or found[peer].time < statement.time:

@@ -12,7 +12,7 @@ RunId = NewType("RunId", str)
 
 
 def short(peer: PeerId) -> str:
-    """Return the last six characters of the id, to show to people. All ids of RSA keys begin with equal characters."""
+    """Return the last six characters of the id, to show to people: the first ones are the same for all RSA keys."""
     return peer[-6:]
 
 

@@ -11,7 +11,14 @@ CALLER = 32, 48
 
 
 def network_of(address: str | IP, bits: tuple[int, int] = MACHINE) -> str:
-    """Return the group of an IP address: an IPv4 address or a network; text that is no IP address is its own group."""
+    """Return the group of an IP address as text: the network of its first `bits` bits, or the address itself.
+
+    Text that is no IP address is its own group.
+
+    Args:
+        address: An IPv4 or IPv6 address. An IPv4 address mapped to IPv6 counts as IPv4.
+        bits: Leading bits that the IPv4 and the IPv6 addresses of a group have in common.
+    """
     try:
         ip = ip_address(address) if isinstance(address, str) else address
     except ValueError:

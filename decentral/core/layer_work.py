@@ -1,9 +1,9 @@
 """Divide a token's computing time among a model's layers, from a device's measurements of each kind of layer.
 
 A model has three kinds of layer: the embedding, the blocks (all equal), and the head with the loss. A peer measures
-one layer of each kind (engine/layer_times.py) and publishes the figures in its record. `share` and `forward_share`
-divide the time of a token by these figures. A kind that is not measured counts by its floating-point operations; layers
-of user code (`model.layers`) count by their parameters.
+one layer of each kind (engine/layer_times.py) and publishes the measured costs in its record. `share` and
+`forward_share` divide the time of a token by these costs. A kind that is not measured counts by its floating-point
+operations; layers of user code (`model.layers`) count by their parameters.
 """
 
 from collections.abc import Sequence

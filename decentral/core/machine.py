@@ -1,8 +1,8 @@
 """The event and the effect that all state machines share. A machine is `handle(event, now) -> list[Effect]`.
 
-A machine's `wake_at` is the time at which it wants a `Woke` event. A machine has no socket, thread, tensor or clock. It
-returns an effect for each action of its host, and receives the outcome later as an event (comm/wire/transport.py). The
-same machine therefore runs over libp2p, in memory, and in virtual time.
+A machine's `wake_at` is the time at which it wants a timer event (`Woke`). A machine has no socket, thread, tensor or
+clock. It returns an effect for each action of its host, and receives the outcome later as an event
+(comm/wire/transport.py). The same machine therefore runs over libp2p, in memory, and in virtual time.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from decentral.core.units import Seconds
 
 @dataclass(frozen=True, slots=True)
 class Woke:
-    """Event: the time in the machine's `wake_at` has come."""
+    """Timer event: the time in the machine's `wake_at` has come."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What only a peer's own user may name: the code of a model, files that data are read from, a place for uploads.
+"""What only a peer's own user may name: the code of a model, files that data are read from, the destination of uploads.
 
 The user who starts a swarm names these inputs in the config or by flags; a user who joins a swarm names them by flags.
 A name that another peer sends is never used as an input (decentral/core/received.py).

@@ -58,7 +58,7 @@ def changed_at(file: Path) -> float:
 
 
 def identity(folder: Path) -> bytes:
-    """Return bytes that are equal for copies of a peer's folder: the identity key, or the path if there is no key."""
+    """Return bytes that are the same in all copies of a peer's folder: its key, or the path if there is no key."""
     try:
         return foreign_file.read_bytes(folder / KEY, MOST_KEY_BYTES)
     except OSError:

@@ -9,7 +9,7 @@ import platform
 from decentral.core.ids import PeerId, short
 from decentral.core.plain_text import plain_text
 
-PEER_NAME_CHARS = 32  # longer names leave a table of 80 columns no room for figures
+PEER_NAME_CHARS = 32  # longer names leave no columns for numbers in a table of 80 columns
 
 
 def machine_name() -> str:

@@ -45,7 +45,7 @@ BETWEEN_WORDS = re.compile(r"[\W\d_]+")
 HIDDEN_FOLDERS = {"__pycache__", "__MACOSX"}  # files in these folders are ignored, like files in hidden folders
 ABOUT_DATA = re.compile(r"(readme|licen[cs]e)([_.-]\w+)*\.(md|txt|text)|(dataset_infos?|state)\.json", re.IGNORECASE)
 NAMED, LINE_CHARS = 5, 1000  # a warning about ignored files has at most LINE_CHARS characters and names NAMED files
-SAMPLED, SAMPLE_BYTES = 16, 4096  # a fingerprint hashes SAMPLED stretches of SAMPLE_BYTES bytes of each file
+SAMPLED, SAMPLE_BYTES = 16, 4096  # a fingerprint hashes SAMPLED pieces of SAMPLE_BYTES bytes of each file
 
 
 @dataclass(frozen=True, slots=True)

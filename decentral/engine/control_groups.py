@@ -1,7 +1,7 @@
 """Read the memory limit that a container, a batch system or systemd sets for this process (Linux control groups).
 
 Start reading at `limit_bytes`. A control group (version 1 or 2) and each of its parent groups may have a limit; the
-smallest limit applies. The kernel's figures for the machine's memory ignore these limits, and a process that exceeds
+smallest limit applies. The kernel's sizes of the machine's memory ignore these limits, and a process that exceeds
 its limit is killed without a message.
 """
 

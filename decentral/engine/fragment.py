@@ -108,7 +108,7 @@ class Live:
         groups = self._groups(layers, numbers.start)
         self._parameters = [parameter for group in groups for parameter in group]
         self._grad: Tensor | None = None
-        self.tokens = 0  # number of tokens trained in the current gossip window
+        self.tokens = 0  # number of tokens in the steps of the current gossip window
         self.lr_sum = 0.0  # sum of the learning rates of the steps in the current gossip window
         self.steps = 0  # number of optimizer steps on this fragment, for AdamW's bias correction and the peer's warm-up
         self.touched = set[str]()  # names of tensors that rank 0 has changed; `Island` copies them to the other ranks
@@ -251,7 +251,7 @@ class Live:
             round_stochastically(self.theta + correction, self.theta, self.chance("add"))
 
     def work(self, gradients: Sequence[Tensor]) -> Iterator["Work"]:
-        """Yield the inputs of the optimizer step for each stretch (the parameters that one `StretchOptimizer` trains).
+        """Yield the inputs of the optimizer step for each parameter range that one `StretchOptimizer` trains.
 
         `gradients` has one tensor for each parameter, or one flat vector [n].
         """
@@ -262,7 +262,7 @@ class Live:
             yield Work(self, stretch, operands, wide, theta)
 
     def _within(self, stretch: StretchOptimizer, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of the parameters in this stretch of the fragment.
+        """Return the gradients of the parameters that this optimizer of the fragment trains.
 
         `gradients` has one tensor for each parameter of the fragment, or is one flat vector [n]. The result has the
         same form.
@@ -298,13 +298,13 @@ class Live:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The inputs of an optimizer step on one stretch (parameters of a fragment that one `StretchOptimizer` trains)."""
+    """The inputs of an optimizer step on the parameters of a fragment that one `StretchOptimizer` trains."""
 
     live: Live
     stretch: StretchOptimizer
     operands: Operands
     wide: Tensor  # the weights as fp32; the same tensor as `theta` if `theta` is fp32
-    theta: Tensor  # the stretch's part of the fragment's flat weight vector
+    theta: Tensor  # these parameters' part of the fragment's flat weight vector
 
 
 def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:

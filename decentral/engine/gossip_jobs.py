@@ -223,7 +223,7 @@ class FragmentGossip:
         if job.hold:
             self.merging.add(job.fragment)
         elif not gossiped.live.steps:
-            yield Phase.EDGE  # the first step must be taken before the window can be closed
+            yield Phase.EDGE  # wait until after the next step: a window cannot be closed before the first step
         if not gossiped.rule.ready:
             yield Phase.BESIDE
             gossiped.rule.make_ready()

@@ -85,7 +85,7 @@ class Inner:
 
         Args:
             rate: The learning rate.
-            tokens: Tokens trained in this step.
+            tokens: Number of tokens in this step.
             void: fp32 scalar on the device: 1 if the gradients are not finite, so that no weights change, else 0; None
                 means 0. The step is counted in both cases: call `uncount` once the host has read a 1.
         """

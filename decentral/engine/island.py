@@ -130,7 +130,9 @@ class Island:
         return least // self.size if self.device.type == "cpu" else least
 
     def begin(self, replica: Replica, counters: Counters, measuring: bool = False) -> ModelForward:
-        """Order all ranks to step or to measure, and copy rank 0's changed tensors to them. Only rank 0 calls this.
+        """Tell all ranks to take a step or, if `measuring`, to time passes; copy rank 0's changed tensors to them.
+
+        Only rank 0 calls this.
 
         Returns:
             The model as a function whose gradients are the mean over all ranks.
@@ -145,7 +147,7 @@ class Island:
         return nullcontext() if last or averaged is None else averaged.no_sync()
 
     def end(self, figures: Tensor) -> Tensor:
-        """End the step, and return the mean of figures, such as the loss, over all ranks. All ranks must call this."""
+        """End the step; return the mean of `figures`, such as the loss, over all ranks. All ranks must call this."""
         mean: Tensor = figures.to(self.device) / self.size
         dist.all_reduce(mean)
         self.under_way = False

@@ -1,8 +1,8 @@
 """Measure what one layer of each kind (embedding, block, head with the loss) costs a device: `layer_costs`.
 
 A peer measures a layer that it holds; for a kind that it does not hold, it builds a layer for the measurement, if the
-layer fits in memory that is free. So the figures do not depend on the peer's span. Shapes: B sequences, T positions,
-D width.
+layer fits in memory that is free. So the measured costs do not depend on the peer's span. Shapes: B sequences, T
+positions, D width.
 """
 
 import time
@@ -148,7 +148,7 @@ class _KeptBytes:
 
 
 def layer_costs(trial: LayerTrial, held: Mapping[int, nn.Module]) -> KindCosts:
-    """Return what a layer of each kind costs the device, with throttling and emulation.
+    """Return the time and memory that a layer of each kind takes on this device, with throttling and emulation.
 
     The kinds of a user's own model (`model.layers`) are not measured, since its layers may all differ.
 

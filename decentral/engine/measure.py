@@ -84,7 +84,7 @@ def measure(
 ) -> Measured:
     """Measure the device: its name, memory, FLOP/s, and tokens/s of training the layers of `forward`.
 
-    The figures include throttling and emulation. For an island (a peer with several devices), tokens/s are those of all
+    Speeds include throttling and emulation. For an island (a peer with several devices), tokens/s are those of all
     ranks together, including the averaging of gradients; FLOP/s are those of rank 0 times the number of ranks; and the
     memory is that of one device. Measuring takes well under a second with a small model.
 

@@ -19,7 +19,7 @@ With `model.lora` the parameters are those of the adapters, and frozen weights t
 for one fragment during its step, and 4 for each micro-batch between its passes, for its predicted weights.
 
 The process itself (torch, libp2p, the data) is not counted. Start reading at `needs`. tests/engine/test_memory.py
-compares the figures with what torch allocates, benchmarks/memory.py with what a process takes.
+compares the results with what torch allocates, benchmarks/memory.py with what a process takes.
 """
 
 import ctypes

@@ -32,7 +32,7 @@ _BF16_SIDE = 256  # CPUs with bf16 units multiply twice as fast in bf16 if a mat
 
 @dataclass(frozen=True, slots=True)
 class Muon:
-    """Muon for one stretch (consecutive matrices in a fragment's flat vector); implements `StretchOptimizer`."""
+    """Muon for consecutive matrices in a fragment's flat vector; it implements `StretchOptimizer`."""
 
     begin: int
     end: int
@@ -42,7 +42,7 @@ class Muon:
 
     @property
     def kind(self) -> Hashable:
-        """The same value for all Muon stretches, so that `step_together` trains them in one call."""
+        """The same key for all instances, so that `step_together` trains all their matrices in one call."""
         return "muon"
 
     def operands(self, theta: Tensor, gradients: Sequence[Tensor]) -> Operands:

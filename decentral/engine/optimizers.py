@@ -1,8 +1,8 @@
 """Optimizers of flat vectors of parameters: AdamW, AdamW with 8-bit moments, and the interface of all optimizers.
 
-Start reading at `StretchOptimizer`. A stretch is a range of consecutive parameters of a fragment that one optimizer
-trains with the same settings. Optimizer state is in flat vectors like the weights, so checkpoints store both in the
-same way, and joining peers get both in the same way.
+Start reading at `StretchOptimizer`. A stretch (parameter range) has consecutive parameters of a fragment, which one
+optimizer trains with the same settings. Optimizer state is in flat vectors like the weights, so checkpoints store both
+in the same way, and joining peers get both in the same way.
 Weight decay is decoupled in all optimizers (Loshchilov & Hutter, arXiv 1711.05101). `train.optimizer` names the
 optimizer of the matrices between the model's first and last layer; `choices.OPTIMIZERS` has its class.
 """
@@ -36,33 +36,33 @@ class Operands:
 
 
 class StretchOptimizer(Protocol):
-    """Interface of the optimizer of one stretch, which is the elements [begin, end) of a fragment's flat vector."""
+    """Interface of the optimizer of one parameter range: the elements [begin, end) of a fragment's flat vector."""
 
     @property
     def begin(self) -> int:
-        """The index in the fragment's flat vector at which the stretch begins."""
+        """The index in the fragment's flat vector at which the parameter range begins."""
 
     @property
     def end(self) -> int:
-        """The index in the fragment's flat vector after the stretch's last element."""
+        """The index in the fragment's flat vector after the parameter range's last element."""
 
     @property
     def kind(self) -> Hashable:
-        """A key that is equal for stretches that one call of `step` can train together."""
+        """A key; one call of `step` can train all parameter ranges with the same key together."""
 
     def operands(self, theta: Tensor, gradients: Sequence[Tensor]) -> Operands:
         """Return the tensors of a step; weights and moments are views, so that `step` changes theta and the state.
 
         Args:
-            theta: The stretch's weights [end - begin], fp32.
-            gradients: One gradient for each parameter tensor of the stretch, or one flat vector, fp32.
+            theta: The parameter range's weights [end - begin], fp32.
+            gradients: One gradient for each parameter tensor of the range, or one flat vector, fp32.
         """
 
     def step(self, operands: Operands, steps: int, rate: float, void: Tensor) -> None:
         """Take an optimizer step: change weights and moments in `operands` in place.
 
         Args:
-            operands: The tensors of this stretch, or of several stretches of the same kind.
+            operands: The tensors of this parameter range, or of several ranges of the same `kind`.
             steps: Number of optimizer steps taken before this step.
             rate: The learning rate.
             void: fp32 scalar on the weights' device. 1: the gradients are not finite, and nothing changes. 0: step.
@@ -70,12 +70,12 @@ class StretchOptimizer(Protocol):
 
 
 def step_together(work: Sequence[tuple[StretchOptimizer, Operands]], steps: int, rate: float, void: Tensor) -> None:
-    """Take one optimizer step of all stretches, with one call of `step` for all stretches of the same kind.
+    """Take one optimizer step of all parameter ranges, with one call of `step` for all ranges of the same `kind`.
 
     Fewer calls save time on a GPU, which waits for its host between calls.
 
     Args:
-        work: Stretches with the tensors of their steps; weights and moments change in place.
+        work: Optimizers of parameter ranges, with the tensors of their steps; weights and moments change in place.
         steps: Number of optimizer steps taken before this step.
         rate: The learning rate.
         void: Scalar as in `StretchOptimizer.step`: 1 if nothing may change.
@@ -96,7 +96,7 @@ def step_together(work: Sequence[tuple[StretchOptimizer, Operands]], steps: int,
 
 @dataclass(frozen=True, slots=True)
 class AdamW:
-    """AdamW for one stretch, computed by torch's fused kernel."""
+    """AdamW for one parameter range, computed by torch's fused kernel."""
 
     begin: int
     end: int
@@ -106,7 +106,7 @@ class AdamW:
 
     @property
     def kind(self) -> Hashable:
-        """A key that is equal for AdamW stretches with the same weight decay."""
+        """The same key for all AdamW parameter ranges with the same weight decay, so that one call trains them."""
         return "adamw", self.decay
 
     def operands(self, theta: Tensor, gradients: Sequence[Tensor]) -> Operands:
@@ -138,7 +138,7 @@ class AdamW:
 
 @dataclass(frozen=True, slots=True)
 class AdamW8bit:
-    """AdamW for one stretch with 8-bit moments (Dettmers et al., arXiv 2110.02861), computed by bitsandbytes' kernels.
+    """AdamW with 8-bit moments for one parameter range (Dettmers et al., arXiv 2110.02861), by bitsandbytes' kernels.
 
     Each moment is stored as one byte per parameter (an index into a table of 256 values), with one fp32 scale for each
     block of BLOCK parameters.
@@ -154,11 +154,11 @@ class AdamW8bit:
 
     @property
     def kind(self) -> Hashable:
-        """A unique key, since one call of bitsandbytes' kernel can train only one stretch."""
+        """A unique key, since one call of bitsandbytes' kernel can train only one parameter range."""
         return id(self)
 
     def operands(self, theta: Tensor, gradients: Sequence[Tensor]) -> Operands:
-        """Return the stretch's weights and its gradient, each as one flat vector."""
+        """Return the parameter range's weights and its gradient, each as one flat vector."""
         return Operands([theta], [torch.cat([one.flatten() for one in gradients])], [], [])
 
     def step(self, operands: Operands, steps: int, rate: float, void: Tensor) -> None:
@@ -172,7 +172,7 @@ class AdamW8bit:
 
 
 class OptimizerState:
-    """The optimizers of one fragment's stretches, and their state.
+    """The optimizers of one fragment's parameter ranges, and their state.
 
     The fragment's vector has Muon's matrices, then AdamW's matrices, then the gains (parameters without weight decay).
     In the same order, `exp_avg` has Muon's momenta and AdamW's fp32 first moments, and `exp_avg_sq` has AdamW's fp32

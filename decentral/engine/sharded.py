@@ -98,7 +98,7 @@ class ShardedLive(Live):
         return [torch.zeros_like(part) if one.grad is None else _part(one.grad) for one, part in pairs]
 
     def work(self, gradients: Sequence[Tensor]) -> Iterator[Work]:
-        """Yield the inputs of the optimizer step for each stretch, with this rank's part of theta as one vector."""
+        """Yield the optimizer step's inputs for each parameter range, with this rank's part of theta as one vector."""
         self.theta = torch.cat([one.flatten() for one in self._parts()])
         return super().work([torch.cat([one.flatten() for one in gradients])])
 
@@ -233,17 +233,17 @@ class ShardedMuon:
 
     @property
     def begin(self) -> int:
-        """The index in this rank's part of theta at which the stretch begins."""
+        """The index in this rank's part of theta at which the parameter range begins."""
         return self.muon.begin
 
     @property
     def end(self) -> int:
-        """The index in this rank's part of theta after the stretch's last element."""
+        """The index in this rank's part of theta after the parameter range's last element."""
         return self.muon.end
 
     @property
     def kind(self) -> Hashable:
-        """A key unlike that of any other stretch, since one call of `step` can train only one stretch."""
+        """A unique key, since one call of `step` can train only one parameter range."""
         return id(self)
 
     def operands(self, theta: Tensor, gradients: Sequence[Tensor]) -> Operands:

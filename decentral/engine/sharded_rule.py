@@ -80,7 +80,7 @@ class ShardedPullRule(PullRule):
         return self.tools.vector(self.elements)
 
     def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
-        """Pack the window's pseudo-gradient; each rank's snapshot of theta becomes its baseline."""
+        """Pack the window's pseudo-gradient. Then each rank's snapshot of theta is the baseline of the next window."""
         phi = () if self.closed is None else (Slot.PHI,)
         with self._at_hand((Slot.BASELINE, Slot.RESIDUAL, *phi), changed=(Slot.RESIDUAL, *phi)):
             super().close(theta, window, packer)
@@ -112,7 +112,7 @@ class ShardedPullRule(PullRule):
             return super().merge(parts, steps)
 
     def fold(self, theta: Tensor) -> Correction | None:
-        """Add all unpublished training to phi, unquantised and without partners; `theta` becomes the baseline."""
+        """Add all unpublished training to phi, unquantised and without partners. Then `theta` is the new baseline."""
         with self._at_hand(GOSSIP_SLOTS, changed=GOSSIP_SLOTS):
             self.shards.rename(self.index, Slot.SNAPSHOT, Slot.BASELINE)
             return super().fold(theta)

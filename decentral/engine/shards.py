@@ -37,7 +37,7 @@ class Order(IntEnum):
 
 
 class Slot(IntEnum):
-    """One of the vectors that a fragment has in host memory, where each rank has its part of the vector."""
+    """One of a fragment's vectors in host memory; each rank's host memory has that rank's part of the vector."""
 
     SNAPSHOT = 0  # theta at the end of a window
     CORRECTION = 1
@@ -45,7 +45,7 @@ class Slot(IntEnum):
     BASELINE = 3
     RESIDUAL = 4
     MOVED = 5  # a tensor on its way between a checkpoint and the device
-    MOVED_SECOND = 6  # the same for AdamW's second moments, which Muon's matrices lack
+    MOVED_SECOND = 6  # as MOVED, but for a tensor of AdamW's second moments, which Muon's matrices lack
 
 
 GOSSIP_SLOTS = Slot.PHI, Slot.BASELINE, Slot.RESIDUAL  # here a new part replaces the old one; in other slots it waits
@@ -107,7 +107,7 @@ class Division:
         return torch.cat([whole[:0], *(one.flatten() for one in self.parts(whole, rank))])
 
     def fill(self, whole: Tensor, rank: int, part: Tensor) -> None:
-        """Copy a rank's part, one vector, to its places in the whole vector."""
+        """Copy a rank's part, one vector, to its positions in the whole vector."""
         places = self.parts(whole, rank)
         for place, piece in zip(places, torch.split(part, [one.numel() for one in places]), strict=True):
             place.copy_(piece.view(place.shape))
@@ -138,7 +138,7 @@ class HostParts:
             self._changed.notify_all()
 
     def get(self, fragment: int, slot: Slot, take: bool) -> Tensor:
-        """Wait for a part, and return it; with `take`, remove it, which makes room for a new one.
+        """Wait for a part, and return it; with `take`, remove it, so that a new part can be put there.
 
         Raises:
             RuntimeError: If no thread puts the part within PART_S seconds.

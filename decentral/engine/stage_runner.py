@@ -50,7 +50,10 @@ class PendingBackward:
 
 
 class GradientSums:
-    """Sums of gradients, with one vector [n] per fragment: an open sum, which grows, and slots for sealed sums."""
+    """Sums of gradients, with one vector [n] per fragment.
+
+    New gradients are added to the open sum. A sealed sum is complete: it waits in a slot until its step is taken.
+    """
 
     def __init__(self, lives: Sequence[Live], slots: int, alone: bool) -> None:
         """Allocate the sums, all zero.
@@ -58,15 +61,15 @@ class GradientSums:
         Args:
             lives: The fragments.
             slots: Number of sealed sums that may wait at the same time.
-            alone: True: use the fragments' own gradients (`Live.grad`) as the open sum. False: allocate separate
-                vectors for the open sum, because other training uses `Live.grad`.
+            alone: Whether nothing else uses the fragments' own gradient vectors (`Live.grad`). True: add gradients to
+                them, so they are the open sum. False: allocate separate vectors for the open sum.
         """
         wide = torch.float32
         self.filled = [live.grad if alone else torch.zeros_like(live.grad, dtype=wide) for live in lives]
         self.filled_tokens = [0] * len(lives)
         self.sealed = [[torch.zeros_like(live.grad, dtype=wide) for live in lives] for _ in range(slots)]
         self.sealed_tokens = [[0] * len(lives) for _ in range(slots)]
-        self.executions: list[int] = []  # ids (`token` of the jobs) of the executions in the sum that is being filled
+        self.executions: list[int] = []  # ids of the executions in the open sum: the field `token` of their jobs
 
     def seal(self, slot: int) -> tuple[int, ...]:
         """Move the open sum into a slot, set the open sum to zero, and return the ids of the executions in the slot."""

@@ -65,7 +65,7 @@ class Counters:
         """Add steps to the counters, `lr_step` included, and return their report with the time since the last report.
 
         Args:
-            tokens: Tokens trained in these steps.
+            tokens: Number of tokens in these steps.
             loss: Mean loss in nats per token.
             micro_batches: Micro-batches trained in these steps.
             steps: Number of steps.
@@ -152,7 +152,7 @@ class Ranks(Protocol):
         """Return the context for a micro-batch's passes. Gradients are averaged over ranks only if `last` is True."""
 
     def end(self, figures: Tensor) -> Tensor:
-        """End the step or measurement; return the mean of figures, such as the loss, over all ranks."""
+        """End the step or measurement; return the mean of `figures`, such as the loss, over all ranks."""
 
     def shared(self, batch: Batch) -> Batch:
         """Return a micro-batch of rank 0, and give it to the other ranks if they have none of their own."""
@@ -175,7 +175,7 @@ class Alone:
         return nullcontext()
 
     def end(self, figures: Tensor) -> Tensor:
-        """Return the figures unchanged."""
+        """Return `figures` unchanged, since there is only one rank."""
         return figures
 
     def shared(self, batch: Batch) -> Batch:

@@ -28,7 +28,7 @@ from decentral.core.strict_json import JsonFields
 
 ALIGNED = 4096  # O_DIRECT writes whole disk blocks; this is a multiple of their size
 BUFFER_BYTES = 4 << 20
-FACTS_BYTES = 16 * 1024  # room in the file's header for facts of the run, such as counters of steps
+FACTS_BYTES = 16 * 1024  # bytes reserved in the file's header for facts of the run, such as counters of steps
 FACTS_PER_TENSOR = 192  # additional bytes for facts per tensor, since each fragment adds about 200 bytes of facts
 SUMS = "crc32"  # the header's field that maps a tensor's name to its checksum
 DIRECT = getattr(os, "O_DIRECT", 0)
@@ -90,7 +90,7 @@ class TensorFile:
             facts: JSON fields to store beside the tensors.
 
         Raises:
-            OSError: If the disk fails, or the facts need more room than is reserved. The old file stays.
+            OSError: If the disk fails, or the facts need more bytes than are reserved. The old file stays.
         """
         assert not self._left, f"{self._left} are missing"
         self._flush()

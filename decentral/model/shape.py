@@ -201,12 +201,12 @@ class ModelConfig(Strict):
 
     @property
     def d_queries(self) -> int:
-        """The number of channels of the queries of all heads."""
+        """The width of all heads' queries together."""
         return self.n_heads * self.d_head
 
     @property
     def d_keys(self) -> int:
-        """The number of channels of the keys of all heads, and also of the values of all heads."""
+        """The width of all heads' keys together, which is also the width of all heads' values together."""
         return self.n_kv_heads * self.d_head
 
     @property
@@ -221,7 +221,7 @@ class ModelConfig(Strict):
 
     @property
     def d_hidden(self) -> int:
-        """The width of the feed-forward."""
+        """The width of the hidden layer of a block's feed-forward network."""
         return self.hidden or -(-8 * self.d_model // (3 * 32)) * 32
 
     @property

@@ -73,7 +73,7 @@ class Endpoint:
     def __init__(self, served: ServedModel, turns: Turns) -> None:
         """Set the model that answers requests; `turns` limits how many requests are answered at the same time."""
         self.served, self.turns = served, turns
-        self._parsing = asyncio.Lock()  # requests are parsed one at a time, so that the event loop keeps a core
+        self._parsing = asyncio.Lock()  # requests are parsed one at a time, so that a core is free for the event loop
 
     async def models(self, request: Request) -> Response:
         """Return the list of models: the served model, or an empty list before its weights are loaded."""

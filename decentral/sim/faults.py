@@ -83,7 +83,7 @@ class Fault:
 
     kind: str
     at: Seconds
-    peers: tuple[int, ...] = ()  # numbers of the peers, or (ALL,) for all
+    peers: tuple[int, ...] = ()  # indices of the peers, or (ALL,) for all
     value: float = 0.0  # depends on the kind: a factor, a share, seconds or a count
     lasts: Seconds = 0.0
     how: str = ""  # the lie, from ALL_LIES, or the eclipsed keys, from ECLIPSED; else ""

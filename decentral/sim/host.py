@@ -132,7 +132,7 @@ class Engine:
     inbox: list[jobs.Job] = field(default_factory=list)
     spent: TimeSpent = NO_TIME
     began: Seconds | None = None  # start of the steps that are not reported yet, or None if the peer takes no steps
-    stretched: float = 1.0  # present slowdown: a step takes this many times `pace.step_s`
+    stretched: float = 1.0  # at present a step takes this many times `pace.step_s`
     frozen: bool = False
     last_computed: Seconds | None = None
     slowest: float = 1.0  # the largest value that `stretched` has had

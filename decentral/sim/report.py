@@ -1,4 +1,4 @@
-"""Report a simulated run: figures of the swarm and of each peer, samples over time, and a digest."""
+"""Report a simulated run: results of the swarm and of each peer, samples over time, and a digest."""
 
 import hashlib
 from collections import Counter, defaultdict
@@ -62,7 +62,7 @@ class ExchangeReport:
 class RouteReport:
     """Numbers of micro-batches, changes of layers, and plans, in a swarm whose peers hold parts of the model."""
 
-    routed: dict[str, int]  # the figures of a CountAudit by name
+    routed: dict[str, int]  # the counts of a CountAudit, by field name
     moves: dict[str, int]  # number of changes of layers, by cause and outcome, such as "plan done"
     plans: int  # number of different plans that peers adopted
 

@@ -73,7 +73,7 @@ class SwarmSettings:
     # Returns the real training of a peer; None: each peer has a surrogate workload.
     gradients: Callable[["SimulatedPeer"], Training] | None = None
     founder: FounderKeys | None = None
-    donors: tuple[int, ...] = ()  # numbers of the peers whose invitation allows them to donate state, but not to train
+    donors: tuple[int, ...] = ()  # indices of the peers whose invitation allows them to donate state, but not to train
     donated: tuple[Layout, ...] | None = None  # layout of each real fragment's state; None: peers send surrogate states
     times: SwarmTimes = LEAST_TIMES
 
@@ -94,7 +94,7 @@ class SwarmSettings:
 
     @property
     def model(self) -> claim_span.RoutedModel:
-        """The model's fragments and activations, from which peers choose which layers to hold."""
+        """The sizes of fragments and activations, by which peers choose their layers, and the activations' formats."""
         forms = cache(ActivationFormat(self.config, blockwise, decoder.widths(self.config.model)).forms)
         kept = memory.needs(self.config, self.fragments).activations
         return claim_span.RoutedModel(self.fragments, self.tokens_per_step // self.config.model.context, kept, forms)
@@ -118,7 +118,7 @@ class SwarmSettings:
 
 
 AnswerFilter = Callable[[SimulatedPeer, PeerId, Envelope], Envelope]
-"""Takes a Byzantine peer, an asker and the honest answer; returns the answer that the peer sends instead."""
+"""Takes a Byzantine peer, the peer that asks it, and the honest answer; returns the answer that is sent instead."""
 
 JournalLine = Callable[[PeerId, Seconds, Log], None]
 

@@ -1,4 +1,4 @@
-"""Places outside of a swarm that keep uploads: a folder, a bucket of any fsspec provider, or a Hugging Face repository.
+"""Destinations of uploads outside of a swarm: a folder, a bucket of any fsspec provider, or a Hugging Face repository.
 
 `checked_place` reads the name that a user gives, such as `backup/`, `s3://BUCKET/PATH` or `hf://USER/NAME`, and
 `store_of` opens it. Credentials come from the provider's own environment and files; a name that holds some is refused.
@@ -52,15 +52,15 @@ class UploadSource(Protocol):
 
 
 class UploadStore(Protocol):
-    """Interface of a place that keeps uploads. Names are relative to the place, with `/` after a folder's name."""
+    """Interface of a destination of uploads. Names are relative to it, with `/` after a folder's name."""
 
     at_once: bool  # True: all files of an upload appear together in `finish`, so a model needs no folder of its own
 
     def folders(self) -> list[str]:
-        """Return the names of the folders in the place; [] if the place does not exist."""
+        """Return the names of the folders at the destination; [] if the destination does not exist."""
 
     def files(self, folder: str) -> dict[str, int]:
-        """Return the names and sizes (bytes) of the files in a folder of the place; {} if it does not exist."""
+        """Return the names and sizes (bytes) of the files in a folder at the destination; {} without this folder."""
 
     def has(self, name: str, source: UploadSource) -> bool:
         """Return whether a file of this name has this content, by its size and by the provider's digest, if any."""

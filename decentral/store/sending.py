@@ -257,7 +257,7 @@ def push(
 
 
 def link_of(folder: Path, place: str) -> Path:
-    """Return the path of the hard link in `folder` that keeps a checkpoint while it is uploaded to a place."""
+    """Return the path of the hard link in `folder` that keeps a checkpoint while it is uploaded."""
     digest = hashlib.blake2b(place.encode(), digest_size=LINK_DIGITS // 2).hexdigest()
     return folder / f"uploading-{digest}.safetensors"
 

@@ -42,7 +42,7 @@ class UploadSettings:
     """Where and how a peer uploads its checkpoints."""
 
     place: str  # the place, in the form that `checked_place` returns
-    keep: int  # number of this peer's newest checkpoints that stay at the place; older ones are removed
+    keep: int  # number of this peer's newest checkpoints that stay at the destination; older ones are removed
     bytes_per_s: float | None  # None: no limit
 
     def command(self, folder: Path) -> list[str]:

@@ -79,7 +79,7 @@ class RunCharts:
         return svg_text(draw)
 
     def loss_over_tokens(self) -> str:
-        """Plot each peer's training and held-out loss over the number of tokens that all peers together had trained."""
+        """Plot each peer's training and held-out loss over the number of tokens on which all peers had trained."""
         times = np.linspace(self.run.began, self.run.last, TOKEN_PLACES)
         tokens = self.run.tokens_at(times)
 

@@ -223,7 +223,7 @@ class Deliveries:
 
     delivered: int = 0
     failed: int = 0
-    dropped: int = 0  # messages for which the queue had no room, or that still waited when the peer ended
+    dropped: int = 0  # messages lost because the queue was full, or because they still waited when the peer ended
     reason: str = ""  # why the last failed message was not delivered
 
     @property
@@ -245,7 +245,7 @@ class Deliveries:
         self.failed, self.reason = self.failed + 1, reason
 
     def drop(self) -> None:
-        """Count a message for which the queue had no room, or that was left when the peer ended."""
+        """Count a message lost because the queue was full, or because it still waited when the peer ended."""
         self.dropped += 1
         self.reason = self.reason or f"more than {QUEUED_MESSAGES} messages waited"
 
@@ -257,13 +257,13 @@ class HookThread(threading.Thread):
         """Prepare to deliver messages; they wait until `start`."""
         super().__init__(name=hook.flag, daemon=True)
         self.hook, self.counts = hook, Deliveries()
-        self._waiting: dict[str, deque[HookMessage]] = {}  # kind of event -> its messages; the first kind is next
+        self._waiting: dict[str, deque[HookMessage]] = {}  # kind -> its messages; kinds take turns, in the dict's order
         self._changed, self._over = threading.Condition(), threading.Event()
 
     def tell(self, message: HookMessage) -> None:
         """Queue a message, or count it as dropped if no more messages of its kind may wait. Returns at once.
 
-        A kind must not have more waiting messages than there are free places in the queue (the rule of `FairShare`), so
+        A kind must not have more waiting messages than there are free slots in the queue (the rule of `FairShare`), so
         that one kind takes at most half of the queue.
         """
         with self._changed:

@@ -23,7 +23,7 @@ class LossCurve:
 
     kind: LossKind
     seconds: Floats  # (points,) seconds since the first start of a peer, pauses included
-    tokens: Floats  # (points,) number of tokens that all peers together had trained
+    tokens: Floats  # (points,) number of tokens on which all peers together had trained
     loss: Floats  # (points,) nats per token
 
     @classmethod
@@ -50,7 +50,7 @@ class LossCurve:
 
 
 def common(curves: Sequence[LossCurve], axis: Axis, points: int) -> Floats:
-    """Return places (points,) on an axis, in equal ratios, in the range that all curves cover.
+    """Return coordinates (points,) on an axis, in equal ratios, in the range that all curves cover.
 
     The result is empty if the curves have no range in common.
     """

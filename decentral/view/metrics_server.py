@@ -169,7 +169,7 @@ class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
         return has_room(caller, list(self._callers.values()), MOST_SCRAPES)
 
     def shutdown_request(self, request: Request) -> None:
-        """Close a connection."""
+        """Close a connection, and no longer count it towards the limit on the caller's connections."""
         self._callers.pop(request, None)
         super().shutdown_request(request)
 

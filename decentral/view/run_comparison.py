@@ -1,4 +1,4 @@
-"""Compare runs by their journals and configs: losses at equal tokens and equal time, settings, and who trained what.
+"""Compare runs by their journals and configs: losses by tokens and by time, settings, and who trained what.
 
 Start reading at `RunComparison.of`; `text_of` writes a comparison for a terminal of 80 columns.
 """

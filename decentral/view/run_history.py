@@ -148,7 +148,7 @@ class RunHistory:
         return sum(peer.totals.tokens for peer in self.peers)
 
     def tokens_at(self, times: Floats) -> Floats:
-        """Return the tokens that all peers together had trained by each of these Unix times."""
+        """Return the number of tokens on which all peers together had trained by each of these Unix times."""
         return np.asarray(np.sum([peer.tokens.at(times) for peer in self.peers], axis=0))
 
 

@@ -21,7 +21,7 @@ def summarise(
 
     Args:
         folders: The peers' state folders.
-        throttles: The peers' slowdowns, in the same order.
+        throttles: For each peer, in the same order, the factor by which its training was slowed down.
         seconds: How long the swarm trained.
         deaths: For each dead peer, its index in `folders` and why it died. The losses and weights of dead peers are
             ignored, because they are out of date.

@@ -28,7 +28,7 @@ MOST_CHANGES = 8
 REASON_CHARS = 500  # longer texts of warnings and reasons are cut to this many characters
 WIDE = 110  # a terminal of at least this many columns shows devices and regions
 DEVICE_COLUMNS = 36
-BETWEEN = 3  # at least this many columns separate two figures
+BETWEEN = 3  # at least this many columns separate two values
 LEAST_PEERS = 3  # a low terminal still shows this many peers
 
 
@@ -38,10 +38,10 @@ class Display(Protocol):
     interval_s: float
 
     def introduce(self, node: Node, folder: Path) -> None:
-        """Show the run, the device, and how other peers join; `folder` is the state folder."""
+        """Show the run, this peer's device, and how other peers join; `folder` is the state folder."""
 
     def update(self, node: Node, now: Seconds, troubles: Sequence[str] = ()) -> None:
-        """Show who joined or left, the present figures, and `troubles`: warnings about this machine, one line each."""
+        """Show who joined or left, the `figures`, and `troubles`: warnings about this machine, one line each."""
 
     def close(self) -> None:
         """End the display."""
@@ -69,7 +69,7 @@ class Company:
 
 
 class LineDisplay:
-    """A display that prints a line of figures every few seconds, after the date and time."""
+    """A display that prints a line with step, loss, speed and so on every few seconds, after the date and time."""
 
     interval_s = 5.0
 
@@ -78,11 +78,11 @@ class LineDisplay:
         self._company = Company()
 
     def introduce(self, node: Node, folder: Path) -> None:
-        """Print the run, the device, and how other peers join."""
+        """Print the run, this peer's device, and how other peers join."""
         say(introduction(node, folder))
 
     def update(self, node: Node, now: Seconds, troubles: Sequence[str] = ()) -> None:
-        """Print who joined or left, a line of figures, and the warnings in `troubles`."""
+        """Print who joined or left, a line with the present values of `figures`, and the warnings in `troubles`."""
         at = clock_time(now)
         for change in self._company.changes(node):
             say(f"{at}  {change}")
@@ -100,7 +100,7 @@ class LineDisplay:
 
 
 class LiveDisplay:
-    """A display that updates in place: a progress bar towards --stop-after, a table of figures, a table of peers."""
+    """A display that updates in place: a progress bar towards --stop-after, a table of `figures`, a table of peers."""
 
     interval_s = 0.5
 
@@ -114,12 +114,12 @@ class LiveDisplay:
         self._live = Live(self._bar, console=self._console, refresh_per_second=4)
 
     def introduce(self, node: Node, folder: Path) -> None:
-        """Print the run, the device, and how other peers join; begin the live view."""
+        """Print the run, this peer's device, and how other peers join; begin the live view."""
         self._console.print(introduction(node, folder), soft_wrap=True, markup=False)
         self._live.start()
 
     def update(self, node: Node, now: Seconds, troubles: Sequence[str] = ()) -> None:
-        """Print who joined or left, and update the view with the present figures and the warnings in `troubles`."""
+        """Print who joined or left, and update the view with the values of `figures` and the warnings in `troubles`."""
         for change in self._company.changes(node):
             self._console.print(f"{clock_time(now)}  {change}", markup=False)
         done, total, end = _progress(node, now)
@@ -153,7 +153,7 @@ def first_step(node: Node, now: Seconds) -> list[str]:
 
 
 def introduction(node: Node, folder: Path) -> str:
-    """Return the text that a user reads first: the run, the device, and how other peers join."""
+    """Return the text that a user reads first: the run, this peer's device, and how other peers join."""
     setup, profile = node.setup, node.setup.profile
     parameters = sum(fragment.parameters for fragment in setup.fragments)
     speed = f"{profile.tokens_per_s:,.0f}" if profile.tokens_per_s else "its first steps will measure its"
@@ -218,7 +218,7 @@ def farewell(node: Node, folder: Path, reason: str, unsaved: str = "") -> None:
 
 
 def figures(node: Node, now: Seconds) -> dict[str, str]:
-    """Return the name and the text of each figure that both displays show."""
+    """Return the values that both displays show, as text by name: step, loss, speed, traffic and so on."""
     progress = node.progress
     return {
         "step": f"{progress.step}",
@@ -256,7 +256,7 @@ def _busy(node: Node) -> str:
 
 
 def _table(shown: Mapping[str, str], width: int) -> Text:
-    """Return the figures with their names above them, in as many rows as a terminal of `width` columns needs."""
+    """Return the values with their names above them, in as many rows as a terminal of `width` columns needs."""
     table, names, values = Text(no_wrap=True, overflow="ellipsis"), "", ""
     for name, value in shown.items():
         needs = max(len(name), len(value)) + BETWEEN

@@ -4,7 +4,7 @@ Whoever owns the DHT nodes next to a key can answer that nothing is stored under
 peers for the records that it lacks, and shows them its own record. It asks ASKS times between two renewals of its own
 record. Each time it asks one random peer of its roster and of the peers through which it joined; so h hostile ids among
 n honest peers get h/(n + h) of these queries, whatever their records say. Each time it also asks one peer whose record
-was not renewed in time, because that peer surely has its own record. The answer also contains what the asker lacks of
+was not renewed in time, because that peer surely has its own record. The answer also contains what the sender lacks of
 two other kinds of records, each stored under one DHT key: the revocation list of a private swarm, and plans
 (scheduler/placement/plans.py).
 
@@ -33,9 +33,9 @@ ASKS = 4  # between two renewals of its own record, a peer asks this many times 
 RECORDS_DEADLINE_S = 10.0
 MOST_RECORDS_BYTES = 64 * KiB  # an answer has at most this many bytes of records, so that it needs no blob
 MOST_PLANS_BYTES = 32 * KiB  # an answer has at most this many bytes of plans; a plan for 500 peers fits
-RECORDS_BYTES_S = MiB  # all askers together get at most this many bytes of records and plans per second
+RECORDS_BYTES_S = MiB  # all other peers together get at most this many bytes of records and plans per second
 MOST_BACKLOG_S = 1.0  # as many bytes as RECORDS_BYTES_S allows in this time may be sent in one burst
-REST_BYTES = 16 * KiB  # after an answer up to this size, an asker waits `_rest_s` for more; after a larger one, longer
+REST_BYTES = 16 * KiB  # after an answer up to this size, a peer waits `_rest_s` for more; after a larger one, longer
 OVERDUE = 1.5  # a record is overdue at an age of this many renewal intervals (its peer's or ours, the longer one)
 
 
@@ -75,8 +75,8 @@ class RecordGossip:
     plans: GossipedPlans | None = None  # None before `pass_on`, and if this peer never changes its layers
     _asks: int = 0  # how many times this peer has asked for records so far
     _preferred_once: set[PeerId] = field(default_factory=set)  # overdue peers that were asked for their own record
-    _rests: dict[PeerId, Seconds] = field(default_factory=dict)  # asker -> until when it gets no records and plans
-    # Asker -> number of the revocation list that the asker got last, and until when it does not get that list again.
+    _rests: dict[PeerId, Seconds] = field(default_factory=dict)  # peer -> until when it gets no records and plans
+    # Peer -> number of the revocation list that it got from us last, and until when it does not get that list again.
     _told: dict[PeerId, tuple[int, Seconds]] = field(default_factory=dict)
     _sent_until: Seconds = 0.0  # when all answers so far would be sent, at a rate of RECORDS_BYTES_S
 
@@ -135,9 +135,9 @@ class RecordGossip:
         return now - record.time > OVERDUE * max(record.renew_s, self.roster.size.renew_s)
 
     def _answer(self, asker: PeerId, query: RecordsQuery, now: Seconds) -> Envelope:
-        """Return the message with what the asker lacks: records, revocations, and plans.
+        """Return the message with what `asker` lacks: records, revocations, and plans.
 
-        If `_may_have` returns False, the message has revocations only. An asker gets the same revocation list again
+        If `_may_have` returns False, the message has revocations only. A peer gets the same revocation list again
         only after `_rest_s`, so that queries of a few bytes are not answered with 16 KiB again and again.
         """
         roster, known, revoked = self.roster, set(query.known), b""
@@ -157,7 +157,7 @@ class RecordGossip:
         return Envelope(PeerRecords(self.run, records, revoked, plans_sent))
 
     def _may_have(self, asker: PeerId, now: Seconds) -> bool:
-        """Return whether the asker may get records and plans now, given the earlier ones that `_sends` has counted.
+        """Return whether `asker` may get records and plans now, given the earlier ones that `_sends` has counted.
 
         Peers that have been in the roster for a renewal interval are served until the backlog reaches MOST_BACKLOG_S;
         newcomers and strangers only until half of that, so that many strangers' queries do not shut out the others.
@@ -168,7 +168,7 @@ class RecordGossip:
         return now >= self._rests.get(asker, 0.0) and self._sent_until < now + most_s
 
     def _sends(self, asker: PeerId, size: int, now: Seconds) -> None:
-        """Count `size` bytes of records and plans that are sent to the asker."""
+        """Count `size` bytes of records and plans that are sent to `asker`."""
         if size:
             self._sent_until = max(self._sent_until, now) + size / RECORDS_BYTES_S
             keep_latest(self._rests, asker, now + self._rest_s * max(1.0, size / REST_BYTES), MAX_PEERS)
@@ -190,7 +190,7 @@ class RecordGossip:
 
     @property
     def _rest_s(self) -> Seconds:
-        """Return for how long an asker gets no more after an answer: half of the time between two of its queries."""
+        """Return for how long a peer gets no more after an answer: half of the time between two of its queries."""
         return self.roster.size.renew_s / ASKS / 2
 
     @property

@@ -31,7 +31,7 @@ from decentral.peers.membership import swarm_size
 Label = Annotated[str, Strict(), Field(max_length=SHOWN_CHARS), AfterValidator(plain_text)]
 Name = Annotated[str, Strict(), Field(max_length=PEER_NAME_CHARS), AfterValidator(plain_text)]
 Positive = Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
-MOST_PER_S = 1e12  # a record with more tokens/s or bytes/s is invalid, because such figures break the planning solver
+MOST_PER_S = 1e12  # a record with more tokens/s or bytes/s is invalid, because such speeds break the planning solver
 LEAST_PER_S = 1e-3  # fewer tokens/s or bytes/s count as 0 (not measured), since dividing by them may overflow
 PerSecond = Annotated[
     float, Field(ge=0, le=MOST_PER_S, allow_inf_nan=False), AfterValidator(lambda rate: rate * (rate >= LEAST_PER_S))
@@ -66,7 +66,7 @@ class Profile:
     latency_s: Positive = 0.0  # shortest latency of the peer's links in seconds; 0: not measured yet
     region: Label = ""
     software: Label = ""
-    costs: KindCosts = UNMEASURED  # costs of the embedding, of a block and of the head on the device
+    costs: KindCosts = UNMEASURED  # costs of the embedding, of a block and of the head on the peer's device
     changed: UnixTime = 0.0  # when speed or memory last changed much (runtime/own_record.py), by the peer's clock
     name: Name = ""  # what the user calls this peer; "" in records of versions that had no names
 

@@ -35,9 +35,9 @@ from decentral.peers.membership.records import RENEWALS, PeerRecord, RecordSourc
 from decentral.peers.membership.revocation_watch import RevocationWatch, WatchEffect
 from decentral.peers.membership.swarm_size import MERGE, SPLIT, SwarmSize, level_of, published
 
-REFRESH_SOON_S = 0.5  # a request from an unknown peer causes an extra lookup of records after this time, or later
-SOUGHT_EACH = 4  # the requests of one unknown peer cause at most this many extra lookups
-MOST_SOUGHT = 1024  # extra lookups are counted for at most this many unknown peers; then the oldest count is deleted
+REFRESH_SOON_S = 0.5  # a request from a peer outside the roster causes an extra lookup after this time, or later
+SOUGHT_EACH = 4  # the requests of one peer outside the roster cause at most this many extra lookups
+MOST_SOUGHT = 1024  # extra lookups are counted for at most this many peers; then the oldest count is deleted
 # If more than MAX_PEERS dropped peers are remembered, those whose last record is older than this many record lifetimes
 # are forgotten.
 FORGET_TTLS = 10
@@ -47,7 +47,7 @@ REJOIN_S = 2.0
 DEAD_AFTER = 2  # a peer is dropped from the roster after this many of our requests in a row got no answer
 MAX_PEERS = 4096
 MOST_DROPPED = 8192  # the last record's date is remembered for this many dropped peers, to ignore older records
-MOST_NEW = 2 * SPLIT  # one lookup reads at most this many records of unknown peers, chosen at random
+MOST_NEW = 2 * SPLIT  # one lookup reads records of at most this many peers outside the roster, chosen at random
 NEIGHBOURS = 24  # a peer sends requests to only this many holders of a layer, so that it measures each link often
 SPEED_UNIT = 2.0**-40  # speeds (tokens/s) are added as integer multiples of this: float sums depend on their order
 
@@ -172,7 +172,7 @@ class Holders:
         return self._near[layer]
 
     def _add(self, first: int, last: int, tokens_per_s: float, costs: KindCosts, sign: int = 1) -> None:
-        """Add a peer's figures to the totals of a span, or with sign -1 subtract them, without a rounding error."""
+        """Add a peer's speed to the totals of a span, or with sign -1 subtract it, without a rounding error."""
         embedding, _, head = shape_of(self.cuts, costs)
         parts = (round(part * tokens_per_s / SPEED_UNIT) for part in (1.0, embedding, head))
         before = self._totals.get((first, last), (0, 0, 0))
@@ -185,7 +185,7 @@ class Holders:
 
 @dataclass(slots=True)
 class SoonerLookups:
-    """The limit on early lookups of records, which we make when an unknown peer, perhaps a newcomer, sends a request.
+    """The limit on early lookups of records, which we make when a peer outside the roster sends a request.
 
     Strangers must not be able to make us read all records as often as they like. So the pause before an early lookup
     doubles after each early lookup, halves after each regular lookup, and is reset when a lookup finds a new peer.
@@ -197,7 +197,7 @@ class SoonerLookups:
     _sought: dict[PeerId, int] = field(default_factory=dict)
 
     def instead_of(self, at: Seconds, peer: PeerId, now: Seconds) -> Seconds:
-        """Return when to look up records after an unknown peer's request: at the regular time `at`, or earlier."""
+        """Return when to look up records after a new peer's request: at the regular time `at`, or earlier."""
         soon, sought = max(now + REFRESH_SOON_S, self._looked_at + self.rest_s), self._sought.get(peer, 0)
         if soon >= at or sought >= SOUGHT_EACH:
             return at
@@ -275,7 +275,7 @@ class Roster:
         self._renew_at = min(self._renew_at, now)
 
     def refresh_soon(self, peer: PeerId, now: Seconds) -> None:
-        """Look up records earlier, since an unknown peer has sent us a request; do nothing in a large swarm."""
+        """Look up records earlier, since a peer outside the roster has asked us; do nothing in a large swarm."""
         if not self.size.level:  # in a large swarm, most peers do not know each other
             self._refresh_at = self._sooner.instead_of(self._refresh_at, peer, now)
 
@@ -432,7 +432,7 @@ class Roster:
         return [*self._drop(peer, Reason.SILENT, now)]
 
     def _forget(self, now: Seconds) -> None:
-        """Forget peers that were dropped long ago, and cached records, so that memory stays bounded."""
+        """Limit memory: forget long-dropped peers, expired entries, and all cached signed records if there are many."""
         if len(self._known) > 2 * MAX_PEERS:
             self._known.clear()
         if len(self._dropped) > MAX_PEERS:

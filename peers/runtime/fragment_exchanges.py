@@ -40,7 +40,7 @@ class FragmentExchanges:
 
     @property
     def wake_at(self) -> Seconds | None:
-        """Return the time of the next Woke event that an exchange needs; None if no exchange needs a Woke event."""
+        """Return when an exchange next needs a timer event (Woke); None if no exchange needs one."""
         if self._wake is None:
             self._wake = earliest(one.wake_at for one in self.running.values()) or math.inf
         return None if self._wake == math.inf else self._wake
@@ -90,7 +90,7 @@ class FragmentExchanges:
                 self._dropped.add(index)
 
     def woke(self, event: Woke, now: Seconds) -> list[Effect]:
-        """Pass a Woke event to the exchanges whose `wake_at` has come, and return their effects."""
+        """Pass a timer event to the exchanges whose `wake_at` has come, and return their effects."""
         effects: list[Effect] = []
         if self._wake is None or now >= self._wake:
             for index, exchange in self.running.items():

@@ -59,7 +59,7 @@ from decentral.scheduler.placement.cold_copies import CopyTag
 from decentral.scheduler.placement.evaluate import PlansEvaluated
 from decentral.scheduler.placement.move import LeaseTag, MoveTag
 
-STOPPED_S = 5.0  # if a Woke event comes later than planned by more than this, the process was suspended
+STOPPED_S = 5.0  # if a timer event (Woke) comes later than planned by more than this, the process was suspended
 ROUTE_OUTCOMES = (jobs.ForwardDone, jobs.BackwardDone, jobs.ExecutionFailed, jobs.Compared)
 FragmentJobDone = jobs.WindowClosed | jobs.SectionsEncoded | jobs.Merged
 
@@ -208,7 +208,7 @@ class Node:
 
     @property
     def wake_at(self) -> Seconds | None:
-        """Return when the node needs the next Woke event; None if it has left, or needs no Woke event."""
+        """Return when the node needs the next timer event (Woke); None if it has left, or needs none."""
         if self.phase is NodePhase.LEFT:
             return None
         times = [self.roster.wake_at, self.join.wake_at, self.prober.wake_at, self.progress.wake_at]

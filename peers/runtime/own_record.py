@@ -1,8 +1,8 @@
 """Compose this peer's own record for the DHT, and its status line for the journal. See `OwnRecord`.
 
-The device is measured before the peer joins. Only the speed of a newcomer that fetches the whole model is measured in
+This peer's device is measured before it joins. Only the speed of a newcomer that fetches the whole model is measured in
 its first training steps. Later, transfers measure the links, and training measures the speed. Other peers plan and
-route by these figures, so the record is renewed early when the speed has changed much.
+route by these speeds, so the record is renewed early when the speed has changed much.
 """
 
 from dataclasses import dataclass, replace
@@ -33,13 +33,13 @@ from decentral.peers.runtime.setup import PresentSetup
 from decentral.peers.runtime.traffic import TrafficCounter
 from decentral.peers.runtime.witness import Witness
 
-LEAST_FIGURE = 1e-9  # added to figures before they are divided, since a speed that is not measured is 0
+LEAST_FIGURE = 1e-9  # added to two values before one is divided by the other: a speed that is not measured is 0
 CHANGED_TIMES = 1.5  # a speed or memory size has changed if it is larger or smaller than before by this factor
 
 
 @dataclass(slots=True)
 class OwnRecord:
-    """Builder of this peer's DHT record; it remembers the figures of the last record."""
+    """Builder of this peer's DHT record; it remembers the profile in the last record."""
 
     setup: PresentSetup
     meter: Meter

@@ -222,7 +222,7 @@ class TrainingProgress:
         return earliest((self.evaluations.due_at, self._saves.due_at, self._stop_at()))
 
     def handle(self, event: Event, now: Seconds) -> list[ProgressEffect]:
-        """Handle a step, a Woke event, or the outcome of an evaluation, checkpoint or failed job."""
+        """Handle a step, a timer event (Woke), or the outcome of an evaluation, checkpoint or failed job."""
         match event:
             case Stepped():
                 return self._stepped(event, now)

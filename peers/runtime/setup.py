@@ -34,7 +34,7 @@ class NodeSetup:
     profile: Profile
     addresses: tuple[str, ...]
     contacts: tuple[PeerId, ...] = ()  # peers that answered our greeting at the start
-    restored_step: int | None = None  # learning-rate step of our checkpoint; None if there is none
+    restored_step: int | None = None  # learning-rate step of our checkpoint; None if we start without a checkpoint
     stop_after: Amount | None = None
     routes: StageConfig | None = None  # None if this peer exchanges no micro-batches with other peers
     memory_budget: MemoryBudget | None = None  # None if this peer always keeps its layers

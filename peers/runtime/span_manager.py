@@ -218,7 +218,7 @@ class SpanManager:
     def _members(self, now: Seconds) -> tuple[dict[PeerId, TrainingPeer], list[range]]:
         """Return the peers that train, ourselves included, and the spans of all other peers in the roster.
 
-        Our own figures come from our published record, so that all peers evaluate a plan by the same figures.
+        Our own speed and memory come from our published record, so that all peers evaluate a plan by the same values.
         """
         setup, live = self.setup.now, self.selection.roster.live
         fragments = self.route_planner.whole_fragments

@@ -19,11 +19,14 @@ ONE_MOST = 64 * ONE_TIMES  # if only one other peer is known, it can raise our s
 
 @dataclass(slots=True)
 class StepClock:
-    """The rule that raises a peer's learning-rate step; the node calls `follow` after each lookup of peers' records."""
+    """Decides when a peer skips ahead in the learning-rate schedule, to the swarm's position.
+
+    The node calls `follow` after each lookup of peers' records.
+    """
 
     progress: TrainingProgress
     _own_step: int = 0
-    _catches_up: int = 0  # by how much a single other peer may still raise our step
+    _catches_up: int = 0  # by how many steps a single other peer may still move us ahead
 
     def follow(self, lr_steps: Iterable[int]) -> list[Job]:
         """Return a job that raises our step to the median of our step and `lr_steps`; [] if we are not behind."""

@@ -1,7 +1,7 @@
 """Measure other peers' work, as a witness of their contributions (core/credit.py). Start reading at `Witness`.
 
-This peer's record publishes the figures. The journal keeps its signed records, and the last ones of other peers, so
-that contributions can be added up after the run, and a restarted peer continues with its figures.
+This peer's record publishes the measurements. The journal keeps its signed records, and the last ones of other peers,
+so that contributions can be added up after the run, and a restarted peer continues with its measurements.
 """
 
 import base64
@@ -27,7 +27,7 @@ from decentral.peers.membership.roster import Roster
 from decentral.peers.runtime.peer_selection import PeerSelection
 from decentral.peers.runtime.setup import PresentSetup
 
-MOST_TALLIES = 4096  # figures of at most this many peers are kept; a roster has no more
+MOST_TALLIES = 4096  # the work of at most this many peers is recorded; a roster has no more
 # A pause between two merged windows of a peer is credited up to the longest of: PAUSE_S, PAUSE_TURNS times the expected
 # time between two of our pulls from it, and twice its usual window.
 PAUSE_S, PAUSE_TURNS = 10.0, 8.0
@@ -52,17 +52,17 @@ class MergedWindow:
 
 @dataclass(slots=True)
 class Tally:
-    """The contribution record of one peer since this process started; SeenWork explains the figures."""
+    """The contribution record of one peer since this process started; SeenWork explains the fields."""
 
     claimed: float = 0.0
-    own: float = 0.0  # tokens that we have trained in the same time
+    own: float = 0.0  # number of tokens on which we have trained in the same time
     length: float = 0.0  # sum of the lengths (L2 norms) of the peer's windows
     own_length: float = 0.0  # sum of the lengths of our windows in the same merges
     met_s: Seconds = 0.0
     served_bytes: int = 0
     passed: int = 0
     failed: int = 0
-    turn: int = 0  # if our record has no room for all peers, it has those with the smallest `turn`
+    turn: int = 0  # our record has at most MOST_WITNESSED peers: those with the smallest `turn`
     before: SeenWork = NOTHING_SEEN  # what earlier processes of this peer have measured
     # Fragment -> when its last window was closed (None: no window yet), and the estimate of how long its windows last.
     _windows: dict[int, tuple[Seconds | None, Seconds]] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Tally:
             self.own_length += times * work.own_length
 
     def row(self, peer: str, carried: int) -> SeenWork:
-        """Return the peer's figures for our record; `carried` are the tokens that our router has counted."""
+        """Return the peer's work for our record; `carried` is the number of tokens that our router has counted."""
         old = self.before
         explained = explained_tokens(self.own, self.length / self.own_length) if self.own_length else 0.0
         return SeenWork(
@@ -119,21 +119,21 @@ class Tally:
 
 @dataclass(slots=True)
 class Witness:
-    """This peer's figures about other peers' work, updated by events, and shown in this peer's record and journal."""
+    """This peer's measurements of other peers' work, updated by events, and shown in this peer's record and journal."""
 
     setup: PresentSetup
     roster: Roster
     selection: PeerSelection
     routes: Router | None
-    tallies: dict[str, Tally] = field(default_factory=dict)  # last characters of a peer's id -> the peer's figures
+    tallies: dict[str, Tally] = field(default_factory=dict)  # last characters of a peer's id -> the peer's work
     _own_at: Seconds = 0.0
 
     def __post_init__(self) -> None:
-        """Continue with the figures that earlier processes of this peer have published."""
+        """Continue with the measurements that earlier processes of this peer have published."""
         self.tallies = {row.peer: Tally(turn=self._turn(row.peer), before=row) for row in self.setup.now.seen}
 
     def of(self, peer: PeerId) -> Tally:
-        """Return the figures of a peer, to be changed by the caller; at first they are 0."""
+        """Return the record of a peer's work, to be changed by the caller; at first its fields are 0."""
         end = suffix(peer)
         found = self.tallies.get(end) or Tally(turn=self._turn(end))
         keep_latest(self.tallies, end, found, MOST_TALLIES)
@@ -176,7 +176,7 @@ class Witness:
             self.of(line.wrong).judged(False)
 
     def rows(self) -> tuple[SeenWork, ...]:
-        """Return the figures for our record, of at most MOST_WITNESSED peers.
+        """Return the work of at most MOST_WITNESSED peers, for our record.
 
         If there are more peers, a hash of both peers' ids chooses, so that all peers get about as many witnesses.
         """
@@ -192,7 +192,7 @@ class Witness:
         if now < self._own_at:
             return []
         first, self._own_at = not self._own_at, now + OWN_EVERY_S
-        return [] if first else self.signed([self.setup.now.own.peer])  # the first record has no figures yet
+        return [] if first else self.signed([self.setup.now.own.peer])  # the first record has no measurements yet
 
     def last_lines(self) -> list[Log]:
         """Return journal lines with the last signed records: those of at most MOST_LAST other peers, and our own.

@@ -102,9 +102,9 @@ async def claim_layers(start: PeerStart, access: SwarmAccess) -> tuple[SpanReque
     A peer that restarts keeps the layers of its checkpoint.
 
     Raises:
-        UserError: If `train.upload` is not a place to which checkpoints can be uploaded; if no part of the model fits
-            into memory; or if the invitation is to donate, and this peer would hold the whole model or the run is
-            synchronous.
+        UserError: If `train.upload` does not name a folder or store to which checkpoints can be uploaded; if no part of
+            the model fits into memory; or if the invitation is to donate, and this peer would hold the whole model or
+            the run is synchronous.
     """
     _uploads(access.config, start.flags.peer)
     shared.stage("choosing which layers this peer holds")
@@ -388,7 +388,7 @@ def _uploads(run: Config, flags: state.PeerFlags) -> UploadSettings | None:
     """Return where and how to upload checkpoints; None if they are not uploaded.
 
     Raises:
-        UserError: If `train.upload` is not a place to which checkpoints can be uploaded.
+        UserError: If `train.upload` does not name a folder or store to which checkpoints can be uploaded.
     """
     if (place := run.train.upload) is None or place == NO_UPLOAD:
         return None

@@ -111,11 +111,12 @@ async def say_hello(join: Sequence[str], transport: PeerNetwork, run: RunId) -> 
         run: The run that the peers must be in; "" accepts any public run.
 
     Returns:
-        The peers that gave a welcome, and the first welcome; ([], None) if `join` is empty.
+        The peers that answered with a Welcome, and the first Welcome; ([], None) if `join` is empty.
 
     Raises:
         NobodyAnswers: If at every address either no peer answers, or the peer is in another run.
-        UserError: If no peer gives a welcome, and at least one peer refuses us, or claims a private run without proof.
+        UserError: If no peer answers with a Welcome, and at least one peer refuses us, or claims a private run without
+            proof.
     """
     contacts, welcome, trouble, silent = [], None, "", True
     for address in join:

@@ -20,7 +20,7 @@ from decentral.scheduler.topology.arrays import Ints
 from decentral.scheduler.topology.search_budget import SearchBudget
 
 FIRST = 0  # micro-batches enter the model at the fragment with this index
-HORIZON_S = 600.0  # a plan is worth the tokens that the swarm trains in this time; peers that move lose some
+HORIZON_S = 600.0  # a plan's worth is on how many tokens the swarm trains in this time, of which moves take a part
 SEARCH_ROUNDS = 100_000  # a search has SEARCH_ROUNDS / (peers * fragments ** 2) rounds, which take about one second
 LEAST_ROUNDS = 10
 DRAIN_COST_S = 5.0  # assumed loss of training time for each peer that moves, while it finishes its micro-batches
@@ -43,7 +43,7 @@ class TrainingPeer:
     originates: bool = True
     lr_step: int = 1  # step of the learning-rate schedule; 0: its weights have not taken a step anywhere
     costs: KindCosts = UNMEASURED  # costs of the embedding, of a block and of the head on the peer's device
-    changed: Seconds = 0.0  # when its figures last changed, by its own clock (`Profile.changed`)
+    changed: Seconds = 0.0  # when its speed or memory last changed much, by its own clock (`Profile.changed`)
 
     @property
     def has_trained(self) -> bool:
@@ -76,21 +76,21 @@ class EvaluatePlans:
     number: int
     task: PlanTask
     proposals: tuple[Spans, ...]
-    searches: bool
-    seed: int
+    searches: bool  # whether to search for a better plan, too
+    seed: int  # seed of the search
 
 
 @dataclass(frozen=True, slots=True)
 class PlansEvaluated:
-    """Event: the number of tokens that the swarm would train within HORIZON_S with each plan."""
+    """Event: on how many tokens the swarm would train within HORIZON_S with each proposal of an EvaluatePlans."""
 
-    number: int
+    number: int  # as in the EvaluatePlans
     topology: bytes  # `PlanTask.digest` of the evaluated swarm
-    stay_tokens: float  # tokens trained if no peer moves
-    proposed: tuple[float, ...]  # tokens trained with each proposal, in their order; 0 if it is impossible
-    found: Spans = ()
-    found_tokens: float = 0.0
-    moved: int = 0
+    stay_tokens: float  # the number of tokens if no peer moves
+    proposed: tuple[float, ...]  # the number of tokens with each proposal, in order; 0 if it is impossible
+    found: Spans = ()  # the best plan of a search; (): no search, or it found no plan
+    found_tokens: float = 0.0  # the number of tokens with this plan
+    moved: int = 0  # number of peers whose span this plan changes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +118,7 @@ class FragmentCosts(LayerCosts):
 
 
 def evaluate_plans(asked: EvaluatePlans) -> PlansEvaluated:
-    """Return the worth of each proposal: the number of tokens that the swarm would train within HORIZON_S.
+    """Return the worth of each proposal: the number of tokens on which the swarm would train within HORIZON_S.
 
     If `asked.searches`, a better plan is searched for too, unless no spans can hold all fragments. An impossible plan
     is worth 0 tokens. If the swarm exceeds MOST_PLANNED, all plans are worth 0 tokens.

@@ -6,8 +6,8 @@
 
 `SwarmPlans` is the machine, `SwarmPlan` one proposal. Peers that hold the whole model are in no plan.
 
-**Figure of merit.** A plan is worth the number of tokens that the swarm trains within HORIZON_S, including the time for
-moves. It is computed from the speeds, memories and links in the records (`tokens_ahead` in
+**Figure of merit.** A plan is worth the number of tokens on which the swarm trains within HORIZON_S, including the time
+for moves. It is computed from the speeds, memories and links in the records (`tokens_ahead` in
 scheduler/throughput/span_search.py). The best plan is adopted if its worth exceeds the worth of staying by a margin
 (`adopts`), and dropped once it is worth no more than staying. An evaluation covers all known plans and may take
 seconds, so the host runs it in a thread: effect EvaluatePlans, event PlansEvaluated.
@@ -18,7 +18,7 @@ to another plan doubles the time until the next evaluation, so that a move has t
 the margin, all peers rank them in the same way: by the fewest outstanding moves, then by the earlier interval of TIES_S
 in which a plan was proposed, then by the lower digest.
 
-**Age.** A plan says when the figures of each peer, from which it was made, had last changed (`SwarmPlan.changed`). Once
+**Age.** A plan says when the speed or memory of each of its peers had last changed (`SwarmPlan.changed`). Once
 one of these peers publishes a later change, the plan is not followed any more, and a search is due.
 
 **Search.** A peer searches for a better plan when the swarm has changed (scheduler/placement/search_schedule.py).
@@ -91,11 +91,11 @@ class SwarmPlan:
     reason: PlanReason
     # Each entry says that a peer should hold fragments [begin, end).
     spans: Annotated[tuple[tuple[Peer, Index, Index], ...], Field(max_length=MOST_PLANNED_SPANS)]
-    # For each entry of `spans`, when the figures of that peer from which the plan was made had last changed.
+    # For each entry of `spans`, when that peer's speed or memory had last changed, as the proposer knew.
     changed: Annotated[tuple[UnixTime, ...], Field(max_length=MOST_PLANNED_SPANS)]
 
     def is_outdated(self, members: Mapping[PeerId, TrainingPeer]) -> bool:
-        """Return whether the figures of any peer of the plan have changed since those from which it was made."""
+        """Return whether the speed or memory of a peer of the plan has changed since the plan was made."""
         made_from = {PeerId(peer): changed for (peer, _, _), changed in zip(self.spans, self.changed, strict=True)}
         return any(members[peer].changed > made_from[peer] for peer in made_from.keys() & members.keys())
 

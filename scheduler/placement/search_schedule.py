@@ -1,9 +1,9 @@
 """Decide when a peer searches for a better plan. See `SearchSchedule`.
 
-A search is due when the swarm has changed: a peer has joined or left, or says that its figures have changed since the
-last evaluation (`Profile.changed`). The peer first waits for a pause, so that measurements catch up, and for a random
-back-off, so that mostly one peer proposes a plan before others search. If layers have no holder and recovery is stuck
-(scheduler/placement/recover.py), a search is due soon.
+A search is due when the swarm has changed: a peer has joined or left, or says that its speed or memory has changed
+since the last evaluation (`Profile.changed`). The peer first waits for a pause, so that measurements catch up, and for
+a random back-off, so that mostly one peer proposes a plan before others search. If layers have no holder and recovery
+is stuck (scheduler/placement/recover.py), a search is due soon.
 """
 
 from collections.abc import Mapping

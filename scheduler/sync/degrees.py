@@ -252,7 +252,7 @@ def _of_part(
 
 
 def _counts(flops: Floats, used: int) -> list[int]:
-    """Return at most MOST_SPEEDS numbers of peers, each at least `used`; a candidate may use that many fastest peers.
+    """Return how many of the fastest peers candidates may use: at most MOST_SPEEDS counts, each at least `used`.
 
     Peers of equal speed are counted together. `flops` are the peers' speeds, fastest first.
     """

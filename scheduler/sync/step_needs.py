@@ -75,7 +75,7 @@ def stage_parameters(workload: Workload) -> float:
 
 
 def replica_tokens(workload: Workload) -> float:
-    """Return the number of tokens that one replica trains in a step of a divided workload."""
+    """Return the number of tokens on which one replica trains in a step of a divided workload."""
     if workload.tokens is not None:
         return workload.tokens / pair(workload)[1]
     return workload.activation_gbytes * 1e9 / TOKEN_BYTES

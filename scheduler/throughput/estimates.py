@@ -74,7 +74,7 @@ class Estimates:
 
 
 class _Room(NamedTuple):
-    """The figures that decide how many micro-batches fit in the memory of each peer."""
+    """What decides how many micro-batches fit in the memory of each peer."""
 
     context: int  # tokens in a sequence; 0: memory is no limit
     state_E: Floats  # bytes of all layers before each layer, [L + 1]

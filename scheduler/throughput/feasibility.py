@@ -82,7 +82,7 @@ def _context(plan: ThroughputPlan) -> int:
 def _kept_s(
     plan: ThroughputPlan, hops: Sequence[tuple[str, int, int]], topology: Topology, costs: LayerCosts
 ) -> list[float]:
-    """Return the seconds for which each hop of a route keeps a micro-batch that waits nowhere."""
+    """Return, for each hop of a route, how long (s) a micro-batch occupies the hop's memory if it never waits."""
     if len(hops) == 1:
         return [0.0]
     tokens = plan.micro_batches[hops[0][0]] * _context(plan)

@@ -2,7 +2,7 @@
 
 Start reading at `Flights.carried`.
 
-A peer keeps a micro-batch's activations from its arrival until its backward pass here, while it waits and is computed
+A peer stores a micro-batch's activations from its arrival until its backward pass here, while it waits and is computed
 here and at all later peers of its route, and while links carry it there and back. On a route r, hop h keeps it for
 
     kept_rh = sum over hops k >= h of 2 passes_k  +  sum over links behind h of (2 delay + 2 transfer_s(bytes, rate))
@@ -62,7 +62,7 @@ class Pipeline:
         return JOBS_S + self.tokens * float(self.costs.seconds_NL[peer, first:last].sum())
 
     def link_s(self, sender: int, receiver: int) -> float:
-        """Return the seconds in which activations reach a peer, and their gradient comes back, if nothing waits.
+        """Return the seconds to send activations to a peer, and to get their gradient back, if nothing waits.
 
         Each transfer begins with TCP slow start, as connections lose their windows while they are idle.
         """
@@ -73,7 +73,7 @@ class Pipeline:
         return round_trip_s + 2 * transfer_s(size, float(rate), round_trip_s)
 
     def kept_s(self, hops: Sequence[Hop], waiting: float = WAITING) -> list[float]:
-        """Return the seconds for which each hop of a route keeps a micro-batch."""
+        """Return, for each hop of a route, the seconds for which a micro-batch occupies the hop's memory."""
         links = [*(self.link_s(a, b) for (a, _, _), (b, _, _) in itertools.pairwise(hops)), 0.0]
         each = [(1 + waiting) * self.passes_s(hop) + link for hop, link in zip(hops, links, strict=True)]
         return list(itertools.accumulate(reversed(each)))[::-1]

@@ -217,7 +217,7 @@ def _cuts(flops_L: Floats) -> tuple[Fragment, ...]:
 def _use_measured_bytes(topology: Topology, context: int, activation_L: Floats, state_L: Floats) -> None:
     """Overwrite the bytes of each layer by the median of what the peers have measured, where that is not 0.
 
-    The median keeps one peer with absurd figures from excluding all spans.
+    With the median, one peer with absurd measurements cannot exclude all spans.
     """
     for kind, layers in enumerate((slice(0, 1), slice(1, -1), slice(-1, None))):
         known = [cost for costs in topology.costs if (cost := costs[kind]) is not None]

@@ -115,7 +115,7 @@ def together(costs: LayerCosts, parts: Sequence[tuple[Ints, MaxFlow]]) -> MaxFlo
 
     Args:
         costs: What layers cost all N peers.
-        parts: The numbers of each group's peers, and the flow of `costs.of_peers(group)`. No two groups share a site.
+        parts: Each group's peer indices, and the flow of `costs.of_peers(group)`. No two groups share a site.
     """
     computed_NL, idle_N = np.zeros((costs.peers, costs.layers)), np.ones(costs.peers)
     price_L, transfers = np.zeros(costs.layers), list[Transfer]()

@@ -16,10 +16,11 @@ from decentral.scheduler.topology.arrays import Flags, Floats, Ints
 
 @lru_cache(maxsize=COSTS_REMEMBERED)
 def kinds(costs: LayerCosts) -> Ints:
-    """Return kind_N: peers with equal numbers have equal speeds, sites, rates, and links to all other peers."""
+    """Return kind_N: peers with the same number have the same speeds, site, rate, and links to all other peers."""
     kind_N = np.zeros(costs.peers, np.int64)
     sorted_NN = np.sort(costs.link_NN, axis=1)  # interchangeable peers have the same links in another order
-    alike: dict[tuple[int, float, bytes, bytes], list[int]] = {}  # figures -> first peer of each kind that has them
+    # (site, rate, seconds per token, sorted link rates) -> the first peer of each kind with these properties
+    alike: dict[tuple[int, float, bytes, bytes], list[int]] = {}
     count = 0
     for peer in range(costs.peers):
         key = (

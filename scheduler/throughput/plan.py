@@ -1,6 +1,6 @@
 """Plan an asynchronous swarm for throughput: spans, routes, micro-batches and gossip partners.
 
-Start reading at `throughput_plan`. A plan's throughput can be compared with two figures: an upper bound (all devices
+Start reading at `throughput_plan`. A plan's throughput can be compared with two others: an upper bound (all devices
 always compute, and links cost nothing), and the throughput of equal spans that are placed at random.
 """
 

@@ -81,7 +81,7 @@ def in_rows_of_regions(problem: Supplies, region_G: Ints, peers_G: Ints) -> Ints
     Args:
         problem: The whole swarm.
         region_G: Each peer's region as a number.
-        peers_G: The numbers of the group's peers.
+        peers_G: The indices of the group's peers.
     """
     costs = problem.costs
     region_G = np.where(anywhere(costs)[peers_G], -1, region_G)

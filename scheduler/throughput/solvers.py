@@ -46,7 +46,7 @@ def flow(problem: FlowProblem, budget: SearchBudget, rng: np.random.Generator) -
 
 
 def random(problem: FlowProblem, budget: SearchBudget, rng: np.random.Generator) -> Ints:
-    """Return equal spans at random places."""
+    """Return, for each peer, a randomly chosen stage of the model, which is cut into equal stages."""
     return span_search.equal_random(problem.costs, rng)
 
 

@@ -241,7 +241,7 @@ def chains(problem: FlowProblem, groups: list[Ints], rng: np.random.Generator, l
 
     Args:
         problem: The swarm.
-        groups: The numbers of each group's peers.
+        groups: The indices of each group's peers.
         rng: Chooses whether a chain begins or ends with the largest memory, or with which peer it begins.
         linked: Whether each peer is followed by the one to which it has the fastest link; else by memory.
     """
@@ -296,7 +296,7 @@ def equal_random(costs: LayerCosts, rng: np.random.Generator) -> Ints:
 def spans_replan(
     costs: LayerCosts, region_N: Ints, old_N2: Ints, budget: SearchBudget, seed: int, seconds_ahead: float
 ) -> tuple[Ints, float]:
-    """Return new spans_N2 after a change of the swarm, and the tokens that the swarm will train with these spans.
+    """Return new spans_N2 after a change of the swarm, and on how many tokens the swarm will train with them.
 
     The function compares two candidates: the old spans, with newcomers placed and layers with too few holders repaired,
     and the spans that a search finds from this start.
@@ -319,7 +319,7 @@ def spans_replan(
 
 
 def tokens_ahead(costs: LayerCosts, old_N2: Ints, new_N2: Ints, seconds_ahead: float) -> float:
-    """Return the tokens trained with new spans in `seconds_ahead` seconds; training waits for the slowest download."""
+    """Return on how many tokens the swarm trains in `seconds_ahead` seconds, after the slowest download of layers."""
     pause = link_limits.download_s(costs, max_flow.held(costs, old_N2), max_flow.held(costs, new_N2))
     return max_flow.maximum(costs, new_N2).tokens_per_s * max(0.0, seconds_ahead - pause)
 

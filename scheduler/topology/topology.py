@@ -20,7 +20,7 @@ A file lists its N peers either one by one (`peers`) or by region (`regions`), a
 A file uses the customary units (ms, Gb/s, GB, TFLOP/s); the arrays are in seconds, bytes/s, bytes and FLOP/s. A peer's
 uplink and downlink rates limit each of its links, and all its links together, and so do a site's rates for all links
 between its peers and other regions; `bandwidth` is the rate of a link while all other links are idle. `layers` says
-what one layer of each kind of the planned model costs the device: microseconds and kB for a token, and MB.
+what one layer of each kind of the planned model takes on the device of a peer: microseconds and kB for a token, and MB.
 """
 
 import hashlib

@@ -372,7 +372,7 @@ def test_masked_targets_travel(vocabulary: int) -> None:
     job = jobs.Forward(1, 1, 3, 1, layout, blob)
     assert torch.equal(formats.unpack(job)[1], targets_BT)
     layout, blob = formats.pack(1, torch.zeros(1, 4, 32), torch.full((1, 4), MASKED))
-    with pytest.raises(ProtocolError, match="all targets are masked"):
+    with pytest.raises(ProtocolError, match="not all may be masked"):
         formats.unpack(dataclasses.replace(job, layout=layout, blob=blob))
 
 
@@ -380,7 +380,7 @@ def test_a_run_of_text_takes_no_masked_targets() -> None:
     run = config.Config(model=config.ModelConfig(depth=1, width=32, context=4, vocabulary=61))
     formats = ActivationFormat(run, blockwise, decoder.widths(run.model))
     layout, blob = formats.pack(1, torch.zeros(1, 4, 32), torch.tensor([[3, MASKED, 2, 1]]))
-    with pytest.raises(ProtocolError, match="a target is not a token"):
+    with pytest.raises(ProtocolError, match="targets must be token ids"):
         formats.unpack(jobs.Forward(1, 1, 3, 1, layout, blob))
 
 

@@ -253,7 +253,7 @@ def missed(tail: JournalTail) -> Iterator[Finding]:
 def troubles(tail: JournalTail) -> Iterator[Finding]:
     """Yield the findings about errors that the peer wrote to its journal in the last 10 minutes.
 
-    Errors whose first 40 characters are equal differ only in figures, and are reported once.
+    Errors with the same first 40 characters differ only in numbers such as durations, and are reported once.
     """
     errors = {line.reason[:40]: line.reason for line in tail.of_event(events.ErrorLine)}
     for reason in errors.values():

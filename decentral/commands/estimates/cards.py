@@ -20,7 +20,7 @@ OWN = ("cpu", "this")  # names of the present machine, whose speed is measured
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A card's published figures."""
+    """A GPU's memory and speed, as its manufacturer publishes them."""
 
     name: str
     memory_bytes: float

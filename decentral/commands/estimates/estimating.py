@@ -1,4 +1,4 @@
-"""Compute the figures that `decentral.estimate` prints, from a swarm's devices and links. Start at `estimated`."""
+"""Compute the estimates that `decentral.estimate` prints, from a swarm's devices and links. Start at `estimated`."""
 
 from collections.abc import Sequence
 
@@ -63,7 +63,10 @@ def _model(run: Config) -> str:
 
 
 def _kind(run: Config, group: PeerGroup, machine: Machine, found: Forecast, peers: Sequence[int]) -> JsonObject:
-    """Return the figures of one peer of a group; its traffic is the mean over the group."""
+    """Return what is estimated for one peer of a group, as JSON: speed, memory, layers, traffic and window length.
+
+    The traffic is the mean over the group's peers; `peers` are their indices in the forecast.
+    """
     everyone = range(len(found.spans))
     sent, received = found.pairs.between(peers, everyone), found.pairs.between(everyone, peers)
     window_s, bound = found.windows[peers[0]]
@@ -91,7 +94,7 @@ def _holds(run: Config, machine: Machine, spans: Sequence[tuple[int, int]]) -> s
 
 
 def _link(place: places.SharedPlace, peers: Sequence[int], count: int, found: Forecast) -> JsonObject:
-    """Return the bytes an hour that the peers of a place send to other places, and receive from them."""
+    """Return the bytes per hour that the peers of a place send to other places, and receive from them."""
     others = [peer for peer in range(count) if peer not in set(peers)]
     rates = f"{place.up / MBIT:,.0f}/{place.down / MBIT:,.0f} Mb/s"
     return {
@@ -103,7 +106,7 @@ def _link(place: places.SharedPlace, peers: Sequence[int], count: int, found: Fo
 
 
 def _notes(run: Config, groups: Sequence[PeerGroup], machines: Sequence[Machine]) -> list[str]:
-    """Return notes for people about the figures: what a newcomer downloads, and how the speed of cards is assumed."""
+    """Return notes for people about the estimates: what a newcomer downloads, and how the speed of cards is assumed."""
     low, high = MEASURED_UTILISATION
     weights = readable_number(FETCHED_BYTES * sum(run.model.layer_parameters))
     notes = [f"a newcomer downloads {weights}B of weights from several peers"]

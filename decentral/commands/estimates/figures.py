@@ -14,11 +14,11 @@ class Figure:
     high: float
 
     def times(self, factor: float) -> "Figure":
-        """Return the figure times a positive factor."""
+        """Return the estimate times a positive factor."""
         return Figure(self.mid * factor, self.low * factor, self.high * factor)
 
     def duration(self, amount: float) -> "Figure":
-        """Return the time that an amount takes if this figure is a rate; the highest rate gives the shortest time."""
+        """Return the time that an amount takes if this estimate is a rate; `low` follows from the highest rate."""
         return Figure(amount / self.mid, amount / self.high, amount / self.low)
 
     def to_json(self) -> JsonObject:

@@ -38,7 +38,7 @@ class Machine:
     low: float  # `tokens_per_s` times this is the low end of the device's expected speed
     high: float  # `tokens_per_s` times this is the high end of the device's expected speed
     needs: MemoryNeeds  # bytes that each fragment of the model takes on the device
-    costs: KindCosts  # what a layer of each kind costs the device
+    costs: KindCosts  # seconds per token and bytes that a layer of each kind takes on this device
     gossiper: Gossiper
 
     @property
@@ -48,7 +48,7 @@ class Machine:
 
 
 def machines_of(run: Config, groups: Sequence[PeerGroup]) -> list[Machine]:
-    """Return each group's machine, from a card's published figures or, for `cpu`, from a measurement on this machine.
+    """Return each group's machine, from a card's published speed or, for `cpu`, from a measurement on this machine.
 
     The measurement assumes that the peers on `cpu` of all groups share this machine.
 
@@ -116,7 +116,7 @@ def _measured(run: Config, peers: int) -> Machine:
 
 
 def _costs(run: Config, needs: MemoryNeeds, seconds: Sequence[float]) -> KindCosts:
-    """Return what one layer of each kind costs the device: seconds per token of each pass, and bytes of memory.
+    """Return what one layer of each kind takes on a peer's device: seconds per token of each pass, and bytes.
 
     Args:
         run: The run's config.

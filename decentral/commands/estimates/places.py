@@ -54,7 +54,7 @@ class PeerGroup:
 
     @property
     def is_own(self) -> bool:
-        """Whether the device is this machine, whose speed is measured."""
+        """Whether the group's peers run on this machine, so that their speed is measured instead of looked up."""
         return self.device.lower() in OWN
 
 

@@ -1,6 +1,6 @@
 """Simulate a swarm for a few seconds, to find out how many bytes its links really carry. Start at `play`.
 
-The peers run the real protocol in virtual time: they measure their links while gossip uses them, stretch windows, and
+The peers run the real protocol in virtual time: they measure their links while gossip uses them, lengthen windows, and
 carry micro-batches along routes. All peers have the model from the start, so the swarm is in a steady state after the
 first third of the time.
 """
@@ -45,7 +45,7 @@ class Rates:
 
 @dataclass(slots=True)
 class PlayedSwarm:
-    """An observer of a simulated run (a `Watch`) that counts trained tokens and sent bytes over virtual time."""
+    """An observer of a simulated run (a `Watch`) that counts training tokens and sent bytes over virtual time."""
 
     tokens: float = 0.0
     windows: dict[PeerId, tuple[Seconds, str]] = field(default_factory=dict)

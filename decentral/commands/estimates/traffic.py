@@ -46,7 +46,7 @@ class Gossiper:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PredictedGossip:
-    """The predicted gossip of N peers."""
+    """How often N peers are predicted to gossip, why no more often, and the traffic between them."""
 
     period_s: Floats  # (N,) for each peer: seconds from one window of a fragment to the next
     cores_s: Floats  # (N,) seconds between two windows if only the peer's processor limited them
@@ -118,7 +118,7 @@ def _best_up(topology: Topology) -> Floats:
 def _windows(
     gossip: GossipConfig, held: Sequence[Fragment], held_NF: Flags, up: float, thin: bool, one: Gossiper, ease: float
 ) -> _Windows:
-    """Return the window lengths that one peer needs, by the rules of `WindowLengths`."""
+    """Return the window lengths that one peer needs, by the rules of `WindowLengths`, and its number of partners."""
     if not held:
         return _Windows(1, 1, 1, 0, "")
     first = held[0]

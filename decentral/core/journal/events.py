@@ -15,7 +15,7 @@ from decentral.core.plain_text import plain_text
 from decentral.core.units import plural
 
 TOLD_CHARS = 300  # people are shown at most this many characters of a reason
-REPEAT_S = 60.0  # while an error lasts, its line is repeated at this interval, as readers believe an old error is over
+REPEAT_S = 60.0  # an error that lasts is written again at this interval; readers treat an older error as over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class CheckpointLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadLine:
-    """Event: the upload of a checkpoint to the place of `train.upload` has succeeded or failed."""
+    """Event: the upload of a checkpoint to the destination `train.upload` has succeeded or failed."""
 
     outcome: kind.Outcome
     name: kind.Word = ""  # folder of the upload at its destination; journals do not contain the destination itself
@@ -365,7 +365,7 @@ class HookLine:
     hook: kind.Word  # the flag of the hook: `--on-event` or `--webhook`
     delivered: kind.Count
     failed: kind.Count
-    dropped: kind.Count  # messages for which the queue had no room
+    dropped: kind.Count  # messages that were dropped because the queue was full
     reason: kind.Text = ""  # why the last message failed
 
 

@@ -63,4 +63,5 @@ class MeasuredLink(NamedTuple):
 
 
 MeasuredLinks = Annotated[tuple[MeasuredLink, ...], Field(default=())]
-Facts = Annotated[tuple[Mapping[GivenWord, GivenCount | GivenWord], ...], Field(default=())]  # rows {column: value}
+# The rows of a table; each row maps column names to values.
+Facts = Annotated[tuple[Mapping[GivenWord, GivenCount | GivenWord], ...], Field(default=())]

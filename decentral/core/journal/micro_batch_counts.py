@@ -5,10 +5,10 @@ micro-batch counts. A micro-batch is named by its origin peer and number. Two ex
 in the same layer. If the executions cover all layers, the micro-batch counted everywhere. If not, it counted in part: a
 peer died after other peers had counted the micro-batch, or a peer learned too late that the micro-batch was committed.
 
-An `applied` line says how many tokens an optimizer step trained in each fragment. A life of a peer lasts from one start
-of its process to the next. In each life and each layer, the tokens in `counted` lines must not exceed the tokens in
-`applied` lines; any excess is reported as unapplied. The last `counted` lines of a life are exempt, since the process
-may have ended before the steps that they announced.
+An `applied` line says on how many tokens an optimizer step has trained each fragment. A life of a peer lasts from one
+start of its process to the next. In each life and each layer, the tokens in `counted` lines must not exceed the tokens
+in `applied` lines; any excess is reported as unapplied. The last `counted` lines of a life are exempt, since the
+process may have ended before the steps that they announced.
 """
 
 import itertools

@@ -1,6 +1,6 @@
 """Check the rules of gossip at every close of a window and every merge.
 
-    whole     the bytes that a peer merges equal bytes that its partner published, section by section
+    whole     the bytes that a peer merges are bytes that its partner published, section by section
     once      no peer merges the same window of a partner twice, even if the peer restarts from a checkpoint
     baseline  after a window is closed, the baseline equals the live weights, so that no progress is published twice
     timely    slow weights for a partner are encoded before the window is merged, because a merge changes slow weights
@@ -51,7 +51,7 @@ class GossipAudit:
     """The audit of gossip: it compares what peers merge with what their partners published, and raises Violation."""
 
     evidence: Evidence
-    # (peer, fragment) -> fingerprint of a blob -> the windows with this blob; windows without a step have equal blobs.
+    # (peer, fragment) -> fingerprint of a blob -> the windows with this blob; windows without a step share a blob.
     published: dict[tuple[PeerId, int], dict[bytes, list[Publication]]] = field(default_factory=dict)
     histories: dict[PeerId, MergeHistory] = field(default_factory=lambda: defaultdict(MergeHistory))
     resting: set[tuple[PeerId, int]] = field(default_factory=set)  # (peer, fragment) that publishes no windows now

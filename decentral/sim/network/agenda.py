@@ -1,4 +1,4 @@
-"""Virtual time: a queue of timed actions. Actions of equal times run in the order in which they were scheduled."""
+"""Virtual time: a queue of timed actions. Actions with the same time run in the order in which they were scheduled."""
 
 import heapq
 from collections import deque
@@ -37,7 +37,7 @@ class Agenda:
     _horizon: Seconds = 0.0
     _later: dict[int, list[Timer]] = field(default_factory=dict)  # int(due time / NEAR_S) -> unsorted actions
     _order: list[int] = field(default_factory=list)  # heap of the keys of `_later`
-    _asked: int = 0  # number of actions scheduled so far, which orders actions of equal times
+    _asked: int = 0  # number of actions scheduled so far, which orders actions with the same time
 
     def at(self, when: Seconds, action: Action) -> Timer:
         """Schedule an action for time `when`, or for now if `when` is in the past."""

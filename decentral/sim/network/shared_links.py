@@ -9,7 +9,7 @@ or end of a transfer affects only the other transfers of its sender, its receive
 
 Bytes in flight beyond the path's capacity wait in a queue before the sender's uplink, or before the link between both
 peers if that link is slower. Small messages and acknowledgements wait behind these bytes. If a transfer sends more
-bytes at once than the uplink's queue has room for, the rest is dropped.
+bytes at once than fit in the uplink's queue, the rest is dropped.
 """
 
 from collections import Counter
@@ -166,7 +166,7 @@ class SharedLinks:
         self._share(transfer)
 
     def _drop(self, transfer: Transfer) -> None:
-        """Drop the bytes of the window to be sent that exceed the room in the uplink's queue."""
+        """Drop the bytes of the window to be sent that exceed the free space in the uplink's queue."""
         up = self.geography.up(transfer.source)
         dropped = transfer.sender.burst - (QUEUE_S - self.queue_s(transfer.source, transfer.target)) * up
         if dropped > 0 and up > 0:

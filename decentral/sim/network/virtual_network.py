@@ -1,8 +1,8 @@
 """Simulate requests and answers between peers in virtual time, as libp2p streams carry them.
 
 Start reading at `Network.ask`. A request (question) follows the rules of comm/net/streams.py: the target must answer
-within STREAM_ANSWER_S and write the answer within WRITE_S, each asker has a fair share of a target's capacity
-(comm/net/fair_shares.py), and the asker gives up at its deadline. Each message takes the delay of its link. A large
+within STREAM_ANSWER_S and write the answer within WRITE_S, each sender has a fair share of a target's capacity
+(comm/net/fair_shares.py), and the sender gives up at its deadline. Each message takes the delay of its link. A large
 message also takes the transfer time that shared_links.py computes, and leaves piece by piece if the uplink is slow
 (virtual_uplink.py). Envelopes are passed as objects; only damaged ones go through the real codec (fault_model.py).
 
@@ -51,7 +51,7 @@ class Port:
     uplink: VirtualUplink
     serve: Serve | None = None
     bound: BlobBound = lambda _: 0
-    shares: QuestionShares = field(default_factory=QuestionShares)  # limits the capacity that each asker uses
+    shares: QuestionShares = field(default_factory=QuestionShares)  # limits the capacity that each sender uses
     private: PrivateSwarm | None = None
     frozen: bool = False
     open: dict["OpenQuestion", Seconds] = field(default_factory=dict)  # questions to this peer, and when each arrived
@@ -85,14 +85,14 @@ class OpenQuestion:
     envelope: Envelope
     began: Seconds
     max_blob_bytes: int
-    done: Callable[[Outcome], None] | None  # called with the outcome; None once the asker has the outcome
+    done: Callable[[Outcome], None] | None  # called with the outcome; None once the sender has the outcome
     writing: Seconds | None = None  # when the target began to send the answer; None before
     first_byte_s: Seconds = 0.0  # time from `began` until the answer's first byte arrives
     timers: list[Timer] = field(default_factory=list)
     transfer: Transfer | None = None
     paced: PacedMessage | None = None  # set while the sender's uplink sends the message piece by piece
     share: QuestionShare | None = None
-    alone: bool = False  # whether the asker's other messages must wait until this question ends
+    alone: bool = False  # whether the sender's other messages must wait until this question ends
 
     def begin_share(self, shares: QuestionShares) -> QuestionShare:
         """Return the question's share of the target's capacity, which a second copy of the question uses too.
@@ -105,7 +105,7 @@ class OpenQuestion:
         return self.share
 
     def begin_alone(self) -> bool:
-        """Reserve the asker's uplink for this question. If the asker has given up, return False instead of True."""
+        """Reserve the sender's uplink for this question. If the sender has given up, return False instead of True."""
         self.alone = self.done is not None
         return self.alone
 
@@ -116,7 +116,7 @@ class OpenQuestion:
             self.share = None
 
     def begin_answer(self, now: Seconds) -> bool:
-        """Return whether the asker still waits; if so, set `writing` to `now`."""
+        """Return whether the sender still waits; if so, set `writing` to `now`."""
         if self.done is not None:
             self.writing = now
         return self.done is not None
@@ -146,7 +146,7 @@ class OpenQuestion:
         self.transfer = self.paced = None
 
     def end(self) -> None:
-        """End the question for its asker: drop `done`, and cancel the asker's timers."""
+        """End the question for its sender: drop `done`, and cancel the sender's timers."""
         self.done = None
         self.source.asked.pop(self, None)
         for timer in self.timers:
@@ -205,7 +205,7 @@ class Network:
             self.cut(question, peer)
 
     def drop(self, port: Port, peer: PeerId) -> None:
-        """End all questions in both directions between a port and an excluded peer; each asker gets an error."""
+        """End all questions in both directions between a port and an excluded peer; each sender gets an error."""
         for question in [one for one in port.open if one.source.peer == peer]:
             self.cut(question, port.peer)
         for question in [one for one in port.asked if one.target == peer]:
@@ -232,7 +232,7 @@ class Network:
             self._connect(question, CONNECT_RETRY_S)
 
     def _probe(self, question: OpenQuestion) -> bool:
-        """Reserve the asker's uplink and send its upload probe; return False if the asker has given up."""
+        """Reserve the sender's uplink and send its upload probe; return False if the sender has given up."""
         if question.begin_alone():
             self._connect(question, CONNECT_RETRY_S)
         return question.alone
@@ -284,7 +284,7 @@ class Network:
         port.serve(question.source.peer, envelope, serving.respond)
 
     def answer(self, question: OpenQuestion, port: Port, answer: Envelope) -> None:
-        """Send the answer of `port` to the asker; if the port is frozen, send it after `thaw`."""
+        """Send the answer of `port` to the sender; if the port is frozen, send it after `thaw`."""
         if port.frozen:
             port.waiting.append(lambda: self.answer(question, port, answer))
             return
@@ -338,7 +338,7 @@ class Network:
             self.cut(question, port.peer)
 
     def cut(self, question: OpenQuestion, at: PeerId) -> None:
-        """End a question at its target (`at`). If packets from the target reach the asker, the asker gets an error."""
+        """End a question at its target (`at`). The sender gets an error if packets of the target reach it."""
         port = self.ports.get(at)
         if port is not None:
             self._close(question, port)
@@ -346,7 +346,7 @@ class Network:
             self._fail_later(question, Reason.CUT, self.geography.delay_s(at, question.source.peer))
 
     def _end(self, question: OpenQuestion) -> None:
-        """End a question for its asker; the target stops sending its answer if the asker's packets reach the target."""
+        """End a question for its sender; the target stops sending its answer if the sender's packets reach it."""
         question.end()
         question.stop_transfer(self.links)
         if question.alone:
@@ -370,7 +370,7 @@ class Network:
         back: bool = False,
         arriving: Envelope | ProtocolError | None = None,
     ) -> Envelope | ProtocolError | None:
-        """Send the question to its target or, with `back`, the answer to the asker; return the message as it arrives.
+        """Send the question to its target or, with `back`, the answer to the sender; return the message as it arrives.
 
         `arriving`: None or, for the second copy of a duplicated question, the first copy as it arrives, since both
         copies arrive with the same damage.
@@ -431,5 +431,5 @@ class Network:
 
 
 def _is_upload_probe(question: OpenQuestion) -> bool:
-    """Return whether a question measures the asker's upload rate, which needs the uplink free of other messages."""
+    """Return whether a question measures the sender's upload rate, which needs the uplink free of other messages."""
     return isinstance(question.envelope.message, Probe) and bool(question.envelope.blob)

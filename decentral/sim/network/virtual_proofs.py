@@ -15,7 +15,7 @@ SendAsk = Callable[[Ask, Done], None]
 
 @dataclass(frozen=True, slots=True)
 class ProvenAsk:
-    """A question in a private swarm, before which the asker and the target prove their membership if necessary."""
+    """A question in a private swarm. If necessary, both peers first prove their membership to each other."""
 
     private: PrivateSwarm
     send: SendAsk
@@ -30,7 +30,7 @@ class ProvenAsk:
             self._prove()
 
     def _answered(self, outcome: Answer | AskError) -> None:
-        """Pass the outcome to `done`. If the target lacks the asker's proof, first send the proof and ask again."""
+        """Pass the outcome to `done`. If the target lacks the sender's proof, first send the proof and ask again."""
         if _refusal(outcome) in NOT_COUNTED:
             self._prove()
         else:

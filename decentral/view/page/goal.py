@@ -21,7 +21,7 @@ class GoalView:
     goal: Amount | None = None
     joined: Seconds | None = None
     step: int = 0
-    tokens: int = 0  # number of tokens trained since the start
+    tokens: int = 0  # number of training tokens since the start
     _before: int | None = None  # step of the first line about steps since the start; None before that line
 
     def take(self, t: Seconds, event: JournalEvent | None) -> None:

@@ -37,13 +37,13 @@ class DeviceView:
     name: str = ""  # the name that the user gave the peer; "" if not known
     region: str = ""
     software: str = ""
-    throttle: float = 1.0  # slowdown factor with which the peer imitates a slower device; 1.0: no slowdown
+    throttle: float = 1.0  # each step takes this many times as long, to imitate a slower device; 1.0: full speed
     memory_bytes: int = 0
     first: int = 0  # the peer holds the layers from `first` to `last` - 1; (0, 0): not known
     last: int = 0
 
     def place(self, device: str, region: str, throttle: float) -> None:
-        """Set device, region and slowdown to the values in the peer's own journal or in a PlaceLine."""
+        """Set device, region and throttle to the values in the peer's own journal or in a PlaceLine."""
         self.device = plain_text(device)
         self.region = plain_text(region) or self.region
         self.throttle = throttle or 1.0
@@ -62,7 +62,7 @@ class DeviceView:
         self.device, self.region = plain_text(device), plain_text(region)
 
     def recorded(self, record: PeerRecord, own: bool) -> None:
-        """Update from the peer's DHT record. If the page reads the peer's journal (`own`), keep device and layers."""
+        """Update from the peer's DHT record. With `own`, device and layers come from the peer's journal instead."""
         self.called(record.profile.name)
         self.region = self.region or plain_text(record.profile.region)
         self.software, self.memory_bytes = plain_text(record.profile.software), record.profile.memory_bytes
@@ -97,7 +97,7 @@ class NetworkView:
         self.latency_s = min((known for known in (self.latency_s, latency_s) if known), default=0.0)
 
     def recorded(self, record: PeerRecord, own: bool) -> None:
-        """Update from the peer's DHT record. If the page reads the peer's journal (`own`), keep delay and window."""
+        """Update from the peer's DHT record. With `own`, delay and window come from the peer's journal instead."""
         self.up, self.down = record.profile.up, self.down or record.profile.down
         if not own:
             self.latency_s, self.window_s = record.profile.latency_s, record.window_s

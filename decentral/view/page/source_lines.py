@@ -26,7 +26,7 @@ class FactsLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceLine:
-    """Line with device, region and slowdown of a peer whose journal has no `started` line."""
+    """Line with device, region and throttle of a peer whose journal has no `started` line. See DeviceView."""
 
     peer: Peer
     device: Word

@@ -125,7 +125,7 @@ class SwarmView:
         return found
 
     def history(self, one: int) -> JsonObject | None:
-        """Return the loss of the peer with this number and the swarm's tokens over time; None for an unknown peer."""
+        """Return the loss of the peer with this number and the swarm's tokens over time; None if it is not shown."""
         view = next((view for view in self.peers.values() if view.number == one), None)
         return None if view is None else self.timeline.since(0, ["tokens", view.series])
 
@@ -290,7 +290,7 @@ class SwarmView:
             self.events.add(t, view.number, journal.PLAIN if state == "left" else journal.BAD, gone_words(view))
 
     def _view(self, peer: str, t: Seconds) -> PeerView | None:
-        """Return the view of the peer with this id; create it if needed. Return None for "" or if there is no room."""
+        """Return the view of the peer with this id; create it if needed. None for "", or if PEERS_SHOWN is reached."""
         view = self.peers.get(peer) or self.peers.get(peer := plain_text(peer))
         if view is None and peer and (len(self.peers) < PEERS_SHOWN or self._forget_one()):
             view = PeerView(self._numbers, peer, since=t)

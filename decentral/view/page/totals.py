@@ -1,4 +1,4 @@
-"""Compute the figures of the whole swarm: tokens, speed, loss, exchanges, traffic, and how time is spent."""
+"""Compute totals and means of the whole swarm: tokens, speed, loss, exchanges, traffic, and how time is spent."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -12,12 +12,12 @@ from decentral.core.units import Seconds
 from decentral.view.page.peer_view import REASONS_SHOWN, PeerView
 
 TOTAL_SERIES = {"tokens", "step", "live"}  # names of series whose timeline buckets contain the last value, not the mean
-TREND_S = 60.0  # the trend is the change of the loss over this time
+TREND_S = 60.0  # `Totals.trend` is the change of the median loss over this time
 
 
 @dataclass(slots=True)
 class Totals:
-    """Figures of the whole swarm at one time, and earlier values from which the next figures are computed."""
+    """Totals and means of the whole swarm at one time, and the earlier losses that the next trend needs."""
 
     live: int = 0
     training: int = 0
@@ -30,7 +30,7 @@ class Totals:
     high: float | None = None  # 90th percentile of the peers' training losses
     held_out: float | None = None
     evaluated: Seconds = 0.0  # when `held_out` was measured; 0.0: not known
-    trend: float | None = None  # relative change of the median loss within a minute
+    trend: float | None = None  # change of the median loss in the last TREND_S; -0.02: a fall of 2%; None: not known
     exchanges: list[int] = field(default_factory=lambda: [0] * len(OUTCOMES))
     reasons: dict[str, int] = field(default_factory=dict)
     shares: list[float] = field(default_factory=list)  # for each of KINDS: mean share of the training threads' time
@@ -44,13 +44,13 @@ class Totals:
         self.forgotten_tokens += view.totals.tokens
 
     def series(self) -> dict[str, float]:
-        """Return, by name, the figures that the timeline shows, without losses that are not known."""
+        """Return, by name, the values that the timeline shows, without losses that are not known."""
         known = {"tokens": self.tokens, "step": self.step, "tokens_per_s": self.tokens_per_s, "live": self.live}
         losses = {"median": self.loss, "low": self.low, "high": self.high}
         return known | {name: value for name, value in losses.items() if value is not None}
 
     def to_json(self) -> JsonObject:
-        """Return the figures as JSON, rounded to 4 decimals."""
+        """Return the fields as JSON, rounded to 4 decimals."""
         found = asdict(self)
         del found["_losses"]
         return {name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}
