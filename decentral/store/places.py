@@ -5,10 +5,9 @@
 Errors of providers become UserErrors of one line.
 """
 
-import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol
@@ -49,6 +48,9 @@ class UploadSource(Protocol):
     def hexdigest(self, method: str) -> str:
         """Return the content's digest by a method of hashlib; reading it is not slowed down."""
 
+    def equals(self, pieces: Iterable[bytes]) -> bool:
+        """Return whether the content is that of these pieces; reading it is not slowed down."""
+
 
 class UploadStore(Protocol):
     """A place that keeps uploads. Names are relative to the place, with `/` after a folder's name."""
@@ -73,8 +75,8 @@ class UploadStore(Protocol):
     def read(self, name: str, most_bytes: int) -> Iterator[bytes]:
         """Yield a file's content in pieces, at most `most_bytes` + 1 bytes; the last one shows that it is too long."""
 
-    def remove(self, folder: str, first: str) -> None:
-        """Remove a folder with its files, beginning with the file called `first`."""
+    def remove(self, folder: str, first: str, removed: Callable[[], None]) -> None:
+        """Remove a folder with its files, beginning with the file `first`; call `removed` after each file."""
 
 
 class FilesystemStore:
@@ -100,7 +102,7 @@ class FilesystemStore:
         return {_last(one["name"]): int(one["size"] or 0) for one in self._listed(folder) if one["type"] == "file"}
 
     def has(self, name: str, source: UploadSource) -> bool:
-        """Return whether size and MD5 agree; without an MD5 (S3's ETag of a file sent in pieces) the size decides."""
+        """Return whether content or MD5 agree; without an MD5 (S3's ETag of a file in pieces) the size decides."""
         try:
             known = self._files.info(self._path(name))
         except FileNotFoundError:
@@ -108,10 +110,7 @@ class FilesystemStore:
         if known["size"] != source.size:
             return False
         if self._is_folder:
-            found = hashlib.md5(usedforsecurity=False)
-            for piece in self.read(name, source.size):
-                found.update(piece)
-            return found.hexdigest() == source.hexdigest("md5")
+            return source.equals(self.read(name, source.size))
         tag = str(known.get("ETag", "")).strip('"')
         return not MD5.fullmatch(tag) or tag == source.hexdigest("md5")
 
@@ -160,11 +159,12 @@ class FilesystemStore:
         for at in range(0, size, SEND_BYTES):
             yield self._files.cat_file(path, start=at, end=min(at + SEND_BYTES, size))
 
-    def remove(self, folder: str, first: str) -> None:
+    def remove(self, folder: str, first: str, removed: Callable[[], None]) -> None:
         """Remove a folder, its manifest first, so that an interrupted removal leaves no upload that seems whole."""
         names = self.files(folder)
         for name in sorted(names, key=lambda name: name != first):
             self._files.rm_file(self._path(f"{folder}/{name}"))
+            removed()
         if self._has_folders:
             self._files.rmdir(self._path(folder))
 
@@ -220,7 +220,7 @@ class HubStore(FilesystemStore):
         HfApi().create_commit(self._repository, operations, commit_message=f"Upload by decentral: {name}")
         self._added.clear()
 
-    def remove(self, folder: str, first: str) -> None:
+    def remove(self, folder: str, first: str, removed: Callable[[], None]) -> None:
         """Remove a folder by one commit."""
         from huggingface_hub import HfApi
 

@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,7 +70,7 @@ class PartReader(io.RawIOBase):
     """Part of an open file as a file of its own, which is read at a limited pace. It implements UploadSource."""
 
     def __init__(self, file: IO[bytes], begin: int, size: int, pace: SendPace, sent: Callable[[int], None]) -> None:
-        """Read `size` bytes from `begin` on; `sent` is told how many bytes were read at the pace."""
+        """Read `size` bytes from `begin` on; `sent` is told how many bytes were read at the pace, and 0 for others."""
         self._file, self._begin, self.size = file.fileno(), begin, size
         self._pace, self._sent, self._at = pace, sent, 0
         self._unpaced = 0  # this many bytes more are read at full speed
@@ -97,6 +97,7 @@ class PartReader(io.RawIOBase):
         if self._unpaced > 0:
             data = self._read(self._at, min(len(buffer), self._unpaced))
             self._unpaced -= len(data)
+            self._sent(0)
         else:
             data = self._paced(self._at, len(buffer))
         buffer[: len(data)] = data
@@ -118,7 +119,18 @@ class PartReader(io.RawIOBase):
 
     def hexdigest(self, method: str) -> str:
         """Return the content's digest by a method of hashlib, at full speed."""
-        return _digest(hashlib.new(method, usedforsecurity=False), self._file, self._begin, self._begin + self.size)
+        of, end = hashlib.new(method, usedforsecurity=False), self._begin + self.size
+        return _digest(of, self._file, self._begin, end, lambda _: self._sent(0))
+
+    def equals(self, pieces: Iterable[bytes]) -> bool:
+        """Return whether the content is that of these pieces, reading it at full speed."""
+        at = 0
+        for piece in pieces:
+            if self._read(at, len(piece)) != piece:
+                return False
+            at += len(piece)
+            self._sent(0)
+        return at == self.size
 
     def _paced(self, at: int, most: int) -> bytes:
         data = self._read(at, min(most, PACED_BYTES))
@@ -180,7 +192,9 @@ def kind_of_folder(folder: Path) -> UploadKind:
     return "model"
 
 
-def opened_upload(folder: Path, peer: PeerId, link: Path, stack: ExitStack) -> LocalUpload:
+def opened_upload(
+    folder: Path, peer: PeerId, link: Path, stack: ExitStack, hashed: Callable[[int], None]
+) -> LocalUpload:
     """Open the files of a folder, and compute their digests.
 
     Args:
@@ -188,6 +202,7 @@ def opened_upload(folder: Path, peer: PeerId, link: Path, stack: ExitStack) -> L
         peer: The peer's id, for a state folder; "" if it is not known.
         link: A hard link to the checkpoint whose upload goes on; made if it does not exist.
         stack: Closes the files.
+        hashed: Is told how many more bytes were read to be hashed, at least once for each MiB.
 
     Raises:
         UserError: If the folder cannot be uploaded, or a file cannot be read.
@@ -196,14 +211,14 @@ def opened_upload(folder: Path, peer: PeerId, link: Path, stack: ExitStack) -> L
         if kind_of_folder(folder) == "model":
             names = sorted(path.name for path in folder.iterdir() if MODEL_FILE.fullmatch(path.name))
             files = {name: stack.enter_context(foreign_file.opened(folder / name)) for name in names}
-            parts = [part for name, file in files.items() for part in _parts(name, file, split=False)]
+            parts = [part for name, file in files.items() for part in _parts(name, file, False, hashed)]
             return LocalUpload.of(UploadManifest("model", tuple(parts)), files)
         state = stack.enter_context(_opened_state(folder, link))
         kept = strict_json.loads(foreign_file.read_text(folder / RUN_FILE, MOST_RUN_BYTES))
         shared = stack.enter_context(_memory_file({"run": kept["run"], "config": kept["config"]}))
         facts = _facts(state)
         fragments = facts["fragments"]
-        parts = [*_parts(RUN_FILE, shared, split=False), *_parts(STATE_FILE, state, split=True)]
+        parts = [*_parts(RUN_FILE, shared, False, hashed), *_parts(STATE_FILE, state, True, hashed)]
         if not re.fullmatch(RUN_NAME, kept["run"]):
             raise ValueError("its run has no name that a folder could have")
         described = UploadManifest("checkpoint", tuple(parts), kept["run"], peer, int(facts["lr_step"]))
@@ -225,7 +240,8 @@ def push(
         store: The store.
         keep: Number of this peer's newest checkpoints of the run that stay; None: all stay.
         pace: The limit of bandwidth.
-        sent: Is told how many more bytes were read to be sent; 0 for a part that is there already.
+        sent: Is told how many more bytes were read to be sent; and 0 often while there is other work, such as digests
+            for parts that are there already, and older files to remove, so that no push seems to hang.
 
     Raises:
         Exception: The provider's own, if a request fails. Without the manifest, the upload does not count.
@@ -244,10 +260,10 @@ def push(
                 store.send(f"{folder}{part.name}", reader)
                 count += part.bytes
             else:
-                sent(0)  # thousands of parts that are there take minutes, in which the push must not seem to hang
+                sent(0)
         upload.require_unchanged()
         store.finish(f"{folder}{MANIFEST}", manifest.packed(), _outdated(before, manifest, there) if alone else ())
-    removed = _prune(store, manifest, keep) if keep is not None and manifest.kind == "checkpoint" else []
+    removed = _prune(store, manifest, keep, sent) if keep is not None and manifest.kind == "checkpoint" else []
     return PushResult(folder.rstrip("/"), manifest.kind, manifest.step, manifest.size, count, removed)
 
 
@@ -269,7 +285,7 @@ def _outdated(before: bytes, manifest: UploadManifest, there: Mapping[str, int])
     return []
 
 
-def _prune(store: UploadStore, manifest: UploadManifest, keep: int) -> list[str]:
+def _prune(store: UploadStore, manifest: UploadManifest, keep: int, sent: Callable[[int], None]) -> list[str]:
     """Remove this peer's checkpoints of the run, whole or not, except the newest `keep` whole ones; return their names.
 
     Checkpoints of later steps than `manifest` stay.
@@ -281,7 +297,7 @@ def _prune(store: UploadStore, manifest: UploadManifest, keep: int) -> list[str]
     kept = {*whole[-(keep - 1) :]} if keep > 1 else set[str]()
     removed = [name for name in older if name not in kept]
     for name in removed:
-        store.remove(name, MANIFEST)
+        store.remove(name, MANIFEST, lambda: sent(0))
     return removed
 
 
@@ -304,8 +320,8 @@ def _facts(state: IO[bytes]) -> JsonObject:
     return facts
 
 
-def _parts(name: str, file: IO[bytes], split: bool) -> list[UploadPart]:
-    """Return the parts of an open file: parts of SEND_BYTES, or the whole file."""
+def _parts(name: str, file: IO[bytes], split: bool, hashed: Callable[[int], None]) -> list[UploadPart]:
+    """Return the parts of an open file: if `split`, parts of SEND_BYTES, else the whole file."""
     size = os.fstat(file.fileno()).st_size
     step = SEND_BYTES if split else max(1, size)
     if -(-size // step) > MOST_UPLOAD_PARTS:
@@ -313,15 +329,21 @@ def _parts(name: str, file: IO[bytes], split: bool) -> list[UploadPart]:
     parts = []
     for number, begin in enumerate(range(0, max(1, size), step)):
         end = min(begin + step, size)
-        digest = _digest(hashlib.blake2b(digest_size=DIGEST_BYTES), file.fileno(), begin, end)
+        digest = _digest(hashlib.blake2b(digest_size=DIGEST_BYTES), file.fileno(), begin, end, hashed)
         parts.append(UploadPart(f"{name}-{number:05d}" if split else name, name, end - begin, digest))
     return parts
 
 
-def _digest(of: "hashlib._Hash | hashlib.blake2b", file: int, begin: int, end: int) -> str:
-    """Return the hexadecimal digest, by a new hash object, of bytes [begin, end) of an open file."""
+def _digest(
+    of: "hashlib._Hash | hashlib.blake2b", file: int, begin: int, end: int, hashed: Callable[[int], None]
+) -> str:
+    """Return the hexadecimal digest, by a new hash object, of bytes [begin, end) of an open file.
+
+    `hashed` is told how many more bytes were read, for each MiB.
+    """
     for at in range(begin, end, MiB):
-        of.update(os.pread(file, min(MiB, end - at), at))
+        of.update(data := os.pread(file, min(MiB, end - at), at))
+        hashed(len(data))
     return of.hexdigest()
 
 

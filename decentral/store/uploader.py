@@ -27,7 +27,7 @@ from decentral.core.units import Seconds
 
 UPLOAD_EVERY_S = 300.0  # uploads begin at this interval at most; a child takes about a second of a core to start
 CHECKPOINT_LOOK_S = 2.0  # the checkpoint's time is looked at this often
-STALLED_S = 300.0  # a child that sends nothing for so long is killed
+STALLED_S = 300.0  # a child that prints nothing for so long is killed
 LAST_UPLOAD_S = 30.0  # a peer that ends waits this long at most for the upload of its last checkpoint
 UPLOAD_NICENESS = 10
 ENDED_LOOK_S = 0.02
