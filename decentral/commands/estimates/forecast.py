@@ -15,7 +15,7 @@ import numpy as np
 from decentral.commands.estimates.figures import Figure
 from decentral.commands.estimates.machines import Machine
 from decentral.commands.estimates.playing import MOST_PLAYED, Rates, play
-from decentral.commands.estimates.traffic import PredictedGossip, traffic
+from decentral.commands.estimates.traffic import PredictedGossip, traffic, within_links
 from decentral.core.config import Config
 from decentral.core.errors import UserError
 from decentral.core.memory_needs import widest_span
@@ -30,10 +30,9 @@ TRAINING_SHARE = 0.985  # of a peer's time; the rest is gossip, evaluation, chec
 PLANNING_SHARE = 0.3  # of the time for a plan; the simulator gets the rest
 ROUTED_SHARE = 0.3  # of a plan's tokens/s, where a swarm with routes is too large to play (docs/results/planner.md)
 ROUTED_RANGE = 1.4  # factor of the range of tokens/s that were played with routes
-PLAYED_RANGE = 1.6  # factor of the range of bytes that were played
-CORES_RANGE = 2.5  # the same where processors bound the windows, whose length is a power of two
+WINDOW_STEP = 2  # windows double or halve (comm/gossip/gossip_cost.py), so a run's may be one step longer or shorter
 EASE = (0.55, 1.8)  # links and cores over what is assumed: the range of traffic is that of the windows that follow
-BYTES_RANGE = 1.2  # a further factor of that range
+BYTES_RANGE = 1.2  # a further factor of the range of bytes
 USED_UP = 0.95  # a resource that is used so much limits the swarm
 
 
@@ -48,6 +47,14 @@ class PairTraffic:
     def plus(self, sent_NN: Floats, share: float) -> "PairTraffic":
         """Return the traffic with further bytes/s, of which at least none and probably `share` are sent."""
         return PairTraffic(self.mid_NN + share * sent_NN, self.low_NN, self.high_NN + sent_NN)
+
+    def within(self, topology: Topology) -> "PairTraffic":
+        """Return the traffic that links carry."""
+        return PairTraffic(
+            within_links(topology, self.mid_NN),
+            within_links(topology, self.low_NN),
+            within_links(topology, self.high_NN),
+        )
 
     def between(self, senders: Sequence[int], receivers: Sequence[int]) -> Figure:
         """Return the bytes/s that these senders send to these receivers together."""
@@ -134,10 +141,26 @@ def _played(
     least_s = max(run.gossip.window_s, float(np.sort(gossip.cores_s)[len(topology) // 2]))
     rates = play(run, topology, machines, plan, least_s, seconds)
     by_cores = least_s > run.gossip.window_s
-    margin = CORES_RANGE if by_cores else PLAYED_RANGE
-    pairs = PairTraffic(rates.sent_NN, rates.sent_NN / margin, rates.sent_NN * margin)
+    pairs = between_windows(rates, run.gossip.window_s, gossip.cycle_s).within(topology)
     windows = tuple((length, bound or ("cores" if by_cores else "")) for length, bound in rates.windows)
     return rates, Forecast(nothing, spans, pairs, windows, "")
+
+
+def between_windows(rates: Rates, window_s: float, cycle_N: Floats) -> PairTraffic:
+    """Return the traffic that was played; its range is that of windows which are one step longer or shorter.
+
+    Args:
+        rates: What was played. A peer sends a window's bytes to a partner once in the longer one of both periods.
+        window_s: The shortest windows, in seconds.
+        cycle_N: (N,) the shortest period that steps and transfers allow, in seconds.
+    """
+    played_N = np.maximum(window_s, [length for length, _ in rates.windows])
+    cases = played_N, played_N * WINDOW_STEP, np.maximum(window_s, played_N / WINDOW_STEP)
+    period_NN, longer_NN, shorter_NN = (
+        np.maximum.outer(one, one) for one in (np.maximum(one, cycle_N) for one in cases)
+    )
+    low_NN = rates.sent_NN * period_NN / longer_NN / BYTES_RANGE
+    return PairTraffic(rates.sent_NN, low_NN, rates.sent_NN * period_NN / shorter_NN * BYTES_RANGE)
 
 
 def _limit(plan: ThroughputPlan, topology: Topology, run: Config) -> str:

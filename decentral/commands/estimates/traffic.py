@@ -44,6 +44,7 @@ class PredictedGossip:
     """The predicted gossip of N peers."""
 
     period_s: Floats  # (N,) seconds between two windows of a fragment
+    cycle_s: Floats  # (N,) the shortest period that steps and transfers allow
     cores_s: Floats  # (N,) seconds of the windows that the processor alone would need
     bound: tuple[str, ...]  # what lengthens a peer's windows: link, cores, swarm, steps; "" nothing
     sent_NN: Floats  # bytes/s from the row's peer to the column's peer
@@ -90,10 +91,11 @@ def traffic(
         found = [_windows(gossip, held[i], held_NF, up_N[i], thin[i], peers[i], ease) for i in numbers]
     bound = ["swarm" if p > n else one.bound for p, n, one in zip(periods_s, needs_s, found, strict=True)]
     codes = [_code(gossip, one) for one in thin]
-    sent_NN, period_N = _sent(topology, fragments, held_NF, found, codes, np.array(periods_s), peers)
-    slow = period_N > np.array(periods_s) * 1.01
+    sent_NN, cycle_N = _sent(topology, fragments, held_NF, found, codes, np.array(periods_s), peers)
+    slow = cycle_N > np.array(periods_s) * 1.01
     why = tuple("steps" if late else why for late, why in zip(slow, bound, strict=True))
-    return PredictedGossip(period_N, np.array([one.cores * gossip.window_s for one in found]), why, sent_NN)
+    cores_N = np.array([one.cores * gossip.window_s for one in found])
+    return PredictedGossip(np.maximum(periods_s, cycle_N), cycle_N, cores_N, why, sent_NN)
 
 
 def _code(gossip: GossipConfig, thin: bool) -> str:
@@ -177,7 +179,7 @@ def _sent(
     topology: Topology, fragments: Sequence[Fragment], held_NF: Flags, found: Sequence[_Windows], codes: Sequence[str],
     period_N: Floats, peers: Sequence[Gossiper],
 ) -> tuple[Floats, Floats]:  # fmt: skip
-    """Return the bytes/s from each peer to each other, and the time between windows that links and steps allow."""
+    """Return the bytes/s from each peer to each other, and the shortest period that steps and transfers allow."""
     count = len(topology)
     rate_NN = np.minimum(topology.bandwidth, np.minimum.outer(topology.up, topology.down)).T  # row pulls from column
     step_N = np.array([one.step_s for one in peers])
@@ -202,7 +204,7 @@ def _sent(
     period_N = np.maximum(period_N, cycle_N)
     asked_NN = per_window_NN / period_N[:, None]  # row pulls from column
     asked_NN *= _fresh(pulls_NN, period_N)
-    return _within_links(topology, asked_NN.T + _probes(count)), period_N
+    return within_links(topology, asked_NN.T + _probes(count)), cycle_N
 
 
 def _transfers_s(round_trip_HH: Floats, size_HH: Floats, rate_HH: Floats) -> Floats:
@@ -243,7 +245,7 @@ def _fresh(pulls_NN: Floats, period_N: Floats) -> Floats:
     return np.minimum(share, 1.0)
 
 
-def _within_links(topology: Topology, sent_NN: Floats) -> Floats:
+def within_links(topology: Topology, sent_NN: Floats) -> Floats:
     """Return bytes/s scaled down where a peer's links or a site's link carry less than is asked of them."""
     site_N = sites_of(topology)
     for _ in range(ROUNDS):
