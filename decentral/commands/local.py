@@ -203,7 +203,7 @@ class LocalSwarm:
         self.shown: set[str] = set()  # peers' errors that have been printed; each error is printed only once
         self.say: Callable[[str], None] = lambda text: None
         self.known_dead: set[int] = set()  # numbers of the dead peers that the user has been told about
-        self.journals = JournalFolder(folder)
+        self.followed = JournalFolder(folder)
         self.hooks = SwarmHooks(flags.hooks) if flags.hooks else None
 
     def folders(self) -> list[Path]:
@@ -273,7 +273,7 @@ class LocalSwarm:
         """Tell the hooks, if there are any, what has happened since the last call, and the user of their failures."""
         if self.hooks is None:
             return
-        for peer, line in self.journals.lines():
+        for peer, line in self.followed.lines():
             self.hooks.take(peer, line, line.t >= self.began)
         for _, warning in self.hooks.hooks.news():
             if warning:
