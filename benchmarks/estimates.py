@@ -177,6 +177,8 @@ def simulated(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Estimate a swarm, play it in virtual time, and compare."""
     run_config = config.load(None, [*case.overrides, "gossip.start_steps=0"])
     where, machines = _swarm(case, run_config)
+    if args.part == "simulated":  # every peer has the whole model, however little memory its card has
+        machines = [replace(one, memory_bytes=max(one.memory_bytes, one.whole_bytes)) for one in machines]
     found = forecast(run_config, where, machines, args.budget_s)
     plan = None
     if args.part == "routed":
