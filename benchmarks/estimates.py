@@ -10,9 +10,9 @@ parts of the model, with another plan. A row has the estimate over the run, and 
 
 import argparse
 import json
-import math
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,25 +28,28 @@ from decentral.commands.estimates import places
 from decentral.commands.estimates.figures import Figure
 from decentral.commands.estimates.forecast import Forecast, forecast
 from decentral.commands.estimates.machines import Machine, machines_of, step_tokens
-from decentral.commands.estimates.playing import play
+from decentral.commands.estimates.playing import PlayedSwarm, scenario_of
 from decentral.commands.estimates.traffic import Gossiper
 from decentral.commands.local import LocalSwarm
 from decentral.commands.local import parse as parse_local
 from decentral.core import config
 from decentral.core.config import Config
-from decentral.core.journal.events import StatusLine, StepLine, TrafficLine
+from decentral.core.journal.events import ExchangeLine, JournalEvent, StatusLine, StepLine
 from decentral.core.journal.file import read
-from decentral.core.journal.lines import recorded
+from decentral.core.journal.lines import Recorded, recorded
+from decentral.peers.membership.prober import PROBE_BYTES, PROBE_EVERY_S
 from decentral.peers.runtime.host import CORES_S
 from decentral.peers.runtime.traffic import TRAFFIC_S
 from decentral.scheduler.throughput.plan import throughput_plan
 from decentral.scheduler.topology import topology as topologies
 from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import Topology
+from decentral.sim.run import run
 
 STEADY = ["gossip.start_steps=0", "train.eval_every_s=1e6", "train.eval_sequences=8"]
 RARE = ["gossip.window_s=8", "gossip.fragment_parameters=30000000"]  # so that large swarms are played soon
 KNOWN = (0.9, 1.02)  # range of tokens/s, over those of a device whose speed is known
+WINDOWS = 6  # a real interval has at least so many windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,23 +122,42 @@ def real(case: Case, args: argparse.Namespace) -> dict[str, Any]:
             time.sleep(args.settle)
             pids = [member.process.pid for member in swarm.members]
             begins, before = time.time(), [processes.cpu_of_peer(pid) for pid in pids]
-            cores = seen_cores(pids, args.seconds)
+            cores = seen_cores(pids, max(args.seconds, WINDOWS * last_window_s(swarm)))
             ends, after = time.time(), [processes.cpu_of_peer(pid) for pid in pids]
             journals = [list(recorded(read(one / "journal.jsonl"))) for one in swarm.folders()]
     within = [[one for one in lines if begins <= one.t <= ends + TRAFFIC_S] for lines in journals]
     tokens = [[(one.t, one.event.tokens) for one in lines if isinstance(one.event, StepLine)] for lines in within]
-    totals = [
-        [(one.t, one.event.sent_bytes) for one in lines if isinstance(one.event, TrafficLine)] for lines in within
-    ]
     speed = sum(sum(count for _, count in own[1:]) / (own[-1][0] - own[0][0]) for own in tokens)
-    sent = sum((own[-1][1] - own[0][1]) / (own[-1][0] - own[0][0]) for own in totals)
+    sent = sum(map(exchanged_per_s, within)) + count * PROBE_BYTES / PROBE_EVERY_S
     spent = [processes.spent(pid, begun, ended) for pid, begun, ended in zip(pids, before, after, strict=True)]
     share = sum(one.training for one in spent) / count / (ends - begins)
     loaded = replace(machine, gossiper=replace(machine.gossiper, step_s=machine.gossiper.step_s / share, cores=cores))
     found = forecast(run_config, where, [loaded] * count)
     of_run = {"share": round(share, 3), "cores": round(cores, 3), "tokens_per_s": round(speed, 1)}
-    windows = [[line.event.window_s for line in lines if isinstance(line.event, StatusLine)][-1:] for lines in within]
+    windows = [
+        sorted({line.event.window_s for line in lines if isinstance(line.event, StatusLine)}) for lines in within
+    ]
     return compared(found, speed / min(1.0, share), [sent]) | of_run | {"real_windows": windows}
+
+
+def last_window_s(swarm: LocalSwarm) -> float:
+    """Return the longest windows of a swarm's peers now, in seconds."""
+    journals = [recorded(read(one / "journal.jsonl")) for one in swarm.folders()]
+    found = [[line.event.window_s for line in lines if isinstance(line.event, StatusLine)] for lines in journals]
+    return max(windows[-1] for windows in found)
+
+
+def exchanged_per_s(lines: Sequence[Recorded[JournalEvent]]) -> float:
+    """Return the bytes/s that a peer received in exchanges, between the first window of a fragment and the last one.
+
+    An interval would begin and end within a window, whose bytes all come at its end.
+    """
+    by_fragment: dict[int, list[tuple[float, int]]] = defaultdict(list)
+    for line in lines:
+        if isinstance(line.event, ExchangeLine):
+            by_fragment[line.event.fragment].append((line.t, line.event.received_bytes))
+    several = [own for own in by_fragment.values() if len(own) > 1]
+    return sum(sum(size for _, size in own[1:]) / (own[-1][0] - own[0][0]) for own in several)
 
 
 def seen_cores(pids: Sequence[int], seconds: float) -> float:
@@ -155,15 +177,24 @@ def simulated(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Estimate a swarm, play it in virtual time, and compare."""
     run_config = config.load(None, [*case.overrides, "gossip.start_steps=0"])
     where, machines = _swarm(case, run_config)
+    if args.part == "simulated":  # every peer has the whole model, however little memory its card has
+        machines = [replace(one, memory_bytes=max(one.memory_bytes, one.whole_bytes)) for one in machines]
     found = forecast(run_config, where, machines, args.budget_s)
     plan = None
     if args.part == "routed":
         priced = replace(where, costs=tuple(one.costs for one in machines))
         plan = throughput_plan(priced, run_config, "genetic", args.seed, SearchBudget(5.0, clock=time.monotonic))
     began = time.process_time()
-    rates = play(run_config, where, machines, plan, run_config.gossip.window_s, math.inf, args.virtual_s, args.seed)
-    sent = rates.sent_NN.sum(axis=1).tolist()
-    return compared(found, rates.tokens, sent) | {"cpu_s": round(time.process_time() - began, 1)}
+    scenario = scenario_of(run_config, where, machines, plan, run_config.gossip.window_s, args.virtual_s, args.seed)
+    watch = PlayedSwarm()
+    run(scenario, lambda _: watch.sample(), watches=[watch])
+    begin = next(one for one in watch.at if one[0] >= args.virtual_s / 3)
+    end, lasted_s = watch.at[-1], watch.at[-1][0] - begin[0]
+    sent = [0.0] * len(where)
+    for (source, _), size in (end[2] - begin[2]).items():
+        sent[watch.number[source]] += size / lasted_s
+    of_run = {"cpu_s": round(time.process_time() - began, 1), "played_windows": sorted(set(watch.windows.values()))}
+    return compared(found, (end[1] - begin[1]) / lasted_s, sent) | of_run
 
 
 def _swarm(case: Case, run_config: Config) -> tuple[Topology, list[Machine]]:

@@ -4,6 +4,7 @@
     python -m decentral.dashboard DIR                shows the peers whose journals are in DIR
     ... --serve-model                                also serves the swarm's model by OpenAI's API (decentral/serving)
     ... --serve-model FOLDER                         also serves the model of a Hugging Face folder or a state folder
+    ... --webhook URL --events peer_lost             also tells a chat or a program what happens
 
 `decentral.peer --dashboard`, `decentral.local --dashboard` and `decentral.simulate --dashboard` start this command as a
 separate process, so that serving browsers does not slow down training.
@@ -17,14 +18,18 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from decentral.commands import shared
+from decentral.commands.hook_flags import add_hook_flags, hooks_of
 from decentral.core.errors import UserError
+from decentral.view.event_hooks import Hooks, hooks_running
 from decentral.view.page.address import PageAddress, link
 from decentral.view.page.follow import PageFollower, SwarmTime
 from decentral.view.page.sources import JournalFolder, LineSource, ParentFeed
+from decentral.view.page.swarm_hooks import SwarmHooks
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -42,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(flags: argparse.Namespace) -> None:
+    hooks = hooks_of(flags)
+    if hooks and not (flags.folder or flags.join):
+        raise UserError("--on-event and --webhook need --join ADDR of a running peer, or a folder with journals")
     if flags.feed is not None:
         with suppress(OSError):
             os.nice(NICENESS)
@@ -49,11 +57,11 @@ def _main(flags: argparse.Namespace) -> None:
         if flags.feed is None:
             print(f"the page: {link(listening)}", flush=True)
         with suppress(asyncio.CancelledError):
-            asyncio.run(_serve(flags, listening))
+            asyncio.run(_serve(flags, listening, hooks))
 
 
-async def _serve(flags: argparse.Namespace, listening: socket.socket) -> None:
-    """Serve the page until Ctrl-C, or until the parent process ends."""
+async def _serve(flags: argparse.Namespace, listening: socket.socket, hooks: Hooks | None) -> None:
+    """Serve the page, and tell hooks what happens, until Ctrl-C, or until the parent process ends."""
     import uvicorn
 
     from decentral.view.page.connections import settings
@@ -69,7 +77,10 @@ async def _serve(flags: argparse.Namespace, listening: socket.socket) -> None:
         model_api = (
             await stack.enter_async_context(_model_api(flags, visitor)) if flags.serve_model is not None else None
         )
-        follower = PageFollower(sources, SwarmTime(time.time))
+        if hooks:
+            say = partial(print, file=sys.stderr, flush=True)
+            await stack.enter_async_context(hooks_running(hooks, None, say))
+        follower = PageFollower(sources, SwarmTime(time.time), hooks=SwarmHooks(hooks) if hooks else None)
         updates = Updates(follower.view)
         server = uvicorn.Server(settings(application(updates, flags.at.host, model_api)))
         serving = asyncio.create_task(server.serve(sockets=[listening]))
@@ -139,6 +150,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model-from", metavar="DIR", help=base)
     device = "with --serve-model: where to compute"
     parser.add_argument("--device", default="cpu", metavar="auto|cpu|cuda|cuda:N", help=f"{device}; default: cpu")
+    add_hook_flags(parser)
     parser.add_argument("--socket", type=int, help=argparse.SUPPRESS)  # descriptor of an inherited listening socket
     parser.add_argument("--feed", type=int, help=argparse.SUPPRESS)  # descriptor of a pipe with journal lines
     flags = parser.parse_args(argv)

@@ -21,6 +21,7 @@ from rich.console import Console
 from decentral.comm.net import ports
 from decentral.comm.wire.invitations import FOR_EVER, Permission
 from decentral.commands import lifeline, shared
+from decentral.commands.hook_flags import add_hook_flags, hooks_of
 from decentral.commands.progress_bar import progress_bar
 from decentral.core import config, quantities, strict_json
 from decentral.core.errors import UserError, writing
@@ -37,9 +38,12 @@ from decentral.peers.runtime.clock import SwarmClock
 from decentral.peers.startup.invitation_files import FounderFile, founded, write_holding
 from decentral.peers.startup.state import StateFolder
 from decentral.view import summary
+from decentral.view.event_hooks import Hooks
 from decentral.view.page.address import PageAddress, add_dashboard_flag, reserved
 from decentral.view.page.child import DashboardProcess, dashboard
 from decentral.view.page.source_lines import FactsLine, MissedLine
+from decentral.view.page.sources import JournalFolder
+from decentral.view.page.swarm_hooks import SwarmHooks
 
 PEER_START_S = 180.0  # a peer must join within this time, even if four peers start at once on two cores
 PEER_LEAVE_S = 120.0  # peers that have not saved and left within this time are killed
@@ -66,6 +70,7 @@ class LocalFlags:
     summary: str | None
     metrics: tuple[str, int] | None
     log: tuple[str, ...]
+    hooks: Hooks | None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,12 +94,19 @@ def _main(flags: LocalFlags) -> None:
             console.print(f"the page: {page.url}", style="bold")
         swarm = LocalSwarm(flags, folder, page)
         stack.callback(swarm.kill)
+        if flags.hooks:
+            flags.hooks.start()
         try:
             swarm.start(console)
             swarm.wait(console)
         except KeyboardInterrupt:
             console.print("stopping")
         swarm.stop()
+        if flags.hooks:
+            swarm.tell_hooks()
+            flags.hooks.close()
+            for warning in flags.hooks.missed():
+                console.print(warning, soft_wrap=True, markup=False)
         deaths = swarm.deaths()
         result = summary.summarise(swarm.folders(), swarm.throttles, swarm.seconds, deaths)
     _report(console, result)
@@ -191,6 +203,8 @@ class LocalSwarm:
         self.shown: set[str] = set()  # peers' errors that have been printed; each error is printed only once
         self.say: Callable[[str], None] = lambda text: None
         self.known_dead: set[int] = set()  # indices of the dead peers that the user has been told about
+        self.followed = JournalFolder(folder)
+        self.hooks = SwarmHooks(flags.hooks) if flags.hooks else None
 
     def folders(self) -> list[Path]:
         """Return the state folder of each peer, in the order of the peers' numbers."""
@@ -229,6 +243,7 @@ class LocalSwarm:
             while self._running() and (goal is None or self.now() < self.joined_at + goal):
                 time.sleep(POLL_S)
                 self.tell_deaths()
+                self.tell_hooks()
                 for member in self._running():
                     if member.has_done(self.flags.stop_after, self.joined_at):
                         member.process.send_signal(signal.SIGINT)
@@ -253,6 +268,16 @@ class LocalSwarm:
             started = member.happened(StartedLine, self.began - 1)
             if self.page and started:
                 self.page.tell("", self.now(), MissedLine(peer=started.peer, reason=death, certain=True))
+
+    def tell_hooks(self) -> None:
+        """Tell the hooks, if there are any, what has happened since the last call, and the user of their failures."""
+        if self.hooks is None:
+            return
+        for peer, line in self.followed.lines():
+            self.hooks.take(peer, line, line.t >= self.began)
+        for _, warning in self.hooks.hooks.news():
+            if warning:
+                self.say(warning)
 
     def deaths(self) -> dict[int, str]:
         """Return signal or exit code of each peer whose latest process died, as text by the peer's number."""
@@ -336,6 +361,7 @@ class LocalSwarm:
         """Wait for an event in a peer's journal. Raise UserError if the peer ends first, or after PEER_START_S."""
         deadline, said = self.now() + PEER_START_S, ""
         while member.happened(event, self.began - 1) is None:
+            self.tell_hooks()
             does = _last_output(member.folder)
             if does != said and does.startswith(shared.STAGE):
                 self.say(f"peer {member.number} {printable(does, REASON_CHARS)}")
@@ -398,6 +424,7 @@ def parse(argv: Sequence[str] | None) -> LocalFlags:
     parser.add_argument("--summary", metavar="FILE", help="write the summary as JSON")
     parser.add_argument("--metrics", type=shared.host_port, metavar="[HOST:]PORT", help="Prometheus, PORT and the next")
     parser.add_argument("--log", type=shared.log_names, default=[], metavar="NAMES", help="curves: tensorboard, wandb")
+    add_hook_flags(parser)
     given = parser.parse_args(argv)
     if not 1 <= given.peers <= 64:
         raise UserError(f"--peers expects 1 to 64; got {given.peers}")
@@ -418,6 +445,7 @@ def parse(argv: Sequence[str] | None) -> LocalFlags:
         summary=given.summary,
         metrics=given.metrics,
         log=tuple(given.log),
+        hooks=hooks_of(given),
     )
 
 

@@ -25,6 +25,7 @@ if __name__ == "__main__":  # let a signal end the process at once during import
     heed()
 
 from decentral.commands import push, shared
+from decentral.commands.hook_flags import add_hook_flags, hooks_of
 from decentral.commands.lifeline import heed
 from decentral.core import quantities
 from decentral.core.errors import UserError
@@ -39,9 +40,7 @@ from decentral.peers.startup import state
 from decentral.peers.startup.flags import StartFlags
 from decentral.store.fetching import fetched
 from decentral.store.places import checked_place, is_address
-from decentral.view.event_hooks import CommandHook, Hooks, kinds_of
 from decentral.view.page.address import add_dashboard_flag
-from decentral.view.webhook import Webhook
 
 MAX_JOIN_WAIT_S = 7 * 86400.0
 
@@ -161,7 +160,7 @@ def parse(argv: Sequence[str] | None) -> StartFlags:
         stop_after=stop_after,
         plain=given.plain,
         dashboard=given.dashboard,
-        hooks=_hooks(given),
+        hooks=hooks_of(given),
         resume_from=given.resume_from,
     )
 
@@ -216,22 +215,7 @@ def _add_watch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--metrics", type=shared.host_port, metavar="[HOST:]PORT", help="serve metrics for Prometheus")
     curves = "write curves for tensorboard, wandb (offline)"
     parser.add_argument("--log", type=shared.log_names, metavar="NAMES", help=curves)
-    on_event = "run CMD for each event, which it reads from stdin as JSON"
-    parser.add_argument("--on-event", metavar="CMD", help=on_event)
-    posted = "POST each event to URL as JSON, or as text for Slack and Discord"
-    parser.add_argument("--webhook", metavar="URL", help=posted)
-    parser.add_argument(
-        "--events", metavar="HOOK_KINDS", help="kinds of event for these, separated by commas; default: all"
-    )
-
-
-def _hooks(given: argparse.Namespace) -> Hooks | None:
-    """Return the hooks of --on-event and --webhook; None without these flags. Raise UserError if one is not valid."""
-    commands = [CommandHook.parse(given.on_event)] if given.on_event is not None else []
-    addresses = [Webhook.parse(given.webhook)] if given.webhook is not None else []
-    if given.events is not None and not (commands or addresses):
-        raise UserError("--events needs --on-event CMD or --webhook URL")
-    return Hooks([*commands, *addresses], kinds_of(given.events)) if commands or addresses else None
+    add_hook_flags(parser)
 
 
 def _check_record(flags: state.PeerFlags) -> None:

@@ -55,10 +55,11 @@ def _main(flags: argparse.Namespace) -> None:
 
 def _pushed(flags: argparse.Namespace, folder: Path, place: str, link: Path) -> PushResult:
     with ExitStack() as stack:
-        upload = opened_upload(folder, _peer_of(folder), link, stack)
+        hashed = _teller("hashed", None, flags.json, time.monotonic)
+        upload = opened_upload(folder, _peer_of(folder), link, stack, hashed)
         with asking(place):
-            tell = _teller(upload.manifest.size, flags.json, time.monotonic)
-            result = push(upload, store_of(place), flags.keep, SendPace(flags.rate), tell)
+            sent = _teller("sent", upload.manifest.size, flags.json, time.monotonic)
+            result = push(upload, store_of(place), flags.keep, SendPace(flags.rate), sent)
     link.unlink(missing_ok=True)
     return result
 
@@ -72,19 +73,23 @@ def _said(result: PushResult, place: str) -> str:
     return f"{done}{gone}\nbegin from it with: {shared.as_called('python -m decentral.peer')} {flag} {where}"
 
 
-def _teller(size: int, as_json: bool, clock: Callable[[], Seconds]) -> Callable[[int], None]:
-    """Return a function that counts bytes as they are sent, and prints the sum every TOLD_EVERY_S."""
-    sent, told_at = 0, clock()
+def _teller(done: str, size: int | None, as_json: bool, clock: Callable[[], Seconds]) -> Callable[[int], None]:
+    """Return a function that counts bytes as they are `done`, such as "sent", and prints the sum every TOLD_EVERY_S.
 
-    def count(more: int) -> None:
-        nonlocal sent, told_at
-        sent += more
+    `size` is the sum at the end; None: not known.
+    """
+    count, told_at = 0, clock()
+
+    def tell(more: int) -> None:
+        nonlocal count, told_at
+        count += more
         if clock() - told_at >= TOLD_EVERY_S:
             told_at = clock()
-            line = f"{readable_bytes(sent)} sent of {readable_bytes(size)}"
-            print(strict_json.dumps({"sent": sent, "size": size}) if as_json else line, flush=True)
+            known = {} if size is None else {"size": size}
+            line = f"{readable_bytes(count)} {done}" + (f" of {readable_bytes(size)}" if size is not None else "")
+            print(strict_json.dumps({done: count} | known) if as_json else line, flush=True)
 
-    return count
+    return tell
 
 
 def _peer_of(folder: Path) -> PeerId:

@@ -5,7 +5,7 @@ are complete, and stores the bytes of an incomplete character until later tokens
 """
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -39,7 +39,7 @@ class TextCodec(Protocol):
         """The tokens that end a generated text; empty if no token ends a text."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the text's tokens."""
+        """Return the text's tokens. Raise UserError if it cannot be encoded."""
 
     def decoder(self) -> TextDecoder:
         """Return a new decoder for one text."""
@@ -83,14 +83,24 @@ class TokenizerCodec:
         return self.tokenizer.ends
 
     def encode(self, text: str) -> list[int]:
-        """Return the text's tokens, after the tokenizer's leading special tokens if `special` is set."""
-        ids: Sequence[int] = self.tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
-        return [*(self.tokenizer.before if self.special else ()), *ids]
+        """Return the text's tokens, after the tokenizer's leading special tokens if `special` is set.
+
+        Raises:
+            UserError: If the text cannot be encoded, such as without an unknown token.
+        """
+        ids, _ = self.tokenizer.tokens_and_offsets(text)
+        return [*(self.tokenizer.before if self.special else ()), *ids.tolist()]
 
     def decoder(self) -> TextDecoder:
-        """Return a new decoder for one text, which leaves out special tokens."""
+        """Return a new decoder for one text, without special tokens. It raises UserError if the library fails."""
         library, stream = self.tokenizer.tokenizer, tokenizer.library().decoders.DecodeStream(skip_special_tokens=True)
-        return lambda token: stream.step(library, token) or ""
+
+        def step(token: int) -> str:
+            with tokenizer.library_doing(f"decode token {token}"):
+                text: str = stream.step(library, token) or ""
+            return text
+
+        return step
 
 
 def of_run(run: Config, path: str | None) -> TextCodec:

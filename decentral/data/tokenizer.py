@@ -8,7 +8,8 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -50,13 +51,19 @@ class TextTokenizer:
     ends: frozenset[int] = frozenset()
 
     def tokens(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
-        """Return the tokens of each text, without the special tokens in `before`."""
-        found = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        """Return the tokens of each text, without `before`. Raises UserError if a text cannot be encoded."""
+        with library_doing("encode a text"):
+            found = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=np.uint32) for one in found]
 
     def tokens_and_offsets(self, text: str) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
-        """Return the tokens [n] of a text without `before`, and the character indices [n, 2] of their begin and end."""
-        found = self.tokenizer.encode(text, add_special_tokens=False)
+        """Return the tokens [n] of a text without `before`, and the character indices [n, 2] of their begin and end.
+
+        Raises:
+            UserError: If the text cannot be encoded, such as without an unknown token.
+        """
+        with library_doing("encode this text"):
+            found = self.tokenizer.encode(text, add_special_tokens=False)
         return np.array(found.ids, dtype=np.uint32), np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
 
 
@@ -96,6 +103,20 @@ def load(path: str, separator: str | None = None) -> TextTokenizer:
     number, size = vocabulary[known[0]], max(vocabulary.values()) + 1
     ends = ends_of(file.parent) | {number}
     return TextTokenizer(tokenizer, number, size, _digest(text, number), _before(tokenizer, known[0]), ends)
+
+
+@contextmanager
+def library_doing(what: str) -> Iterator[None]:
+    """Turn an error of the library, which does `what` in the block, such as "encode this text", into one line.
+
+    Raises:
+        UserError: If the block raises any Exception, such as for a word without a token.
+    """
+    try:
+        yield
+    except Exception as error:
+        why = " ".join(str(error).split())[:200]
+        raise UserError(f"the tokenizer cannot {what} ({why}); use one that has an unknown token") from None
 
 
 def tried_text(file: Path, texts: Sequence[str] = (USUAL_TEXT,)) -> str:
@@ -172,7 +193,8 @@ def settings(file: Path) -> JsonObject:
 
 def _before(tokenizer: "tokenizers.Tokenizer", text: str) -> tuple[int, ...]:
     """Return the special tokens that the tokenizer adds before a text. The function encodes `text` to find them."""
-    found = tokenizer.encode(text, add_special_tokens=True)
+    with library_doing("encode this text"):
+        found = tokenizer.encode(text, add_special_tokens=True)
     marked = zip(found.ids, found.special_tokens_mask, strict=True)
     return tuple(token for token, _ in itertools.takewhile(itemgetter(1), marked))
 

@@ -134,7 +134,10 @@ class Endpoint:
             await stack.enter_async_context(self.turns.turn(caller))
             if await request.is_disconnected():
                 raise ClientDisconnect
-            completion: Completion = await self.turns.in_thread(lambda: begin(model))
+            try:
+                completion: Completion = await self.turns.in_thread(lambda: begin(model))
+            except UserError as error:  # the tokenizer cannot encode the prompt
+                raise ApiError(400, shared.one_line(error), "invalid_value", "prompt") from None
             answer = _Answer(completion, kind(self.served.name, model.source), self.turns)
             if not asked.stream:
                 return Response(await answer.whole(request), media_type="application/json")

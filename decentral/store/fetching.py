@@ -8,7 +8,9 @@ import fcntl
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from decentral.store.manifest import (
     DIGEST_BYTES,
     MANIFEST,
     MOST_MANIFEST_BYTES,
+    RUN_FILE,
     UploadKind,
     UploadManifest,
     UploadPart,
@@ -29,6 +32,7 @@ from decentral.store.places import UploadStore, asking, checked_place, store_of
 
 MOST_LOOKED_AT = 1000  # the manifests of at most this many folders of a place are read, highest steps first
 SPARE_SHARE = 0.1  # a download is refused if it would not leave this share of the free disk space free
+CHECKPOINT_KEPT_S = 86400.0  # a download removes the cache's checkpoints that no process has fetched for this long
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,8 @@ class FoundUpload:
 
 def fetched(text: str, kind: UploadKind, flag: str, say: Callable[[str], None]) -> Path:
     """Return a folder in the cache with the newest whole upload at a place. Download the upload if the cache lacks it.
+
+    The folder of a checkpoint stays for CHECKPOINT_KEPT_S, that of a model until the user removes it.
 
     Args:
         text: The place, or one upload in it, as the user gives it.
@@ -63,6 +69,7 @@ def fetched(text: str, kind: UploadKind, flag: str, say: Callable[[str], None]) 
         if not target.exists():
             say(f"downloading {name} ({size}) from {place}")
             _download(store, found, target)
+    os.utime(target)
     return target
 
 
@@ -127,6 +134,7 @@ def _download(store: UploadStore, found: FoundUpload, target: Path) -> None:
         if target.exists():  # another process has downloaded it
             return
         shutil.rmtree(partial, ignore_errors=True)
+        _remove_old(target.parent)
         free = shutil.disk_usage(target.parent).free
         if found.manifest.size > (1 - SPARE_SHARE) * free:
             sizes = f"{readable_bytes(found.manifest.size)}; {readable_bytes(free)} are free in {target.parent}"
@@ -135,6 +143,20 @@ def _download(store: UploadStore, found: FoundUpload, target: Path) -> None:
         for part in found.manifest.parts:
             _write_part(store, f"{found.folder}/{part.name}".lstrip("/"), part, partial)
         partial.rename(target)
+
+
+def _remove_old(folder: Path) -> None:
+    """Remove the downloads in the cache that CHECKPOINT_KEPT_S is over for, unless a process is downloading them.
+
+    Peers link or copy the checkpoint from which they begin. But runs name the folder of their model, so models stay.
+    """
+    for one in folder.iterdir():
+        with suppress(OSError):  # locked, or another process removes it
+            is_old = time.time() - one.stat().st_mtime > CHECKPOINT_KEPT_S
+            if is_old and one.is_dir() and (one.suffix == ".part" or (one / RUN_FILE).exists()):
+                with foreign_file.opened_to_lock(folder / f"{one.stem}.lock") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(one)
 
 
 def _write_part(store: UploadStore, name: str, part: UploadPart, folder: Path) -> None:

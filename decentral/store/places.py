@@ -5,10 +5,9 @@
 Errors of providers become UserErrors of one line.
 """
 
-import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol
@@ -50,6 +49,9 @@ class UploadSource(Protocol):
     def hexdigest(self, method: str) -> str:
         """Return the content's hexadecimal digest by the hashlib method `method`; the content is read at full speed."""
 
+    def equals(self, pieces: Iterable[bytes]) -> bool:
+        """Return whether the content is that of these pieces; reading it is not slowed down."""
+
 
 class UploadStore(Protocol):
     """Interface of a destination of uploads. Names are relative to it, with `/` after a folder's name."""
@@ -74,8 +76,8 @@ class UploadStore(Protocol):
     def read(self, name: str, most_bytes: int) -> Iterator[bytes]:
         """Yield a file's content in pieces: at most `most_bytes` bytes, and one more byte if the file is longer."""
 
-    def remove(self, folder: str, first: str) -> None:
-        """Remove a folder with its files, beginning with the file called `first`."""
+    def remove(self, folder: str, first: str, removed: Callable[[], None]) -> None:
+        """Remove a folder with its files, beginning with the file `first`; call `removed` after each file."""
 
 
 class FilesystemStore:
@@ -101,7 +103,7 @@ class FilesystemStore:
         return {_last(one["name"]): int(one["size"] or 0) for one in self._listed(folder) if one["type"] == "file"}
 
     def has(self, name: str, source: UploadSource) -> bool:
-        """Return whether the stored file has the same size and MD5.
+        """Return whether the stored file has the same content or the same MD5.
 
         If the provider has no MD5, the size decides; for example, S3 has none of a file that was sent in pieces.
         """
@@ -112,10 +114,7 @@ class FilesystemStore:
         if known["size"] != source.size:
             return False
         if self._is_folder:
-            found = hashlib.md5(usedforsecurity=False)
-            for piece in self.read(name, source.size):
-                found.update(piece)
-            return found.hexdigest() == source.hexdigest("md5")
+            return source.equals(self.read(name, source.size))
         tag = str(known.get("ETag", "")).strip('"')
         return not MD5.fullmatch(tag) or tag == source.hexdigest("md5")
 
@@ -164,11 +163,12 @@ class FilesystemStore:
         for at in range(0, size, SEND_BYTES):
             yield self._files.cat_file(path, start=at, end=min(at + SEND_BYTES, size))
 
-    def remove(self, folder: str, first: str) -> None:
+    def remove(self, folder: str, first: str, removed: Callable[[], None]) -> None:
         """Remove a folder, its manifest first, so that an interrupted removal leaves no upload that seems whole."""
         names = self.files(folder)
         for name in sorted(names, key=lambda name: name != first):
             self._files.rm_file(self._path(f"{folder}/{name}"))
+            removed()
         if self._has_folders:
             self._files.rmdir(self._path(folder))
 
@@ -227,7 +227,7 @@ class HubStore(FilesystemStore):
         HfApi().create_commit(self._repository, operations, commit_message=f"Upload by decentral: {name}")
         self._added.clear()
 
-    def remove(self, folder: str, first: str) -> None:
+    def remove(self, folder: str, first: str, removed: Callable[[], None]) -> None:
         """Remove a folder by one commit."""
         from huggingface_hub import HfApi
 

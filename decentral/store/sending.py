@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,7 +70,10 @@ class PartReader(io.RawIOBase):
     """A reader of one part of an open file, at a limited pace, as if the part were a file. Implements UploadSource."""
 
     def __init__(self, file: IO[bytes], begin: int, size: int, pace: SendPace, sent: Callable[[int], None]) -> None:
-        """Prepare to read `size` bytes from `begin` on; `sent` gets the number of bytes of each read at the pace."""
+        """Prepare to read `size` bytes from `begin` on.
+
+        `sent` gets the number of bytes of each read at the pace, and 0 for each other read.
+        """
         self._file, self._begin, self.size = file.fileno(), begin, size
         self._pace, self._sent, self._at = pace, sent, 0
         self._unpaced = 0  # the next calls of `readinto` read this many bytes at full speed
@@ -97,6 +100,7 @@ class PartReader(io.RawIOBase):
         if self._unpaced > 0:
             data = self._read(self._at, min(len(buffer), self._unpaced))
             self._unpaced -= len(data)
+            self._sent(0)
         else:
             data = self._paced(self._at, len(buffer))
         buffer[: len(data)] = data
@@ -121,7 +125,18 @@ class PartReader(io.RawIOBase):
 
     def hexdigest(self, method: str) -> str:
         """Return the content's digest by a method of hashlib, at full speed."""
-        return _digest(hashlib.new(method, usedforsecurity=False), self._file, self._begin, self._begin + self.size)
+        of, end = hashlib.new(method, usedforsecurity=False), self._begin + self.size
+        return _digest(of, self._file, self._begin, end, lambda _: self._sent(0))
+
+    def equals(self, pieces: Iterable[bytes]) -> bool:
+        """Return whether the content is that of these pieces, reading it at full speed."""
+        at = 0
+        for piece in pieces:
+            if self._read(at, len(piece)) != piece:
+                return False
+            at += len(piece)
+            self._sent(0)
+        return at == self.size
 
     def _paced(self, at: int, most: int) -> bytes:
         data = self._read(at, min(most, PACED_BYTES))
@@ -183,7 +198,9 @@ def kind_of_folder(folder: Path) -> UploadKind:
     return "model"
 
 
-def opened_upload(folder: Path, peer: PeerId, link: Path, stack: ExitStack) -> LocalUpload:
+def opened_upload(
+    folder: Path, peer: PeerId, link: Path, stack: ExitStack, hashed: Callable[[int], None]
+) -> LocalUpload:
     """Open the files of a folder, and compute their digests.
 
     Args:
@@ -191,6 +208,7 @@ def opened_upload(folder: Path, peer: PeerId, link: Path, stack: ExitStack) -> L
         peer: The peer's id, for a state folder; "" if it is not known.
         link: Path of the hard link to the checkpoint that is being uploaded; created if it does not exist.
         stack: Closes the files when it is closed.
+        hashed: Called while digests are computed, with the number of bytes of each read, at most 1 MiB.
 
     Raises:
         UserError: If the folder cannot be uploaded, or a file cannot be read.
@@ -199,14 +217,14 @@ def opened_upload(folder: Path, peer: PeerId, link: Path, stack: ExitStack) -> L
         if kind_of_folder(folder) == "model":
             names = sorted(path.name for path in folder.iterdir() if MODEL_FILE.fullmatch(path.name))
             files = {name: stack.enter_context(foreign_file.opened(folder / name)) for name in names}
-            parts = [part for name, file in files.items() for part in _parts(name, file, split=False)]
+            parts = [part for name, file in files.items() for part in _parts(name, file, False, hashed)]
             return LocalUpload.of(UploadManifest("model", tuple(parts)), files)
         state = stack.enter_context(_opened_state(folder, link))
         kept = strict_json.loads(foreign_file.read_text(folder / RUN_FILE, MOST_RUN_BYTES))
         shared = stack.enter_context(_memory_file({"run": kept["run"], "config": kept["config"]}))
         facts = _facts(state)
         fragments = facts["fragments"]
-        parts = [*_parts(RUN_FILE, shared, split=False), *_parts(STATE_FILE, state, split=True)]
+        parts = [*_parts(RUN_FILE, shared, False, hashed), *_parts(STATE_FILE, state, True, hashed)]
         if not re.fullmatch(RUN_NAME, kept["run"]):
             raise ValueError("the id of its run cannot be the name of a folder")
         described = UploadManifest("checkpoint", tuple(parts), kept["run"], peer, int(facts["lr_step"]))
@@ -228,8 +246,8 @@ def push(
         store: The store.
         keep: Number of this peer's newest checkpoints of the run that stay; None: all stay.
         pace: The limit of bandwidth.
-        sent: Called with the number of bytes after each read of bytes to be sent, and with 0 for a part that the store
-            has already.
+        sent: Called with the number of bytes after each read of bytes to be sent. Called with 0 often during other
+            work (digests of parts that the store has already, removing older files), so that no push seems to hang.
 
     Raises:
         Exception: The provider's own exception, if a request fails. The store then has no manifest of the upload, so
@@ -252,7 +270,7 @@ def push(
                 sent(0)  # checking thousands of parts takes minutes, in which the push must not seem to hang
         upload.require_unchanged()
         store.finish(f"{folder}{MANIFEST}", manifest.packed(), _outdated(before, manifest, there) if alone else ())
-    removed = _prune(store, manifest, keep) if keep is not None and manifest.kind == "checkpoint" else []
+    removed = _prune(store, manifest, keep, sent) if keep is not None and manifest.kind == "checkpoint" else []
     return PushResult(folder.rstrip("/"), manifest.kind, manifest.step, manifest.size, count, removed)
 
 
@@ -274,7 +292,7 @@ def _outdated(before: bytes, manifest: UploadManifest, there: Mapping[str, int])
     return []
 
 
-def _prune(store: UploadStore, manifest: UploadManifest, keep: int) -> list[str]:
+def _prune(store: UploadStore, manifest: UploadManifest, keep: int, sent: Callable[[int], None]) -> list[str]:
     """Remove this peer's checkpoints of the run, whole or not, except the newest `keep` whole ones; return their names.
 
     Checkpoints of later steps than `manifest` stay.
@@ -286,7 +304,7 @@ def _prune(store: UploadStore, manifest: UploadManifest, keep: int) -> list[str]
     kept = {*whole[-(keep - 1) :]} if keep > 1 else set[str]()
     removed = [name for name in older if name not in kept]
     for name in removed:
-        store.remove(name, MANIFEST)
+        store.remove(name, MANIFEST, lambda: sent(0))
     return removed
 
 
@@ -317,8 +335,8 @@ def _facts(state: IO[bytes]) -> JsonObject:
     return facts
 
 
-def _parts(name: str, file: IO[bytes], split: bool) -> list[UploadPart]:
-    """Return the parts of an open file: parts of SEND_BYTES, or the whole file."""
+def _parts(name: str, file: IO[bytes], split: bool, hashed: Callable[[int], None]) -> list[UploadPart]:
+    """Return the parts of an open file: if `split`, parts of SEND_BYTES, else the whole file."""
     size = os.fstat(file.fileno()).st_size
     step = SEND_BYTES if split else max(1, size)
     if -(-size // step) > MOST_UPLOAD_PARTS:
@@ -326,15 +344,21 @@ def _parts(name: str, file: IO[bytes], split: bool) -> list[UploadPart]:
     parts = []
     for number, begin in enumerate(range(0, max(1, size), step)):
         end = min(begin + step, size)
-        digest = _digest(hashlib.blake2b(digest_size=DIGEST_BYTES), file.fileno(), begin, end)
+        digest = _digest(hashlib.blake2b(digest_size=DIGEST_BYTES), file.fileno(), begin, end, hashed)
         parts.append(UploadPart(f"{name}-{number:05d}" if split else name, name, end - begin, digest))
     return parts
 
 
-def _digest(of: "hashlib._Hash | hashlib.blake2b", file: int, begin: int, end: int) -> str:
-    """Return the hexadecimal digest of bytes [begin, end) of an open file, computed with the new hash object `of`."""
+def _digest(
+    of: "hashlib._Hash | hashlib.blake2b", file: int, begin: int, end: int, hashed: Callable[[int], None]
+) -> str:
+    """Return the hexadecimal digest of bytes [begin, end) of an open file, computed with the new hash object `of`.
+
+    `hashed` is called with the number of bytes of each read, at most 1 MiB.
+    """
     for at in range(begin, end, MiB):
-        of.update(os.pread(file, min(MiB, end - at), at))
+        of.update(data := os.pread(file, min(MiB, end - at), at))
+        hashed(len(data))
     return of.hexdigest()
 
 

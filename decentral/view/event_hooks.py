@@ -19,7 +19,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
@@ -27,12 +27,13 @@ from typing import Protocol
 from decentral.core import strict_json
 from decentral.core.at_once import at_once
 from decentral.core.errors import UserError
-from decentral.core.ids import PeerId
+from decentral.core.ids import PeerId, RunId
 from decentral.core.jobs import DIVERGED
 from decentral.core.journal import events
 from decentral.core.journal.events import BAD, GOOD, PLAIN, WARNING, JournalEvent
 from decentral.core.journal.file import Journal
 from decentral.core.journal.lines import JOURNAL_LINES
+from decentral.core.journal.peer_totals import NO_FACTS
 from decentral.core.latest import keep_latest
 from decentral.core.near_names import did_you_mean
 from decentral.core.peer_names import titled
@@ -63,7 +64,7 @@ class HookMessage:
     level: str  # good, plain, warning or bad
     text: str  # one sentence for people
     run: str
-    peer: str  # id of the peer that sends the message
+    peer: str  # id of the peer that sends the message; "" if the page watches a swarm without being a peer
     name: str  # name of this peer; "" if it has none
     details: JsonObject
 
@@ -73,8 +74,8 @@ class HookMessage:
         return body if len(body) <= MESSAGE_BYTES else strict_json.dumps(asdict(self) | {"details": {}}).encode()
 
     def sentence(self) -> str:
-        """Return a sentence for a chat: the peer that sends the message, its run, and `text`."""
-        return f"{titled(PeerId(self.peer), self.name)}, run {self.run}: {self.text}"
+        """Return a sentence for a chat: the peer that sends the message, if any, its run, and `text`."""
+        return (f"{titled(PeerId(self.peer), self.name)}, " if self.peer else "") + f"run {self.run}: {self.text}"
 
 
 def kind_of(event: JournalEvent) -> str | None:
@@ -113,24 +114,35 @@ _KIND_BY_LINE: Mapping[type[JournalEvent], str] = {
 
 @dataclass(slots=True)
 class Messages:
-    """The maker of messages from one peer's events. It remembers the names of peers that have joined."""
+    """The maker of messages from events of one or more peers. It remembers the names of peers that have joined."""
 
-    _own: events.PeerFacts | None = None
+    _facts: dict[str, events.PeerFacts] = field(default_factory=dict)  # of the peers that tell, by id
     _names: dict[PeerId, str] = field(default_factory=dict)
 
-    def of(self, t: Seconds, event: JournalEvent) -> HookMessage | None:
-        """Return the message about an event at Unix time `t`; None if hooks get no message about the event."""
+    def watch(self, run: str) -> None:
+        """Let somebody who is no peer, such as the page, send messages about this run."""
+        keep_latest(self._facts, "", replace(NO_FACTS, run=RunId(run)), NAMES_KEPT)
+
+    def learn(self, event: JournalEvent, peer: str = "") -> None:
+        """Remember what later messages need of an event in the journal of `peer`, which is "" if there is only one."""
         match event:
-            case events.StartedLine():
-                self._own = event
+            case events.PeerFacts():
+                keep_latest(self._facts, peer, event, NAMES_KEPT)
             case events.PeerJoinedLine():
                 keep_latest(self._names, event.peer, event.name, NAMES_KEPT)
-        kind = kind_of(event)
-        if kind is None or self._own is None:
+
+    def of(self, t: Seconds, event: JournalEvent, peer: str = "") -> HookMessage | None:
+        """Return the message about an event at Unix time `t`; None if no hook is told about it.
+
+        `peer` is the id of the peer that tells, as in `learn`.
+        """
+        self.learn(event, peer)
+        kind, own = kind_of(event), self._facts.get(peer)
+        if kind is None or own is None:
             return None
         level, words = self._told(event)
         at = datetime.fromtimestamp(t, UTC).isoformat(timespec="milliseconds")
-        own, details = self._own, JOURNAL_LINES.fields(event)
+        details = JOURNAL_LINES.fields(event)
         return HookMessage(kind, at, level, printable(words, MESSAGE_CHARS), own.run, own.peer, own.name, details)
 
     def _told(self, event: JournalEvent) -> tuple[str, str]:
@@ -327,13 +339,55 @@ class Hooks:
         """Make a thread for each hook; messages wait until `hooks_running` starts the threads."""
         self.threads = [HookThread(hook) for hook in hooks]
         self._kinds, self._messages = frozenset(kinds), Messages()
+        self._missed: dict[str, int] = {}  # by flag: messages missed when `news` was last called
 
-    def tell(self, t: Seconds, event: JournalEvent) -> None:
-        """Queue the message about an event at Unix time `t`, if there is one. Returns at once and raises nothing."""
-        message = self._messages.of(t, event) if self.threads else None
+    def tell(self, t: Seconds, event: JournalEvent, peer: str = "") -> None:
+        """Queue the message about an event at Unix time `t`, if there is one. Returns at once and raises nothing.
+
+        `peer` is the id of the peer that tells; "" if all events are of one peer.
+        """
+        message = self._messages.of(t, event, peer) if self.threads else None
         if message is not None and message.event in self._kinds:
             for thread in self.threads:
                 thread.tell(message)
+
+    def watch(self, run: str) -> None:
+        """Let somebody who is no peer tell of events of this run, with "" as the peer's id."""
+        self._messages.watch(run)
+
+    def learn(self, event: JournalEvent, peer: str) -> None:
+        """Remember what later messages need of an event; tell nobody."""
+        self._messages.learn(event, peer)
+
+    def start(self) -> None:
+        """Start to deliver messages."""
+        for thread in self.threads:
+            thread.start()
+
+    def news(self) -> list[tuple[events.HookLine, str]]:
+        """Return a journal line on each hook that has missed messages since the last call, and at first a warning."""
+        found = []
+        for thread in self.threads:
+            flag, counts = thread.hook.flag, thread.counts
+            known = self._missed.get(flag, 0)
+            if counts.missed > known:
+                warning = "" if known else f"warning: {flag} failed: {counts.reason}; training goes on"
+                found.append((counts.line(flag), warning))
+                self._missed[flag] = counts.missed
+        return found
+
+    def close(self) -> None:
+        """Wait until the last messages are delivered, for about LAST_S at most."""
+        for thread in self.threads:
+            thread.close()
+
+    def missed(self) -> list[str]:
+        """Return a warning about each hook that has missed messages."""
+        return [
+            f"warning: {one.hook.flag} did not get {plural(one.counts.missed, 'message')}: {one.counts.reason}"
+            for one in self.threads
+            if one.counts.missed
+        ]
 
 
 class HookedJournal(Journal):
@@ -351,40 +405,34 @@ class HookedJournal(Journal):
 
 
 @asynccontextmanager
-async def hooks_running(hooks: Hooks, journal: Journal, say: Callable[[str], None]) -> AsyncIterator[None]:
+async def hooks_running(hooks: Hooks, journal: Journal | None, say: Callable[[str], None]) -> AsyncIterator[None]:
     """Deliver the messages of these hooks until the block ends, and report what was not delivered.
 
     Args:
         hooks: The hooks; their threads are started.
-        journal: Gets a `hook` line about each hook with new failures or drops, at most once in REPORTED_S.
+        journal: Gets a `hook` line about each hook with new failures or drops, at most once in REPORTED_S; None: no
+            lines are written.
         say: Prints a line for the user, at a hook's first failure.
     """
-    for thread in hooks.threads:
-        thread.start()
+    hooks.start()
     reporting = asyncio.create_task(_report(hooks, journal, say))
     try:
         yield
     finally:
         reporting.cancel()
         await at_once(asyncio.to_thread(thread.close) for thread in hooks.threads)
-        for thread in hooks.threads:
-            if thread.counts.missed:
-                missed = plural(thread.counts.missed, "message")
-                say(f"warning: {thread.hook.flag} did not get {missed}: {thread.counts.reason}")
+        for warning in hooks.missed():
+            say(warning)
 
 
-async def _report(hooks: Hooks, journal: Journal, say: Callable[[str], None]) -> None:
-    known = [0 for _ in hooks.threads]
+async def _report(hooks: Hooks, journal: Journal | None, say: Callable[[str], None]) -> None:
     while True:
         await asyncio.sleep(REPORTED_S)
-        for number, thread in enumerate(hooks.threads):
-            counts = thread.counts
-            if counts.missed == known[number]:
-                continue
-            if not known[number]:
-                say(f"warning: {thread.hook.flag} failed: {counts.reason}; training goes on")
-            known[number] = counts.missed
-            journal.write(counts.line(thread.hook.flag))
+        for line, warning in hooks.news():
+            if warning:
+                say(warning)
+            if journal is not None:
+                journal.write(line)
 
 
 def kinds_of(text: str | None) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from decentral.model import huggingface
 from decentral.peers.startup.state import StateFolder
 from decentral.serving import decoding, gather_weights
 from decentral.serving.gather_weights import HolderWeights
+from tests.data.few_words import few_words
 
 
 @pytest.fixture
@@ -129,6 +130,17 @@ def test_a_mistake_takes_one_line(flags: list[str], said: str, capfd: pytest.Cap
 def test_a_tokenizer_for_a_run_of_bytes_is_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert generate.main(["x", "--state-dir", str(folder), "--tokenizer", "somewhere"]) == 2
     assert "--tokenizer: this run's tokens are bytes" in capfd.readouterr().err
+
+
+def test_a_prompt_that_the_tokenizer_cannot_encode_takes_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hf_folders = pytest.importorskip("tests.model.hf_folders")
+    hf_folders.made(tmp_path)
+    capfd.readouterr()  # how far the library is with writing the model
+    assert generate.main(["the hive", "--model", str(few_words(tmp_path))]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: the tokenizer cannot encode this text (WordLevel error")
 
 
 def test_an_adapter_s_folder_is_no_model_and_the_user_is_told_what_it_is(

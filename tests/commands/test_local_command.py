@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import socket
 import subprocess
 import sys
@@ -285,6 +286,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
         "150steps",
         "--summary",
         str(folder / "summary.json"),
+        "--on-event",
+        shlex.join(["tee", "-a", str(folder / "events.txt")]),
     ]
     line = [sys.executable, "-m", "decentral.local", *flags, *TINY, "--state-dir", str(folder)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False)
@@ -336,6 +339,14 @@ def test_the_journals_have_the_contracts_lines(finished: tuple[Path, dict[str, A
                 assert set(line) >= (DONE if line["outcome"] == "done" else DONE - {"age_s"}), line
         assert lines[0]["event"] == "started"
         assert lines[-1]["event"] == "stopped"
+
+
+@pytest.mark.swarm
+def test_hooks_are_told_of_all_peers_and_each_event_once(finished: tuple[Path, dict[str, Any]]) -> None:
+    told = [json.loads(line) for line in (finished[0] / "events.txt").read_text().splitlines()]
+    for kind in ("started", "training", "stopped"):
+        names = sorted(one["name"] for one in told if one["event"] == kind)
+        assert names == ["peer-0", "peer-1", "peer-2"], (kind, told)
 
 
 @pytest.mark.swarm

@@ -39,6 +39,17 @@ def test_json_has_the_name_and_the_sizes(tmp_path: Path, capfd: pytest.CaptureFi
     assert {"name", "kind", "step", "size", "sent", "removed"} == set(found)
 
 
+def test_it_says_how_far_it_is_while_it_hashes_and_while_it_sends(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(push, "TOLD_EVERY_S", 0.0)
+    folder = state_folder(tmp_path / "peer", parts=2)
+    assert push.main([str(folder), str(tmp_path / "place"), "--json"]) == 0
+    *told, result = map(strict_json.loads, capfd.readouterr().out.splitlines())
+    assert [max(one.get(done, 0) for one in told) for done in ("hashed", "sent")] == [result["size"], result["size"]]
+    assert "hashed" in told[0]
+
+
 def test_a_model_without_a_card_is_said_to_have_none(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = model_folder(tmp_path / "model")
     assert push.main([str(folder), str(tmp_path / "place")]) == 0

@@ -239,6 +239,29 @@ def test_a_journal_that_is_large_goes_on_in_a_new_file_and_keeps_so_many_old_one
     assert (first["event"], first["peer"]) == ("continued", "A")
 
 
+@pytest.mark.parametrize("most_bytes", [1, 150, 390, 800, 1 << 20])
+def test_the_last_lines_are_those_of_full_files_too(path: Path, most_bytes: int) -> None:
+    journal = rotating(path)
+    journal.write(event_of("started", peer="A"))
+    for number in range(40):
+        journal.write(event_of("step", step=number))
+    files = [*rotated(path), path]
+    joined = b"".join(file.read_bytes() for file in files)
+    lines = joined[-most_bytes:].split(b"\n")[1 if most_bytes < len(joined) else 0 : -1]
+    assert list(recent(path, most_bytes)) == [json.loads(line) for line in lines]
+
+
+def test_the_last_lines_do_not_need_the_files_before_one_that_cannot_be_read(path: Path) -> None:
+    journal = rotating(path)
+    for number in range(40):
+        journal.write(event_of("step", step=number))
+    *_, newest = rotated(path)
+    newest.unlink()
+    newest.mkdir()
+    steps = [line["step"] for line in recent(path, 1 << 20)]
+    assert steps == [line["step"] for line in map(json.loads, path.read_text().splitlines())]
+
+
 def test_after_a_restart_rotation_goes_on(path: Path) -> None:
     for life in range(6):
         journal = rotating(path)

@@ -11,6 +11,7 @@ from decentral.data import stream, text_codec, tokenizer
 from decentral.data.documents import TextPiece
 from decentral.data.text_codec import ByteCodec, TextCodec, TokenizerCodec
 from decentral.model import huggingface
+from tests.data.few_words import few_words
 
 TEXT = "naïve ☃ text\n"
 
@@ -122,6 +123,22 @@ def test_a_completion_s_beginning_is_not_learned_and_is_in_its_window(tmp_path: 
     tokens, learned = packer.take()
     assert tokens.tolist() == [257, ord("a"), ord("b"), 256, 256, 256, 257, ord("a"), ord("b"), 256, 256, 256, 256]
     assert learned.tolist() == [False, False, True, True, False, False] * 2 + [False]
+
+
+def test_a_text_with_a_word_that_the_tokenizer_lacks_is_refused_in_one_line(tmp_path: Path) -> None:
+    known = tokenizer.load(str(few_words(tmp_path)))
+    codec = TokenizerCodec(known)
+    assert codec.encode("the swarm") == [0, 1]
+    said = r"^the tokenizer cannot encode .*\(WordLevel error.*\); use one that has an unknown token$"
+    for read in (codec.encode, known.tokens_and_offsets, lambda text: known.tokens(["the", text])):
+        with pytest.raises(UserError, match=said):
+            read("the hive")
+
+
+def test_a_token_that_the_library_cannot_decode_is_refused_in_one_line(tmp_path: Path) -> None:
+    decode = TokenizerCodec(tokenizer.load(str(few_words(tmp_path)))).decoder()
+    with pytest.raises(UserError, match="the tokenizer cannot decode token -1"):
+        decode(-1)
 
 
 def test_a_tokenizer_reads_and_ends_a_text_and_another_one_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from starlette.testclient import TestClient
 
 from decentral.core.config import ModelConfig
 from decentral.core.sampling import Sampling
-from decentral.data.text_codec import ByteCodec
+from decentral.data import tokenizer
+from decentral.data.text_codec import ByteCodec, TokenizerCodec
 from decentral.engine import measure
 from decentral.engine.step import Device
 from decentral.model import decoder
@@ -28,6 +30,7 @@ from decentral.serving.served_model import ServedModel
 from decentral.serving.turns import Turns
 from decentral.view.page.server import Updates, application
 from decentral.view.page.swarm_view import SwarmView
+from tests.data.few_words import few_words
 from tests.patient_time import LIMIT_S
 
 CPU = Device(torch.device("cpu"), torch.float32)
@@ -244,6 +247,18 @@ def test_a_body_that_is_too_long_is_not_read_to_its_end(client: TestClient) -> N
 def test_a_prompt_longer_than_the_context_is_refused(client: TestClient) -> None:
     answer = client.post("/v1/completions", json=asked(prompt="x" * 65))
     assert (answer.status_code, error_of(answer)["code"]) == (400, "context_length_exceeded")
+
+
+def test_a_prompt_that_the_tokenizer_cannot_encode_is_refused(served: ServedModel, tmp_path: Path) -> None:
+    assert served.model is not None
+    codec = TokenizerCodec(tokenizer.load(str(few_words(tmp_path))))
+    served.take(replace(served.model, codec=codec))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    served.template = chat_template.of_tokenizer(str(tmp_path))
+    client = client_of(served)
+    for path, body in (("completions", asked(prompt="the hive")), ("chat/completions", conversation("the hive"))):
+        answer = client.post(f"/v1/{path}", json=body)
+        assert (answer.status_code, error_of(answer)["param"]) == (400, "prompt")
 
 
 def test_a_model_that_takes_more_than_the_memory_is_refused(

@@ -1,7 +1,7 @@
 """Folders to upload, for tests: a small model, and a state folder whose checkpoint has several parts."""
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -47,9 +47,11 @@ def model_folder(folder: Path, weights: bytes = b"") -> Path:
 
 
 @contextmanager
-def opened(folder: Path, place: Path, peer: PeerId = ANN) -> Iterator[LocalUpload]:
+def opened(
+    folder: Path, place: Path, peer: PeerId = ANN, hashed: Callable[[int], None] = lambda _: None
+) -> Iterator[LocalUpload]:
     with ExitStack() as stack:
-        yield opened_upload(folder, peer, link_of(folder, str(place)), stack)
+        yield opened_upload(folder, peer, link_of(folder, str(place)), stack, hashed)
 
 
 def pushed(folder: Path, place: Path, keep: int | None = None) -> PushResult:
@@ -93,8 +95,8 @@ class CutOffStore:
     def read(self, name: str, most_bytes: int) -> Iterator[bytes]:
         return self.other.read(name, most_bytes)
 
-    def remove(self, folder: str, first: str) -> None:
-        self.other.remove(folder, first)
+    def remove(self, folder: str, first: str, removed: Callable[[], None]) -> None:
+        self.other.remove(folder, first, removed)
 
 
 class BytesSource:
@@ -113,3 +115,6 @@ class BytesSource:
         import hashlib
 
         return hashlib.new(method, self.content).hexdigest()
+
+    def equals(self, pieces: Iterable[bytes]) -> bool:
+        return self.content == b"".join(pieces)

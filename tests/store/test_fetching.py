@@ -1,7 +1,9 @@
 """Fetching from a store that anybody may have written: the newest whole upload, checked by size and digest."""
 
+import fcntl
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from decentral.core.errors import UserError
 from decentral.core.strict_json import JsonObject
 from decentral.peers.startup.state import StateFolder
 from decentral.store import fetching
-from decentral.store.fetching import cache_folder, fetched
+from decentral.store.fetching import CHECKPOINT_KEPT_S, cache_folder, fetched
 from tests.store.local_uploads import RUN, at_step, model_folder, pushed, state_folder
 
 
@@ -84,6 +86,34 @@ def test_what_was_downloaded_is_not_downloaded_again(place: Path) -> None:
     for part in newest_of(place).glob("checkpoint*"):
         part.unlink()
     assert get(place) == folder
+
+
+def test_a_download_removes_checkpoints_of_long_ago_and_interrupted_downloads_and_no_model(
+    place: Path, tmp_path: Path
+) -> None:
+    pushed(model_folder(tmp_path / "model"), tmp_path / "models")
+    older, _ = sorted(place.iterdir())
+    model, old, young = get(tmp_path / "models", "model"), get(older), get(place)
+    interrupted, in_progress = cache_folder() / "abc.part", cache_folder() / "def.part"
+    for one in (interrupted, in_progress):
+        one.mkdir()
+    for one in (model, old, interrupted, in_progress):
+        os.utime(one, (0, time.time() - CHECKPOINT_KEPT_S - 60))
+    pushed(at_step(tmp_path / "peer", 9), place)
+    with (cache_folder() / "def.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        newest = get(place)
+    stay = {path for path in cache_folder().iterdir() if path.is_dir()}
+    assert stay == {model, young, newest, in_progress}
+
+
+def test_a_checkpoint_that_is_fetched_again_is_young_again(place: Path, tmp_path: Path) -> None:
+    older, _ = sorted(place.iterdir())
+    old = get(older)
+    os.utime(old, (0, 0))
+    assert get(older) == old
+    get(place)
+    assert old.exists()
 
 
 @pytest.mark.parametrize("change", ["longer", "shorter", "other", "gone"])

@@ -15,7 +15,7 @@ import numpy as np
 from decentral.commands.estimates.figures import Figure
 from decentral.commands.estimates.machines import Machine
 from decentral.commands.estimates.playing import MOST_PLAYED, Rates, play
-from decentral.commands.estimates.traffic import PredictedGossip, traffic
+from decentral.commands.estimates.traffic import PredictedGossip, traffic, within_links
 from decentral.core.config import Config
 from decentral.core.errors import UserError
 from decentral.core.memory_needs import widest_span
@@ -33,12 +33,12 @@ PLANNING_SHARE = 0.3  # the search for a plan gets this share of the time limit,
 # promises (docs/results/planner.md).
 ROUTED_SHARE = 0.3
 ROUTED_RANGE = 1.4  # with routes, tokens/s may be lower or higher than simulated by up to this factor
-PLAYED_RANGE = 1.6  # bytes/s may be lower or higher than simulated by up to this factor
-CORES_RANGE = 2.5  # replaces PLAYED_RANGE if processors, not links, determine the window lengths (powers of two)
+# Windows double or halve (comm/gossip/gossip_cost.py), so those of a run may be longer or shorter by this factor.
+WINDOW_STEP = 2
 # Without the simulator, traffic is also computed with links and cores that are this many times as fast as assumed. The
 # range of traffic includes both results.
 EASE = (0.55, 1.8)
-BYTES_RANGE = 1.2  # the range that follows from EASE is extended by this factor at both ends
+BYTES_RANGE = 1.2  # the range of bytes that follows from the windows is extended by this factor at both ends
 USED_UP = 0.95  # a resource of which at least this share is used limits the swarm
 
 
@@ -53,6 +53,14 @@ class PairTraffic:
     def plus(self, sent_NN: Floats, share: float) -> "PairTraffic":
         """Return the sum with uncertain traffic: `low` adds none of `sent_NN`, `mid` adds `share` of it, `high` all."""
         return PairTraffic(self.mid_NN + share * sent_NN, self.low_NN, self.high_NN + sent_NN)
+
+    def within(self, topology: Topology) -> "PairTraffic":
+        """Return the traffic that links carry."""
+        return PairTraffic(
+            within_links(topology, self.mid_NN),
+            within_links(topology, self.low_NN),
+            within_links(topology, self.high_NN),
+        )
 
     def between(self, senders: Sequence[int], receivers: Sequence[int]) -> Figure:
         """Return the bytes/s that these senders send to these receivers together."""
@@ -140,10 +148,26 @@ def _played(
     least_s = max(run.gossip.window_s, float(np.sort(gossip.cores_s)[len(topology) // 2]))
     rates = play(run, topology, machines, plan, least_s, seconds)
     by_cores = least_s > run.gossip.window_s
-    margin = CORES_RANGE if by_cores else PLAYED_RANGE
-    pairs = PairTraffic(rates.sent_NN, rates.sent_NN / margin, rates.sent_NN * margin)
+    pairs = between_windows(rates, run.gossip.window_s, gossip.cycle_s).within(topology)
     windows = tuple((length, bound or ("cores" if by_cores else "")) for length, bound in rates.windows)
     return rates, Forecast(nothing, spans, pairs, windows, "")
+
+
+def between_windows(rates: Rates, window_s: float, cycle_N: Floats) -> PairTraffic:
+    """Return the traffic that was played; its range is that of windows which are one step longer or shorter.
+
+    Args:
+        rates: What was played. A peer sends a window's bytes to a partner once in the longer one of both periods.
+        window_s: The shortest windows, in seconds.
+        cycle_N: (N,) the shortest period that steps and transfers allow, in seconds.
+    """
+    played_N = np.maximum(window_s, [length for length, _ in rates.windows])
+    cases = played_N, played_N * WINDOW_STEP, np.maximum(window_s, played_N / WINDOW_STEP)
+    period_NN, longer_NN, shorter_NN = (
+        np.maximum.outer(one, one) for one in (np.maximum(one, cycle_N) for one in cases)
+    )
+    low_NN = rates.sent_NN * period_NN / longer_NN / BYTES_RANGE
+    return PairTraffic(rates.sent_NN, low_NN, rates.sent_NN * period_NN / shorter_NN * BYTES_RANGE)
 
 
 def _limit(plan: ThroughputPlan, topology: Topology, run: Config) -> str:

@@ -1,8 +1,7 @@
 """Simulate a swarm for a few seconds, to find out how many bytes its links really carry. Start at `play`.
 
 The peers run the real protocol in virtual time: they measure their links while gossip uses them, lengthen windows, and
-carry micro-batches along routes. All peers have the model from the start, so the swarm is in a steady state after the
-first third of the time.
+carry micro-batches along routes. All peers have the model from the start, but must still measure their links.
 """
 
 import time
@@ -27,10 +26,14 @@ from decentral.sim.host import Pace
 from decentral.sim.run import Scenario, StopRun, run
 from decentral.sim.swarm import SimulatedSwarm, SwarmSettings
 
-WARM_UP = 1 / 3  # tokens and bytes count only after this share of the simulated time
+# Tokens and bytes count only after this much virtual time; if less than twice as much is simulated, only in its second
+# half.
+WARM_UP_S = 400.0
 STEP_NOISE_SHARE = 0.05  # relative standard deviation of the duration of a step
-PLAYED_S = 1200.0  # at most this many virtual seconds are simulated; peers probe their uplinks every two minutes
-LEAST_SAMPLES = 6  # a simulation that is cut short has at least this many samples, so that some follow the warm-up
+PLAYED_S = 2400.0  # at most this many virtual seconds are simulated; windows change once in 5 to 20 minutes
+LEAST_SAMPLES = (
+    4  # a simulation that is cut short has at least this many of 200 samples, so that some follow the warm-up
+)
 MOST_PLAYED = 64  # a swarm with more peers takes too long to simulate
 
 
@@ -48,6 +51,7 @@ class PlayedSwarm:
     """An observer of a simulated run (a `Watch`) that counts training tokens and sent bytes over virtual time."""
 
     tokens: float = 0.0
+    number: dict[PeerId, int] = field(default_factory=dict)  # of each peer, in the topology's order
     windows: dict[PeerId, tuple[Seconds, str]] = field(default_factory=dict)
     at: list[tuple[Seconds, float, Counter[tuple[PeerId, PeerId]]]] = field(default_factory=list)
     _swarm: SimulatedSwarm | None = None
@@ -74,19 +78,26 @@ class PlayedSwarm:
     def sample(self) -> None:
         """Record the virtual time with the numbers of tokens and bytes that were counted until now."""
         assert self._swarm is not None
+        self.number = {member.peer: place for place, member in enumerate(self._swarm.members)}
         self.at.append((self._swarm.agenda.now, self.tokens, Counter(self._swarm.network.links.sent)))
 
     def rates(self) -> Rates:
-        """Return the rates between the end of the warm-up and the last sample."""
-        assert self._swarm is not None
-        end, tokens, sent = self.at[-1]
-        begin, before, sent_before = next(one for one in self.at if one[0] >= WARM_UP * end)
-        number = {member.peer: place for place, member in enumerate(self._swarm.members)}
-        sent_NN, lasted_s = np.zeros((len(number), len(number))), max(1e-9, end - begin)
-        for (source, target), size in (sent - sent_before).items():
-            sent_NN[number[source], number[target]] = size / lasted_s
-        windows = tuple(self.windows.get(member.peer, (0.0, "")) for member in self._swarm.members)
-        return Rates((tokens - before) / lasted_s, sent_NN, windows)
+        """Return the rates since the warm-up.
+
+        A rate is the slope of a line through the samples (least squares), since most bytes come at once after a window.
+        """
+        begin = min(WARM_UP_S, self.at[-1][0] / 2)
+        counted = [one for one in self.at if one[0] >= begin]
+        sent_TNN = np.zeros((len(counted), len(self.number), len(self.number)))
+        for place, (_, _, sent) in enumerate(counted):
+            for (source, target), size in sent.items():
+                sent_TNN[place, self.number[source], self.number[target]] = size
+        away_T = np.array([t for t, _, _ in counted])
+        away_T -= away_T.mean()
+        weights_T = away_T / max(1e-9, float(away_T @ away_T))
+        tokens = float(weights_T @ np.array([tokens for _, tokens, _ in counted]))
+        windows = tuple(self.windows.get(peer, (0.0, "")) for peer in self.number)
+        return Rates(tokens, np.tensordot(weights_T, sent_TNN, axes=1), windows)
 
 
 def play(
@@ -96,10 +107,8 @@ def play(
     plan: ThroughputPlan | None,
     window_s: Seconds,
     budget_s: Seconds,
-    seconds: Seconds = PLAYED_S,
-    seed: int = 0,
 ) -> Rates:
-    """Simulate the swarm in virtual time, and return its rates after the warm-up.
+    """Simulate the swarm for up to PLAYED_S of virtual time, and return its rates after the warm-up.
 
     Args:
         run_config: The run's config.
@@ -109,22 +118,11 @@ def play(
         window_s: Length of the shortest gossip window, which replaces that of the config; it is longer if the peers'
             processors need longer windows.
         budget_s: Limit of the processor time that playing takes, seconds.
-        seconds: Limit of the virtual time.
-        seed: Seed of all random choices.
 
     Raises:
         UserError: If the plan cuts the model within a fragment.
     """
-    gossip = run_config.gossip.model_copy(update={"start_steps": 0, "window_s": window_s})
-    settled = run_config.model_copy(update={"gossip": gossip})
-    if plan is None:
-        tokens = step_tokens(run_config)
-        steps_s = [tokens / one.tokens_per_s for one in machines]
-        settings = SwarmSettings.of(settled, Pace(1.0, STEP_NOISE_SHARE, report_s=1.0), steps_s, tokens)
-        settings = replace(settings, saved=True, unquantised=True)
-        scenario = Scenario(settings, len(topology), seconds, seed, topology=topology, audited=False)
-    else:
-        scenario = planned.scenario_of(plan, topology, settled, seconds, seed, STEP_NOISE_SHARE)
+    scenario = scenario_of(run_config, topology, machines, plan, window_s, PLAYED_S, 0)
     watch, until = PlayedSwarm(), time.process_time() + budget_s
 
     def sampled(_: Seconds) -> None:
@@ -134,3 +132,24 @@ def play(
 
     run(scenario, sampled, watches=[watch])
     return watch.rates()
+
+
+def scenario_of(
+    run_config: Config,
+    topology: Topology,
+    machines: Sequence[Machine],
+    plan: ThroughputPlan | None,
+    window_s: Seconds,
+    seconds: Seconds,
+    seed: int,
+) -> Scenario:
+    """Return the simulated run in which these machines train, as `play` describes, for so many virtual seconds."""
+    gossip = run_config.gossip.model_copy(update={"start_steps": 0, "window_s": window_s})
+    settled = run_config.model_copy(update={"gossip": gossip})
+    if plan is not None:
+        return planned.scenario_of(plan, topology, settled, seconds, seed, STEP_NOISE_SHARE)
+    tokens = step_tokens(run_config)
+    steps_s = [tokens / one.tokens_per_s for one in machines]
+    settings = SwarmSettings.of(settled, Pace(1.0, STEP_NOISE_SHARE, report_s=1.0), steps_s, tokens)
+    settings = replace(settings, saved=True, unquantised=True)
+    return Scenario(settings, len(topology), seconds, seed, topology=topology, audited=False)

@@ -49,6 +49,7 @@ class PredictedGossip:
     """How often N peers are predicted to gossip, why no more often, and the traffic between them."""
 
     period_s: Floats  # (N,) for each peer: seconds from one window of a fragment to the next
+    cycle_s: Floats  # (N,) for each peer: the shortest time between windows that its steps and transfers allow, seconds
     cores_s: Floats  # (N,) seconds between two windows if only the peer's processor limited them
     bound: tuple[str, ...]  # what lengthens each peer's windows: link, cores, swarm or steps; "" if nothing does
     sent_NN: Floats  # bytes/s from the row's peer to the column's peer
@@ -95,10 +96,11 @@ def traffic(
         found = [_windows(gossip, held[i], held_NF, up_N[i], thin[i], peers[i], ease) for i in numbers]
     bound = ["swarm" if p > n else one.bound for p, n, one in zip(periods_s, needs_s, found, strict=True)]
     codes = [_code(gossip, one) for one in thin]
-    sent_NN, period_N = _sent(topology, fragments, held_NF, found, codes, np.array(periods_s), peers)
-    slow = period_N > np.array(periods_s) * 1.01
+    sent_NN, cycle_N = _sent(topology, fragments, held_NF, found, codes, np.array(periods_s), peers)
+    slow = cycle_N > np.array(periods_s) * 1.01
     why = tuple("steps" if late else why for late, why in zip(slow, bound, strict=True))
-    return PredictedGossip(period_N, np.array([one.cores * gossip.window_s for one in found]), why, sent_NN)
+    cores_N = np.array([one.cores * gossip.window_s for one in found])
+    return PredictedGossip(np.maximum(periods_s, cycle_N), cycle_N, cores_N, why, sent_NN)
 
 
 def _code(gossip: GossipConfig, thin: bool) -> str:
@@ -185,9 +187,10 @@ def _sent(
     topology: Topology, fragments: Sequence[Fragment], held_NF: Flags, found: Sequence[_Windows], codes: Sequence[str],
     period_N: Floats, peers: Sequence[Gossiper],
 ) -> tuple[Floats, Floats]:  # fmt: skip
-    """Return the bytes/s from each peer to each other peer, and the seconds between two windows of each peer.
+    """Return the bytes/s from each peer to each other peer, and the shortest time between two windows of each peer.
 
-    The time between windows is `period_N`, or longer if a peer's links and steps allow no shorter time.
+    This shortest time, in seconds, is what the peer's steps and transfers allow. The bytes/s are those of windows of
+    `period_N`, or of the shortest time if it is longer.
     """
     count = len(topology)
     # In the next matrices, a row is the peer that pulls, and a column is the peer that sends.
@@ -214,7 +217,7 @@ def _sent(
     period_N = np.maximum(period_N, cycle_N)
     asked_NN = per_window_NN / period_N[:, None]  # bytes/s that the row's peer pulls from the column's peer
     asked_NN *= _fresh(pulls_NN, period_N)
-    return _within_links(topology, asked_NN.T + _probes(count)), period_N
+    return within_links(topology, asked_NN.T + _probes(count)), cycle_N
 
 
 def _transfers_s(round_trip_HH: Floats, size_HH: Floats, rate_HH: Floats) -> Floats:
@@ -258,7 +261,7 @@ def _fresh(pulls_NN: Floats, period_N: Floats) -> Floats:
     return np.minimum(share, 1.0)
 
 
-def _within_links(topology: Topology, sent_NN: Floats) -> Floats:
+def within_links(topology: Topology, sent_NN: Floats) -> Floats:
     """Return bytes/s scaled down where a peer's links or a site's link carry less than is asked of them."""
     site_N = sites_of(topology)
     for _ in range(ROUNDS):

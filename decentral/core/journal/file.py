@@ -9,10 +9,11 @@ disk stores says how many lines were lost and why. A full file is renamed to `jo
 repeats the `started` line.
 """
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from errno import EDQUOT, EINVAL, EMFILE, ENFILE, ENOSPC
 from pathlib import Path
 from typing import IO
@@ -229,17 +230,25 @@ def read(path: Path) -> Iterator[JsonObject]:
 
 
 def recent(path: Path, most_bytes: int) -> Iterator[JsonObject]:
-    """Yield the whole lines in the last `most_bytes` bytes of the journal's current file, oldest first.
+    """Yield the whole lines in the last `most_bytes` bytes of a journal, oldest first, also of its full files.
 
-    Nothing is yielded if the file cannot be read.
+    A file that cannot be read is left out, and so are older ones.
     """
-    with suppress(OSError), foreign_file.opened(path, MOST_READ_BYTES) as file:
-        if file.seek(0, os.SEEK_END) > most_bytes:
-            file.seek(-most_bytes, os.SEEK_END)
-            next(_lines(file), None)  # skip the rest of a line whose beginning was not read
-        else:
-            file.seek(0)
-        yield from _entries(file)
+    left, begins = most_bytes, list[tuple[IO[bytes], int]]()
+    with ExitStack() as stack, suppress(OSError):
+        with suppress(OSError, UserError):
+            older, last = _listed(path)
+            for file in itertools.chain([last] if last else [], (_readable(one) for one in reversed(older))):
+                stack.enter_context(file)
+                size = file.seek(0, os.SEEK_END)
+                begins.append((file, max(0, size - left)))
+                if (left := left - size) <= 0:
+                    break
+        for file, begin in reversed(begins):
+            file.seek(begin)
+            if begin:
+                next(_lines(file), None)  # skip the rest of a line whose beginning was not read
+            yield from _entries(file)
 
 
 def first(path: Path) -> Iterator[JsonObject]:
@@ -252,24 +261,30 @@ def first(path: Path) -> Iterator[JsonObject]:
 def _opened(path: Path) -> Iterator[tuple[int, IO[bytes]]]:
     """Open all files of a journal, and yield each file's number and the file, oldest first.
 
-    The current file gets the number that it will have when it is full. The current file is opened first, because a
-    writer may rename it while the older files are listed.
+    The current file gets the number that it will have when it is full.
     """
-    while True:
-        older = rotated(path)
-        number = _number(path, older[-1]) + 1 if older else 1
-        last = _readable(path) if path.exists() else None
-        if rotated(path)[-1:] == older[-1:]:
-            break
-        if last is not None:
-            last.close()
+    older, last = _listed(path)
     try:
         for one in older:
             with suppress(FileNotFoundError):  # the writer may have deleted the oldest file meanwhile
                 yield _number(path, one), _readable(one)
         if last is not None:
-            yield number, last
+            yield _number(path, older[-1]) + 1 if older else 1, last
     finally:
+        if last is not None:
+            last.close()
+
+
+def _listed(path: Path) -> tuple[list[Path], IO[bytes] | None]:
+    """Return the paths of a journal's full files, oldest first, and the current file, open; None if there is none.
+
+    The current file is opened first, because a writer may rename it while the older files are listed.
+    """
+    while True:
+        older = rotated(path)
+        last = _readable(path) if path.exists() else None
+        if rotated(path)[-1:] == older[-1:]:
+            return older, last
         if last is not None:
             last.close()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from decentral.core.units import Seconds
 from decentral.view.page.source_lines import NowLine, PageLine
 from decentral.view.page.sources import JournalFolder, LineSource
+from decentral.view.page.swarm_hooks import SwarmHooks
 from decentral.view.page.swarm_view import SwarmView
 
 UPDATE_S = 1.0
@@ -54,11 +55,12 @@ class SwarmTime:
 
 @dataclass(slots=True)
 class PageFollower:
-    """The loop that reads all sources into a view of the swarm."""
+    """The loop that reads all sources into a view of the swarm, and tells hooks what is new."""
 
     sources: Sequence[LineSource]
     time: SwarmTime
     view: SwarmView = field(default_factory=SwarmView)
+    hooks: SwarmHooks | None = None
 
     async def run(self, publish: Callable[[], None]) -> None:
         """Update the view once a second, and call `publish` after each update, until one of the sources has ended."""
@@ -89,6 +91,8 @@ class PageFollower:
         for count, (peer, line) in enumerate(source.lines()):
             self.time.saw(line, live)
             self.view.take(peer, line)
+            if self.hooks is not None:
+                self.hooks.take(peer, line, live and line.t > self.time.now() - FRESH_LINE_S)
             if not live and self.view.now >= ticked + self.view.timeline.width_s:
                 self.view.tick(self.view.now)
                 ticked = self.view.now

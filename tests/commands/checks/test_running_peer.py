@@ -63,6 +63,13 @@ def test_exchanges_that_all_fail_have_the_remedy_of_their_commonest_reason(
     assert says in one.remedy
 
 
+def test_a_journal_that_has_just_begun_a_new_file_is_checked_with_the_lines_before(tmp_path: Path) -> None:
+    written(tmp_path, exchange("done"), exchange("done")).joinpath("journal.jsonl").rename(tmp_path / "journal-1.jsonl")
+    line = strict_json.loads((tmp_path / "journal-1.jsonl").read_text().splitlines()[0])
+    (tmp_path / "journal.jsonl").write_text(strict_json.dumps(line | {"t": NOW - 1, "event": "continued"}) + "\n")
+    assert found(tmp_path)["exchanges"].seen.startswith("2/0/0 (done/solo/failed)")
+
+
 def test_a_reason_that_is_not_known_here_leads_to_the_table(tmp_path: Path) -> None:
     one = found(written(tmp_path, exchange("failed", "new-reason")))["exchanges"]
     assert "table of reasons, docs/PROTOCOL.md" in one.remedy

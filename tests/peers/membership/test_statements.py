@@ -13,9 +13,13 @@ from decentral.core.credit import SeenWork
 from decentral.core.errors import ProtocolError
 from decentral.core.ids import PeerId, RunId
 from decentral.core.journal.events import StatementLine
+from decentral.core.journal.file import Journal, recent, rotated
+from decentral.core.journal.lines import recorded
+from decentral.core.units import KiB
 from decentral.peers.membership import records, swarm_size
 from decentral.peers.membership.records import PeerRecord, Profile, Standing
 from decentral.peers.membership.statements import LINES_TRIED, MOST_SIGNERS, newest_records, opened, statement_of
+from tests.journal_lines import event_of
 
 RUN = RunId("run-0123")
 ROW = SeenWork("abcdefgh", 1000, 990, 5, 60, 4096, 12, 1)
@@ -92,3 +96,14 @@ def test_a_restarted_peer_finds_its_last_valid_record() -> None:
     damaged = dataclasses.replace(line(), record="AAAA")
     found, _ = newest_records([line(time=1.0), line(time=2.0), line("bob", 9.0), damaged])
     assert found[ann].time == 2.0
+
+
+def test_a_peer_that_restarts_just_after_its_journal_began_a_new_file_finds_its_last_record(tmp_path: Path) -> None:
+    ann, path = identity("ann").peer, tmp_path / "journal.jsonl"
+    journal = Journal(path, clock=lambda: 5.0, file_bytes=8 * KiB)
+    journal.write(line(time=1.0))
+    while not rotated(path):
+        journal.write(event_of("step"))
+    journal.close()
+    found, _ = newest_records(one.event for one in recorded(recent(path, 1 << 20)))
+    assert found[ann].time == 1.0

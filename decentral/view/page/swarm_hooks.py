@@ -1,0 +1,88 @@
+"""Tell hooks what happens in a whole swarm, from the page's lines: each event once, though many peers report it.
+
+`decentral.dashboard` and `decentral.local` tell hooks in this way; a peer's own hooks follow its journal alone
+(view/event_hooks.py). Start reading at `SwarmHooks`.
+"""
+
+from dataclasses import dataclass, field
+
+from decentral.core.journal import events
+from decentral.core.journal.events import JournalEvent
+from decentral.core.latest import keep_latest
+from decentral.core.units import Seconds
+from decentral.view.event_hooks import NAMES_KEPT, Hooks
+from decentral.view.page.source_lines import FactsLine, MissedLine, NowLine, PageLine, PlaceLine, RecordLine
+
+HERE, GONE = "here", "gone"
+FOUND_S = 30.0  # a record that a watch finds in its first seconds is of a peer that was there before
+
+
+@dataclass(slots=True)
+class SwarmHooks:
+    """A filter of the page's lines, which tells hooks of what is new."""
+
+    hooks: Hooks
+    _last: dict[str, str] = field(default_factory=dict)  # topic -> what was last known of it
+    _since: Seconds | None = None  # time of the first record
+
+    def take(self, peer: str, line: PageLine, new: bool) -> None:
+        """Read a line, and tell the hooks of it if it says what no earlier line has said.
+
+        Args:
+            peer: The id of the peer whose journal has the line; "" if the source wrote the line.
+            line: The line.
+            new: Whether it happened just now. If False, the line tells the past, which no hook is told.
+        """
+        found = self._event(line)
+        if found is None:
+            return
+        if isinstance(line.event, RecordLine):
+            self._since = line.t if self._since is None else self._since
+            new = new and line.t > self._since + FOUND_S
+        topic, value, is_own = _about(peer, found)
+        known = self._last.get(topic)
+        if topic:
+            keep_latest(self._last, topic, value, NAMES_KEPT)
+        if new and (is_own or value != known):
+            self.hooks.tell(line.t, found, peer)
+        else:
+            self.hooks.learn(found, peer)
+
+    def _event(self, line: PageLine) -> JournalEvent | None:
+        """Return the event of a journal's line; or what a line of the source itself says, as such an event."""
+        match line.event:
+            case RecordLine(peer=peer, record=record):
+                self.hooks.watch(record.run)
+                of = record.profile
+                return events.PeerJoinedLine(peer=peer, device=of.device, region=of.region, name=of.name)
+            case MissedLine(peer=peer, reason=reason):
+                return events.PeerLeftLine(peer=peer, reason=reason) if self._last.get(peer) == HERE else None
+            case None | NowLine() | FactsLine() | PlaceLine():
+                return None
+            case event:
+                return event
+
+
+def _about(peer: str, event: JournalEvent) -> tuple[str, str, bool]:
+    """Return what an event is about and what it says of that, and whether only this peer reports it.
+
+    The topic is "" if no other line says the same.
+    """
+    match event:
+        case events.StartedLine() | events.ContinuedLine() | events.JoinedLine():
+            return peer, HERE, True
+        case events.StoppedLine():
+            return peer, GONE, True
+        case events.PeerJoinedLine(peer=other):
+            return other, HERE, False
+        case events.PeerLeftLine(peer=other) | events.GoodbyeLine(peer=other):
+            return other, GONE, False
+        case events.PlanLine(digest=digest):
+            return "plan", digest, False
+        case events.RevokedLine(number=number):
+            return "revoked", str(number), False
+        case events.UnheldLine():
+            return "layers", GONE, False
+        case events.HeldLine():
+            return "layers", HERE, False
+    return "", "", True

@@ -1,0 +1,39 @@
+"""The range of a forecast's bytes: that of windows which are one step longer or shorter."""
+
+import numpy as np
+import pytest
+
+from decentral.commands.estimates.forecast import BYTES_RANGE, between_windows
+from decentral.commands.estimates.places import MBIT, groups_of, topology_of
+from decentral.commands.estimates.playing import Rates
+
+SENT_NN = np.array([[0.0, 100.0], [300.0, 0.0]])
+NO_CYCLE = np.zeros(2)
+
+
+def test_bytes_lie_between_those_of_longer_and_of_shorter_windows() -> None:
+    rates = Rates(1.0, SENT_NN, ((16.0, "link"), (8.0, "link")))
+    found = between_windows(rates, 0.5, NO_CYCLE)
+    assert found.mid_NN[1, 0] == 300
+    assert found.low_NN[1, 0] == pytest.approx(300 / 2 / BYTES_RANGE)
+    assert found.high_NN[1, 0] == pytest.approx(300 * 2 * BYTES_RANGE)
+
+
+def test_no_windows_are_shorter_than_the_shortest() -> None:
+    found = between_windows(Rates(1.0, SENT_NN, ((8.0, ""), (8.0, ""))), 8.0, NO_CYCLE)
+    assert found.high_NN[0, 1] == pytest.approx(100 * BYTES_RANGE)
+
+
+def test_steps_that_are_longer_than_windows_set_the_pace_whatever_their_length() -> None:
+    found = between_windows(Rates(1.0, SENT_NN, ((0.5, ""), (0.5, ""))), 0.25, np.full(2, 6.0))
+    assert found.low_NN[0, 1] == pytest.approx(100 / BYTES_RANGE)
+    assert found.high_NN[0, 1] == pytest.approx(100 * BYTES_RANGE)
+
+
+def test_no_case_has_more_bytes_than_the_link_carries() -> None:
+    groups = groups_of("4090 home1:8/80, 4090 home2:8/80")
+    topology = topology_of(groups, [1.0, 1.0], [1.0, 1.0])
+    found = between_windows(Rates(1.0, 2e4 * SENT_NN, ((8.0, "link"),) * 2), 0.5, NO_CYCLE).within(topology)
+    uplink = 8 * MBIT
+    assert [one[1, 0] for one in (found.low_NN, found.mid_NN, found.high_NN)] == pytest.approx([uplink] * 3)
+    assert found.low_NN[0, 1] < found.mid_NN[0, 1] <= found.high_NN[0, 1] <= uplink * 1.001
