@@ -144,7 +144,7 @@ KNOWS = {  # a library -> by room, the modules that use it; no others do
         "commands": "lifeline shared",
     },
     "time": {
-        "store": "sending",
+        "store": "fetching sending",
         "comm.net": "libp2p streams",
         "engine": "compute layer_times measure stage_runner step threads",
         "peers.runtime": "clock host",
