@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING
 from decentral.commands import shared
 from decentral.core.errors import UserError
 from decentral.view.page.address import PageAddress, link
-from decentral.view.page.follow import PageFollower, SwarmTime
-from decentral.view.page.sources import JournalFolder, LineSource, ParentFeed
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -57,7 +55,9 @@ async def _serve(flags: argparse.Namespace, listening: socket.socket) -> None:
     import uvicorn
 
     from decentral.view.page.connections import settings
+    from decentral.view.page.follow import PageFollower, SwarmTime
     from decentral.view.page.server import Updates, application
+    from decentral.view.page.sources import JournalFolder, LineSource, ParentFeed
 
     async with AsyncExitStack() as stack:
         sources: list[LineSource] = [JournalFolder(Path(flags.folder))] if flags.folder else []

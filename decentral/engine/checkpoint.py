@@ -176,7 +176,8 @@ def save(folder: Path, span: Span, counters: Counters, whole: bool) -> Generator
     yield Phase.BESIDE
     fragments = span.gossip.fragments
     groups = [fragments] if whole else [[one] for one in fragments]
-    room = CopyRoom([[tensor for one in group for tensor in one.live.tensors().values()] for group in groups])
+    copied = [] if span.device.ranks.sharded else groups  # parts are gathered into new vectors, which need no room
+    room = CopyRoom([[tensor for one in group for tensor in one.live.tensors().values()] for group in copied])
     file = TensorFile(folder / FILE, {name: like for one in fragments for name, like in one.checkpoint_shapes()})
     facts: JsonObject = {}
     windows, steps = [], []
@@ -216,7 +217,8 @@ class CopyRoom:
 
     def __init__(self, groups: Sequence[Sequence[Tensor]]) -> None:
         """Allocate the bytes that the largest group needs, and write zeros so that copies need no new memory pages."""
-        self._room = torch.empty(max(sum(map(_aligned_bytes, group)) for group in groups), dtype=torch.uint8).fill_(0)
+        largest = max((sum(map(_aligned_bytes, group)) for group in groups), default=0)
+        self._room = torch.empty(largest, dtype=torch.uint8).fill_(0)
         self._used = 0
 
     def clear(self) -> None:

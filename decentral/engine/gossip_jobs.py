@@ -223,10 +223,6 @@ class FragmentGossip:
             self.merging.add(job.fragment)
         elif not gossiped.live.steps:
             yield Phase.EDGE  # the first step must be taken before the window can be closed
-        if not gossiped.rule.ready:
-            yield Phase.BESIDE
-            gossiped.rule.make_ready()
-            yield Phase.EDGE
         if gossiped.resting:
             at_edge = yield from gossiped.fold()
             if not at_edge:
@@ -272,8 +268,6 @@ class FragmentGossip:
         yield Phase.BESIDE
         gossiped = self._by_index[fragment]
         if gossiped.resting:
-            if not gossiped.rule.ready:
-                gossiped.rule.make_ready()
             at_edge = yield from gossiped.fold()
             if at_edge:
                 yield Phase.BESIDE

@@ -280,6 +280,7 @@ def _profile(flags: state.PeerFlags, folder: state.StateFolder, compute: Compute
         name=machine_name() if flags.name is None else flags.name,
         software=f"decentral {__version__}",
         costs=measured.costs,
+        alone=device.ranks.sharded,
     )
 
 

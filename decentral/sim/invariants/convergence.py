@@ -41,13 +41,14 @@ class ConvergenceAudit:
     forged: dict[int, float] = field(default_factory=dict)  # by fragment: size of the changes by merges of false blobs
     outvoted: bool = False  # whether liars have ever been as many as honest peers, so that they may win
     _dropped_at: dict[tuple[PeerId, PeerId], Seconds] = field(default_factory=dict)  # by (dropping peer, dropped peer)
-    _closed: dict[tuple[PeerId, int], Tensor] = field(default_factory=dict)  # (peer, fragment) -> baseline of a window
+    _closed: dict[tuple[PeerId, int], Tensor] = field(default_factory=dict)  # (peer, fragment) -> weights
 
     def closed(self, host: VirtualHost, fragment: int) -> None:
-        """Copy the baseline of a peer that closes a window, so that `corrected` can compare it with a later one."""
+        """Copy the baseline and residual of a peer that closes a window, for `corrected`."""
         rule = host.training.gossip.of(fragment).rule
         if isinstance(rule, PullRule):
-            self._closed[host.peer, fragment] = rule.baseline.clone()
+            assert rule.residual is not None, "a closed window has a residual"
+            self._closed[host.peer, fragment] = rule.baseline + rule.residual
 
     def corrected(self, host: VirtualHost, fragment: int, forged: bool) -> None:
         """Add up how a merge has moved a peer's baseline since the peer closed its window.

@@ -63,7 +63,7 @@ def test_an_answer_from_before_the_slow_weights_were_added_is_not_kept() -> None
 
 def closed(store: SnapshotStore, seq: int) -> bool:
     """A window ends every ten seconds, and is merged at once. Returns whether slow weights are made unasked."""
-    header = Snapshot("run", 0, seq, 1, 0.1, 10.0 * seq, LIGHT, bytes(16))
+    header = Snapshot("run", 0, seq, 1, 0.1, 10.0 * seq, LIGHT, bytes(16), lasted_s=10.0 if seq > 1 else 0.0)
     effects = store.put(header, WindowClosed(0, seq, 1, 0.1, LIGHT, bytes(8000), MORE), 10.0 * seq)
     store.settle()
     if made := EncodeSections(0, seq) in effects:
