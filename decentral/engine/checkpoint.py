@@ -176,8 +176,8 @@ def save(folder: Path, span: Span, counters: Counters, whole: bool) -> Generator
     yield Phase.BESIDE
     fragments = span.gossip.fragments
     groups = [fragments] if whole else [[one] for one in fragments]
-    copied = [] if span.device.ranks.sharded else groups  # parts are gathered into new vectors, which need no room
-    room = CopyRoom([[tensor for one in group for tensor in one.live.tensors().values()] for group in copied])
+    kept = [] if span.device.ranks.sharded else groups  # parts are gathered into new vectors, which need no room
+    room = CopyRoom([[tensor for one in group for tensor in one.live.tensors().values()] for group in kept])
     file = TensorFile(folder / FILE, {name: like for one in fragments for name, like in one.checkpoint_shapes()})
     facts: JsonObject = {}
     windows, steps = [], []
