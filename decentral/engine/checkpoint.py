@@ -43,7 +43,7 @@ COPY_ALIGNED = 64  # each tensor begins at a multiple of this many bytes, the si
 MOST_POSITION_BYTES = 4096
 # Retained states and copies may take at most this share of the disk space that would be free without them.
 COPIES_SHARE = 0.2
-RESERVED = 1024  # this many micro-batch numbers are reserved on disk at a time; a restart reuses none
+RESERVED = 1024  # this many micro-batch numbers are reserved on disk at a time; no start reuses a reserved number
 ELSEWHERE = SPACE // 2  # while the disk cannot be written, micro-batch numbers are random and at least this
 Read = TypeVar("Read")
 
@@ -113,7 +113,7 @@ def verify(folder: Path) -> None:
 
 
 def _verified(file: Any, facts: JsonObject) -> bool:
-    """Return True if each tensor in the file has its checksum in `facts`. Raises ValueError if a checksum differs."""
+    """Return True if each tensor has the checksum that `facts` has for it. Raises ValueError if a checksum differs."""
     for name, expected in facts.get(SUMS, {}).items():
         _check_sum(name, file.get_tensor(name), expected)
     return True
@@ -176,8 +176,7 @@ def save(folder: Path, span: Span, counters: Counters, whole: bool) -> Generator
     yield Phase.BESIDE
     fragments = span.gossip.fragments
     groups = [fragments] if whole else [[one] for one in fragments]
-    kept = [] if span.device.ranks.sharded else groups  # parts are gathered into new vectors, which need no room
-    room = CopyRoom([[tensor for one in group for tensor in one.live.tensors().values()] for group in kept])
+    room = CopyRoom([[tensor for one in group for tensor in one.live.tensors().values()] for group in groups])
     file = TensorFile(folder / FILE, {name: like for one in fragments for name, like in one.checkpoint_shapes()})
     facts: JsonObject = {}
     windows, steps = [], []
@@ -213,12 +212,11 @@ def finite(tensor: Tensor) -> bool:
 
 
 class CopyRoom:
-    """A buffer in host memory for copies of tensors, which is used again for each group of tensors."""
+    """A buffer in host memory for copies of tensors. After `clear`, the next group of tensors reuses its memory."""
 
     def __init__(self, groups: Sequence[Sequence[Tensor]]) -> None:
         """Allocate the bytes that the largest group needs, and write zeros so that copies need no new memory pages."""
-        largest = max((sum(map(_aligned_bytes, group)) for group in groups), default=0)
-        self._room = torch.empty(largest, dtype=torch.uint8).fill_(0)
+        self._room = torch.empty(max(sum(map(_aligned_bytes, group)) for group in groups), dtype=torch.uint8).fill_(0)
         self._used = 0
 
     def clear(self) -> None:
@@ -290,7 +288,7 @@ def _resumed(names: Sequence[str], facts: JsonObject, folder: Path, span: Span, 
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint file by name; each is read from the disk whenever it is asked for."""
+    """The tensors of a checkpoint file by name; each access to a tensor reads it from the disk."""
 
     def __init__(self, path: Path, names: Sequence[str]) -> None:
         """Read from the safetensors file `path`, which has tensors of these names."""
@@ -299,7 +297,7 @@ class StoredTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         """Return the tensor. Raises KeyError if the file has none of this name.
 
-        The file is mapped for this tensor only, since what was read of a mapping counts as this process's memory.
+        Each call maps the file anew, because pages read through an open mapping count as this process's memory.
         """
         if name not in self._names:
             raise KeyError(name)
@@ -360,7 +358,7 @@ class MicroBatchNumbers:
         return cls(reserved, lambda new: write_atomically(path, json.dumps(new).encode()), names)
 
     def name(self, number: int) -> int:
-        """Return the name of a micro-batch in training: at random one of its two names; audits use the other name."""
+        """Return the name of a micro-batch in training: one of its two names, at random. An audit uses the other."""
         return self.names.pair(number) + self.draw(2)
 
     def take(self, wished: int) -> int:
@@ -391,12 +389,12 @@ class RetainedStateStore:
     """A store on disk for states of fragments that this peer does not hold; lost layers can be recovered from them.
 
     Each fragment has one file, with the state that a holder sends to a joining peer, and the state's learning-rate
-    step. The state is this peer's own from when it gave the fragment up, or a copy of another holder's. Files of
-    another run are ignored.
+    step. The state is either the state that this peer had when it gave the fragment up, or a copy of another holder's
+    state. Files of another run are ignored.
     """
 
     folder: Path
-    run: str  # digest of the run's config, since a state of another run must not be taken
+    run: str  # digest of the run's config; a file with another digest is ignored
 
     def write(self, state: Donated, step: int) -> None:
         """Write a fragment's state in place of an older one. Raises OSError if the disk fails; the old state stays."""
@@ -409,13 +407,13 @@ class RetainedStateStore:
         """Write another holder's state of a fragment in place of an older one.
 
         Raises:
-            OSError: If the folder's states would take more than COPIES_SHARE of the disk, or the disk fails; the old
-                state stays.
+            OSError: If the folder's states would take more than COPIES_SHARE of the disk space that would be free
+                without them, or the disk fails; the old state stays.
         """
         sizes = {path: path.stat().st_size for path in self.folder.glob("kept-*.safetensors")}
         free, others = shutil.disk_usage(self.folder).free + sum(sizes.values()), {**sizes, self._path(state[0]): 0}
         if sum(others.values()) + len(state[2]) > COPIES_SHARE * free:
-            raise OSError(errno.ENOSPC, f"a copy of {len(state[2])} bytes is too large for the disk")
+            raise OSError(errno.ENOSPC, f"a copy of {len(state[2])} bytes is too large for the disk; free more space")
         self.write(state, step)
 
     def read(self, fragment: int) -> RetainedState | None:
@@ -429,7 +427,7 @@ class RetainedStateStore:
             return None
 
     def forget(self, fragments: Iterable[int]) -> None:
-        """Delete the retained states of these fragments."""
+        """Delete the retained states of these fragments. A file that cannot be deleted stays."""
         for fragment in fragments:
             with suppress(OSError):
                 self._path(fragment).unlink(missing_ok=True)
