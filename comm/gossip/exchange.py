@@ -217,7 +217,8 @@ class PullExchange:
         since_s = now - self._published_at
         behind = since_s > BEHIND_PERIODS * period_s
         self.lasted_s, self._published_at = since_s if self._published_at else 0.0, now
-        effects = self.published.put(snapshots.describe(self.context, closed, self.lasted_s, now), closed, now)
+        header = snapshots.describe(self.context, closed, self.lasted_s, now)
+        effects = self.published.put(header, closed, now, keep=snapshots.ROUNDS_KEPT if self.blocking else 1)
         if not window.partners:
             self._window = replace(window, skipped=Reason.ALONE)
             return [*effects, *self._merge(now)]
@@ -337,6 +338,7 @@ class PullExchange:
         if not merged.used:
             reason = self._window.skipped or Reason.FAILED
             lines.append(self.context.exchange_ended(None, "solo", reason, now - self._began))
+        self._window = PullWindow()  # this frees the partners' snapshots
         return lines
 
     def _failed(self, partner: PeerId, reason: str, seconds: Seconds) -> Log:

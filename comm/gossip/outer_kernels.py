@@ -13,7 +13,8 @@ Start at the protocol `OuterKernels`; `TorchKernels` is the reference. The algor
             phi = (phi - g) - apart                               comm/gossip/pull_rule.py has the weights w and v
             correction = rho (phi - baseline);  baseline = baseline + correction
             The correction is added to the live weights between two steps. rho is the share of the correction that is
-            applied; a later correction gets a smaller rho (`rho_of`).
+            applied; a later correction gets a smaller rho (`rho_of`). Then baseline = baseline + residual, and the next
+            close begins with a residual of zero, since one vector takes less memory than two.
 
 A window is the time between two closes. The snapshot is a copy of the live weights at the window's end. The baseline is
 the snapshot of the last window plus all later corrections. phi are the slow weights, which partners pull.

@@ -33,11 +33,11 @@ ROUNDING = 1e-6
 
 
 class PullRule(UpdateRule):
-    """The rule of the `pull` algorithm: slow weights phi, a baseline, a residual and one spare vector, each fp32 [n].
+    """The rule of the `pull` algorithm: slow weights phi and a baseline, each fp32 [n].
 
-    The caller copies theta into the spare vector, and `close` makes that vector the baseline. The old baseline becomes
-    the spare vector, into which `merge` writes the correction. In a new rule the baseline equals phi and the residual
-    is zero. `make_ready` writes both vectors before the first step, which would otherwise wait for their memory pages.
+    In a new rule both are the same vector. The residual (the quantisation error that no window has published yet) is a
+    vector of its own only between a close and its merge; at other times the baseline includes it. So gossip takes 8
+    bytes of memory for each parameter, and 4 more for a fragment whose window waits for its merge.
     """
 
     on_request: Mapping[str, str] = {"phi": SLOW_WEIGHTS_CODEC}
@@ -49,45 +49,17 @@ class PullRule(UpdateRule):
         super().__init__(gossip, theta, peer, tools)
         self.sections = {PSEUDO_GRADIENT: PSEUDO_GRADIENT_CODEC if gossip.code == "auto" else gossip.code}
         self.sparse = {PSEUDO_GRADIENT: ONE_BIT_CODEC} if gossip.code == "auto" else {}
-        self.phi, self._baseline, self._residual, self.spare = (tools.vector(self.elements) for _ in range(4))
-        self.ready = False
+        self.phi = tools.vector(self.elements)
+        # The weights from which the next pseudo-gradient is measured: theta at the last close of a window, plus all
+        # corrections since then, and plus the residual while no window waits for its merge.
+        self.baseline = self.phi
+        self.residual: Tensor | None = None
         self.history = PartnerHistory()
         # The secret positions at which peers' vectors are compared; chosen at the first merge.
         self.sample: WindowSample | None = None
         self.closed: tuple[Window, bytes] | None = None  # the closed window that is not merged yet, with its q4 blob
         if not theta.is_meta:
             self.load(theta, {})
-
-    @property
-    def baseline(self) -> Tensor:
-        """Return the weights from which the next pseudo-gradient is measured.
-
-        They are theta at the last close of a window, plus all corrections since then.
-        """
-        self._settle()
-        return self._baseline
-
-    @property
-    def residual(self) -> Tensor:
-        """Return the quantisation error that is not published yet (error feedback)."""
-        self._settle()
-        return self._residual
-
-    def make_ready(self) -> None:
-        """Initialise the memory of the baseline, the residual and the spare vector."""
-        self._settle()
-        self.spare.zero_()
-
-    def _settle(self) -> None:
-        """Initialise the baseline and the residual if the rule is new."""
-        if not self.ready:
-            self._baseline.copy_(self.phi)
-            self._residual.zero_()
-            self.ready = True
-
-    def buffer(self) -> Tensor:
-        """Return the spare vector. The caller copies theta into it, and passes it to `close` or `fold`."""
-        return self.spare
 
     def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
         """Pack the window's pseudo-gradient; the tensor `theta`, which `buffer` returned, becomes the baseline.
@@ -98,9 +70,10 @@ class PullRule(UpdateRule):
         self._end_unmerged()
         kernels, codes = self.tools.kernels, self.sparse if self.sparsely else self.sections
         code = codes[PSEUDO_GRADIENT]
-        blob, length = kernels.close(theta, self.baseline, self.residual, code)
+        residual = self.tools.vector(self.elements).zero_()
+        blob, length = kernels.close(theta, self.baseline, residual, code)
         self.history.experience.closed(length)
-        self._baseline, self.spare = theta, self.baseline
+        self.baseline, self.residual = theta, residual
         sent = kernels.narrow(blob, self.elements) if code == ONE_BIT_CODEC else blob
         packer.add_encoded(PSEUDO_GRADIENT, code, self.elements, sent)
         self.closed = window, blob
@@ -133,6 +106,7 @@ class PullRule(UpdateRule):
         possible = [one for one in partners if experience.possible(one.length)]
         progress = experience.usual_progress([(one.peer, one.length) for one in possible])
         if self.sample is None:
+            assert self.residual is not None, "a closed window has a residual"
             self.sample = WindowSample.drawn(self.elements, self.residual)
         apart = _differences(self.sample, self.tools.codecs, self.phi, partners)
         lengths = [min(one.length, progress) for one in partners if one.phi is not None]
@@ -151,38 +125,40 @@ class PullRule(UpdateRule):
                 slow_weights.append(Weighted(weight, one.phi))
                 outliers.moved(weight * apart[one.peer])
         vectors, rho = (
-            OuterVectors(self.phi, self.baseline, self.spare),
+            OuterVectors(self.phi, self.baseline, self.tools.vector(self.elements)),
             rho_of(steps - own.steps, self.tools.optimizer),
         )
         self.tools.kernels.merge(vectors, steps_taken, slow_weights, rho)
-        self.closed = None  # cleared last: if the kernel runs out of memory, the final checkpoint includes the window
-        return Correction(self.spare)
+        self._end_window()  # only now: if the kernel runs out of memory, the final checkpoint includes the window
+        return Correction(vectors.correction)
 
     def fold(self, theta: Tensor) -> Correction | None:
         """Add all unpublished training to phi, unquantised and without partners; `theta` becomes the baseline.
 
         Returns:
             The correction that moves the live weights to phi. None if the live weights already equal phi within
-            rounding, or if an earlier call has folded this `theta`.
+            rounding.
         """
-        if theta is self.baseline:  # an earlier call folded this `theta`, but the change of layers then failed
-            return None
         self._end_unmerged()
-        owed = self.residual.add_(self.baseline).sub_(theta)
-        self._baseline, self.spare = theta, self.baseline
+        owed = torch.sub(self.baseline, theta, out=self.tools.vector(self.elements))
         self.phi.sub_(owed)
-        self.residual.zero_()
-        torch.sub(self.phi, self.baseline, out=self.spare)
-        if float(torch.linalg.vector_norm(self.spare)) <= ROUNDING * float(torch.linalg.vector_norm(self.phi)):
+        self.baseline, correction = theta, torch.sub(self.phi, theta, out=owed)
+        if float(torch.linalg.vector_norm(correction)) <= ROUNDING * float(torch.linalg.vector_norm(self.phi)):
             return None  # theta equals phi up to rounding; the baseline keeps the tiny difference
-        self.baseline.add_(self.spare)
-        return Correction(self.spare)
+        self.baseline.add_(correction)
+        return Correction(correction)
 
     def _end_unmerged(self) -> None:
         """Apply the closed window to phi if no merge has done so, for example after a failed change of layers."""
         if self.closed is not None:
             self.phi.sub_(self._read(self.closed[1]))
-            self.closed = None
+            self._end_window()
+
+    def _end_window(self) -> None:
+        """Add the residual of the closed window to the baseline, and free it."""
+        assert self.residual is not None, "a closed window has a residual"
+        self.baseline.add_(self.residual)
+        self.closed = self.residual = None
 
     def published(self) -> Tensor | None:
         """Return the quantised pseudo-gradient, fp32 [n], of the closed window; None if it is merged already."""
@@ -202,25 +178,22 @@ class PullRule(UpdateRule):
         If a window is closed but not merged, the returned phi includes this window, but no partner's window, since a
         restart loses partners' windows.
         """
-        phi = self.phi if self.closed is None else self.phi - self._read(self.closed[1])
-        return {"phi": phi, "owed": self.residual + (self.baseline - theta)}
+        published, owed = self.published(), self.baseline - theta
+        if published is None or self.residual is None:
+            return {"phi": self.phi, "owed": owed}
+        return {"phi": self.phi - published, "owed": owed.add_(self.residual)}
 
     def load(self, theta: Tensor, state: dict[str, Tensor]) -> None:
         """Continue with the weights `theta` and a checkpoint's `state`; with an empty state, start with phi = theta."""
-        self.closed = None
+        self.closed = self.residual = None
         self.history.outliers.forget()
         if "phi" in state:
             self.phi.copy_(state["phi"])
-            self.baseline.copy_(theta)
-            self.residual.copy_(state["owed"])
-        else:
-            self._begin(theta)
-
-    def _begin(self, theta: Tensor) -> None:
-        """Start with phi = theta and no unpublished training."""
+            self.baseline = self.tools.vector(self.elements).copy_(theta).add_(state["owed"])
+            return
         if theta is not self.phi:
             self.phi.copy_(theta)
-        self.ready = False
+        self.baseline = self.phi
 
     def donate(self, live: Live, packer: Packer) -> None:
         """Pack the slow weights, from which a newcomer starts."""

@@ -31,7 +31,7 @@ from decentral.core.units import Seconds
 
 FRESH_SNAPSHOT_S = 60.0  # a snapshot up to this age is merged, even if windows are much shorter
 CLOCK_SKEW_S = 10.0  # a snapshot's time may lie this far in the future, because peers' clocks differ
-SNAPSHOTS_KEPT = 2  # we keep the newest snapshot, and the one before it for partners that are one round behind
+ROUNDS_KEPT = 2  # with numbered rounds, we also keep the snapshot before the newest one: a partner may be a round behind
 MOST_SEEN = 8192  # to refuse replays, we store the newest window number of this many partners; a roster has fewer peers
 MOST_PARTS = 3  # we cache at most this many answers of a snapshot, one for each choice of sections that was pulled
 MAX_WAITING_PULLS = 256  # at most this many pulls wait for the next snapshot; further pulls are answered at once
@@ -193,8 +193,8 @@ class PublishedSnapshot:
     blob: bytes
     on_request: Layout  # layout of the sections that are encoded only on request
     settled: bool = False  # True once the merge has begun, after which on-request sections can no longer be encoded
-    added: Layout = ()  # the on-request sections that have been encoded, in `added_blob`
-    added_blob: bytes = b""
+    added: Layout = ()  # the on-request sections that have been encoded, in `whole`
+    whole: bytes = b""  # the blob with the added sections, once they are encoded
     parts: dict[Layout, Envelope] = field(default_factory=dict)  # cached answers with only some of the sections
 
     def reply(self, request: int, names: Sequence[str]) -> Reply:
@@ -211,14 +211,14 @@ class PublishedSnapshot:
 
     def add(self, layout: Layout, blob: bytes) -> None:
         """Add the on-request sections, now that they are encoded."""
-        self.added, self.added_blob = layout, blob
+        self.added, self.whole = layout, joined([self.blob, blob])
         self.parts.clear()
 
     def _part(self, layout: Layout) -> Envelope:
-        whole = (*self.snapshot.layout, *self.added)
-        blob = joined([self.blob, self.added_blob])
-        placed = zip(whole, accumulate(section.size for section in whole), strict=True)
-        part = joined([blob[end - section.size : end] for section, end in placed if section in layout])
+        sections, part = (*self.snapshot.layout, *self.added), self.whole or self.blob
+        if layout != sections:
+            placed = zip(sections, accumulate(section.size for section in sections), strict=True)
+            part = joined([part[end - section.size : end] for section, end in placed if section in layout])
         return Envelope(replace(self.snapshot, layout=layout, digest=blobs.digest(part)), part)
 
 
@@ -231,7 +231,7 @@ class SnapshotStore:
     weights. So after a late pull, the slow weights are encoded at each of the next ASKED_LATE_WINDOWS closes.
     """
 
-    latest: deque[PublishedSnapshot] = field(default_factory=lambda: deque(maxlen=SNAPSHOTS_KEPT))
+    latest: deque[PublishedSnapshot] = field(default_factory=deque)
     # Pulls that wait for the next snapshot: (request id, pull, latest time to answer).
     waiting: list[tuple[int, Pull, Seconds]] = field(default_factory=list)
     # Pulls that wait until the worker has encoded on-request sections: (request id, pull).
@@ -244,11 +244,14 @@ class SnapshotStore:
         """Return when the first waiting pull must be answered; None if no pull waits."""
         return min((until for _, _, until in self.waiting), default=None)
 
-    def put(self, snapshot: Snapshot, closed: WindowClosed, now: Seconds) -> list[Effect]:
+    def put(self, snapshot: Snapshot, closed: WindowClosed, now: Seconds, keep: int = 1) -> list[Effect]:
         """Publish a snapshot; return answers to the pulls that waited for it, and the job for on-request sections.
 
-        The job is returned only if a late pull came within the last ASKED_LATE_WINDOWS.
+        The job is returned only if a late pull came within the last ASKED_LATE_WINDOWS. Only the `keep` newest
+        snapshots are kept.
         """
+        while len(self.latest) >= keep:
+            self.latest.popleft()
         self.latest.append(PublishedSnapshot(snapshot, closed.blob, closed.on_request))
         begun = self._make(self.latest[-1]) if self.asked_late and closed.on_request else []
         self.asked_late = max(0, self.asked_late - 1)
@@ -314,8 +317,8 @@ class SnapshotStore:
 
     def _is_late(self, now: Seconds) -> bool:
         """Return whether a pull at time `now` is late (LATE): its sender does not close windows when this peer does."""
-        times = [one.snapshot.time for one in self.latest]
-        return len(times) > 1 and now - times[-1] > LATE * (times[-1] - times[-2])
+        newest = self.latest[-1].snapshot
+        return newest.lasted_s > 0 and now - newest.time > LATE * newest.lasted_s
 
     def _make(self, newest: PublishedSnapshot) -> list[Effect]:
         """Return the job that encodes the on-request sections of `newest`; [] if such a job is already running."""

@@ -111,18 +111,12 @@ class UpdateRule:
     work: tuple[PartnerWork, ...] = ()
     """What the trusted windows of the last merge show of the work behind them; () if the rule cannot tell."""
 
-    ready: bool = True
-    """Whether the memory that the next window needs is initialised; if not, `make_ready` must run first."""
-
     def __init__(self, gossip: GossipConfig, theta: Tensor, peer: PeerId, tools: RuleTools) -> None:
         """Create this peer's rule for a fragment with the weights `theta` [n].
 
         If theta is on the meta device, only n is known: call `load` or `adopt` next.
         """
         self.tools, self.elements = tools, theta.numel()
-
-    def make_ready(self) -> None:
-        """Initialise the memory that a new rule has left uninitialised; the worker calls it beside training."""
 
     def buffer(self) -> Tensor:
         """Return the vector into which the caller copies theta for the next `close` or `fold`."""

@@ -27,9 +27,6 @@ from decentral.commands.hook_flags import add_hook_flags, hooks_of
 from decentral.core.errors import UserError
 from decentral.view.event_hooks import Hooks, hooks_running
 from decentral.view.page.address import PageAddress, link
-from decentral.view.page.follow import PageFollower, SwarmTime
-from decentral.view.page.sources import JournalFolder, LineSource, ParentFeed
-from decentral.view.page.swarm_hooks import SwarmHooks
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -65,7 +62,9 @@ async def _serve(flags: argparse.Namespace, listening: socket.socket, hooks: Hoo
     import uvicorn
 
     from decentral.view.page.connections import settings
+    from decentral.view.page.follow import PageFollower, SwarmTime
     from decentral.view.page.server import Updates, application
+    from decentral.view.page.sources import JournalFolder, LineSource, ParentFeed
 
     async with AsyncExitStack() as stack:
         sources: list[LineSource] = [JournalFolder(Path(flags.folder))] if flags.folder else []

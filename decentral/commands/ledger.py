@@ -14,18 +14,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from decentral.commands import audit, shared
-from decentral.commands.ps import table
+from decentral.commands import shared
 from decentral.core import strict_json
 from decentral.core.credit import Credit, Statement, contributions, latest
 from decentral.core.errors import UserError
 from decentral.core.ids import PeerId, RunId
-from decentral.core.journal.file import read
-from decentral.core.journal.lines import recorded
 from decentral.core.peer_names import titled
 from decentral.core.plain_text import plain_text
 from decentral.core.units import plural
-from decentral.peers.membership.statements import newest_records, statement_of
 
 LEDGER_COLUMNS = ("peer", "tokens", "share", "hours", "served", "checks", "witnesses", "claims")
 MB = 1e6
@@ -37,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(flags: argparse.Namespace) -> None:
+    from decentral.commands.ps import table
+
     run, statements = asyncio.run(_of_swarm(flags)) if flags.join else of_journals(flags.folders)
     found = contributions(statements)
     if flags.json:
@@ -59,6 +57,7 @@ async def _of_swarm(flags: argparse.Namespace) -> tuple[RunId, dict[PeerId, Stat
 
     The import loads libp2p, which takes a second.
     """
+    from decentral.peers.membership.statements import statement_of
     from decentral.peers.startup.invitation_files import read_holding
     from decentral.peers.startup.visit import visit
 
@@ -73,6 +72,11 @@ def of_journals(folders: Sequence[str]) -> tuple[RunId, dict[PeerId, Statement]]
     Raises:
         UserError: If the journals have no valid statement, or statements of several runs.
     """
+    from decentral.commands import audit
+    from decentral.core.journal.file import read
+    from decentral.core.journal.lines import recorded
+    from decentral.peers.membership.statements import newest_records, statement_of
+
     paths = [journal for folder in folders for journal in audit.journals(Path(folder))]
     read_all = [newest_records(line.event for line in recorded(read(path))) for path in paths]
     if refused := sum(count for _, count in read_all):

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -30,13 +31,15 @@ from decentral.core.ids import PeerId
 from decentral.core.layer_work import KindCosts
 from decentral.core.plain_text import plain_text
 from decentral.core.strict_json import JsonObject
-from decentral.peers.membership.records import PeerRecord
 from decentral.scheduler.throughput import layer_costs
 from decentral.scheduler.topology import topology as topologies
 from decentral.scheduler.topology.plan import SyncPlan, ThroughputPlan
 from decentral.scheduler.topology.search_budget import SearchBudget
 from decentral.scheduler.topology.topology import Topology
 from decentral.view.solver_picture import draw_comparison
+
+if TYPE_CHECKING:
+    from decentral.peers.membership.records import PeerRecord
 
 PLAN_REASON_CHARS = 1000
 ROWS = 32
@@ -149,7 +152,7 @@ async def _live(address: str, invite: str | None) -> LiveSwarm:
     from decentral.peers.startup.visit import visit
 
     async with visit([address], read_holding(Path(invite)) if invite else None) as swarm:
-        known: dict[PeerId, PeerRecord] = {}
+        known = dict[PeerId, "PeerRecord"]()
         for _ in range(PLAN_LOOKS):
             known |= await swarm.records()
             if len(known) > 1:
@@ -158,9 +161,9 @@ async def _live(address: str, invite: str | None) -> LiveSwarm:
         return live_swarm(swarm.config, known)
 
 
-def live_swarm(config: Config, known: Mapping[PeerId, PeerRecord]) -> LiveSwarm:
-    """Return what records say of a swarm, without peers that could compute nothing: no plan is possible with them."""
-    profiles = {peer: _profile(record, config) for peer, record in known.items()}
+def live_swarm(config: Config, known: Mapping[PeerId, "PeerRecord"]) -> LiveSwarm:
+    """Return what records say of a swarm, without peers that could compute nothing, or compute nothing for others."""
+    profiles = {peer: _profile(record, config) for peer, record in known.items() if not record.profile.alone}
     able = {peer: one for peer, one in profiles.items() if one["memory_bytes"] > 0 and one["flops"] >= LEAST_FLOPS}
     return LiveSwarm(
         config,
@@ -173,7 +176,7 @@ def live_swarm(config: Config, known: Mapping[PeerId, PeerRecord]) -> LiveSwarm:
     )
 
 
-def _profile(record: PeerRecord, config: Config) -> JsonObject:
+def _profile(record: "PeerRecord", config: Config) -> JsonObject:
     """Return a peer's profile. If the peer has trained, compute its FLOP/s from its tokens/s on the run's model."""
     reached = record.profile.tokens_per_s * layer_costs.flops_per_token(config)
     return dataclasses.asdict(record.profile) | {"flops": reached or record.profile.flops}

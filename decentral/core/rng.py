@@ -6,8 +6,10 @@ that restarts gets the same samples as without the restart.
 
 import hashlib
 import random
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def seed_of(seed: int, *names: str | int) -> int:
@@ -21,6 +23,8 @@ def stream(seed: int, *names: str | int) -> random.Random:
     return random.Random(seed_of(seed, *names))
 
 
-def arrays(seed: int, *names: str | int) -> np.random.Generator:
+def arrays(seed: int, *names: str | int) -> "np.random.Generator":
     """Return a random stream for arrays of samples, such as the text positions of a micro-batch."""
+    import numpy as np  # commands that only print their help need none
+
     return np.random.default_rng(seed_of(seed, *names))

@@ -165,9 +165,13 @@ class Live:
         """Set the gradient to zero, or free it if `grad` is not allocated."""
         if self._grad is not None:
             self._grad.zero_()
-            return
-        for parameter in self._parameters:
-            parameter.grad = None
+        self.free_gradients()
+
+    def free_gradients(self) -> None:
+        """Free the gradients of a step that has been taken, unless `grad` is allocated."""
+        if self._grad is None:
+            for parameter in self._parameters:
+                parameter.grad = None
 
     def touch_memory(self) -> None:
         """Write zeros to weights, optimizer state and gradients, so that their memory is mapped before the first step.

@@ -224,10 +224,6 @@ class FragmentGossip:
             self.merging.add(job.fragment)
         elif not gossiped.live.steps:
             yield Phase.EDGE  # wait until after the next step: a window cannot be closed before the first step
-        if not gossiped.rule.ready:
-            yield Phase.BESIDE
-            gossiped.rule.make_ready()
-            yield Phase.EDGE
         if gossiped.resting:
             at_edge = yield from gossiped.fold()
             if not at_edge:
@@ -273,8 +269,6 @@ class FragmentGossip:
         yield Phase.BESIDE
         gossiped = self._by_index[fragment]
         if gossiped.resting:
-            if not gossiped.rule.ready:
-                gossiped.rule.make_ready()
             at_edge = yield from gossiped.fold()
             if at_edge:
                 yield Phase.BESIDE

@@ -9,6 +9,7 @@ from decentral.core import config
 from decentral.engine.fragment import Live
 from decentral.engine.optimizers import round_stochastically, step_together
 
+AT_ONCE_ELEMENTS = 1 << 24  # on a CPU, the gradients of larger models are freed fragment by fragment during a step
 FINAL_RATE = 0.1  # the learning rate decays to this share of its peak at `train.total_steps`
 
 
@@ -44,10 +45,13 @@ class Inner:
     def at_once(self) -> bool:
         """Whether one call steps all fragments together.
 
-        This is faster. Weights that are not fp32 are stepped one fragment at a time, because each step needs fp32
-        copies of the weights that it changes.
+        This is faster, but needs more memory. Weights that are not fp32 are stepped one fragment at a time, because
+        each step needs fp32 copies of the weights that it changes. On a CPU, large models are stepped so too, because
+        the gradients of a fragment are freed after its step.
         """
-        return self.train.weights == "float32"
+        on_cpu = self.lives[0].theta.device.type == "cpu"
+        large = on_cpu and sum(live.fragment.parameters for live in self.lives) > AT_ONCE_ELEMENTS
+        return self.train.weights == "float32" and not large
 
     @property
     def steps(self) -> int:
@@ -81,7 +85,7 @@ class Inner:
         return norm
 
     def step(self, rate: float, tokens: int, void: Tensor | None = None) -> None:
-        """Take an optimizer step on all fragments, and count it.
+        """Take an optimizer step on all fragments, count it, and free the gradients.
 
         Args:
             rate: The learning rate.
@@ -89,15 +93,13 @@ class Inner:
             void: fp32 scalar on the device: 1 if the gradients are not finite, so that no weights change, else 0; None
                 means 0. The step is counted in both cases: call `uncount` once the host has read a 1.
         """
-        steps, pairs = self.steps, [(live, live.gradients()) for live in self.lives]
+        steps = self.steps
         void = torch.zeros((), device=self.lives[0].theta.device) if void is None else void
-        if self.at_once:
-            step_fragments(pairs, steps, rate, void)
-        else:  # one fragment at a time, so that few fp32 copies are in memory together
-            for pair in pairs:
-                step_fragments([pair], steps, rate, void)
-        for live in self.lives:
-            live.count(tokens, rate)
+        for together in [self.lives] if self.at_once else [[live] for live in self.lives]:
+            step_fragments([(live, live.gradients()) for live in together], steps, rate, void)
+            for live in together:
+                live.free_gradients()
+                live.count(tokens, rate)
 
     def uncount(self, rate: float, tokens: int) -> None:
         """Take back the count of a step at learning rate `rate` on `tokens` tokens, which has changed no weights."""

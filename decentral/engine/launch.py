@@ -119,16 +119,13 @@ class Launcher:
 
 
 def rank(device: str, throttle: float, place: Place, lead: Callable[[Island], None]) -> None:
-    """Run this process as one rank of its island until the peer stops.
+    """Run this process as one rank of its island until the peer stops. A rank other than 0 that fails exits with 1.
 
     Args:
         device: The device of this rank.
         throttle: Factor by which computing is slowed down, to imitate a slower device.
         place: The number of this rank, and the number of ranks on this machine.
         lead: Runs the peer. Only rank 0 calls it; the other ranks follow rank 0's orders.
-
-    Raises:
-        SystemExit: With code 1, if a rank other than 0 fails.
     """
     end_with_parent(signal.SIGINT)
     for each in ending_signals():
@@ -147,8 +144,8 @@ def rank(device: str, throttle: float, place: Place, lead: Callable[[Island], No
     try:
         _follow(device, throttle, island)
     except (RuntimeError, UserError) as error:
-        print(f"error: rank {place.rank} ends: {one_line(error)}", file=sys.stderr)
-        raise SystemExit(1) from None
+        print(f"error: rank {place.rank} ends: {one_line(error)}", file=sys.stderr, flush=True)
+        os._exit(1)  # a thread may still wait for a dead rank in gloo, and Python's exit would then abort the process
 
 
 def notices() -> tuple[signal.Signals, ...]:

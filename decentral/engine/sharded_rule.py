@@ -2,9 +2,9 @@
 
 When a window closes or a merge begins, rank 0 gathers the vectors of one fragment that it needs, lets `PullRule`
 compute, and scatters those that have changed. At other times no rank has a whole vector. So gossip costs memory for one
-fragment, and traffic between the ranks of about 30 bytes a parameter in each window. A close gathers the snapshot, the
-baseline and the residual, and scatters the residual. A merge gathers and scatters phi and the baseline, and scatters
-the correction. Rank 0's own parts stay where they are.
+fragment, and traffic between the ranks of at most 32 bytes a parameter in each window. A close gathers the snapshot
+and the baseline, and scatters the residual. A merge gathers and scatters phi and the baseline, and scatters the
+correction; then each rank adds its residual to its baseline. Rank 0's own parts stay where they are.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from decentral.core.jobs import Contribution
 from decentral.engine.fragment import Live
 from decentral.engine.gossip_jobs import FragmentGossip
 from decentral.engine.sharded import THETA, ShardedLive
-from decentral.engine.shards import GOSSIP_SLOTS, Slot
+from decentral.engine.shards import Slot
 
 
 class ShardedGossip(FragmentGossip):
@@ -36,7 +36,7 @@ class ShardedGossip(FragmentGossip):
 
 
 class ShardedPullRule(PullRule):
-    """`PullRule` whose vectors phi, baseline and residual are whole on rank 0 only while a method needs them."""
+    """`PullRule` whose vectors are whole on rank 0 only while a method needs them."""
 
     def __init__(self, gossip: GossipConfig, live: ShardedLive, peer: PeerId, tools: RuleTools) -> None:
         """Begin with phi = theta on all ranks."""
@@ -49,40 +49,34 @@ class ShardedPullRule(PullRule):
 
     def _leave(self) -> None:
         """Drop the whole vectors, so that only the ranks' parts remain."""
-        self.phi = self._baseline = self._residual = self.spare = self._absent
-        self.ready = True  # the ranks' parts always have values
+        self.phi = self.baseline = self._absent
+        self.residual = None
 
     @contextmanager
     def _at_hand(self, slots: Sequence[Slot], changed: Sequence[Slot] = ()) -> Iterator[None]:
         """Gather the vectors of these slots; afterwards scatter those that have changed, and drop all."""
         self._gather(slots)
-        self.spare = self.tools.vector(self.elements)
         yield
-        vectors = {Slot.PHI: self.phi, Slot.BASELINE: self._baseline, Slot.RESIDUAL: self._residual}
+        vectors = {Slot.PHI: self.phi, Slot.BASELINE: self.baseline, Slot.RESIDUAL: self.residual}
         for slot in changed:
-            self.shards.scatter(self.index, slot, vectors[slot])
+            whole = vectors[slot]
+            assert whole is not None, "a vector that has changed is at hand"
+            self.shards.scatter(self.index, slot, whole)
         self._leave()
 
     def _gather(self, slots: Sequence[Slot]) -> None:
         """Gather the vectors of these slots that are not whole here yet."""
         if Slot.PHI in slots and self.phi.is_meta:
             self.phi = self.shards.gather(self.index, Slot.PHI)
-        if Slot.BASELINE in slots and self._baseline.is_meta:
-            self._baseline = self.shards.gather(self.index, Slot.BASELINE)
-        if Slot.RESIDUAL in slots and self._residual.is_meta:
-            self._residual = self.shards.gather(self.index, Slot.RESIDUAL)
-
-    def make_ready(self) -> None:
-        """Do nothing, since the ranks' parts always have values."""
-
-    def buffer(self) -> Tensor:
-        """Return a new vector in host memory, into which the caller copies theta."""
-        return self.tools.vector(self.elements)
+        if Slot.BASELINE in slots and self.baseline.is_meta:
+            self.baseline = self.shards.gather(self.index, Slot.BASELINE)
+        if Slot.RESIDUAL in slots and self.residual is None:
+            self.residual = self.shards.gather(self.index, Slot.RESIDUAL)
 
     def close(self, theta: Tensor, window: Window, packer: Packer) -> None:
         """Pack the window's pseudo-gradient. Then each rank's snapshot of theta is the baseline of the next window."""
-        phi = () if self.closed is None else (Slot.PHI,)
-        with self._at_hand((Slot.BASELINE, Slot.RESIDUAL, *phi), changed=(Slot.RESIDUAL, *phi)):
+        self._end_unmerged()
+        with self._at_hand((Slot.BASELINE,), changed=(Slot.RESIDUAL,)):
             super().close(theta, window, packer)
         self.shards.rename(self.index, Slot.SNAPSHOT, Slot.BASELINE)
 
@@ -109,18 +103,35 @@ class ShardedPullRule(PullRule):
             own = self.shards.host.get(self.index, Slot.RESIDUAL, take=False)
             self.sample = WindowSample.drawn(self.elements, own)
         with self._at_hand((Slot.PHI, Slot.BASELINE), changed=(Slot.PHI, Slot.BASELINE)):
-            return super().merge(parts, steps)
+            correction = super().merge(parts, steps)
+        self.shards.add(self.index, Slot.RESIDUAL, Slot.BASELINE)
+        return correction
+
+    def _end_window(self) -> None:
+        """Forget the closed window. `merge` and `_end_unmerged` add the residual to the baseline afterwards."""
+        self.closed = None
+
+    def _end_unmerged(self) -> None:
+        """Apply the closed window to phi if no merge has done so."""
+        if self.closed is not None:
+            with self._at_hand((Slot.PHI,), changed=(Slot.PHI,)):
+                super()._end_unmerged()
+            self.shards.add(self.index, Slot.RESIDUAL, Slot.BASELINE)
 
     def fold(self, theta: Tensor) -> Correction | None:
         """Add all unpublished training to phi, unquantised and without partners. Then `theta` is the new baseline."""
-        with self._at_hand(GOSSIP_SLOTS, changed=GOSSIP_SLOTS):
+        self._end_unmerged()
+        with self._at_hand((Slot.PHI, Slot.BASELINE), changed=(Slot.PHI, Slot.BASELINE)):
             self.shards.rename(self.index, Slot.SNAPSHOT, Slot.BASELINE)
             return super().fold(theta)
 
     def state(self, theta: Tensor) -> dict[str, Tensor]:
         """Return phi and `owed`, the training that no window has published yet, given the weights `theta`."""
-        with self._at_hand((Slot.RESIDUAL, Slot.BASELINE)):
-            owed = self._residual.add_(self._baseline).sub_(theta)
+        apart = () if self.closed is None else (Slot.RESIDUAL,)
+        with self._at_hand((Slot.BASELINE, *apart)):
+            owed = self.baseline.sub_(theta)
+            if self.residual is not None:
+                owed.add_(self.residual)
         with self._at_hand((Slot.PHI,)):
             published = self.published()
             return {"phi": self.phi if published is None else self.phi.sub_(published), "owed": owed}
@@ -134,9 +145,9 @@ class ShardedPullRule(PullRule):
         if "phi" in state:
             self.shards.scatter(self.index, Slot.PHI, state["phi"])
             self.shards.scatter(self.index, Slot.RESIDUAL, state["owed"])
+            self.shards.add(self.index, Slot.RESIDUAL, Slot.BASELINE)
         else:
             self.shards.copy(self.index, Slot.BASELINE, Slot.PHI)
-            self.shards.zero(self.index, Slot.RESIDUAL)
 
     def donate(self, live: Live, packer: Packer) -> None:
         """Pack the slow weights, from which a newcomer starts."""

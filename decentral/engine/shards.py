@@ -60,7 +60,7 @@ class _Request(IntEnum):
     RECEIVE = 2
     RENAME = 3
     COPY = 4
-    ZERO = 5
+    ADD = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +206,9 @@ class Shards:
         """Copy the parts in `slot` to the slot `to`. Nothing travels between ranks."""
         self._everywhere(_Request.COPY, fragment, slot, to)
 
-    def zero(self, fragment: int, slot: Slot) -> None:
-        """Set the vector in `slot` to zero on all ranks. Nothing travels between ranks."""
-        self._everywhere(_Request.ZERO, fragment, slot, slot)
+    def add(self, fragment: int, slot: Slot, to: Slot) -> None:
+        """Remove the parts in `slot`, and add them to those in the slot `to`. Nothing travels between ranks."""
+        self._everywhere(_Request.ADD, fragment, slot, to)
 
     def start(self) -> None:
         """On ranks other than 0, begin to carry out the requests of rank 0, on a thread of their own."""
@@ -246,11 +246,12 @@ class Shards:
 
     def _within(self, kind: _Request, fragment: int, slot: Slot, to: Slot) -> None:
         """Carry out a request that moves nothing between ranks."""
-        if kind is _Request.ZERO:
-            part = torch.zeros(self.division(fragment, slot).part_elements(self.rank))
-        else:
-            part = self.host.get(fragment, slot, take=kind is _Request.RENAME)
-        self.host.put(fragment, to, part.clone() if kind is _Request.COPY else part)
+        part = self.host.get(fragment, slot, take=kind is not _Request.COPY)
+        if kind is _Request.COPY:
+            part = part.clone()
+        elif kind is _Request.ADD:
+            part = self.host.get(fragment, to, take=True).add_(part)
+        self.host.put(fragment, to, part)
 
     def _everywhere(self, kind: _Request, fragment: int, slot: Slot, to: Slot) -> None:
         for rank in range(1, self.ranks):

@@ -69,6 +69,8 @@ class Profile:
     costs: KindCosts = UNMEASURED  # costs of the embedding, of a block and of the head on the peer's device
     changed: UnixTime = 0.0  # when speed or memory last changed much (runtime/own_record.py), by the peer's clock
     name: Name = ""  # what the user calls this peer; "" in records of versions that had no names
+    # Whether the peer computes for no other peer; so does an island whose ranks have parts of the model.
+    alone: Annotated[bool, Strict()] = False
 
 
 class Standing(NamedTuple):
@@ -132,17 +134,15 @@ class PeerRecord:
 _PEER = TypeAdapter(PeerRecord)
 _NAMES = [field.name for field in dataclasses.fields(PeerRecord)]
 _PROFILE_NAMES = [field.name for field in dataclasses.fields(Profile)]
+_PACKED_IF_SET = ("name", "alone")  # so that other records have the bytes that they had before these fields
 RENEWALS = 3  # a record expires after this many renewal intervals, so that two lost renewals do no harm
 _held: WeakValueDictionary[bytes, PeerRecord] = WeakValueDictionary()  # encoded -> decoded records in use
 
 
 def pack(record: PeerRecord) -> bytes:
-    """Return a record's body: the msgpack bytes that are signed and stored in the DHT.
-
-    A peer without a name packs no `name`, so its records have the bytes that they had before there were names.
-    """
-    names = _PROFILE_NAMES if record.profile.name else [name for name in _PROFILE_NAMES if name != "name"]
-    profile = {name: getattr(record.profile, name) for name in names}
+    """Return a record's body: the msgpack bytes that are signed and stored in the DHT."""
+    profile = {name: getattr(record.profile, name) for name in _PROFILE_NAMES}
+    profile = {name: value for name, value in profile.items() if value or name not in _PACKED_IF_SET}
     body: bytes = msgpack.packb({name: getattr(record, name) for name in _NAMES} | {"profile": profile})
     return body
 

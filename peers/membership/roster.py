@@ -88,7 +88,7 @@ class RosterEntry:
 
 @dataclass(slots=True)
 class Holders:
-    """An index of the training peers that hold each layer, updated with each new record.
+    """An index of the training peers that hold each layer and compute for others, updated with each new record.
 
     A peer sends requests to only NEIGHBOURS holders of a layer, chosen by rendezvous hashing (Thaler and Ravishankar
     1998), so that the requests of all peers spread evenly over all holders.
@@ -117,7 +117,8 @@ class Holders:
         if not self.cuts:
             return
         layers = self.cuts[-1].last
-        first, last = (record.first, min(record.last, layers)) if record.phase == "training" else (0, 0)
+        takes_part = record.phase == "training" and not record.profile.alone
+        first, last = (record.first, min(record.last, layers)) if takes_part else (0, 0)
         speed, costs = record.profile.tokens_per_s, record.profile.costs
         was = self._places.get(peer, (0, 0, 0.0))
         if was[:2] == (first, last) and first < last:

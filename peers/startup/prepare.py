@@ -152,10 +152,7 @@ async def prepare(
     run, own, flags, folder = access.config, request.own, start.flags, start.folder
     device = measure.choose(start.device, run.train.dtype, flags.peer.throttle, run.train.emulated_micro_batch_s)
     device = replace(device, ranks=start.island or ALONE)
-    if claimed.span is not None or device.ranks.sharded:
-        memory.give_back_what_is_freed()
-    else:
-        memory.keep_what_is_freed()
+    memory.choose_what_is_kept(run, whole=claimed.span is None and not device.ranks.sharded)
     run_inputs.check(run, begun=request.kept is not None)
     shared.stage(f"loading the data ({run.data.kind})")
     corpus = data.load(run.data, run.model)
@@ -281,6 +278,7 @@ def _profile(flags: state.PeerFlags, folder: state.StateFolder, compute: Compute
         name=machine_name() if flags.name is None else flags.name,
         software=f"decentral {__version__}",
         costs=measured.costs,
+        alone=device.ranks.sharded,
     )
 
 

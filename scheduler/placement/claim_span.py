@@ -234,7 +234,9 @@ def _holders(
     earlier = {
         peer: record
         for peer, record in found.items()
-        if peer != own and (record.phase == "training" or (record.time, peer) < (claimed_at, own))
+        if peer != own
+        and not record.profile.alone
+        and (record.phase == "training" or (record.time, peer) < (claimed_at, own))
     }
     speeds = {peer: 0.0 if peer in silent else record.profile.tokens_per_s for peer, record in earlier.items()}
     typical = _mean(speeds.values()) or 1.0

@@ -158,3 +158,14 @@ def test_no_figure_of_one_record_keeps_the_others_from_a_plan(lie: str) -> None:
     found = throughput_plan(topology, config, "genetic", 0, budget, utilisation=1.0, now=swarm.spans)
     assert found.throughput["tokens_per_s"] > 0.99 * 3 * honest.tokens_per_s
     assert {"A", "B", "C"} <= set(found.spans)
+
+
+def test_a_peer_that_computes_for_no_other_gets_no_layers() -> None:
+    """The memory in the record of an island whose ranks have parts is that of one rank, which holds no layer whole."""
+    profile = Profile("cpu", 1 << 30, 1e10, 1000.0)
+    profiles = {"A": profile, "B": profile, "island": replace(profile, alone=True)}
+    known = {
+        PeerId(peer): records.unpack(records.pack(PeerRecord("run", NOW, (), one, 0, 6, 1, 1, 1)))
+        for peer, one in profiles.items()
+    }
+    assert set(plan.live_swarm(load(None, ["model.depth=4", "model.width=64"]), known).profiles) == {"A", "B"}

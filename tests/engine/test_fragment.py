@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from decentral.core import config
+from decentral.engine import inner as inner_module
 from decentral.engine.fragment import Live, fragments
 from decentral.engine.inner import Inner, rate_at
 from decentral.engine.optimizers import BETA1, BETA2
@@ -69,6 +70,23 @@ def test_flat_adamw_is_torchs_adamw_on_the_parameters() -> None:
         adamw.step()
     for (name, our), their in zip(nn.Sequential(*ours).named_parameters(), theirs.parameters(), strict=True):
         assert torch.allclose(our, their, atol=2e-6, rtol=1e-4), name
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_large_model_steps_fragment_by_fragment_to_the_same_bits_and_keeps_no_gradients(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = TRAIN.model_copy(update={"optimizer": optimizer})
+    at_once, in_turn = (decoder.build(MODEL, 0) for _ in range(2))
+    for layers, limit in ((at_once, 1 << 24), (in_turn, 0)):
+        monkeypatch.setattr(inner_module, "AT_ONCE_ELEMENTS", limit)
+        inner = flat(layers, train)
+        assert inner.at_once == (limit > 0)
+        for step in range(3):
+            train_step(Chain(layers), lambda step=step: batch(step), inner, step, train, CPU)  # type: ignore[misc]
+        assert all(one.grad is None for layer in layers for one in layer.parameters())
+    for one, other in zip(nn.Sequential(*at_once).parameters(), nn.Sequential(*in_turn).parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_the_layers_see_the_flat_vector_and_the_vector_sees_the_layers() -> None:

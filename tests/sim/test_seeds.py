@@ -177,8 +177,7 @@ def no_fold(off: Switch) -> None:
     """What a fragment was trained while it rested never gets into its slow weights."""
 
     def forget(own: PullRule, theta: Tensor) -> None:
-        own._baseline, own.spare = theta, own.baseline
-        own.residual.zero_()
+        own.baseline = theta
 
     off.setattr(PullRule, "fold", forget)
 

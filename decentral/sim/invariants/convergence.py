@@ -43,14 +43,15 @@ class ConvergenceAudit:
     outvoted: bool = False  # whether there have ever been as many liars as honest peers, so that the liars may win
     # (peer that dropped the other from its roster, dropped peer) -> when it dropped the other
     _dropped_at: dict[tuple[PeerId, PeerId], Seconds] = field(default_factory=dict)
-    # (peer, fragment) -> baseline when the peer last closed a window
+    # (peer, fragment) -> baseline with the residual when the peer last closed a window
     _closed: dict[tuple[PeerId, int], Tensor] = field(default_factory=dict)
 
     def closed(self, host: VirtualHost, fragment: int) -> None:
-        """Copy the baseline of a peer that closes a window, to compare it with the baseline after the merge."""
+        """Copy the baseline and residual of a peer that closes a window, to compare them with those after the merge."""
         rule = host.training.gossip.of(fragment).rule
         if isinstance(rule, PullRule):
-            self._closed[host.peer, fragment] = rule.baseline.clone()
+            assert rule.residual is not None, "a closed window has a residual"
+            self._closed[host.peer, fragment] = rule.baseline + rule.residual
 
     def corrected(self, host: VirtualHost, fragment: int, forged: bool) -> None:
         """Add up how a merge has moved a peer's baseline since the peer closed its window.

@@ -1,6 +1,6 @@
 """What others pull from a peer: alike answers share their bytes, however many are under way."""
 
-from decentral.comm.gossip.snapshots import ASKED_LATE_WINDOWS, MOST_PARTS, SnapshotStore
+from decentral.comm.gossip.snapshots import ASKED_LATE_WINDOWS, MOST_PARTS, ROUNDS_KEPT, SnapshotStore
 from decentral.comm.wire import blobs
 from decentral.comm.wire.messages import Pull, Snapshot
 from decentral.comm.wire.transport import Reply
@@ -63,7 +63,7 @@ def test_an_answer_from_before_the_slow_weights_were_added_is_not_kept() -> None
 
 def closed(store: SnapshotStore, seq: int) -> bool:
     """A window ends every ten seconds, and is merged at once. Returns whether slow weights are made unasked."""
-    header = Snapshot("run", 0, seq, 1, 0.1, 10.0 * seq, LIGHT, bytes(16))
+    header = Snapshot("run", 0, seq, 1, 0.1, 10.0 * seq, LIGHT, bytes(16), lasted_s=10.0 if seq > 1 else 0.0)
     effects = store.put(header, WindowClosed(0, seq, 1, 0.1, LIGHT, bytes(8000), MORE), 10.0 * seq)
     store.settle()
     if made := EncodeSections(0, seq) in effects:
@@ -91,3 +91,13 @@ def test_a_late_question_is_answered_with_the_slow_weights_that_were_made_unaske
     (reply,) = store.answer(2, pull("phi"), 39.0)
     assert isinstance(reply, Reply)
     assert reply.envelope.blob == b"p" * 16_000
+
+
+def test_the_newest_snapshot_alone_is_kept_and_the_one_before_it_where_rounds_are_numbered() -> None:
+    store = SnapshotStore()
+    for seq in (1, 2, 3):
+        closed(store, seq)
+    assert [one.snapshot.seq for one in store.latest] == [3]
+    header = Snapshot("run", 0, 4, 1, 0.1, 40.0, LIGHT, bytes(16))
+    store.put(header, WindowClosed(0, 4, 1, 0.1, LIGHT, bytes(8000)), 40.0, keep=ROUNDS_KEPT)
+    assert [one.snapshot.seq for one in store.latest] == [3, 4]

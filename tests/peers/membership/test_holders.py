@@ -93,3 +93,10 @@ def test_a_speed_that_is_absurd_and_gone_again_leaves_the_sums_of_the_others_as_
     assert holders.speeds == {(0, 2): 89.75}
     holders.put(PeerId("A"), published(1.25))
     assert holders.speeds == {(0, 2): 60.75}
+
+
+def test_a_peer_that_computes_for_no_other_gets_no_activations() -> None:
+    holders, one = Holders(OWN, CUTS), record(0, 4)
+    holders.put(PeerId("A"), record(0, 4))
+    holders.put(PeerId("island"), replace(one, profile=replace(one.profile, alone=True)))
+    assert list(holders.near(1)) == ["A"]

@@ -79,10 +79,12 @@ async def claimed_by(
     return await claim_span.claim(request, needs, directory, silent, RunningClock())
 
 
-async def trains(network: Loopback, own: Identity, first: int, last: int, speed: float = 1000.0) -> None:
+async def trains(
+    network: Loopback, own: Identity, first: int, last: int, speed: float = 1000.0, alone: bool = False
+) -> None:
     """Stores the record of a peer that trains these layers."""
     expires = now() + 60.0
-    profile = Profile("cpu", 1 << 30, 0.0, speed)
+    profile = Profile("cpu", 1 << 30, 0.0, speed, alone=alone)
     record = replace(first_record(RUN, (), profile), first=first, last=last, time=now(), phase="training")
     await LoopbackDirectory(network).store(KEY, own.peer, own.seal(KEY, pack(record), expires), expires)
 
@@ -168,6 +170,19 @@ def test_where_those_that_answer_hold_all_the_earlier_of_both_choices_is_taken(
             await trains(network, own, *one)
             if number < len(answering):
                 await network.transport(own.peer).serve(answer, lambda _: 0)
+        return (await claimed(network, identities[0], HALF)).span
+
+    assert play(story()) == span
+
+
+@pytest.mark.parametrize(("alone", "span"), [(False, LAST), (True, FIRST)])
+def test_layers_whose_holder_computes_for_no_other_are_taken_as_if_nobody_held_them(
+    identities: list[Identity], alone: bool, span: tuple[int, int]
+) -> None:
+    async def story() -> tuple[int, int] | None:
+        network = Loopback(now=now)
+        await trains(network, identities[1], *FIRST, alone=alone)
+        await network.transport(identities[1].peer).serve(answer, lambda _: 0)
         return (await claimed(network, identities[0], HALF)).span
 
     assert play(story()) == span
