@@ -32,7 +32,7 @@ from decentral.comm.wire.messages import (
 )
 from decentral.comm.wire.transport import Asked, Effect, Reply
 from decentral.core.ids import PeerId
-from decentral.core.jobs import MOST_UNDER_WAY, Draw, Forward
+from decentral.core.jobs import MOST_UNDER_WAY, Draw, Forward, Undo
 from decentral.core.latest import keep_latest
 from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
@@ -230,6 +230,7 @@ class Admission:
         given_up += [] if self.stage.synchronous else self.table.give_up_held(execution)
         blob, thin = event.envelope.blob, self.forwarding.view.is_thin()
         job = Forward(execution.token, id.first, last, request.sequences, request.layout, blob, thin)
+        execution.undo = Undo(job) if self.stage.undoes else None
         self.push(job, request.round)
         return given_up
 

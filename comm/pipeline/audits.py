@@ -11,8 +11,8 @@ A peer cannot distinguish an audit from normal work. An answer is chosen for an 
 requests to other peers name the micro-batch by its twin (`twin`): a number that its origin peer never uses, so only a
 peer that has seen both numbers can recognise an audit. The executions of an audit are aborted.
 
-An audit costs the passes through all later layers, and the gradient sums that are dropped because they contain aborted
-executions. Each micro-batch that a peer sends on adds AUDIT_SHARE of a micro-batch to its budget for audits, and the
+An audit costs the passes through all later layers. An aborted execution costs its passes once more with exact
+gradients, and else all of its gradient sum (comm/pipeline/ledger.py). Each micro-batch that a peer sends on adds AUDIT_SHARE of a micro-batch to its budget for audits, and the
 budget may be overdrawn by OPENING_AUDITS requests. A new peer's answers are audited often at first, and less often
 while they are right. An audit that finds a wrong answer is not charged, since liars could use up the budget under ever
 new names.
@@ -121,7 +121,7 @@ class RouteAudits:
     chance: Random | None  # secret, so that no peer can predict which of its answers is audited; None: no audits
     owed: float = 0.0  # cost of audits, in micro-batches, that the budget has not covered yet
     open: dict[int, Audit] = field(default_factory=dict)
-    _in_sum: float = field(init=False)  # average number of micro-batches in a gradient sum; one abort drops them all
+    _in_sum: float = field(init=False)  # average number of micro-batches in a gradient sum; an abort may drop them all
     _tokens: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
@@ -130,8 +130,11 @@ class RouteAudits:
 
     @property
     def cost(self) -> float:
-        """Return the cost of an audit request in micro-batches: its computation, and the sum that its abort drops."""
-        return 1.0 + self._in_sum
+        """Return the cost of an audit request in micro-batches: its computation, and what its abort costs.
+
+        An abort takes the gradient out of its sum by computing it again, or else drops the whole sum.
+        """
+        return 2.0 if self.forwarding.stage.undoes else 1.0 + self._in_sum
 
     def stepped(self, micro_batches: int) -> None:
         """Update the average size of gradient sums, because a sum of `micro_batches` micro-batches is complete."""

@@ -18,6 +18,7 @@ from decentral.comm.wire.messages import BackwardResponse, ExecutionId
 from decentral.comm.wire.transport import Reply
 from decentral.core.fragments import Layout, layout_bytes
 from decentral.core.ids import PeerId
+from decentral.core.jobs import Undo
 from decentral.core.units import Seconds
 
 EVENTS_KEPT = 16  # each execution keeps this many last events, for the error text of InvalidTransition
@@ -237,6 +238,7 @@ class ForwardedExecution(StageExecution):
     answer_by: Seconds  # we stop computing at this time, so that the last asker can still try another peer
     answer: Envelope | None = None  # the response for every asker, from state HELD on
     held_at: Seconds = 0.0
+    undo: Undo | None = None  # takes its gradients out of a sum again; None: not possible here (StageConfig.undoes)
 
     def deadline(self) -> Seconds:
         """Return when this peer gives the execution up, because its askers or its origin peer wait no longer."""

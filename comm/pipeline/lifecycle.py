@@ -7,7 +7,7 @@ nonsense, another peer gets the same activations (`Forwarding`); the peers befor
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from decentral.comm.pipeline.admission import Admission
 from decentral.comm.pipeline.audits import RouteAudits
@@ -95,7 +95,10 @@ class ExecutionLifecycle:
                     self.forwarding.scheduler.served(event.peer, event.seconds)
                     execution.gradient_came(event.peer, response)
                     thin = self.forwarding.view.is_thin()
-                    self.table.jobs.push(Backward(execution.token, response.layout, blob, thin))
+                    job = Backward(execution.token, response.layout, blob, thin)
+                    if isinstance(execution, ForwardedExecution) and execution.undo:
+                        execution.undo = replace(execution.undo, backward=job)
+                    self.table.jobs.push(job)
                     return self.audits.gave_back(execution, event, now)
         return self.forwarding.missed(execution, event.peer, now)
 
@@ -167,7 +170,8 @@ class ExecutionLifecycle:
         hops, loss = (response.hops, response.loss) if response else ((), done.loss)
         if isinstance(execution, OwnExecution) and not response:
             execution.name(done.number)
-        entry = GradientEntry(execution.id, execution.last, done.tokens, loss, execution.own)
+        undo = execution.undo if isinstance(execution, ForwardedExecution) else None
+        entry = GradientEntry(execution.id, execution.last, done.tokens, loss, execution.own, undo)
         self.forwarding.load.backward_done(execution, done.tokens)
         if execution.state is GONE:
             self.table.end(execution, ExecutionEvent.THREAD_DONE, "the training thread is done")

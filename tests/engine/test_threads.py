@@ -266,7 +266,10 @@ def test_an_error_that_a_peer_can_go_on_after_is_an_outcome_whatever_the_phase(
 # What time is spent on
 
 TIME: dict[str, set[type]] = {
-    "training": {jobs.Draw, jobs.Forward, jobs.Backward, jobs.Forget, jobs.Seal, jobs.Apply, jobs.Drop, jobs.Advance},
+    "training": {
+        *{jobs.Draw, jobs.Forward, jobs.Backward, jobs.Forget, jobs.Seal, jobs.Apply, jobs.Drop, jobs.Undo},
+        jobs.Advance,
+    },
     "gossip": {jobs.CloseWindow, jobs.Rest, jobs.EncodeSections, jobs.Merge, jobs.CloseRound},
     "checkpoint": {jobs.Save},
     "evaluation": {jobs.Evaluate, jobs.Compare},
