@@ -13,7 +13,7 @@ peer that has seen both numbers can recognise an audit. The executions of an aud
 
 An audit costs the passes through all later layers. An aborted execution costs its passes once more with exact
 gradients, and else all of its gradient sum (comm/pipeline/ledger.py). Each micro-batch that a peer sends on adds AUDIT_SHARE of a micro-batch to its budget for audits, and the
-budget may be overdrawn by OPENING_AUDITS requests. A new peer's answers are audited often at first, and less often
+budget may be overdrawn by OPENING_AUDITS requests, but by one for each OPENING_EVERY answers at most. A new peer's answers are audited often at first, and less often
 while they are right. An audit that finds a wrong answer is not charged, since liars could use up the budget under ever
 new names.
 """
@@ -41,6 +41,7 @@ from decentral.core.units import Seconds
 AUDIT_SHARE = 0.01  # each micro-batch that a peer sends on adds this part of a micro-batch to its budget for audits
 STEADY = 0.5  # part of AUDIT_SHARE spent on peers with many right answers; the rest is for new peers and caught liars
 OPENING_AUDITS = 8  # the budget may be overdrawn by this many requests, so that a new peer's first answers are audited
+OPENING_EVERY = 8  # of these requests on credit, at most one is sent for this many answers
 OPEN_AUDITS = 4  # at most this many audits run at a time: each keeps a micro-batch's activations in memory
 MOST_ASKED = 6  # an audit asks at most this many peers, the audited peer and busy peers included
 OPINIONS = 3  # an audit needs at most this many answers: two that agree outvote the third
@@ -119,6 +120,7 @@ class RouteAudits:
 
     forwarding: Forwarding
     chance: Random | None  # secret, so that no peer can predict which of its answers is audited; None: no audits
+    answers: int = 0  # number of gradients that came back
     owed: float = 0.0  # cost of audits, in micro-batches, that the budget has not covered yet
     open: dict[int, Audit] = field(default_factory=dict)
     _in_sum: float = field(init=False)  # average number of micro-batches in a gradient sum; an abort may drop them all
@@ -148,14 +150,15 @@ class RouteAudits:
         Returns:
             The request to another peer; no effects if the answer is not audited.
         """
+        self.answers += 1
         self.owed = max(0.0, self.owed - AUDIT_SHARE)
         response, chance = event.envelope.message, self.chance
         assert isinstance(response, BackwardResponse)
         if chance is None or self.forwarding.stage.synchronous or len(self.open) >= OPEN_AUDITS:
             return []
-        seldom = self.cost / (AUDIT_SHARE * STEADY)
+        seldom, credit = self.cost / (AUDIT_SHARE * STEADY), min(OPENING_AUDITS - 1, self.answers // OPENING_EVERY)
         if (
-            self.owed > (OPENING_AUDITS - 1) * self.cost
+            self.owed > credit * self.cost
             or chance.random() * min(seldom, self.forwarding.trust.interval(event.peer)) >= 1
         ):
             return []

@@ -33,6 +33,7 @@ from decentral.core.reasons import Reason
 from decentral.core.units import Seconds
 
 COUNTED_KEPT = 4096  # we remember this many committed executions of other peers, to refuse late requests for them
+PATIENT_STEPS = 2  # later stages let forward passes begin until the gradients would do for this many steps
 JOBS_AT_ONCE = 2  # the training thread has at most this many jobs: it computes one, and one follows without a pause
 
 
@@ -130,8 +131,13 @@ class ExecutionTable:
 
         A step must not change the weights between an execution's forward and backward pass. With `overlap` a step
         may change the weights, so no pass waits.
+
+        A later stage also takes a step when no pass is pending by itself. So it waits for PATIENT_STEPS times the
+        gradients, less one, and mostly takes its step in the pause that the first stages make for theirs: if each stage made a
+        pause of its own, the whole route would stop for each of them in turn.
         """
-        return self.ledger.waiting and not self.load.stage.overlap
+        stage = self.load.stage
+        return not stage.overlap and self.ledger.waiting(PATIENT_STEPS if stage.first > 0 else 1)
 
     def dispatch(self) -> list[Forward | Backward]:
         """Return the jobs that the training thread gets now.

@@ -67,9 +67,12 @@ class Ledger(Protocol):
     quiet: bool  # True: a step may change the weights now (see ExecutionTable.quiet)
     sealing: bool  # True while the training thread has a job that closes (seals) a gradient sum
 
-    @property
-    def waiting(self) -> bool:
-        """Return whether there are enough gradients for a step."""
+    def waiting(self, steps: int = 1) -> bool:
+        """Return whether there are enough gradients for `steps` steps, or one fewer if that is more than one step.
+
+        Always False in a synchronous round, during which no step is taken.
+        """
+        return False
 
     def expect(self, micro_batches: int) -> None:
         """Set the least number of micro-batches in a step."""
@@ -186,10 +189,9 @@ class GradientLedger:
         self.quiet = quiet
         return self._advance()
 
-    @property
-    def waiting(self) -> bool:
-        """Return whether there are enough gradients for a step."""
-        return len(self.entries) - len(self._leaving()) >= self.micro_batches_per_step
+    def waiting(self, steps: int = 1) -> bool:
+        """Return whether there are enough gradients for `steps` steps, or one fewer if that is more than one step."""
+        return len(self.entries) - len(self._leaving()) >= steps * self.micro_batches_per_step - (steps > 1)
 
     def _leaving(self) -> list[Undo]:
         """Return the jobs that must take aborted executions' gradients out of the open sum before the next step."""

@@ -186,7 +186,8 @@ class ExecutionLifecycle:
             return self.table.ledger.add(execution.token, entry, CommitState.COMMITTED)
         stage, until = self.admission.stage, execution.until
         if not stage.synchronous:  # in synchronous training, gradients are held until the round ends
-            until = min(until, now + self.table.holds.limit_s(self.forwarding.load.rest_s(done.tokens, 0)))
+            took_s, route_s = now - execution.started_at, self.forwarding.whole_route_s(execution, done.tokens)
+            until = min(until, now + self.table.holds.limit_s(took_s, route_s))
         hops = (Hop(stage.peer, execution.id.first, execution.last), *hops)
         answer = Envelope(BackwardResponse(stage.run, loss, done.tokens, hops, done.layout), done.blob)
         execution.hold(answer, until, now)

@@ -137,7 +137,7 @@ def test_nothing_counts_twice_and_audits_cost_what_they_may(per_step: int) -> No
     assert found.everywhere > 300
     spent = found.dropped + sum(len(line["peers"]) - 1 for _, line in lines(world))
     once = sum(OPENING_AUDITS * world.peers[PeerId(name)].routes.audits.cost for name in "AB")
-    assert 0 < spent <= AUDIT_SHARE * found.everywhere + once
+    assert 0 < spent <= AUDIT_SHARE * found.everywhere + 1.5 * once  # an abort may drop a large sum
 
 
 def test_with_exact_gradients_an_audit_drops_its_own_executions_only() -> None:

@@ -69,9 +69,9 @@ def test_gradients_that_can_be_taken_out_are_and_the_others_count() -> None:
 def test_gradients_are_taken_out_between_passes_only_and_are_not_enough_for_a_step() -> None:
     ledger = GradientLedger(1, quiet=False)
     ledger.add(1, entry(1, undo=undo(1)), CommitState.IN_DOUBT)
-    assert ledger.waiting
+    assert ledger.waiting()
     assert ledger.abort(1) == []
-    assert not ledger.waiting
+    assert not ledger.waiting()
     assert ledger.look(quiet=True) == [undo(1)]
     assert ledger.look(quiet=True) == []
 
