@@ -27,6 +27,7 @@ RANDOM_DRAWS = 5  # the baseline is the best of this many random placements
 SEARCH_SHARE = 0.8  # share of the planning time for the search for spans
 GOSSIP_SHARE = 0.12  # share of the planning time for the choice of gossip partners; the baseline gets the rest
 STAY_MARGIN = 0.02  # peers keep their layers unless a plan promises more tokens/s by this share
+LOST_BY_ROUTES = 1e-3  # idle peers are left out of a plan unless that lowers its throughput by this share
 HEADROOM = 1e-6  # a plan promises this share less than the solver's flow, as the solver's numbers are rounded
 
 
@@ -66,6 +67,8 @@ def throughput_plan(
     held = np.minimum(np.array([(now or {}).get(name, (0, 0)) for name in topology.ids]), costs.layers)
     if stays := costs.valid(held) and _no_gain(problem, chosen, held, progress.left_s()):
         chosen = held
+    else:
+        chosen = _without_idle(problem, chosen)
     found = problem.flow(chosen)
     late_s = progress.seconds() - budget.seconds * (1 - GOSSIP_SHARE)
     share = budget.part(GOSSIP_SHARE).silent().less(max(0.0, late_s))
@@ -174,6 +177,18 @@ def _with_whole_models(problem: FlowProblem, spans: Ints, seconds: float) -> Int
     simpler = np.where((problem.reach_NL[:, 0] == layers)[:, None], (0, layers), spans)
     gains = problem.evaluate(simpler, seconds).value >= problem.evaluate(spans).value * (1 - HEADROOM)
     return simpler if gains else spans
+
+
+def _without_idle(problem: FlowProblem, spans: Ints) -> Ints:
+    """Return spans in which a peer that the routes do not need holds no layers; the first spans if that loses flow.
+
+    A running peer with layers gets micro-batches, since others route by speeds; each is another stop on a route.
+    """
+    routed = [peer for _, hops in problem.carried(spans, problem.flow(spans)).paths for peer, _, _ in hops]
+    needed = np.where(np.isin(np.arange(len(spans)), routed)[:, None], spans, 0)
+    if not problem.valid(needed):
+        return spans
+    return needed if problem.evaluate(needed).value >= problem.evaluate(spans).value * (1 - LOST_BY_ROUTES) else spans
 
 
 def _no_gain(problem: FlowProblem, found: Ints, held: Ints, seconds: float) -> bool:
