@@ -12,10 +12,11 @@ requests to other peers name the micro-batch by its twin (`twin`): a number that
 peer that has seen both numbers can recognise an audit. The executions of an audit are aborted.
 
 An audit costs the passes through all later layers. An aborted execution costs its passes once more with exact
-gradients, and else all of its gradient sum (comm/pipeline/ledger.py). Each micro-batch that a peer sends on adds AUDIT_SHARE of a micro-batch to its budget for audits, and the
-budget may be overdrawn by OPENING_AUDITS requests, but by one for each OPENING_EVERY answers at most. A new peer's answers are audited often at first, and less often
-while they are right. An audit that finds a wrong answer is not charged, since liars could use up the budget under ever
-new names.
+gradients, and else all of its gradient sum (comm/pipeline/ledger.py). Each micro-batch that a peer sends on adds
+AUDIT_SHARE of a micro-batch to its budget for audits, and the budget may be overdrawn by OPENING_AUDITS requests, but
+by one for each OPENING_EVERY answers at most. A new peer's answers are audited often at first, and less often while
+they are right. An audit that finds a wrong answer is not charged, since liars could use up the budget under ever new
+names.
 """
 
 import itertools

@@ -132,9 +132,9 @@ class ExecutionTable:
         A step must not change the weights between an execution's forward and backward pass. With `overlap` a step
         may change the weights, so no pass waits.
 
-        A later stage also takes a step when no pass is pending by itself. So it waits for PATIENT_STEPS times the
-        gradients, less one, and mostly takes its step in the pause that the first stages make for theirs: if each stage made a
-        pause of its own, the whole route would stop for each of them in turn.
+        A later stage takes a step as soon as it has enough gradients and no pass is pending. That is so while the first
+        stage pauses for its own step. If each stage made a pause of its own, the whole route would stop for each of
+        them in turn. So a later stage makes one only if it has the gradients of PATIENT_STEPS steps, less one.
         """
         stage = self.load.stage
         return not stage.overlap and self.ledger.waiting(PATIENT_STEPS if stage.first > 0 else 1)

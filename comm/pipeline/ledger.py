@@ -4,8 +4,8 @@
     COMMITTED  its origin peer has all gradients of the route: the micro-batch counts
     ABORTED    its origin peer took another route, gave up, or is gone: the micro-batch must not count
 
-Start with `GradientLedger`. A micro-batch counts if a step uses its gradient. A step needs a sealed sum: it gets no more
-gradients, and a new sum begins. The training thread keeps each sealed sum in a buffer (a slot).
+Start with `GradientLedger`. A micro-batch counts if a step uses its gradient. A step needs a sealed sum: it gets no
+more gradients, and a new sum begins. The training thread keeps each sealed sum in a buffer (a slot).
 
 With exact gradients, an aborted execution has an `Undo` job: the training thread runs the passes once more, and
 subtracts the gradient from the open sum. This happens before the next step, while no other execution takes memory. Such
@@ -116,7 +116,7 @@ class Ledger(Protocol):
         return []
 
     def undone(self, token: int, done: bool) -> list[Effect]:
-        """Record the outcome of an Undo job: whether an aborted execution's gradients were taken out of the open sum."""
+        """Record the outcome of an Undo job; `done`: the aborted execution's gradients were taken out of the sum."""
         return []
 
     def look(self, quiet: bool) -> list[Effect]:

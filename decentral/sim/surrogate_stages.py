@@ -180,7 +180,6 @@ class SurrogateStages:
         )
         return jobs.BackwardDone(job.token, execution.tokens, loss, layout, blob)
 
-
     def _add(self, execution: SurrogateGradient, sign: int) -> None:
         """Add the gradient of an execution at the present weights to the open sum, or subtract it if `sign` is -1."""
         for index, fragment in enumerate(self.fragments):

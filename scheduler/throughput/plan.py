@@ -27,7 +27,8 @@ RANDOM_DRAWS = 5  # the baseline is the best of this many random placements
 SEARCH_SHARE = 0.8  # share of the planning time for the search for spans
 GOSSIP_SHARE = 0.12  # share of the planning time for the choice of gossip partners; the baseline gets the rest
 STAY_MARGIN = 0.02  # peers keep their layers unless a plan promises more tokens/s by this share
-LOST_BY_ROUTES = 1e-3  # idle peers are left out of a plan unless that lowers its throughput by this share
+LOST_BY_ROUTES = 0.01  # idle peers are left out of a plan unless that lowers its throughput by this share
+MOST_NAMED = 8  # a plan's reason names at most this many peers without layers
 HEADROOM = 1e-6  # a plan promises this share less than the solver's flow, as the solver's numbers are rounded
 
 
@@ -68,7 +69,7 @@ def throughput_plan(
     if stays := costs.valid(held) and _no_gain(problem, chosen, held, progress.left_s()):
         chosen = held
     else:
-        chosen = _without_idle(problem, chosen)
+        chosen = without_idle(problem, chosen)
     found = problem.flow(chosen)
     late_s = progress.seconds() - budget.seconds * (1 - GOSSIP_SHARE)
     share = budget.part(GOSSIP_SHARE).silent().less(max(0.0, late_s))
@@ -141,6 +142,7 @@ def _with_routes(
         use={kind: use.share for kind, use in used.items()},
         reason=plan.reason
         + _reason(plan, costs, chosen, found)
+        + _left_out([name for name, (a, b) in zip(topology.ids, spans, strict=True) if a == b])
         + _lost(found.tokens_per_s, tokens_per_s, exact=not config.routes.overlap)
         + _most_used(used),
     )
@@ -179,7 +181,7 @@ def _with_whole_models(problem: FlowProblem, spans: Ints, seconds: float) -> Int
     return simpler if gains else spans
 
 
-def _without_idle(problem: FlowProblem, spans: Ints) -> Ints:
+def without_idle(problem: FlowProblem, spans: Ints) -> Ints:
     """Return spans in which a peer that the routes do not need holds no layers; the first spans if that loses flow.
 
     A running peer with layers gets micro-batches, since others route by speeds; each is another stop on a route.
@@ -204,6 +206,12 @@ def _micro_batches(topology: Topology, carried: in_flight.Carried, spans: Sequen
         for peer, (first, last) in enumerate(spans)
         if first < last
     }
+
+
+def _left_out(names: Sequence[str]) -> str:
+    """Return a sentence about peers without layers; "" if there are none."""
+    shown = ", ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
+    return f" No route needs {shown}: no layers for these." if names else ""
 
 
 def _lost(flow: float, carried: float, exact: bool) -> str:

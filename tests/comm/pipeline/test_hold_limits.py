@@ -100,6 +100,8 @@ def test_one_that_does_it_again_and_again_under_ever_new_names_costs_a_part_of_t
 def test_what_usually_takes_long_is_waited_for() -> None:
     limits = HoldLimits()
     assert limits.limit_s(0.0, 100.0) == 400.0
+    assert limits.limit_s(30.0, 1.0) == 120.0
+    assert limits.limit_s(3000.0, 1.0) == MOST_REST_S / UNDECIDED_REST_TIMES
     for origin, waited_s in (("A", 50.0), ("B", 60.0), ("liar", 3000.0)):
         limits.committed(PeerId(origin), waited_s)
     assert limits.limit_s(0.0, 1.0) == 240.0
