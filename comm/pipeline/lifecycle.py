@@ -7,7 +7,7 @@ nonsense, another peer gets the same activations (`Forwarding`); the peers befor
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from decentral.comm.pipeline.admission import Admission
 from decentral.comm.pipeline.audits import RouteAudits
@@ -96,8 +96,8 @@ class ExecutionLifecycle:
                     execution.gradient_came(event.peer, response)
                     thin = self.forwarding.view.is_thin()
                     job = Backward(execution.token, response.layout, blob, thin)
-                    if isinstance(execution, ForwardedExecution) and execution.undo:
-                        execution.undo = replace(execution.undo, backward=job)
+                    if isinstance(execution, ForwardedExecution):
+                        execution.keep_backward(job)
                     self.table.jobs.push(job)
                     return self.audits.gave_back(execution, event, now)
         return self.forwarding.missed(execution, event.peer, now)

@@ -28,7 +28,7 @@ SEARCH_SHARE = 0.8  # share of the planning time for the search for spans
 GOSSIP_SHARE = 0.12  # share of the planning time for the choice of gossip partners; the baseline gets the rest
 STAY_MARGIN = 0.02  # peers keep their layers unless a plan promises more tokens/s by this share
 LOST_BY_ROUTES = 0.01  # idle peers are left out of a plan unless that lowers its throughput by this share
-MOST_NAMED = 8  # a plan's reason names at most this many peers without layers
+IDLE_NAMED = 8  # a plan's reason names at most this many peers without layers
 HEADROOM = 1e-6  # a plan promises this share less than the solver's flow, as the solver's numbers are rounded
 
 
@@ -210,7 +210,7 @@ def _micro_batches(topology: Topology, carried: in_flight.Carried, spans: Sequen
 
 def _left_out(names: Sequence[str]) -> str:
     """Return a sentence about peers without layers; "" if there are none."""
-    shown = ", ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
+    shown = ", ".join(names[:IDLE_NAMED]) + (f" and {len(names) - IDLE_NAMED} more" if len(names) > IDLE_NAMED else "")
     return f" No route needs {shown}: no layers for these." if names else ""
 
 
